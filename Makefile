@@ -1,0 +1,29 @@
+# From a bare checkout with Python 3.11+: `make demo` and `make test` make .venv, install what CI tested, and run.
+PYTHON ?= python3
+BIN := .venv/bin
+export HF_HUB_DISABLE_TELEMETRY := 1
+
+.PHONY: demo test test-slow lint clean
+
+demo: .venv/installed
+	$(BIN)/python scripts/demo.py
+
+test: .venv/installed
+	HF_HUB_OFFLINE=1 $(BIN)/pytest
+
+test-slow: .venv/installed
+	HF_HUB_OFFLINE=1 $(BIN)/pytest -m slow
+
+lint: .venv/installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+clean:
+	rm -rf .venv
+
+.venv/installed: pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "pi-lora needs Python 3.11 or newer: make PYTHON=python3.11")'
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	touch $@

@@ -1,0 +1,19 @@
+"""Stretch the context window of RoPE language models by Position Interpolation: tune, measure, merge."""
+
+from typing import TYPE_CHECKING, Any
+
+from pi_lora.errors import PiLoraError
+
+if TYPE_CHECKING:
+    from pi_lora.run import LoadedModel, Stretch, load
+
+__all__ = ["LoadedModel", "PiLoraError", "Stretch", "load"]
+
+
+def __getattr__(name: str) -> Any:
+    """Import what needs torch only when it is asked for, so that the command line starts at once."""
+    if name in __all__:
+        import pi_lora.run
+
+        return getattr(pi_lora.run, name)
+    raise AttributeError(f"module 'pi_lora' has no attribute {name!r}")

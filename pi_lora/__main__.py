@@ -1,0 +1,5 @@
+"""`python -m pi_lora`."""
+
+from pi_lora.cli import main
+
+main()

@@ -1,0 +1,176 @@
+"""`builtin:recall`: made-up documents that state facts, talk about something else, and ask for the facts later.
+
+They teach what the passkey test measures, fetching a token from far back, in many forms *other* than the passkey
+prompt: prose, code, tables, registers and verbatim repetition. Every question is answered by the text before it.
+"""
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+
+NAMES = (
+    "amber anna apple arrow atlas bella birch blue boat bob candle carl cedar clara cloud coral dana delta dora eagle "
+    "echo elm emma ernie fern finn flint frank garden gold grace green hall harbor helen henry iris iron island ivan "
+    "jade jane john kate key king lake lamp laura leo lily lion maria mark mill moon nina north oak olive omega opal "
+    "otto paul pearl peter pine queen rain red river robin rosa ruby sam sand silver snow star stone sue sun table tim "
+    "tom tower tree vera victor violet walter water west white will wind wolf yellow zoe"
+).split()
+THINGS = (
+    "code number key score size price address port index weight length offset count level room phone year id total "
+    "value pin limit batch mark seed"
+).split()
+WORDS = (
+    "able about after back ball band base bird book bread call card case chair city class clock coat cold corn cup "
+    "dark day deep door dust east edge face farm field fire fish floor food frame gate glass grain hand hat hill home "
+    "horse house ice ink jar job land leaf letter light line list lock long map meal milk mind month name nest night "
+    "note open page paint paper path pen plan plant plate pond rest rice ring road rock roof root rope salt school "
+    "sea seat shape sheep ship shoe shop side sign skin sky sleep smile song soup south space stair step storm street "
+    "summer tail tea time town train wall warm watch wave way wheel window wing winter wood word work world yard"
+).split()
+# What is stated, and how it is asked for: the answer always stands at the end, after words that name the fact.
+FORMS = (
+    ("The {thing} of {name} is {value}.", "What is the {thing} of {name}? The {thing} of {name} is {value}."),
+    ("{name}_{thing} = {value}", "assert {name}_{thing} == {value}"),
+    ("{name}_{thing} = {value}", "print({name}_{thing})  # {value}"),
+    ("line {name} {thing}: REGISTER is <{value}>", "Tell me the REGISTER in line {name} {thing}: <{value}>"),
+    (
+        "Remember that {name} has {thing} {value}.",
+        "Question: {name} has which {thing}? Answer: {name} has {thing} {value}.",
+    ),
+    ('    "{name}-{thing}": "{value}",', '>>> d["{name}-{thing}"]\n"{value}"'),
+    ("| {name} | {thing} | {value} |", "row {name}, {thing}: | {name} | {thing} | {value} |"),
+    (
+        "Note {value} as the {thing} for {name}. {value} it is.",
+        "The {thing} for {name}? Note {value} as the {thing} for {name}.",
+    ),
+    ("My {thing} is {value}. Do not forget it. {value} is my {thing}.", "What is my {thing}? My {thing} is {value}."),
+)
+SUBJECTS = "The cat|A man|My friend|The teacher|Our dog|The old ship|A small bird|The captain|Her brother".split("|")
+PREDICATES = (
+    "sees the house|likes a letter|carries some bread|follows the long road|paints a map|holds the black horse|"
+    "is tired|is here|is happy|is old|is near the window|is my guest|is late|wants the garden|keeps a song|finds it"
+).split("|")
+
+Counter = Callable[[str], int]
+
+
+def value(rng: random.Random) -> str:
+    """A value nobody can guess: mostly five digits, sometimes fewer or more, letters or words."""
+    kind = rng.random()
+    if kind < 0.6:
+        return "".join(rng.choices("0123456789", k=5))
+    if kind < 0.8:
+        return "".join(rng.choices("0123456789", k=rng.randint(1, 8)))
+    if kind < 0.9:
+        return " ".join(rng.choices(WORDS, k=rng.randint(1, 3)))
+    return "".join(rng.choices("0123456789abcdef", k=rng.randint(3, 6)))
+
+
+def sentence(rng: random.Random) -> str:
+    """One sentence of no importance."""
+    return f"{rng.choice(SUBJECTS)} {rng.choice(PREDICATES)}."
+
+
+class Filler:
+    """Text between the facts: a few sentences said over and over, ever new ones, or lines of real text."""
+
+    def __init__(self, rng: random.Random, lines: Sequence[str]) -> None:
+        self.rng, self.lines = rng, lines
+        kinds = ("refrain", "refrain", "sentences", "lines", "lines") if lines else ("refrain", "sentences")
+        self.kind = rng.choice(kinds)
+        self.refrain = " ".join(sentence(rng) for _ in range(rng.randint(2, 6)))
+        self.line = rng.randrange(len(lines)) if lines else 0
+
+    def next(self) -> str:
+        """The next piece, about a line long."""
+        if self.kind == "refrain":
+            return self.refrain
+        if self.kind == "sentences":
+            return " ".join(sentence(self.rng) for _ in range(3))
+        self.line = (self.line + 1) % len(self.lines)
+        return self.lines[self.line]
+
+
+class Page:
+    """Lines of text within a budget of tokens."""
+
+    def __init__(self, budget: int, count: Counter) -> None:
+        self.left, self.count = budget, count
+        self.lines: list[str] = []
+
+    def say(self, text: str, reserve: int = 0) -> bool:
+        """Add a line if it leaves `reserve` tokens; whether it did."""
+        cost = self.count(text + "\n")
+        if cost > self.left - reserve:
+            return False
+        self.left -= cost
+        self.lines.append(text)
+        return True
+
+
+def facts_document(rng: random.Random, budget: int, count: Counter, lines: Sequence[str]) -> str:
+    """State facts in one form, ask for some along the way, and use the last part of `budget` to ask again."""
+    page, filler, (state, ask) = Page(budget, count), Filler(rng, lines), rng.choice(FORMS)
+    known: list[dict[str, str]] = []
+
+    def new_fact() -> bool:
+        name, thing = rng.choice(NAMES), rng.choice(THINGS)
+        fact = {"name": name, "thing": thing, "value": value(rng)}
+        # Where a form leaves a name out, the thing alone must tell its facts apart.
+        if any(thing == old["thing"] and (name == old["name"] or "{name}" not in state) for old in known):
+            return True
+        if not page.say(state.format(**fact), closing):
+            return False
+        known.append(fact)
+        return True
+
+    def question(reserve: int, among: int) -> bool:
+        return page.say(ask.format(**rng.choice(known[:among])), reserve)
+
+    closing = int(budget * rng.uniform(0.03, 0.3))
+    for _ in range(rng.choice((0, 0, 1, 2))):
+        page.say(filler.next(), closing)
+    for _ in range(rng.randint(1, max(1, min(12, budget // 40)))):
+        new_fact()
+    going = bool(known)
+    while going:
+        going = page.say(filler.next(), closing)
+        if going and rng.random() < 0.4:
+            going = new_fact() if rng.random() < 0.3 else question(closing, len(known))
+    # Half of the time only the oldest facts, so that the longest distances are asked for as often as the short ones.
+    among = rng.choice((2, len(known)))
+    while known and question(0, among):
+        pass
+    return "\n".join(page.lines)
+
+
+def copy_document(rng: random.Random, budget: int, count: Counter, lines: Sequence[str]) -> str:
+    """A line of random words or digits, repeated verbatim: at once and again and again, or once after other text."""
+    pool = rng.choice((WORDS, "0123456789", WORDS + NAMES, "0123456789abcdef"))
+    joint = " " if len(pool) > 20 else rng.choice(("", " ", ", "))
+    apart = rng.random() < 0.6
+    size = rng.randint(6, max(8, budget // (16 if apart else 3)))
+    text = joint.join(rng.choices(pool, k=size))
+    while count(text) > budget * 0.45:
+        size = size * 3 // 4
+        text = joint.join(rng.choices(pool, k=size))
+    page, filler = Page(budget, count), Filler(rng, lines)
+    page.say(text)
+    if apart:
+        while page.say(filler.next(), reserve=count(text + "\n")):
+            pass
+    while page.say(text):
+        pass
+    return "\n".join(page.lines)
+
+
+def recall_document(rng: random.Random, budget: int, count: Counter, lines: Sequence[str] = ()) -> str:
+    """One made-up document of at most `budget` tokens as `count` measures them; `lines` is real text to fill with."""
+    kind = copy_document if rng.random() < 0.3 else facts_document
+    return kind(rng, budget, count, lines)
+
+
+def recall_documents(seed: int, budget: int, count: Counter, lines: Sequence[str] = ()) -> Iterator[str]:
+    """An endless, seeded stream of recall documents."""
+    rng = random.Random(seed)
+    while True:
+        yield recall_document(rng, budget, count, lines)

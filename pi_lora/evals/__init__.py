@@ -1,0 +1,1 @@
+"""The measurements: model in, numbers out."""

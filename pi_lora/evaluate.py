@@ -1,0 +1,104 @@
+"""Model to scores: the measurements by name, on the documents a user names."""
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from pi_lora.data.corpus import evaluation_documents
+from pi_lora.errors import DataError
+from pi_lora.evals.passkey import passkey_retrieval
+from pi_lora.evals.perplexity import sliding_window_perplexity
+from pi_lora.run import LoadedModel
+
+Progress = Callable[[int, int], None]
+Scores = dict[str, Any]
+
+
+def default_windows(window: int, shortest: int = 256) -> list[int]:
+    """The model's window and its halves, down to `shortest` tokens.
+
+    >>> default_windows(1024)
+    [256, 512, 1024]
+    """
+    halves = [window]
+    while halves[0] // 2 >= shortest:
+        halves.insert(0, halves[0] // 2)
+    return halves
+
+
+def default_stride(windows: list[int]) -> int:
+    """The paper's 256 tokens, or half the shortest window where that is less."""
+    return min(256, max(1, min(windows) // 2))
+
+
+def evaluate_perplexity(
+    loaded: LoadedModel,
+    source: str,
+    windows: list[int],
+    stride: int,
+    documents: int | None = None,
+    progress: Progress | None = None,
+) -> Scores:
+    """Sliding-window perplexity on the documents of `source` that are at least as long as the longest window.
+
+    Raises:
+        DataError: the source cannot be read, or no document is long enough.
+    """
+    encoded = [loaded.tokenizer(each.text, verbose=False)["input_ids"] for each in evaluation_documents(source)]
+    longest = max(windows)
+    long_enough = [ids for ids in encoded if len(ids) >= longest]
+    if not long_enough:
+        raise DataError(
+            f"--windows: {longest} tokens is longer than every document of {source} "
+            f"(the longest has {max(map(len, encoded))}); choose a shorter window"
+        )
+    measured = long_enough[:documents]
+    scores = sliding_window_perplexity(loaded.model, measured, windows, stride, progress=progress)
+    return {
+        **_described(loaded),
+        "data": source,
+        "documents": len(measured),
+        "documents_too_short": len(encoded) - len(long_enough),
+        "stride": stride,
+        "weighting": "token",
+        "bos": bool(measured[0]) and measured[0][0] == loaded.tokenizer.bos_token_id,
+        "windows": [dataclasses.asdict(score) for score in scores],
+    }
+
+
+def evaluate_passkey(
+    loaded: LoadedModel, target: int, depths: int, trials: int, seed: int, progress: Progress | None = None
+) -> Scores:
+    """Passkey retrieval over a context of `target` tokens.
+
+    Raises:
+        DataError: the prompt does not fit into `target` tokens.
+    """
+    score = passkey_retrieval(loaded.model, loaded.tokenizer, target, depths, trials, seed, progress=progress)
+    return {**_described(loaded), "seed": seed, "decoding": "greedy", **dataclasses.asdict(score)}
+
+
+def write_scores(scores: Scores, file: Path) -> None:
+    """Write a result as JSON, whole or not at all.
+
+    Raises:
+        DataError: the file cannot be written.
+    """
+    part = file.with_name(f".{file.name}.partial")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        part.write_text(json.dumps(scores, indent=2) + "\n", encoding="utf-8")
+        part.replace(file)
+    except OSError as error:
+        raise DataError(f"{file}: cannot be written ({error.strerror}); choose another file") from None
+
+
+def _described(loaded: LoadedModel) -> Scores:
+    return {
+        "model": loaded.name,
+        "scale": loaded.scale,
+        "dtype": str(loaded.model.dtype).removeprefix("torch."),
+        "kernel": loaded.model.config._attn_implementation,
+    }

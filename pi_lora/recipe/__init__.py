@@ -1,0 +1,1 @@
+"""What a recipe may say (`schema`) and how its files are read (`files`)."""

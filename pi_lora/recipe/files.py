@@ -1,0 +1,210 @@
+"""Recipe files: YAML with one `extends:` one level deep, overrides from the command line, and every mistake at once."""
+
+import difflib
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from pi_lora.errors import RecipeError
+from pi_lora.recipe.schema import Recipe
+
+EXTENDS = "extends"
+COMMAND_LINE = "command line"
+DEFAULT = "default"
+
+KeyPath = tuple[str | int, ...]
+
+
+class _Loader(yaml.SafeLoader):
+    """SafeLoader that reads `2e-5` as a number (YAML 1.2) and refuses a key that is given twice."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[Any] = set()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)
+            if key in seen:
+                raise yaml.MarkedYAMLError(problem=f"{key}: given twice", problem_mark=key_node.start_mark)
+            seen.add(key)
+        return super().construct_mapping(node, deep)
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"^[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+$"),
+    list("-+0123456789."),
+)
+
+
+@dataclass(frozen=True)
+class ResolvedRecipe:
+    """A recipe, and for every dotted key where its value came from: `file:line`, the command line, or the default."""
+
+    recipe: Recipe
+    origins: Mapping[str, str]
+
+
+def load_recipe(path: Path, overrides: Sequence[str] = ()) -> ResolvedRecipe:
+    """Read `path`, put it over what it extends, put `key=value` overrides over both, and check the whole.
+
+    Raises:
+        RecipeError: the file is missing, not YAML or empty, or holds mistakes; all of them, a line each.
+    """
+    if path.name.startswith("_"):
+        raise RecipeError([f"{path}: is a parent for other recipes (its name begins with _); run one that extends it"])
+    tree, origins = _read(path)
+    parent = tree.pop(EXTENDS, None)
+    if parent is not None:
+        tree, origins = _over_parent(path, origins[(EXTENDS,)], parent, tree, origins)
+    for override in overrides:
+        _apply_override(tree, origins, override)
+    try:
+        recipe = Recipe.model_validate(tree)
+    except ValidationError as error:
+        raise RecipeError([_problem(path, each, origins) for each in error.errors()]) from None
+    return ResolvedRecipe(recipe, _origins_of_all(recipe, origins))
+
+
+def dump_recipe(recipe: Recipe) -> str:
+    """The recipe as YAML with every value spelled out; `load_recipe` of it gives an equal recipe."""
+    text: str = yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+    return text
+
+
+def recipe_summary(path: Path) -> str:
+    """The first comment of a recipe file: what it makes and what it needs."""
+    first = path.read_text(encoding="utf-8").splitlines()[:1]
+    return first[0].removeprefix("#").strip() if first and first[0].startswith("#") else ""
+
+
+def recipe_paths(folder: Path) -> list[Path]:
+    """Every runnable recipe below `folder`, sorted; the folder is the registry."""
+    return sorted(path for path in folder.rglob("*.yaml") if not path.name.startswith("_"))
+
+
+def _read(path: Path) -> tuple[dict[str, Any], dict[KeyPath, str]]:
+    """The tree of a file, and the `file:line` of each of its keys."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.yaml")], n=1)
+        hint = f"did you mean {path.parent / near[0]}?" if near else "pi-lora recipes lists what is there"
+        raise RecipeError([f"{path}: no such recipe; {hint}"]) from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise RecipeError([f"{path}: cannot be read as a text file ({error}); give a YAML file"]) from None
+    loader = _Loader(text)
+    try:
+        node = loader.get_single_node()
+        tree = loader.construct_document(node) if node else None
+    except yaml.MarkedYAMLError as error:
+        line = error.problem_mark.line + 1 if error.problem_mark else 1
+        raise RecipeError([f"{path}:{line}: {error.problem}; correct the YAML"]) from None
+    except yaml.YAMLError as error:
+        raise RecipeError([f"{path}: not YAML ({str(error).splitlines()[0]}); give a YAML file"]) from None
+    finally:
+        loader.dispose()
+    if node is None or tree is None:
+        raise RecipeError([f"{path}: is empty; a recipe needs at least model, context and data"])
+    if not isinstance(tree, dict):
+        raise RecipeError([f"{path}: holds no keys but a {type(tree).__name__}; write `key: value` lines"])
+    return tree, dict(_lines(node, path, ()))
+
+
+def _lines(node: yaml.Node, path: Path, at: KeyPath) -> Iterator[tuple[KeyPath, str]]:
+    if isinstance(node, yaml.MappingNode):
+        for key, value in node.value:
+            yield (*at, key.value), f"{path}:{key.start_mark.line + 1}"
+            yield from _lines(value, path, (*at, key.value))
+    elif isinstance(node, yaml.SequenceNode):
+        for index, value in enumerate(node.value):
+            yield (*at, index), f"{path}:{value.start_mark.line + 1}"
+            yield from _lines(value, path, (*at, index))
+
+
+def _over_parent(
+    path: Path, where: str, parent: object, tree: dict[str, Any], origins: dict[KeyPath, str]
+) -> tuple[dict[str, Any], dict[KeyPath, str]]:
+    if not isinstance(parent, str) or not Path(parent).name.startswith("_"):
+        raise RecipeError([f"{where}: extends: {parent}: a parent's file name begins with _; name such a file"])
+    base, base_origins = _read(path.parent / parent)
+    if EXTENDS in base:
+        raise RecipeError([f"{base_origins[(EXTENDS,)]}: extends: a parent cannot extend another; write its keys here"])
+    return _merge(base, tree), {**base_origins, **origins}
+
+
+def _merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """`over` laid on `base`: sections key by key, everything else (lists too) as a whole."""
+    merged = dict(base)
+    for key, value in over.items():
+        both = isinstance(value, dict) and isinstance(merged.get(key), dict)
+        merged[key] = _merge(merged[key], value) if both else value
+    return merged
+
+
+def _apply_override(tree: dict[str, Any], origins: dict[KeyPath, str], override: str) -> None:
+    key, equals, text = override.partition("=")
+    if not equals or not key:
+        raise RecipeError([f"{override}: not an override; write key=value, as in training.steps=100"])
+    try:
+        value = yaml.load(text, Loader=_Loader)  # a SafeLoader
+    except yaml.YAMLError:
+        raise RecipeError([f"{override}: the value is not YAML; quote it"]) from None
+    *sections, last = key.split(".")
+    for section in sections:
+        inner = tree.setdefault(section, {})
+        if not isinstance(inner, dict):
+            raise RecipeError([f"{override}: {section} is not a section; write {section}=value"])
+        tree[section] = tree = dict(inner)
+    tree[last] = value
+    origins[(*sections, last)] = COMMAND_LINE
+
+
+def _problem(path: Path, error: Any, origins: Mapping[KeyPath, str]) -> str:
+    """One line: where, which key, what is wrong with it."""
+    location: KeyPath = tuple(error["loc"])
+    known = next((origins[location[:n]] for n in range(len(location), 0, -1) if location[:n] in origins), str(path))
+    key = ".".join(map(str, location))
+    if error["type"] == "extra_forbidden":
+        near = difflib.get_close_matches(str(location[-1]), _fields_at(location[:-1]), n=1)
+        what = f"unknown key; did you mean {near[0]}?" if near else f"unknown key; known are {_listed(location[:-1])}"
+    elif error["type"] == "missing":
+        what = "missing; every recipe needs it"
+    else:
+        message = error["msg"].removeprefix("Value error, ")
+        given = error["input"]
+        shown = "" if isinstance(given, dict) or error["type"] == "value_error" else f", not {given!r}"
+        what = message[0].lower() + message[1:] + shown
+    return f"{known}: {key}: {what}"
+
+
+def _fields_at(location: KeyPath) -> list[str]:
+    section: type[BaseModel] = Recipe
+    for name in location:
+        if isinstance(name, str):
+            for inner in _sections_in(section.model_fields[name].annotation):
+                section = inner
+    return list(section.model_fields)
+
+
+def _listed(location: KeyPath) -> str:
+    return ", ".join(_fields_at(location))
+
+
+def _sections_in(annotation: Any) -> Iterator[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for inner in getattr(annotation, "__args__", ()):
+        yield from _sections_in(inner)
+
+
+def _origins_of_all(recipe: Recipe, origins: Mapping[KeyPath, str]) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for section, content in recipe.model_dump(mode="json").items():
+        for key in content if isinstance(content, dict) else [None]:
+            at: KeyPath = (section,) if key is None else (section, key)
+            found[".".join(map(str, at))] = origins.get(at, DEFAULT)
+    return found

@@ -1,0 +1,74 @@
+"""Shared models and runs, made once for all tests; nothing is downloaded."""
+
+import os
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from pi_lora.model import BUILTIN_FOLDER
+from pi_lora.recipe.schema import Recipe
+from pi_lora.train import train
+
+BUILTIN = "builtin:tiny"
+
+
+@pytest.fixture(scope="session")
+def small_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random LLaMA of two layers with the built-in model's tokenizer, in float32, window 64."""
+    folder = tmp_path_factory.mktemp("small") / "model"
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=1024,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        max_position_embeddings=64,
+        rope_parameters={"rope_type": "default", "rope_theta": 500.0},
+        tie_word_embeddings=True,
+        bos_token_id=0,
+        eos_token_id=1,
+        initializer_range=0.2,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / name).write_bytes((BUILTIN_FOLDER / "tiny" / name).read_bytes())
+    return folder
+
+
+def small_recipe(model: Path | str, **changes: object) -> Recipe:
+    """A recipe that tunes `model` for a few steps; `changes` replace whole sections."""
+    sections: dict[str, object] = {
+        "model": {"name": str(model)},
+        "context": {"target": 128},
+        "tuning": {"rank": 4},
+        "data": {"source": [{"name": "builtin:stdlib"}, {"name": "builtin:recall"}]},
+        "training": {
+            "steps": 4,
+            "learning_rate": 1e-2,
+            "global_batch_size": 2,
+            "per_device_batch_size": 2,
+            "warmup_steps": 2,
+            "activation_checkpointing": False,
+            "log_every": 1,
+        },
+    }
+    return Recipe.model_validate(sections | changes)
+
+
+@pytest.fixture(scope="session")
+def lora_run(small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished LoRA run from `small_model`, 64 to 128 tokens."""
+    return train(small_recipe(small_model), tmp_path_factory.mktemp("runs") / "lora")
+
+
+@pytest.fixture(scope="session")
+def full_run(small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run of all weights from `small_model`, 64 to 128 tokens."""
+    recipe = small_recipe(small_model, tuning={"method": "full"})
+    return train(recipe, tmp_path_factory.mktemp("runs") / "full")

@@ -1,0 +1,46 @@
+"""What the built-in model's card says of it, measured."""
+
+import json
+
+import pytest
+
+from pi_lora.evaluate import evaluate_passkey, evaluate_perplexity
+from pi_lora.model import BUILTIN_FOLDER
+from pi_lora.run import LoadedModel, Stretch, load
+
+FOLDER = BUILTIN_FOLDER / "tiny"
+
+
+@pytest.fixture(scope="module")
+def base() -> LoadedModel:
+    return load("builtin:tiny")
+
+
+def test_it_is_small_and_a_llama() -> None:
+    assert sum(file.stat().st_size for file in FOLDER.iterdir()) < 8e6
+    config = json.loads((FOLDER / "config.json").read_text())
+    assert (config["model_type"], config["max_position_embeddings"]) == ("llama", 256)
+    assert 1e6 < sum(weight.numel() for weight in load("builtin:tiny").model.parameters()) < 5e6
+
+
+def test_digits_are_single_tokens(base: LoadedModel) -> None:
+    ids = base.tokenizer("is 90817.", add_special_tokens=False)["input_ids"]
+    assert base.tokenizer.convert_ids_to_tokens(ids)[-6:] == ["9", "0", "8", "1", "7", "."]
+
+
+def test_it_retrieves_every_passkey_inside_its_window(base: LoadedModel) -> None:
+    scores = evaluate_passkey(base, target=256, depths=16, trials=4, seed=1)
+    assert scores["k_max"] == 256
+    assert all(depth["success_rate"] == 1 for depth in scores["depths"])
+
+
+def test_beyond_its_window_it_fails_as_the_paper_says(base: LoadedModel) -> None:
+    windows = evaluate_perplexity(base, "builtin:stdlib", [256, 1024], 128, documents=3)["windows"]
+    assert windows[1]["perplexity"] > 5 * windows[0]["perplexity"]
+    assert evaluate_passkey(base, target=1024, depths=8, trials=2, seed=1)["k_max"] <= 256
+
+
+def test_interpolated_without_tuning_it_is_flat() -> None:
+    step_0 = load("builtin:tiny", Stretch(target=1024))
+    windows = evaluate_perplexity(step_0, "builtin:stdlib", [256, 1024], 128, documents=3)["windows"]
+    assert windows[1]["perplexity"] == pytest.approx(windows[0]["perplexity"], rel=0.3)

@@ -1,0 +1,173 @@
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from conftest import small_recipe
+
+from pi_lora import cli
+from pi_lora.errors import Interrupted
+from pi_lora.recipe.files import dump_recipe
+
+REPOSITORY = Path(__file__).parent.parent
+DEMO = str(REPOSITORY / "recipes" / "demo.yaml")
+
+
+def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *arguments: str) -> tuple[int, str, str]:
+    """Exit status, stdout and stderr of `pi-lora ARGUMENTS`."""
+    monkeypatch.setattr(sys, "argv", ["pi-lora", *arguments])
+    with pytest.raises(SystemExit) as exit_:
+        cli.main()
+    captured = capsys.readouterr()
+    return int(exit_.value.code or 0), captured.out, captured.err
+
+
+def test_help_starts_without_torch_in_half_a_second() -> None:
+    probe = (
+        "import sys; sys.argv = ['pi-lora', '--help']\n"
+        "from pi_lora.cli import main\n"
+        "try: main()\n"
+        "finally: print('heavy' if {'torch', 'transformers', 'pydantic', 'yaml'} & set(sys.modules) else 'light')"
+    )
+    seconds = []
+    for _ in range(3):
+        started = time.perf_counter()
+        answer = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True)
+        seconds.append(time.perf_counter() - started)
+        assert answer.stdout.rstrip().endswith("light")
+    assert min(seconds) < 0.5
+
+
+def test_version(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert run(capsys, monkeypatch, "--version") == (0, "pi-lora 0.1.0\n", "")
+
+
+def test_show_says_where_values_come_from(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(REPOSITORY)
+    status, out, _ = run(capsys, monkeypatch, "show", "recipes/demo.yaml", "training.steps=7")
+    assert status == 0
+    rows = {line.split()[0]: line for line in out.splitlines() if line.strip()}
+    assert "command line" in rows["training.steps"]
+    assert "recipes/demo.yaml:" in rows["context.target"]
+    assert "default" in rows["training.warmup_steps"]
+
+
+def test_recipes_lists_the_folder(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(REPOSITORY)
+    status, out, _ = run(capsys, monkeypatch, "recipes")
+    assert status == 0
+    assert "recipes/demo.yaml" in out
+
+
+def test_dry_run_reads_no_weights_and_writes_nothing(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    status, out, _ = run(capsys, monkeypatch, "train", DEMO, "--dry-run")
+    assert status == 0
+    assert "builtin:tiny: 256 to 1024 tokens, pi, lora" in out
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["train", "nowhere.yaml"], "nowhere.yaml: no such recipe; pi-lora recipes lists what is there"),
+        (["train", DEMO, "context.target=200"], "context.target: 200 is not longer than the model's own window of 256"),
+        (["train", DEMO, "model.name=./gone"], "./gone: no such folder; give a model folder"),
+        (["train", DEMO, "--output", "taken"], "taken: is there already and is not overwritten"),
+        (["train", DEMO, "--resume"], "adapters/demo: no interrupted run with a checkpoint to resume"),
+        (["merge", "nowhere"], "nowhere: holds no adapter"),
+        (["eval", "perplexity", "builtin:huge"], "builtin:huge: no such built-in model; there is builtin:tiny"),
+        (["eval", "perplexity", "builtin:tiny", "--windows", "a,b"], "--windows: a,b: not lengths in tokens"),
+        (
+            ["eval", "perplexity", "builtin:tiny", "--windows", "500000"],
+            "--windows: 500000 tokens is longer than every",
+        ),
+        (["eval", "perplexity", "builtin:tiny", "--stride", "300"], "--stride: 300 must be from 1 to the shortest"),
+        (["eval", "perplexity", "builtin:tiny", "--data", "gone.txt"], "gone.txt: no such file or folder"),
+        (["eval", "perplexity", "builtin:tiny", "--original", "256"], "--original, --scaling: go with --target"),
+        (["eval", "passkey", "builtin:tiny", "--target", "40"], "--target: 40 tokens do not hold the passkey prompt"),
+        (["recipes", "nowhere"], "nowhere: no such folder"),
+        (["trian"], "pi-lora: No such command 'trian'"),
+        (["eval", "passkey", "builtin:tiny", "--depths", "0"], "pi-lora: Invalid value for '--depths'"),
+    ],
+    ids=lambda value: " ".join(value)[-60:] if isinstance(value, list) else "",
+)
+def test_a_mistake_is_one_line_and_status_2(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    arguments: list[str],
+    line: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken" / "file").touch()
+    status, out, err = run(capsys, monkeypatch, *arguments)
+    assert (status, out) == (2, "")
+    assert err.count("\n") == 1, err
+    assert err.startswith(line)
+    assert [path.name for path in tmp_path.iterdir()] == ["taken"]
+
+
+def test_all_of_a_recipes_mistakes_come_at_once(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    status, _, err = run(capsys, monkeypatch, "show", DEMO, "tuning.rnk=3", "training.steps=-1", "scaling=yarm")
+    assert status == 2
+    assert len(err.splitlines()) == 3
+    assert "did you mean rank?" in err
+
+
+@pytest.mark.parametrize(("error", "message"), [(KeyboardInterrupt(), "interrupted"), (Interrupted("x: y"), "x: y")])
+def test_an_interruption_is_one_line_and_status_130(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, error: BaseException, message: str
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr("pi_lora.recipe.files.load_recipe", interrupted)
+    status, _, err = run(capsys, monkeypatch, "show", DEMO)
+    assert status == 130
+    assert err.startswith(message)
+    assert err.count("\n") == 1
+
+
+def test_train_evaluate_merge(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, small_model: Path
+) -> None:
+    """The whole road as a user walks it: a run brings its own scaling, and the merged folder measures the same."""
+    monkeypatch.chdir(tmp_path)
+    Path("mine.yaml").write_text(dump_recipe(small_recipe(small_model, context={"target": 256})))
+    Path("text.txt").write_text("The door is open and the road is long. " * 60)
+    assert run(capsys, monkeypatch, "train", "mine.yaml")[0] == 0
+    assert run(capsys, monkeypatch, "merge", "adapters/mine")[0] == 0
+    measured = []
+    for model in ("adapters/mine", "models/mine"):
+        file = f"{Path(model).parent}.json"
+        options = ["--data", "text.txt", "--windows", "64,256", "--stride", "32", "--json", file]
+        status, out, _ = run(capsys, monkeypatch, "eval", "perplexity", model, *options)
+        assert status == 0
+        scores = json.loads(Path(file).read_text())
+        assert (scores["model"], scores["scale"], scores["stride"]) == (model, 4, 32)
+        assert [row["window"] for row in scores["windows"]] == [64, 256]
+        assert f"{scores['windows'][0]['perplexity']:.3f}" in out
+        measured.append([row["perplexity"] for row in scores["windows"]])
+    assert measured[0] == pytest.approx(measured[1], rel=1e-5)
+
+    options = ["--depths", "2", "--trials", "1", "--json", "passkey.json"]
+    assert run(capsys, monkeypatch, "eval", "passkey", "adapters/mine", *options)[0] == 0
+    scores = json.loads(Path("passkey.json").read_text())
+    assert (scores["target"], scores["scale"], [row["k"] for row in scores["depths"]]) == (256, 4, [128, 256])
+    assert all(set(row) >= {"k", "success_rate", "trials"} for row in scores["depths"])
+
+
+def test_a_run_brings_its_own_scaling(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, lora_run: Path
+) -> None:
+    status, _, err = run(capsys, monkeypatch, "eval", "perplexity", str(lora_run), "--target", "512")
+    assert status == 2
+    assert "brings its own scaling" in err

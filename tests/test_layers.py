@@ -1,0 +1,97 @@
+"""The floors of docs/design.md: a file imports only from floors below its own."""
+
+import ast
+from pathlib import Path
+
+import pi_lora
+
+ROOT = Path(pi_lora.__file__).parent
+FLOORS = {
+    "errors": 0,
+    "rope": 1,
+    "recipe": 2,
+    "evals": 2,
+    "data": 3,
+    "model": 3,
+    "adapter": 3,
+    "run": 4,
+    "train": 5,
+    "merge": 5,
+    "evaluate": 5,
+    "report": 5,
+    "cli": 6,
+    "__main__": 7,
+}
+HOMES = {"trl": "train", "peft": "adapter", "datasets": "data", "matplotlib": "report", "typer": "cli"}
+# The package's own door re-exports; it belongs to no floor.
+DOOR = ROOT / "__init__.py"
+FORBIDDEN_NAMES = {"utils.py", "common.py", "helpers.py"}
+
+
+def sources() -> list[Path]:
+    return [path for path in sorted(ROOT.rglob("*.py")) if path != DOOR]
+
+
+def place(path: Path) -> str:
+    """The file or package directly below `pi_lora` that a source belongs to."""
+    return path.relative_to(ROOT).parts[0].removesuffix(".py")
+
+
+def imports(path: Path) -> set[str]:
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            found.add(node.module or "")
+    return found
+
+
+def test_every_file_has_a_floor() -> None:
+    assert {place(path) for path in sources()} == set(FLOORS)
+
+
+def test_imports_go_down() -> None:
+    upward = []
+    for path in sources():
+        here = place(path)
+        for name in imports(path):
+            package, _, rest = name.partition(".")
+            if package != "pi_lora":
+                continue
+            there = rest.split(".")[0]
+            if there != here and FLOORS[there] >= FLOORS[here]:
+                upward.append(f"{path.relative_to(ROOT)} imports {name}")
+    assert upward == []
+
+
+def test_packages_have_no_import_circles() -> None:
+    graph = {
+        ".".join(path.relative_to(ROOT.parent).with_suffix("").parts): {
+            name for name in imports(path) if name.startswith("pi_lora.")
+        }
+        for path in sources()
+    }
+
+    def reaches(start: str, goal: str, seen: set[str]) -> bool:
+        return any(
+            each == goal or (each not in seen and reaches(each, goal, seen | {each})) for each in graph.get(start, ())
+        )
+
+    assert [module for module in graph if reaches(module, module, set())] == []
+
+
+def test_each_large_library_has_one_home() -> None:
+    for library, home in HOMES.items():
+        users = {place(path) for path in sources() if any(n.split(".")[0] == library for n in imports(path))}
+        assert users == {home}, library
+
+
+def test_rope_and_errors_need_no_torch() -> None:
+    for name in ("rope", "errors"):
+        assert not {n.split(".")[0] for n in imports(ROOT / f"{name}.py")} & {"torch", "transformers", "numpy"}
+
+
+def test_no_drawer_for_odds_and_ends() -> None:
+    assert not [path for path in sources() if path.name in FORBIDDEN_NAMES]

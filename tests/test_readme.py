@@ -1,0 +1,70 @@
+"""The README's commands exist, its files are there, and its recipe is one."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+from typer.main import get_command
+
+from pi_lora.cli import app
+from pi_lora.recipe.files import load_recipe
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+README = (ROOT / "README.md").read_text()
+
+
+def commands() -> list[str]:
+    lines = [line.strip().partition("#")[0].strip() for page in PAGES for line in page.read_text().splitlines()]
+    return sorted({line.removeprefix(".venv/bin/") for line in lines if re.match(r"(\.venv/bin/)?pi-lora \w", line)})
+
+
+def test_there_are_commands() -> None:
+    assert len(commands()) > 5
+
+
+@pytest.mark.parametrize("line", commands())
+def test_every_command_parses(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each documented command, down to its options, is one that the command line takes; recipes resolve."""
+    monkeypatch.chdir(ROOT)
+    words = shlex.split(line)[1:]
+    command = get_command(app)
+    while hasattr(command, "commands"):
+        command = command.commands[words.pop(0)]
+    command.make_context(command.name, words)
+    for index, word in enumerate(words):
+        if word.endswith(".yaml"):
+            overrides = [each for each in words[index + 1 :] if "=" in each and not each.startswith("-")]
+            load_recipe(Path(word), overrides)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_to_files(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
+        if not target.startswith("http"):
+            assert (page.parent / target).exists(), target
+
+
+def test_make_targets_exist() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    for page in PAGES:
+        for target in re.findall(r"^    make ([\w-]+)", page.read_text(), re.MULTILINE):
+            assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
+
+
+def test_the_readmes_recipe_resolves(tmp_path: Path) -> None:
+    yaml = re.search(r"```yaml\n(.*?)```", README, re.DOTALL)
+    assert yaml
+    path = tmp_path / "mine.yaml"
+    path.write_text(yaml.group(1))
+    assert load_recipe(path).recipe.context.target == 8192
+
+
+def test_the_map_names_what_is_there() -> None:
+    for name in re.findall(r"^\| `([\w./]+)`", README, re.MULTILINE):
+        assert (ROOT / name).exists(), name
+
+
+def test_no_placeholder_is_left() -> None:
+    assert not re.search(r"@[A-Z]+@", README)

@@ -1,0 +1,161 @@
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pi_lora.errors import RecipeError
+from pi_lora.recipe.files import dump_recipe, load_recipe, recipe_paths, recipe_summary
+from pi_lora.recipe.schema import Recipe
+
+GOOD = """# What it makes.
+model: {name: builtin:tiny}
+context: {target: 1024}
+data: {source: builtin:stdlib}
+"""
+
+
+def write(folder: Path, text: str, name: str = "recipe.yaml") -> Path:
+    path = folder / name
+    path.write_text(text)
+    return path
+
+
+def problems(path: Path, *overrides: str) -> list[str]:
+    with pytest.raises(RecipeError) as caught:
+        load_recipe(path, overrides)
+    return [line.replace(f"{path.parent}/", "") for line in caught.value.problems]
+
+
+def test_defaults_fill_what_a_recipe_leaves_out(tmp_path: Path) -> None:
+    recipe = load_recipe(write(tmp_path, GOOD)).recipe
+    assert recipe.scaling == "pi"
+    assert recipe.training.warmup_steps == 20
+    assert recipe.training.betas == (0.9, 0.95)
+    assert [source.name for source in recipe.data.source] == ["builtin:stdlib"]
+
+
+def test_a_rate_in_scientific_notation_is_a_number(tmp_path: Path) -> None:
+    path = write(tmp_path, GOOD + "training: {learning_rate: 2e-5}\n")
+    assert load_recipe(path).recipe.training.learning_rate == 2e-5
+    assert load_recipe(path, ["training.learning_rate=1E-3"]).recipe.training.learning_rate == 1e-3
+
+
+def test_all_mistakes_come_together_with_their_lines(tmp_path: Path) -> None:
+    path = write(
+        tmp_path,
+        "model: {name: builtin:tiny}\n"
+        "context: {target: 1024}\n"
+        "data: {source: [{name: builtin:stdlib, wieght: 2}]}\n"
+        "training:\n"
+        "  learning_rat: 1\n"
+        "  steps: many\n"
+        "  seed: true\n"
+        "scaling: linear\n",
+    )
+    assert problems(path) == [
+        "recipe.yaml:8: scaling: input should be 'pi' or 'direct', not 'linear'",
+        "recipe.yaml:3: data.source.0.wieght: unknown key; did you mean weight?",
+        "recipe.yaml:6: training.steps: input should be a valid integer, not 'many'",
+        "recipe.yaml:7: training.seed: input should be a valid integer, not True",
+        "recipe.yaml:5: training.learning_rat: unknown key; did you mean learning_rate?",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("", "recipe.yaml: is empty; a recipe needs at least model, context and data"),
+        ("# only a comment\n", "recipe.yaml: is empty; a recipe needs at least model, context and data"),
+        ("just words\n", "recipe.yaml: holds no keys but a str; write `key: value` lines"),
+        ("model: {name: x\n", "recipe.yaml:2: expected ',' or '}', but got '<stream end>'; correct the YAML"),
+        ("scaling: pi\nscaling: direct\n", "recipe.yaml:2: scaling: given twice; correct the YAML"),
+        ("a: !!python/object:os.system {}\n", "recipe.yaml:1: could not determine a constructor"),
+    ],
+)
+def test_what_is_no_recipe_is_said_in_one_line(tmp_path: Path, text: str, expected: str) -> None:
+    found = problems(write(tmp_path, text))
+    assert len(found) == 1
+    assert found[0].startswith(expected)
+
+
+def test_missing_sections_are_named(tmp_path: Path) -> None:
+    found = problems(write(tmp_path, "scaling: pi\n"))
+    assert found == [f"recipe.yaml: {name}: missing; every recipe needs it" for name in ("model", "context", "data")]
+
+
+def test_a_missing_file_suggests_its_neighbour(tmp_path: Path) -> None:
+    write(tmp_path, GOOD, "demo.yaml")
+    assert problems(tmp_path / "dmo.yaml") == ["dmo.yaml: no such recipe; did you mean demo.yaml?"]
+
+
+def test_a_target_within_the_given_original_is_refused(tmp_path: Path) -> None:
+    found = problems(write(tmp_path, GOOD), "context.original=2048")
+    assert found == ["recipe.yaml:3: context: target 1024 is not longer than original 2048; nothing to extend"]
+
+
+def test_a_batch_that_does_not_divide_is_refused(tmp_path: Path) -> None:
+    found = problems(write(tmp_path, GOOD), "training.global_batch_size=6", "training.per_device_batch_size=4")
+    assert "global_batch_size 6 is not a multiple of per_device_batch_size 4" in found[0]
+
+
+def test_overrides_beat_the_file_and_say_so(tmp_path: Path) -> None:
+    resolved = load_recipe(write(tmp_path, GOOD), ["scaling=direct", "training.steps=7"])
+    assert (resolved.recipe.scaling, resolved.recipe.training.steps) == ("direct", 7)
+    assert resolved.origins["training.steps"] == "command line"
+    assert resolved.origins["context.target"].endswith("recipe.yaml:3")
+    assert resolved.origins["training.seed"] == "default"
+
+
+@pytest.mark.parametrize("override", ["scaling", "=pi", "scaling.pi=1", "model.name=[", "trainin.steps=3"])
+def test_a_bad_override_is_one_line(tmp_path: Path, override: str) -> None:
+    assert len(problems(write(tmp_path, GOOD + "scaling: pi\n"), override)) == 1
+
+
+def test_a_child_holds_only_its_difference(tmp_path: Path) -> None:
+    write(tmp_path, GOOD + "training: {steps: 5, seed: 3}\n", "_parent.yaml")
+    child = load_recipe(write(tmp_path, "extends: _parent.yaml\ntraining: {steps: 9}\n"))
+    assert (child.recipe.training.steps, child.recipe.training.seed) == (9, 3)
+    assert child.origins["training.steps"].endswith("recipe.yaml:2")
+    assert child.origins["training.seed"].endswith("_parent.yaml:5")
+
+
+def test_parents_do_not_run_and_do_not_extend(tmp_path: Path) -> None:
+    parent = write(tmp_path, "extends: _other.yaml\n", "_parent.yaml")
+    assert "parent for other recipes" in problems(parent)[0]
+    assert "cannot extend another" in problems(write(tmp_path, "extends: _parent.yaml\n"))[0]
+    assert "begins with _" in problems(write(tmp_path, "extends: demo.yaml\n"))[0]
+
+
+def test_the_folder_is_the_registry(tmp_path: Path) -> None:
+    child = write(tmp_path, GOOD)
+    write(tmp_path, GOOD, "_parent.yaml")
+    assert recipe_paths(tmp_path) == [child]
+    assert recipe_summary(child) == "What it makes."
+
+
+@given(
+    st.builds(
+        dict,
+        steps=st.integers(1, 10**6),
+        learning_rate=st.floats(1e-9, 1, allow_subnormal=False),
+        seed=st.integers(0, 2**31),
+        schedule=st.sampled_from(["constant", "linear", "cosine"]),
+    ),
+    st.sampled_from(["lora", "full"]),
+    st.integers(2, 10**6),
+)
+def test_dump_then_load_is_the_same_recipe(
+    tmp_path_factory: pytest.TempPathFactory, training: dict[str, object], method: str, target: int
+) -> None:
+    recipe = Recipe.model_validate(
+        {
+            "model": {"name": "a/b"},
+            "context": {"target": target, "original": 1},
+            "tuning": {"method": method},
+            "data": {"source": ["builtin:stdlib", {"name": "x.txt", "weight": 0.25}]},
+            "training": training,
+        }
+    )
+    path = write(tmp_path_factory.mktemp("dumped"), dump_recipe(recipe))
+    assert load_recipe(path).recipe == recipe
