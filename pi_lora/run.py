@@ -32,7 +32,6 @@ from pi_lora.rope import Config, Interpolation, Method, full_attention_rope, in_
 
 RECIPE_FILE = "recipe.yaml"
 RUN_FILE = "run.json"
-TRAINING_LOG = "training.jsonl"
 CHECKPOINTS = "checkpoints"
 LIBRARIES = ("pi-lora", "torch", "transformers", "trl", "peft", "accelerate", "datasets", "safetensors")
 

@@ -1,22 +1,15 @@
 """Recipe to run folder: the only home of TRL."""
 
-import json
 import math
 import os
-import resource
 import shutil
-import signal
-import sys
-import time
-import types
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.optim.lr_scheduler import LambdaLR
-from transformers import PrinterCallback, TrainerCallback, TrainerControl, TrainerState, set_seed
+from transformers import PrinterCallback, set_seed
 
 os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")  # TRL reports usage otherwise
 
@@ -41,15 +34,13 @@ from pi_lora.recipe.schema import Recipe, Training, Tuning
 from pi_lora.rope import Interpolation
 from pi_lora.run import (
     CHECKPOINTS,
-    TRAINING_LOG,
     check_output,
     last_checkpoint,
     staged,
     write_card,
     write_provenance,
 )
-
-Progress = Callable[[int, int, str], None]
+from pi_lora.training_log import TRAINING_LOG, Progress, TrainingLog, ends_after_the_step, read_training_log
 
 
 def train(recipe: Recipe, output: Path, resume: bool = False, progress: Progress | None = None) -> Path:
@@ -69,8 +60,8 @@ def train(recipe: Recipe, output: Path, resume: bool = False, progress: Progress
     with staged(output, resume) as staging:
         set_seed(training.seed)
         tuned = prepare_for_tuning(load_model(base, config, _dtype(recipe)), recipe.tuning, recipe.model.name)
-        log = _Log(staging, training.global_batch_size * interpolation.target, progress)
-        with without_known_warnings(), _ends_after_the_step(log):
+        log = TrainingLog(staging, training.global_batch_size * interpolation.target, progress)
+        with without_known_warnings(), ends_after_the_step(log):
             trainer = _Trainer(
                 training,
                 model=tuned,
@@ -144,89 +135,6 @@ class _Trainer(SFTTrainer):
     def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> LambdaLR:
         self.lr_scheduler = LambdaLR(optimizer or self.optimizer, rate_share(self.training))
         return self.lr_scheduler
-
-
-class _Log(TrainerCallback):
-    """Writes training.jsonl, reports progress, and ends training after the current step when asked to."""
-
-    def __init__(self, folder: Path, tokens_per_step: int, progress: Progress | None) -> None:
-        self.path = folder / TRAINING_LOG
-        self.tokens_per_step = tokens_per_step
-        self.progress = progress
-        self.interrupted = False
-        self.step = 0
-        self.started = self.last_time = time.monotonic()
-        self.last_step = 0
-        self.seconds_before = 0.0
-        self.line = ""
-
-    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Begin counting; after a resume, keep the lines of the steps that stand."""
-        self.started = self.last_time = time.monotonic()
-        self.step = self.last_step = state.global_step
-        kept = [line for line in read_training_log(self.path) if line["step"] <= state.global_step]
-        self.seconds_before = kept[-1]["seconds"] if kept else 0.0
-        self.path.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
-
-    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Report the step; log the last one; stop behind a checkpoint if a signal came."""
-        self.step = state.global_step
-        if self.progress:
-            self.progress(state.global_step, state.max_steps, self.line)
-        if state.global_step == state.max_steps:
-            control.should_log = True
-        elif self.interrupted:
-            control.should_save = control.should_training_stop = True
-
-    def on_log(self, args: Any, state: TrainerState, control: TrainerControl, logs: dict[str, float], **_: Any) -> None:
-        """Append a line: loss in nats a token, rate, tokens so far, tokens a second, peak memory in bytes."""
-        if "loss" not in logs:
-            return
-        now = time.monotonic()
-        speed = (state.global_step - self.last_step) * self.tokens_per_step / max(now - self.last_time, 1e-9)
-        self.last_time, self.last_step = now, state.global_step
-        line = {
-            "step": state.global_step,
-            "loss": logs["loss"],
-            "learning_rate": logs["learning_rate"],
-            "tokens": state.global_step * self.tokens_per_step,
-            "tokens_per_second": round(speed, 1),
-            "peak_memory": peak_memory(),
-            "seconds": round(self.seconds_before + now - self.started, 2),
-        }
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
-        self.line = f"loss {logs['loss']:.3f}  {speed:,.0f} tokens/s  {line['peak_memory'] / 2**30:.1f} GiB"
-
-
-def read_training_log(path: Path) -> list[dict[str, Any]]:
-    """The lines of a training.jsonl; none if there is no such file yet."""
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.is_file() else []
-
-
-def peak_memory() -> int:
-    """The most memory this process held, in bytes: of the GPU where there is one, else resident."""
-    if torch.cuda.is_available():
-        return int(torch.cuda.max_memory_allocated())
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-
-
-@contextmanager
-def _ends_after_the_step(log: _Log) -> Iterator[None]:
-    """While training, the first SIGINT or SIGTERM lets the current step end; a second one ends at once."""
-
-    def note(number: int, frame: types.FrameType | None) -> None:
-        log.interrupted = True
-        for each, handler in before.items():
-            signal.signal(each, handler)
-
-    before = {each: signal.signal(each, note) for each in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for each, handler in before.items():
-            signal.signal(each, handler)
 
 
 def _trainer_arguments(training: Training, staging: Path) -> SFTConfig:

@@ -50,7 +50,7 @@ def test_show_says_where_values_come_from(capsys: pytest.CaptureFixture[str], mo
     assert status == 0
     rows = {line.split()[0]: line for line in out.splitlines() if line.strip()}
     assert "command line" in rows["training.steps"]
-    assert "recipes/demo.yaml:" in rows["context.target"]
+    assert "recipes/_demo.yaml:" in rows["context.target"]
     assert "default" in rows["training.warmup_steps"]
 
 

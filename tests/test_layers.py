@@ -15,6 +15,7 @@ FLOORS = {
     "model": 3,
     "adapter": 3,
     "run": 4,
+    "training_log": 4,
     "train": 5,
     "merge": 5,
     "evaluate": 5,
