@@ -72,11 +72,12 @@ def tuned(name: str, *overrides: str) -> Path:
 
 def measured(name: str, model: str, stretch: Stretch | None = None) -> tuple[dict, dict]:
     options = f" --original {ORIGINAL} --target {TARGET}" if stretch else ""
-    console.print(f"$ pi-lora eval perplexity {model}{options} --windows 256,512,1024 --documents {DOCUMENTS}")
+    sweep = f"--windows 256,512,1024 --stride {STRIDE} --documents {DOCUMENTS}"
+    console.print(f"$ pi-lora eval perplexity {model}{options} {sweep}", soft_wrap=True)
     loaded = load(model, stretch)
     with Bar("documents") as bar:
         perplexity = evaluate_perplexity(loaded, "builtin:stdlib", WINDOWS, STRIDE, DOCUMENTS, bar)
-    console.print(f"$ pi-lora eval passkey {model}{options or f' --target {TARGET}'}")
+    console.print(f"$ pi-lora eval passkey {model}{options or f' --target {TARGET}'}", soft_wrap=True)
     with Bar("trials") as bar:
         passkey = evaluate_passkey(loaded, TARGET, DEPTHS, TRIALS, seed=0, progress=bar)
     write_scores(perplexity, DEMO / "scores" / f"{name}-perplexity.json")
@@ -106,8 +107,10 @@ def main() -> None:
     (DEMO / "table.md").write_text(markdown_table(rows), encoding="utf-8")
     console.print(f"{picture}, {DEMO / 'table.md'}, {DEMO / 'scores'}/   {time.monotonic() - started:.0f} s in all\n")
     console.print("Try next:")
-    console.print(f"  .venv/bin/pi-lora eval perplexity {merged} --data README.md --windows 256,1024")
-    console.print("  .venv/bin/pi-lora train recipes/demo.yaml context.target=2048 --output adapters/2048")
+    console.print(f"  .venv/bin/pi-lora eval perplexity {merged} --data README.md --windows 256,1024", soft_wrap=True)
+    console.print(
+        "  .venv/bin/pi-lora train recipes/demo.yaml context.target=2048 --output adapters/2048", soft_wrap=True
+    )
     console.print("  .venv/bin/pi-lora show recipes/demo.yaml")
 
 
