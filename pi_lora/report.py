@@ -90,7 +90,9 @@ def comparison_picture(rows: Mapping[str, tuple[Scores, Scores]], original: int,
     left.set_title("Language modeling", fontsize=11)
     right.set_title("Passkey retrieval", fontsize=11)
     left.legend(frameon=False, fontsize=9)
-    right.annotate("trained window", (original, 50), rotation=90, ha="right", va="center", fontsize=8, color="0.4")
+    right.annotate(
+        "trained window", (original, 50), (4, 0), textcoords="offset points", rotation=90, va="center", color="0.4"
+    )
     file.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(file, dpi=160)
     pyplot.close(figure)
