@@ -4,10 +4,15 @@ The processes are started by `launch.py` or by any launcher that sets the variab
 """
 
 import os
+from collections.abc import Sequence
+from typing import TypeVar
 
 import torch
 from accelerate import PartialState
+from accelerate.utils import gather_object
 from torch import distributed
+
+T = TypeVar("T")
 
 
 def join_processes(cpu: bool) -> None:
@@ -38,3 +43,13 @@ def any_process(*flags: bool) -> list[bool]:
     raised = torch.tensor(flags, dtype=torch.int32, device=PartialState().device)
     distributed.all_reduce(raised, distributed.ReduceOp.MAX)
     return [bool(flag) for flag in raised.tolist()]
+
+
+def share_of(items: Sequence[T]) -> list[T]:
+    """What this process works on of what all are to work on: every n-th of `items`, so that neighbours are spread."""
+    return list(items[int(os.environ.get("RANK", "0")) :: number_of_processes()])
+
+
+def from_all(found: Sequence[T]) -> list[T]:
+    """What every process has found, process by process; all of them must call it."""
+    return list(gather_object(list(found))) if number_of_processes() > 1 else list(found)
