@@ -6,32 +6,13 @@ from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
-from pi_lora.evaluate import (
-    Scores,
-    default_stride,
-    default_windows,
-    evaluate_passkey,
-    evaluate_perplexity,
-    write_scores,
-)
+from pi_lora.evaluate.recipe import measure
+from pi_lora.evaluate.scores import write_scores
 from pi_lora.processes import is_leader
 from pi_lora.recipe.schema import Evaluation
 from pi_lora.run import LoadedModel
 from pi_lora.run_folder import SCORES
 from pi_lora.training_log import TrainingLog
-
-
-def measure(loaded: LoadedModel, evaluation: Evaluation) -> dict[str, Scores]:
-    """What `evaluation` asks for, by name, on the model's whole window where it does not say."""
-    scores: dict[str, Scores] = {}
-    if wanted := evaluation.perplexity:
-        windows = list(wanted.windows or default_windows(loaded.window))
-        stride = wanted.stride or default_stride(windows)
-        scores["perplexity"] = evaluate_perplexity(loaded, wanted.data, windows, stride, wanted.documents)
-    if passkey := evaluation.passkey:
-        target = passkey.target or loaded.window
-        scores["passkey"] = evaluate_passkey(loaded, target, passkey.depths, passkey.trials, passkey.seed)
-    return scores
 
 
 class TrainingScores(TrainerCallback):

@@ -15,7 +15,8 @@ from machine import machine
 from rich.console import Console
 
 from pi_lora.errors import PiLoraError
-from pi_lora.evaluate import evaluate_passkey, evaluate_perplexity
+from pi_lora.evaluate.passkey import evaluate_passkey
+from pi_lora.evaluate.perplexity import evaluate_perplexity
 from pi_lora.run import load
 
 ROOT = Path(__file__).parent.parent

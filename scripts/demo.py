@@ -14,10 +14,13 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from pi_lora.errors import Interrupted, PiLoraError
-from pi_lora.evaluate import evaluate_passkey, evaluate_perplexity, write_scores
+from pi_lora.evaluate.passkey import evaluate_passkey
+from pi_lora.evaluate.perplexity import evaluate_perplexity
+from pi_lora.evaluate.scores import write_scores
 from pi_lora.merge import merge
 from pi_lora.recipe.files import load_recipe
-from pi_lora.report import comparison_picture, comparison_table, markdown_table
+from pi_lora.report.pictures import comparison_picture
+from pi_lora.report.tables import comparison_table, markdown_table
 from pi_lora.run import Stretch, load
 from pi_lora.run_folder import last_checkpoint, staging_path
 from pi_lora.train import train

@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from pi_lora.evaluate import evaluate_passkey, evaluate_perplexity
+from pi_lora.evaluate.passkey import evaluate_passkey
+from pi_lora.evaluate.perplexity import evaluate_perplexity
 from pi_lora.model import BUILTIN_FOLDER
 from pi_lora.run import LoadedModel, Stretch, load
 

@@ -10,7 +10,7 @@ from architectures import small_config
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from pi_lora.errors import ModelError, ScalingError
-from pi_lora.evaluate import evaluate_perplexity
+from pi_lora.evaluate.perplexity import evaluate_perplexity
 from pi_lora.merge import merge
 from pi_lora.model import extended_config, find_base, load_model, read_config, save_config
 from pi_lora.rope import Interpolation, Method, method_of, window_of

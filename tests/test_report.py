@@ -4,7 +4,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from pi_lora.report import comparison_picture, comparison_table, markdown_table, passkey_table, perplexity_table
+from pi_lora.report.pictures import comparison_picture
+from pi_lora.report.tables import comparison_table, markdown_table, passkey_table, perplexity_table
 
 
 def scores(perplexities: list[float], rates: list[float], k_max: int) -> tuple[dict[str, Any], dict[str, Any]]:

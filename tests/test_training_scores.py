@@ -6,9 +6,9 @@ import torch
 from conftest import small_recipe
 from safetensors.torch import load_file
 
+from pi_lora.evaluate.recipe import measure
 from pi_lora.run import Stretch, load
 from pi_lora.train import train
-from pi_lora.training_scores import measure
 
 EVALUATION = {
     "every": 2,

@@ -1,22 +1,16 @@
-"""Model to scores: the measurements by name, on the documents a user names."""
+"""Sliding-window perplexity on the documents that a user names."""
 
 import dataclasses
-import json
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterator
 
 import torch
 
 from pi_lora.data.corpus import evaluation_documents
 from pi_lora.errors import DataError
-from pi_lora.evals.passkey import passkey_retrieval
 from pi_lora.evals.perplexity import WindowScore, sliding_window_perplexity
+from pi_lora.evaluate.scores import Progress, Scores, described
 from pi_lora.rope import method_of
 from pi_lora.run import LoadedModel
-
-Progress = Callable[[int, int], None]
-Scores = dict[str, Any]
 
 
 def default_windows(window: int, shortest: int = 256) -> list[int]:
@@ -62,7 +56,7 @@ def evaluate_perplexity(
     for sweep in _sweeps(loaded, windows):
         scores += sliding_window_perplexity(loaded.model, measured, sweep, stride, progress=progress)
     return {
-        **_described(loaded),
+        **described(loaded),
         "data": source,
         "documents": len(measured),
         "documents_too_short": len(encoded) - len(long_enough),
@@ -71,33 +65,6 @@ def evaluate_perplexity(
         "bos": bool(measured[0]) and measured[0][0] == loaded.tokenizer.bos_token_id,
         "windows": [dataclasses.asdict(score) for score in scores],
     }
-
-
-def evaluate_passkey(
-    loaded: LoadedModel, target: int, depths: int, trials: int, seed: int, progress: Progress | None = None
-) -> Scores:
-    """Passkey retrieval over a context of `target` tokens.
-
-    Raises:
-        DataError: the prompt does not fit into `target` tokens.
-    """
-    score = passkey_retrieval(loaded.model, loaded.tokenizer, target, depths, trials, seed, progress=progress)
-    return {**_described(loaded), "seed": seed, "decoding": "greedy", **dataclasses.asdict(score)}
-
-
-def write_scores(scores: Scores, file: Path) -> None:
-    """Write a result as JSON, whole or not at all.
-
-    Raises:
-        DataError: the file cannot be written.
-    """
-    part = file.with_name(f".{file.name}.partial")
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        part.write_text(json.dumps(scores, indent=2) + "\n", encoding="utf-8")
-        part.replace(file)
-    except OSError as error:
-        raise DataError(f"{file}: cannot be written ({error.strerror}); choose another file") from None
 
 
 def _sweeps(loaded: LoadedModel, windows: list[int]) -> Iterator[list[int]]:
@@ -109,12 +76,3 @@ def _sweeps(loaded: LoadedModel, windows: list[int]) -> Iterator[list[int]]:
         # transformers keeps the frequencies of the longest input so far until one comes that is shorter than L.
         loaded.model(input_ids=torch.zeros((1, 1), dtype=torch.long, device=loaded.model.device))
         yield [window]
-
-
-def _described(loaded: LoadedModel) -> Scores:
-    return {
-        "model": loaded.name,
-        "scale": loaded.scale,
-        "dtype": str(loaded.model.dtype).removeprefix("torch."),
-        "kernel": loaded.model.config._attn_implementation,
-    }

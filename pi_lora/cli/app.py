@@ -1,0 +1,74 @@
+"""What all commands share: the application, its consoles, their options and the progress bar."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+from rich.console import Console
+
+from pi_lora.errors import PiLoraError
+from pi_lora.rope import Method
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+eval_app = typer.Typer(no_args_is_help=True, help="Measure a model.")
+app.add_typer(eval_app, name="eval")
+out, err = Console(), Console(stderr=True)
+
+RecipeFile = Annotated[Path, typer.Argument(metavar="RECIPE", help="A recipe file.")]
+Overrides = Annotated[list[str] | None, typer.Argument(metavar="[key=value ...]", help="Keys to change.")]
+ModelName = Annotated[str, typer.Argument(metavar="MODEL", help="Hub id, model folder, run folder or builtin:tiny.")]
+JsonFile = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the result there as well.")]
+Original = Annotated[
+    int | None, typer.Option(help="L, with --target: stretch a plain base first (the paper's step 0).")
+]
+Scaling = Annotated[Method | None, typer.Option(help="How a plain base is to read --target tokens.")]
+Dtype = Annotated[Literal["float32", "bfloat16", "float16"] | None, typer.Option(help="Of the weights.")]
+
+
+def stretch_of(original: int | None, target: int | None, scaling: Method | None) -> Any:
+    """What `--original`, `--target` and `--scaling` ask of a plain base; None if they ask nothing."""
+    from pi_lora.run import Stretch
+
+    if target is None and (original is not None or scaling is not None):
+        raise PiLoraError("--original, --scaling: go with --target, the window to stretch to; give it as well")
+    return Stretch(target, original, scaling or "pi") if target else None
+
+
+def lengths_in(text: str) -> list[int]:
+    """Lengths in tokens, written as 2048,4096."""
+    try:
+        lengths = sorted({int(part) for part in text.split(",")})
+    except ValueError:
+        lengths = [0]
+    if lengths[0] < 2:
+        raise PiLoraError(f"--windows: {text}: not lengths in tokens; write them as 2048,4096")
+    return lengths
+
+
+@contextlib.contextmanager
+def progress_bar(title: str, quiet: bool = False) -> Iterator[Callable[..., None]]:
+    """A progress bar on stderr, on a terminal; yields the function that moves it."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[note]}"),
+    )
+    with Progress(*columns, console=err, disable=quiet or not err.is_terminal) as bar:
+        task = bar.add_task(title, total=None, note="")
+        yield lambda done, total, note="": bar.update(task, completed=done, total=total, note=note)
+
+
+@contextlib.contextmanager
+def working(what: str) -> Iterator[None]:
+    """Something turning on stderr, on a terminal, while `what` goes on."""
+    if not err.is_terminal:
+        yield
+        return
+    with err.status(what):
+        yield

@@ -1,0 +1,77 @@
+"""`pi-lora show`, `plan` and `recipes`: what a recipe says, and what it takes."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.table import Table
+
+from pi_lora.cli.app import JsonFile, Overrides, RecipeFile, app, out
+from pi_lora.errors import PiLoraError
+
+
+@app.command()
+def show(recipe: RecipeFile, overrides: Overrides = None) -> None:
+    """Print the resolved recipe, and where each value came from."""
+    from pi_lora.recipe.files import load_recipe
+
+    resolved = load_recipe(recipe, overrides or [])
+    table = Table("key", "value", "from", box=None)
+    values = resolved.recipe.model_dump(mode="json")
+    for key, origin in resolved.origins.items():
+        section, _, name = key.partition(".")
+        table.add_row(key, str(values[section][name] if name else values[section]), origin)
+    out.print(table)
+
+
+@app.command()
+def plan(
+    recipe: RecipeFile,
+    overrides: Overrides = None,
+    gpu: Annotated[
+        str | None, typer.Option(metavar="NAME", help="A100-40, A100-80, H100, H200, L40S, 4090 or cpu.")
+    ] = None,
+    json: JsonFile = None,
+) -> None:
+    """Memory, tokens and hours of RECIPE before anything is loaded; without --gpu on what its first line names."""
+    from pi_lora.plan.gpus import find_gpu
+    from pi_lora.plan.lines import component_lines, gpu_named_in, plan_lines
+    from pi_lora.plan.planning import plan_recipe, write_plan
+    from pi_lora.recipe.files import load_recipe, recipe_summary
+
+    resolved = load_recipe(recipe, overrides or []).recipe
+    planned = plan_recipe(resolved, find_gpu(gpu) if gpu else gpu_named_in(recipe_summary(recipe)))
+    table = Table("on each device", "at most", box=None)
+    for row in component_lines(planned):
+        table.add_row(*row)
+    out.print("\n".join(plan_lines(planned)), highlight=False, soft_wrap=True)
+    out.print(table, highlight=False)
+    if json:
+        write_plan(planned, json)
+
+
+@app.command()
+def recipes(
+    folder: Annotated[Path, typer.Argument(help="Where to look.")] = Path("recipes"),
+    markdown: Annotated[bool, typer.Option(help="Print the page with what each takes, recipes/README.md.")] = False,
+    keys: Annotated[bool, typer.Option(help="Print every key that a recipe may have, docs/recipes.md.")] = False,
+) -> None:
+    """List the recipes in a folder."""
+    from pi_lora.recipe.files import recipe_paths, recipe_summary
+
+    if not folder.is_dir():
+        raise PiLoraError(f"{folder}: no such folder; name one that holds recipes")
+    if keys:
+        from pi_lora.recipe.reference import reference_page
+
+        print(reference_page(), end="")
+        return
+    if markdown:
+        from pi_lora.plan.page import recipes_page
+
+        print(recipes_page(folder), end="")
+        return
+    table = Table("recipe", "what it makes", box=None)
+    for path in recipe_paths(folder):
+        table.add_row(str(path), recipe_summary(path))
+    out.print(table)

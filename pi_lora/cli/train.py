@@ -1,0 +1,97 @@
+"""`pi-lora train` and `pi-lora merge`."""
+
+import shlex
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from pi_lora.cli.app import Dtype, Overrides, RecipeFile, app, out, progress_bar, working
+from pi_lora.errors import PiLoraError
+
+
+@app.command()
+def train(
+    recipe: RecipeFile,
+    overrides: Overrides = None,
+    output: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="The run folder; adapters/<recipe> by default.")
+    ] = None,
+    resume: Annotated[bool, typer.Option(help="Go on with an interrupted run.")] = False,
+    dry_run: Annotated[bool, typer.Option(help="Check recipe, model, data and output, then stop.")] = False,
+    force: Annotated[bool, typer.Option(help="Train even what the plan says does not fit.")] = False,
+    print_launch: Annotated[bool, typer.Option(help="Print the accelerate launch line instead of running it.")] = False,
+    num_machines: Annotated[int | None, typer.Option(min=1, help="Instead of the recipe's hardware.machines.")] = None,
+    machine_rank: Annotated[int, typer.Option(min=0, help="Which of several machines this is.")] = 0,
+    main_process_ip: Annotated[str | None, typer.Option(metavar="IP", help="The address of machine 0.")] = None,
+    main_process_port: Annotated[int | None, typer.Option(metavar="PORT", help="The port there.")] = None,
+) -> None:
+    """Tune a model to its target window, as RECIPE says, in as many processes as it asks for."""
+    from pi_lora.launch import Rendezvous, check_launched, is_launched, launch, launch_arguments
+    from pi_lora.recipe.files import load_recipe
+
+    changes = [*(overrides or []), *([f"hardware.machines={num_machines}"] if num_machines else [])]
+    resolved = load_recipe(recipe, changes).recipe
+    rendezvous = Rendezvous(machine_rank, main_process_ip, main_process_port)
+    several = resolved.hardware.processes > 1 and not is_launched()
+    worker = ["train", str(recipe), *changes, *(["--output", str(output)] if output else [])]
+    worker += ["--resume"] if resume else []
+    if print_launch:
+        print(shlex.join(["accelerate", "launch", *launch_arguments(resolved, worker, rendezvous)]))
+        return
+    if is_launched():
+        check_launched(resolved)
+    with working("loading libraries"):
+        from pi_lora.preflight import check
+        from pi_lora.processes import is_leader
+        from pi_lora.run_folder import output_folder
+        from pi_lora.train import prepare_data, train
+
+    folder = output or output_folder(resolved, recipe)
+    checked = check(resolved, folder, resume)
+    if not is_launched():
+        _show_plan(resolved, force)
+    if dry_run:
+        return
+    with progress_bar("preparing data") as progress:
+        prepare_data(resolved, checked, progress)
+    if several:
+        if status := launch(resolved, worker, rendezvous):
+            raise typer.Exit(status)
+        return
+    with progress_bar("training", quiet=not is_leader()) as progress:
+        train(resolved, folder, resume, progress)
+    if is_leader():
+        out.print(f"{folder}: done; measure it with: pi-lora eval perplexity {folder}", highlight=False, soft_wrap=True)
+
+
+@app.command()
+def merge(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run or adapter folder.")],
+    base: Annotated[str | None, typer.Option(metavar="MODEL", help="The base, where it has moved.")] = None,
+    output: Annotated[Path | None, typer.Option(metavar="DIR", help="models/<run> by default.")] = None,
+    dtype: Dtype = None,
+) -> None:
+    """Add an adapter into the weights of its base, with the scaling written for every engine."""
+    with working("merging"):
+        from pi_lora.merge import merge
+
+        folder = merge(run, output or Path("models") / run.resolve().name, base, dtype)
+    out.print(
+        f"{folder}: merged; it loads like any model, its scaling is in config.json", highlight=False, soft_wrap=True
+    )
+
+
+def _show_plan(recipe: Any, force: bool) -> None:
+    """The first lines of a training: what is about to be done, and what it takes; a refusal where that does not fit."""
+    from pi_lora.plan.lines import plan_lines
+    from pi_lora.preflight import plan_here
+
+    plan = plan_here(recipe)
+    if plan is None:
+        out.print(f"{recipe.model.name}: no plan for a model of this kind; watch its memory", soft_wrap=True)
+        return
+    *lines, last = plan_lines(plan)
+    if not plan.fits and not force:
+        raise PiLoraError(f"{last}; or train all the same with --force")
+    out.print(*lines, last, sep="\n", highlight=False, soft_wrap=True)
