@@ -33,7 +33,14 @@ FLOORS = {
     "cli": 9,
     "__main__": 10,
 }
-HOMES = {"trl": "trainer", "peft": "adapter", "datasets": "data", "matplotlib": "report", "typer": "cli"}
+HOMES = {
+    "trl": "trainer",
+    "peft": "adapter",
+    "datasets": "data",
+    "matplotlib": "report",
+    "lm_eval": "evals",
+    "typer": "cli",
+}
 # The package's own door re-exports; it belongs to no floor.
 DOOR = ROOT / "__init__.py"
 FORBIDDEN_NAMES = {"utils.py", "common.py", "helpers.py"}

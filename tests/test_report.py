@@ -4,8 +4,10 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from pi_lora.report.passkey import passkey_table
+from pi_lora.report.perplexity import perplexity_table
 from pi_lora.report.pictures import comparison_picture
-from pi_lora.report.tables import comparison_table, markdown_table, passkey_table, perplexity_table
+from pi_lora.report.tables import comparison_table, markdown_table
 
 
 def scores(perplexities: list[float], rates: list[float], k_max: int) -> tuple[dict[str, Any], dict[str, Any]]:

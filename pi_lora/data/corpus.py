@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from pi_lora.data.documents import Corpus, Document
 from pi_lora.data.files import LocalFiles, looks_local
+from pi_lora.data.presets import PRESETS
 from pi_lora.data.stdlib import StandardLibrary
 from pi_lora.errors import DataError
 from pi_lora.recipe.schema import Data, Source
@@ -31,15 +32,19 @@ def find_corpus(source: Source, split: str = "train") -> Corpus:
     return HubDataset(source)
 
 
-def evaluation_documents(source: str) -> Iterator[Document]:
+def evaluation_documents(source: str, split: str = "test", column: str = "text") -> Iterator[Document]:
     """The documents to measure on, in a fixed order, read when asked for: of `builtin:stdlib`, the held-out files.
+
+    `split` is of hub data sets; `source` may also be one of `PRESETS`, which know their own.
 
     Raises:
         DataError: the source does not exist, or (while reading) holds no readable text.
     """
     if source == RECALL:
         raise DataError(f"{RECALL}: is for training; measure recall with `pi-lora eval passkey`")
-    return find_corpus(Source(name=source), split="held-out").documents()
+    if source in PRESETS:
+        return PRESETS[source].corpus.documents()
+    return find_corpus(Source(name=source, split=split, column=column), split="held-out").documents()
 
 
 def source_problems(data: Data) -> list[str]:

@@ -4,73 +4,48 @@ Five random digits are hidden in a text of `target` tokens and asked for at its 
 they stand measures the effective context window.
 """
 
-import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 
-from pi_lora.errors import DataError
+from pi_lora.evals.journal import Journal
+from pi_lora.evals.passkey_prompt import Grid, Trial, trials_at
+from pi_lora.evals.shared_prefix import SharedPrefix, last_logits, rows_at_once
+from pi_lora.processes import from_all, number_of_processes, share_of
 
-HEADER = (
-    "There is an important info hidden inside a lot of irrelevant text. Find it and memorize them. "
-    "I will quiz you about the important information there."
-)
-FILLER = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
-STATEMENT = "The pass key is {key}. Remember it. {key} is the pass key."
-QUESTION = "What is the pass key? The pass key is"
-DIGITS = 5
 REQUIRED_SUCCESS = 0.2
+
+Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
 class DepthScore:
-    """Success at one depth: `k` as asked for, `distance` as it was, in tokens from the key to the end of the input."""
+    """What came of the trials at one depth: `k` as asked for, `distance` as it was, in tokens from key to end."""
 
     k: int
     distance: int
-    success_rate: float
-    trials: int
+    outcomes: tuple[bool, ...]
+
+    @property
+    def trials(self) -> int:
+        """How many were made."""
+        return len(self.outcomes)
+
+    @property
+    def success_rate(self) -> float:
+        """The share of them that succeeded."""
+        return sum(self.outcomes) / self.trials
 
 
 @dataclass(frozen=True)
 class PasskeyScore:
-    """`k_max` in tokens, and the success rate at every depth, the nearest first."""
+    """`k_max` in tokens, and what was found at every depth that was measured, the nearest first."""
 
-    target: int
     k_max: int
     depths: tuple[DepthScore, ...]
-
-
-@dataclass(frozen=True)
-class Trial:
-    """Token ids of a prompt and its answer; `distance` in tokens from the first digit of the key to the end of both."""
-
-    prompt: tuple[int, ...]
-    answer: tuple[int, ...]
-    distance: int
-
-    @property
-    def length(self) -> int:
-        """Tokens of prompt and answer together."""
-        return len(self.prompt) + len(self.answer)
-
-
-def prompt(key: str, before: int, after: int) -> str:
-    """The paper's prompt (figure 3) with the filler said `before` and `after` times around the key."""
-    fillers = (" ".join([FILLER] * before), " ".join([FILLER] * after))
-    parts = (HEADER, fillers[0], STATEMENT.format(key=key), fillers[1], QUESTION)
-    return "\n".join(part for part in parts if part)
-
-
-def depths(target: int, number: int) -> list[int]:
-    """`number` distances uniformly spaced to `target` tokens.
-
-    >>> depths(8192, 32)[:3], depths(8192, 32)[-1]
-    ([256, 512, 768], 8192)
-    """
-    return [round(target * (index + 1) / number) for index in range(number)]
 
 
 def k_max(scores: Sequence[DepthScore]) -> int:
@@ -83,84 +58,136 @@ def k_max(scores: Sequence[DepthScore]) -> int:
     return reached
 
 
-def make_trial(tokenizer: Any, target: int, k: int, key: str) -> Trial:
-    """A prompt and answer that fill `target` tokens to within one filler, the key as near to `k` tokens from the end as
-    whole fillers allow.
+def trials_until_certain(outcomes: Sequence[bool], trials: int) -> int:
+    """The fewest further trials that can settle whether 20 % of all `trials` succeed; 0 once it is settled.
 
-    Raises:
-        DataError: not even the prompt without filler fits.
+    >>> [trials_until_certain(found, 10) for found in ([], [True, False], [True, False, True], [False] * 8)]
+    [2, 1, 0, 1]
+    """
+    required = next(number for number in range(trials + 1) if number / trials >= REQUIRED_SUCCESS)
+    bearable = trials - required
+    return max(0, min(required - sum(outcomes), bearable + 1 - outcomes.count(False)))
+
+
+def outcomes_of(ask: Callable[[range], list[bool]], trials: int, until_certain: bool) -> list[bool]:
+    """What `ask` finds of the trials at one depth: of all, or of as many as settle whether 20 % of all succeed."""
+    found: list[bool] = []
+    while more := trials_until_certain(found, trials) if until_certain else trials - len(found):
+        found += ask(range(len(found), len(found) + more))
+    return found
+
+
+def measure_depths(
+    grid: Grid, measure: Callable[[int], DepthScore], k_max_only: bool = False, shared: bool = False
+) -> list[DepthScore]:
+    """What `measure` finds at every depth of the grid, by its number, the nearest first.
+
+    With `k_max_only` nothing is measured beyond the first failure. `shared` gives each process its part of the depths;
+    all get the same result, which does not depend on how many they are.
+    """
+    processes = number_of_processes() if shared else 1
+    together = processes if k_max_only else grid.depths
+    found: list[DepthScore] = []
+    for start in range(0, grid.depths, together):
+        numbers = range(grid.depths)[start : start + together]
+        mine = [(number, measure(number)) for number in (share_of(numbers) if shared else numbers)]
+        for _, score in sorted(from_all(mine) if shared else mine, key=lambda each: each[0]):
+            found.append(score)
+            if k_max_only and score.success_rate < REQUIRED_SUCCESS:
+                return found
+    return found
+
+
+class PasskeyTest:
+    """Puts the trials of a grid to a model.
+
+    A trial succeeds if greedy decoding gives the digits. One forward pass over prompt and answer decides it: each
+    answer token must be the model's first choice given the true ones before it. Text ahead of the key is computed once
+    for all trials and depths. `apart` gives each trial a pass of its own, for models that compute the same tokens
+    otherwise in a longer input.
     """
 
-    def trial(before: int, after: int) -> Trial:
-        text = prompt(key, before, after)
-        prompt_ids = _without_eos(tokenizer, tokenizer(text, verbose=False)["input_ids"])
-        # Encoded together and then split: a tokenizer may treat the blank before the digits as it likes.
-        both = tokenizer(f"{text} {key}", verbose=False)
-        ids = _without_eos(tokenizer, both["input_ids"])
-        return Trial(tuple(prompt_ids), tuple(ids[len(prompt_ids) :]), len(ids) - both.char_to_token(text.index(key)))
+    def __init__(self, model: Any, tokenizer: Any, grid: Grid, apart: bool = False) -> None:
+        self.model, self.tokenizer, self.grid, self.apart = model, tokenizer, grid, apart
 
-    bare, filler = trial(0, 0), trial(1, 2).length - trial(1, 1).length
-    fillers = (target - bare.length) // filler
-    if fillers < 0:
-        raise DataError(
-            f"--target: {target} tokens do not hold the passkey prompt, which needs {bare.length}; choose a longer one"
-        )
-    while fillers > 0 and trial(fillers // 2, fillers - fillers // 2).length > target:
-        fillers -= 1
-    after = min(fillers, max(0, round((k - bare.distance) / filler)))
-    return trial(fillers - after, after)
+    @torch.no_grad()
+    def ask(self, depth: int, which: range) -> list[bool]:
+        """Whether some of the trials at one depth succeed.
+
+        Raises:
+            DataError: the prompt does not fit into the target.
+        """
+        trials = trials_at(self.tokenizer, self.grid, depth, which)
+        return [success for batch in self._batches(trials) for success in self._succeed(batch)]
+
+    def distance(self, depth: int) -> int:
+        """Tokens from the key to the end in the first trial at one depth."""
+        return trials_at(self.tokenizer, self.grid, depth, range(1))[0].distance
+
+    @cached_property
+    def _prefix(self) -> SharedPrefix | None:
+        """The text ahead of the key where it stands nearest to the end: the longest. The same in every process."""
+        if self.apart:
+            return None
+        nearest = trials_at(self.tokenizer, self.grid, 0, range(1))[0]
+        return SharedPrefix(self.model, nearest.before_key)
+
+    def _batches(self, trials: Sequence[Trial]) -> Iterator[Sequence[Trial]]:
+        width = max(trial.length for trial in trials)
+        size = 1 if self.apart else rows_at_once(self.model, width, self._prefix)
+        for start in range(0, len(trials), size):
+            yield trials[start : start + size]
+
+    def _succeed(self, batch: Sequence[Trial]) -> Iterator[bool]:
+        if self.apart:
+            forget_lengths(self.model)
+        # Nothing is asked of what comes after the last digit.
+        rows = [[*trial.prompt, *trial.answer[:-1]] for trial in batch]
+        width = max(map(len, rows))
+        tail = max(width - len(trial.prompt) + 1 for trial in batch)
+        chosen = last_logits(self.model, rows, tail, self._prefix).argmax(-1).tolist()
+        for trial, choices in zip(batch, chosen, strict=True):
+            first = len(trial.prompt) - 1 - (width - tail)
+            yield tuple(choices[first : first + len(trial.answer)]) == trial.answer
 
 
-@torch.no_grad()
 def passkey_retrieval(
     model: Any,
     tokenizer: Any,
-    target: int,
-    number_of_depths: int = 32,
-    trials: int = 10,
-    seed: int = 0,
-    batch_tokens: int = 8192,
-    progress: Callable[[int, int], None] | None = None,
+    grid: Grid,
+    *,
+    k_max_only: bool = False,
+    apart: bool = False,
+    shared: bool = False,
+    journal: Journal | None = None,
+    progress: Progress = lambda done, total: None,
 ) -> PasskeyScore:
-    """Success rate at `number_of_depths` distances up to `target` tokens, `trials` random keys each.
+    """Measure a grid, or with `k_max_only` no more of it than decides k_max; depths in the `journal` are not repeated.
 
-    A trial succeeds if greedy decoding gives the digits. One forward pass over prompt and answer decides it: each
-    answer token must be the model's first choice given the true ones before it.
+    Raises:
+        DataError: the prompt does not fit into the target.
     """
-    rng = random.Random(seed)
-    ks = depths(target, number_of_depths)
-    all_trials = [
-        [make_trial(tokenizer, target, k, "".join(rng.choices("0123456789", k=DIGITS))) for _ in range(trials)]
-        for k in ks
-    ]
-    flat = [trial for each in all_trials for trial in each]
-    batch_size = max(1, batch_tokens // target)
-    successes: list[bool] = []
-    for start in range(0, len(flat), batch_size):
-        successes += _succeeds(model, flat[start : start + batch_size])
-        if progress:
-            progress(len(successes), len(flat))
-    scores = tuple(
-        DepthScore(
-            k, max(trial.distance for trial in each), sum(successes[i * trials : (i + 1) * trials]) / trials, trials
-        )
-        for i, (k, each) in enumerate(zip(ks, all_trials, strict=True))
-    )
-    return PasskeyScore(target, k_max(scores), scores)
+    test = PasskeyTest(model, tokenizer, grid, apart)
+
+    def ask(depth: int, which: range) -> list[bool]:
+        found = test.ask(depth, which)
+        progress(depth * grid.trials + which.stop, grid.depths * grid.trials)
+        return found
+
+    def measure(depth: int) -> DepthScore:
+        known = journal.found.get(str(depth)) if journal else None
+        if known is None:
+            outcomes = outcomes_of(lambda which: ask(depth, which), grid.trials, k_max_only)
+            known = {"distance": test.distance(depth), "outcomes": outcomes}
+            if journal:
+                journal.add(str(depth), known)
+        return DepthScore(grid.ks[depth], known["distance"], tuple(known["outcomes"]))
+
+    scores = measure_depths(grid, measure, k_max_only, shared)
+    return PasskeyScore(k_max(scores), tuple(scores))
 
 
-def _succeeds(model: Any, batch: Sequence[Trial]) -> Iterator[bool]:
-    rows = [[*trial.prompt, *trial.answer] for trial in batch]
-    width = max(map(len, rows))
-    # Causal attention: what is padded on the right changes nothing before it.
-    ids = torch.tensor([row + [0] * (width - len(row)) for row in rows], device=model.device)
-    tail = max(width - len(trial.prompt) + 1 for trial in batch)
-    logits = model(input_ids=ids, use_cache=False, logits_to_keep=tail).logits
-    for row, trial in enumerate(batch):
-        first = len(trial.prompt) - 1 - (width - tail)
-        chosen = logits[row, first : first + len(trial.answer)].argmax(-1)
-        yield tuple(chosen.tolist()) == trial.answer
-
-
-def _without_eos(tokenizer: Any, ids: list[int]) -> list[int]:
-    return ids[:-1] if ids and ids[-1] == tokenizer.eos_token_id else ids
+@torch.no_grad()
+def forget_lengths(model: Any) -> None:
+    """transformers keeps the `dynamic` frequencies of the longest input until one comes that is shorter than L."""
+    model(input_ids=torch.zeros((1, 1), dtype=torch.long, device=model.device), use_cache=False)

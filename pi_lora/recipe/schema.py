@@ -1,6 +1,6 @@
 """What a recipe may say: one schema, checked once; defaults stand here and nowhere else."""
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal, Self, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
@@ -16,6 +16,7 @@ Schedule = Literal[
     "warmup_stable_decay",
 ]
 Tracker = Literal["tensorboard", "wandb", "trackio"]
+Benchmark = Literal["boolq", "piqa", "race_middle", "race_high", "winogrande"]
 
 
 class Section(BaseModel):
@@ -174,12 +175,27 @@ class PasskeyEvaluation(Section):
     seed: int = Field(0, description="of the keys")
 
 
+class BenchmarksEvaluation(Section):
+    """Short-context benchmarks (paper, table 5), of the finished run alone."""
+
+    tasks: Annotated[tuple[Benchmark, ...], BeforeValidator(_as_tuple), Field(min_length=1)] = Field(
+        get_args(Benchmark), description="zero-shot, at the original window"
+    )
+    window: int | None = Field(None, gt=1, description="tokens that an input is cut to; L unless given")
+    limit: int | None = Field(None, gt=0, description="only the first so many examples of each")
+    batch_size: int = Field(8, gt=0, description="inputs a forward pass")
+    data: Annotated[tuple[str, ...], BeforeValidator(_as_tuple)] = Field(
+        (), description="files or folders instead of the hub, as `boolq=FILE`, or a folder of such"
+    )
+
+
 class Evaluation(Section):
     """What is measured of a run, and how often while it trains."""
 
     every: int | None = Field(None, gt=0, description="steps between measurements, step 0 among them")
     perplexity: PerplexityEvaluation | None = None
     passkey: PasskeyEvaluation | None = None
+    benchmarks: BenchmarksEvaluation | None = None
 
 
 class Recipe(Section):

@@ -8,33 +8,6 @@ from rich.table import Table
 Scores = Mapping[str, Any]
 
 
-def perplexity_table(scores: Scores) -> Table:
-    """Perplexity by window."""
-    table = Table(title=f"{scores['model']}: perplexity, {scores['documents']} documents of {scores['data']}")
-    table.add_column("window", justify="right")
-    table.add_column("perplexity", justify="right")
-    table.add_column("tokens", justify="right")
-    for row in scores["windows"]:
-        table.add_row(str(row["window"]), f"{row['perplexity']:.3f}", f"{row['tokens']:,}")
-    table.caption = (
-        f"scale {scores['scale']:g}, stride {scores['stride']}, {scores['dtype']}, every token weighted equally"
-    )
-    return table
-
-
-def passkey_table(scores: Scores) -> Table:
-    """Success by depth, and k_max."""
-    table = Table(title=f"{scores['model']}: passkey in {scores['target']} tokens, k_max {scores['k_max']}")
-    table.add_column("k", justify="right")
-    table.add_column("success", justify="right")
-    table.add_column("")
-    for row in scores["depths"]:
-        rate = row["success_rate"]
-        table.add_row(str(row["k"]), f"{rate:.0%}", "█" * round(rate * 20))
-    table.caption = f"scale {scores['scale']:g}, {scores['depths'][0]['trials']} trials a depth, seed {scores['seed']}"
-    return table
-
-
 def comparison_table(rows: Mapping[str, tuple[Scores, Scores]]) -> Table:
     """Several models side by side: perplexity at every window, and k_max."""
     windows = [row["window"] for row in next(iter(rows.values()))[0]["windows"]]

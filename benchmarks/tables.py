@@ -1,0 +1,124 @@
+"""Write benchmarks/README.md from benchmarks/results/: a section for each script beside this one.
+
+python benchmarks/tables.py
+"""
+
+import ast
+import json
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+HEAD = """# Measurements
+
+Written by `python benchmarks/tables.py` from what the scripts here leave in `results/`. Each script runs all that it
+compares in one run on one machine; run it to have the numbers of yours.
+"""
+MEBI = 2**20
+
+Result = Mapping[str, Any]
+
+
+def page() -> str:
+    """The page: for each script what it measures, how it is called, on what it was run, and its table."""
+    scripts = sorted(path for path in HERE.glob("*.py") if path != Path(__file__))
+    return "".join([HEAD, *(section(path) for path in scripts)])
+
+
+def section(script: Path) -> str:
+    """What a script says of itself, and the table of its last result."""
+    summary, command = (ast.get_docstring(ast.parse(script.read_text())) or "").split("\n\n")[:2]
+    lines = [f"\n## {' '.join(summary.split()).rstrip('.')}\n", f"    {command.strip()}\n"]
+    file = HERE / "results" / f"{script.stem}.json"
+    if not file.is_file():
+        return "\n".join([*lines, "Not run yet.\n"])
+    result = json.loads(file.read_text())
+    return "\n".join([*lines, f"{made_on(result['machine'])}\n", *TABLES[script.stem](result), ""])
+
+
+def made_on(machine: Result) -> str:
+    """The hardware, versions and day of a result."""
+    device = machine["gpu"] or f"{machine['cores']} cores of {machine['processor']}"
+    return f"{device}; {machine['versions']}; {machine['date']}."
+
+
+def table(*rows: tuple[object, ...]) -> Iterator[str]:
+    """Rows as Markdown, the first of them the head."""
+    for index, row in enumerate(rows):
+        yield "| " + " | ".join(map(str, row)) + " |"
+        if index == 0:
+            yield "|" + "---|" * len(row)
+
+
+def train_overhead(result: Result) -> Iterator[str]:
+    """Tokens a second, round by round."""
+    rows = [(number, each["pi_lora"], each["bare"], each["ratio"]) for number, each in enumerate(result["rounds"], 1)]
+    yield from table(("round", "pi-lora train, tokens/s", "bare script, tokens/s", "ratio"), *rows)
+    yield f"\nMedian of the ratios: {result['median_ratio']:.3f}, over {result['steps']} steps."
+
+
+def perplexity(result: Result) -> Iterator[str]:
+    """A model a row: how much faster than the straightforward script, what the sweep costs, and both peaks."""
+    windows = ", ".join(map(str, result["windows"]))
+    yield (
+        f"{result['documents']} documents of {result['tokens_each']} tokens of {result['data']}, windows {windows}, "
+        f"stride {result['stride']}.\n"
+    )
+    rows = [
+        (
+            name,
+            f"{row['straightforward_over_sweep']:.2f} x",
+            f"{row['sweep_over_longest']:.2f} x",
+            f"{row['peak_memory']['sweep'] / MEBI:.0f} MiB",
+            f"{row['peak_memory']['straightforward'] / MEBI:.0f} MiB",
+            f"{row['largest_relative_difference']:.0e}",
+        )
+        for name, row in result["models"].items()
+    ]
+    head = ("model", "faster", "sweep over longest alone", "peak", "straightforward's peak", "relative difference")
+    yield from table(head, *rows)
+
+
+def passkey(result: Result) -> Iterator[str]:
+    """A way of measuring a row: seconds for the grid, and what that is beside pi-lora's."""
+    grid, seconds, faster, k_max = (result[key] for key in ("grid", "seconds", "times_faster", "k_max"))
+    yield (
+        f"{result['model']}{'' if result['tuned'] else ', not tuned'}: {grid['depths']} distances within "
+        f"{grid['target']} tokens, {grid['trials']} keys each; k_max {k_max['whole']}, "
+        f"by `--k-max-only` {k_max['k_max_only']}.\n"
+    )
+    alone = f"{faster['k_max_only_than_whole']:.1f} x faster, by {result['trials_made']['k_max_only']} trials"
+    yield from table(
+        ("", "seconds", "beside pi-lora"),
+        ("pi-lora", f"{seconds['pi_lora']:.1f}", ""),
+        ("pi-lora, --k-max-only", f"{seconds['pi_lora_k_max_only']:.1f}", alone),
+        *(
+            (name.replace("_", " "), f"{seconds[name]:.1f}", f"{faster[f'than_{name}']:.1f} x slower")
+            for name in ("generate_with_cache", "generate_without_cache")
+        ),
+    )
+
+
+def lm_eval_command(result: Result) -> Iterator[str]:
+    """A task a row: accuracy and standard error by both, in full."""
+    yield f"Inputs of at most {result['window']} tokens, {result['batch_size']} a forward pass.\n"
+    rows = [
+        (name, row["examples"], *(f"{accuracy} ± {error}" for accuracy, error in (row["pi_lora"], row["lm_eval"])))
+        for name, row in result["tasks"].items()
+    ]
+    yield from table(("task", "examples", "pi-lora eval benchmarks", "lm-eval run"), *rows)
+    seconds = result["seconds"]
+    yield f"\n{seconds['pi_lora']:.0f} s and {seconds['lm_eval']:.0f} s, start and loading in both."
+
+
+TABLES: dict[str, Callable[[Result], Iterator[str]]] = {
+    "lm_eval_command": lm_eval_command,
+    "passkey": passkey,
+    "perplexity": perplexity,
+    "train_overhead": train_overhead,
+}
+
+
+if __name__ == "__main__":
+    (HERE / "README.md").write_text(page(), encoding="utf-8")
