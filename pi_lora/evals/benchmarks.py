@@ -131,17 +131,16 @@ def _write_definition(folder: Path, name: str, examples: Sequence[Row] | None) -
     content: dict[str, Any] = {"include": str(base), "task": name, "num_fewshot": 0, **dict(definition.changes)}
     own_rows = ""
     if examples is not None:
-        file = folder / f"{name}.jsonl"
+        rows = folder / "rows"
+        rows.mkdir()
+        file = rows / f"{definition.split}.jsonl"
         file.write_text("".join(f"{json.dumps(row)}\n" for row in examples), encoding="utf-8")
         content |= {
-            "dataset_path": "json",
+            # A folder: of `json` and a file, `datasets` (5.2) would tell its servers that it was used.
+            "dataset_path": str(rows),
             "dataset_name": None,
             "training_split": None,
-            "dataset_kwargs": {
-                "data_files": {definition.split: str(file)},
-                "cache_dir": str(folder),
-                "keep_in_memory": True,
-            },
+            "dataset_kwargs": {"cache_dir": str(folder / "cache"), "keep_in_memory": True},
         }
     elif name == "race_middle":
         own_rows = f"process_docs: !function {__name__}.race_articles\n"
