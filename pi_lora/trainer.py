@@ -55,13 +55,13 @@ def trainer_arguments(recipe: Recipe, name: str, staging: Path) -> SFTConfig:
     """What TRL is told; sequences are packed already and the loss never holds all logits at once."""
     training, hardware = recipe.training, recipe.hardware
     at_once = training.per_device_batch_size * hardware.data_parallel
-    return SFTConfig(
+    arguments = SFTConfig(
         output_dir=str(staging / CHECKPOINTS),
         max_steps=training.steps,
         learning_rate=training.learning_rate,
         per_device_train_batch_size=training.per_device_batch_size,
         gradient_accumulation_steps=training.global_batch_size // at_once,
-        optim={"adamw": "adamw_torch", "paged_adamw_8bit": "paged_adamw_8bit"}[training.optimizer],
+        optim={"adamw": "adamw_torch_fused", "paged_adamw_8bit": "paged_adamw_8bit"}[training.optimizer],
         weight_decay=training.weight_decay,
         adam_beta1=training.betas[0],
         adam_beta2=training.betas[1],
@@ -91,6 +91,9 @@ def trainer_arguments(recipe: Recipe, name: str, staging: Path) -> SFTConfig:
         log_level="error",
         log_level_replica="error",
     )
+    # A machine may have more GPUs than the recipe asks for; the Trainer would spread a single process over all of them.
+    arguments._n_gpu = min(1, arguments.n_gpu)
+    return arguments
 
 
 class _Trainer(SFTTrainer):

@@ -53,8 +53,12 @@ def train(
         _show_plan(resolved, force)
     if dry_run:
         return
-    with progress_bar("preparing data") as progress:
-        prepare_data(resolved, checked, progress)
+    with progress_bar("packing tokens", quiet=not is_leader()) as progress:
+        data = prepare_data(resolved, checked, progress)
+    if not is_launched():
+        length = len(data[0]["input_ids"])
+        tokens = f"{len(data) * length:,} tokens at hand, as many as needed: {len(data):,} sequences of {length:,}"
+        out.print(f"data: {tokens}", highlight=False, soft_wrap=True)
     if several:
         if status := launch(resolved, worker, rendezvous):
             raise typer.Exit(status)

@@ -56,11 +56,12 @@ def machinery(plan: Plan) -> str:
 def hours_in_words(hours: float) -> str:
     """Minutes below an hour, days above two days.
 
-    >>> hours_in_words(0.25), hours_in_words(7.6), hours_in_words(39.1), hours_in_words(100)
-    ('15 minutes', '7.6 hours', '39 hours', '4.2 days')
+    >>> hours_in_words(0.001), hours_in_words(0.25), hours_in_words(7.6), hours_in_words(39.1), hours_in_words(100)
+    ('a minute', '15 minutes', '7.6 hours', '39 hours', '4.2 days')
     """
     if hours < 1:
-        return f"{max(1, round(hours * 60))} minutes"
+        minutes = round(hours * 60)
+        return f"{minutes} minutes" if minutes > 1 else "a minute"
     if hours < 48:
         return f"{hours:.1f} hours" if hours < 10 else f"{hours:.0f} hours"
     return f"{hours / 24:.1f} days"
