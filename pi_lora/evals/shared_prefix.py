@@ -13,7 +13,7 @@ import torch
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
 # Tokens of a forward pass: enough to keep the hardware busy, few enough to stay in a processor's own caches.
-PASS_TOKENS_ON_CPU = 1024
+PASS_TOKENS_ON_CPU = 2048
 PASS_TOKENS_ON_GPU = 16384
 # Tokens, shared ones included, of the inputs that go through a model together: what bounds the memory of their keys.
 HELD_TOKENS = 16384

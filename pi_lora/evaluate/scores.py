@@ -12,8 +12,8 @@ Progress = Callable[[int, int], None]
 Scores = dict[str, Any]
 
 
-def write_scores(scores: Scores, file: Path) -> None:
-    """Write a result as JSON, whole or not at all.
+def write_scores(scores: Scores | list[Scores], file: Path) -> None:
+    """Write a result, or those of several models, as JSON, whole or not at all.
 
     Raises:
         DataError: the file cannot be written.
