@@ -5,11 +5,11 @@ from typing import Annotated, cast
 
 import typer
 
-from pi_lora.cli import passkey, perplexity, recipes, train  # each registers its commands
+from pi_lora.cli import merge, passkey, perplexity, push, recipes, train  # each registers its commands
 from pi_lora.cli.app import app, out
 from pi_lora.errors import Interrupted, PiLoraError
 
-__all__ = ["app", "main", "passkey", "perplexity", "recipes", "train"]
+__all__ = ["app", "main", "merge", "passkey", "perplexity", "push", "recipes", "train"]
 
 # Typer brings a click of its own; of its usage errors only this subclass has a public name.
 UsageError = cast("type[typer.BadParameter]", typer.BadParameter.__base__)
