@@ -102,15 +102,17 @@ def save_full(model: PreTrainedModel, folder: Path, weights: Mapping[str, torch.
         raise ModelError(f"{folder}: {trained:,} numbers were trained, but {saved:,} saved")
 
 
-def load_adapter(model: PreTrainedModel, folder: Path) -> PeftModel:
+def load_adapter(model: PreTrainedModel, folder: Path, weightless: bool = False) -> PeftModel:
     """Put the adapter in `folder` on its base, whose scaling the caller has restored.
+
+    `weightless`: the base has no values yet, so that nothing is written into copies of them.
 
     Raises:
         ModelError: the adapter is damaged or belongs to a model of another shape.
     """
     try:
         with without_known_warnings():
-            adapted = PeftModel.from_pretrained(model, str(folder))
+            adapted = PeftModel.from_pretrained(model, str(folder), low_cpu_mem_usage=weightless)
     except Exception as error:  # peft, safetensors and torch each raise kinds of their own
         reason = str(error).strip().splitlines()
         raise ModelError(
@@ -123,12 +125,6 @@ def load_adapter(model: PreTrainedModel, folder: Path) -> PeftModel:
                 f"{folder / ADAPTER_WEIGHTS_FILE}: lacks {', '.join(missing)}; it is not whole, tune again"
             )
     return adapted.eval()
-
-
-def merged_weights(model: PeftModel) -> PreTrainedModel:
-    """The base with the adapter added in, `W + (alpha / rank) B A`; on float32 weights, so that it rounds once."""
-    merged: PreTrainedModel = model.merge_and_unload()
-    return merged
 
 
 @contextmanager

@@ -14,12 +14,12 @@ from typing import Any
 from pi_lora.errors import RecipeError, RunExistsError
 from pi_lora.recipe.files import dump_recipe, load_recipe
 from pi_lora.recipe.schema import Recipe
-from pi_lora.rope import Interpolation
 
 RECIPE_FILE = "recipe.yaml"
 RUN_FILE = "run.json"
 CHECKPOINTS = "checkpoints"
 COMPLETE = "complete"
+SPARE_BYTES = 50_000_000  # tokenizer, card, and what else runs on the machine
 SCORES = "scores"
 LIBRARIES = ("pi-lora", "torch", "transformers", "trl", "peft", "accelerate", "datasets", "safetensors")
 # What a resumed run may be given anew: where and how it is watched and kept, not what comes of it.
@@ -45,6 +45,20 @@ def check_output(output: Path, resume: bool = False) -> None:
     if not resume and last_checkpoint(staging) is not None:
         raise RunExistsError(
             f"{output}: an interrupted run is kept in {staging}; go on with --resume, or remove that folder"
+        )
+
+
+def check_room(output: Path, needed: int) -> None:
+    """Refuse to begin what the disk cannot hold; `needed` bytes and a little for what is written beside them.
+
+    Raises:
+        RunExistsError: fewer are free where `output` goes.
+    """
+    free = shutil.disk_usage(staging_path(output).parent).free
+    if free < needed + SPARE_BYTES:
+        raise RunExistsError(
+            f"{output}: takes {needed / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free; make room, or choose another "
+            "--output"
         )
 
 
@@ -129,41 +143,6 @@ def write_provenance(folder: Path, facts: Mapping[str, Any]) -> None:
         "hardware": f"{platform.machine()}, {os.cpu_count()} cores",
     }
     (folder / RUN_FILE).write_text(json.dumps(made_with, indent=2) + "\n", encoding="utf-8")
-
-
-def write_card(folder: Path, recipe: Recipe, interpolation: Interpolation) -> None:
-    """A short model card: what this is, and how it is loaded without losing the scaling."""
-    how = (
-        f"model = AutoModelForCausalLM.from_pretrained({recipe.model.name!r}, config=AutoConfig.from_pretrained(run))\n"
-        "model = PeftModel.from_pretrained(model, run)"
-        if recipe.tuning.method != "full"
-        else "model = AutoModelForCausalLM.from_pretrained(run)"
-    )
-    positions = {
-        "pi": f"Positions are divided by {interpolation.scale:g}",
-        "direct": "Positions are not rescaled",
-        "dynamic": f"Rotary frequencies are stretched for long inputs (dynamic NTK, factor {interpolation.scale:g})",
-        "yarn": f"Rotary frequencies are stretched by YaRN, factor {interpolation.scale:g}",
-    }[interpolation.method]
-    text = f"""---
-base_model: {recipe.model.name}
-library_name: {"transformers" if recipe.tuning.method == "full" else "peft"}
----
-# {recipe.model.name}, {interpolation.original} to {interpolation.target} tokens
-
-Made by pi-lora: `scaling: {recipe.scaling}`, `method: {recipe.tuning.method}`, {recipe.training.steps} steps on
-{", ".join(source.name for source in recipe.data.source)}.
-{positions}; `config.json` says so. `recipe.yaml` holds every setting,
-`training.jsonl` the loss, `run.json` the versions.
-
-An adapter alone is not the model: PEFT does not carry the scaling, so it is passed in as the config of this folder.
-
-```python
-run = "this folder"
-{how}
-```
-"""
-    (folder / "README.md").write_text(text, encoding="utf-8")
 
 
 def _finish(staging: Path, output: Path) -> None:

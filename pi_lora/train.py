@@ -17,6 +17,7 @@ from pi_lora.adapter import (
     trainable_parameters,
     without_known_warnings,
 )
+from pi_lora.card import write_card
 from pi_lora.data.sequences import training_sequences
 from pi_lora.errors import Interrupted
 from pi_lora.model import (
@@ -41,7 +42,6 @@ from pi_lora.run_folder import (
     last_checkpoint,
     staged,
     staging_path,
-    write_card,
     write_provenance,
     write_recipe,
 )
@@ -85,8 +85,9 @@ def train(recipe: Recipe, output: Path, resume: bool = False, progress: Progress
             save_config(config, staging)
             save_tokenizer(tokenizer, staging)
             last = read_training_log(staging / TRAINING_LOG)[-1]
-            write_card(staging, recipe, checked.interpolation)
-            write_provenance(staging, {"trainable_parameters": trainable_parameters(tuned), **last})
+            facts = {"original": checked.interpolation.original, "trainable_parameters": trainable_parameters(tuned)}
+            write_provenance(staging, {**facts, **last})
+            write_card(staging)
             shutil.rmtree(staging / CHECKPOINTS, ignore_errors=True)
     return output
 

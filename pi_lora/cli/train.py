@@ -1,4 +1,4 @@
-"""`pi-lora train` and `pi-lora merge`."""
+"""`pi-lora train`."""
 
 import shlex
 from pathlib import Path
@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from pi_lora.cli.app import Dtype, Overrides, RecipeFile, app, out, progress_bar, working
+from pi_lora.cli.app import Overrides, RecipeFile, app, out, progress_bar, working
 from pi_lora.errors import PiLoraError
 
 
@@ -67,23 +67,6 @@ def train(
         train(resolved, folder, resume, progress)
     if is_leader():
         out.print(f"{folder}: done; measure it with: pi-lora eval perplexity {folder}", highlight=False, soft_wrap=True)
-
-
-@app.command()
-def merge(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run or adapter folder.")],
-    base: Annotated[str | None, typer.Option(metavar="MODEL", help="The base, where it has moved.")] = None,
-    output: Annotated[Path | None, typer.Option(metavar="DIR", help="models/<run> by default.")] = None,
-    dtype: Dtype = None,
-) -> None:
-    """Add an adapter into the weights of its base, with the scaling written for every engine."""
-    with working("merging"):
-        from pi_lora.merge import merge
-
-        folder = merge(run, output or Path("models") / run.resolve().name, base, dtype)
-    out.print(
-        f"{folder}: merged; it loads like any model, its scaling is in config.json", highlight=False, soft_wrap=True
-    )
 
 
 def _show_plan(recipe: Any, force: bool) -> None:

@@ -1,0 +1,207 @@
+"""Model cards: what a run or a merged model is, how it is loaded without losing the scaling, what was measured."""
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import ModelCardData
+from huggingface_hub.errors import HFValidationError
+from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
+
+from pi_lora.adapter import ADAPTER_CONFIG_FILE
+from pi_lora.model import BUILTIN, read_config
+from pi_lora.recipe.files import load_recipe
+from pi_lora.recipe.schema import Recipe
+from pi_lora.rope import Config, method_of, scale_of, window_of
+from pi_lora.run_folder import RECIPE_FILE, RUN_FILE, SCORES
+from pi_lora.score_lines import score_lines
+from pi_lora.snippets import LOAD_FULL, adapter_snippet
+
+CARD = "README.md"
+SCORES_BEGIN, SCORES_END = "<!-- scores -->", "<!-- end of scores -->"
+
+
+def write_card(run: Path) -> None:
+    """Write the card of a run from what its folder holds: recipe, config, provenance, scores.
+
+    Raises:
+        ModelError: the config or a result cannot be read.
+    """
+    recipe = load_recipe(run / RECIPE_FILE).recipe
+    full = recipe.tuning.method == "full"
+    builtin = recipe.model.name.startswith(BUILTIN)
+    loading = LOAD_FULL if full else adapter_snippet(recipe.model, recipe.tuning, builtin)
+    (run / CARD).write_text(_card(run, recipe.model.name, full, {}, loading), encoding="utf-8")
+
+
+def merged_card(
+    run: Path, merged: Path, checks: Mapping[str, object] | None = None, facts: Mapping[str, str] | None = None
+) -> str:
+    """The card of `merged`, full weights made of the adapter in `run`.
+
+    `checks` are a name and a result each, of the comparison with base and adapter, None if there was none; `facts`
+    are further rows of the table on how it was made. `run` may be an adapter folder of other origin, with a config but
+    without recipe and provenance.
+
+    Raises:
+        ModelError: a config or a result cannot be read.
+    """
+    base = json.loads((run / ADAPTER_CONFIG_FILE).read_text(encoding="utf-8"))["base_model_name_or_path"]
+    dtype = read_config(merged).get("dtype", "float32")
+    rows = {"weights": f"base and adapter added up, stored in {dtype}", **(facts or {})}
+    checked = _table(checks) if checks else "Not compared.\n"
+    more = f"## Merged weights against base and adapter\n\n{checked}\n"
+    return _card(run, base, True, rows, LOAD_FULL, more, "With the adapter, before it was merged:\n\n")
+
+
+def refresh_scores(folder: Path) -> None:
+    """Bring the scores in the card of a run up to what is in `scores/` now; what else was written there stays.
+
+    Raises:
+        ModelError: a result cannot be read.
+    """
+    card = folder / CARD
+    before = card.read_text(encoding="utf-8")
+    section = re.compile(f"{SCORES_BEGIN}.*?{SCORES_END}", re.DOTALL)
+    if (folder / SCORES).is_dir() and (after := section.sub(lambda _: _scores_section(folder), before)) != before:
+        card.write_text(after, encoding="utf-8")
+
+
+def is_hub_id(name: str) -> bool:
+    """Whether a model or data set is one of the hub, as far as its name tells; the hub rejects cards that link others.
+
+    >>> is_hub_id("huggyllama/llama-7b"), is_hub_id("builtin:tiny"), is_hub_id("data/*.jsonl")
+    (True, False, False)
+    """
+    if Path(name).expanduser().exists():
+        return False
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        return False
+    return True
+
+
+def _card(
+    run: Path, base: str, full: bool, rows: Mapping[str, str], loading: str, more: str = "", measured: str = ""
+) -> str:
+    """The card of a run, or of what was merged from it; `more` is a section, `measured` goes before the scores."""
+    config = read_config(run)
+    kept = run / RECIPE_FILE
+    recipe = load_recipe(kept).recipe if kept.is_file() else None
+    made_with = _made_with(run)
+    original = made_with.get("original")
+    windows = f"{original:,} to {window_of(config):,}" if original else f"{window_of(config):,}"
+    table = {
+        "base": f"`{base}`" + (f", revision `{recipe.model.revision}`" if recipe and is_hub_id(base) else ""),
+        "window": f"{windows} tokens",
+        "scaling": f"`{method_of(config) or 'direct'}`: {_positions(config)}",
+        **(_recipe_rows(recipe) if recipe else {}),
+        **(_cost_rows(made_with) if made_with else {}),
+        **rows,
+    }
+    return f"""---
+{_metadata(base, full, recipe, config)}
+---
+# {base.rstrip("/").rpartition("/")[2]}, {windows} tokens
+
+`{base}`, made to read {window_of(config):,} tokens (L') by pi-lora.
+
+{_table(table)}
+## Load it
+
+{loading}
+{more}## Measured
+
+{_scores_section(run, measured)}
+
+## Limits
+
+{_limits(config)}
+"""
+
+
+def _metadata(base: str, full: bool, recipe: Recipe | None, config: Config) -> str:
+    """What the hub reads of a card: a YAML block, which must not name a base or data that are not on the hub."""
+    method = recipe.tuning.method if recipe else "lora"
+    sources = [source.name for source in recipe.data.source if is_hub_id(source.name)] if recipe else []
+    scaling = "position-interpolation" if method_of(config) == "pi" else method_of(config) or "direct"
+    fields: dict[str, Any] = {
+        "library_name": "transformers" if full else "peft",
+        "pipeline_tag": "text-generation",
+        "tags": ["long-context", scaling, method, "pi-lora"],
+        "datasets": sources or None,
+    }
+    if is_hub_id(base):
+        fields |= {"base_model": base, "base_model_relation": "finetune" if full else "adapter"}
+    return str(ModelCardData(**fields).to_yaml()).strip()
+
+
+def _positions(config: Config) -> str:
+    scale = scale_of(config)
+    return {
+        "pi": f"positions are divided by {scale:g}",
+        None: "positions are not rescaled",
+        "dynamic": f"rotary frequencies are stretched for long inputs (dynamic NTK, factor {scale:g})",
+        "yarn": f"rotary frequencies are stretched by YaRN, factor {scale:g}",
+    }[method_of(config)]
+
+
+def _recipe_rows(recipe: Recipe) -> dict[str, str]:
+    tuning, training = recipe.tuning, recipe.training
+    variant = (", rank-stabilized" if tuning.rank_stabilized else "") + (", DoRA" if tuning.dora else "")
+    adapter = f", rank {tuning.rank}, alpha {tuning.lora_alpha:g}{variant}, on {tuning.targets}"
+    with_norms = "; embeddings and norms in full" if tuning.embeddings_and_norms else ""
+    total = sum(source.weight for source in recipe.data.source)
+    return {
+        "method": f"`{tuning.method}`" + (adapter + with_norms if tuning.method != "full" else ", every weight"),
+        "steps": f"{training.steps:,} of {training.global_batch_size} sequences, rate {training.learning_rate:g}",
+        "data": ", ".join(f"`{source.name}` ({source.weight / total:.0%})" for source in recipe.data.source),
+    }
+
+
+def _cost_rows(made_with: Mapping[str, Any]) -> dict[str, str]:
+    versions = ", ".join(f"{name} {version}" for name, version in made_with["versions"].items())
+    memory = made_with["peak_memory"] / 2**30
+    return {
+        "cost": f"{made_with['tokens']:,} tokens in {made_with['seconds']:,.0f} seconds, at most {memory:.1f} GiB a "
+        f"process, on {made_with['hardware']}",
+        "last loss": f"{made_with['loss']:.3f} nats a token",
+        "versions": f"{versions}, Python {made_with['python']}"
+        + (f"; pi-lora at commit `{made_with['commit']}`" if made_with["commit"] else ""),
+    }
+
+
+def _limits(config: Config) -> str:
+    short = (
+        f"Positions are divided by {scale_of(config):g} in short inputs too: within the original window, the paper "
+        "(Chen et al. 2023, section 3.4) finds benchmarks somewhat below the base's. "
+        if method_of(config) == "pi"
+        else ""
+    )
+    return (
+        f"Nothing was tuned beyond {window_of(config):,} tokens. {short}What is not listed under *Measured* was not "
+        "measured. License, languages and biases are those of the base and the data."
+    )
+
+
+def _scores_section(folder: Path, measured: str = "") -> str:
+    lines = "\n".join(score_lines(folder))
+    return f"{SCORES_BEGIN}\n{measured + lines if lines else 'Nothing yet.'}\n{SCORES_END}"
+
+
+def _made_with(run: Path) -> dict[str, Any]:
+    file = run / RUN_FILE
+    facts: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    return facts
+
+
+def _table(rows: Mapping[str, object]) -> str:
+    body = "".join(f"| {name} | {_cell(value)} |\n" for name, value in rows.items())
+    return f"| | |\n|---|---|\n{body}"
+
+
+def _cell(value: object) -> str:
+    return f"{value:.3g}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else str(value)

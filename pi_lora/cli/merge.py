@@ -1,0 +1,53 @@
+"""`pi-lora merge`."""
+
+import re
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from pi_lora.cli.app import Dtype, app, out, progress_bar, working
+from pi_lora.errors import PiLoraError
+
+UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
+
+
+@app.command()
+def merge(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run or adapter folder.")],
+    base: Annotated[str | None, typer.Option(metavar="MODEL", help="The base, where it has moved.")] = None,
+    output: Annotated[Path | None, typer.Option(metavar="DIR", help="models/<run> by default.")] = None,
+    dtype: Dtype = None,
+    onto: Annotated[
+        Literal["base", "quantized"],
+        typer.Option(help="After QLoRA: add to the base as it is stored, or as training saw it (NF4)."),
+    ] = "base",
+    shard_size: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="Of a file, as 5GB; the base's own division by default.")
+    ] = None,
+    verify: Annotated[bool, typer.Option(help="Compare what was merged with base + adapter.")] = True,
+) -> None:
+    """Add an adapter into the weights of its base, with the scaling written for every engine."""
+    size = size_in(shard_size) if shard_size else None
+    with working("loading libraries"):
+        from pi_lora.merge.card import merge_lines
+        from pi_lora.merge.merging import merge
+
+    with progress_bar("merging") as progress:
+        folder = merge(run, output or Path("models") / run.resolve().name, base, dtype, onto, size, verify, progress)
+    out.print(*merge_lines(folder), sep="\n", highlight=False, soft_wrap=True)
+    out.print(
+        f"{folder}: merged; it loads like any model, its scaling is in config.json", highlight=False, soft_wrap=True
+    )
+
+
+def size_in(text: str) -> int:
+    """Bytes, written as 5GB or 500MB.
+
+    >>> size_in("500MB")
+    500000000
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMG]B|)", text.upper())
+    if match is None or (size := int(float(match.group(1)) * UNITS[match.group(2)])) <= 0:
+        raise PiLoraError(f"--shard-size: {text}: not the size of a file; write it as 5GB or 500MB")
+    return size

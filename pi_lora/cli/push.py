@@ -1,0 +1,24 @@
+"""`pi-lora push`."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from pi_lora.cli.app import app, out, working
+
+
+@app.command()
+def push(
+    model: Annotated[Path, typer.Argument(metavar="RUN|MODEL", help="A run folder, or a folder of full weights.")],
+    repo: Annotated[str, typer.Argument(metavar="REPO", help="As you/name; made if it is not there.")],
+    private: Annotated[bool, typer.Option(help="Make it for your eyes only.")] = False,
+    revision: Annotated[str | None, typer.Option(metavar="BRANCH", help="A branch, made if it is not there.")] = None,
+    message: Annotated[str | None, typer.Option(help="Of the commit.")] = None,
+) -> None:
+    """Upload a run or a merged model to the Hugging Face hub, with its card; checkpoints stay here."""
+    with working(f"uploading {model}"):
+        from pi_lora.push import push
+
+        url = push(model, repo, private, revision, message)
+    out.print(url, highlight=False, soft_wrap=True)

@@ -1,0 +1,64 @@
+"""Runs with random adapters for any model, made by PEFT without training."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from pi_lora.adapter import without_known_warnings
+from pi_lora.model import BUILTIN_FOLDER, extended_config, find_base, save_config
+
+TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
+
+
+def save_base(config: PreTrainedConfig, folder: Path, dtype: torch.dtype = torch.float32, **options: Any) -> Path:
+    """A random model with the built-in one's tokenizer; `options` go to `save_pretrained`."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.add_(torch.randn_like(weight) * 0.1)
+    model.save_pretrained(folder, **options)
+    for name in TOKENIZER:
+        shutil.copyfile(BUILTIN_FOLDER / "tiny" / name, folder / name)
+    return folder
+
+
+def save_run(base: Path, folder: Path, **settings: Any) -> Path:
+    """A run that stretches `base` by 2 with an adapter of random numbers, as `LoraConfig(**settings)` says."""
+    found = find_base(str(base))
+    adapted = _adapted(base, LoraConfig(task_type="CAUSAL_LM", **settings))
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for weight in adapted.parameters():
+            if weight.requires_grad:
+                weight.add_(torch.randn_like(weight) * 0.05)
+    adapted.save_pretrained(folder, save_embedding_layers=False)
+    save_config(extended_config(found, found.interpolation("pi", 128, 64)), folder)
+    for name in TOKENIZER:
+        shutil.copyfile(BUILTIN_FOLDER / "tiny" / name, folder / name)
+    settings_file = folder / "adapter_config.json"
+    saved = json.loads(settings_file.read_text())
+    settings_file.write_text(json.dumps({**saved, "base_model_name_or_path": str(base)}))
+    return folder
+
+
+def stretched(base: Path, run: Path) -> PreTrainedModel:
+    """The base under the run's config, in float32."""
+    from transformers import AutoConfig
+
+    return AutoModelForCausalLM.from_pretrained(base, config=AutoConfig.from_pretrained(run), dtype=torch.float32)
+
+
+def tuned(base: Path, run: Path) -> PeftModel:
+    with without_known_warnings():
+        return PeftModel.from_pretrained(stretched(base, run), run).eval()
+
+
+def _adapted(base: Path, config: LoraConfig) -> PeftModel:
+    with without_known_warnings():
+        return get_peft_model(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), config)
