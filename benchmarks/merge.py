@@ -107,7 +107,7 @@ def drawn(shape: tuple[int, ...], dtype: object, random: object) -> Iterator[obj
 
 
 def measured(command: list[str]) -> dict[str, float]:
-    """Seconds until all that `command` wrote is on the disk, those that processors worked for it, and its peak memory."""
+    """Seconds until all that `command` wrote is on the disk, processor seconds that it took, and its peak memory."""
     os.sync()
     begin = time.monotonic()
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL)

@@ -21,8 +21,9 @@ from pi_lora.model import (
     load_tokenizer,
     read_config,
 )
+from pi_lora.recipe.files import load_recipe
 from pi_lora.rope import Config, Method, full_attention_rope, in_both_dialects, scale_of, window_of
-from pi_lora.run_folder import tuned_quantized
+from pi_lora.run_folder import RECIPE_FILE, tuned_quantized
 
 
 @dataclass(frozen=True)
@@ -84,8 +85,7 @@ def adapter_base(folder: Path, override: str | None = None) -> tuple[BaseModel, 
         ModelError: the folder's config does not extend this base: another size, vocabulary, rotary base or window.
     """
     config = read_config(folder)
-    named = json.loads((folder / ADAPTER_CONFIG_FILE).read_text(encoding="utf-8"))["base_model_name_or_path"]
-    base = find_base(override or named)
+    base = _tuned_from(folder) if override is None else find_base(override)
     own = in_both_dialects(base.config)
     keys = ("model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
     differing = [
@@ -99,6 +99,16 @@ def adapter_base(folder: Path, override: str | None = None) -> tuple[BaseModel, 
     if differing:
         raise ModelError(f"{folder}: was not tuned from {base.name}: {'; '.join(differing)}; name its own base")
     return base, config
+
+
+def _tuned_from(folder: Path) -> BaseModel:
+    """The base that an adapter folder names; a recipe knows the revision, and whether to trust its code."""
+    adapter = json.loads((folder / ADAPTER_CONFIG_FILE).read_text(encoding="utf-8"))
+    name = adapter["base_model_name_or_path"]
+    if not (folder / RECIPE_FILE).is_file():
+        return find_base(name)
+    asked = load_recipe(folder / RECIPE_FILE).recipe.model
+    return find_base(name, asked.revision, asked.trust_remote_code)
 
 
 def _load_adapter_run(folder: Path, dtype: str | None) -> LoadedModel:

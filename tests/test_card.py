@@ -48,11 +48,7 @@ def builtin_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def merged(lora_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = merge(lora_run, tmp_path_factory.mktemp("merged") / "model")
-    (folder / "README.md").write_text(
-        merged_card(lora_run, folder, {"largest logit difference": 1.25e-6, "tokens": 4096})
-    )
-    return folder
+    return merge(lora_run, tmp_path_factory.mktemp("merged") / "model")
 
 
 def card(folder: Path) -> str:
@@ -141,8 +137,11 @@ def test_it_says_what_was_done(lora_run: Path) -> None:
 
 
 def test_a_merged_card_holds_the_checks(merged: Path, lora_run: Path) -> None:
-    assert "| largest logit difference | 1.25e-06 |\n| tokens | 4,096 |" in card(merged)
+    assert "| checked at 128 tokens | logits differ by" in card(merged)
+    assert "| merged onto | the base as it is stored |" in card(merged)
     assert "stored in float32" in card(merged)
+    checked = merged_card(lora_run, merged, {"largest logit difference": 1.25e-6, "tokens": 4096})
+    assert "| largest logit difference | 1.25e-06 |\n| tokens | 4,096 |" in checked
     unchecked = merged_card(lora_run, merged, facts={"added onto": "the NF4 weights"})
     assert "Not compared." in unchecked
     assert "| added onto | the NF4 weights |" in unchecked

@@ -42,7 +42,8 @@ def test_it_is_printed_and_kept(run: Path, tmp_path: Path) -> None:
     assert all(each.same_first > 0.9 and each.scored == each.length for each in check.agreements)
     lines = merge_lines(merged)
     assert len(lines) == 3
-    assert all(line in (merged / "README.md").read_text() for line in lines)
+    card = (merged / "README.md").read_text()
+    assert all(f"| {line.replace(': ', ' | ', 1)} |" in card for line in lines)
 
 
 def test_in_float32_nothing_is_lost(run: Path, tmp_path: Path) -> None:
@@ -53,7 +54,7 @@ def test_in_float32_nothing_is_lost(run: Path, tmp_path: Path) -> None:
 def test_without_it(run: Path, tmp_path: Path) -> None:
     merged = merge(run, tmp_path / "merged", verify=False)
     assert merge_lines(merged) == ["not checked"]
-    assert "not checked" in (merged / "README.md").read_text()
+    assert "Not compared." in (merged / "README.md").read_text()
 
 
 @pytest.mark.parametrize("case", SETTINGS)

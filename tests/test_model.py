@@ -3,6 +3,7 @@ import math
 import shutil
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,9 +14,11 @@ from pi_lora.errors import ModelError, ScalingError
 from pi_lora.evaluate.perplexity import evaluate_perplexity
 from pi_lora.merge import merge
 from pi_lora.model import extended_config, find_base, load_model, read_config, save_config
+from pi_lora.recipe.files import dump_recipe, load_recipe
 from pi_lora.rope import Interpolation, Method, method_of, window_of
 from pi_lora.rotary import rotary_frequencies
 from pi_lora.run import Stretch, adapter_base, load
+from pi_lora.run_folder import RECIPE_FILE
 
 README = Path(__file__).parent.parent / "README.md"
 IDS = torch.randint(2, 1024, (1, 128), generator=torch.Generator().manual_seed(3))
@@ -117,6 +120,28 @@ def test_a_run_that_its_base_does_not_lead_to_is_refused(lora_run: Path, tmp_pat
     save_config(extended_config(base, Interpolation("pi", 64, 192)), base_folder)
     with pytest.raises(ModelError, match="its own scale 3 does not lead to 2"):
         adapter_base(run, str(base_folder))
+
+
+def test_a_run_is_loaded_and_merged_from_the_revision_that_it_was_tuned_from(
+    lora_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(lora_run, run)
+    recipe = load_recipe(run / RECIPE_FILE, ["model.revision=v1", "model.trust_remote_code=true"]).recipe
+    (run / RECIPE_FILE).write_text(dump_recipe(recipe))
+    asked = []
+
+    def from_pretrained(path: str, revision: str, trust_remote_code: bool) -> Any:
+        asked.append((path, revision, trust_remote_code))
+        return own(path)
+
+    own = AutoConfig.from_pretrained
+    monkeypatch.setattr(AutoConfig, "from_pretrained", from_pretrained)
+    base, _ = adapter_base(run)
+    assert asked[0] == (recipe.model.name, "v1", True)
+    assert (base.revision, base.trust_remote_code) == ("v1", True)
+    moved, _ = adapter_base(run, recipe.model.name)
+    assert (moved.revision, moved.trust_remote_code) == ("main", False)
 
 
 @pytest.mark.parametrize("model_type", ["stablelm", "gpt_neox", "glm", "phi3", "gemma3_text"])
