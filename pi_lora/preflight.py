@@ -86,6 +86,9 @@ def _evaluation_problems(recipe: Recipe) -> Iterator[str]:
             yield problem.replace("data.source", "evaluation.perplexity.data", 1)
         if measured.data == RECALL:
             yield f"evaluation.perplexity.data: {RECALL}: is for training; measure recall with evaluation.passkey"
+    for entry in recipe.evaluation.benchmarks.data if recipe.evaluation.benchmarks else ():
+        if not Path(entry.partition("=")[2] or entry).expanduser().exists():
+            yield f"evaluation.benchmarks.data: {entry}: there is no such file or folder; correct it, or leave it out"
 
 
 def _hardware_problems(recipe: Recipe) -> Iterator[str]:
@@ -118,6 +121,7 @@ def _missing_packages(recipe: Recipe) -> Iterator[str]:
             "model.attention: flash_attention_2",
             "'pi-lora[flash-attn]'",
         ),
+        "lm_eval": (recipe.evaluation.benchmarks is not None, "evaluation.benchmarks", "'pi-lora[eval]'"),
         **{
             tracker: (tracker in recipe.training.tracking, f"training.tracking: {tracker}", tracker)
             for tracker in ("tensorboard", "wandb", "trackio")

@@ -33,7 +33,7 @@ def test_everything_wrong_is_said_at_once(small_model: Path, tmp_path: Path) -> 
         data={"source": "nowhere.txt"},
         training={"schedule": "linear", "schedule_options": {"min_lr": 1}, "optimizer": "paged_adamw_8bit"},
         hardware={"gpus": 64},
-        evaluation={"perplexity": {"data": "./no-such"}},
+        evaluation={"perplexity": {"data": "./no-such"}, "benchmarks": {"data": ["boolq=gone.jsonl"]}},
     )
     with pytest.raises(RecipeError) as raised:
         check(recipe, taken)
@@ -42,6 +42,7 @@ def test_everything_wrong_is_said_at_once(small_model: Path, tmp_path: Path) -> 
         "./gone",
         "data.source",
         "evaluation.perplexity.data",
+        "evaluation.benchmarks.data",
         "hardware.gpus",
         "training.schedule_options",
         str(taken),
@@ -53,6 +54,7 @@ def test_everything_wrong_is_said_at_once(small_model: Path, tmp_path: Path) -> 
     ("changes", "package", "line"),
     [
         ({"tuning": {"method": "qlora"}}, "bitsandbytes", "tuning.method: qlora: needs the package bitsandbytes"),
+        ({"evaluation": {"benchmarks": {}}}, "lm_eval", "evaluation.benchmarks: needs the package lm_eval"),
         ({"training": {"tracking": ["wandb"]}}, "wandb", "training.tracking: wandb: needs the package wandb"),
         (
             {"model": {"name": "m", "attention": "flash_attention_2"}},
