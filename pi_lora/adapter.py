@@ -15,9 +15,7 @@ from transformers import PreTrainedModel
 
 from pi_lora.errors import ModelError
 from pi_lora.recipe.schema import Tuning
-
-ADAPTER_CONFIG_FILE = "adapter_config.json"
-ADAPTER_WEIGHTS_FILE = "adapter_model.safetensors"
+from pi_lora.run_folder import ADAPTER_WEIGHTS_FILE
 
 
 def prepare_for_tuning(model: PreTrainedModel, tuning: Tuning, base_name: str) -> PreTrainedModel | PeftModel:

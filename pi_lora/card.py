@@ -10,12 +10,11 @@ from huggingface_hub import ModelCardData
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
-from pi_lora.adapter import ADAPTER_CONFIG_FILE
 from pi_lora.model import BUILTIN, read_config
 from pi_lora.recipe.files import load_recipe
 from pi_lora.recipe.schema import Recipe
 from pi_lora.rope import Config, method_of, scale_of, window_of
-from pi_lora.run_folder import RECIPE_FILE, RUN_FILE, SCORES
+from pi_lora.run_folder import ADAPTER_CONFIG_FILE, RECIPE_FILE, RUN_FILE, SCORES
 from pi_lora.score_lines import score_lines
 from pi_lora.snippets import LOAD_FULL, adapter_snippet
 

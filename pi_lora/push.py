@@ -9,11 +9,10 @@ from huggingface_hub import HfApi, get_token
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
 from safetensors import SafetensorError, safe_open
 
-from pi_lora.adapter import ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILE
 from pi_lora.card import CARD, refresh_scores
 from pi_lora.errors import ModelError, PiLoraError
 from pi_lora.model import CONFIG_FILE, read_config
-from pi_lora.run_folder import CHECKPOINTS, staging_path
+from pi_lora.run_folder import ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILE, CHECKPOINTS, staging_path
 
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"

@@ -7,7 +7,6 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from pi_lora.adapter import ADAPTER_CONFIG_FILE, load_adapter
 from pi_lora.errors import ModelError
 from pi_lora.extension import leads_to
 from pi_lora.model import (
@@ -23,7 +22,7 @@ from pi_lora.model import (
 )
 from pi_lora.recipe.files import load_recipe
 from pi_lora.rope import Config, Method, full_attention_rope, in_both_dialects, scale_of, window_of
-from pi_lora.run_folder import RECIPE_FILE, tuned_quantized
+from pi_lora.run_folder import ADAPTER_CONFIG_FILE, RECIPE_FILE, tuned_quantized
 
 
 @dataclass(frozen=True)
@@ -112,6 +111,9 @@ def _tuned_from(folder: Path) -> BaseModel:
 
 
 def _load_adapter_run(folder: Path, dtype: str | None) -> LoadedModel:
+    # Imported here: PEFT takes seconds, and bases and full weights do without.
+    from pi_lora.adapter import load_adapter
+
     base, config = adapter_base(folder)
     loaded_dtype = _dtype(dtype, base.config)
     place: Placement = "device"

@@ -17,6 +17,9 @@ from pi_lora.recipe.schema import Recipe
 
 RECIPE_FILE = "recipe.yaml"
 RUN_FILE = "run.json"
+# As PEFT names them.
+ADAPTER_CONFIG_FILE = "adapter_config.json"
+ADAPTER_WEIGHTS_FILE = "adapter_model.safetensors"
 CHECKPOINTS = "checkpoints"
 COMPLETE = "complete"
 SPARE_BYTES = 50_000_000  # tokenizer, card, and what else runs on the machine

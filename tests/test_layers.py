@@ -16,7 +16,7 @@ FLOORS = {
     "rotary": 3,
     "data": 3,
     "plan": 3,
-    "adapter": 3,
+    "adapter": 4,
     "schedule": 3,
     "run_folder": 3,
     "launch": 3,

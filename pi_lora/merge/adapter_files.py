@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pi_lora.adapter import ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILE
 from pi_lora.errors import ModelError
 from pi_lora.merge.deltas import Change, LowRank, Replacement
 from pi_lora.merge.shards import StoredTensor, read_header
+from pi_lora.run_folder import ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILE
 
 PREFIX = "base_model.model."
 PARTS = re.compile(r"\.(lora_A|lora_B|lora_embedding_A|lora_embedding_B|lora_magnitude_vector)(\.weight)?$")

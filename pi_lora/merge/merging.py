@@ -15,7 +15,6 @@ from pi_lora.merge.card import Merge, write_merge
 from pi_lora.merge.plan import Plan, plan_merge
 from pi_lora.merge.quantized import check_bitsandbytes
 from pi_lora.merge.skeleton import skeleton, transposed_weights
-from pi_lora.merge.verify import verify_merge
 from pi_lora.merge.writing import filled_shards, write_shards
 from pi_lora.model import BaseModel, dtype_named, load_tokenizer, save_config, save_tokenizer
 from pi_lora.rope import Config, scale_of, window_of
@@ -65,7 +64,12 @@ def merge(
         written = {"dtype": dtype or stored}
         untied = {"tie_word_embeddings": False} if plan.untied else {}
         _write_rest(found, {**config, **written, **untied, "architectures": [type(model).__name__]}, run, staging)
-        check = verify_merge(found, config, run, staging, onto == "quantized", plan, progress) if verify else None
+        check = None
+        if verify:
+            # Imported here: PEFT takes seconds, and merging does without.
+            from pi_lora.merge.verify import verify_merge
+
+            check = verify_merge(found, config, run, staging, onto == "quantized", plan, progress)
         merged = Merge(found.name, str(run), onto, written["dtype"], scale_of(config), window_of(config), plan.untied)
         write_merge(staging, merged, check)
     return output
@@ -75,13 +79,13 @@ def _write_weights(plan: Plan, folder: Path, shard_size: int | None, progress: P
     shards = plan.shards
     if shard_size:
         shards = filled_shards((tensor for shard in shards for tensor in shard), shard_size)
-    done = 0
+    done, size = 0, plan.size
 
     def wrote(count: int) -> None:
         nonlocal done
         done += count
         if progress:
-            progress(done, plan.size, "writing")
+            progress(done, size, "writing")
 
     try:
         with _one_thread():

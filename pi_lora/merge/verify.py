@@ -19,7 +19,7 @@ from pi_lora.rope import Config, window_of
 # Logits that are compared, at the end of each sequence: they have seen the most.
 SCORED = 256
 # A processor takes minutes for a longer sequence through billions of weights.
-MOST_ON_CPU = 4096
+MOST_ON_CPU = 2048
 # Of what is free, how much the weights may take; the rest is for activations and logits.
 SHARE = 0.7
 FLOAT32_BYTES = 4

@@ -4,6 +4,7 @@ import json
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -67,16 +68,19 @@ def write_shards(shards: Sequence[Sequence[Planned]], folder: Path, wrote: Calla
 def _write(shard: Sequence[Planned], path: Path, wrote: Callable[[int], None]) -> None:
     # Wider dtypes first, as the library does: what is mapped from the file is then aligned.
     ordered = sorted(shard, key=lambda tensor: -tensor.dtype.itemsize)
-    with path.open("wb", buffering=0) as file:
-        _all_of(file.write, memoryview(_header(ordered)))
+    # One block is written while the next one is made: torch and the kernel leave Python alone meanwhile.
+    with path.open("wb", buffering=0) as file, ThreadPoolExecutor(1) as writer:
+        writing = writer.submit(_all_of, file.write, memoryview(_header(ordered)))
         for tensor in ordered:
             written = 0
             for block in tensor.blocks():
                 data = block.contiguous().view(-1).view(torch.uint8).numpy().data
-                _all_of(file.write, data)
+                writing.result()
+                writing = writer.submit(_all_of, file.write, data)
                 written += len(data)
                 wrote(len(data))
             assert written == tensor.size, tensor.name
+        writing.result()
         os.fsync(file.fileno())
 
 
