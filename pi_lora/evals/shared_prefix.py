@@ -5,6 +5,7 @@ Not so where a model's frequencies follow the length of its input, nor where lay
 and values of all tokens (sliding windows, state spaces): those models get every input whole.
 """
 
+import contextlib
 from collections.abc import Sequence
 from itertools import takewhile
 from typing import Any
@@ -19,19 +20,27 @@ PASS_TOKENS_ON_GPU = 16384
 HELD_TOKENS = 16384
 
 
+class FilledError(Exception):
+    """The last layer has its keys and values: what a forward pass would do beyond that is not asked for."""
+
+
 class SharedLayer(DynamicLayer):
     """One layer of a cache: keys and values (1, heads, tokens, size) that all inputs share, and each input's own.
 
-    What is shared is repeated for every input only while the layer attends to it.
+    What is shared is repeated for every input only while the layer attends to it. A forward pass ends with
+    FilledError at a layer that is `closing`.
     """
 
     def __init__(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         super().__init__()
         self.shared = keys, values
+        self.closing = False
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """Keep an input's own keys and values; all of them, the shared first."""
         own = super().update(key_states, value_states, *args, **kwargs)
+        if self.closing:
+            raise FilledError
         return tuple(
             torch.cat([shared.expand(len(each), -1, -1, -1), each], dim=-2)
             for shared, each in zip(self.shared, own, strict=True)
@@ -87,7 +96,7 @@ def last_logits(model: Any, rows: Sequence[Sequence[int]], tail: int, prefix: Sh
     cache = prefix.cache(shared)
     *others, last = _pieces(ids[:, shared:], max(2 * tail, pass_tokens(model) // len(rows)))
     for piece in others:
-        model(input_ids=piece, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        _fill(model, piece, cache)
     made: torch.Tensor = model(input_ids=last, past_key_values=cache, use_cache=True, logits_to_keep=tail).logits
     return made
 
@@ -101,6 +110,15 @@ def rows_at_once(model: Any, width: int, prefix: SharedPrefix | None) -> int:
 def pass_tokens(model: Any) -> int:
     """How many tokens should go through a model at once."""
     return PASS_TOKENS_ON_CPU if model.device.type == "cpu" else PASS_TOKENS_ON_GPU
+
+
+def _fill(model: Any, piece: torch.Tensor, cache: Cache) -> None:
+    """Put keys and values of a piece of the inputs into `cache`; the rest of the last layer is left out."""
+    last = cache.layers[-1]
+    last.closing = True
+    with contextlib.suppress(FilledError):
+        model(input_ids=piece, past_key_values=cache, use_cache=True, logits_to_keep=1)
+    last.closing = False
 
 
 def _pieces(ids: torch.Tensor, length: int) -> Sequence[torch.Tensor]:
