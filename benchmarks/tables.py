@@ -34,7 +34,9 @@ def section(script: Path) -> str:
     if not file.is_file():
         return "\n".join([*lines, "Not run yet.\n"])
     result = json.loads(file.read_text())
-    return "\n".join([*lines, f"{made_on(result['machine'])}\n", *TABLES[script.stem](result), ""])
+    # What was made at several times says for each part on what.
+    made = [f"{made_on(result['machine'])}\n"] if "machine" in result else []
+    return "\n".join([*lines, *made, *TABLES[script.stem](result), ""])
 
 
 def made_on(machine: Result) -> str:
@@ -112,8 +114,22 @@ def lm_eval_command(result: Result) -> Iterator[str]:
     yield f"\n{seconds['pi_lora']:.0f} s and {seconds['lm_eval']:.0f} s, start and loading in both."
 
 
+def merge(result: Result) -> Iterator[str]:
+    """For each size a table, a way of merging a row: seconds until all is on the disk, and the peak."""
+    for size, ways in result.items():
+        rows = [
+            (way, f"{row['seconds']:.1f}", f"{row['processor_seconds']:.1f}", f"{row['peak_bytes'] / 1e9:.2f} GB")
+            for way, row in ways.items()
+            if way != "machine"
+        ]
+        yield f"{size.upper()} parameters; {made_on(ways['machine'])}\n"
+        yield from table(("", "seconds", "of a processor", "peak memory"), *rows)
+        yield ""
+
+
 TABLES: dict[str, Callable[[Result], Iterator[str]]] = {
     "lm_eval_command": lm_eval_command,
+    "merge": merge,
     "passkey": passkey,
     "perplexity": perplexity,
     "train_overhead": train_overhead,

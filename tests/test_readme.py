@@ -66,5 +66,6 @@ def test_the_map_names_what_is_there() -> None:
         assert (ROOT / name).exists(), name
 
 
-def test_no_placeholder_is_left() -> None:
-    assert not re.search(r"@[A-Z]+@", README)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_no_placeholder_is_left(page: Path) -> None:
+    assert not re.search(r"@[A-Z]+@", page.read_text())
