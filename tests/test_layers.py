@@ -13,6 +13,7 @@ FLOORS = {
     "extension": 2,
     "recipe": 2,
     "evals": 2,
+    "theory": 2,
     "rotary": 3,
     "data": 3,
     "plan": 3,
