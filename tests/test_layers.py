@@ -23,7 +23,6 @@ FLOORS = {
     "launch": 3,
     "snippets": 3,
     "model": 4,
-    "score_lines": 4,
     "training_log": 4,
     "run": 5,
     "card": 5,

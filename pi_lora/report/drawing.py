@@ -1,6 +1,9 @@
 """What all pictures share: colours, plain axes, and files that are written whole or refused; needs matplotlib."""
 
 import importlib.util
+import io
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +32,19 @@ def new_figure(width: float, height: float) -> Any:
     return Figure(figsize=(width, height), layout="constrained")
 
 
+@contextmanager
+def themed(dark: bool) -> Iterator[None]:
+    """Figures that are made meanwhile have letters for a light page, or for a dark one and no background of their own."""
+    from matplotlib import rc_context
+
+    ink = "#e6e6e6" if dark else "#1a1a1a"
+    inked = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")
+    paper = {"figure.facecolor": "none" if dark else "white", "axes.facecolor": "none", "savefig.facecolor": "auto"}
+    settings: dict[Any, Any] = {**dict.fromkeys(inked, ink), **paper, "font.size": 11}
+    with rc_context(settings):
+        yield
+
+
 def plain(axes: Any) -> None:
     """Axes with a faint grid and no frame on the sides that say nothing."""
     axes.grid(alpha=0.25)
@@ -41,15 +57,24 @@ def save(figure: Any, folder: Path, name: str, formats: tuple[str, ...] = BOTH) 
     Raises:
         DataError: the folder cannot be written.
     """
-    from matplotlib import rc_context
-
     files = [folder / f"{name}.{kind}" for kind in formats]
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with rc_context({"svg.hashsalt": "pi-lora"}):
-            for file in files:
-                dated = {"Date": None} if file.suffix == ".svg" else {}
-                figure.savefig(file, dpi=160, metadata=dated)
+        for file in files:
+            if file.suffix == ".svg":
+                file.write_text(svg(figure), encoding="utf-8")
+            else:
+                figure.savefig(file, dpi=160)
     except OSError as error:
         raise DataError(f"{folder}: cannot be written ({error.strerror}); choose another --output") from None
     return files
+
+
+def svg(figure: Any) -> str:
+    """A figure as SVG; the same one gives the same text."""
+    from matplotlib import rc_context
+
+    drawn = io.StringIO()
+    with rc_context({"svg.hashsalt": "pi-lora"}):
+        figure.savefig(drawn, format="svg", dpi=160, metadata={"Date": None})
+    return drawn.getvalue()
