@@ -89,9 +89,7 @@ def check_own_card(run: Path) -> None:
     """
     file = run / CARD
     if file.is_file() and SCORES_BEGIN not in file.read_text(encoding="utf-8"):
-        raise ModelError(
-            f"{file}: was not written by this pi-lora and is not overwritten; move it away, or use --output"
-        )
+        raise ModelError(f"{file}: has no place for scores, so it is not ours to overwrite; move it away")
 
 
 def is_hub_id(name: str) -> bool:

@@ -34,7 +34,7 @@ def new_figure(width: float, height: float) -> Any:
 
 @contextmanager
 def themed(dark: bool) -> Iterator[None]:
-    """Figures that are made meanwhile have letters for a light page, or for a dark one and no background of their own."""
+    """Figures made meanwhile have letters for a light page, or for a dark one and no background of their own."""
     from matplotlib import rc_context
 
     ink = "#e6e6e6" if dark else "#1a1a1a"

@@ -9,7 +9,7 @@ from pi_lora.report.drawing import STYLES, new_figure, plain, save, themed
 
 Scores = Mapping[str, Any]
 # Narrow enough that the letters can be read on a phone.
-SIZE = (6.4, 4.4)
+SIZE = (5.0, 3.7)
 
 
 Drawings = dict[str, Callable[[], Any]]
@@ -62,6 +62,15 @@ def _perplexity(models: Mapping[str, Scores], original: int | None) -> Any:
     axes.minorticks_off()
     _finish(axes, original)
     return figure
+
+
+def _levels(low: float, high: float) -> list[float]:
+    """Round numbers to mark an axis of logarithms with, also where it is shorter than an octave."""
+    from matplotlib.ticker import MaxNLocator
+
+    coarse = [first * 10**power for power in range(5) for first in (1, 1.5, 2, 3, 5, 7)]
+    levels = coarse if high > 3 * low else [round(float(each), 6) for each in MaxNLocator(5).tick_values(low, high)]
+    return [level for level in levels if low <= level <= high]
 
 
 def _passkey(models: Mapping[str, Scores], original: int | None) -> Any:

@@ -29,6 +29,8 @@ def write_report(runs: Sequence[RunResults], output: Path | None = None, html: b
         raise ModelError(f"{', '.join(sorted(doubled))}: is the name of several of these runs; rename a folder")
     alone = runs[0] if len(runs) == 1 else None
     folder = output or (alone.path if alone else COMPARISON)
+    if alone and folder == alone.path:
+        check_own_card(alone.path)
     with _writable(folder):
         drawings = _one(alone) if alone else _several(runs)
         files = write_pictures(drawings, folder / PICTURES)
@@ -63,7 +65,6 @@ def _several(runs: Sequence[RunResults]) -> Drawings:
 def _write_card(run: Path, folder: Path) -> None:
     """Bring the run's own card up to date, or write it anew where there is none, or elsewhere."""
     if folder == run and (run / CARD).is_file():
-        check_own_card(run)
         refresh_scores(run)
     else:
         write_card(run, folder)
