@@ -74,7 +74,11 @@ def _options(name: str, tuned: Scores) -> list[str]:
         trials = max(row["trials"] for row in tuned["depths"])
         return [f"--target {tuned['target']} --depths {len(tuned['depths'])} --trials {trials} --seed {tuned['seed']}"]
     windows = ",".join(str(row["window"]) for row in tuned["windows"])
-    return [f"--data {tuned['data']} --windows {windows} --stride {tuned['stride']} --documents {tuned['documents']}"]
+    chosen = {name: tuned.get(name.replace("-", "_")) for name in ("documents", "min-tokens", "truncate", "seed")}
+    return [
+        f"--data {tuned['data']} --windows {windows} --stride {tuned['stride']}",
+        *(f"--{name} {value}" for name, value in chosen.items() if value is not None),
+    ]
 
 
 def _stretched(run: RunResults, tuned: Scores) -> list[str]:
