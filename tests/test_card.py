@@ -190,7 +190,7 @@ def test_scores_that_came_later_are_put_in_and_nothing_else_changes(
     for name, scores in SCORES.items():
         (run / "scores" / f"{name}.json").write_text(json.dumps(scores))
     refresh_scores(run)
-    assert ModelCard(card(run)).content == ModelCard(mine.replace("Nothing yet.\n", LINES + STAGES)).content
+    assert ModelCard(card(run)).text == ModelCard(mine.replace("Nothing yet.\n", LINES + STAGES)).text
     found = {each.metric_type: each.metric_value for each in ModelCard(card(run)).data.eval_results}
     rouge = {"rouge1": 0.3, "rouge2": 0.1, "rougeL": 0.2}
     assert found == {"accuracy": 0.75, "k_max": 120, "perplexity": 3.14159, **rouge}
