@@ -72,6 +72,15 @@ def load(name: str, stretch: Stretch | None = None, dtype: str | None = None) ->
     return LoadedModel(name, model.eval(), load_tokenizer(base.path, window_of(config)), config)
 
 
+def config_named(name: str) -> Config:
+    """The config of a model as `load` would load it, without reading weights.
+
+    Raises:
+        ModelError, ScalingError: what `load` would raise, as far as it shows before the weights are read.
+    """
+    return adapter_base(Path(name))[1] if is_adapter(name) else find_base(name).config
+
+
 def is_adapter(name: str | Path) -> bool:
     """Whether a folder holds an adapter rather than full weights."""
     return (Path(name) / ADAPTER_CONFIG_FILE).is_file()

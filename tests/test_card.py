@@ -152,13 +152,14 @@ def test_an_adapter_of_other_origin_gets_a_card(lora_run: Path, merged: Path, tm
     assert "positions are divided by 2" in merged_card(run, merged)
 
 
+SWEEP = {"stride": 32, "data": "builtin:stdlib"}
 SCORES = {
-    "perplexity-step-0": {"windows": [{"window": 64, "perplexity": 9.0}], "stride": 32, "step": 0},
-    "perplexity-step-10": {"windows": [{"window": 64, "perplexity": 3.14159}], "stride": 32, "step": 10},
-    "perplexity-step-9": {"windows": [{"window": 64, "perplexity": 5.0}], "stride": 32, "step": 9},
+    "perplexity-step-0": {**SWEEP, "windows": [{"window": 64, "perplexity": 9.0}], "step": 0},
+    "perplexity-step-10": {**SWEEP, "windows": [{"window": 64, "perplexity": 3.14159}], "step": 10},
+    "perplexity-step-9": {**SWEEP, "windows": [{"window": 64, "perplexity": 5.0}], "step": 9},
     "passkey": {"k_max": 120, "target": 128, "depths": [{"k": 60}, {"k": 120}]},
     "benchmarks": {"tasks": {"boolq": {"acc": 0.75, "stderr": 0.01, "examples": 100}}},
-    "summarization": {"rouge1": 0.3, "rouge2": 0.1, "rougeL": 0.2, "examples": 1000},
+    "summarization": {"rouge1": 0.3, "rouge2": 0.1, "rougeL": 0.2, "examples": 1000, "data": "d"},
     "mine": {"anything": 1},
 }
 LINES = """- **benchmarks**: boolq 0.750 ± 0.010
@@ -166,6 +167,13 @@ LINES = """- **benchmarks**: boolq 0.750 ± 0.010
 - **passkey**: passkey k_max 120 of 128 tokens, 2 depths
 - **perplexity**: perplexity 3.142 at 64 tokens; stride 32 (step 10)
 - **summarization**: rouge1 0.30, rouge2 0.10, rougeL 0.20 over 1,000 examples
+"""
+STAGES = """
+| perplexity | 64 tokens |
+|---|---|
+| step 0 | 9.00 |
+| step 9 | 5.00 |
+| step 10 | 3.14 |
 """
 
 
@@ -181,7 +189,10 @@ def test_scores_that_came_later_are_put_in_and_nothing_else_changes(
     for name, scores in SCORES.items():
         (run / "scores" / f"{name}.json").write_text(json.dumps(scores))
     refresh_scores(run)
-    assert card(run) == mine.replace("Nothing yet.\n", LINES)
+    assert ModelCard(card(run)).text == ModelCard(mine.replace("Nothing yet.\n", LINES + STAGES)).text
+    found = {each.metric_type: each.metric_value for each in ModelCard(card(run)).data.eval_results}
+    rouge = {"rouge1": 0.3, "rouge2": 0.1, "rougeL": 0.2}
+    assert found == {"accuracy": 0.75, "k_max": 120, "perplexity": 3.14159, **rouge}
     assert f"With the adapter, before it was merged:\n\n{LINES}" in merged_card(run, merged)
     (run / "scores" / "mine.json").write_text("{")
     with pytest.raises(ModelError, match=r"mine\.json: is not JSON"):

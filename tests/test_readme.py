@@ -12,6 +12,7 @@ from pi_lora.recipe.files import load_recipe
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+LINKED = [*PAGES, ROOT / "recipes" / "README.md", *sorted((ROOT / "pi_lora").rglob("README.md"))]
 README = (ROOT / "README.md").read_text()
 
 
@@ -39,11 +40,33 @@ def test_every_command_parses(line: str, monkeypatch: pytest.MonkeyPatch) -> Non
             load_recipe(Path(word), overrides)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", LINKED, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_to_files(page: Path) -> None:
-    for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
-        if not target.startswith("http"):
-            assert (page.parent / target).exists(), target
+    """Files and pictures that pages link are there, and so are the headings that a link names after `#`."""
+    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        name, _, heading = target.partition("#")
+        if target.startswith("http"):
+            continue
+        assert (page.parent / name).exists(), target
+        if heading:
+            assert heading in anchors(page.parent / name if name else page), target
+
+
+def anchors(page: Path) -> set[str]:
+    """What headings are called in links: small letters, without punctuation, hyphens for spaces."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_every_page_of_docs_can_be_reached_from_the_readme() -> None:
+    reached, ahead = set(), [ROOT / "README.md"]
+    while ahead:
+        page = ahead.pop().resolve()
+        if page.suffix == ".md" and page not in reached:
+            reached.add(page)
+            links = re.findall(r"\]\(([^)#\s]+)", page.read_text())
+            ahead += [page.parent / link for link in links if not link.startswith("http")]
+    assert set((ROOT / "docs").glob("*.md")) <= reached
 
 
 def test_make_targets_exist() -> None:

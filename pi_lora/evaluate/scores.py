@@ -3,10 +3,12 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pi_lora.errors import DataError
-from pi_lora.run import LoadedModel
+
+if TYPE_CHECKING:  # writing a file takes no torch
+    from pi_lora.run import LoadedModel
 
 Progress = Callable[[int, int], None]
 Scores = dict[str, Any]
@@ -27,7 +29,7 @@ def write_scores(scores: Scores | list[Scores], file: Path) -> None:
         raise DataError(f"{file}: cannot be written ({error.strerror}); choose another file") from None
 
 
-def described(loaded: LoadedModel) -> Scores:
+def described(loaded: "LoadedModel") -> Scores:
     """Name, scale, dtype and attention kernel of a model."""
     return {
         "model": loaded.name,

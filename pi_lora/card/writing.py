@@ -6,24 +6,28 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import ModelCardData
+from huggingface_hub import ModelCard, ModelCardData
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
+from pi_lora.card.lines import picture_lines, score_lines, stage_tables
+from pi_lora.card.paper import paper_section
+from pi_lora.card.results import eval_results
+from pi_lora.card.rows import cost_rows, limits, positions, recipe_rows
+from pi_lora.errors import ModelError
 from pi_lora.model import BUILTIN, read_config
 from pi_lora.recipe.files import load_recipe
 from pi_lora.recipe.schema import Recipe
-from pi_lora.rope import Config, method_of, scale_of, window_of
+from pi_lora.rope import Config, method_of, window_of
 from pi_lora.run_folder import ADAPTER_CONFIG_FILE, RECIPE_FILE, RUN_FILE, SCORES
-from pi_lora.score_lines import score_lines
 from pi_lora.snippets import LOAD_FULL, adapter_snippet
 
 CARD = "README.md"
 SCORES_BEGIN, SCORES_END = "<!-- scores -->", "<!-- end of scores -->"
 
 
-def write_card(run: Path) -> None:
-    """Write the card of a run from what its folder holds: recipe, config, provenance, scores.
+def write_card(run: Path, folder: Path | None = None) -> None:
+    """Write the card of a run from what its folder holds: recipe, config, provenance, scores; into another if given.
 
     Raises:
         ModelError: the config or a result cannot be read.
@@ -32,7 +36,8 @@ def write_card(run: Path) -> None:
     full = recipe.tuning.method == "full"
     builtin = recipe.model.name.startswith(BUILTIN)
     loading = LOAD_FULL if full else adapter_snippet(recipe.model, recipe.tuning, builtin)
-    (run / CARD).write_text(_card(run, recipe.model.name, full, {}, loading), encoding="utf-8")
+    text = _card(run, recipe.model.name, full, {}, loading, pictures=folder or run)
+    ((folder or run) / CARD).write_text(text, encoding="utf-8")
 
 
 def merged_card(
@@ -55,17 +60,35 @@ def merged_card(
     return _card(run, base, True, rows, LOAD_FULL, more, "With the adapter, before it was merged:\n\n")
 
 
-def refresh_scores(folder: Path) -> None:
-    """Bring the scores in the card of a run up to what is in `scores/` now; what else was written there stays.
+def refresh_scores(run: Path) -> None:
+    """Bring the scores in the card of a run up to what is in `scores/` now, and its metadata; what else is there stays.
 
     Raises:
         ModelError: a result cannot be read.
     """
-    card = folder / CARD
-    before = card.read_text(encoding="utf-8")
+    if not (run / SCORES).is_dir():
+        return
+    file = run / CARD
+    before = file.read_text(encoding="utf-8")
     section = re.compile(f"{SCORES_BEGIN}.*?{SCORES_END}", re.DOTALL)
-    if (folder / SCORES).is_dir() and (after := section.sub(lambda _: _scores_section(folder), before)) != before:
-        card.write_text(after, encoding="utf-8")
+    after = section.sub(lambda _: _scores_section(run, run), before)
+    if results := eval_results(run):
+        card = ModelCard(after)
+        card.data["model_name"], card.data["eval_results"] = run.resolve().name, results
+        after = str(card)
+    if after != before:
+        file.write_text(after, encoding="utf-8")
+
+
+def check_own_card(run: Path) -> None:
+    """Nothing, if the card of a run may be brought up to date: there is none, or one with a place for scores.
+
+    Raises:
+        ModelError: somebody else wrote it.
+    """
+    file = run / CARD
+    if file.is_file() and SCORES_BEGIN not in file.read_text(encoding="utf-8"):
+        raise ModelError(f"{file}: has no place for scores, so it is not ours to overwrite; move it away")
 
 
 def is_hub_id(name: str) -> bool:
@@ -84,9 +107,18 @@ def is_hub_id(name: str) -> bool:
 
 
 def _card(
-    run: Path, base: str, full: bool, rows: Mapping[str, str], loading: str, more: str = "", measured: str = ""
+    run: Path,
+    base: str,
+    full: bool,
+    rows: Mapping[str, str],
+    loading: str,
+    more: str = "",
+    measured: str = "",
+    pictures: Path | None = None,
 ) -> str:
-    """The card of a run, or of what was merged from it; `more` is a section, `measured` goes before the scores."""
+    """The card of a run, or of what was merged from it; `more` is a section, `measured` goes before the scores, and
+    `pictures` is the folder that the card goes to.
+    """
     config = read_config(run)
     kept = run / RECIPE_FILE
     recipe = load_recipe(kept).recipe if kept.is_file() else None
@@ -96,13 +128,13 @@ def _card(
     table = {
         "base": f"`{base}`" + (f", revision `{recipe.model.revision}`" if recipe and is_hub_id(base) else ""),
         "window": f"{windows} tokens",
-        "scaling": f"`{method_of(config) or 'direct'}`: {_positions(config)}",
-        **(_recipe_rows(recipe) if recipe else {}),
-        **(_cost_rows(made_with) if made_with else {}),
+        "scaling": f"`{method_of(config) or 'direct'}`: {positions(config)}",
+        **(recipe_rows(recipe) if recipe else {}),
+        **(cost_rows(made_with) if made_with else {}),
         **rows,
     }
     return f"""---
-{_metadata(base, full, recipe, config)}
+{_metadata(run, base, full, recipe, config)}
 ---
 # {base.rstrip("/").rpartition("/")[2]}, {windows} tokens
 
@@ -114,15 +146,15 @@ def _card(
 {loading}
 {more}## Measured
 
-{_scores_section(run, measured)}
+{_scores_section(run, pictures, measured)}
 
-## Limits
+{_beside_the_paper(recipe)}## Limits
 
-{_limits(config)}
+{limits(config)}
 """
 
 
-def _metadata(base: str, full: bool, recipe: Recipe | None, config: Config) -> str:
+def _metadata(run: Path, base: str, full: bool, recipe: Recipe | None, config: Config) -> str:
     """What the hub reads of a card: a YAML block, which must not name a base or data that are not on the hub."""
     method = recipe.tuning.method if recipe else "lora"
     sources = [source.name for source in recipe.data.source if is_hub_id(source.name)] if recipe else []
@@ -133,62 +165,23 @@ def _metadata(base: str, full: bool, recipe: Recipe | None, config: Config) -> s
         "tags": ["long-context", scaling, method, "pi-lora"],
         "datasets": sources or None,
     }
+    if results := eval_results(run):
+        fields |= {"model_name": run.resolve().name, "eval_results": results}
     if is_hub_id(base):
         fields |= {"base_model": base, "base_model_relation": "finetune" if full else "adapter"}
     return str(ModelCardData(**fields).to_yaml()).strip()
 
 
-def _positions(config: Config) -> str:
-    scale = scale_of(config)
-    return {
-        "pi": f"positions are divided by {scale:g}",
-        None: "positions are not rescaled",
-        "dynamic": f"rotary frequencies are stretched for long inputs (dynamic NTK, factor {scale:g})",
-        "yarn": f"rotary frequencies are stretched by YaRN, factor {scale:g}",
-    }[method_of(config)]
+def _scores_section(run: Path, pictures: Path | None = None, measured: str = "") -> str:
+    lines = "\n".join(score_lines(run))
+    parts = [measured + lines if lines else "Nothing yet.", *stage_tables(run)]
+    shown = [*parts, *(picture_lines(pictures) if pictures else [])]
+    return f"{SCORES_BEGIN}\n" + "\n\n".join(part.rstrip("\n") for part in shown) + f"\n{SCORES_END}"
 
 
-def _recipe_rows(recipe: Recipe) -> dict[str, str]:
-    tuning, training = recipe.tuning, recipe.training
-    variant = (", rank-stabilized" if tuning.rank_stabilized else "") + (", DoRA" if tuning.dora else "")
-    adapter = f", rank {tuning.rank}, alpha {tuning.lora_alpha:g}{variant}, on {tuning.targets}"
-    with_norms = "; embeddings and norms in full" if tuning.embeddings_and_norms else ""
-    total = sum(source.weight for source in recipe.data.source)
-    return {
-        "method": f"`{tuning.method}`" + (adapter + with_norms if tuning.method != "full" else ", every weight"),
-        "steps": f"{training.steps:,} of {training.global_batch_size} sequences, rate {training.learning_rate:g}",
-        "data": ", ".join(f"`{source.name}` ({source.weight / total:.0%})" for source in recipe.data.source),
-    }
-
-
-def _cost_rows(made_with: Mapping[str, Any]) -> dict[str, str]:
-    versions = ", ".join(f"{name} {version}" for name, version in made_with["versions"].items())
-    memory = made_with["peak_memory"] / 2**30
-    return {
-        "cost": f"{made_with['tokens']:,} tokens in {made_with['seconds']:,.0f} seconds, at most {memory:.1f} GiB a "
-        f"process, on {made_with['hardware']}",
-        "last loss": f"{made_with['loss']:.3f} nats a token",
-        "versions": f"{versions}, Python {made_with['python']}"
-        + (f"; pi-lora at commit `{made_with['commit']}`" if made_with["commit"] else ""),
-    }
-
-
-def _limits(config: Config) -> str:
-    short = (
-        f"Positions are divided by {scale_of(config):g} in short inputs too: within the original window, the paper "
-        "(Chen et al. 2023, section 3.4) finds benchmarks somewhat below the base's. "
-        if method_of(config) == "pi"
-        else ""
-    )
-    return (
-        f"Nothing was tuned beyond {window_of(config):,} tokens. {short}What is not listed under *Measured* was not "
-        "measured. License, languages and biases are those of the base and the data."
-    )
-
-
-def _scores_section(folder: Path, measured: str = "") -> str:
-    lines = "\n".join(score_lines(folder))
-    return f"{SCORES_BEGIN}\n{measured + lines if lines else 'Nothing yet.'}\n{SCORES_END}"
+def _beside_the_paper(recipe: Recipe | None) -> str:
+    lines = "\n".join(paper_section(recipe)) if recipe else ""
+    return f"## Beside the paper\n\n{lines}\n" if lines else ""
 
 
 def _made_with(run: Path) -> dict[str, Any]:
