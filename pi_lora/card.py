@@ -31,9 +31,13 @@ def write_card(run: Path) -> None:
     """
     recipe = load_recipe(run / RECIPE_FILE).recipe
     full = recipe.tuning.method == "full"
-    builtin = recipe.model.name.startswith(BUILTIN)
-    loading = LOAD_FULL if full else adapter_snippet(recipe.model, recipe.tuning, builtin)
-    (run / CARD).write_text(_card(run, recipe.model.name, full, {}, loading), encoding="utf-8")
+    base, rows = recipe.model.name, {}
+    if not full and base != (stands_on := _base_of(run)):
+        # Tuned further: the adapter stands on what the first one did.
+        base, rows = stands_on, {"tuned further from": f"`{base}`"}
+    model = recipe.model.model_copy(update={"name": base})
+    loading = LOAD_FULL if full else adapter_snippet(model, recipe.tuning, base.startswith(BUILTIN))
+    (run / CARD).write_text(_card(run, base, full, rows, loading), encoding="utf-8")
 
 
 def merged_card(
@@ -48,7 +52,7 @@ def merged_card(
     Raises:
         ModelError: a config or a result cannot be read.
     """
-    base = json.loads((run / ADAPTER_CONFIG_FILE).read_text(encoding="utf-8"))["base_model_name_or_path"]
+    base = _base_of(run)
     dtype = read_config(merged).get("dtype", "float32")
     rows = {"weights": f"base and adapter added up, stored in {dtype}", **(facts or {})}
     checked = _table(checks) if checks else "Not compared.\n"
@@ -190,6 +194,12 @@ def _limits(config: Config) -> str:
 def _scores_section(folder: Path, measured: str = "") -> str:
     lines = "\n".join(score_lines(folder))
     return f"{SCORES_BEGIN}\n{measured + lines if lines else 'Nothing yet.'}\n{SCORES_END}"
+
+
+def _base_of(run: Path) -> str:
+    """What the adapter in a folder stands on."""
+    name: str = json.loads((run / ADAPTER_CONFIG_FILE).read_text(encoding="utf-8"))["base_model_name_or_path"]
+    return name
 
 
 def _made_with(run: Path) -> dict[str, Any]:
