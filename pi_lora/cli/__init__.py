@@ -6,11 +6,23 @@ from typing import Annotated, cast
 import typer
 
 from pi_lora.cli import all as all_  # each of these registers its commands
-from pi_lora.cli import benchmarks, merge, passkey, perplexity, push, recipes, train
+from pi_lora.cli import benchmarks, merge, passkey, perplexity, push, recipes, summarization, train
 from pi_lora.cli.app import app, out
 from pi_lora.errors import Interrupted, PiLoraError
 
-__all__ = ["all_", "app", "benchmarks", "main", "merge", "passkey", "perplexity", "push", "recipes", "train"]
+__all__ = [
+    "all_",
+    "app",
+    "benchmarks",
+    "main",
+    "merge",
+    "passkey",
+    "perplexity",
+    "push",
+    "recipes",
+    "summarization",
+    "train",
+]
 
 # Typer brings a click of its own; of its usage errors only this subclass has a public name.
 UsageError = cast("type[typer.BadParameter]", typer.BadParameter.__base__)

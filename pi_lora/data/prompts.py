@@ -8,8 +8,8 @@ from typing import Any
 from pi_lora.errors import DataError
 from pi_lora.recipe.schema import Data
 
-# The paper's, to the letter (paper.tex, `fig:summ-format`): "# .... Document goes here" stands for the document. That lines are
-# divided by one newline each, and that a space comes between `Summary:` and the summary, is our reading.
+# The paper's, to the letter (paper.tex, `fig:summ-format`), where "# .... Document goes here" stands for the document.
+# That one newline divides lines, and that a space comes between `Summary:` and the summary, is our reading.
 SUMMARIZE = """\
 Read the following article and then summarize it.
 {document}
