@@ -45,7 +45,6 @@ data:
   summary: summary
   completion_tokens: {SUMMARY_TOKENS}
 training:
-  steps: {{steps}}
   learning_rate: 2e-3
   schedule: linear
   global_batch_size: 8
@@ -113,11 +112,11 @@ def main() -> None:
     write_documents(RUNS / "training.jsonl", TRAINING, seed=1)
     write_documents(RUNS / "held_out.jsonl", HELD_OUT, seed=2)
     recipe = RUNS / "recipe.yaml"
-    recipe.write_text(RECIPE.format(steps=options.steps))
+    recipe.write_text(RECIPE)
     demo = ROOT / "recipes" / "demo.yaml"
     train("extended", demo, f"context.target={TARGET}", f"training.steps={options.extension_steps}")
     for loss in ("completion", "all"):
-        train(loss, recipe, f"data.loss={loss}")
+        train(loss, recipe, f"data.loss={loss}", f"training.steps={options.steps}")
     rows = {title: measured(name) for title, name in ROWS.items()}
     here = machine()
     RESULTS.write_text(json.dumps({"machine": here, "steps": vars(options), "rows": rows}, indent=2) + "\n")
