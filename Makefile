@@ -3,13 +3,16 @@ PYTHON ?= python3
 BIN := .venv/bin
 export HF_HUB_DISABLE_TELEMETRY := 1
 
-.PHONY: demo results recipes test test-slow lint clean
+.PHONY: demo results key-sentences recipes test test-slow lint clean
 
 demo: .venv/installed
 	$(BIN)/python scripts/demo.py
 
 results: .venv/installed
 	$(BIN)/python scripts/compare_methods.py
+
+key-sentences: .venv/installed
+	$(BIN)/python scripts/key_sentences.py
 
 recipes: .venv/installed
 	$(BIN)/pi-lora recipes --markdown > recipes/README.md

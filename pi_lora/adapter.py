@@ -1,13 +1,15 @@
 """What trains, and adapter folders: the only home of PEFT."""
 
+import json
 import math
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
+from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 from peft.utils import ModulesToSaveWrapper
 from safetensors import safe_open
 from torch import nn
@@ -15,7 +17,7 @@ from transformers import PreTrainedModel
 
 from pi_lora.errors import ModelError
 from pi_lora.recipe.schema import Tuning
-from pi_lora.run_folder import ADAPTER_WEIGHTS_FILE
+from pi_lora.run_folder import ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILE
 
 
 def prepare_for_tuning(model: PreTrainedModel, tuning: Tuning, base_name: str) -> PreTrainedModel | PeftModel:
@@ -28,6 +30,57 @@ def prepare_for_tuning(model: PreTrainedModel, tuning: Tuning, base_name: str) -
     _keep_the_dtype_of_activations(tuned)
     train_in_float32(tuned)
     return tuned
+
+
+def tune_further(model: PreTrainedModel, folder: Path, tuning: Tuning) -> PeftModel:
+    """Make the adapter in `folder` train on, around its base `model`: what is saved then is one adapter of that base.
+
+    A second adapter on top of the first would need both to be loaded, and merging the first into a quantized base would
+    round it to four bits.
+
+    Raises:
+        ModelError: the adapter is damaged, or shaped otherwise than `tuning` says.
+    """
+    config = PeftConfig.from_pretrained(str(folder))
+    config.lora_dropout = tuning.dropout
+    tuned = _put_on(model, folder, is_trainable=True, config=config)
+    on_attention_alone = {name.rpartition(".")[2] for name in config.target_modules} <= _attention_names(model)
+    if on_attention_alone != (tuning.targets == "attention"):
+        raise _other_shape(folder, {"targets": "attention" if on_attention_alone else "all-linear"})
+    _keep_the_dtype_of_activations(tuned)
+    train_in_float32(tuned)
+    return tuned
+
+
+def check_shape(folder: Path, tuning: Tuning) -> None:
+    """Refuse to tune the adapter in `folder` further under a `tuning` that shapes one otherwise.
+
+    Raises:
+        ModelError: with the keys that differ, and what to set them to.
+    """
+    saved = json.loads((folder / ADAPTER_CONFIG_FILE).read_text(encoding="utf-8"))
+    pairs = {
+        "rank": (saved["r"], tuning.rank),
+        "alpha": (saved["lora_alpha"], tuning.lora_alpha),
+        "rank_stabilized": (bool(saved.get("use_rslora")), tuning.rank_stabilized),
+        "dora": (bool(saved.get("use_dora")), tuning.dora),
+        "embeddings_and_norms": (bool(saved.get("modules_to_save")), tuning.embeddings_and_norms),
+    }
+    if tuning.method == "full":
+        raise ModelError(
+            f"model.name: {folder} is an adapter, which tuning.method: full cannot tune; "
+            f"merge it first (pi-lora merge {folder}), or use lora or qlora"
+        )
+    if differing := {key: has for key, (has, asked) in pairs.items() if has != asked}:
+        raise _other_shape(folder, differing)
+
+
+def _other_shape(folder: Path, differing: Mapping[str, Any]) -> ModelError:
+    settings = " ".join(f"tuning.{key}={str(value).lower()}" for key, value in differing.items())
+    return ModelError(
+        f"tuning: the adapter in {folder} has another shape, and is tuned further as it is; "
+        f"set {settings}, or merge it first (pi-lora merge {folder}) and tune a new one"
+    )
 
 
 def train_in_float32(model: nn.Module) -> None:
@@ -108,9 +161,13 @@ def load_adapter(model: PreTrainedModel, folder: Path, weightless: bool = False)
     Raises:
         ModelError: the adapter is damaged or belongs to a model of another shape.
     """
+    return _put_on(model, folder, low_cpu_mem_usage=weightless).eval()
+
+
+def _put_on(model: PreTrainedModel, folder: Path, **options: Any) -> PeftModel:
     try:
         with without_known_warnings():
-            adapted = PeftModel.from_pretrained(model, str(folder), low_cpu_mem_usage=weightless)
+            adapted = PeftModel.from_pretrained(model, str(folder), **options)
     except Exception as error:  # peft, safetensors and torch each raise kinds of their own
         reason = str(error).strip().splitlines()
         raise ModelError(
@@ -122,7 +179,7 @@ def load_adapter(model: PreTrainedModel, folder: Path, weightless: bool = False)
             raise ModelError(
                 f"{folder / ADAPTER_WEIGHTS_FILE}: lacks {', '.join(missing)}; it is not whole, tune again"
             )
-    return adapted.eval()
+    return adapted
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from pi_lora.rope import (
     method_of,
     read_rope,
     scale_of,
+    window_of,
 )
 
 LOCAL_ATTENTION = {SLIDING_ATTENTION, "chunked_attention"}
@@ -79,6 +80,19 @@ def refuse_what_cannot_be_stretched(config: Config, interpolation: Interpolation
         raise ScalingError(
             f"context.target: {interpolation.target}: every layer of this model looks back {reach} tokens at most, "
             "which no scaling of positions changes; choose a model with full attention"
+        )
+
+
+def refuse_what_does_not_reach(name: str, config: Config, target: int) -> None:
+    """Nothing, for a model that reads `target` tokens as it is (`scaling: keep`).
+
+    Raises:
+        ScalingError: it reads fewer.
+    """
+    if (window := window_of(config)) < target:
+        raise ScalingError(
+            f"context.target: {target} is more than the {window} tokens that {name} reads, and scaling: keep leaves it "
+            "at them; extend it first, or lower the target"
         )
 
 

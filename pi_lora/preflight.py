@@ -9,25 +9,37 @@ from typing import TypeVar
 import psutil
 import torch
 
+from pi_lora.adapter import check_shape
 from pi_lora.data.corpus import RECALL, source_problems
+from pi_lora.data.examples import example_problems
 from pi_lora.errors import ModelError, PiLoraError, RecipeError
+from pi_lora.extension import refuse_what_does_not_reach
 from pi_lora.model import BaseModel, extended_config, find_base
 from pi_lora.plan.gpus import CPU, GPUS, gpu_of_device
 from pi_lora.plan.planning import Plan, plan_recipe
 from pi_lora.recipe.schema import Data, Hardware, Recipe
-from pi_lora.rope import Interpolation
+from pi_lora.rope import Config, scale_of, window_of
+from pi_lora.run import adapter_base, is_adapter
 from pi_lora.run_folder import check_output, check_resumed_recipe
 from pi_lora.schedule import rate_share
 
 T = TypeVar("T")
+# Where runs go by default; nothing on the hub is called so.
+OUTPUTS = ("adapters/", "models/")
 
 
 @dataclass(frozen=True)
 class Checked:
-    """A recipe's base model and how it is to be stretched."""
+    """A recipe's base model, the config that it is tuned under, and its windows in tokens, L and L'.
+
+    `adapter` is the folder of one that is tuned further.
+    """
 
     base: BaseModel
-    interpolation: Interpolation
+    config: Config
+    original: int
+    target: int
+    adapter: Path | None = None
 
 
 def check(recipe: Recipe, output: Path, resume: bool = False) -> Checked:
@@ -45,8 +57,9 @@ def check(recipe: Recipe, output: Path, resume: bool = False) -> Checked:
             mistakes.append(mistake)
             return None
 
-    checked = attempt(lambda: _stretched_base(recipe))
-    attempt(lambda: _raise_all([*source_problems(recipe.data), *_evaluation_problems(recipe)]))
+    checked = attempt(lambda: _extended_model(recipe) if recipe.scaling == "keep" else _stretched_base(recipe))
+    in_data = example_problems if recipe.data.has_examples else source_problems
+    attempt(lambda: _raise_all([*in_data(recipe.data), *_evaluation_problems(recipe)]))
     attempt(lambda: _raise_all([*_hardware_problems(recipe), *_missing_packages(recipe)]))
     attempt(lambda: rate_share(recipe.training))
     attempt(lambda: check_output(output, resume))
@@ -74,10 +87,32 @@ def plan_here(recipe: Recipe) -> Plan | None:
 
 
 def _stretched_base(recipe: Recipe) -> Checked:
-    base = find_base(recipe.model.name, recipe.model.revision, recipe.model.trust_remote_code)
-    interpolation = base.interpolation(recipe.scaling, recipe.context.target, recipe.context.original)
-    extended_config(base, interpolation)
-    return Checked(base, interpolation)
+    model, context = recipe.model, recipe.context
+    if is_adapter(model.name):
+        raise ModelError(
+            f"model.name: {model.name} is an adapter of an extended model; tune it further with scaling: keep, or "
+            f"merge it first (pi-lora merge {model.name}) and stretch what comes of that"
+        )
+    assert recipe.scaling != "keep"
+    base = find_base(model.name, model.revision, model.trust_remote_code)
+    interpolation = base.interpolation(recipe.scaling, context.target, context.original)
+    return Checked(base, extended_config(base, interpolation), interpolation.original, interpolation.target)
+
+
+def _extended_model(recipe: Recipe) -> Checked:
+    """A model that is tuned under its own scaling: full weights, merged ones, or an adapter with what it stands on."""
+    name = recipe.model.name
+    if is_adapter(name):
+        base, config = adapter_base(Path(name))
+        check_shape(Path(name), recipe.tuning)
+    elif name.startswith(OUTPUTS) and not Path(name).exists():
+        raise ModelError(f"model.name: {name}: no such run yet; train its recipe first, or name an extended model")
+    else:
+        base = find_base(name, recipe.model.revision, recipe.model.trust_remote_code)
+        config = extended_config(base, None)
+    refuse_what_does_not_reach(name, config, recipe.context.target)
+    original = round(window_of(config) / scale_of(config))
+    return Checked(base, config, original, window_of(config), Path(name) if is_adapter(name) else None)
 
 
 def _evaluation_problems(recipe: Recipe) -> Iterator[str]:

@@ -15,17 +15,16 @@ from pi_lora.adapter import (
     save_full,
     train_in_float32,
     trainable_parameters,
+    tune_further,
     without_known_warnings,
 )
 from pi_lora.card import write_card
-from pi_lora.data.sequences import training_sequences
+from pi_lora.data.training import TrainingData, training_data
 from pi_lora.errors import Interrupted
 from pi_lora.model import (
-    BaseModel,
     Placement,
     device,
     dtype_named,
-    extended_config,
     load_model,
     load_tokenizer,
     quiet_loading,
@@ -35,7 +34,6 @@ from pi_lora.model import (
 from pi_lora.preflight import Checked, check
 from pi_lora.processes import is_leader, join_processes, number_of_processes, wait_for_all
 from pi_lora.recipe.schema import Recipe, Tuning
-from pi_lora.rope import Config
 from pi_lora.run import LoadedModel
 from pi_lora.run_folder import (
     CHECKPOINTS,
@@ -62,15 +60,15 @@ def train(recipe: Recipe, output: Path, resume: bool = False, progress: Progress
     """
     checked = check(recipe, output, resume)
     join_processes(cpu=device().type == "cpu")
-    config = extended_config(checked.base, checked.interpolation)
-    tokenizer = load_tokenizer(checked.base.path, checked.interpolation.target)
+    config = checked.config
+    tokenizer = load_tokenizer(checked.base.path, checked.target)
     data = prepare_data(recipe, checked, progress)
     with _staged_by_the_leader(output, resume) as staging:
         if is_leader():
             write_recipe(staging, recipe)
         set_seed(recipe.training.seed)
-        tuned = prepare_for_tuning(_base_model(recipe, checked.base, config), recipe.tuning, recipe.model.name)
-        log = TrainingLog(staging, recipe.training.global_batch_size * len(data[0]["input_ids"]), progress)
+        tuned = _prepared(recipe, checked)
+        log = TrainingLog(staging, _tokens_per_step(recipe, data), progress)
         loaded = LoadedModel(str(output), tuned, tokenizer, config)
         scores = [TrainingScores(recipe.evaluation, loaded, staging, log)] if recipe.evaluation.every else []
         with quiet_loading(), without_known_warnings(), ends_after_the_step(log):
@@ -85,23 +83,22 @@ def train(recipe: Recipe, output: Path, resume: bool = False, progress: Progress
             save_config(config, staging)
             save_tokenizer(tokenizer, staging)
             last = read_training_log(staging / TRAINING_LOG)[-1]
-            facts = {"original": checked.interpolation.original, "trainable_parameters": trainable_parameters(tuned)}
+            facts = {"original": checked.original, "trainable_parameters": trainable_parameters(tuned)}
             write_provenance(staging, {**facts, **last})
             write_card(staging)
             shutil.rmtree(staging / CHECKPOINTS, ignore_errors=True)
     return output
 
 
-def prepare_data(recipe: Recipe, checked: Checked, progress: Progress | None = None) -> Any:
-    """The packed sequences of a recipe; made once, then read from the cache.
+def prepare_data(recipe: Recipe, checked: Checked, progress: Progress | None = None) -> TrainingData:
+    """The packed sequences or the examples of a recipe; made once, then read from the cache.
 
     Raises:
-        DataError: a source cannot be read, or holds too little text.
+        DataError: a source cannot be read, or holds too little.
     """
-    window = checked.interpolation
-    tokenizer = load_tokenizer(checked.base.path, window.target)
-    number = recipe.training.steps * recipe.training.global_batch_size
-    return training_sequences(recipe.data, tokenizer, window.original, window.target, number, progress)
+    tokenizer = load_tokenizer(checked.base.path, checked.target)
+    target = recipe.context.target
+    return training_data(recipe.data, recipe.training, tokenizer, checked.original, target, progress)
 
 
 @contextmanager
@@ -116,8 +113,17 @@ def _staged_by_the_leader(output: Path, resume: bool) -> Iterator[Path]:
         yield staging
 
 
-def _base_model(recipe: Recipe, base: BaseModel, config: Config) -> Any:
-    return load_model(base, config, _dtype(recipe), recipe.model.attention, _placement(recipe.tuning))
+def _prepared(recipe: Recipe, checked: Checked) -> Any:
+    """The model with what trains, which is a new adapter, every weight, or the adapter that the recipe starts from."""
+    place = _placement(recipe.tuning)
+    model = load_model(checked.base, checked.config, _dtype(recipe), recipe.model.attention, place)
+    if checked.adapter is not None:
+        return tune_further(model, checked.adapter, recipe.tuning)
+    return prepare_for_tuning(model, recipe.tuning, recipe.model.name)
+
+
+def _tokens_per_step(recipe: Recipe, data: TrainingData) -> int | None:
+    return data.tokens_per_row and data.tokens_per_row * recipe.training.global_batch_size
 
 
 def _placement(tuning: Tuning) -> Placement:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import Sampler
 from transformers import PrinterCallback, TrainerCallback
 from transformers.integrations import TensorBoardCallback
 
@@ -14,7 +15,7 @@ os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")  # TRL reports usage othe
 
 from trl import SFTConfig, SFTTrainer
 
-from pi_lora.data.batches import collate
+from pi_lora.data.training import TrainingData
 from pi_lora.model import device, has_fast_bfloat16
 from pi_lora.processes import is_leader, wait_for_all
 from pi_lora.recipe.schema import Recipe, Training
@@ -29,21 +30,23 @@ def make_trainer(
     recipe: Recipe,
     model: Any,
     tokenizer: Any,
-    data: Any,
+    data: TrainingData,
     name: str,
     staging: Path,
     log: TrainingLog,
     others: Sequence[TrainerCallback] = (),
 ) -> SFTTrainer:
-    """A trainer for `model` on packed `data` (see `training_sequences`), which keeps its checkpoints in `staging`."""
+    """A trainer for `model` on `data` (see `training_data`), which keeps its checkpoints in `staging`."""
     arguments = trainer_arguments(recipe, name, staging)
+    at_once = recipe.training.per_device_batch_size * recipe.hardware.data_parallel
     trainer = _Trainer(
         recipe.training,
         log,
+        data.groups(at_once, recipe.training.seed),
         model=model,
         args=arguments,
-        data_collator=collate,
-        train_dataset=data,
+        data_collator=data.collate,
+        train_dataset=data.rows,
         processing_class=tokenizer,
         callbacks=[log, *others, *_tensorboard(recipe.training, staging)],
     )
@@ -52,7 +55,7 @@ def make_trainer(
 
 
 def trainer_arguments(recipe: Recipe, name: str, staging: Path) -> SFTConfig:
-    """What TRL is told; sequences are packed already and the loss never holds all logits at once."""
+    """What TRL is told; rows are token ids already and the loss never holds all logits at once."""
     training, hardware = recipe.training, recipe.hardware
     at_once = training.per_device_batch_size * hardware.data_parallel
     arguments = SFTConfig(
@@ -75,7 +78,8 @@ def trainer_arguments(recipe: Recipe, name: str, staging: Path) -> SFTConfig:
         loss_type="nll",
         max_length=None,
         dataset_kwargs={"skip_prepare_dataset": True},
-        # TRL does not count position_ids among the columns that are used.
+        include_num_input_tokens_seen="non_padding" if recipe.data.has_examples else "no",
+        # TRL does not count position_ids among the columns that are used, nor those of examples.
         remove_unused_columns=False,
         logging_steps=training.log_every,
         logging_nan_inf_filter=False,
@@ -97,18 +101,22 @@ def trainer_arguments(recipe: Recipe, name: str, staging: Path) -> SFTConfig:
 
 
 class _Trainer(SFTTrainer):
-    """SFTTrainer with the paper's schedule, whose warm-up does not begin at zero; it notes losses that are not finite,
-    and marks a checkpoint that is whole.
+    """SFTTrainer with the paper's schedule, whose warm-up does not begin at zero; it computes `groups` together, notes
+    losses that are not finite, and marks a checkpoint that is whole.
     """
 
-    def __init__(self, training: Training, log: TrainingLog, **arguments: Any) -> None:
+    def __init__(self, training: Training, log: TrainingLog, groups: Sampler[int] | None, **arguments: Any) -> None:
         self.training = training
         self.log_of_losses = log
+        self.groups = groups
         super().__init__(**arguments)
 
     def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> LambdaLR:
         self.lr_scheduler = LambdaLR(optimizer or self.optimizer, rate_share(self.training))
         return self.lr_scheduler
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> Sampler[int] | None:
+        return self.groups or super()._get_train_sampler(train_dataset)
 
     def training_step(self, *arguments: Any, **named: Any) -> torch.Tensor:
         loss: torch.Tensor = super().training_step(*arguments, **named)

@@ -26,9 +26,11 @@ Progress = Callable[[int, int, str], None]
 class TrainingLog(TrainerCallback):
     """Writes training.jsonl, reports progress, and ends training after the current step when asked to or when the loss
     is no longer a number.
+
+    Without `tokens_per_step` the trainer counts tokens, those of padding not among them.
     """
 
-    def __init__(self, folder: Path, tokens_per_step: int, progress: Progress | None) -> None:
+    def __init__(self, folder: Path, tokens_per_step: int | None, progress: Progress | None) -> None:
         self.path = folder / TRAINING_LOG
         self.tokens_per_step = tokens_per_step
         self.progress = progress
@@ -37,7 +39,7 @@ class TrainingLog(TrainerCallback):
         self.finite: torch.Tensor | None = None
         self.step = 0
         self.started = self.last_time = time.monotonic()
-        self.last_step = 0
+        self.last_tokens = 0
         self.seconds_before = 0.0
         self.line = ""
 
@@ -54,7 +56,7 @@ class TrainingLog(TrainerCallback):
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Begin counting; after a resume, keep the lines of the steps that stand."""
         self.started = self.last_time = time.monotonic()
-        self.step = self.last_step = state.global_step
+        self.step, self.last_tokens = state.global_step, self._tokens(state)
         kept = [line for line in read_training_log(self.path) if line["step"] <= state.global_step]
         self.seconds_before = kept[-1]["seconds"] if kept else 0.0
         if is_leader():
@@ -90,14 +92,15 @@ class TrainingLog(TrainerCallback):
         if "loss" not in logs:
             return
         now = time.monotonic()
-        speed = (state.global_step - self.last_step) * self.tokens_per_step / max(now - self.last_time, 1e-9)
-        self.last_time, self.last_step = now, state.global_step
+        tokens = self._tokens(state)
+        speed = (tokens - self.last_tokens) / max(now - self.last_time, 1e-9)
+        self.last_time, self.last_tokens = now, tokens
         line = {
             "step": state.global_step,
             "loss": logs["loss"],
             "learning_rate": logs["learning_rate"],
             "gradient_norm": logs["grad_norm"],
-            "tokens": state.global_step * self.tokens_per_step,
+            "tokens": tokens,
             "tokens_per_second": round(speed, 1),
             "peak_memory": peak_memory(),
             "seconds": round(self.seconds_before + now - self.started, 2),
@@ -106,6 +109,12 @@ class TrainingLog(TrainerCallback):
             with self.path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(line) + "\n")
         self.line = f"loss {logs['loss']:.3f}  {speed:,.0f} tokens/s  {line['peak_memory'] / 2**30:.1f} GiB"
+
+    def _tokens(self, state: TrainerState) -> int:
+        """So far, over all processes."""
+        if self.tokens_per_step is None:
+            return int(state.num_input_tokens_seen)
+        return int(state.global_step * self.tokens_per_step)
 
 
 def read_training_log(path: Path) -> list[dict[str, Any]]:

@@ -26,7 +26,7 @@ FLOORS = {
     "training_log": 4,
     "run": 5,
     "card": 5,
-    "preflight": 5,
+    "preflight": 6,
     "evaluate": 6,
     "merge": 6,
     "report": 6,

@@ -78,6 +78,8 @@ PAPER = {
     "33b_16k": ("llama-30b", 16, "pi", 1000, 1e-5, 128, 128),
     "33b_8k_direct": ("llama-30b", 8, "direct", 10000, 1e-5, 64, 32),
     "65b_8k": ("llama-65b", 8, "pi", 1000, 1e-5, 128, 128),
+    # Section 3.5: ten times round 17,457 examples.
+    "govreport_7b_16k": ("7b_16k", 16, "keep", 1370, 2e-5, 128, 128),
 }
 
 

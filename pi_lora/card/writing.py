@@ -34,9 +34,13 @@ def write_card(run: Path, folder: Path | None = None) -> None:
     """
     recipe = load_recipe(run / RECIPE_FILE).recipe
     full = recipe.tuning.method == "full"
-    builtin = recipe.model.name.startswith(BUILTIN)
-    loading = LOAD_FULL if full else adapter_snippet(recipe.model, recipe.tuning, builtin)
-    text = _card(run, recipe.model.name, full, {}, loading, pictures=folder or run)
+    base, rows = recipe.model.name, {}
+    if not full and base != (stands_on := _base_of(run)):
+        # Tuned further: the adapter stands on what the first one did.
+        base, rows = stands_on, {"tuned further from": f"`{base}`"}
+    model = recipe.model.model_copy(update={"name": base})
+    loading = LOAD_FULL if full else adapter_snippet(model, recipe.tuning, base.startswith(BUILTIN))
+    text = _card(run, base, full, rows, loading, pictures=folder or run)
     ((folder or run) / CARD).write_text(text, encoding="utf-8")
 
 
@@ -52,7 +56,7 @@ def merged_card(
     Raises:
         ModelError: a config or a result cannot be read.
     """
-    base = json.loads((run / ADAPTER_CONFIG_FILE).read_text(encoding="utf-8"))["base_model_name_or_path"]
+    base = _base_of(run)
     dtype = read_config(merged).get("dtype", "float32")
     rows = {"weights": f"base and adapter added up, stored in {dtype}", **(facts or {})}
     checked = _table(checks) if checks else "Not compared.\n"
@@ -182,6 +186,12 @@ def _scores_section(run: Path, pictures: Path | None = None, measured: str = "")
 def _beside_the_paper(recipe: Recipe | None) -> str:
     lines = "\n".join(paper_section(recipe)) if recipe else ""
     return f"## Beside the paper\n\n{lines}\n" if lines else ""
+
+
+def _base_of(run: Path) -> str:
+    """What the adapter in a folder stands on."""
+    name: str = json.loads((run / ADAPTER_CONFIG_FILE).read_text(encoding="utf-8"))["base_model_name_or_path"]
+    return name
 
 
 def _made_with(run: Path) -> dict[str, Any]:

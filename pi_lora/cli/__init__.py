@@ -6,7 +6,7 @@ from typing import Annotated, cast
 import typer
 
 from pi_lora.cli import all as all_  # each of these registers its commands
-from pi_lora.cli import benchmarks, merge, passkey, perplexity, push, recipes, report, theory, train
+from pi_lora.cli import benchmarks, merge, passkey, perplexity, push, recipes, report, summarization, theory, train
 from pi_lora.cli.app import app, out
 from pi_lora.errors import Interrupted, PiLoraError
 
@@ -21,6 +21,7 @@ __all__ = [
     "push",
     "recipes",
     "report",
+    "summarization",
     "theory",
     "train",
 ]

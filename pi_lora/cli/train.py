@@ -53,12 +53,13 @@ def train(
         _show_plan(resolved, force)
     if dry_run:
         return
-    with progress_bar("packing tokens", quiet=not is_leader()) as progress:
+    with progress_bar(
+        "preparing examples" if resolved.data.has_examples else "packing tokens", quiet=not is_leader()
+    ) as progress:
         data = prepare_data(resolved, checked, progress)
     if not is_launched():
-        length = len(data[0]["input_ids"])
-        tokens = f"{len(data) * length:,} tokens at hand, as many as needed: {len(data):,} sequences of {length:,}"
-        out.print(f"data: {tokens}", highlight=False, soft_wrap=True)
+        for line in data.said:
+            out.print(f"data: {line}", highlight=False, soft_wrap=True)
     if several:
         if status := launch(resolved, worker, rendezvous):
             raise typer.Exit(status)
@@ -66,7 +67,8 @@ def train(
     with progress_bar("training", quiet=not is_leader()) as progress:
         train(resolved, folder, resume, progress)
     if is_leader():
-        out.print(f"{folder}: done; measure it with: pi-lora eval perplexity {folder}", highlight=False, soft_wrap=True)
+        measure = "summarization" if resolved.data.has_examples else "perplexity"
+        out.print(f"{folder}: done; measure it with: pi-lora eval {measure} {folder}", highlight=False, soft_wrap=True)
 
 
 def _show_plan(recipe: Any, force: bool) -> None:

@@ -16,6 +16,7 @@ from pi_lora.data.shards import DamagedShards, Layout, Row, read_shards, write_s
 from pi_lora.errors import DataError
 
 MADE_FROM = "made_from.json"
+NOTES = "notes.json"
 
 
 def cache_folder() -> Path:
@@ -38,23 +39,28 @@ def key_of(made_from: Mapping[str, Any]) -> str:
 
 
 def cached(
-    made_from: Mapping[str, Any], layout: Layout, make: Callable[[], Iterator[Row]], waiting: Callable[[], None]
+    made_from: Mapping[str, Any],
+    layout: Layout,
+    make: Callable[[], Iterator[Row]],
+    waiting: Callable[[], None],
+    notes: Callable[[], Any] | None = None,
 ) -> Dataset:
     """The sequences that were made from `made_from`: those in the cache, or what `make` yields, put there first.
 
-    Processes that ask for the same sequences at once call `waiting` while the first of them makes them.
+    Processes that ask for the same sequences at once call `waiting` while the first of them makes them. What `notes`
+    gives when all are made, as JSON, is kept beside them for `notes_on`.
 
     Raises:
         DataError: the cache cannot be written.
     """
-    folder = cache_folder() / "sequences" / key_of(made_from)
+    folder = _folder_of(made_from)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with _locked(folder.with_suffix(".lock"), waiting):
             try:
                 return read_shards(folder, layout)
             except DamagedShards:
-                _write_whole(folder, made_from, layout, make())
+                _write_whole(folder, made_from, layout, make(), notes)
                 return read_shards(folder, layout)
     except OSError as error:
         raise DataError(
@@ -63,13 +69,30 @@ def cached(
         ) from error
 
 
-def _write_whole(folder: Path, made_from: Mapping[str, Any], layout: Layout, rows: Iterator[Row]) -> None:
+def notes_on(made_from: Mapping[str, Any]) -> Any:
+    """What was noted when the sequences in the cache were made."""
+    return json.loads((_folder_of(made_from) / NOTES).read_text(encoding="utf-8"))
+
+
+def _folder_of(made_from: Mapping[str, Any]) -> Path:
+    return cache_folder() / "sequences" / key_of(made_from)
+
+
+def _write_whole(
+    folder: Path,
+    made_from: Mapping[str, Any],
+    layout: Layout,
+    rows: Iterator[Row],
+    notes: Callable[[], Any] | None,
+) -> None:
     part = folder.with_suffix(".partial")
     shutil.rmtree(part, ignore_errors=True)
     part.mkdir()
     try:
         write_shards(part, rows, layout)
         (part / MADE_FROM).write_text(json.dumps(made_from, indent=2) + "\n", encoding="utf-8")
+        if notes:
+            (part / NOTES).write_text(json.dumps(notes(), indent=2) + "\n", encoding="utf-8")
         shutil.rmtree(folder, ignore_errors=True)
         part.rename(folder)
     finally:

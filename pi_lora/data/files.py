@@ -1,9 +1,7 @@
 """Local files as a source: a text file is a document, a row of `.jsonl` or `.parquet` is one; folders and globs."""
 
 import glob
-import gzip
 import hashlib
-import json
 import random
 import zlib
 from collections.abc import Iterable, Iterator
@@ -12,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from pi_lora.data.documents import Corpus, Document, no_column, shuffled, text_of
+from pi_lora.data.rows import CSV, json_rows, parquet_columns, parquet_rows
 from pi_lora.errors import DataError
 
 TEXT_SUFFIXES = (".txt", ".md", ".tex", ".py", ".rst")
 ROW_SUFFIXES = (".jsonl", ".jsonl.gz", ".parquet")
 SUFFIXES = TEXT_SUFFIXES + ROW_SUFFIXES
 GLOB_CHARACTERS = frozenset("*?[")
-PARQUET_ROWS_AT_ONCE = 256
 
 
 def looks_local(name: str) -> bool:
@@ -30,7 +28,7 @@ def looks_local(name: str) -> bool:
     return (
         name.startswith((".", "~", "/"))
         or not GLOB_CHARACTERS.isdisjoint(name)
-        or name.lower().endswith(SUFFIXES)
+        or name.lower().endswith((*SUFFIXES, CSV))
         or Path(name).exists()
     )
 
@@ -50,21 +48,7 @@ class LocalFiles(Corpus):
         Raises:
             DataError: nothing is there, or nothing of a kind that holds text.
         """
-        path = Path(name).expanduser()
-        if path.is_file():
-            return cls(name, (path,), column)
-        if path.is_dir():
-            found = list(path.rglob("*"))
-        elif not GLOB_CHARACTERS.isdisjoint(name):
-            found = [Path(match) for match in glob.iglob(str(path), recursive=True)]
-            if not found:
-                raise DataError(f"{name}: matches no file; check the pattern")
-        else:
-            raise DataError(f"{name}: no such file or folder; name a file, a folder, a glob, or builtin:stdlib")
-        files = sorted(file for file in found if file.name.lower().endswith(SUFFIXES) and file.is_file())
-        if not files:
-            raise DataError(f"{name}: holds no text files ({', '.join(SUFFIXES)}); name a folder or glob that does")
-        return cls(name, tuple(files), column)
+        return cls(name, files_named(name, SUFFIXES), column)
 
     def read(self, seed: int | None) -> Iterator[Document]:
         """File after file, row after row."""
@@ -82,6 +66,29 @@ class LocalFiles(Corpus):
         return {"files": len(self.files), "sha256": fingerprint(self.files)}
 
 
+def files_named(name: str, suffixes: tuple[str, ...]) -> tuple[Path, ...]:
+    """The files that `name` stands for: itself, those of a folder and its subfolders, or those of a glob.
+
+    Raises:
+        DataError: nothing is there, or nothing whose name ends in one of `suffixes`.
+    """
+    path = Path(name).expanduser()
+    if path.is_file():
+        return (path,)
+    if path.is_dir():
+        found = list(path.rglob("*"))
+    elif not GLOB_CHARACTERS.isdisjoint(name):
+        found = [Path(match) for match in glob.iglob(str(path), recursive=True)]
+        if not found:
+            raise DataError(f"{name}: matches no file; check the pattern")
+    else:
+        raise DataError(f"{name}: no such file or folder; name a file, a folder, a glob, or builtin:stdlib")
+    files = sorted(file for file in found if file.name.lower().endswith(suffixes) and file.is_file())
+    if not files:
+        raise DataError(f"{name}: holds no text files ({', '.join(suffixes)}); name a folder or glob that does")
+    return tuple(files)
+
+
 def fingerprint(files: Iterable[Path]) -> str:
     """A digest of where files are, how long, and when last changed; their content is not read."""
     digest = hashlib.sha256()
@@ -95,9 +102,13 @@ def _documents(file: Path, column: str) -> Iterator[Document]:
     name = file.name.lower()
     try:
         if name.endswith(".parquet"):
-            yield from _parquet_rows(file, column)
+            if column not in (names := parquet_columns(file)):
+                raise no_column(column, names, str(file))
+            for where, row in parquet_rows(file, [column]):
+                yield Document(where, text_of(row, column, str(file)))
         elif name.endswith(ROW_SUFFIXES):
-            yield from _json_lines(file, column)
+            for where, row in json_rows(file, column):
+                yield Document(where, text_of(row, column, where))
         else:
             yield Document(str(file), _text(file))
     except (OSError, EOFError, zlib.error) as error:
@@ -112,40 +123,3 @@ def _text(file: Path) -> str:
     if "\0" in text:
         raise DataError(f"{file}: is a binary file; name a text file")
     return text
-
-
-def _json_lines(file: Path, column: str) -> Iterator[Document]:
-    with gzip.open(file) if file.name.lower().endswith(".gz") else file.open("rb") as lines:
-        for number, line in enumerate(lines, 1):
-            if line.isspace():
-                continue
-            where = f"{file}:{number}"
-            try:
-                row = json.loads(line.decode("utf-8"))
-            except UnicodeDecodeError:
-                raise DataError(f"{where}: is not UTF-8 text; convert the file") from None
-            except json.JSONDecodeError as error:
-                raise DataError(f"{where}: is broken JSON ({error.msg}); mend the line") from None
-            if not isinstance(row, dict):
-                raise DataError(f"{where}: is no JSON object; write one a line, as {{{json.dumps(column)}: ...}}")
-            yield Document(where, text_of(row, column, where))
-
-
-def _parquet_rows(file: Path, column: str) -> Iterator[Document]:
-    # Imported here, since most sources need no Parquet, and it takes a tenth of a second.
-    import pyarrow
-    import pyarrow.parquet
-
-    try:
-        with pyarrow.parquet.ParquetFile(file) as table:
-            names = table.schema_arrow.names
-            if column not in names:
-                raise no_column(column, names, str(file))
-            number = 0
-            for batch in table.iter_batches(PARQUET_ROWS_AT_ONCE, columns=[column]):
-                for row in batch.to_pylist():
-                    number += 1
-                    yield Document(f"{file}:{number}", text_of(row, column, str(file)))
-    except pyarrow.ArrowException as error:
-        reason = str(error).splitlines()[0]
-        raise DataError(f"{file}: is not a whole Parquet file ({reason}); fetch or write it again") from None

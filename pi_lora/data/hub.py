@@ -1,6 +1,6 @@
 """Data sets of the Hugging Face hub as a source, downloaded or streamed."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -45,18 +45,21 @@ class HubDataset(Corpus):
         Raises:
             DataError: (while reading) the data set, its subset or split cannot be had, or its column holds no text.
         """
-        documents = self._documents(seed)
+        column = self.source.column
+        documents = (Document(self.name, text_of(row, column, self.name)) for row in self.rows([column], seed))
         return shuffled(documents, seed) if seed is not None and self.source.streaming else documents
 
-    def _documents(self, seed: int | None) -> Iterator[Document]:
+    def rows(self, columns: Sequence[str], seed: int | None = None) -> Iterator[Mapping[str, Any]]:
+        """Row after row, with at least those of `columns` that there are.
+
+        Raises:
+            DataError: (while reading) the data set, its subset or split cannot be had.
+        """
         try:
-            dataset = self._dataset
+            dataset = self._with(columns)
             if seed is not None:
                 dataset = dataset.shuffle(seed, **({"buffer_size": STREAMED_ROWS} if self.source.streaming else {}))
-            for row in dataset:
-                yield Document(self.name, text_of(row, self.source.column, self.name))
-        except DataError:
-            raise
+            yield from dataset
         except Exception as error:
             # `datasets` raises a dozen kinds for what a user can mend: not found, gated, offline, no such split.
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
@@ -65,12 +68,14 @@ class HubDataset(Corpus):
                 "check its name, subset, split and revision, the network, or log in with `hf auth login`"
             ) from error
 
+    def _with(self, columns: Sequence[str]) -> Any:
+        # What is not needed is not decoded. A streamed data set may not know its columns before its first row.
+        names = self._dataset.column_names
+        return self._dataset.select_columns(list(columns)) if names and set(columns) <= set(names) else self._dataset
+
     @cached_property
     def _dataset(self) -> Any:
-        source, column = self.source, self.source.column
-        dataset = load_dataset(
+        source = self.source
+        return load_dataset(
             source.name, source.subset, split=source.split, revision=self.commit, streaming=source.streaming
         )
-        names = dataset.column_names
-        # What is not needed is not decoded. A streamed data set may not know its columns before its first row.
-        return dataset.select_columns([column]) if names and column in names else dataset

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from pi_lora.errors import DataError, PiLoraError
-from pi_lora.extension import refuse_what_cannot_be_stretched
+from pi_lora.extension import refuse_what_cannot_be_stretched, refuse_what_does_not_reach
 from pi_lora.plan.compute import Flops, flops_of_sequence, hours, utilization
 from pi_lora.plan.config import find_config
 from pi_lora.plan.gpus import CPU, GPUS, Gpu
@@ -22,7 +22,10 @@ DEFAULTS = {"rope_theta": 10000.0, "max_position_embeddings": 2048}
 
 @dataclass(frozen=True)
 class Target:
-    """What is stretched: a model's shape, and the windows in tokens that it comes from and goes to."""
+    """What is stretched: a model's shape, and the windows in tokens that it comes from and goes to.
+
+    With `scaling: keep` the first is its own, and the second the longest example.
+    """
 
     shape: Shape
     original: int
@@ -119,6 +122,9 @@ def target_of(recipe: Recipe) -> Target:
     config = find_config(recipe.model.name, recipe.model.revision)
     shape = shape_of(config, recipe.model.name)
     config = {**DEFAULTS, **config}
+    if recipe.scaling == "keep":
+        refuse_what_does_not_reach(recipe.model.name, config, recipe.context.target)
+        return Target(shape, window_of(config), recipe.context.target)
     original = recipe.context.original or window_of(config)
     interpolation = Interpolation(recipe.scaling, original, recipe.context.target)
     refuse_what_cannot_be_stretched(config, interpolation)

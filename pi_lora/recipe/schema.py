@@ -26,9 +26,9 @@ class Section(BaseModel):
 
 
 class Model(Section):
-    """The base model to stretch."""
+    """The base model to stretch, or an extended one to tune further."""
 
-    name: str = Field(min_length=1, description="hub id, folder, or builtin:tiny")
+    name: str = Field(min_length=1, description="hub id, folder of weights, run or adapter folder, or builtin:tiny")
     revision: str = Field("main", description="branch, tag or commit on the hub")
     dtype: Dtype | None = Field(None, description="of the loaded weights; by default what the method needs")
     trust_remote_code: bool = Field(False, description="run Python code that the model's repository brings")
@@ -38,7 +38,7 @@ class Model(Section):
 class Context(Section):
     """The windows in tokens: `original` is L, `target` is L'."""
 
-    target: int = Field(gt=0, description="how far the model is to read")
+    target: int = Field(gt=0, description="how far the model is to read; with `scaling: keep` the longest example")
     original: int | None = Field(None, gt=0, description="read from the model's config unless given")
 
     @model_validator(mode="after")
@@ -90,7 +90,7 @@ def _as_sources(value: object) -> object:
 
 
 class Data(Section):
-    """What the model is tuned on: documents, packed into sequences of exactly L' tokens."""
+    """What the model is tuned on: documents, packed into sequences of L' tokens, or examples of a task, one a row."""
 
     source: Annotated[tuple[Source, ...], BeforeValidator(_as_sources), Field(min_length=1)]
     packing: Literal["wrapped", "bfd_split"] = Field(
@@ -101,8 +101,44 @@ class Data(Section):
     )
     chunks: int = Field(2, ge=2, description="of consecutive positions in a sequence that skips")
     min_document_tokens: int = Field(1, gt=0, description="shorter documents are left out")
+    document: str | None = Field(
+        None, description="examples: the column that is cut to fit; with `summary`, what to read"
+    )
+    summary: str | None = Field(
+        None, description="examples of summaries: the column that holds them; the paper's prompt"
+    )
+    template: str | None = Field(
+        None, description="examples of any task: the prompt, with {column} where a column goes"
+    )
+    completion: str | None = Field(None, description="with `template`: the column that holds what is to be written")
+    document_tokens: int = Field(15000, gt=0, description="`document` is cut to its first so many, or to what fits")
+    completion_tokens: int = Field(1000, gt=0, description="the summary or completion is cut to its first so many")
+    loss: Literal["completion", "all"] = Field(
+        "completion", description="of examples: what is learned; prompts are not"
+    )
     epochs: int = Field(1, gt=0, description="how many times the same text may be used")
     seed: int = Field(0, description="of the order of documents and the mixture")
+
+    @property
+    def has_examples(self) -> bool:
+        """Whether each row is a prompt and its completion, rather than text to pack."""
+        return self.template is not None or self.summary is not None
+
+    @model_validator(mode="after")
+    def _one_kind(self) -> Self:
+        if self.summary is not None and (self.template is not None or self.completion is not None):
+            raise ValueError("summary: has the paper's prompt; with a template of your own call the column completion")
+        if self.summary is not None and self.document is None:
+            raise ValueError("summary: needs document, the column that is to be summarized")
+        if (self.template is None) != (self.completion is None):
+            raise ValueError("template, completion: go together, the prompt and the column of what follows it")
+        if self.document is not None and not self.has_examples:
+            raise ValueError("document: goes with summary, or with template and completion; give them, or leave it out")
+        if self.has_examples and self.positions == "skip":
+            raise ValueError("positions: skip: is for packed text; examples need contiguous")
+        if self.has_examples and any(source.weight != 1.0 for source in self.source):
+            raise ValueError("source: weight is for packed text; every example is used as often")
+        return self
 
 
 class Training(Section):
@@ -203,8 +239,9 @@ class Recipe(Section):
 
     model: Model
     context: Context
-    scaling: Literal["pi", "direct", "dynamic", "yarn"] = Field(
-        "pi", description="Position Interpolation; or, to compare: none, dynamic NTK, YaRN"
+    scaling: Literal["pi", "direct", "dynamic", "yarn", "keep"] = Field(
+        "pi",
+        description="Position Interpolation; keep: the model's own, of one that is extended; the others to compare",
     )
     tuning: Tuning = Tuning()
     data: Data
@@ -234,6 +271,12 @@ class Recipe(Section):
                 f"training.global_batch_size: {training.global_batch_size} is not a multiple of {at_once} "
                 f"(per_device_batch_size {training.per_device_batch_size} on {hardware.data_parallel} processes)"
             )
+        if hardware.context_parallel > 1 and self.data.has_examples:
+            raise ValueError("hardware.context_parallel: examples have lengths of their own; set it to 1")
+        if self.scaling == "keep" and self.context.original is not None:
+            raise ValueError("context.original: with scaling: keep the model's windows are its own; leave it out")
+        if self.scaling == "keep" and self.data.positions == "skip":
+            raise ValueError("data.positions: skip: is for extending a model; not with scaling: keep")
         if hardware.context_parallel > 1 and self.data.positions == "skip":
             raise ValueError("data.positions: skip: its sequences are short; set hardware.context_parallel to 1")
         if hardware.context_parallel > 1 and self.context.target % (2 * hardware.context_parallel):

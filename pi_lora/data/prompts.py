@@ -1,0 +1,192 @@
+"""A task as prompts and completions: the template around a row's columns, and its token ids, cut so that all fits."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from string import Formatter
+from typing import Any
+
+from pi_lora.errors import DataError
+from pi_lora.recipe.schema import Data
+
+# The paper's, to the letter (paper.tex, `fig:summ-format`), where "# .... Document goes here" stands for the document.
+# That one newline divides lines, and that a space comes between `Summary:` and the summary, is our reading.
+SUMMARIZE = """\
+Read the following article and then summarize it.
+{document}
+Now summarize the above article.
+Summary:"""
+# A prompt is tokenized as a whole, which may take a token or two more than its parts did; then more is cut.
+ATTEMPTS = 8
+
+Row = Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Task:
+    """Which columns a prompt is made of and with what around them, and which holds what is to be written after it.
+
+    `pieces` are texts, each with the column that follows it, None at the end. `document` is the column that is cut, to
+    its first `document_tokens` or to what fits; `completion_tokens` is the most that is learned and written.
+    """
+
+    pieces: tuple[tuple[str, str | None], ...]
+    completion: str
+    document: str | None
+    document_tokens: int
+    completion_tokens: int
+
+    @classmethod
+    def of(cls, data: Data) -> "Task":
+        """The task of a recipe's `data`, which has examples.
+
+        Raises:
+            DataError: the template is none.
+        """
+        if data.template is None:
+            pieces = tuple((text, data.document if name else None) for text, name in _pieces(SUMMARIZE))
+        else:
+            pieces = _pieces(data.template)
+        task = cls(
+            pieces, data.completion or data.summary or "", data.document, data.document_tokens, data.completion_tokens
+        )
+        if task.document is not None and task.document not in task.read:
+            raise DataError(f"data.template: has no {{{task.document}}}, which data.document names; put it in")
+        return task
+
+    @property
+    def read(self) -> list[str]:
+        """The columns that the prompt is made of."""
+        return list(dict.fromkeys(column for _, column in self.pieces if column is not None))
+
+    @property
+    def columns(self) -> list[str]:
+        """All that a row must have, to be learned from or measured on."""
+        return list(dict.fromkeys([*self.read, self.completion]))
+
+    def prompt(self, row: Row) -> str:
+        """The prompt of a row.
+
+        >>> Task((("Q: ", "q"), (" A:", None)), "a", None, 9, 9).prompt({"q": "Why?"})
+        'Q: Why? A:'
+        """
+        return "".join(text + (row[column] if column is not None else "") for text, column in self.pieces)
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A prompt in token ids, which holds the first `kept` of the document's `document_tokens`.
+
+    `fits`: it leaves room for a completion, and not all of the document had to go for that.
+    """
+
+    ids: list[int]
+    document_tokens: int = 0
+    kept: int = 0
+    fits: bool = True
+
+
+class Prompter:
+    """Rows to token ids under a task, for a model that reads `window` tokens.
+
+    A prompt leaves room for `completion_tokens` and EOS, so that whatever the document, nothing after it is cut.
+    """
+
+    def __init__(self, task: Task, tokenizer: Any, window: int) -> None:
+        self.task, self.tokenizer = task, tokenizer
+        self.longest = window - task.completion_tokens - 1
+
+    def prompts(self, rows: Sequence[Row]) -> list[Prompt]:
+        """The prompts of rows, as the tokenizer begins a text; many at a time are encoded in parallel."""
+        column = self.task.document
+        if column is None:
+            return [Prompt(ids, fits=len(ids) <= self.longest) for ids in self._framed(rows)]
+        frames = self._framed([{**row, column: ""} for row in rows])
+        documents = _documents([row[column] for row in rows], self.tokenizer)
+        most = [min(self.task.document_tokens, self.longest - len(frame)) for frame in frames]
+        kept = [max(0, min(len(document.ids), each)) for document, each in zip(documents, most, strict=True)]
+        cut = [{**row, column: each.first(n)} for row, each, n in zip(rows, documents, kept, strict=True)]
+        return [self._fitted(*each) for each in zip(cut, documents, self._framed(cut), kept, strict=True)]
+
+    def completions(self, rows: Sequence[Row]) -> list[list[int]]:
+        """What follows the prompts, cut to `completion_tokens`, and EOS: the model is to learn when to end.
+
+        A space joins it to a prompt that does not end in one. It is tokenized behind the prompt's last words, since
+        tokenizers begin a text otherwise than they go on.
+        """
+        tail = self.task.pieces[-1][0][-20:] if self.task.pieces[-1][1] is None else ""
+        space = "" if tail[-1:].isspace() else " "
+        texts = [space + row[self.task.completion].strip() for row in rows]
+        [before], after = self._plain([tail]), self._plain([tail + text for text in texts])
+        found = []
+        for text, ids in zip(texts, after, strict=True):
+            # Where the two ran into one token, the text is taken by itself.
+            own = ids[len(before) :] if ids[: len(before)] == before else self._plain([text])[0]
+            found.append([*own[: self.task.completion_tokens], self.tokenizer.eos_token_id])
+        return found
+
+    def _fitted(self, row: Row, document: "_Document", ids: list[int], kept: int) -> Prompt:
+        column = self.task.document or ""
+        for _ in range(ATTEMPTS):
+            if len(ids) <= self.longest or kept == 0:
+                break
+            kept = max(0, kept - (len(ids) - self.longest))
+            [ids] = self._framed([{**row, column: document.first(kept)}])
+        return Prompt(ids, len(document.ids), kept, len(ids) <= self.longest and (kept > 0 or not document.ids))
+
+    def _framed(self, rows: Sequence[Row]) -> list[list[int]]:
+        """As the tokenizer begins a text, with its BOS where it has one; an EOS that it ends one with is left out."""
+        texts = [self.task.prompt(row) for row in rows]
+        encoded: list[list[int]] = self.tokenizer(texts, verbose=False)["input_ids"]
+        end = self.tokenizer.eos_token_id
+        return [ids[:-1] if ids[-1:] == [end] else ids for ids in encoded]
+
+    def _plain(self, texts: Sequence[str]) -> list[list[int]]:
+        encoded: list[list[int]] = self.tokenizer(list(texts), add_special_tokens=False, verbose=False)["input_ids"]
+        return encoded
+
+
+@dataclass(frozen=True)
+class _Document:
+    """A text, its token ids, and where each of them ends in it; None where the tokenizer cannot tell."""
+
+    text: str
+    ids: list[int]
+    ends: list[int] | None
+    tokenizer: Any
+
+    def first(self, number: int) -> str:
+        """The text of the first `number` tokens."""
+        if number == len(self.ids):
+            return self.text
+        if self.ends is None:
+            return str(self.tokenizer.decode(self.ids[:number]))
+        return self.text[: self.ends[number - 1]] if number else ""
+
+
+def _documents(texts: list[str], tokenizer: Any) -> list[_Document]:
+    found = tokenizer(texts, add_special_tokens=False, return_offsets_mapping=tokenizer.is_fast, verbose=False)
+    if not tokenizer.is_fast:
+        return [_Document(text, ids, None, tokenizer) for text, ids in zip(texts, found["input_ids"], strict=True)]
+    ends = [[end for _, end in offsets] for offsets in found["offset_mapping"]]
+    return [_Document(*each, tokenizer) for each in zip(texts, found["input_ids"], ends, strict=True)]
+
+
+def _pieces(template: str) -> tuple[tuple[str, str | None], ...]:
+    """Texts, each with the column after it.
+
+    >>> _pieces("German: {german} English:")
+    (('German: ', 'german'), (' English:', None))
+    """
+    try:
+        pieces = tuple(_piece(*each) for each in Formatter().parse(template))
+    except ValueError as error:
+        raise DataError(f"data.template: {error}; write {{column}} for a column, and {{{{ }}}} for braces") from None
+    if not any(column for _, column in pieces):
+        raise DataError("data.template: names no column; write {column} where one goes")
+    return pieces
+
+
+def _piece(text: str, column: str | None, form: str | None, conversion: str | None) -> tuple[str, str | None]:
+    if column == "" or form or conversion:
+        raise ValueError("has braces with something else than the name of a column")
+    return text, column

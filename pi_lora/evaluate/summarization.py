@@ -1,0 +1,140 @@
+"""Summaries, or whatever a task asks for, of many documents: written, kept as they come, and scored by ROUGE."""
+
+import itertools
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from pi_lora.data.examples import Account, filled
+from pi_lora.data.prompts import Prompt, Prompter, Task
+from pi_lora.data.tables import Table, find_table
+from pi_lora.errors import DataError, Interrupted
+from pi_lora.evals.rouge import HOW, ROUGES, geometric_mean, rouge
+from pi_lora.evals.writing import Sampling
+from pi_lora.evaluate.predictions import Predictions
+from pi_lora.evaluate.scores import Progress, Scores
+from pi_lora.evaluate.writers import Writer
+from pi_lora.processes import share_of, wait_for_all
+from pi_lora.recipe.schema import Data
+
+
+@dataclass(frozen=True)
+class Question:
+    """A prompt that is to be answered, and the text that its answer is compared with."""
+
+    prompt: Prompt
+    reference: str
+
+
+def evaluate_summarization(
+    writer: Writer,
+    data: Data,
+    sampling: Sampling,
+    file: Path,
+    limit: int | None = None,
+    progress: Progress | None = None,
+    say: Callable[[str], None] | None = None,
+) -> Scores:
+    """ROUGE of what `writer` writes for the rows of `data`, of which `limit` takes the first.
+
+    Predictions go into `file` as they come; those that are there are not written again. Every process has the whole
+    model and writes its part. `say` is told what a user should know, a line each.
+
+    Raises:
+        DataError: the data cannot be read, lacks a column or holds nothing, or the window is too short for the task.
+        Interrupted: by Ctrl-C; the predictions that were made are kept.
+    """
+    task = replace(Task.of(data), completion_tokens=sampling.max_new_tokens)
+    table = find_table(data.source[0])
+    account = Account()
+    questions = _questions(table, Prompter(task, writer.tokenizer, writer.window), limit, account)
+    if say:
+        _tell(say, writer, data, questions, account)
+    decided_by = {"data": table.identity(), "source": data.source[0].model_dump(), "task": asdict(task)}
+    predictions = Predictions(file, {**decided_by, "sampling": asdict(sampling), "model": writer.identity})
+    # No process may begin to add before all have read what there is.
+    wait_for_all()
+    try:
+        _write(writer, questions, sampling, predictions, progress)
+    except KeyboardInterrupt:
+        raise Interrupted(
+            f"{file}: interrupted; what was written is kept, the same command goes on from there"
+        ) from None
+    wait_for_all()
+    predictions.read_again()
+    lines = [predictions.found[name] for name in questions]
+    scores = rouge([line["prediction"] for line in lines], [line["reference"] for line in lines])
+    return {
+        **writer.facts,
+        "window": writer.window,
+        "data": data.source[0].model_dump(),
+        "task": asdict(task),
+        "sampling": asdict(sampling),
+        "metric": HOW,
+        "examples": len(questions),
+        "left_out": {"empty": len(account.empty), "too_long": len(account.too_long)},
+        "documents_cut": sum(each.prompt.kept < each.prompt.document_tokens for each in questions.values()),
+        "ended": sum(line["ended"] for line in lines),
+        "predictions": str(file),
+        **{name: scores[name].mean for name in ROUGES},
+        "geometric_mean": geometric_mean(scores),
+        "intervals": {name: [scores[name].low, scores[name].high] for name in ROUGES},
+    }
+
+
+def _questions(table: Table, prompter: Prompter, limit: int | None, account: Account) -> dict[str, Question]:
+    """By the name of the row; empty rows, and those whose prompt does not fit, go to the account."""
+    task = prompter.task
+    rows = list(itertools.islice(filled(table.rows(task.columns), account), limit))
+    found = {}
+    for (where, row), prompt in zip(rows, prompter.prompts([row for _, row in rows]), strict=True):
+        if prompt.fits:
+            found[where] = Question(prompt, row[task.completion])
+        else:
+            account.too_long.append(where)
+    if found:
+        return found
+    if account.too_long:
+        raise DataError(
+            f"--max-new-tokens: {task.completion_tokens} leave no room for a document of {table.name} in the window of "
+            f"{prompter.longest + task.completion_tokens + 1} tokens; choose fewer, or a model that reads more"
+        )
+    if account.empty:
+        raise DataError(f"{table.name}: a column is empty in all of {len(account.empty):,} rows; name others")
+    raise DataError(f"{table.name}: holds no rows; name a source that does")
+
+
+def _tell(
+    say: Callable[[str], None], writer: Writer, data: Data, questions: dict[str, Question], account: Account
+) -> None:
+    for line in account.left_out:
+        say(line)
+    cut = [each.prompt for each in questions.values() if each.prompt.kept < each.prompt.document_tokens]
+    # A token or two less is what tokenizing the whole prompt costs.
+    short = [prompt.kept for prompt in cut if prompt.kept < data.document_tokens - 16]
+    if short:
+        say(
+            f"{writer.name}: reads {writer.window:,} tokens; {len(short):,} of {len(questions):,} documents are cut to "
+            f"their first {min(short):,} and not to {data.document_tokens:,}"
+        )
+
+
+def _write(
+    writer: Writer, questions: dict[str, Question], sampling: Sampling, predictions: Predictions, progress: Any
+) -> None:
+    mine = share_of(list(questions))
+    left = [name for name in mine if name not in predictions.found]
+    if progress:
+        progress(len(mine) - len(left), len(mine))
+    if not left:
+        return
+    # What is left of an interrupted run is drawn anew.
+    own = replace(sampling, seed=sampling.seed + len(predictions.found))
+    end = writer.tokenizer.eos_token_id
+    written = writer.write({name: questions[name].prompt.ids for name in left}, own)
+    for done, (name, ids) in enumerate(written, len(mine) - len(left) + 1):
+        text = writer.tokenizer.decode(ids, skip_special_tokens=True).strip()
+        predictions.add(name, text, questions[name].reference, tokens=len(ids), ended=end in ids)
+        if progress:
+            progress(done, len(mine))
