@@ -20,13 +20,19 @@ from pi_lora.recipe.schema import Tuning
 from pi_lora.run_folder import ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILE
 
 
-def prepare_for_tuning(model: PreTrainedModel, tuning: Tuning, base_name: str) -> PreTrainedModel | PeftModel:
-    """Make what `tuning` names trainable, and only that: every weight, or a float32 LoRA adapter around `model`."""
+def prepare_for_tuning(
+    model: PreTrainedModel, tuning: Tuning, base_name: str, revision: str = "main"
+) -> PreTrainedModel | PeftModel:
+    """Make what `tuning` names trainable, and only that: every weight, or a float32 LoRA adapter around `model`.
+
+    An adapter will say that it stands on `base_name` at `revision`.
+    """
     if tuning.method == "full":
         return model.requires_grad_(True)
     with without_known_warnings():
         tuned = get_peft_model(model, lora_config(model, tuning))
     tuned.peft_config["default"].base_model_name_or_path = base_name
+    tuned.peft_config["default"].revision = revision
     _keep_the_dtype_of_activations(tuned)
     train_in_float32(tuned)
     return tuned

@@ -110,13 +110,11 @@ def adapter_base(folder: Path, override: str | None = None) -> tuple[BaseModel, 
 
 
 def _tuned_from(folder: Path) -> BaseModel:
-    """The base that an adapter folder names; a recipe knows the revision, and whether to trust its code."""
+    """The base that an adapter folder names; whether to run code that it brings, the recipe says."""
     adapter = json.loads((folder / ADAPTER_CONFIG_FILE).read_text(encoding="utf-8"))
-    name = adapter["base_model_name_or_path"]
-    if not (folder / RECIPE_FILE).is_file():
-        return find_base(name)
-    asked = load_recipe(folder / RECIPE_FILE).recipe.model
-    return find_base(name, asked.revision, asked.trust_remote_code)
+    recipe = folder / RECIPE_FILE
+    trusted = recipe.is_file() and load_recipe(recipe).recipe.model.trust_remote_code
+    return find_base(adapter["base_model_name_or_path"], adapter.get("revision") or "main", trusted)
 
 
 def _load_adapter_run(folder: Path, dtype: str | None) -> LoadedModel:

@@ -119,7 +119,7 @@ def _prepared(recipe: Recipe, checked: Checked) -> Any:
     model = load_model(checked.base, checked.config, _dtype(recipe), recipe.model.attention, place)
     if checked.adapter is not None:
         return tune_further(model, checked.adapter, recipe.tuning)
-    return prepare_for_tuning(model, recipe.tuning, recipe.model.name)
+    return prepare_for_tuning(model, recipe.tuning, recipe.model.name, recipe.model.revision)
 
 
 def _tokens_per_step(recipe: Recipe, data: TrainingData) -> int | None:

@@ -116,6 +116,9 @@ def test_a_base_and_data_of_the_hub_are_linked(lora_run: Path, tmp_path: Path) -
     fields["model"] |= {"name": "huggyllama/llama-7b", "revision": "v1"}
     fields["data"]["source"] = [{"name": "monology/pile-uncopyrighted", "weight": 3.0}, {"name": "builtin:stdlib"}]
     (run / "recipe.yaml").write_text(dump_recipe(type(recipe).model_validate(fields)))
+    adapter = json.loads((run / "adapter_config.json").read_text())
+    stands_on = {"base_model_name_or_path": "huggyllama/llama-7b", "revision": "v1"}
+    (run / "adapter_config.json").write_text(json.dumps(adapter | stands_on))
     write_card(run)
     found = data(run)
     validate_repo_id(found["base_model"])

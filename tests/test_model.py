@@ -127,8 +127,11 @@ def test_a_run_is_loaded_and_merged_from_the_revision_that_it_was_tuned_from(
 ) -> None:
     run = tmp_path / "run"
     shutil.copytree(lora_run, run)
-    recipe = load_recipe(run / RECIPE_FILE, ["model.revision=v1", "model.trust_remote_code=true"]).recipe
+    recipe = load_recipe(run / RECIPE_FILE, ["model.trust_remote_code=true"]).recipe
     (run / RECIPE_FILE).write_text(dump_recipe(recipe))
+    adapter = json.loads((run / "adapter_config.json").read_text())
+    assert adapter["revision"] == "main"
+    (run / "adapter_config.json").write_text(json.dumps({**adapter, "revision": "v1"}))
     asked = []
 
     def from_pretrained(path: str, revision: str, trust_remote_code: bool) -> Any:

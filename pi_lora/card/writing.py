@@ -34,13 +34,12 @@ def write_card(run: Path, folder: Path | None = None) -> None:
     """
     recipe = load_recipe(run / RECIPE_FILE).recipe
     full = recipe.tuning.method == "full"
-    base, rows = recipe.model.name, {}
-    if not full and base != (stands_on := _base_of(run)):
+    model, rows = recipe.model, {}
+    if not full and model.name != (base := _base_of(run))["name"]:
         # Tuned further: the adapter stands on what the first one did.
-        base, rows = stands_on, {"tuned further from": f"`{base}`"}
-    model = recipe.model.model_copy(update={"name": base})
-    loading = LOAD_FULL if full else adapter_snippet(model, recipe.tuning, base.startswith(BUILTIN))
-    text = _card(run, base, full, rows, loading, pictures=folder or run)
+        model, rows = model.model_copy(update=base), {"tuned further from": f"`{model.name}`"}
+    loading = LOAD_FULL if full else adapter_snippet(model, recipe.tuning, model.name.startswith(BUILTIN))
+    text = _card(run, model.name, full, rows, loading, pictures=folder or run)
     ((folder or run) / CARD).write_text(text, encoding="utf-8")
 
 
@@ -56,7 +55,7 @@ def merged_card(
     Raises:
         ModelError: a config or a result cannot be read.
     """
-    base = _base_of(run)
+    base = _base_of(run)["name"]
     dtype = read_config(merged).get("dtype", "float32")
     rows = {"weights": f"base and adapter added up, stored in {dtype}", **(facts or {})}
     checked = _table(checks) if checks else "Not compared.\n"
@@ -188,10 +187,10 @@ def _beside_the_paper(recipe: Recipe | None) -> str:
     return f"## Beside the paper\n\n{lines}\n" if lines else ""
 
 
-def _base_of(run: Path) -> str:
-    """What the adapter in a folder stands on."""
-    name: str = json.loads((run / ADAPTER_CONFIG_FILE).read_text(encoding="utf-8"))["base_model_name_or_path"]
-    return name
+def _base_of(run: Path) -> dict[str, str]:
+    """What the adapter in a folder stands on: name and revision."""
+    adapter = json.loads((run / ADAPTER_CONFIG_FILE).read_text(encoding="utf-8"))
+    return {"name": adapter["base_model_name_or_path"], "revision": adapter.get("revision") or "main"}
 
 
 def _made_with(run: Path) -> dict[str, Any]:
