@@ -97,8 +97,6 @@ class Prompter:
 
     def prompts(self, rows: Sequence[Row]) -> list[Prompt]:
         """The prompts of rows, as the tokenizer begins a text; many at a time are encoded in parallel."""
-        if not rows:
-            return []
         column = self.task.document
         if column is None:
             return [Prompt(ids, fits=len(ids) <= self.longest) for ids in self._framed(rows)]
