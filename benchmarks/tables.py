@@ -127,7 +127,30 @@ def merge(result: Result) -> Iterator[str]:
         yield ""
 
 
+def length_groups(result: Result) -> Iterator[str]:
+    """A distribution of lengths a row: tokens a second of each way, and how much faster grouping is."""
+    rows = []
+    for name, row in result["lengths"].items():
+        speeds = [
+            f"{row['tokens_per_second'][how]:,.0f} ({row['no_padding'][how]:.0%})"
+            for how in ("padded", "shuffled", "grouped")
+        ]
+        spread = f"{row['shortest']:,} / {row['mean']:,} / {row['longest']:,}"
+        rows.append((name, row["examples"], spread, *speeds, f"{row['grouped_over_padded']:.2f} x"))
+    yield f"{result['at_once']} examples a batch; in brackets the share of what is computed that is no padding.\n"
+    head = (
+        "lengths",
+        "examples",
+        "shortest / mean / longest",
+        "padded to the longest, tokens/s",
+        "shuffled",
+        "grouped",
+    )
+    yield from table((*head, "grouped over padded"), *rows)
+
+
 TABLES: dict[str, Callable[[Result], Iterator[str]]] = {
+    "length_groups": length_groups,
     "lm_eval_command": lm_eval_command,
     "merge": merge,
     "passkey": passkey,

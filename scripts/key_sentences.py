@@ -105,7 +105,7 @@ def table(rows: dict[str, dict]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--extension-steps", type=int, default=240)
-    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--steps", type=int, default=100)
     options = parser.parse_args()
     logging.getLogger("transformers").setLevel(logging.ERROR)
     RUNS.mkdir(exist_ok=True)

@@ -9,7 +9,7 @@ from pi_lora.data.corpus import RECALL, STDLIB, evaluation_documents, find_corpu
 from pi_lora.data.recall import FORMS, recall_document, recall_documents
 from pi_lora.data.stdlib import is_held_out, stdlib_documents
 from pi_lora.errors import DataError
-from pi_lora.evals.passkey import FILLER, STATEMENT
+from pi_lora.evals.passkey_prompt import FILLER, STATEMENT
 from pi_lora.recipe.schema import Source
 
 

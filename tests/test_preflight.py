@@ -7,6 +7,7 @@ from conftest import small_recipe
 
 from pi_lora.errors import RecipeError, ScalingError
 from pi_lora.preflight import check
+from pi_lora.rope import scale_of
 
 
 def test_weights_are_not_read(small_model: Path, tmp_path: Path) -> None:
@@ -14,7 +15,7 @@ def test_weights_are_not_read(small_model: Path, tmp_path: Path) -> None:
     folder.mkdir()
     (folder / "config.json").write_bytes((small_model / "config.json").read_bytes())
     checked = check(small_recipe(folder), tmp_path / "run")
-    assert (checked.interpolation.original, checked.interpolation.target, checked.interpolation.scale) == (64, 128, 2)
+    assert (checked.original, checked.target, scale_of(checked.config)) == (64, 128, 2)
     assert not (tmp_path / "run").exists()
 
 

@@ -1,5 +1,6 @@
 """The whole road on real reports: tune a few steps on summaries alone, write, score, stop in the middle and go on."""
 
+import importlib.util
 import io
 import json
 import sys
@@ -311,7 +312,8 @@ def test_a_mistake_is_one_line(
     line: str,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(writers.importlib.util, "find_spec", lambda name: None)
+    found = importlib.util.find_spec
+    monkeypatch.setattr(writers.importlib.util, "find_spec", lambda name: None if name == "vllm" else found(name))
     Path("empty.txt").write_text(" \n")
     Path("some.txt").write_text("Some text.")
     Path("binary.md").write_bytes(b"a\0b")

@@ -9,7 +9,7 @@ from datasets import Dataset
 from pi_lora.data.cache import cached, notes_on
 from pi_lora.data.prompts import Prompter, Task
 from pi_lora.data.shards import Layout
-from pi_lora.data.tables import LocalTable, NamedRow, Table, Texts, find_table
+from pi_lora.data.tables import LocalTable, NamedRow, Table, find_table
 from pi_lora.data.tokens import tokenizer_identity
 from pi_lora.errors import DataError
 from pi_lora.recipe.schema import Data, Source
@@ -122,7 +122,7 @@ def _encoded(
     columns = prompter.task.columns
     rows = (row for table in tables for row in filled(table.rows(columns), account))
     done = 0
-    for batch in _batches(rows):
+    for batch in in_batches(rows):
         texts = [row for _, row in batch]
         for (where, _), prompt, completion in zip(
             batch, prompter.prompts(texts), prompter.completions(texts), strict=True
@@ -138,8 +138,9 @@ def _encoded(
         tell(done, 0, f"{account.examples:,} examples")
 
 
-def _batches(rows: Iterable[NamedRow]) -> Iterator[list[tuple[str, Texts]]]:
-    batch: list[tuple[str, Texts]] = []
+def in_batches(rows: Iterable[NamedRow]) -> Iterator[list[NamedRow]]:
+    """Rows of about as much text as is tokenized at once."""
+    batch: list[NamedRow] = []
     size = 0
     for where, row in rows:
         batch.append((where, row))

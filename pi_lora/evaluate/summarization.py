@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from pi_lora.data.examples import Account, filled
+from pi_lora.data.examples import Account, filled, in_batches
 from pi_lora.data.prompts import Prompt, Prompter, Task
 from pi_lora.data.tables import Table, find_table
 from pi_lora.errors import DataError, Interrupted
@@ -86,13 +86,13 @@ def evaluate_summarization(
 def _questions(table: Table, prompter: Prompter, limit: int | None, account: Account) -> dict[str, Question]:
     """By the name of the row; empty rows, and those whose prompt does not fit, go to the account."""
     task = prompter.task
-    rows = list(itertools.islice(filled(table.rows(task.columns), account), limit))
     found = {}
-    for (where, row), prompt in zip(rows, prompter.prompts([row for _, row in rows]), strict=True):
-        if prompt.fits:
-            found[where] = Question(prompt, row[task.completion])
-        else:
-            account.too_long.append(where)
+    for batch in in_batches(itertools.islice(filled(table.rows(task.columns), account), limit)):
+        for (where, row), prompt in zip(batch, prompter.prompts([row for _, row in batch]), strict=True):
+            if prompt.fits:
+                found[where] = Question(prompt, row[task.completion])
+            else:
+                account.too_long.append(where)
     if found:
         return found
     if account.too_long:
