@@ -5,6 +5,7 @@ import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from pi_lora.card import CARD, merged_card
 from pi_lora.merge.agreement import Check
 from pi_lora.run_folder import LIBRARIES
 
@@ -29,7 +30,8 @@ def write_merge(folder: Path, merge: Merge, check: Check | None) -> None:
     made_with = {name: importlib.metadata.version(name) for name in LIBRARIES}
     facts = {**asdict(merge), "check": asdict(check) if check else None, "versions": made_with}
     (folder / MERGE_FILE).write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
-    (folder / "README.md").write_text(_card(merge, check), encoding="utf-8")
+    lines = check.lines() if check else ["not checked"]
+    (folder / CARD).write_text(merged_card(Path(merge.run), folder, lines, _facts(merge)), encoding="utf-8")
 
 
 def merge_lines(folder: Path) -> list[str]:
@@ -40,24 +42,8 @@ def merge_lines(folder: Path) -> list[str]:
     return [*(untied if facts["untied"] else []), *(check.lines() if check else ["not checked"])]
 
 
-def _card(merge: Merge, check: Check | None) -> str:
-    onto = ", after the rounding to NF4 that it was tuned on" if merge.onto == "quantized" else ""
-    untied = "\nIts head was tied to its embeddings; they diverged, and are two tensors now.\n" if merge.untied else ""
-    checked = "\n".join(f"    {line}" for line in check.lines()) if check else "    not checked"
-    return f"""---
-base_model: {merge.base}
-library_name: transformers
----
-# {Path(merge.base).name}, stretched to {merge.window} tokens
-
-Made by `pi-lora merge`: the adapter `{Path(merge.run).name}` added into `{merge.base}`{onto}, in float32, and cast once
-to {merge.dtype}. It is stretched by {merge.scale:g}; `config.json` says so in both dialects.
-{untied}
-```python
-model = AutoModelForCausalLM.from_pretrained("this folder")
-```
-
-The merged weights against base + adapter, both computed in float32 (`merge.json` has the numbers):
-
-{checked}
-"""
+def _facts(merge: Merge) -> dict[str, str]:
+    """What the card says of this merge beyond any other."""
+    onto = {"added onto": "the base after the rounding to NF4 that it was tuned on"}
+    untied = {"head": "was tied to the embeddings; they diverged, and are two tensors now"}
+    return {**(onto if merge.onto == "quantized" else {}), **(untied if merge.untied else {})}
