@@ -1,7 +1,7 @@
 """Position Interpolation itself: numbers and config dictionaries, no torch.
 
 A model trained on positions `[0, L)` reads `L' > L` tokens when position `m` is replaced by `m L / L'`
-(paper.tex, Eqn. 7). Configs call `L' / L` the `factor` of a `linear` rope; `dynamic` (NTK) and `yarn` (Peng et al.
+(paper.tex, Eqn. 4). Configs call `L' / L` the `factor` of a `linear` rope; `dynamic` (NTK) and `yarn` (Peng et al.
 2023) are ropes that transformers computes, for comparison. Two dialects of configs exist: transformers 5 nests
 everything in `rope_parameters`; transformers 4, vLLM and SGLang read top-level `rope_theta` and `rope_scaling`.
 """
@@ -55,7 +55,7 @@ class Interpolation:
 
 
 def interpolate_positions(positions: Sequence[float], scale: float) -> list[float]:
-    """Position indices `m` to `m / scale` (paper.tex, Eqn. 7), in tokens of the original window.
+    """Position indices `m` to `m / scale` (paper.tex, Eqn. 4), in tokens of the original window.
 
     >>> interpolate_positions([0, 1, 1023], scale=4)
     [0.0, 0.25, 255.75]

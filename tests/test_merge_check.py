@@ -43,7 +43,7 @@ def test_it_is_printed_and_kept(run: Path, tmp_path: Path) -> None:
     lines = merge_lines(merged)
     assert len(lines) == 3
     card = (merged / "README.md").read_text()
-    assert all(f"| {line.replace(': ', ' | ', 1)} |" in card for line in lines)
+    assert all(f"- {line}\n" in card for line in lines)
 
 
 def test_in_float32_nothing_is_lost(run: Path, tmp_path: Path) -> None:

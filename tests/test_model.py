@@ -26,7 +26,7 @@ IDS = torch.randint(2, 1024, (1, 128), generator=torch.Generator().manual_seed(3
 
 @torch.no_grad()
 def test_step_0_equals_hand_scaled_positions(small_model: Path) -> None:
-    """paper.tex, Eqn. 7: the interpolated model at position m is the plain one at position m L / L'."""
+    """paper.tex, Eqn. 4: the interpolated model at position m is the plain one at position m L / L'."""
     plain = load(str(small_model)).model
     interpolated = load(str(small_model), Stretch(target=256)).model
     by_hand = plain(IDS, position_ids=torch.arange(128)[None] / 4).logits

@@ -18,6 +18,7 @@ from pi_lora.card.lines import score_lines
 from pi_lora.card.paper import K_MAX, PG19, PROOF_PILE, WINDOWS, paper_section
 from pi_lora.errors import PiLoraError
 from pi_lora.report.page import html_page
+from pi_lora.report.run_pictures import marks
 from pi_lora.report.runs import missing_baselines, read_run
 from pi_lora.report.writing import write_report
 
@@ -229,3 +230,10 @@ def test_the_page_reads_on_a_phone(number: int, scheme: Any, run: Path, small_mo
     assert len({source for _, source in pictures}) == 3
     assert max(wide) <= 390
     assert (sum(paper) < sum(ink)) == (scheme == "dark")
+
+
+@pytest.mark.parametrize("bounds", [(7.1, 8.5), (6.9, 57.0), (2.0, 5000.0), (6.91, 6.94)])
+def test_a_logarithmic_axis_is_marked(bounds: tuple[float, float]) -> None:
+    levels = marks(*bounds)
+    assert len(levels) >= 3
+    assert all(bounds[0] <= level <= bounds[1] for level in levels)

@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,23 +43,21 @@ def write_card(run: Path, folder: Path | None = None) -> None:
     ((folder or run) / CARD).write_text(text, encoding="utf-8")
 
 
-def merged_card(
-    run: Path, merged: Path, checks: Mapping[str, object] | None = None, facts: Mapping[str, str] | None = None
-) -> str:
+def merged_card(run: Path, merged: Path, checks: Sequence[str], facts: Mapping[str, str] | None = None) -> str:
     """The card of `merged`, full weights made of the adapter in `run`.
 
-    `checks` are a name and a result each, of the comparison with base and adapter, None if there was none; `facts`
-    are further rows of the table on how it was made. `run` may be an adapter folder of other origin, with a config but
-    without recipe and provenance.
+    `checks` say what came of the comparison with base and adapter, and are empty if there was none; `facts` are further
+    rows of the table on how it was made. `run` may be an adapter folder of other origin, with a config but without
+    recipe and provenance.
 
     Raises:
         ModelError: a config or a result cannot be read.
     """
     base = _base_of(run)["name"]
     dtype = read_config(merged).get("dtype", "float32")
-    rows = {"weights": f"base and adapter added up, stored in {dtype}", **(facts or {})}
-    checked = _table(checks) if checks else "Not compared.\n"
-    more = f"## Merged weights against base and adapter\n\n{checked}\n"
+    rows = {"weights": f"base and adapter added up in float32, stored in {dtype}", **(facts or {})}
+    lines = "".join(f"- {line}\n" for line in checks) or "Not compared.\n"
+    more = f"## Merged weights against base and adapter, both in float32\n\n{lines}\n"
     return _card(run, base, True, rows, LOAD_FULL, more, "With the adapter, before it was merged:\n\n")
 
 
@@ -199,10 +197,6 @@ def _made_with(run: Path) -> dict[str, Any]:
     return facts
 
 
-def _table(rows: Mapping[str, object]) -> str:
-    body = "".join(f"| {name} | {_cell(value)} |\n" for name, value in rows.items())
+def _table(rows: Mapping[str, str]) -> str:
+    body = "".join(f"| {name} | {value} |\n" for name, value in rows.items())
     return f"| | |\n|---|---|\n{body}"
-
-
-def _cell(value: object) -> str:
-    return f"{value:.3g}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else str(value)

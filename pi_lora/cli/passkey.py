@@ -42,11 +42,12 @@ def passkey(
         from pi_lora.evaluate.scores import write_scores
         from pi_lora.model import device
         from pi_lora.processes import is_leader, join_processes, number_of_processes
-        from pi_lora.report.passkey import check_can_draw, passkey_picture, passkey_table
+        from pi_lora.report.drawing import check_can_draw
+        from pi_lora.report.passkey import passkey_picture, passkey_table
         from pi_lora.run import load
 
     if plot:
-        check_can_draw()
+        check_can_draw("--plot")
     stretched = original is not None or scaling is not None
     stretch = stretch_of(original, target if stretched else None, scaling)
     windows = [window_named(model, stretch) for model in models]

@@ -34,8 +34,8 @@ def write_merge(folder: Path, merge: Merge, check: Check | None) -> None:
     made_with = {name: importlib.metadata.version(name) for name in LIBRARIES}
     facts = {**asdict(merge), "check": asdict(check) if check else None, "versions": made_with}
     (folder / MERGE_FILE).write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
-    checks = dict(line.split(": ", 1) for line in check.lines()) if check else None
-    (folder / CARD).write_text(merged_card(Path(merge.run), folder, checks, _facts(merge)), encoding="utf-8")
+    lines = check.lines() if check else []
+    (folder / CARD).write_text(merged_card(Path(merge.run), folder, lines, _facts(merge)), encoding="utf-8")
 
 
 def merge_lines(folder: Path) -> list[str]:
@@ -47,9 +47,7 @@ def merge_lines(folder: Path) -> list[str]:
 
 
 def _facts(merge: Merge) -> dict[str, str]:
-    """What the card says on how it was merged."""
-    onto = {"base": "the base as it is stored", "quantized": "the base after the rounding to NF4 that it was tuned on"}
-    facts = {"merged onto": onto[merge.onto]}
-    if merge.untied:
-        facts["head"] = "was tied to the embeddings; they diverged, and are two tensors now"
-    return facts
+    """What the card says of this merge beyond any other."""
+    onto = {"added onto": "the base after the rounding to NF4 that it was tuned on"}
+    untied = {"head": "was tied to the embeddings; they diverged, and are two tensors now"}
+    return {**(onto if merge.onto == "quantized" else {}), **(untied if merge.untied else {})}

@@ -69,5 +69,5 @@ def _example(axes: Any, head: HeadScores, setting: Setting) -> None:
     axes.axvline(setting.original, color="0.3", linestyle="--", linewidth=1)
     axes.set(xlabel="positional difference $s$ (tokens)", ylabel="score $a(s)$ of one pair")
     axes.set_title(f"The pair that grows most: layer {head.layer}, head {head.head}", fontsize=11)
-    axes.legend(frameon=False, fontsize=9, loc="upper right")
+    axes.legend(framealpha=0.9, edgecolor="none", fontsize=9)
     plain(axes)

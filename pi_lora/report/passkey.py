@@ -1,13 +1,12 @@
 """Passkey scores as a table and as a picture."""
 
-import importlib.util
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.table import Table
 
-from pi_lora.errors import DataError, PiLoraError
+from pi_lora.errors import DataError
 
 Scores = Mapping[str, Any]
 
@@ -62,16 +61,6 @@ def passkey_picture(models: Sequence[Scores], file: Path) -> None:
         raise DataError(f"{file}: cannot be written ({error.strerror}); choose another file") from None
     finally:
         pyplot.close(figure)
-
-
-def check_can_draw() -> None:
-    """Refuse to draw without matplotlib, before anything is measured.
-
-    Raises:
-        PiLoraError: it is not installed.
-    """
-    if importlib.util.find_spec("matplotlib") is None:
-        raise PiLoraError("--plot: needs matplotlib, which is not installed; pip install 'pi-lora[plots]'")
 
 
 def _heat_map(axes: Any, models: Sequence[Scores]) -> None:

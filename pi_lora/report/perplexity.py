@@ -7,10 +7,11 @@ from typing import Any
 
 from rich.table import Table
 
+from pi_lora.report.drawing import BLUE, GREEN, GREY, ORANGE, PURPLE, VERMILION
+
 Scores = Mapping[str, Any]
 
-# Colours that the colour-blind tell apart (Okabe and Ito).
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#E69F00", "#CC79A7", "#999999")
+COLOURS = (BLUE, VERMILION, GREEN, ORANGE, PURPLE, GREY)
 
 
 def perplexity_table(*models: Scores) -> Table:

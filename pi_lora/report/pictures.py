@@ -1,8 +1,10 @@
 """Scores as pictures; needs matplotlib."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from pi_lora.report.drawing import STYLES
 
 Scores = Mapping[str, Any]
 
@@ -15,7 +17,7 @@ def comparison_picture(rows: Mapping[str, tuple[Scores, Scores]], original: int,
     from matplotlib import pyplot
 
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
-    for (name, (perplexity, passkey)), (colour, marker) in zip(rows.items(), _styles(len(rows)), strict=True):
+    for (name, (perplexity, passkey)), (colour, marker) in zip(rows.items(), STYLES, strict=False):
         windows = perplexity["windows"]
         style = {"color": colour, "marker": marker, "label": name, "markersize": 5}
         left.plot([row["window"] for row in windows], [row["perplexity"] for row in windows], **style)
@@ -42,10 +44,3 @@ def comparison_picture(rows: Mapping[str, tuple[Scores, Scores]], original: int,
     file.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(file, dpi=160)
     pyplot.close(figure)
-
-
-def _styles(number: int) -> Sequence[tuple[str, str]]:
-    """Colours that the colour-blind tell apart (Okabe and Ito), each with a marker of its own for print."""
-    return (("#D55E00", "o"), ("#999999", "s"), ("#0072B2", "^"), ("#E69F00", "D"), ("#009E73", "v"), ("#CC79A7", "P"))[
-        :number
-    ]

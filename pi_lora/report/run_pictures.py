@@ -54,17 +54,14 @@ def _perplexity(models: Mapping[str, Scores], original: int | None) -> Any:
     axes.set(xscale="log", yscale="log", xlabel="window (tokens)", ylabel="perplexity (lower is better)")
     ticks = sorted({row["window"] for scores in models.values() for row in scores["windows"]})
     axes.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
-    low, high = axes.get_ylim()
-    levels = [
-        level * 10**power for power in range(5) for level in (1, 1.5, 2, 3, 5, 7) if low <= level * 10**power <= high
-    ]
+    levels = marks(*axes.get_ylim())
     axes.set_yticks(levels, [f"{level:g}" for level in levels])
     axes.minorticks_off()
-    _finish(axes, original)
+    _finish(figure, axes, original)
     return figure
 
 
-def _levels(low: float, high: float) -> list[float]:
+def marks(low: float, high: float) -> list[float]:
     """Round numbers to mark an axis of logarithms with, also where it is shorter than an octave."""
     from matplotlib.ticker import MaxNLocator
 
@@ -80,7 +77,7 @@ def _passkey(models: Mapping[str, Scores], original: int | None) -> Any:
         label = f"{name}: k_max {scores['k_max']:,}"
         axes.plot([row["k"] for row in depths], [100 * row["success_rate"] for row in depths], label=label, **style)
     axes.set(xlabel="distance of the passkey (tokens)", ylabel="retrieved (%)", ylim=(-4, 104))
-    _finish(axes, original)
+    _finish(figure, axes, original)
     return figure
 
 
@@ -89,9 +86,10 @@ def _loss(runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> Any:
     for (name, lines), style in zip(runs.items(), _styles(runs), strict=True):
         axes.plot([line["step"] for line in lines], [line["loss"] for line in lines], label=name, color=style["color"])
     axes.set(xlabel="step", ylabel="training loss (nats a token)")
-    plain(axes)
     if len(runs) > 1:
-        axes.legend(frameon=False)
+        _finish(figure, axes, None)
+    else:
+        plain(axes)
     return figure
 
 
@@ -100,11 +98,12 @@ def _new() -> tuple[Any, Any]:
     return figure, figure.subplots()
 
 
-def _finish(axes: Any, original: int | None) -> None:
+def _finish(figure: Any, axes: Any, original: int | None) -> None:
+    """Grid, the window before stretching, and a legend above the axes, where it hides no curve."""
     if original:
         axes.axvline(original, color="0.55", linestyle=":", linewidth=1.2, label="window before stretching")
     plain(axes)
-    axes.legend(frameon=False, loc="best")
+    figure.legend(frameon=False, loc="outside upper left", ncols=2, fontsize=10)
 
 
 def _styles(curves: Mapping[str, object]) -> list[dict[str, Any]]:

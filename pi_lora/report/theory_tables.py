@@ -37,7 +37,7 @@ def attention_table(found: Attention) -> Table:
         "|a| inside",
         "|a| beyond",
         "of its bound",
-        "|a - a_linear|",
+        "|a - line|",
         "of its bound",
         "of Eqn. 5",
     ):
