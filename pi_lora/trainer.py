@@ -14,6 +14,7 @@ os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")  # TRL reports usage othe
 
 from trl import SFTConfig, SFTTrainer
 
+from pi_lora.chunked_mlp import chunk_mlps
 from pi_lora.data.batches import collate
 from pi_lora.model import device, has_fast_bfloat16
 from pi_lora.processes import is_leader, wait_for_all
@@ -35,8 +36,14 @@ def make_trainer(
     log: TrainingLog,
     others: Sequence[TrainerCallback] = (),
 ) -> SFTTrainer:
-    """A trainer for `model` on packed `data` (see `training_sequences`), which keeps its checkpoints in `staging`."""
+    """A trainer for `model` on packed `data` (see `training_sequences`), which keeps its checkpoints in `staging`.
+
+    Raises:
+        ModelError: the recipe asks for chunks of an MLP that cannot be cut.
+    """
     arguments = trainer_arguments(recipe, name, staging)
+    if recipe.training.mlp_chunk_tokens:
+        chunk_mlps(model, recipe.training.mlp_chunk_tokens)
     trainer = _Trainer(
         recipe.training,
         log,
