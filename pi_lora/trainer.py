@@ -15,6 +15,7 @@ os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")  # TRL reports usage othe
 
 from trl import SFTConfig, SFTTrainer
 
+from pi_lora.chunked_mlp import chunk_mlps
 from pi_lora.data.training import TrainingData
 from pi_lora.model import device, has_fast_bfloat16
 from pi_lora.processes import is_leader, wait_for_all
@@ -36,9 +37,15 @@ def make_trainer(
     log: TrainingLog,
     others: Sequence[TrainerCallback] = (),
 ) -> SFTTrainer:
-    """A trainer for `model` on `data` (see `training_data`), which keeps its checkpoints in `staging`."""
+    """A trainer for `model` on `data` (see `training_data`), which keeps its checkpoints in `staging`.
+
+    Raises:
+        ModelError: the recipe asks for chunks of an MLP that cannot be cut.
+    """
     arguments = trainer_arguments(recipe, name, staging)
     at_once = recipe.training.per_device_batch_size * recipe.hardware.data_parallel
+    if recipe.training.mlp_chunk_tokens:
+        chunk_mlps(model, recipe.training.mlp_chunk_tokens)
     trainer = _Trainer(
         recipe.training,
         log,

@@ -21,6 +21,7 @@ FLOORS = {
     "schedule": 3,
     "run_folder": 3,
     "launch": 3,
+    "chunked_mlp": 3,
     "snippets": 3,
     "model": 4,
     "training_log": 4,

@@ -120,11 +120,17 @@ def test_components_and_overhead_cover_the_peak() -> None:
 @pytest.mark.parametrize(
     ("sections", "gpu", "change"),
     [
-        ({"target": 131072, "tuning": {"method": "lora"}}, "H100", "hardware.offload_activations=true"),
+        ({"target": 131072, "tuning": {"method": "lora"}}, "H100", "training.mlp_chunk_tokens=4096"),
+        ({"target": 163840, "tuning": {"method": "lora"}}, "H100", "hardware.offload_activations=true"),
+        ({"target": 131072, "tuning": {"dropout": 0.1}}, "H100", "hardware.offload_activations=true"),
         ({"training": {"per_device_batch_size": 8}, "tuning": {"method": "qlora"}}, "4090", "training.per_device"),
         ({"tuning": {"method": "lora"}, "name": "huggyllama/llama-13b"}, "4090", "tuning.method=qlora"),
         ({"tuning": {"method": "full", "embeddings_and_norms": False}}, "H100", "tuning.method=qlora"),
-        ({"target": 1_048_576}, "A100-40", "hardware.offload_activations=true context.target="),
+        (
+            {"target": 1_048_576},
+            "A100-40",
+            "training.mlp_chunk_tokens=4096 hardware.offload_activations=true context.target=",
+        ),
     ],
 )
 def test_the_cheapest_change_makes_it_fit(sections: dict[str, Any], gpu: str, change: str) -> None:
@@ -144,7 +150,8 @@ def test_the_cheapest_change_makes_it_fit(sections: dict[str, Any], gpu: str, ch
 def test_more_gpus_are_found_where_nothing_cheaper_helps() -> None:
     """65B parameters of 16 bytes each are 30 GiB on each of 32 cards, which leaves 8 to the tokens."""
     asked = recipe("huggyllama/llama-65b", hardware={"gpus": 1}, tuning={"method": "full"})
-    change = "hardware.offload_activations=true hardware.gpus=8 hardware.machines=4 hardware.context_parallel=8"
+    cheap = "training.mlp_chunk_tokens=4096 hardware.offload_activations=true"
+    change = f"{cheap} hardware.gpus=8 hardware.machines=4 hardware.context_parallel=8"
     assert advice(plan_recipe(asked, GPUS["A100-40"])) == change
 
 

@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qwen3Config
 
 from pi_lora.adapter import prepare_for_tuning, trainable_parameters
+from pi_lora.chunked_mlp import chunk_mlps
 from pi_lora.plan.activations import layer_bytes, loss_bytes
 from pi_lora.plan.config import CONFIGS, find_config
 from pi_lora.plan.parameters import NF4, base_bytes, count_parameters
@@ -151,11 +152,15 @@ def known_to(allocations: Allocations, autocast: bool) -> Iterator[None]:
 LAYER = {**SMALL, "hidden_size": 256, "intermediate_size": 688, "num_attention_heads": 8, "num_key_value_heads": 4}
 
 
-def one_layer(config: PreTrainedConfig, tuning: Tuning, wide: bool, tokens: int) -> tuple[int, int]:
+def one_layer(
+    config: PreTrainedConfig, tuning: Tuning, wide: bool, tokens: int, mlp_chunk_tokens: int | None = None
+) -> tuple[int, int]:
     """Bytes that one layer keeps for its backward, and the most that it has at once, as torch allocates them."""
     stream = torch.float32 if wide else torch.bfloat16
     model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=stream)
     tuned = prepare_for_tuning(model, tuning, "small")
+    if mlp_chunk_tokens:
+        chunk_mlps(tuned, mlp_chunk_tokens)
     layer = model.model.layers[0]
     hidden = torch.randn(1, tokens, config.hidden_size, dtype=stream, requires_grad=True)
     positions = model.model.rotary_emb(hidden, torch.arange(tokens)[None])
@@ -172,8 +177,7 @@ def one_layer(config: PreTrainedConfig, tuning: Tuning, wide: bool, tokens: int)
     return kept, max(forward + gradient.nbytes, allocations.most)
 
 
-@pytest.mark.parametrize("kind", [LlamaConfig, Qwen3Config])
-@pytest.mark.parametrize(
+EVERY_TUNING = pytest.mark.parametrize(
     ("tuning", "wide"),
     [
         (Tuning(method="full"), False),
@@ -185,6 +189,10 @@ def one_layer(config: PreTrainedConfig, tuning: Tuning, wide: bool, tokens: int)
     ],
     ids=["full bfloat16", "full", "lora", "plain lora", "lora on attention", "dora"],
 )
+
+
+@pytest.mark.parametrize("kind", [LlamaConfig, Qwen3Config])
+@EVERY_TUNING
 def test_a_layer_keeps_what_the_plan_says(kind: type[PreTrainedConfig], tuning: Tuning, wide: bool) -> None:
     """Per token, as the difference between two lengths, so that what depends on weights alone drops out."""
     config = kind(**LAYER, head_dim=32)
@@ -193,6 +201,28 @@ def test_a_layer_keeps_what_the_plan_says(kind: type[PreTrainedConfig], tuning: 
     expected = layer_bytes(shape_of(config.to_dict(), "small"), tuning, wide, gathered=False)
     assert expected[0] == pytest.approx(kept, rel=0.05)
     assert expected[1] == pytest.approx(peak, rel=0.1)
+
+
+@EVERY_TUNING
+def test_a_layer_with_its_mlp_in_pieces_keeps_what_the_plan_says(tuning: Tuning, wide: bool) -> None:
+    """Pieces of a sixteenth: with larger ones the plan is on the safe side, as the next test sees."""
+    config = LlamaConfig(**LAYER, head_dim=32)
+    short, long = (one_layer(config, tuning, wide, tokens, tokens // 16) for tokens in (256, 512))
+    kept, peak = ((more - less) / 256 for less, more in zip(short, long, strict=True))
+    expected = layer_bytes(shape_of(config.to_dict(), "small"), tuning, wide, gathered=False, mlp_share=1 / 16)
+    assert expected[0] == pytest.approx(kept, rel=0.05)
+    assert expected[1] == pytest.approx(peak, rel=0.1)
+
+
+@EVERY_TUNING
+def test_the_plan_is_on_the_safe_side_of_large_pieces(tuning: Tuning, wide: bool) -> None:
+    config = LlamaConfig(**LAYER, head_dim=32)
+    shape = shape_of(config.to_dict(), "small")
+    short, long = (one_layer(config, tuning, wide, tokens, tokens // 2) for tokens in (256, 512))
+    peak = (long[1] - short[1]) / 256
+    half, whole = (layer_bytes(shape, tuning, wide, gathered=False, mlp_share=share)[1] for share in (0.5, 1.0))
+    assert 0.97 * peak <= half <= 1.3 * peak
+    assert half <= whole
 
 
 def test_the_loss_never_holds_all_logits() -> None:

@@ -48,18 +48,24 @@ class _Layer:
 
     kept: _Widths
     peak: _Widths
+    # The same with the MLP in pieces, whose own tensors are left out.
+    cut_kept: _Widths
+    cut_peak: _Widths
 
 
 # Two norms keep 3 each (a float32 copy and what it is normalized to), or 2 when frozen; linear layers their inputs,
 # attention q, k, v and its output, the MLP four tensors of its width; the backward of the MLP adds two. Frozen linear
-# layers keep no input, LoRA a copy of it for itself. The LoRA rows are those of frozen norms.
-_ALL_WEIGHTS = _Layer(_Widths(8, 4, 2, 2), _Widths(11, 6, 2, 2))
+# layers keep no input, LoRA a copy of it for itself. The LoRA rows are those of frozen norms. An MLP in pieces keeps
+# its input alone; the peak then is in the backward of the float32 norm before it.
+_ALL_WEIGHTS = _Layer(_Widths(8, 4, 2, 2), _Widths(11, 6, 2, 2), _Widths(8, 0, 2, 2), _Widths(11, 0, 2, 2))
 # Autocast over float32 weights: the residual stream is float32, and every linear layer casts its input for itself.
-_ALL_WEIGHTS_FLOAT32 = _Layer(_Widths(11, 4, 2, 2), _Widths(13, 6, 2, 2))
-_LORA_ALL = _Layer(_Widths(9, 4, 3, 2), _Widths(15, 7, 3, 2))
-_LORA_ATTENTION = _Layer(_Widths(7, 3, 3, 2), _Widths(10, 6, 3, 2))
+_ALL_WEIGHTS_FLOAT32 = _Layer(_Widths(11, 4, 2, 2), _Widths(13, 6, 2, 2), _Widths(11, 0, 2, 2), _Widths(16, 0, 2, 2))
+_LORA_ALL = _Layer(_Widths(9, 4, 3, 2), _Widths(15, 7, 3, 2), _Widths(8, 0, 3, 2), _Widths(19, 0, 3, 2))
+_LORA_ATTENTION = _Layer(_Widths(7, 3, 3, 2), _Widths(10, 6, 3, 2), _Widths(8, 0, 3, 2), _Widths(19, 0, 3, 2))
 # DoRA multiplies with the base's weights a second time and keeps every product.
-_DORA = _Layer(_Widths(13, 8, 5, 6), _Widths(19, 11.5, 5, 6))
+_DORA = _Layer(_Widths(13, 8, 5, 6), _Widths(19, 11.5, 5, 6), _Widths(10, 0, 5, 6), _Widths(13, 0, 5, 6))
+# While an MLP in pieces goes backward: the gradients of its output, its input and the residual stream, as wide as that.
+_AROUND_PIECES = _Widths(3, 0, 0, 0)
 # What a norm of hidden states, and one of q and k over each head, keeps more where it trains: the normalized values.
 _TRAINED_NORM = _Widths(1, 0, 0, 0)
 _TRAINED_HEAD_NORMS = _Widths(0, 0, 1, 1)
@@ -71,20 +77,27 @@ _NOTHING = _Widths(0, 0, 0, 0)
 
 
 def layer_bytes(
-    shape: Shape, tuning: Tuning, wide_stream: bool, gathered: bool, context_parallel: int = 1
+    shape: Shape, tuning: Tuning, wide_stream: bool, gathered: bool, context_parallel: int = 1, mlp_share: float = 1.0
 ) -> tuple[float, float]:
     """Bytes a token of one layer: kept for the backward, and at the peak of its recomputation and backward.
 
     `wide_stream` says that hidden states are float32 (float32 weights under autocast); `gathered`, that weights come
     in bfloat16 from FSDP2, where LoRA's inputs need no cast and no copy. The peak is in the backward of the MLP, or in
-    that of attention where context parallelism brings the keys and values of the whole sequence together.
+    that of attention where context parallelism brings the keys and values of the whole sequence together. `mlp_share`
+    is the share of the tokens that an MLP takes at a time.
     """
     layer = _layer(tuning, wide_stream, gathered)
     extra = sum(part.bytes_a_token(shape) for part in _norms(shape, tuning))
-    kept = layer.kept.bytes_a_token(shape) + extra
+    kept, peak = layer.kept.bytes_a_token(shape), layer.peak.bytes_a_token(shape)
     in_attention = kept - replace(_NOTHING, intermediate=layer.kept.intermediate).bytes_a_token(shape)
+    if mlp_share < 1:
+        kept = in_attention = layer.cut_kept.bytes_a_token(shape)
+        piece = _Widths(layer.peak.hidden - layer.kept.hidden, layer.peak.intermediate, 0, 0).bytes_a_token(shape)
+        around = _AROUND_PIECES.bytes_a_token(shape) * (2 if wide_stream else 1)
+        in_pieces = kept + around + mlp_share * piece
+        peak = min(peak, max(layer.cut_peak.bytes_a_token(shape), in_pieces))
     in_attention += _attention_gradients(context_parallel).bytes_a_token(shape)
-    return kept, max(layer.peak.bytes_a_token(shape) + extra, in_attention)
+    return kept + extra, max(peak, in_attention) + extra
 
 
 def _norms(shape: Shape, tuning: Tuning) -> Iterator[_Widths]:

@@ -9,6 +9,8 @@ from pi_lora.plan.planning import Plan, Target, plan_on, target_of
 from pi_lora.recipe.schema import Recipe
 
 Changes = Mapping[str, Any]
+# A piece is long enough to keep a GPU busy, and short beside the windows that do not fit.
+_MLP_IN_PIECES: Changes = {"training.mlp_chunk_tokens": 4096}
 _COSTS_TIME: Changes = {"hardware.offload_activations": True, "training.per_device_batch_size": 1}
 GPUS_OF_A_MACHINE = 8
 MOST_MACHINES = 16
@@ -17,8 +19,8 @@ MOST_MACHINES = 16
 def advice(plan: Plan) -> str | None:
     """The overrides of the cheapest change after which a plan that does not fit does; None where none is known.
 
-    Tried in this order, each alone and then with the two that cost only time: offloaded activations, one sequence at a
-    time, QLoRA, more GPUs, a shorter target.
+    Tried in this order, each alone and then with the three that cost only time: MLPs in pieces, offloaded activations,
+    one sequence at a time, QLoRA, more GPUs, a shorter target.
     """
     target = target_of(plan.recipe)
     for changes in _changes(plan.recipe, target):
@@ -30,11 +32,13 @@ def advice(plan: Plan) -> str | None:
 
 
 def _changes(recipe: Recipe, target: Target) -> Iterator[Changes]:
-    yield from ({key: value} for key, value in _COSTS_TIME.items())
-    yield _COSTS_TIME
+    # What dropout has dropped cannot be repeated piece by piece.
+    costs_time = _COSTS_TIME if recipe.tuning.dropout else {**_MLP_IN_PIECES, **_COSTS_TIME}
+    yield from ({key: value} for key, value in costs_time.items())
+    yield costs_time
     for changes in _costly_changes(recipe, target):
         yield changes
-        yield {**_COSTS_TIME, **changes}
+        yield {**costs_time, **changes}
 
 
 def _costly_changes(recipe: Recipe, target: Target) -> Iterator[Changes]:

@@ -170,7 +170,12 @@ def _autocast_bytes(shape: Shape, recipe: Recipe, base_number: int, sharded: boo
 def _activations(shape: Shape, recipe: Recipe, spread: Spread, wide_stream: bool) -> tuple[int, int]:
     """Bytes kept from the forward pass, and bytes at work on top of them inside one layer."""
     kept_a_token, peak_a_token = layer_bytes(
-        shape, recipe.tuning, wide_stream, spread.shards > 1, recipe.hardware.context_parallel
+        shape,
+        recipe.tuning,
+        wide_stream,
+        spread.shards > 1,
+        recipe.hardware.context_parallel,
+        min(1.0, (recipe.training.mlp_chunk_tokens or spread.tokens) / spread.tokens),
     )
     # Float32 arithmetic keeps everything twice as wide.
     width = 2 if recipe.training.precision == "float32" else 1

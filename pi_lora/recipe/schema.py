@@ -160,6 +160,9 @@ class Training(Section):
         "auto", description="of the arithmetic; auto: bfloat16 where the hardware has it"
     )
     activation_checkpointing: bool = Field(True, description="recompute layers going backward, to save memory")
+    mlp_chunk_tokens: int | None = Field(
+        None, gt=0, description="tokens that an MLP takes at a time, to save memory; all at once unless given"
+    )
     save_every: int = Field(100, gt=0, description="steps between checkpoints; they go when the run is whole")
     log_every: int = Field(10, gt=0, description="steps between lines of training.jsonl")
     tracking: Annotated[tuple[Tracker, ...], BeforeValidator(_as_tuple)] = Field((), description="also log there")
@@ -259,6 +262,8 @@ class Recipe(Section):
             )
         if hardware.offload_activations and not training.activation_checkpointing:
             raise ValueError("hardware.offload_activations: needs training.activation_checkpointing: true")
+        if training.mlp_chunk_tokens and self.tuning.dropout:
+            raise ValueError("training.mlp_chunk_tokens: cannot repeat what tuning.dropout dropped; leave one out")
         if hardware.gpus and hardware.cpu_processes:
             raise ValueError("hardware: gpus and cpu_processes exclude each other; keep one")
         if hardware.processes % hardware.context_parallel:

@@ -1,0 +1,112 @@
+"""The MLP of every layer over a few tokens at a time: the same numbers, and a small part of the memory.
+
+An MLP sees each token by itself, so that a long sequence may go through it in pieces. Its four tensors of
+`tokens x intermediate`, the largest of a layer under activation checkpointing, then exist for one piece only.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from pi_lora.errors import ModelError
+
+NAMES = ("mlp", "feed_forward")
+
+Run = Callable[[torch.Tensor], torch.Tensor]
+
+
+def chunk_mlps(model: nn.Module, tokens: int) -> None:
+    """Let the MLPs of `model` take at most `tokens` tokens at a time, forward and backward.
+
+    Raises:
+        ModelError: the model has no MLP of linear layers alone (a mixture of experts chooses among all tokens).
+    """
+    found = [module for name, module in model.named_modules() if name.rpartition(".")[2] in NAMES]
+    dense = [module for module in found if not _has_experts(module)]
+    if not dense:
+        raise ModelError(
+            "training.mlp_chunk_tokens: the model has no MLP that sees each token by itself; leave the key out"
+        )
+    for mlp in dense:
+        mlp.forward = _in_pieces(mlp, mlp.forward, tokens)
+
+
+def _has_experts(mlp: nn.Module) -> bool:
+    return any(name.rpartition(".")[2] == "experts" for name, _ in mlp.named_modules())
+
+
+def _in_pieces(mlp: nn.Module, run: Run, tokens: int) -> Run:
+    def forward(hidden: torch.Tensor) -> torch.Tensor:
+        flat = hidden.reshape(1, -1, hidden.shape[-1])
+        if flat.shape[1] <= tokens:
+            return run(hidden)
+        if not (torch.is_grad_enabled() and flat.requires_grad):
+            return _joined(run, flat, tokens).view(hidden.shape)
+        weights = [weight for weight in mlp.parameters() if weight.requires_grad]
+        kept = _Kept.apply(flat).grad_fn  # type: ignore[no-untyped-call]
+        output: torch.Tensor = _Pieces.apply(run, tokens, kept, flat, *weights)  # type: ignore[no-untyped-call]
+        return output.view(hidden.shape)
+
+    return forward
+
+
+class _Kept(torch.autograd.Function):
+    """Keeps its input for `_Pieces`, before that computes anything.
+
+    Checkpointing recomputes a layer until the last thing that its backward needs is there (`early_stop` of torch 2.13's
+    `checkpoint`). What `_Pieces` itself would save comes after its forward; this comes before, and spares the
+    recomputation the MLP, which the backward of `_Pieces` computes again anyway.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(hidden)
+        return hidden.new_empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> None:
+        raise AssertionError("nothing follows from it")
+
+
+class _Pieces(torch.autograd.Function):
+    """`run` over pieces of `hidden` (1, tokens, hidden); each is computed again where its gradients are needed."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, run: Run, tokens: int, kept: Any, hidden: torch.Tensor, *weights: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.run, ctx.tokens, ctx.kept, ctx.weights = run, tokens, kept, weights
+        ctx.autocast = torch.is_autocast_enabled(hidden.device.type), torch.get_autocast_dtype(hidden.device.type)
+        return _joined(run, hidden, tokens)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        (hidden,) = ctx.kept.saved_tensors
+        into_hidden = torch.empty_like(hidden)
+        # Summed in float32, whatever the weights are: there may be many pieces.
+        into_weights = [torch.zeros_like(weight, dtype=torch.float32) for weight in ctx.weights]
+        for here in _slices(hidden.shape[1], ctx.tokens):
+            piece = hidden[:, here].detach().requires_grad_()
+            output = _recomputed(ctx.run, piece, *ctx.autocast)
+            found = torch.autograd.grad(output, [piece, *ctx.weights], gradients[0][:, here])
+            into_hidden[:, here] = found[0]
+            for total, part in zip(into_weights, found[1:], strict=True):
+                total += part
+        cast = (total.to(weight.dtype) for total, weight in zip(into_weights, ctx.weights, strict=True))
+        return None, None, None, into_hidden, *cast
+
+
+def _joined(run: Run, hidden: torch.Tensor, tokens: int) -> torch.Tensor:
+    return torch.cat([run(hidden[:, here]) for here in _slices(hidden.shape[1], tokens)], dim=1)
+
+
+def _recomputed(run: Run, piece: torch.Tensor, enabled: bool, dtype: torch.dtype) -> torch.Tensor:
+    """`run` with gradients, under the autocast of the forward; nothing of one piece is cached for the next."""
+    with torch.enable_grad(), torch.autocast(piece.device.type, dtype, enabled=enabled, cache_enabled=False):
+        return run(piece)
+
+
+def _slices(length: int, tokens: int) -> Iterator[slice]:
+    return (slice(start, start + tokens) for start in range(0, length, tokens))
