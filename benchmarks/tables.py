@@ -1,15 +1,22 @@
-"""Write benchmarks/README.md from benchmarks/results/: a section for each script beside this one.
+"""Write benchmarks/README.md and the tables of docs/performance.md from benchmarks/results/.
 
 python benchmarks/tables.py
 """
 
 import ast
 import json
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from on_gpu import page as gpu_page
+
 HERE = Path(__file__).parent
+PERFORMANCE = HERE.parent / "docs" / "performance.md"
+sys.path.append(str(HERE.parent / "scripts"))
+from pages import write_block  # noqa: E402
+
 HEAD = """# Measurements
 
 Written by `python benchmarks/tables.py` from what the scripts here leave in `results/`. Each script runs all that it
@@ -149,7 +156,22 @@ def length_groups(result: Result) -> Iterator[str]:
     yield from table((*head, "grouped over padded"), *rows)
 
 
+def gpu(result: Result) -> Iterator[str]:
+    """They have a page of their own."""
+    yield "The tables: [docs/performance.md](../docs/performance.md#measured)."
+
+
+def performance() -> str:
+    """What docs/performance.md says of the last result of gpu.py, or that there is none."""
+    file = HERE / "results" / "gpu.json"
+    if not file.is_file():
+        return gpu_page.NOTHING
+    result = json.loads(file.read_text())
+    return "\n".join([f"{made_on(result['machine'])}\n", *gpu_page.tables(result), ""])
+
+
 TABLES: dict[str, Callable[[Result], Iterator[str]]] = {
+    "gpu": gpu,
     "length_groups": length_groups,
     "lm_eval_command": lm_eval_command,
     "merge": merge,
@@ -161,3 +183,4 @@ TABLES: dict[str, Callable[[Result], Iterator[str]]] = {
 
 if __name__ == "__main__":
     (HERE / "README.md").write_text(page(), encoding="utf-8")
+    write_block(PERFORMANCE, "gpu", performance())
