@@ -140,6 +140,8 @@ def _hardware_problems(recipe: Recipe) -> Iterator[str]:
         yield f"model.attention: {recipe.model.attention} cannot share a sequence between GPUs; use sdpa"
     if recipe.training.optimizer == "paged_adamw_8bit" and not here:
         yield "training.optimizer: paged_adamw_8bit needs a GPU; use adamw"
+    if hardware.offload_activations and not here:
+        yield "hardware.offload_activations: they are in the host's memory already; leave it out"
     if recipe.model.attention == "flash_attention_2" and not here:
         yield "model.attention: flash_attention_2 needs a GPU; use sdpa"
 
