@@ -136,7 +136,7 @@ def _hardware_problems(recipe: Recipe) -> Iterator[str]:
         )
     if hardware.context_parallel > 1 and not hardware.gpus:
         yield "hardware.context_parallel: needs GPUs; set hardware.gpus"
-    if hardware.context_parallel > 1 and recipe.model.attention != "sdpa":
+    if hardware.context_parallel > 1 and recipe.model.attention not in ("auto", "sdpa"):
         yield f"model.attention: {recipe.model.attention} cannot share a sequence between GPUs; use sdpa"
     if recipe.training.optimizer == "paged_adamw_8bit" and not here:
         yield "training.optimizer: paged_adamw_8bit needs a GPU; use adamw"

@@ -48,6 +48,7 @@ def levers(tiny: bool) -> list[dict[str, dict[str, Any]]]:
     offload = {"hardware": {"offload_activations": True}}
     return [
         *everywhere,
+        {"model": {"attention": "sdpa"}},
         {"model": {"attention": "flash_attention_2"}},
         offload,
         {**pieces, **offload},

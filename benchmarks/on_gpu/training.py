@@ -14,9 +14,10 @@ from on_gpu.setting import Changes, Setting, planned, random_model, work
 from pi_lora.adapter import prepare_for_tuning, train_in_float32, without_known_warnings
 from pi_lora.data.batches import collate
 from pi_lora.data.training import TrainingData
+from pi_lora.kernels import attention_kernel
 from pi_lora.model import BUILTIN_FOLDER, quiet_loading
 from pi_lora.recipe.schema import Recipe
-from pi_lora.trainer import make_trainer
+from pi_lora.trainer import computes_in_bfloat16, make_trainer
 from pi_lora.training_log import TrainingLog
 
 Row = dict[str, Any]
@@ -47,12 +48,15 @@ def ours(setting: Setting, method: str, lengths: list[int], changes: Changes, te
     """
     set_seed(0)
     asked = setting.recipe(method, lengths[-1], changes)
-    model = random_model(setting, lengths[-1], method, asked.model.attention)
+    kernel = attention_kernel(asked.model.attention, computes_in_bfloat16(asked.training))
+    model = random_model(setting, lengths[-1], method, kernel)
     tuned = prepare_for_tuning(model, asked.tuning, setting.name)
     for tokens in lengths:
         recipe = setting.recipe(method, tokens, changes)
-        row = about(setting, recipe, "pi-lora", changes) | measured(
-            lambda clock, recipe=recipe: train_here(recipe, tuned, clock), recipe, steps_at(tokens)
+        row = (
+            about(setting, recipe, "pi-lora", changes)
+            | {"attention": kernel}
+            | measured(lambda clock, recipe=recipe: train_here(recipe, tuned, clock), recipe, steps_at(tokens))
         )
         tell(row)
         if row.get("out_of_memory"):
