@@ -2,7 +2,6 @@
 
 import json
 import multiprocessing
-import random
 import shutil
 import signal
 import stat
@@ -128,9 +127,12 @@ def test_killed_at_any_moment_nothing_looks_finished(run: Path, tmp_path: Path) 
     context.set_forkserver_preload(["pi_lora.merge", "transformers.models.llama.modeling_llama"])
 
     def attempt(output: Path, seconds: float | None) -> float:
+        """Merge, and kill so many seconds after something of it is on the disk; how long it had."""
         process = context.Process(target=merge_until_killed, args=(run, output))
-        begin = time.monotonic()
         process.start()
+        while process.is_alive() and not staging_path(output).exists():
+            time.sleep(0.001)
+        begin = time.monotonic()
         process.join(seconds)
         process.kill()
         process.join()
@@ -143,7 +145,7 @@ def test_killed_at_any_moment_nothing_looks_finished(run: Path, tmp_path: Path) 
     finished = 0
     for number in range(20):
         output = tmp_path / f"killed-{number}"
-        attempt(output, random.Random(number).uniform(0, whole))
+        attempt(output, number / 20 * whole)
         if output.exists():
             finished += 1
             assert {path.name for path in output.iterdir()} == {path.name for path in (tmp_path / "whole").iterdir()}

@@ -101,11 +101,13 @@ def _beyond(axes: Any, fit: Fit, setting: Setting) -> None:
     inside = np.abs(score[s < setting.original]).max()
     axes.set_ylim(min(1.1 * score.min(), -1.2 * inside), max(1.1 * score.max(), 1.2 * inside))
     largest = f"{np.abs(score[s >= setting.original]).max():.2g}"
+    # Off the flat part of the curve, which lies where the blow-up does not go.
+    goes_down = -score.min() > score.max()
     axes.annotate(
         f"$|a| \\leq$ {inside:.2g} inside,\n{largest} beyond",
-        (0.03, 0.97),
+        (0.03, 0.03 if goes_down else 0.97),
         xycoords="axes fraction",
-        va="top",
+        va="bottom" if goes_down else "top",
         fontsize=9,
         bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.85},
     )
