@@ -1,4 +1,4 @@
-"""Write benchmarks/README.md and the tables of docs/performance.md from benchmarks/results/.
+"""Write benchmarks/README.md and tables of docs/performance.md and docs/results.md from benchmarks/results/.
 
 python benchmarks/tables.py
 """
@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from on_gpu import page as gpu_page
+from small import page as small_page
 
 HERE = Path(__file__).parent
 PERFORMANCE = HERE.parent / "docs" / "performance.md"
+PAPER_IN_SMALL = HERE.parent / "docs" / "results.md"
 sys.path.append(str(HERE.parent / "scripts"))
 from pages import write_block  # noqa: E402
 
@@ -161,13 +163,24 @@ def gpu(result: Result) -> Iterator[str]:
     yield "The tables: [docs/performance.md](../docs/performance.md#measured)."
 
 
-def performance() -> str:
-    """What docs/performance.md says of the last result of gpu.py, or that there is none."""
-    file = HERE / "results" / "gpu.json"
+def paper_in_small(result: Result) -> Iterator[str]:
+    """They stand among the results."""
+    yield "The tables: [docs/results.md](../docs/results.md#the-papers-tables-in-small)."
+
+
+def block_of(script: str, write: Callable[[Result], Iterator[str]], nothing: str) -> str:
+    """What a page of docs says of the last result of a script, or that there is none."""
+    file = HERE / "results" / f"{script}.json"
     if not file.is_file():
-        return gpu_page.NOTHING
+        return nothing
     result = json.loads(file.read_text())
-    return "\n".join([f"{made_on(result['machine'])}\n", *gpu_page.tables(result), ""])
+    return "\n".join([f"{made_on(result['machine'])}\n", *write(result), ""])
+
+
+def blocks() -> Iterator[tuple[Path, str, str]]:
+    """Pages of docs, the blocks in them that are written here, and their texts."""
+    yield PERFORMANCE, "gpu", block_of("gpu", gpu_page.tables, gpu_page.NOTHING)
+    yield PAPER_IN_SMALL, "paper in small", block_of("paper_in_small", small_page.tables, small_page.NOTHING)
 
 
 TABLES: dict[str, Callable[[Result], Iterator[str]]] = {
@@ -175,6 +188,7 @@ TABLES: dict[str, Callable[[Result], Iterator[str]]] = {
     "length_groups": length_groups,
     "lm_eval_command": lm_eval_command,
     "merge": merge,
+    "paper_in_small": paper_in_small,
     "passkey": passkey,
     "perplexity": perplexity,
     "train_overhead": train_overhead,
@@ -183,4 +197,5 @@ TABLES: dict[str, Callable[[Result], Iterator[str]]] = {
 
 if __name__ == "__main__":
     (HERE / "README.md").write_text(page(), encoding="utf-8")
-    write_block(PERFORMANCE, "gpu", performance())
+    for place, name, text in blocks():
+        write_block(place, name, text)

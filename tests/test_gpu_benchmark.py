@@ -146,5 +146,6 @@ def test_shapes_grow_shallow_and_keep_their_widths() -> None:
     assert (whole.with_layers(8).layers, whole.with_layers(8).shape.hidden) == (8, whole.shape.hidden)
 
 
-def test_the_page_of_performance_is_current() -> None:
-    assert block(tables.PERFORMANCE, "gpu") == tables.performance(), "run: python benchmarks/tables.py"
+def test_pages_of_docs_are_current() -> None:
+    for place, name, text in tables.blocks():
+        assert block(place, name) == text, f"{place}: run: python benchmarks/tables.py"
