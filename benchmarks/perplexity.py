@@ -24,7 +24,7 @@ RESULTS = ROOT / "benchmarks" / "results" / "perplexity.json"
 WINDOWS, STRIDE, LARGE_VOCABULARY = [256, 512, 1024, 2048], 128, 32_000
 
 
-def straightforward(model, documents: list[list[int]], windows: list[int]) -> dict[int, float]:
+def straightforward(model, documents: list[list[int]], windows: list[int], stride: int = STRIDE) -> dict[int, float]:
     """Perplexity by window: one window a forward pass, batch 1, all logits; weighted by token, to be comparable."""
     import torch
 
@@ -33,7 +33,7 @@ def straightforward(model, documents: list[list[int]], windows: list[int]) -> di
         total = tokens = 0
         for document in documents:
             scored_to = 1
-            for start in range(0, len(document), STRIDE):
+            for start in range(0, len(document), stride):
                 end = min(start + window, len(document))
                 ids = torch.tensor([document[start:end]], device=model.device)
                 labels = ids.clone()

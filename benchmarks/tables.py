@@ -1,15 +1,24 @@
-"""Write benchmarks/README.md from benchmarks/results/: a section for each script beside this one.
+"""Write benchmarks/README.md and tables of docs/performance.md and docs/results.md from benchmarks/results/.
 
 python benchmarks/tables.py
 """
 
 import ast
 import json
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from on_gpu import page as gpu_page
+from small import page as small_page
+
 HERE = Path(__file__).parent
+PERFORMANCE = HERE.parent / "docs" / "performance.md"
+PAPER_IN_SMALL = HERE.parent / "docs" / "results.md"
+sys.path.append(str(HERE.parent / "scripts"))
+from pages import write_block  # noqa: E402
+
 HEAD = """# Measurements
 
 Written by `python benchmarks/tables.py` from what the scripts here leave in `results/`. Each script runs all that it
@@ -149,10 +158,37 @@ def length_groups(result: Result) -> Iterator[str]:
     yield from table((*head, "grouped over padded"), *rows)
 
 
+def gpu(result: Result) -> Iterator[str]:
+    """They have a page of their own."""
+    yield "The tables: [docs/performance.md](../docs/performance.md#measured)."
+
+
+def paper_in_small(result: Result) -> Iterator[str]:
+    """They stand among the results."""
+    yield "The tables: [docs/results.md](../docs/results.md#the-papers-tables-in-small)."
+
+
+def block_of(script: str, write: Callable[[Result], Iterator[str]], nothing: str) -> str:
+    """What a page of docs says of the last result of a script, or that there is none."""
+    file = HERE / "results" / f"{script}.json"
+    if not file.is_file():
+        return nothing
+    result = json.loads(file.read_text())
+    return "\n".join([f"{made_on(result['machine'])}\n", *write(result), ""])
+
+
+def blocks() -> Iterator[tuple[Path, str, str]]:
+    """Pages of docs, the blocks in them that are written here, and their texts."""
+    yield PERFORMANCE, "gpu", block_of("gpu", gpu_page.tables, gpu_page.NOTHING)
+    yield PAPER_IN_SMALL, "paper in small", block_of("paper_in_small", small_page.tables, small_page.NOTHING)
+
+
 TABLES: dict[str, Callable[[Result], Iterator[str]]] = {
+    "gpu": gpu,
     "length_groups": length_groups,
     "lm_eval_command": lm_eval_command,
     "merge": merge,
+    "paper_in_small": paper_in_small,
     "passkey": passkey,
     "perplexity": perplexity,
     "train_overhead": train_overhead,
@@ -161,3 +197,5 @@ TABLES: dict[str, Callable[[Result], Iterator[str]]] = {
 
 if __name__ == "__main__":
     (HERE / "README.md").write_text(page(), encoding="utf-8")
+    for place, name, text in blocks():
+        write_block(place, name, text)

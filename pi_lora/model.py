@@ -98,7 +98,7 @@ def load_model(
                 dtype=dtype,
                 attn_implementation=attention,
                 use_safetensors=True,
-                **(_quantized(dtype) if place == "quantized" else {}),
+                **(quantization(dtype) if place == "quantized" else {}),
             )
         except Exception as error:  # safetensors, transformers and the hub client raise kinds of their own
             raise ModelError(f"{base.name}: its weights cannot be loaded ({_first_line(error)})") from error
@@ -177,6 +177,18 @@ def dtype_named(name: str) -> torch.dtype:
     return found
 
 
+def quantization(dtype: torch.dtype) -> dict[str, Any]:
+    """What makes `from_pretrained` quantize, straight onto the device; bitsandbytes cannot move a model later."""
+    how = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=dtype,
+    )
+    here = device() if device().type == "cpu" else torch.cuda.current_device()
+    return {"quantization_config": how, "device_map": {"": here}}
+
+
 @contextlib.contextmanager
 def quiet_loading() -> Iterator[None]:
     """Keep transformers' progress bars and notes off the terminal; errors still come as exceptions."""
@@ -187,18 +199,6 @@ def quiet_loading() -> Iterator[None]:
         yield
     finally:
         transformers_logging.set_verbosity(verbosity)
-
-
-def _quantized(dtype: torch.dtype) -> dict[str, Any]:
-    """What makes `from_pretrained` quantize, straight onto the device; bitsandbytes cannot move a model later."""
-    how = BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type="nf4",
-        bnb_4bit_use_double_quant=True,
-        bnb_4bit_compute_dtype=dtype,
-    )
-    here = device() if device().type == "cpu" else torch.cuda.current_device()
-    return {"quantization_config": how, "device_map": {"": here}}
 
 
 def _config_object(base: BaseModel, config: Config) -> PreTrainedConfig:

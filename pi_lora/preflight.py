@@ -136,10 +136,12 @@ def _hardware_problems(recipe: Recipe) -> Iterator[str]:
         )
     if hardware.context_parallel > 1 and not hardware.gpus:
         yield "hardware.context_parallel: needs GPUs; set hardware.gpus"
-    if hardware.context_parallel > 1 and recipe.model.attention != "sdpa":
+    if hardware.context_parallel > 1 and recipe.model.attention not in ("auto", "sdpa"):
         yield f"model.attention: {recipe.model.attention} cannot share a sequence between GPUs; use sdpa"
     if recipe.training.optimizer == "paged_adamw_8bit" and not here:
         yield "training.optimizer: paged_adamw_8bit needs a GPU; use adamw"
+    if hardware.offload_activations and not here:
+        yield "hardware.offload_activations: they are in the host's memory already; leave it out"
     if recipe.model.attention == "flash_attention_2" and not here:
         yield "model.attention: flash_attention_2 needs a GPU; use sdpa"
 

@@ -21,6 +21,7 @@ from pi_lora.adapter import (
 from pi_lora.card import write_card
 from pi_lora.data.training import TrainingData, training_data
 from pi_lora.errors import Interrupted
+from pi_lora.kernels import attention_kernel
 from pi_lora.model import (
     Placement,
     device,
@@ -43,7 +44,7 @@ from pi_lora.run_folder import (
     write_provenance,
     write_recipe,
 )
-from pi_lora.trainer import make_trainer
+from pi_lora.trainer import computes_in_bfloat16, make_trainer
 from pi_lora.training_log import TRAINING_LOG, Progress, TrainingLog, ends_after_the_step, read_training_log
 from pi_lora.training_scores import TrainingScores
 
@@ -83,7 +84,11 @@ def train(recipe: Recipe, output: Path, resume: bool = False, progress: Progress
             save_config(config, staging)
             save_tokenizer(tokenizer, staging)
             last = read_training_log(staging / TRAINING_LOG)[-1]
-            facts = {"original": checked.original, "trainable_parameters": trainable_parameters(tuned)}
+            facts = {
+                "original": checked.original,
+                "trainable_parameters": trainable_parameters(tuned),
+                "attention": _attention(recipe),
+            }
             write_provenance(staging, {**facts, **last})
             write_card(staging)
             shutil.rmtree(staging / CHECKPOINTS, ignore_errors=True)
@@ -116,10 +121,15 @@ def _staged_by_the_leader(output: Path, resume: bool) -> Iterator[Path]:
 def _prepared(recipe: Recipe, checked: Checked) -> Any:
     """The model with what trains, which is a new adapter, every weight, or the adapter that the recipe starts from."""
     place = _placement(recipe.tuning)
-    model = load_model(checked.base, checked.config, _dtype(recipe), recipe.model.attention, place)
+    model = load_model(checked.base, checked.config, _dtype(recipe), _attention(recipe), place)
     if checked.adapter is not None:
         return tune_further(model, checked.adapter, recipe.tuning)
     return prepare_for_tuning(model, recipe.tuning, recipe.model.name, recipe.model.revision)
+
+
+def _attention(recipe: Recipe) -> str:
+    in_bfloat16 = computes_in_bfloat16(recipe.training)
+    return attention_kernel(recipe.model.attention, in_bfloat16, recipe.hardware.context_parallel)
 
 
 def _tokens_per_step(recipe: Recipe, data: TrainingData) -> int | None:

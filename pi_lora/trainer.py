@@ -76,7 +76,7 @@ def trainer_arguments(recipe: Recipe, name: str, staging: Path) -> SFTConfig:
         adam_beta1=training.betas[0],
         adam_beta2=training.betas[1],
         max_grad_norm=training.max_grad_norm,
-        bf16=_computes_in_bfloat16(training),
+        bf16=computes_in_bfloat16(training),
         use_cpu=device().type == "cpu",
         gradient_checkpointing=training.activation_checkpointing,
         gradient_checkpointing_kwargs={"offload": True} if hardware.offload_activations else None,
@@ -150,5 +150,6 @@ def _tensorboard(training: Training, staging: Path) -> Iterator[TensorBoardCallb
         yield TensorBoardCallback(SummaryWriter(str(staging / TENSORBOARD)))
 
 
-def _computes_in_bfloat16(training: Training) -> bool:
+def computes_in_bfloat16(training: Training) -> bool:
+    """Whether the arithmetic of a step is bfloat16 here; weights that train are float32 all the same."""
     return training.precision == "bfloat16" or (training.precision == "auto" and has_fast_bfloat16())

@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 from machine import machine
+from pages import write_block
 from rich.console import Console
 
 from pi_lora.errors import PiLoraError
@@ -23,7 +24,6 @@ ROOT = Path(__file__).parent.parent
 RUNS = Path("comparison")
 PAGE = ROOT / "docs" / "results.md"
 RESULTS = ROOT / "benchmarks" / "results" / "methods.json"
-BEGIN, END = "<!-- methods -->\n", "<!-- end of methods -->\n"
 STEPS, TARGET, WINDOWS, STRIDE, DOCUMENTS, DEPTHS, TRIALS = 240, 1024, [256, 512, 768, 1024], 128, 6, 32, 10
 # Name, and how it differs from recipes/demo.yaml, which is LoRA on all linear layers with embeddings and norms, PI.
 METHODS = {
@@ -87,10 +87,8 @@ def main() -> None:
         rows[name] = measured(tuned(name, overrides))
         console.print(f"  {name}: {rows[name]}", soft_wrap=True)
     RESULTS.write_text(json.dumps({"machine": here, "steps": STEPS, "rows": rows}, indent=2) + "\n")
-    before, _, rest = PAGE.read_text().partition(BEGIN)
-    _, _, after = rest.partition(END)
     note = f"\n{STEPS} steps each; {here['processor']}, {here['cores']} cores; {here['versions']}; {here['date']}.\n"
-    PAGE.write_text(before + BEGIN + table(rows) + note + END + after)
+    write_block(PAGE, "methods", table(rows) + note)
     console.print(table(rows))
 
 

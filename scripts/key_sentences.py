@@ -16,6 +16,7 @@ import sys
 from pathlib import Path
 
 from machine import machine
+from pages import write_block
 from rich.console import Console
 
 from pi_lora.data.recall import NAMES, THINGS, sentence
@@ -30,7 +31,6 @@ ROOT = Path(__file__).parent.parent
 RUNS = Path("key_sentences")
 PAGE = ROOT / "docs" / "results.md"
 RESULTS = ROOT / "benchmarks" / "results" / "key_sentences.json"
-BEGIN, END = "<!-- key sentences -->\n", "<!-- end of key sentences -->\n"
 TARGET, SECTIONS, TRAINING, HELD_OUT, SUMMARY_TOKENS = 512, 3, 2400, 48, 80
 # The recipe of the tuning, but for its loss; the adapter goes on in the shape that recipes/demo.yaml gave it.
 RECIPE = f"""\
@@ -120,14 +120,12 @@ def main() -> None:
     rows = {title: measured(name) for title, name in ROWS.items()}
     here = machine()
     RESULTS.write_text(json.dumps({"machine": here, "steps": vars(options), "rows": rows}, indent=2) + "\n")
-    before, _, rest = PAGE.read_text().partition(BEGIN)
-    _, _, after = rest.partition(END)
     note = (
         f"\n{HELD_OUT} held-out documents, 95 % intervals by bootstrap; {options.steps} steps of 8 documents after "
         f"{options.extension_steps} of extension; {here['processor']}, {here['cores']} cores; {here['versions']}; "
         f"{here['date']}.\n"
     )
-    PAGE.write_text(before + BEGIN + table(rows) + note + END + after)
+    write_block(PAGE, "key sentences", table(rows) + note)
     console.print(table(rows))
 
 

@@ -26,6 +26,7 @@ FLOORS = {
     "model": 4,
     "training_log": 4,
     "run": 5,
+    "kernels": 5,
     "card": 5,
     "preflight": 6,
     "evaluate": 6,

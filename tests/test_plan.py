@@ -155,6 +155,11 @@ def test_more_gpus_are_found_where_nothing_cheaper_helps() -> None:
     assert advice(plan_recipe(asked, GPUS["A100-40"])) == change
 
 
+def test_a_cpu_is_not_told_to_offload_what_its_memory_holds_already() -> None:
+    found = advice(plan_recipe(recipe("huggyllama/llama-7b", 16384, tuning={"method": "qlora"}), GPUS[CPU]))
+    assert found == "context.target=8192"
+
+
 def test_where_nothing_helps_it_says_so() -> None:
     plan = plan_recipe(
         recipe("huggyllama/llama-65b", 4096, hardware={"gpus": 1}, tuning={"method": "qlora"}), GPUS["4090"]

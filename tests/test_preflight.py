@@ -33,7 +33,7 @@ def test_everything_wrong_is_said_at_once(small_model: Path, tmp_path: Path) -> 
         model={"name": "./gone", "attention": "flash_attention_2"},
         data={"source": "nowhere.txt"},
         training={"schedule": "linear", "schedule_options": {"min_lr": 1}, "optimizer": "paged_adamw_8bit"},
-        hardware={"gpus": 64},
+        hardware={"gpus": 64, "offload_activations": True},
         evaluation={"perplexity": {"data": "./no-such"}, "benchmarks": {"data": ["boolq=gone.jsonl"]}},
     )
     with pytest.raises(RecipeError) as raised:
@@ -45,6 +45,7 @@ def test_everything_wrong_is_said_at_once(small_model: Path, tmp_path: Path) -> 
         "evaluation.perplexity.data",
         "evaluation.benchmarks.data",
         "hardware.gpus",
+        "hardware.offload_activations",
         "training.schedule_options",
         str(taken),
     ):

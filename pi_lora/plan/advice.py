@@ -5,13 +5,15 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from pi_lora.plan.gpus import CPU
 from pi_lora.plan.planning import Plan, Target, plan_on, target_of
 from pi_lora.recipe.schema import Recipe
 
 Changes = Mapping[str, Any]
 # A piece is long enough to keep a GPU busy, and short beside the windows that do not fit.
 _MLP_IN_PIECES: Changes = {"training.mlp_chunk_tokens": 4096}
-_COSTS_TIME: Changes = {"hardware.offload_activations": True, "training.per_device_batch_size": 1}
+_OFFLOAD: Changes = {"hardware.offload_activations": True}
+_ONE_AT_A_TIME: Changes = {"training.per_device_batch_size": 1}
 GPUS_OF_A_MACHINE = 8
 MOST_MACHINES = 16
 
@@ -23,7 +25,7 @@ def advice(plan: Plan) -> str | None:
     one sequence at a time, QLoRA, more GPUs, a shorter target.
     """
     target = target_of(plan.recipe)
-    for changes in _changes(plan.recipe, target):
+    for changes in _changes(plan.recipe, target, on_cpu=plan.gpu.name == CPU):
         changed = _changed(plan.recipe, changes)
         if changed and plan_on(changed, target, plan.gpu).fits:
             news = {key: value for key, value in changes.items() if value != _value(plan.recipe, key)}
@@ -31,9 +33,10 @@ def advice(plan: Plan) -> str | None:
     return None
 
 
-def _changes(recipe: Recipe, target: Target) -> Iterator[Changes]:
-    # What dropout has dropped cannot be repeated piece by piece.
-    costs_time = _COSTS_TIME if recipe.tuning.dropout else {**_MLP_IN_PIECES, **_COSTS_TIME}
+def _changes(recipe: Recipe, target: Target, on_cpu: bool) -> Iterator[Changes]:
+    # What dropout has dropped cannot be repeated piece by piece; a CPU's activations are in the host's memory already.
+    pieces = {} if recipe.tuning.dropout else _MLP_IN_PIECES
+    costs_time = {**pieces, **({} if on_cpu else _OFFLOAD), **_ONE_AT_A_TIME}
     yield from ({key: value} for key, value in costs_time.items())
     yield costs_time
     for changes in _costly_changes(recipe, target):

@@ -32,7 +32,9 @@ class Model(Section):
     revision: str = Field("main", description="branch, tag or commit on the hub")
     dtype: Dtype | None = Field(None, description="of the loaded weights; by default what the method needs")
     trust_remote_code: bool = Field(False, description="run Python code that the model's repository brings")
-    attention: Literal["sdpa", "flash_attention_2", "eager"] = Field("sdpa", description="the attention kernel")
+    attention: Literal["auto", "sdpa", "flash_attention_2", "eager"] = Field(
+        "auto", description="the kernel; auto: the one made for this GPU if it is installed, else torch's (sdpa)"
+    )
 
 
 class Context(Section):

@@ -1,0 +1,1 @@
+"""What benchmarks/paper_in_small.py does, stage by stage."""

@@ -1,0 +1,158 @@
+"""What pre-training a small model takes: a tokenizer, a mixture of text and recall, Muon, and a folder to put it in."""
+
+import copy
+import itertools
+import random
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from torch.nn.functional import cross_entropy
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+
+from pi_lora.data.recall import recall_document
+from pi_lora.evals.passkey_prompt import FILLER, prompt
+from pi_lora.model import save_tokenizer
+
+BOS, EOS = "<s>", "</s>"
+
+# By the length of rows: the shares of recall documents and of repeated random tokens.
+Shares = Mapping[int, tuple[float, float]]
+
+
+def train_tokenizer(texts: list[str], vocabulary: int, window: int, seed: int) -> PreTrainedTokenizerFast:
+    """A byte-level BPE with one token a digit, trained on the corpus, recall documents and the passkey prompt."""
+    rng = random.Random(seed)
+    recall = [recall_document(rng, 400, lambda text: len(text) // 3) for _ in range(2000)]
+    recall += [prompt("12345", 20, 20)] * 40
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary,
+        special_tokens=[BOS, EOS],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(itertools.chain(texts, recall), trainer)
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{BOS} $A", special_tokens=[(BOS, tokenizer.token_to_id(BOS))]
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token=BOS, eos_token=EOS, pad_token=EOS, model_max_length=window
+    )
+
+
+class Mixture:
+    """Endless rows of training tokens, `(rows, length)` int64: real text, recall documents, repeated random tokens.
+
+    `shares` says by the length of rows what part of them the last two are.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, texts: list[str], shares: Shares, seed: int) -> None:
+        self.tokenizer, self.shares, self.rng = tokenizer, shares, random.Random(seed)
+        self.documents = [[*ids, tokenizer.eos_token_id] for ids in tokenizer(texts, verbose=False)["input_ids"]]
+        self.lines = [line for text in texts for line in text.splitlines() if line.strip()]
+        self.text = self.text_stream()
+
+    def text_stream(self) -> Iterator[int]:
+        while True:
+            order = self.documents[:]
+            self.rng.shuffle(order)
+            for document in order:
+                yield from document
+
+    def recall_row(self, length: int) -> list[int]:
+        row: list[int] = []
+        while len(row) < length - 40:
+            # Half of the documents fill the row, so that every distance inside the window is asked for.
+            room = length - len(row)
+            budget = (room if self.rng.random() < 0.5 else self.rng.randint(40, room)) - 2
+            if self.rng.random() < 0.25:
+                text = self.passkey_text(budget)
+            else:
+                start = self.rng.randrange(len(self.lines) - 400)
+                text = recall_document(self.rng, budget, self.count, self.lines[start : start + 400])
+            row += self.tokenizer(text)["input_ids"] + [self.tokenizer.eos_token_id]
+        rest = length - len(row)
+        return (row + list(itertools.islice(self.text, max(rest, 0))))[:length]
+
+    def passkey_text(self, budget: int) -> str:
+        """The passkey prompt and its answer; a third without the first line, so that the key can stand at the start."""
+        key = "".join(self.rng.choices("0123456789", k=5))
+        headless = self.rng.random() < 1 / 3
+
+        def text(before: int, after: int) -> str:
+            whole = prompt(key, before, after) + " " + key + "."
+            return whole.partition("\n")[2] if headless else whole
+
+        fillers = max(0, (budget - self.count(text(0, 0))) // (self.count(FILLER + " ") + 1))
+        before = self.rng.choice((0, self.rng.randint(0, fillers)))
+        return text(before, self.rng.choice((fillers - before, self.rng.randint(0, fillers - before))))
+
+    def count(self, text: str) -> int:
+        return len(self.tokenizer._tokenizer.encode(text, add_special_tokens=False).ids)
+
+    def random_row(self, length: int) -> list[int]:
+        period = self.rng.randint(4, length - 8)
+        low = 2 if self.rng.random() < 0.8 else len(self.tokenizer) - 60
+        row = [self.rng.randrange(low, len(self.tokenizer)) for _ in range(period)]
+        return [self.tokenizer.bos_token_id, *(row * (length // period + 1))[: length - 1]]
+
+    def rows(self, rows: int, length: int) -> torch.Tensor:
+        kinds = [round(rows * share) for share in self.shares[length]]
+        out = [self.recall_row(length) for _ in range(kinds[0])]
+        out += [self.random_row(length) for _ in range(kinds[1])]
+        out += [list(itertools.islice(self.text, length)) for _ in range(rows - len(out))]
+        return torch.tensor(out)
+
+
+def optimizers_for(model: LlamaForCausalLM, rate: float) -> list[torch.optim.Optimizer]:
+    """Muon for the matrices, AdamW for embeddings and norms."""
+    matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name]
+    others = [p for name, p in model.named_parameters() if p.ndim != 2 or "embed" in name]
+    return [
+        torch.optim.Muon(matrices, lr=rate, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(others, lr=rate, betas=(0.9, 0.95), weight_decay=0.0),
+    ]
+
+
+def train_step(
+    model: torch.nn.Module, optimizers: list[torch.optim.Optimizer], batch: torch.Tensor, rate: float
+) -> torch.Tensor:
+    """One step on rows of tokens, in bfloat16 arithmetic; the mean loss in nats a token."""
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+    with torch.autocast(batch.device.type, torch.bfloat16):
+        logits = model(input_ids=batch, use_cache=False).logits
+    loss = cross_entropy(logits[:, :-1].float().flatten(0, 1), batch[:, 1:].flatten())
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
+    return loss.detach()
+
+
+def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path, dtype: torch.dtype) -> None:
+    """Write the model whole or not at all: beside `folder`, then renamed."""
+    part = folder.with_name(f".{folder.name}.partial")
+    shutil.rmtree(part, ignore_errors=True)
+    config = copy.deepcopy(model.config)
+    config.dtype = dtype
+    tied = {"lm_head.weight"}
+    weights = {name: tensor.to(dtype) for name, tensor in model.state_dict().items() if name not in tied}
+    model.save_pretrained(part, state_dict=weights)
+    config.save_pretrained(part)
+    save_tokenizer(tokenizer, part)
+    for file in part.iterdir():
+        file.chmod(0o644)
+    for kept in folder.glob("*.md"):
+        shutil.copy(kept, part)
+    shutil.rmtree(folder, ignore_errors=True)
+    part.rename(folder)
