@@ -18,8 +18,9 @@ recipes: .venv/installed
 	$(BIN)/pi-lora recipes --markdown > recipes/README.md
 	$(BIN)/pi-lora recipes --keys > docs/recipes.md
 
+# A worker for each core, of one thread each.
 test: .venv/installed
-	HF_HUB_OFFLINE=1 $(BIN)/pytest
+	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --dist worksteal
 
 test-slow: .venv/installed
 	HF_HUB_OFFLINE=1 $(BIN)/pytest -m slow
