@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,11 @@ from hypothesis import strategies as st
 from pi_lora import cli
 from pi_lora.errors import DataError, ModelError, PiLoraError, ScalingError
 from pi_lora.plan import planning
-from pi_lora.plan.advice import advice
+from pi_lora.plan.advice import MARGIN, advice, faster
 from pi_lora.plan.compute import flops_of_sequence
 from pi_lora.plan.config import find_config, shipped_config
 from pi_lora.plan.gpus import CPU, GPUS, find_gpu, gpu_of_device
+from pi_lora.plan.lines import plan_lines
 from pi_lora.plan.memory import OVERHEAD
 from pi_lora.plan.planning import Plan, plan_recipe, write_plan
 from pi_lora.plan.shape import Shape, shape_of
@@ -165,6 +167,45 @@ def test_where_nothing_helps_it_says_so() -> None:
         recipe("huggyllama/llama-65b", 4096, hardware={"gpus": 1}, tuning={"method": "qlora"}), GPUS["4090"]
     )
     assert advice(plan) is None
+
+
+@pytest.mark.parametrize(
+    ("sections", "change"),
+    [
+        ({"target": 4096}, "training.activation_checkpointing=false"),
+        (
+            {"target": 4096, "hardware": {"gpus": 1, "offload_activations": True}},
+            "training.activation_checkpointing=false hardware.offload_activations=false",
+        ),
+        ({"target": 32768, "hardware": {"gpus": 1, "offload_activations": True}}, "hardware.offload_activations=false"),
+        ({"target": 32768}, None),
+        ({"target": 4096, "training": {"activation_checkpointing": False}}, None),
+    ],
+)
+def test_where_there_is_room_it_says_what_would_be_faster(sections: dict[str, Any], change: str | None) -> None:
+    plan = plan_recipe(recipe(**{"hardware": {"gpus": 1}, **sections}), GPUS["H100"])
+    assert plan.fits
+    found = faster(plan)
+    said = [line for line in plan_lines(plan) if line.startswith("there is room")]
+    if change is None:
+        assert found is None
+        assert not said
+        return
+    assert found is not None
+    assert found[0] == change
+    assert found[1].memory.peak * MARGIN <= plan.gpu.memory
+    fewer = 1 - found[1].flops.total / plan.flops.total
+    assert (fewer > 0.2) == ("checkpointing" in change)
+    assert f"{change}: " in said[0]
+    assert (f"{fewer:.0%} fewer operations" in said[0]) == ("checkpointing" in change)
+
+
+def test_room_has_a_margin_for_what_the_plan_may_miss() -> None:
+    plan = plan_recipe(recipe(target=4096, hardware={"gpus": 1}), GPUS["H100"])
+    found = faster(plan)
+    assert found
+    tight = replace(plan.gpu, memory=int(found[1].memory.peak * (MARGIN - 0.01)))
+    assert faster(plan_recipe(plan.recipe, tight)) is None
 
 
 def test_without_a_gpu_named_it_takes_the_smallest_that_fits() -> None:

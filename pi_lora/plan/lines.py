@@ -2,7 +2,7 @@
 
 import re
 
-from pi_lora.plan.advice import advice
+from pi_lora.plan.advice import advice, faster
 from pi_lora.plan.gpus import CPU, GIB, GPUS, MIB, Gpu
 from pi_lora.plan.memory import OVERHEAD
 from pi_lora.plan.planning import Plan
@@ -25,6 +25,11 @@ def plan_lines(plan: Plan) -> list[str]:
         change = advice(plan)
         mend = f"the cheapest change that fits: {change}" if change else "no change that is known here makes it fit"
         lines.append(f"it does not fit on {plan.gpu.name}; {mend}")
+    elif found := faster(plan):
+        change, changed = found
+        saved = 1 - changed.flops.total / plan.flops.total
+        operations = f", {saved:.0%} fewer operations" if saved else ""
+        lines.append(f"there is room to be faster: {change}: {_gib(changed.memory.peak)} GiB{operations}")
     return lines
 
 
