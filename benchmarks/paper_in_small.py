@@ -4,8 +4,9 @@
 
 By PI and by direct tuning (FT) of all weights at the paper's part of the pre-training rate, and by PI with LoRA and
 QLoRA. The text is books and code that `--text` names (files, folders, globs), or the built-in corpus; what is measured
-on is `--held-out`. Runs that are in DIR already are read, not trained again. JSON goes to benchmarks/results/; `--tiny`
-runs all of it on a CPU in a tiny shape, to see that it runs, and writes its JSON into DIR.
+on is `--held-out`. Runs that are in DIR (adapters/paper_in_small) already are read, not trained again. JSON goes to
+benchmarks/results/, the curves to docs/; `--tiny` runs all of it on a CPU in a tiny shape, to see that it runs, and
+writes both into DIR.
 """
 
 import argparse
@@ -15,7 +16,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-RESULTS = ROOT / "benchmarks" / "results" / "paper_in_small.json"
+RESULTS, PICTURES, NAME = ROOT / "benchmarks" / "results", ROOT / "docs", "paper_in_small"
 sys.path.append(str(ROOT / "scripts"))
 
 
@@ -55,21 +56,27 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--text", nargs="+", default=["builtin:stdlib"], help="what is learned from")
     parser.add_argument("--held-out", default="builtin:stdlib", help="what is measured on: documents of 8k tokens")
-    parser.add_argument("--output", type=Path, default=Path("paper_in_small"), help="where base and runs go")
+    parser.add_argument("--output", type=Path, default=Path("adapters") / NAME, help="where base and runs go")
     parser.add_argument("--tiny", action="store_true", help="all of it in a tiny shape")
     options = parser.parse_args()
     logging.getLogger("transformers").setLevel(logging.ERROR)
+    from small.curves import draw
     from small.page import tables
 
     from pi_lora.errors import PiLoraError
+    from pi_lora.report.drawing import check_can_draw
 
+    results, pictures = (options.output, options.output) if options.tiny else (RESULTS, PICTURES)
     try:
+        check_can_draw("the curves")
         result = reproduce(options)
+        file = results / f"{NAME}.json"
+        file.write_text(json.dumps(result, indent=2) + "\n")
+        picture = draw(result, pictures, NAME)
     except PiLoraError as mistake:
         raise SystemExit(str(mistake)) from None
-    file = options.output / "paper_in_small.json" if options.tiny else RESULTS
-    file.write_text(json.dumps(result, indent=2) + "\n")
     print("\n".join(tables(result)))
+    print(f"{file}, {picture}")
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "scripts")]
 import torch  # noqa: E402
-from small import page  # noqa: E402
+from small import curves, page  # noqa: E402
 from small.extend import extensions, recipe_of  # noqa: E402
 from small.setting import TINY, Setting  # noqa: E402
 
@@ -77,6 +77,27 @@ def test_the_tables_are_the_papers() -> None:
     ]
 
 
+def test_the_curves_are_a_column_for_each_target(tmp_path: Path) -> None:
+    def row(scaling: str, method: str, target: int) -> dict[str, object]:
+        steps = [
+            {"step": step, "perplexity": {str(target): 30.0 / (1 + step)}, "k_max": target * step // 4}
+            for step in range(5)
+        ]
+        return {"scaling": scaling, "method": method, "target": target, "steps": steps}
+
+    ways = (("direct", "full"), ("pi", "full"), ("pi", "lora"), ("pi", "qlora"))
+    picture = curves.draw({"rows": [row(*way, target) for target in (2048, 8192) for way in ways]}, tmp_path, "small")
+    figure = curves.figure_of({"rows": [row(*way, target) for target in (2048, 8192) for way in ways]})
+    assert picture == tmp_path / "small.png"
+    assert picture.stat().st_size > 10_000
+    upper, lower = figure.axes[:2], figure.axes[2:]
+    assert [each.get_title() for each in upper] == ["to 2,048 tokens", "to 8,192 tokens"]
+    assert [len(each.lines) for each in figure.axes] == [4] * 4
+    assert list(upper[1].lines[3].get_ydata()) == [30.0 / (1 + step) for step in range(5)]
+    assert list(lower[1].lines[3].get_ydata()) == [2048 * step for step in range(5)]
+    assert [text.get_text() for text in figure.legends[0].texts] == ["FT, full", "PI, full", "PI, lora", "PI, qlora"]
+
+
 @pytest.mark.slow
 def test_all_of_it_runs_in_a_tiny_shape_and_goes_on_from_what_is_there(tmp_path: Path) -> None:
     pytest.importorskip("bitsandbytes", reason="pip install pi-lora[qlora]")
@@ -87,6 +108,7 @@ def test_all_of_it_runs_in_a_tiny_shape_and_goes_on_from_what_is_there(tmp_path:
     assert [each["step"] for each in result["rows"][0]["steps"]] == [0, 1, 2]
     assert list(result["base"]["perplexity"]) == [str(window) for window in TINY.windows(1024)]
     run = tmp_path / "pi-lora-256"
+    assert (tmp_path / "paper_in_small.png").is_file()
     assert {"README.md", "adapter_model.safetensors"} <= {file.name for file in run.iterdir()}
     made = (run / "run.json").stat().st_mtime_ns
     subprocess.run(command, check=True, capture_output=True, cwd=tmp_path)

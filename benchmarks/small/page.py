@@ -11,10 +11,11 @@ SCALINGS = {"pi": "PI", "direct": "FT"}
 
 
 def tables(result: Result) -> Iterator[str]:
-    """Markdown: the paper's tables 1, 3 and 4."""
+    """Markdown: the paper's tables 1, 3 and 4, and where the curves of the last two are."""
     yield from table_1(result)
     yield from by_steps("### Perplexity at the target, by steps (the paper's table 3)", result, at_target)
     yield from by_steps("### `k_max` by steps (the paper's table 4)", result, lambda row, at: f"{at['k_max']:,}")
+    yield "![Perplexity and k_max by steps, for each target](paper_in_small.png)\n"
 
 
 def table_1(result: Result) -> Iterator[str]:
