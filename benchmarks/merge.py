@@ -45,6 +45,8 @@ from transformers import AutoModelForCausalLM
 model = AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.bfloat16)
 PeftModel.from_pretrained(model, sys.argv[2]).merge_and_unload().save_pretrained(sys.argv[3], max_shard_size="500MB")
 """
+# What `pi-lora merge --no-verify` imports before it reads anything.
+IMPORTS = "import pi_lora.merge, transformers.models.llama.modeling_llama"
 
 
 def make(size: str, folder: Path) -> None:
@@ -142,7 +144,10 @@ def main() -> None:
         subprocess.run(making, check=True, stdout=subprocess.DEVNULL)
         base, run = folder / "base", folder / "run"
         merge = [sys.executable, "-m", "pi_lora", "merge", str(run), "--output", str(folder / "merged")]
-        ways = {"pi-lora merge --no-verify": [*merge, "--no-verify"]}
+        ways = {
+            "pi-lora merge --no-verify": [*merge, "--no-verify"],
+            "of which imports": [sys.executable, "-c", IMPORTS],
+        }
         if options.size == "1.1b":
             ways |= {
                 "PEFT merge_and_unload + save_pretrained": [
@@ -156,7 +161,7 @@ def main() -> None:
         for way, command in ways.items():
             found[way] = measured(command)
             print(f"{way}: {found[way]['seconds']:.1f} s, {found[way]['peak_bytes'] / 1e9:.2f} GB", flush=True)
-            shutil.rmtree(folder / "merged")
+            shutil.rmtree(folder / "merged", ignore_errors=True)
     sys.path.insert(0, str(ROOT / "scripts"))
     from machine import machine
 
