@@ -28,10 +28,15 @@ def reproduce(options: argparse.Namespace) -> dict:
     from small.setting import TINY, Setting
 
     from pi_lora.cli.app import progress_bar
+    from pi_lora.data.corpus import find_corpus
+    from pi_lora.recipe.schema import Source
+
+    for source in [*options.text, options.held_out]:
+        find_corpus(Source(name=source))  # a mistake shows now, not after pre-training
 
     setting = TINY if options.tiny else Setting()
     base, note = options.output / "base", options.output / "pretraining.json"
-    if not base.exists():
+    if not note.exists():  # it is written last
         options.output.mkdir(parents=True, exist_ok=True)
         with progress_bar("pre-training") as tell:
             loss = pretrain(setting, options.text, base, tell, options.tiny)

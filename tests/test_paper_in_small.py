@@ -98,6 +98,16 @@ def test_the_curves_are_a_column_for_each_target(tmp_path: Path) -> None:
     assert [text.get_text() for text in figure.legends[0].texts] == ["FT, full", "PI, full", "PI, lora", "PI, qlora"]
 
 
+@pytest.mark.parametrize("option", ["--text", "--held-out"])
+def test_a_text_that_is_not_there_is_found_before_anything_is_made(tmp_path: Path, option: str) -> None:
+    script = str(ROOT / "benchmarks" / "paper_in_small.py")
+    command = [sys.executable, script, "--tiny", option, "nowhere.txt", "--output", "made"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode
+    assert done.stderr.splitlines()[-1].startswith("nowhere.txt: no such file or folder")
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.slow
 def test_all_of_it_runs_in_a_tiny_shape_and_goes_on_from_what_is_there(tmp_path: Path) -> None:
     pytest.importorskip("bitsandbytes", reason="pip install pi-lora[qlora]")
