@@ -24,8 +24,8 @@ import torch
 
 from pi_lora.data.batches import Batch, CollateExamples, LengthGroups, example_lengths
 from pi_lora.data.tables import find_table
+from pi_lora.models.load import LoadedModel, Stretch, load
 from pi_lora.recipe.schema import Source
-from pi_lora.run import LoadedModel, Stretch, load
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "length_groups.json"

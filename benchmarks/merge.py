@@ -55,9 +55,9 @@ def make(size: str, folder: Path) -> None:
     from peft import LoraConfig
     from transformers import LlamaConfig
 
-    from pi_lora.merge.skeleton import skeleton
-    from pi_lora.merge.writing import Planned, filled_shards, write_shards
-    from pi_lora.model import BUILTIN_FOLDER, extended_config, find_base, save_config
+    from pi_lora.merge.layout import skeleton
+    from pi_lora.merge.shards import Planned, filled_shards, write_shards
+    from pi_lora.models.base import BUILTIN_FOLDER, extended_config, find_base, save_config
 
     base, run = folder / "base", folder / "run"
     for each in (base, run):

@@ -68,8 +68,8 @@ def main() -> None:
     from small.curves import draw
     from small.page import tables
 
+    from pi_lora.drawing import check_can_draw
     from pi_lora.errors import PiLoraError
-    from pi_lora.report.drawing import check_can_draw
 
     results, pictures = (options.output, options.output) if options.tiny else (RESULTS, PICTURES)
     try:

@@ -17,9 +17,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from pi_lora.evals.passkey_prompt import Grid, Trial, trials_at
-from pi_lora.evaluate.passkey import evaluate_passkey
-from pi_lora.run import LoadedModel, Stretch, load
+from pi_lora.evaluation.passkey.measure import evaluate_passkey
+from pi_lora.evaluation.passkey.prompt import Grid, Trial, trials_at
+from pi_lora.models.load import LoadedModel, Stretch, load
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "passkey.json"

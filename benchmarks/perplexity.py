@@ -51,7 +51,7 @@ def straightforward(model, documents: list[list[int]], windows: list[int], strid
 
 def ours(model, documents: list[list[int]], windows: list[int]) -> dict[int, float]:
     """Perplexity by window, as `pi-lora eval perplexity` measures it."""
-    from pi_lora.evals.perplexity import sliding_window_perplexity
+    from pi_lora.evaluation.perplexity.losses import sliding_window_perplexity
 
     return {row.window: row.perplexity for row in sliding_window_perplexity(model, documents, windows, STRIDE)}
 
@@ -68,7 +68,7 @@ def contend(name: str, folder: Path, file: Path) -> dict:
     import torch
     from transformers import AutoModelForCausalLM, logging
 
-    from pi_lora.model import device
+    from pi_lora.models.base import device
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
@@ -108,10 +108,10 @@ def prepare(folder: Path, options: argparse.Namespace) -> dict[str, Path]:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from pi_lora.data.presets import Choice
-    from pi_lora.evaluate.documents import choose_documents
-    from pi_lora.model import BUILTIN_FOLDER
-    from pi_lora.run import Stretch, load
+    from pi_lora.data.corpus import Choice
+    from pi_lora.evaluation.perplexity.selection import choose_documents
+    from pi_lora.models.base import BUILTIN_FOLDER
+    from pi_lora.models.load import Stretch, load
 
     loaded = load("builtin:tiny", Stretch(WINDOWS[-1]))
     choice = Choice(documents=options.documents, min_tokens=options.tokens, truncate=options.tokens)

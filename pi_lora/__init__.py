@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 from pi_lora.errors import PiLoraError
 
 if TYPE_CHECKING:
-    from pi_lora.run import LoadedModel, Stretch, load
+    from pi_lora.models.load import LoadedModel, Stretch, load
 
 __all__ = ["LoadedModel", "PiLoraError", "Stretch", "load"]
 
@@ -13,7 +13,7 @@ __all__ = ["LoadedModel", "PiLoraError", "Stretch", "load"]
 def __getattr__(name: str) -> Any:
     """Import what needs torch only when it is asked for, so that the command line starts at once."""
     if name in __all__:
-        import pi_lora.run
+        import pi_lora.models.load
 
-        return getattr(pi_lora.run, name)
+        return getattr(pi_lora.models.load, name)
     raise AttributeError(f"module 'pi_lora' has no attribute {name!r}")

@@ -9,19 +9,19 @@ from typing import TypeVar
 import psutil
 import torch
 
-from pi_lora.adapter import check_shape
 from pi_lora.data.corpus import RECALL, source_problems
 from pi_lora.data.examples import example_problems
 from pi_lora.errors import ModelError, PiLoraError, RecipeError
-from pi_lora.extension import refuse_what_does_not_reach
-from pi_lora.model import BaseModel, extended_config, find_base
-from pi_lora.plan.gpus import CPU, GPUS, gpu_of_device
-from pi_lora.plan.planning import Plan, plan_recipe
+from pi_lora.models.adapter import check_shape
+from pi_lora.models.base import BaseModel, extended_config, find_base
+from pi_lora.models.load import adapter_base, is_adapter
+from pi_lora.planning.gpus import CPU, GPUS, gpu_of_device
+from pi_lora.planning.planning import Plan, plan_recipe
 from pi_lora.recipe.schema import Data, Hardware, Recipe
-from pi_lora.rope import Config, scale_of, window_of
-from pi_lora.run import adapter_base, is_adapter
 from pi_lora.run_folder import check_output, check_resumed_recipe
-from pi_lora.schedule import rate_share
+from pi_lora.scaling.config import Config, scale_of, window_of
+from pi_lora.scaling.extend import refuse_what_does_not_reach
+from pi_lora.training.schedule import rate_share
 
 T = TypeVar("T")
 # Where runs go by default; nothing on the hub is called so.

@@ -12,14 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from pi_lora.errors import RecipeError, RunExistsError
-from pi_lora.recipe.files import dump_recipe, load_recipe
+from pi_lora.recipe.files import RECIPE_FILE, dump_recipe, load_recipe
 from pi_lora.recipe.schema import Recipe
 
-RECIPE_FILE = "recipe.yaml"
 RUN_FILE = "run.json"
-# As PEFT names them.
-ADAPTER_CONFIG_FILE = "adapter_config.json"
-ADAPTER_WEIGHTS_FILE = "adapter_model.safetensors"
 CHECKPOINTS = "checkpoints"
 COMPLETE = "complete"
 SPARE_BYTES = 50_000_000  # tokenizer, card, and what else runs on the machine
@@ -123,12 +119,6 @@ def last_checkpoint(staging: Path) -> Path | None:
 def mark_complete(checkpoint: Path) -> None:
     """Say that a checkpoint is whole: a process may be killed while it writes one."""
     (checkpoint / COMPLETE).touch()
-
-
-def tuned_quantized(folder: Path) -> bool:
-    """Whether the adapter in a folder was tuned on an NF4 base; not known of a folder without a recipe."""
-    kept = folder / RECIPE_FILE
-    return kept.is_file() and load_recipe(kept).recipe.tuning.method == "qlora"
 
 
 def write_recipe(folder: Path, recipe: Recipe) -> None:

@@ -16,9 +16,9 @@ from pages import write_block
 from rich.console import Console
 
 from pi_lora.errors import PiLoraError
-from pi_lora.evaluate.passkey import evaluate_passkey
-from pi_lora.evaluate.perplexity import evaluate_perplexity
-from pi_lora.run import load
+from pi_lora.evaluation.passkey.measure import evaluate_passkey
+from pi_lora.evaluation.perplexity.measure import evaluate_perplexity
+from pi_lora.models.load import load
 
 ROOT = Path(__file__).parent.parent
 RUNS = Path("comparison")

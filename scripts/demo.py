@@ -14,16 +14,16 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from pi_lora.errors import Interrupted, PiLoraError
-from pi_lora.evaluate.passkey import evaluate_passkey
-from pi_lora.evaluate.perplexity import evaluate_perplexity
-from pi_lora.evaluate.scores import write_scores
-from pi_lora.merge import merge
+from pi_lora.evaluation.passkey.measure import evaluate_passkey
+from pi_lora.evaluation.perplexity.measure import evaluate_perplexity
+from pi_lora.evaluation.results import write_scores
+from pi_lora.merge.merging import merge
+from pi_lora.models.load import Stretch, load
 from pi_lora.recipe.files import load_recipe
 from pi_lora.report.pictures import comparison_picture
 from pi_lora.report.tables import comparison_table, markdown_table
-from pi_lora.run import Stretch, load
 from pi_lora.run_folder import last_checkpoint, staging_path
-from pi_lora.train import train
+from pi_lora.training.training import train
 
 ROOT = Path(__file__).parent.parent
 DEMO = Path("demo")

@@ -21,11 +21,9 @@ from rich.console import Console
 
 from pi_lora.data.recall import NAMES, THINGS, sentence
 from pi_lora.errors import PiLoraError
-from pi_lora.evals.rouge import ROUGES
-from pi_lora.evals.writing import Sampling
-from pi_lora.evaluate.summarization import evaluate_summarization
-from pi_lora.evaluate.tasks import evaluation_data
-from pi_lora.evaluate.writers import find_writer
+from pi_lora.evaluation.summarization.measure import evaluate_summarization, evaluation_data
+from pi_lora.evaluation.summarization.rouge import ROUGES
+from pi_lora.evaluation.summarization.writing import Sampling, find_writer
 
 ROOT = Path(__file__).parent.parent
 RUNS = Path("key_sentences")

@@ -13,8 +13,8 @@ from torch.nn.functional import cross_entropy
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from pi_lora.data.recall import recall_document
-from pi_lora.evals.passkey_prompt import FILLER, prompt
-from pi_lora.model import save_tokenizer
+from pi_lora.evaluation.passkey.prompt import FILLER, prompt
+from pi_lora.models.base import save_tokenizer
 
 BOS, EOS = "<s>", "</s>"
 

@@ -17,7 +17,7 @@ import torch
 from pretraining import Mixture, optimizers_for, save, train_step, train_tokenizer
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, logging
 
-from pi_lora.data.stdlib import stdlib_documents
+from pi_lora.data.corpus import stdlib_documents
 
 VOCABULARY = 1024
 WINDOW = 256

@@ -9,8 +9,8 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from pi_lora.adapter import without_known_warnings
-from pi_lora.model import BUILTIN_FOLDER, extended_config, find_base, save_config
+from pi_lora.models.adapter import without_known_warnings
+from pi_lora.models.base import BUILTIN_FOLDER, extended_config, find_base, save_config
 
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
 

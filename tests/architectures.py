@@ -20,9 +20,9 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig,
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from pi_lora.errors import ScalingError
-from pi_lora.extension import LOCAL_ATTENTION, local_window
-from pi_lora.model import BaseModel, extended_config, find_base
-from pi_lora.rope import FULL_ATTENTION, Method, full_attention_rope, in_both_dialects, read_rope, window_of
+from pi_lora.models.base import BaseModel, extended_config, find_base
+from pi_lora.scaling.config import FULL_ATTENTION, Method, full_attention_rope, in_both_dialects, read_rope, window_of
+from pi_lora.scaling.extend import LOCAL_ATTENTION, local_window
 
 PAGE = Path(__file__).parent.parent / "docs" / "models.md"
 MODEL_TYPES = tuple(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)

@@ -11,9 +11,9 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from pi_lora.model import BUILTIN_FOLDER
+from pi_lora.models.base import BUILTIN_FOLDER
 from pi_lora.recipe.schema import Recipe
-from pi_lora.train import train
+from pi_lora.training.training import train
 
 BUILTIN = "builtin:tiny"
 

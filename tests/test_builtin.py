@@ -4,10 +4,10 @@ import json
 
 import pytest
 
-from pi_lora.evaluate.passkey import evaluate_passkey
-from pi_lora.evaluate.perplexity import evaluate_perplexity
-from pi_lora.model import BUILTIN_FOLDER
-from pi_lora.run import LoadedModel, Stretch, load
+from pi_lora.evaluation.passkey.measure import evaluate_passkey
+from pi_lora.evaluation.perplexity.measure import evaluate_perplexity
+from pi_lora.models.base import BUILTIN_FOLDER
+from pi_lora.models.load import LoadedModel, Stretch, load
 
 FOLDER = BUILTIN_FOLDER / "tiny"
 

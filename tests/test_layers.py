@@ -8,44 +8,31 @@ import pi_lora
 ROOT = Path(pi_lora.__file__).parent
 FLOORS = {
     "errors": 0,
-    "rope": 1,
-    "processes": 1,
-    "extension": 2,
+    "types": 0,
+    "scaling": 1,
+    "drawing": 1,
     "recipe": 2,
-    "evals": 2,
-    "theory": 2,
-    "rotary": 3,
+    "models": 3,
     "data": 3,
-    "plan": 3,
-    "adapter": 4,
-    "schedule": 3,
-    "run_folder": 3,
-    "launch": 3,
-    "chunked_mlp": 3,
-    "snippets": 3,
-    "model": 4,
-    "training_log": 4,
-    "run": 5,
-    "kernels": 5,
-    "card": 5,
-    "preflight": 6,
-    "evaluate": 6,
-    "merge": 6,
+    "distributed": 3,
+    "theory": 4,
+    "planning": 4,
+    "run_folder": 4,
+    "evaluation": 5,
     "report": 6,
-    "push": 6,
-    "trainer": 5,
-    "training_scores": 7,
-    "train": 8,
+    "merge": 7,
+    "training": 7,
+    "preflight": 8,
     "cli": 9,
     "__main__": 10,
 }
 HOMES = {
-    "trl": "trainer",
-    "peft": "adapter",
-    "datasets": "data",
-    "matplotlib": "report",
-    "lm_eval": "evals",
-    "typer": "cli",
+    "trl": {"training/trainer.py"},
+    "peft": {"models/adapter.py"},
+    "datasets": {"data"},
+    "matplotlib": {"drawing.py"},
+    "lm_eval": {"evaluation/benchmarks"},
+    "typer": {"cli"},
 }
 # The package's own door re-exports; it belongs to no floor.
 DOOR = ROOT / "__init__.py"
@@ -108,8 +95,9 @@ def test_packages_have_no_import_circles() -> None:
 
 def test_each_large_library_has_one_home() -> None:
     for library, home in HOMES.items():
-        users = {place(path) for path in sources() if any(n.split(".")[0] == library for n in imports(path))}
-        assert users == {home}, library
+        users = [path for path in sources() if any(n.split(".")[0] == library for n in imports(path))]
+        at_home = [path for path in users if any((ROOT / each) in (path, *path.parents) for each in home)]
+        assert users == at_home != [], library
 
 
 def test_what_plans_needs_no_torch() -> None:

@@ -7,7 +7,7 @@ from conftest import small_recipe
 
 from pi_lora.errors import RecipeError, ScalingError
 from pi_lora.preflight import check
-from pi_lora.rope import scale_of
+from pi_lora.scaling.config import scale_of
 
 
 def test_weights_are_not_read(small_model: Path, tmp_path: Path) -> None:

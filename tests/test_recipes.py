@@ -9,9 +9,8 @@ import pytest
 from pydantic import BaseModel
 
 import pi_lora
-from pi_lora.plan.config import CONFIGS, shipped_config
-from pi_lora.plan.lines import gpu_named_in
-from pi_lora.plan.page import planned, recipes_page
+from pi_lora.planning.shape import CONFIGS, shipped_config
+from pi_lora.planning.text import gpu_named_in, planned, recipes_page
 from pi_lora.recipe.files import load_recipe, recipe_paths, recipe_summary
 from pi_lora.recipe.reference import reference_page
 from pi_lora.recipe.schema import Recipe

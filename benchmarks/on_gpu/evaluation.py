@@ -10,10 +10,10 @@ from perplexity import straightforward
 
 from on_gpu.setting import Setting, random_model
 from on_gpu.training import tokenizer
-from pi_lora.evals.passkey_prompt import Grid, trials_at
-from pi_lora.evals.perplexity import sliding_window_perplexity
-from pi_lora.evaluate.passkey import evaluate_passkey
-from pi_lora.run import LoadedModel
+from pi_lora.evaluation.passkey.measure import evaluate_passkey
+from pi_lora.evaluation.passkey.prompt import Grid, trials_at
+from pi_lora.evaluation.perplexity.losses import sliding_window_perplexity
+from pi_lora.models.load import LoadedModel
 
 sys.path.append(str(Path(__file__).parents[2] / "tests"))
 # Windows of each length beyond the first one, stride 256: enough to time.

@@ -7,8 +7,8 @@ from transformers import set_seed
 
 from on_gpu.setting import Changes, Setting, planned, random_model
 from on_gpu.training import Row, about, measured, train_here
-from pi_lora.adapter import prepare_for_tuning
-from pi_lora.plan.memory import OVERHEAD
+from pi_lora.models.adapter import prepare_for_tuning
+from pi_lora.planning.memory import OVERHEAD
 
 # As Unsloth's figures were made: an adapter alone, of rank 32. The levers are those that cost little time.
 CHANGES: Changes = {

@@ -7,14 +7,13 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from pi_lora.extension import extend_config
-from pi_lora.model import device, quantization, quiet_loading
-from pi_lora.plan.compute import Flops, flops_of_sequence
-from pi_lora.plan.config import find_config
-from pi_lora.plan.memory import DeviceMemory, memory, spread_of
-from pi_lora.plan.shape import Shape, shape_of
+from pi_lora.models.base import device, quantization, quiet_loading
+from pi_lora.planning.memory import DeviceMemory, memory, spread_of
+from pi_lora.planning.operations import Flops, flops_of_sequence
+from pi_lora.planning.shape import Shape, find_config, shape_of
 from pi_lora.recipe.schema import Recipe
-from pi_lora.rope import Interpolation
+from pi_lora.scaling.config import Interpolation
+from pi_lora.scaling.extend import extend_config
 
 Changes = Mapping[str, Mapping[str, Any]]
 

@@ -11,14 +11,13 @@ import torch
 from transformers import AutoTokenizer, TrainerCallback, set_seed
 
 from on_gpu.setting import Changes, Setting, planned, random_model, work
-from pi_lora.adapter import prepare_for_tuning, train_in_float32, without_known_warnings
-from pi_lora.data.batches import collate
-from pi_lora.data.training import TrainingData
-from pi_lora.kernels import attention_kernel
-from pi_lora.model import BUILTIN_FOLDER, quiet_loading
+from pi_lora.data.batches import TrainingData, collate
+from pi_lora.models.adapter import prepare_for_tuning, train_in_float32, without_known_warnings
+from pi_lora.models.attention import attention_kernel
+from pi_lora.models.base import BUILTIN_FOLDER, quiet_loading
 from pi_lora.recipe.schema import Recipe
-from pi_lora.trainer import computes_in_bfloat16, make_trainer
-from pi_lora.training_log import TrainingLog
+from pi_lora.training.log import TrainingLog
+from pi_lora.training.trainer import computes_in_bfloat16, make_trainer
 
 Row = dict[str, Any]
 LONG = 32768
@@ -103,7 +102,7 @@ def measured(train: Callable[[Clock], None], recipe: Recipe, steps: int) -> Row:
 
 
 def train_here(recipe: Recipe, tuned: Any, clock: Clock, steps: int | None = None) -> None:
-    """What `pi_lora.train.train` does between loading and saving, on tokens made up here."""
+    """What `pi_lora.training.training.train` does between loading and saving, on tokens made up here."""
     steps = steps or steps_at(recipe.context.target)
     recipe = recipe.model_copy(update={"training": recipe.training.model_copy(update={"steps": steps})})
     with tempfile.TemporaryDirectory() as folder, quiet_loading(), without_known_warnings():

@@ -3,8 +3,8 @@
 from pathlib import Path
 from typing import Any
 
-from pi_lora.report.drawing import STYLES, new_figure, plain, save, themed
-from pi_lora.report.run_pictures import marks
+from pi_lora.drawing import STYLES, new_figure, plain, save, themed
+from pi_lora.report.pictures import marks
 from small.page import SCALINGS, Result
 
 

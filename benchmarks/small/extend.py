@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pi_lora.evaluate.passkey import evaluate_passkey
-from pi_lora.evaluate.perplexity import evaluate_perplexity
-from pi_lora.model import device
+from pi_lora.evaluation.passkey.measure import evaluate_passkey
+from pi_lora.evaluation.perplexity.measure import evaluate_perplexity
+from pi_lora.models.base import device
+from pi_lora.models.load import load
 from pi_lora.recipe.schema import Recipe
-from pi_lora.run import load
-from pi_lora.train import train
+from pi_lora.training.training import train
 from small.setting import Setting
 
 Row = dict[str, Any]

@@ -5,7 +5,7 @@ from typing import Annotated, cast
 
 import typer
 
-from pi_lora.cli import all as all_  # each of these registers its commands
+from pi_lora.cli import all as all_
 from pi_lora.cli import benchmarks, merge, passkey, perplexity, push, recipes, report, summarization, theory, train
 from pi_lora.cli.app import app, out
 from pi_lora.errors import Interrupted, PiLoraError
@@ -53,7 +53,7 @@ def main() -> None:
     try:
         status = app(standalone_mode=False)
     except PiLoraError as mistake:
-        from pi_lora.launch import report_outcome
+        from pi_lora.distributed import report_outcome
 
         if report_outcome(mistake):
             sys.exit(0)

@@ -17,12 +17,11 @@ def everything(
 ) -> None:
     """Measure what RUN's recipe names under `evaluation`, and keep it in RUN/scores."""
     with working("loading libraries"):
-        from pi_lora.evaluate.recipe import evaluation_of, measurements, names_in
-        from pi_lora.evaluate.scores import write_scores
-        from pi_lora.launch import is_launched
-        from pi_lora.model import device
-        from pi_lora.processes import is_leader, join_processes
-        from pi_lora.run import load
+        from pi_lora.distributed import is_launched, is_leader, join_processes
+        from pi_lora.evaluation.results import write_scores
+        from pi_lora.evaluation.suite import evaluation_of, measurements, names_in
+        from pi_lora.models.base import device
+        from pi_lora.models.load import load
         from pi_lora.run_folder import SCORES
 
         evaluation, named = evaluation_of(run)
@@ -50,9 +49,9 @@ def everything(
 
 
 def _table(name: str, scores: dict[str, Any]) -> Any:
-    from pi_lora.report.benchmarks import benchmarks_table
-    from pi_lora.report.passkey import passkey_table
-    from pi_lora.report.perplexity import perplexity_table
+    from pi_lora.evaluation.benchmarks.table import benchmarks_table
+    from pi_lora.evaluation.passkey.table import passkey_table
+    from pi_lora.evaluation.perplexity.table import perplexity_table
 
     return {"perplexity": perplexity_table, "passkey": passkey_table, "benchmarks": benchmarks_table}[name](scores)
 

@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 
 from pi_lora.errors import PiLoraError
-from pi_lora.rope import Method
+from pi_lora.scaling.config import Method
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 eval_app = typer.Typer(no_args_is_help=True, help="Measure a model.")
@@ -29,7 +29,7 @@ Dtype = Annotated[Literal["float32", "bfloat16", "float16"] | None, typer.Option
 
 def stretch_of(original: int | None, target: int | None, scaling: Method | None) -> Any:
     """What `--original`, `--target` and `--scaling` ask of a plain base; None if they ask nothing."""
-    from pi_lora.run import Stretch
+    from pi_lora.models.load import Stretch
 
     if target is None and (original is not None or scaling is not None):
         raise PiLoraError("--original, --scaling: go with --target, the window to stretch to; give it as well")

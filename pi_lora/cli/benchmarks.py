@@ -4,17 +4,7 @@ from typing import Annotated
 
 import typer
 
-from pi_lora.cli.app import (
-    Dtype,
-    JsonFile,
-    Original,
-    Scaling,
-    eval_app,
-    out,
-    progress_bar,
-    stretch_of,
-    working,
-)
+from pi_lora.cli.app import Dtype, JsonFile, Original, Scaling, eval_app, out, progress_bar, stretch_of, working
 
 
 @eval_app.command()
@@ -41,14 +31,13 @@ def benchmarks(
     """Short-context benchmarks (paper, table 5) through lm-eval, of several models side by side."""
     stretch = stretch_of(original, target, scaling)
     with working("loading benchmarks"):
-        from pi_lora.evaluate.benchmarks import TASKS, evaluate_benchmarks, prepare
-        from pi_lora.evaluate.models import window_named
-        from pi_lora.evaluate.scores import write_scores
-        from pi_lora.launch import is_launched
-        from pi_lora.model import device
-        from pi_lora.processes import is_leader, join_processes
-        from pi_lora.report.benchmarks import benchmarks_table
-        from pi_lora.run import load
+        from pi_lora.distributed import is_launched, is_leader, join_processes
+        from pi_lora.evaluation.benchmarks.measure import TASKS, evaluate_benchmarks, prepare
+        from pi_lora.evaluation.benchmarks.table import benchmarks_table
+        from pi_lora.evaluation.journal import window_named
+        from pi_lora.evaluation.results import write_scores
+        from pi_lora.models.base import device
+        from pi_lora.models.load import load
 
         for model in models:
             window_named(model, stretch)  # Refuses what cannot be loaded before any of them is measured.

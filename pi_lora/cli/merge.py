@@ -30,8 +30,7 @@ def merge(
     """Add an adapter into the weights of its base, with the scaling written for every engine."""
     size = size_in(shard_size) if shard_size else None
     with working("loading libraries"):
-        from pi_lora.merge.card import merge_lines
-        from pi_lora.merge.merging import merge
+        from pi_lora.merge.merging import merge, merge_lines
 
     with progress_bar("merging") as progress:
         folder = merge(run, output or Path("models") / run.resolve().name, base, dtype, onto, size, verify, progress)

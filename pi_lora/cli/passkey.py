@@ -5,18 +5,7 @@ from typing import Annotated
 
 import typer
 
-from pi_lora.cli.app import (
-    Dtype,
-    JsonFile,
-    Original,
-    Scaling,
-    err,
-    eval_app,
-    out,
-    progress_bar,
-    stretch_of,
-    working,
-)
+from pi_lora.cli.app import Dtype, JsonFile, Original, Scaling, err, eval_app, out, progress_bar, stretch_of, working
 
 
 @eval_app.command()
@@ -37,14 +26,14 @@ def passkey(
 ) -> None:
     """Passkey retrieval and k_max (paper, section 3.3); several models side by side."""
     with working("loading libraries"):
-        from pi_lora.evaluate.models import window_named
-        from pi_lora.evaluate.passkey import evaluate_passkey
-        from pi_lora.evaluate.scores import write_scores
-        from pi_lora.model import device
-        from pi_lora.processes import is_leader, join_processes, number_of_processes
-        from pi_lora.report.drawing import check_can_draw
-        from pi_lora.report.passkey import passkey_picture, passkey_table
-        from pi_lora.run import load
+        from pi_lora.distributed import is_leader, join_processes, number_of_processes
+        from pi_lora.drawing import check_can_draw
+        from pi_lora.evaluation.journal import window_named
+        from pi_lora.evaluation.passkey.measure import evaluate_passkey
+        from pi_lora.evaluation.passkey.table import passkey_picture, passkey_table
+        from pi_lora.evaluation.results import write_scores
+        from pi_lora.models.base import device
+        from pi_lora.models.load import load
 
     if plot:
         check_can_draw("--plot")

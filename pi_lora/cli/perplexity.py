@@ -57,12 +57,11 @@ def perplexity(
     lengths = lengths_in(windows) if windows else None
     stretch = stretch_of(original, target, scaling)
     with working("loading libraries"):
-        from pi_lora.data.presets import Choice
-        from pi_lora.evaluate.models import window_named
-        from pi_lora.evaluate.perplexity import default_stride, default_windows
-        from pi_lora.launch import is_launched
-        from pi_lora.model import device
-        from pi_lora.processes import is_leader, join_processes
+        from pi_lora.data.corpus import Choice
+        from pi_lora.distributed import is_launched, is_leader, join_processes
+        from pi_lora.evaluation.journal import window_named
+        from pi_lora.evaluation.perplexity.measure import default_stride, default_windows
+        from pi_lora.models.base import device
 
         if is_launched():
             join_processes(cpu=device().type == "cpu")
@@ -87,9 +86,9 @@ def _measured(
     stride: int,
     by_position: bool,
 ) -> dict[str, Any]:
-    from pi_lora.evaluate.perplexity import evaluate_perplexity
-    from pi_lora.processes import is_leader
-    from pi_lora.run import load
+    from pi_lora.distributed import is_leader
+    from pi_lora.evaluation.perplexity.measure import evaluate_perplexity
+    from pi_lora.models.load import load
 
     def warn(line: str) -> None:
         if is_leader():
@@ -103,8 +102,8 @@ def _measured(
 
 
 def _show(measured: list[dict[str, Any]], json: Path | None, plot: Path | None) -> None:
-    from pi_lora.evaluate.scores import write_scores
-    from pi_lora.report.perplexity import perplexity_table, position_picture, position_table
+    from pi_lora.evaluation.perplexity.table import perplexity_table, position_picture, position_table
+    from pi_lora.evaluation.results import write_scores
 
     if json:
         result: Any = measured if len(measured) > 1 else measured[0]

@@ -18,7 +18,7 @@ def push(
 ) -> None:
     """Upload a run or a merged model to the Hugging Face hub, with its card; checkpoints stay here."""
     with working(f"uploading {model}"):
-        from pi_lora.push import push
+        from pi_lora.report.upload import push
 
         url = push(model, repo, private, revision, message)
     out.print(url, highlight=False, soft_wrap=True)

@@ -34,9 +34,9 @@ def plan(
     json: JsonFile = None,
 ) -> None:
     """Memory, tokens and hours of RECIPE before anything is loaded; without --gpu on what its first line names."""
-    from pi_lora.plan.gpus import find_gpu
-    from pi_lora.plan.lines import component_lines, gpu_named_in, plan_lines
-    from pi_lora.plan.planning import plan_recipe, write_plan
+    from pi_lora.planning.gpus import find_gpu
+    from pi_lora.planning.planning import plan_recipe, write_plan
+    from pi_lora.planning.text import component_lines, gpu_named_in, plan_lines
     from pi_lora.recipe.files import load_recipe, recipe_summary
 
     resolved = load_recipe(recipe, overrides or []).recipe
@@ -67,7 +67,7 @@ def recipes(
         print(reference_page(), end="")
         return
     if markdown:
-        from pi_lora.plan.page import recipes_page
+        from pi_lora.planning.text import recipes_page
 
         print(recipes_page(folder), end="")
         return

@@ -18,10 +18,10 @@ def report(
 ) -> None:
     """How it went: the model card of a run with its pictures, or several runs side by side."""
     with working("writing the report"):
-        from pi_lora.report.drawing import check_can_draw
+        from pi_lora.drawing import check_can_draw
 
         check_can_draw("report")
-        from pi_lora.report.runs import missing_baselines, read_run
+        from pi_lora.report.kept import missing_baselines, read_run
         from pi_lora.report.writing import write_report
 
         read = [read_run(run) for run in runs]

@@ -61,16 +61,13 @@ def summarization(
     stretch = stretch_of(original, target, scaling)
     with working("loading libraries"):
         from pi_lora.data.tables import SCROLLS
-        from pi_lora.evals.writing import Sampling
-        from pi_lora.evaluate.models import window_named
-        from pi_lora.evaluate.scores import write_scores
-        from pi_lora.evaluate.summarization import evaluate_summarization
-        from pi_lora.evaluate.tasks import evaluation_data
-        from pi_lora.evaluate.writers import find_writer
-        from pi_lora.launch import is_launched
-        from pi_lora.model import device
-        from pi_lora.processes import is_leader, join_processes
-        from pi_lora.report.summarization import summarization_table
+        from pi_lora.distributed import is_launched, is_leader, join_processes
+        from pi_lora.evaluation.journal import window_named
+        from pi_lora.evaluation.results import write_scores
+        from pi_lora.evaluation.summarization.measure import evaluate_summarization, evaluation_data
+        from pi_lora.evaluation.summarization.table import summarization_table
+        from pi_lora.evaluation.summarization.writing import Sampling, find_writer
+        from pi_lora.models.base import device
 
         window_named(model, stretch)
         source = _given(name=data, subset=subset, split=split)
@@ -104,12 +101,12 @@ def summarize(
 ) -> None:
     """Write a summary of FILE, as it comes."""
     with working("loading libraries"):
-        from pi_lora.data.texts import read_document
-        from pi_lora.evals.writing import Sampling
-        from pi_lora.evaluate.models import window_named
-        from pi_lora.evaluate.summarize import summarize
-        from pi_lora.evaluate.tasks import evaluation_data
-        from pi_lora.run import load
+        from pi_lora.data.tables import read_document
+        from pi_lora.evaluation.journal import window_named
+        from pi_lora.evaluation.summarization.measure import evaluation_data
+        from pi_lora.evaluation.summarization.summarize import summarize
+        from pi_lora.evaluation.summarization.writing import Sampling
+        from pi_lora.models.load import load
 
         text = read_document(file)
         window_named(model, None)

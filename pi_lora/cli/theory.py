@@ -27,14 +27,13 @@ def theory(
     json: JsonFile = None,
 ) -> None:
     """Why it works: the bounds and figures of the paper (section 2), for any setting and on a real model."""
-    from pi_lora.report.drawing import check_can_draw
+    from pi_lora.drawing import check_can_draw
 
     check_can_draw("theory")
     _check_options(model, text, head_dim, theta)
     with working("computing the bounds"):
-        from pi_lora.report.theory_figures import draw_theory
-        from pi_lora.report.theory_tables import bounds_table
-        from pi_lora.theory.setting import bounds_of
+        from pi_lora.theory.bounds import bounds_of
+        from pi_lora.theory.figures import bounds_table, draw_theory
 
         setting = _setting(model, head_dim, theta, original, target)
         bounds = bounds_of(setting)
@@ -49,7 +48,7 @@ def theory(
     for file in files:
         out.print(str(file), highlight=False, soft_wrap=True)
     if json:
-        from pi_lora.evaluate.scores import write_scores
+        from pi_lora.evaluation.results import write_scores
 
         write_scores(result, json)
 
@@ -64,21 +63,20 @@ def _check_options(model: str | None, text: Path | None, head_dim: int | None, t
 def _setting(
     model: str | None, head_dim: int | None, theta: float | None, original: int | None, target: int | None
 ) -> Any:
-    from pi_lora.theory.setting import Setting, setting_of
+    from pi_lora.theory.bounds import Setting, setting_of
 
     if model is None:
         window = original or Setting.original
         return Setting(head_dim or Setting.head_dim, theta or Setting.theta, window, target or 2 * window)
-    from pi_lora.run import config_named
+    from pi_lora.models.load import config_named
 
     return setting_of(config_named(model), original, target)
 
 
 def _measured(model: str, text: Path, setting: Any, output: Path) -> tuple[dict[str, Any], list[Path]]:
-    from pi_lora.evaluate.attention import measure_attention
-    from pi_lora.report.attention_figure import draw_attention
-    from pi_lora.report.theory_tables import attention_table
-    from pi_lora.run import load
+    from pi_lora.models.load import load
+    from pi_lora.theory.figures import attention_table, draw_attention
+    from pi_lora.theory.measured import measure_attention
 
     with working(f"loading {model}"):
         loaded = load(model)

@@ -27,7 +27,7 @@ def train(
     main_process_port: Annotated[int | None, typer.Option(metavar="PORT", help="The port there.")] = None,
 ) -> None:
     """Tune a model to its target window, as RECIPE says, in as many processes as it asks for."""
-    from pi_lora.launch import Rendezvous, check_launched, is_launched, launch, launch_arguments
+    from pi_lora.distributed import Rendezvous, check_launched, is_launched, launch, launch_arguments
     from pi_lora.recipe.files import load_recipe
 
     changes = [*(overrides or []), *([f"hardware.machines={num_machines}"] if num_machines else [])]
@@ -42,10 +42,10 @@ def train(
     if is_launched():
         check_launched(resolved)
     with working("loading libraries"):
+        from pi_lora.distributed import is_leader
         from pi_lora.preflight import check
-        from pi_lora.processes import is_leader
         from pi_lora.run_folder import output_folder
-        from pi_lora.train import prepare_data, train
+        from pi_lora.training.training import prepare_data, train
 
     folder = output or output_folder(resolved, recipe)
     checked = check(resolved, folder, resume)
@@ -73,7 +73,7 @@ def train(
 
 def _show_plan(recipe: Any, force: bool) -> None:
     """The first lines of a training: what is about to be done, and what it takes; a refusal where that does not fit."""
-    from pi_lora.plan.lines import plan_lines
+    from pi_lora.planning.text import plan_lines
     from pi_lora.preflight import plan_here
 
     plan = plan_here(recipe)

@@ -1,20 +1,19 @@
 """A recipe's rows to training examples: prompts and completions in token ids, with an account of what is left out."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from datasets import Dataset
 
-from pi_lora.data.cache import cached, notes_on
+from pi_lora.data.cache import Layout, cached, notes_on
+from pi_lora.data.packing import tokenizer_identity
 from pi_lora.data.prompts import Prompter, Task
-from pi_lora.data.shards import Layout
 from pi_lora.data.tables import LocalTable, NamedRow, Table, find_table
-from pi_lora.data.tokens import tokenizer_identity
 from pi_lora.errors import DataError
 from pi_lora.recipe.schema import Data, Source
+from pi_lora.types import Progress, silent
 
-Progress = Callable[[int, int, str], None]
 # Of how examples are made: raise it with every change that makes other ones.
 FORMAT = 1
 # How much text is tokenized at once, by several threads.
@@ -73,7 +72,7 @@ def training_examples(data: Data, tokenizer: Any, window: int, progress: Progres
         "tokenizer": tokenizer_identity(tokenizer),
         "window": window,
     }
-    tell: Progress = progress or (lambda done, needed, note: None)
+    tell: Progress = progress or (silent)
     account = Account()
 
     def rows() -> Iterator[Mapping[str, list[int]]]:

@@ -1,5 +1,7 @@
-"""Where rows of several columns come from: local files, data sets of the hub, and SCROLLS with its archives."""
+"""One document of a user's: a text file, a PDF, or what comes from standard input."""
 
+import importlib.util
+import sys
 import zipfile
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
@@ -9,11 +11,74 @@ from typing import Any
 from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import HfHubHTTPError
 
-from pi_lora.data.documents import text_of
-from pi_lora.data.files import files_named, fingerprint, looks_local
-from pi_lora.data.rows import CSV, csv_rows, json_line, json_rows, parquet_columns, parquet_rows
-from pi_lora.errors import DataError
+from pi_lora.data.documents import (
+    CSV,
+    csv_rows,
+    files_named,
+    fingerprint,
+    json_line,
+    json_rows,
+    looks_local,
+    parquet_columns,
+    parquet_rows,
+    text_of,
+)
+from pi_lora.errors import DataError, PiLoraError
 from pi_lora.recipe.schema import Source
+
+STDIN = "-"
+PDF = ".pdf"
+
+
+def read_document(name: str) -> str:
+    """The text of a file, or with `-` of standard input.
+
+    Raises:
+        DataError: it is not there, holds no text, or is neither UTF-8 nor a PDF.
+        PiLoraError: it is a PDF, and pypdf is not installed.
+    """
+    if name == STDIN:
+        text = _decoded(sys.stdin.buffer.read(), "standard input")
+    elif name.lower().endswith(PDF):
+        text = _pdf(Path(name).expanduser())
+    else:
+        text = _decoded(_bytes(Path(name).expanduser()), name)
+    if not text.strip():
+        more = "; scanned pages hold pictures, recognize their text first" if name.lower().endswith(PDF) else ""
+        raise DataError(f"{name}: holds no text{more}")
+    return text
+
+
+def _bytes(file: Path) -> bytes:
+    try:
+        return file.read_bytes()
+    except OSError as error:
+        raise DataError(f"{file}: cannot be read ({error.strerror}); name a .txt, .md or .pdf file, or - ") from None
+
+
+def _decoded(content: bytes, name: str) -> str:
+    try:
+        text = content.decode("utf-8-sig")
+    except UnicodeDecodeError:
+        raise DataError(f"{name}: is not UTF-8 text; convert it, or name a .pdf") from None
+    if "\0" in text:
+        raise DataError(f"{name}: is a binary file; name a .txt, .md or .pdf file")
+    return text
+
+
+def _pdf(file: Path) -> str:
+    """The text of all pages, a blank line between them."""
+    if importlib.util.find_spec("pypdf") is None:
+        raise PiLoraError(f"{file}: PDF needs the package pypdf; pip install 'pi-lora[pdf]'")
+    import pypdf
+    from pypdf.errors import PyPdfError
+
+    _bytes(file)
+    try:
+        return "\n\n".join(page.extract_text() for page in pypdf.PdfReader(file).pages)
+    except (PyPdfError, ValueError, KeyError, TypeError) as error:  # what damaged files raise
+        raise DataError(f"{file}: is no whole PDF ({error}); fetch it again, or give its text") from None
+
 
 SUFFIXES = (".jsonl", ".jsonl.gz", ".parquet", CSV)
 # Its loader is a script, which `datasets` no longer runs; the script reads `SPLIT.jsonl` out of `SUBSET.zip`.

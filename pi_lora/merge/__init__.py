@@ -1,5 +1,1 @@
-"""Adapter and base to full weights that every engine reads with their scaling, in bounded memory, and checked."""
-
-from pi_lora.merge.merging import merge
-
-__all__ = ["merge"]
+"""Adapter and base to full weights that every engine loads with their scaling, in bounded memory, and checked."""

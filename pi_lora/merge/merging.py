@@ -1,28 +1,73 @@
-"""The story of a merge: base and adapter to full weights, whole or not at all, and checked."""
+"""What is kept of a merge beside the weights: `merge.json`, and the model card."""
 
+import importlib.metadata
+import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
 import torch
 
 from pi_lora.errors import ModelError
-from pi_lora.merge.adapter_files import read_adapter, read_settings
-from pi_lora.merge.base_files import base_shards, find_file
-from pi_lora.merge.card import Merge, write_merge
-from pi_lora.merge.plan import Plan, plan_merge
-from pi_lora.merge.quantized import check_bitsandbytes
-from pi_lora.merge.skeleton import skeleton, transposed_weights
-from pi_lora.merge.writing import filled_shards, write_shards
-from pi_lora.model import BaseModel, dtype_named, load_tokenizer, save_config, save_tokenizer
-from pi_lora.rope import Config, scale_of, window_of
-from pi_lora.run import adapter_base, is_adapter
-from pi_lora.run_folder import check_room, staged, tuned_quantized
+from pi_lora.merge.check import Check
+from pi_lora.merge.deltas import check_bitsandbytes, read_adapter, read_settings
+from pi_lora.merge.layout import Plan, plan_merge, skeleton, transposed_weights
+from pi_lora.merge.shards import base_shards, filled_shards, find_file, write_shards
+from pi_lora.models.base import BaseModel, dtype_named, load_tokenizer, save_config, save_tokenizer
+from pi_lora.models.load import adapter_base, is_adapter, tuned_quantized
+from pi_lora.report.card import CARD, merged_card
+from pi_lora.run_folder import LIBRARIES, check_room, staged
+from pi_lora.scaling.config import Config, scale_of, window_of
+from pi_lora.types import Progress
+
+MERGE_FILE = "merge.json"
+
+
+@dataclass(frozen=True)
+class Merge:
+    """What was merged: `onto` the stored or the quantized base; `untied` where a tied head became its own tensor."""
+
+    base: str
+    run: str
+    onto: str
+    dtype: str
+    scale: float
+    window: int
+    untied: bool
+
+
+def write_merge(folder: Path, merge: Merge, check: Check | None) -> None:
+    """Write `merge.json` and `README.md`; no `check` means that none was made.
+
+    Raises:
+        ModelError: a result that is kept in the run cannot be read.
+    """
+    made_with = {name: importlib.metadata.version(name) for name in LIBRARIES}
+    facts = {**asdict(merge), "check": asdict(check) if check else None, "versions": made_with}
+    (folder / MERGE_FILE).write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+    lines = check.lines() if check else []
+    (folder / CARD).write_text(merged_card(Path(merge.run), folder, lines, _facts(merge)), encoding="utf-8")
+
+
+def merge_lines(folder: Path) -> list[str]:
+    """What a merged folder says of itself, for the terminal."""
+    facts = json.loads((folder / MERGE_FILE).read_text(encoding="utf-8"))
+    check = Check.from_json(facts["check"]) if facts["check"] else None
+    untied = ["the head was tied to the embeddings, and they diverged: it is a tensor of its own now"]
+    return [*(untied if facts["untied"] else []), *(check.lines() if check else ["not checked"])]
+
+
+def _facts(merge: Merge) -> dict[str, str]:
+    """What the card says of this merge beyond any other."""
+    onto = {"added onto": "the base after the rounding to NF4 that it was tuned on"}
+    untied = {"head": "was tied to the embeddings; they diverged, and are two tensors now"}
+    return {**(onto if merge.onto == "quantized" else {}), **(untied if merge.untied else {})}
+
 
 Onto = Literal["base", "quantized"]
-Progress = Callable[[int, int, str], None]
 GENERATION_CONFIG = "generation_config.json"
 
 
@@ -67,7 +112,7 @@ def merge(
         check = None
         if verify:
             # Imported here: PEFT takes seconds, and merging does without.
-            from pi_lora.merge.verify import verify_merge
+            from pi_lora.merge.check import verify_merge
 
             check = verify_merge(found, config, run, staging, onto == "quantized", plan, progress)
         merged = Merge(found.name, str(run), onto, written["dtype"], scale_of(config), window_of(config), plan.untied)

@@ -6,15 +6,25 @@ shape and the bytes where each tensor begins and ends; then the data without gap
 
 import json
 import math
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
+from transformers.utils import (
+    SAFE_WEIGHTS_INDEX_NAME,
+    SAFE_WEIGHTS_NAME,
+    WEIGHTS_INDEX_NAME,
+    WEIGHTS_NAME,
+    cached_file,
+)
 
 from pi_lora.errors import ModelError
+from pi_lora.models.base import BaseModel
 
 LENGTH_BYTES = 8
 # What is worked on at a time, in numbers: 2 MB in float32 stay in a processor's cache, which is twice as fast as 16 MB.
@@ -134,3 +144,156 @@ def spans(shape: tuple[int, ...]) -> Iterator[tuple[int, int]]:
     step = max(1, BLOCK // max(1, row))
     for start in range(0, rows, step):
         yield start, min(rows, start + step)
+
+
+def base_shards(base: BaseModel) -> list[list[StoredTensor]]:
+    """What each file of `base` holds, in the order of its data; nothing but headers is read.
+
+    Raises:
+        ModelError: a file is missing or damaged, the index names what is not there, or there is only pickle.
+    """
+    index = find_file(base, SAFE_WEIGHTS_INDEX_NAME)
+    if index is None:
+        single = find_file(base, SAFE_WEIGHTS_NAME)
+        if single is None:
+            raise ModelError(_no_weights(base))
+        return [list(read_header(single).values())]
+    placed = _read_index(index)
+    return [_shard(base, file, placed) for file in sorted(set(placed.values()))]
+
+
+def find_file(base: BaseModel, name: str) -> Path | None:
+    """A file of `base`, downloaded if the base is on the hub; None where it has no such file."""
+    try:
+        found = cached_file(
+            base.path,
+            name,
+            revision=base.revision,
+            _raise_exceptions_for_missing_entries=False,
+            _raise_exceptions_for_connection_errors=False,
+        )
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{base.name}: {name} cannot be had ({str(error).strip().splitlines()[0]})") from None
+    return Path(found) if found else None
+
+
+def _read_index(path: Path) -> dict[str, str]:
+    """Which file holds which tensor."""
+    try:
+        index = json.loads(path.read_text(encoding="utf-8"))
+        return {str(name): str(file) for name, file in index["weight_map"].items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        raise ModelError(f"{path}: is no index of weights; download it again") from None
+
+
+def _shard(base: BaseModel, file: str, placed: dict[str, str]) -> list[StoredTensor]:
+    path = find_file(base, file)
+    held = [name for name, where in placed.items() if where == file]
+    if path is None:
+        raise ModelError(f"{base.name}: {file}: is missing, and with it {held[0]} and others; download it again")
+    found = read_header(path)
+    if lacking := sorted(set(held) - set(found)):
+        raise ModelError(f"{path}: lacks {', '.join(lacking)}, which the index places there; download it again")
+    # What the index does not name is not read by transformers either.
+    return [tensor for tensor in found.values() if placed.get(tensor.name) == file]
+
+
+def _no_weights(base: BaseModel) -> str:
+    pickled = next((name for name in (WEIGHTS_NAME, WEIGHTS_INDEX_NAME) if find_file(base, name)), None)
+    if pickled:
+        return f"{base.name}: {pickled}: pickle can run code and is not read; save the base as safetensors"
+    return f"{base.name}: holds neither {SAFE_WEIGHTS_NAME} nor {SAFE_WEIGHTS_INDEX_NAME}; name a whole base"
+
+
+INDEX = "model.safetensors.index.json"
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A tensor to be written; `blocks` makes it, a few rows at a time, already in `dtype`."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    blocks: Callable[[], Iterator[torch.Tensor]]
+
+    @property
+    def size(self) -> int:
+        """In bytes."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def filled_shards(tensors: Iterable[Planned], limit: int) -> list[list[Planned]]:
+    """The same tensors in the same order, in shards of at most `limit` bytes; a larger tensor has one for itself."""
+    shards: list[list[Planned]] = []
+    room = 0
+    for tensor in tensors:
+        if not shards or tensor.size > room:
+            shards.append([])
+            room = limit
+        shards[-1].append(tensor)
+        room -= tensor.size
+    return shards
+
+
+def write_shards(shards: Sequence[Sequence[Planned]], folder: Path, wrote: Callable[[int], None]) -> None:
+    """Write the shards, and an index where there are several; `wrote` is told the bytes as they go.
+
+    Every file is on the disk, not only on its way there, before this returns.
+
+    Raises:
+        OSError: the disk is full, or fails.
+    """
+    names = [
+        f"model-{number:05d}-of-{len(shards):05d}.safetensors" if len(shards) > 1 else "model.safetensors"
+        for number in range(1, len(shards) + 1)
+    ]
+    for file, shard in zip(names, shards, strict=True):
+        _write(shard, folder / file, wrote)
+    if len(shards) > 1:
+        index = {
+            "metadata": {"total_size": sum(tensor.size for shard in shards for tensor in shard)},
+            "weight_map": {tensor.name: file for file, shard in zip(names, shards, strict=True) for tensor in shard},
+        }
+        (folder / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def _write(shard: Sequence[Planned], path: Path, wrote: Callable[[int], None]) -> None:
+    # Wider dtypes first, as the library does: what is mapped from the file is then aligned.
+    ordered = sorted(shard, key=lambda tensor: -tensor.dtype.itemsize)
+    # One block is written while the next one is made: torch and the kernel leave Python alone meanwhile.
+    with path.open("wb", buffering=0) as file, ThreadPoolExecutor(1) as writer:
+        writing = writer.submit(_all_of, file.write, memoryview(_header(ordered)))
+        for tensor in ordered:
+            written = 0
+            for block in tensor.blocks():
+                data = block.contiguous().view(-1).view(torch.uint8).numpy().data
+                writing.result()
+                writing = writer.submit(_all_of, file.write, data)
+                written += len(data)
+                wrote(len(data))
+            assert written == tensor.size, tensor.name
+        writing.result()
+        os.fsync(file.fileno())
+
+
+def _header(tensors: Sequence[Planned]) -> bytes:
+    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for tensor in tensors:
+        begin, end = end, end + tensor.size
+        entries[tensor.name] = {
+            "dtype": NAMES[tensor.dtype],
+            "shape": tensor.shape,
+            "data_offsets": (begin, end),
+        }
+    header = json.dumps(entries, separators=(",", ":")).encode()
+    header += b" " * (-len(header) % LENGTH_BYTES)
+    return len(header).to_bytes(LENGTH_BYTES, "little") + header
+
+
+def _all_of(write: Callable[[memoryview], int | None], data: memoryview) -> None:
+    """Write all of `data`: an unbuffered write may take a part of it, at most 2 GiB at once."""
+    done = 0
+    while done < len(data):
+        done += write(data[done:]) or 0

@@ -13,6 +13,8 @@ from pydantic import BaseModel, ValidationError
 from pi_lora.errors import RecipeError
 from pi_lora.recipe.schema import Recipe
 
+# The resolved recipe of a run folder.
+RECIPE_FILE = "recipe.yaml"
 EXTENDS = "extends"
 COMMAND_LINE = "command line"
 DEFAULT = "default"

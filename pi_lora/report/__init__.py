@@ -1,1 +1,1 @@
-"""Scores to tables and pictures."""
+"""Model cards, pictures, HTML pages, comparisons, and the upload to the hub."""

@@ -3,8 +3,8 @@
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from pi_lora.card.lines import markdown_rows, picture_lines
-from pi_lora.report.runs import RunResults
+from pi_lora.report.kept import RunResults
+from pi_lora.report.tables import markdown_rows, picture_lines
 
 
 def comparison_page(runs: Sequence[RunResults], folder: Path) -> str:

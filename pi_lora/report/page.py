@@ -7,9 +7,9 @@ from pathlib import Path
 
 from markdown_it import MarkdownIt
 
-from pi_lora.card.lines import PICTURES
-from pi_lora.report.drawing import svg, themed
-from pi_lora.report.run_pictures import Drawings
+from pi_lora.drawing import svg, themed
+from pi_lora.report.pictures import Drawings
+from pi_lora.report.tables import PICTURES
 
 STYLE = Path(__file__).parent / "page.css"
 FRONT_MATTER = re.compile(r"\A---\n.*?\n---\n", re.DOTALL)

@@ -4,13 +4,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from pi_lora.card import CARD, check_own_card, refresh_scores, write_card
-from pi_lora.card.lines import PICTURES
 from pi_lora.errors import DataError, ModelError
+from pi_lora.report.card import CARD, check_own_card, refresh_scores, write_card
 from pi_lora.report.comparison import comparison_page
+from pi_lora.report.kept import RunResults
 from pi_lora.report.page import html_page
-from pi_lora.report.run_pictures import Drawings, drawings_of, write_pictures
-from pi_lora.report.runs import RunResults
+from pi_lora.report.pictures import Drawings, drawings_of, write_pictures
+from pi_lora.report.tables import PICTURES
 
 HTML = "report.html"
 COMPARISON = Path("report")

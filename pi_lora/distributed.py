@@ -1,0 +1,211 @@
+"""One process among several: which one leads, and what all agree on. With a single process all of it is free.
+
+`launch` starts the processes through accelerate's launcher; any other that sets the variables of `torch.distributed`
+works as well. torch is imported only where it is used, so that the command line starts at once.
+"""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import types
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import psutil
+
+from pi_lora.errors import Diverged, Interrupted, PiLoraError, RecipeError
+from pi_lora.recipe.schema import Recipe
+
+T = TypeVar("T")
+
+
+def join_processes(cpu: bool) -> None:
+    """Meet the other processes of this run, if there are any; `cpu` leaves GPUs alone."""
+    from accelerate import PartialState
+
+    PartialState(cpu=cpu)
+
+
+def is_leader() -> bool:
+    """Whether this process writes what all have made."""
+    return int(os.environ.get("RANK", "0")) == 0
+
+
+def number_of_processes() -> int:
+    """Over all machines."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def wait_for_all() -> None:
+    """Go on when every process has come this far."""
+    if number_of_processes() > 1:
+        from accelerate import PartialState
+
+        PartialState().wait_for_everyone()
+
+
+def any_process(*flags: bool) -> list[bool]:
+    """Each flag, raised if it is in any process: what must not be decided differently by two of them."""
+    if number_of_processes() == 1:
+        return list(flags)
+    import torch
+    from accelerate import PartialState
+
+    raised = torch.tensor(flags, dtype=torch.int32, device=PartialState().device)
+    torch.distributed.all_reduce(raised, torch.distributed.ReduceOp.MAX)
+    return [bool(flag) for flag in raised.tolist()]
+
+
+def share_of(items: Sequence[T]) -> list[T]:
+    """What this process works on of what all are to work on: every n-th of `items`, so that neighbours are spread."""
+    return list(items[int(os.environ.get("RANK", "0")) :: number_of_processes()])
+
+
+def from_all(found: Sequence[T]) -> list[T]:
+    """What every process has found, process by process; all of them must call it."""
+    if number_of_processes() == 1:
+        return list(found)
+    from accelerate.utils import gather_object
+
+    return list(gather_object(list(found)))
+
+
+# The workers leave here how training ended, when it ended early in all of them together.
+OUTCOME = "PI_LORA_OUTCOME"
+ENDINGS: dict[str, type[PiLoraError]] = {"Interrupted": Interrupted, "Diverged": Diverged}
+
+
+@dataclass(frozen=True)
+class Rendezvous:
+    """Which of several machines this is, and where machine 0 listens; accelerate's names and meanings."""
+
+    machine_rank: int = 0
+    main_process_ip: str | None = None
+    main_process_port: int | None = None
+
+
+def is_launched() -> bool:
+    """Whether a launcher started this process as one of several."""
+    return "WORLD_SIZE" in os.environ
+
+
+def check_launched(recipe: Recipe) -> None:
+    """Refuse a launcher that started another number of processes than the recipe counts on.
+
+    Raises:
+        RecipeError: the numbers differ.
+    """
+    started, wanted = int(os.environ["WORLD_SIZE"]), recipe.hardware.processes
+    if started != wanted:
+        raise RecipeError([f"hardware: asks for {wanted} processes, the launcher started {started}; make them agree"])
+
+
+def launch_arguments(recipe: Recipe, command: Sequence[str], rendezvous: Rendezvous) -> list[str]:
+    """What `accelerate launch` is given to run `pi-lora COMMAND` as `recipe.hardware` says.
+
+    All weights and LoRA are sharded over GPUs by FSDP2, each transformer layer a unit. A quantized model is small
+    enough for every GPU to hold, and each CPU process holds its model whole: plain data parallelism.
+
+    Raises:
+        RecipeError: there are several machines, and nothing says where the first one listens.
+    """
+    hardware = recipe.hardware
+    flags: dict[str, object] = {
+        "num_processes": hardware.processes,
+        "num_machines": hardware.machines,
+        "machine_rank": rendezvous.machine_rank,
+        # Port 0: any that is free.
+        "main_process_port": rendezvous.main_process_port or (29500 if hardware.machines > 1 else 0),
+        "mixed_precision": "bf16" if hardware.gpus and recipe.training.precision != "float32" else "no",
+        "dynamo_backend": "no",
+        "num_cpu_threads_per_process": max(1, (os.cpu_count() or 1) // hardware.processes_per_machine),
+    }
+    if hardware.machines > 1:
+        if rendezvous.main_process_ip is None:
+            raise RecipeError(["--main-process-ip: missing; name the machine of rank 0, the same on all of them"])
+        flags["main_process_ip"] = rendezvous.main_process_ip
+    if hardware.gpus and recipe.tuning.method != "qlora":
+        flags |= {
+            "use_fsdp": None,
+            "fsdp_version": 2,
+            "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+            "fsdp_reshard_after_forward": "true",
+            "fsdp_state_dict_type": "SHARDED_STATE_DICT",
+            # Only one process of a machine reads the weights.
+            "fsdp_cpu_ram_efficient_loading": "true",
+        }
+        if hardware.context_parallel > 1:
+            flags |= {
+                "use_parallelism_config": None,
+                "parallelism_config_dp_shard_size": hardware.data_parallel,
+                "parallelism_config_cp_size": hardware.context_parallel,
+            }
+    else:
+        flags["multi_gpu"] = None
+    written = [part for name, value in flags.items() for part in (f"--{name}", value) if part is not None]
+    return [*map(str, written), "--module", "pi_lora", *command]
+
+
+def launch(recipe: Recipe, command: Sequence[str], rendezvous: Rendezvous) -> int:
+    """Run `pi-lora COMMAND` in as many processes as `recipe.hardware` asks for; the exit status.
+
+    The first SIGINT or SIGTERM lets the workers end their step and write a checkpoint, the second ends them at once.
+
+    Raises:
+        Interrupted, Diverged: what the workers ended with together.
+        RecipeError: as `launch_arguments`.
+    """
+    arguments = launch_arguments(recipe, command, rendezvous)
+    with tempfile.TemporaryDirectory() as folder:
+        outcome = Path(folder) / "outcome.json"
+        launcher = subprocess.Popen(
+            [sys.executable, "-m", "accelerate.commands.launch", *arguments],
+            env={**os.environ, OUTCOME: str(outcome)},
+            stdin=subprocess.DEVNULL,
+            # Ctrl-C is for this process alone: the launcher would kill its workers in the middle of a step.
+            start_new_session=True,
+        )
+        with _signals_go_to_workers(launcher) as received:
+            status = launcher.wait()
+        if outcome.is_file():
+            ending = json.loads(outcome.read_text(encoding="utf-8"))
+            raise ENDINGS[ending["kind"]](ending["message"])
+    if received and status:
+        raise Interrupted("interrupted before a step was done; earlier checkpoints are kept: go on with --resume")
+    return status
+
+
+def report_outcome(ending: PiLoraError) -> bool:
+    """In a worker: leave word for the launching process of how all processes ended; whether there is one."""
+    if OUTCOME not in os.environ or type(ending).__name__ not in ENDINGS:
+        return False
+    if int(os.environ.get("LOCAL_RANK", "0")) == 0:
+        said = {"kind": type(ending).__name__, "message": str(ending)}
+        Path(os.environ[OUTCOME]).write_text(json.dumps(said), encoding="utf-8")
+    return True
+
+
+@contextlib.contextmanager
+def _signals_go_to_workers(launcher: "subprocess.Popen[bytes]") -> Iterator[list[int]]:
+    received: list[int] = []
+
+    def forward(number: int, frame: types.FrameType | None) -> None:
+        received.append(number)
+        if len(received) > 1:
+            os.killpg(launcher.pid, signal.SIGKILL)
+            return
+        for worker in psutil.Process(launcher.pid).children():
+            worker.send_signal(signal.SIGTERM)
+
+    before = {each: signal.signal(each, forward) for each in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield received
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)

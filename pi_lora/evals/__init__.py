@@ -1,1 +1,0 @@
-"""The measurements: model in, numbers out."""

@@ -1,1 +1,0 @@
-"""Model to scores: each measurement on the model and the documents that a user names."""

@@ -1,0 +1,1 @@
+"""The measurements: each in a folder with its arithmetic, driver, typed result, table and picture."""

@@ -1,0 +1,1 @@
+"""Short-context benchmarks (paper.tex, table 5) through lm-eval."""

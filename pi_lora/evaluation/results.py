@@ -1,0 +1,237 @@
+"""Typed results of every measurement, with one writer and one reader of their JSON."""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from pi_lora.errors import DataError, ModelError
+from pi_lora.types import Json
+
+if TYPE_CHECKING:  # reading and writing files takes no torch
+    from pi_lora.models.load import LoadedModel
+
+
+class Result(BaseModel):
+    """A part of a result; fields that were not set are not written, and fields of later versions are kept."""
+
+    model_config = ConfigDict(frozen=True, extra="allow", populate_by_name=True)
+
+
+class Scores(Result):
+    """What every result says of the measured model: name, scale L'/L, dtype, attention kernel, window (tokens).
+
+    `step` is that of a training that was still going on.
+    """
+
+    # The key that tells this result from the others in a file.
+    told_by: ClassVar[str] = "model"
+
+    model: str
+    scale: float = 1.0
+    dtype: str | None = None
+    kernel: str | None = None
+    window: int | None = None
+    step: int | None = None
+
+
+class WindowPerplexity(Result):
+    """The perplexity at one window length (tokens), over `tokens` scored tokens, each weighted equally."""
+
+    window: int
+    perplexity: float
+    tokens: int
+
+
+class DocumentPerplexity(Result):
+    """The perplexities of one document."""
+
+    name: str
+    tokens: int
+    windows: list[WindowPerplexity]
+
+
+class PositionLoss(Result):
+    """The mean loss in nats of tokens with `first` to `last` - 1 tokens before them in their window."""
+
+    first: int = Field(alias="from")
+    last: int = Field(alias="to")
+    loss: float
+    tokens: int
+
+
+class LossByPosition(Result):
+    """The loss by position in windows of `window` tokens that do not overlap."""
+
+    window: int
+    bins: list[PositionLoss]
+
+
+class PerplexityScores(Scores):
+    """Sliding-window perplexity: where the documents came from, how they were chosen, and what was found."""
+
+    told_by = "windows"
+
+    data: str = ""
+    documents: int | None = None
+    documents_too_short: int | None = None
+    min_tokens: int | None = None
+    truncate: int | None = None
+    seed: int | None = None
+    bos: bool | None = None
+    stride: int = 0
+    weighting: str = "token"
+    windows: list[WindowPerplexity]
+    per_document: list[DocumentPerplexity] | None = None
+    by_position: LossByPosition | None = None
+
+
+class PasskeyDepth(Result):
+    """The trials at one depth: `k` as asked for, `distance` as it was, in tokens from the key to the end."""
+
+    k: int
+    distance: int | None = None
+    success_rate: float
+    trials: int
+    outcomes: list[bool] | None = None
+
+
+class PasskeyScores(Scores):
+    """Passkey retrieval over `target` tokens of context; `k_max` in tokens, depths from the nearest."""
+
+    told_by = "k_max"
+
+    seed: int = 0
+    decoding: str = "greedy"
+    k_max_only: bool = False
+    target: int
+    k_max: int
+    depths: list[PasskeyDepth]
+    left_out: Json | None = None
+
+
+class TaskScore(Result):
+    """Accuracy of one benchmark over `examples`, with its standard error, which a single example does not have.
+
+    `metrics` holds what lm-eval reports of a task that has no accuracy.
+    """
+
+    acc: float | None = None
+    stderr: float | None = None
+    examples: int = 0
+    truncated_inputs: int | None = None
+    acc_norm: float | None = None
+    metrics: dict[str, float] | None = None
+
+
+class BenchmarkScores(Scores):
+    """Short-context benchmarks by task, as lm-eval scores them."""
+
+    told_by = "tasks"
+
+    shots: int = 0
+    metric: str | None = None
+    lm_eval: str | None = None
+    limit: int | None = None
+    batch_size: int | None = None
+    data: dict[str, str] | None = None
+    tasks: dict[str, TaskScore]
+
+
+class SummarizationScores(Scores):
+    """ROUGE F1 in percent over `examples`, with 95 % intervals; how the summaries were asked for and sampled."""
+
+    told_by = "rougeL"
+
+    engine: str | None = None
+    data: Json | str = ""
+    task: Json | None = None
+    sampling: Json = {}
+    metric: str = ""
+    examples: int = 0
+    left_out: Json | None = None
+    documents_cut: int | None = None
+    ended: int | None = None
+    predictions: str | None = None
+    rouge1: float
+    rouge2: float
+    rougeL: float
+    geometric_mean: float | None = None
+    intervals: dict[str, tuple[float, float]] | None = None
+
+
+KINDS: tuple[type[Scores], ...] = (PerplexityScores, PasskeyScores, BenchmarkScores, SummarizationScores)
+
+
+def described(loaded: "LoadedModel") -> Json:
+    """Return what every result says of a loaded model."""
+    return {
+        "model": loaded.name,
+        "scale": loaded.scale,
+        "dtype": str(loaded.model.dtype).removeprefix("torch."),
+        "kernel": loaded.model.config._attn_implementation,
+        "window": loaded.window,
+    }
+
+
+def parse_scores(content: Any, where: str) -> Scores | None:
+    """Return the typed result in a JSON value, or None if it is the result of nothing that pi-lora measures.
+
+    Raises:
+        ModelError: a field is missing or holds something else than it should.
+    """
+    if not isinstance(content, dict):
+        return None
+    kind = next((kind for kind in KINDS if kind.told_by in content), None)
+    try:
+        return kind.model_validate(content) if kind else None
+    except ValidationError as error:
+        problem = error.errors()[0]
+        field = ".".join(map(str, problem["loc"]))
+        raise ModelError(f"{where}: {field}: {problem['msg'].lower()}; measure again or remove it") from None
+
+
+def read_scores(file: Path) -> Scores | None:
+    """Read a result; None for a file that holds something else.
+
+    Raises:
+        ModelError: it cannot be read, is not JSON, or lacks a field.
+    """
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{file}: is not JSON ({error}); measure again or remove it") from None
+    return parse_scores(content, str(file))
+
+
+def as_json(result: BaseModel) -> Json:
+    """Return a result as it is written."""
+    return result.model_dump(mode="json", by_alias=True, exclude_unset=True)
+
+
+def write_scores(scores: Any, file: Path) -> None:
+    """Write a result, or a list of those of several models, as JSON.
+
+    Raises:
+        DataError: the file cannot be written.
+    """
+    each = [
+        one if isinstance(one, dict) else as_json(one) for one in (scores if isinstance(scores, list) else [scores])
+    ]
+    write_json(each if isinstance(scores, list) else each[0], file)
+
+
+def write_json(content: Any, file: Path) -> None:
+    """Write JSON, whole or not at all.
+
+    Raises:
+        DataError: the file cannot be written.
+    """
+    part = file.with_name(f".{file.name}.partial")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        part.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        part.replace(file)
+    except OSError as error:
+        raise DataError(f"{file}: cannot be written ({error.strerror}); choose another file") from None

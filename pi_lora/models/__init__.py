@@ -1,0 +1,1 @@
+"""Base models, adapters and runs: found, loaded with their scaling, quantized."""

@@ -1,0 +1,245 @@
+"""What trains, and adapter folders: the only home of PEFT."""
+
+import json
+import math
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model, get_peft_model_state_dict
+from peft.utils import ModulesToSaveWrapper
+from safetensors import safe_open
+from torch import nn
+from transformers import PreTrainedModel
+
+from pi_lora.errors import ModelError
+from pi_lora.models.base import ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILE
+from pi_lora.recipe.schema import Tuning
+
+
+def prepare_for_tuning(
+    model: PreTrainedModel, tuning: Tuning, base_name: str, revision: str = "main"
+) -> PreTrainedModel | PeftModel:
+    """Make what `tuning` names trainable, and only that: every weight, or a float32 LoRA adapter around `model`.
+
+    An adapter will say that it stands on `base_name` at `revision`.
+    """
+    if tuning.method == "full":
+        return model.requires_grad_(True)
+    with without_known_warnings():
+        tuned = get_peft_model(model, lora_config(model, tuning))
+    tuned.peft_config["default"].base_model_name_or_path = base_name
+    tuned.peft_config["default"].revision = revision
+    _keep_the_dtype_of_activations(tuned)
+    train_in_float32(tuned)
+    return tuned
+
+
+def tune_further(model: PreTrainedModel, folder: Path, tuning: Tuning) -> PeftModel:
+    """Make the adapter in `folder` train on, around its base `model`: what is saved then is one adapter of that base.
+
+    A second adapter on top of the first would need both to be loaded, and merging the first into a quantized base would
+    round it to four bits.
+
+    Raises:
+        ModelError: the adapter is damaged, or shaped otherwise than `tuning` says.
+    """
+    config = PeftConfig.from_pretrained(str(folder))
+    config.lora_dropout = tuning.dropout
+    tuned = _put_on(model, folder, is_trainable=True, config=config)
+    on_attention_alone = {name.rpartition(".")[2] for name in config.target_modules} <= _attention_names(model)
+    if on_attention_alone != (tuning.targets == "attention"):
+        raise _other_shape(folder, {"targets": "attention" if on_attention_alone else "all-linear"})
+    _keep_the_dtype_of_activations(tuned)
+    train_in_float32(tuned)
+    return tuned
+
+
+def check_shape(folder: Path, tuning: Tuning) -> None:
+    """Refuse to tune the adapter in `folder` further under a `tuning` that shapes one otherwise.
+
+    Raises:
+        ModelError: with the keys that differ, and what to set them to.
+    """
+    saved = json.loads((folder / ADAPTER_CONFIG_FILE).read_text(encoding="utf-8"))
+    pairs = {
+        "rank": (saved["r"], tuning.rank),
+        "alpha": (saved["lora_alpha"], tuning.lora_alpha),
+        "rank_stabilized": (bool(saved.get("use_rslora")), tuning.rank_stabilized),
+        "dora": (bool(saved.get("use_dora")), tuning.dora),
+        "embeddings_and_norms": (bool(saved.get("modules_to_save")), tuning.embeddings_and_norms),
+    }
+    if tuning.method == "full":
+        raise ModelError(
+            f"model.name: {folder} is an adapter, which tuning.method: full cannot tune; "
+            f"merge it first (pi-lora merge {folder}), or use lora or qlora"
+        )
+    if differing := {key: has for key, (has, asked) in pairs.items() if has != asked}:
+        raise _other_shape(folder, differing)
+
+
+def _other_shape(folder: Path, differing: Mapping[str, Any]) -> ModelError:
+    settings = " ".join(f"tuning.{key}={str(value).lower()}" for key, value in differing.items())
+    return ModelError(
+        f"tuning: the adapter in {folder} has another shape, and is tuned further as it is; "
+        f"set {settings}, or merge it first (pi-lora merge {folder}) and tune a new one"
+    )
+
+
+def train_in_float32(model: nn.Module) -> None:
+    """Make everything that trains float32: bfloat16 would round most updates of a small learning rate away.
+
+    PEFT 0.21 does so for LoRA's matrices, but copies embeddings and norms in the dtype of the base; TRL 1.16 casts the
+    adapter of a quantized model to bfloat16.
+    """
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.float()
+
+
+def lora_config(model: PreTrainedModel, tuning: Tuning) -> LoraConfig:
+    """The LoRA (Hu et al. 2021) that a recipe asks for, with embeddings and norms trained in full beside it if it says
+    so (LongLoRA: plain LoRA falls behind without them at long context).
+    """
+    whole = sorted({*_norm_names(model), _embedding_name(model)}) if tuning.embeddings_and_norms else None
+    return LoraConfig(
+        r=tuning.rank,
+        lora_alpha=tuning.lora_alpha,
+        use_rslora=tuning.rank_stabilized,
+        use_dora=tuning.dora,
+        lora_dropout=tuning.dropout,
+        target_modules="all-linear" if tuning.targets == "all-linear" else sorted(_attention_names(model)),
+        modules_to_save=whole,
+        ensure_weight_tying=bool(whole) and model.config.tie_word_embeddings,
+        task_type="CAUSAL_LM",
+    )
+
+
+def trainable_parameters(model: nn.Module) -> int:
+    """How many numbers train; a tied weight counts once."""
+    return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+
+
+def save_adapter(model: PeftModel, folder: Path, weights: Mapping[str, torch.Tensor] | None = None) -> None:
+    """Write the adapter, and check that what was trained is what was saved; `weights` are the gathered ones of a model
+    that is spread over several processes.
+
+    Raises:
+        ModelError: the file lacks a trained tensor, or holds one that was not trained.
+    """
+    # Trained embeddings are in modules_to_save; PEFT would look the base up on the hub to decide whether to add them.
+    model.save_pretrained(folder, save_embedding_layers=False, state_dict=weights)
+    with safe_open(folder / ADAPTER_WEIGHTS_FILE, framework="pt") as file:
+        saved = set(file.keys())
+    trained = {_saved_name(name) for name, weight in model.named_parameters() if weight.requires_grad}
+    tied = {_saved_name(name) for name, _ in model.named_parameters(remove_duplicate=False)}
+    if missing := sorted(trained - saved):
+        raise ModelError(f"{folder}: trained but not saved: {', '.join(missing)}")
+    if foreign := sorted(saved - tied):
+        raise ModelError(f"{folder}: saved but not trained: {', '.join(foreign)}")
+
+
+def save_full(model: PreTrainedModel, folder: Path, weights: Mapping[str, torch.Tensor] | None = None) -> None:
+    """Write all weights, and check that as many numbers were saved as were trained; `weights` as in `save_adapter`.
+
+    Names are not compared: transformers 5 stores some architectures under others than it computes with.
+
+    Raises:
+        ModelError: the files hold fewer or more.
+    """
+    model.save_pretrained(folder, state_dict=weights)
+    saved = 0
+    for path in folder.glob("*.safetensors"):
+        with safe_open(path, framework="pt") as file:
+            saved += sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118
+    if saved != (trained := trainable_parameters(model)):
+        raise ModelError(f"{folder}: {trained:,} numbers were trained, but {saved:,} saved")
+
+
+def load_adapter(model: PreTrainedModel, folder: Path, weightless: bool = False) -> PeftModel:
+    """Put the adapter in `folder` on its base, whose scaling the caller has restored.
+
+    `weightless`: the base has no values yet, so that nothing is written into copies of them.
+
+    Raises:
+        ModelError: the adapter is damaged or belongs to a model of another shape.
+    """
+    return _put_on(model, folder, low_cpu_mem_usage=weightless).eval()
+
+
+def _put_on(model: PreTrainedModel, folder: Path, **options: Any) -> PeftModel:
+    try:
+        with without_known_warnings():
+            adapted = PeftModel.from_pretrained(model, str(folder), **options)
+    except Exception as error:  # peft, safetensors and torch each raise kinds of their own
+        reason = str(error).strip().splitlines()
+        raise ModelError(
+            f"{folder}: the adapter does not fit its base ({reason[-1] if reason else error!r})"
+        ) from error
+    expected = set(get_peft_model_state_dict(adapted, save_embedding_layers=False))
+    with safe_open(folder / ADAPTER_WEIGHTS_FILE, framework="pt") as file:
+        if missing := sorted(expected - set(file.keys())):
+            raise ModelError(
+                f"{folder / ADAPTER_WEIGHTS_FILE}: lacks {', '.join(missing)}; it is not whole, tune again"
+            )
+    return adapted
+
+
+@contextmanager
+def without_known_warnings() -> Iterator[None]:
+    """PEFT 0.21 and TRL 1.16 call activation checkpointing by the name that transformers 5.23 is about to drop; and at
+    a checkpoint PEFT looks for the base's config where a built-in model has none.
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*gradient_checkpointing` is deprecated", category=FutureWarning)
+        warnings.filterwarnings("ignore", message="Could not find a config file in builtin:", category=UserWarning)
+        yield
+
+
+def _keep_the_dtype_of_activations(model: PeftModel) -> None:
+    """Let float32 embeddings and norms take and give the dtype of the base: a float32 residual stream would double the
+    memory of every saved activation. Logits stay in float32.
+    """
+    for module in model.modules():
+        if isinstance(module, ModulesToSaveWrapper):
+            # The RMS norms of transformers take any input; torch's own modules take their weight's dtype alone.
+            if isinstance(module.original_module, (nn.Linear, nn.LayerNorm)):
+                module.register_forward_pre_hook(_inputs_in_float32)
+            if not isinstance(module.original_module, nn.Linear):
+                dtype = next(module.original_module.parameters()).dtype
+                module.register_forward_hook(lambda _module, _inputs, output, dtype=dtype: output.to(dtype))
+
+
+def _inputs_in_float32(_module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    return tuple(each.float() if each.is_floating_point() else each for each in inputs)
+
+
+def _saved_name(name: str) -> str:
+    """The name that PEFT saves a parameter under."""
+    for internal in (".modules_to_save.default", ".default", ".original_module"):
+        name = name.replace(internal, "")
+    return name.replace("lora_magnitude_vector.weight", "lora_magnitude_vector")
+
+
+def _embedding_name(model: PreTrainedModel) -> str:
+    embedding = model.get_input_embeddings()
+    names: list[str] = [name.rpartition(".")[2] for name, module in model.named_modules() if module is embedding]
+    return names[0]
+
+
+def _norm_names(model: nn.Module) -> Iterator[str]:
+    for name, module in model.named_modules():
+        if "Norm" in type(module).__name__:
+            yield name.rpartition(".")[2]
+
+
+def _attention_names(model: nn.Module) -> set[str]:
+    """The last names of the linear layers inside attention, whatever an architecture calls them."""
+    return {
+        name.rpartition(".")[2]
+        for name, module in model.named_modules()
+        if isinstance(module, torch.nn.Linear) and ("attn." in name or "attention." in name)
+    }

@@ -1,0 +1,29 @@
+"""Which attention kernel `model.attention: auto` stands for."""
+
+import torch
+from transformers.utils import is_flash_attn_3_available, is_flash_attn_4_available
+
+from pi_lora.models.base import device
+
+SDPA = "sdpa"
+# By the major number of the GPU's compute capability. FlashAttention 3 and 4 are written for one generation each (Shah
+# et al. 2024 for Hopper). Version 2 is what torch's own flash kernel is made from, so that installing it gains nothing.
+_MADE_FOR = {
+    9: ("flash_attention_3", is_flash_attn_3_available),
+    10: ("flash_attention_4", is_flash_attn_4_available),
+}
+
+
+def attention_kernel(asked: str, in_bfloat16: bool, context_parallel: int = 1) -> str:
+    """The kernel by transformers' name: what is asked for, and for `auto` the one written for this GPU where it is
+    installed, else torch's, which chooses among cuDNN's and its own.
+
+    Kernels of FlashAttention know no float32, and shared sequences are for torch's alone (accelerate 1.15).
+    """
+    if asked != "auto":
+        return asked
+    if device().type == "cpu" or not in_bfloat16 or context_parallel > 1:
+        return SDPA
+    generation, _ = torch.cuda.get_device_capability()
+    name, is_present = _MADE_FOR.get(generation, (SDPA, lambda: True))
+    return name if is_present() else SDPA

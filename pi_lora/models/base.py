@@ -1,0 +1,241 @@
+"""The base model: found, checked, interpolated, loaded; and how a config is written so that every engine reads it."""
+
+import contextlib
+import json
+from collections.abc import Iterator, Mapping
+from copy import deepcopy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    BitsAndBytesConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+from transformers import logging as transformers_logging
+
+from pi_lora.errors import ModelError
+from pi_lora.scaling.config import Config, Interpolation, Method, in_both_dialects, read_rope, window_of
+from pi_lora.scaling.extend import extend_config
+from pi_lora.scaling.verify import check_scaling
+
+Placement = Literal["device", "quantized", "host"]
+
+BUILTIN = "builtin:"
+BUILTIN_FOLDER = Path(__file__).parents[1] / "builtin"
+CONFIG_FILE = "config.json"
+# As PEFT names them.
+ADAPTER_CONFIG_FILE = "adapter_config.json"
+ADAPTER_WEIGHTS_FILE = "adapter_model.safetensors"
+
+
+@dataclass(frozen=True)
+class BaseModel:
+    """A base model before its weights are read: where it is, and its config as transformers 5 completes it."""
+
+    name: str
+    path: str
+    revision: str
+    trust_remote_code: bool
+    config: Mapping[str, Any]
+
+    def interpolation(self, method: Method, target: int, original: int | None = None) -> Interpolation:
+        """The way from this model's window (or `original`) to `target` tokens."""
+        return Interpolation(method, original or window_of(self.config), target)
+
+
+def find_base(name: str, revision: str = "main", trust_remote_code: bool = False) -> BaseModel:
+    """Find a model by hub id, folder or `builtin:NAME` and read its config.
+
+    Raises:
+        ModelError: there is no such model, or its config cannot be read.
+        ScalingError: it has no rotary position embeddings.
+    """
+    path = _locate(name)
+    try:
+        config = AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelError(f"{name}: {_first_line(error)}; give a hub id, a model folder or {BUILTIN}tiny") from None
+    found = BaseModel(name, path, revision, trust_remote_code, _own_entries(config))
+    read_rope(found.config)
+    return found
+
+
+def extended_config(base: BaseModel, interpolation: Interpolation | None) -> dict[str, Any]:
+    """The config of `base` stretched by `interpolation` (or as it is), in both dialects.
+
+    Raises:
+        ScalingError: the model cannot be stretched so, or would not obey.
+    """
+    if interpolation is None:
+        return in_both_dialects(base.config)
+    extended = extend_config(base.config, interpolation)
+    with quiet_loading():
+        check_scaling(_config_class(base), base.config, interpolation, base.trust_remote_code)
+    return extended
+
+
+def load_model(
+    base: BaseModel, config: Config, dtype: torch.dtype, attention: str = "sdpa", place: Placement = "device"
+) -> PreTrainedModel:
+    """Load the weights of `base` under `config`, an extended one or its own.
+
+    `place` says where to: `device`, the accelerator if there is one; `quantized`, there as NF4 with double quantization
+    (QLoRA, Dettmers et al. 2023) that computes in `dtype`; `host`, for whoever spreads it over several GPUs.
+
+    Raises:
+        ModelError: the weights are missing, damaged, not safetensors, or of another shape.
+    """
+    with quiet_loading():
+        try:
+            model = AutoModelForCausalLM.from_pretrained(
+                base.path,
+                config=_config_object(base, config),
+                revision=base.revision,
+                trust_remote_code=base.trust_remote_code,
+                dtype=dtype,
+                attn_implementation=attention,
+                use_safetensors=True,
+                **(quantization(dtype) if place == "quantized" else {}),
+            )
+        except Exception as error:  # safetensors, transformers and the hub client raise kinds of their own
+            raise ModelError(f"{base.name}: its weights cannot be loaded ({_first_line(error)})") from error
+    loaded: PreTrainedModel = model.to(device()) if place == "device" else model
+    return loaded
+
+
+def load_tokenizer(path: str | Path, window: int) -> Any:
+    """The tokenizer of a model or run; `window` tokens is what it says is its longest input.
+
+    Raises:
+        ModelError: there is none.
+    """
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path)
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelError(f"{path}: has no tokenizer that can be read ({_first_line(error)})") from None
+    tokenizer.model_max_length = window
+    return tokenizer
+
+
+def save_tokenizer(tokenizer: Any, folder: Path) -> None:
+    """Write a tokenizer that transformers 4 reads as well: 5 calls its class by a name that 4 does not know."""
+    tokenizer.save_pretrained(folder)
+    file = folder / "tokenizer_config.json"
+    settings = json.loads(file.read_text(encoding="utf-8"))
+    if settings["tokenizer_class"] == "TokenizersBackend":
+        settings["tokenizer_class"] = "PreTrainedTokenizerFast"
+        file.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+
+
+def save_config(config: Config, folder: Path) -> None:
+    """Write `config.json` in both dialects."""
+    text = json.dumps(in_both_dialects(config), indent=2, sort_keys=True) + "\n"
+    (folder / CONFIG_FILE).write_text(text, encoding="utf-8")
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The `config.json` of a run or model folder.
+
+    Raises:
+        ModelError: it is missing or not JSON.
+    """
+    try:
+        config: dict[str, Any] = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ModelError(f"{folder}: has no {CONFIG_FILE}; without it the scaling is unknown") from None
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{folder / CONFIG_FILE}: cannot be read ({_first_line(error)})") from None
+    return config
+
+
+def device() -> torch.device:
+    """The accelerator if there is one, else the CPU."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def default_dtype(stored: object) -> torch.dtype:
+    """What a model is loaded in to be measured: as stored on an accelerator, float32 on a CPU."""
+    if device().type == "cpu" or stored is None:
+        return torch.float32
+    return stored if isinstance(stored, torch.dtype) else dtype_named(str(stored))
+
+
+def has_fast_bfloat16() -> bool:
+    """Whether bfloat16 arithmetic is faster than float32 here: on a GPU, and on a CPU with instructions for it."""
+    if device().type == "cuda":
+        return bool(torch.cuda.is_bf16_supported())
+    capabilities = torch.cpu.get_capabilities()
+    return bool(capabilities.get("avx512_bf16") or capabilities.get("amx_bf16"))
+
+
+def dtype_named(name: str) -> torch.dtype:
+    """`float32`, `bfloat16` or `float16` as torch has it."""
+    found: torch.dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[name]
+    return found
+
+
+def quantization(dtype: torch.dtype) -> dict[str, Any]:
+    """What makes `from_pretrained` quantize, straight onto the device; bitsandbytes cannot move a model later."""
+    how = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=dtype,
+    )
+    here = device() if device().type == "cpu" else torch.cuda.current_device()
+    return {"quantization_config": how, "device_map": {"": here}}
+
+
+@contextlib.contextmanager
+def quiet_loading() -> Iterator[None]:
+    """Keep transformers' progress bars and notes off the terminal; errors still come as exceptions."""
+    verbosity = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(verbosity)
+
+
+def _config_object(base: BaseModel, config: Config) -> PreTrainedConfig:
+    extended: PreTrainedConfig = _config_class(base).from_dict(deepcopy(dict(config)))
+    return extended
+
+
+def _config_class(base: BaseModel) -> type[PreTrainedConfig]:
+    return type(AutoConfig.from_pretrained(base.path, revision=base.revision, trust_remote_code=base.trust_remote_code))
+
+
+def _own_entries(config: PreTrainedConfig) -> dict[str, Any]:
+    """A config as a dictionary, without what every model's has by default and where it was read from."""
+    common = PreTrainedConfig().to_dict()
+    return {
+        key: value
+        for key, value in config.to_dict().items()
+        if key != "_name_or_path" and (key not in common or common[key] != value)
+    }
+
+
+def _locate(name: str) -> str:
+    if name.startswith(BUILTIN):
+        folder = BUILTIN_FOLDER / name.removeprefix(BUILTIN)
+        if not folder.is_dir():
+            there = ", ".join(BUILTIN + each.name for each in sorted(BUILTIN_FOLDER.iterdir()) if each.is_dir())
+            raise ModelError(f"{name}: no such built-in model; there is {there}")
+        return str(folder)
+    looks_local = name.startswith((".", "/", "~")) or name.count("/") > 1 or Path(name).exists()
+    folder = Path(name).expanduser()
+    if looks_local and not folder.is_dir():
+        raise ModelError(f"{name}: no such folder; give a model folder, a hub id or {BUILTIN}tiny")
+    return str(folder) if looks_local else name
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")

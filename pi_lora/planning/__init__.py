@@ -1,0 +1,1 @@
+"""Memory, tokens and hours of a recipe before anything is loaded."""

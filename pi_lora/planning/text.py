@@ -1,0 +1,162 @@
+"""A plan in words: for `pi-lora plan`, and the first lines of every training."""
+
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from pi_lora.planning.advice import advice, faster
+from pi_lora.planning.gpus import CPU, GIB, GPUS, MIB, Gpu
+from pi_lora.planning.memory import OVERHEAD
+from pi_lora.planning.operations import ASSUMED_UTILIZATION, ASSUMED_UTILIZATION_OF_CPU
+from pi_lora.planning.planning import Plan, plan_recipe
+from pi_lora.recipe.files import load_recipe, recipe_paths, recipe_summary
+
+
+def plan_lines(plan: Plan) -> list[str]:
+    """What is tuned, what it needs, how long it takes; and what to change where it does not fit."""
+    recipe = plan.recipe
+    trained = "all" if recipe.tuning.method == "full" else f"{_count(plan.trained)} beside"
+    lines = [
+        f"{recipe.model.name}: {_windows(plan)}, {recipe.scaling}, "
+        f"{recipe.tuning.method}; {trained} {_count(plan.parameters)} parameters train",
+        f"memory: {_gib(plan.memory.peak)} of {_gib(plan.gpu.memory)} GiB on {'each of ' if plan.devices > 1 else ''}"
+        f"{machinery(plan)}" + (f", {_gib(plan.host_bytes)} GiB of its host" if plan.host_bytes else ""),
+        f"time: {recipe.training.steps} steps of {plan.tokens_per_step:,} tokens, {_count(plan.tokens)} in all, "
+        f"{plan.flops.total:.1e} FLOPs: about {hours_in_words(plan.hours)} "
+        f"at {plan.utilization:.0%} of the peak (assumed)",
+    ]
+    if not plan.fits:
+        change = advice(plan)
+        mend = f"the cheapest change that fits: {change}" if change else "no change that is known here makes it fit"
+        lines.append(f"it does not fit on {plan.gpu.name}; {mend}")
+    elif found := faster(plan):
+        change, changed = found
+        saved = 1 - changed.flops.total / plan.flops.total
+        operations = f", {saved:.0%} fewer operations" if saved else ""
+        lines.append(f"there is room to be faster: {change}: {_gib(changed.memory.peak)} GiB{operations}")
+    return lines
+
+
+def component_lines(plan: Plan) -> list[tuple[str, str]]:
+    """Each component's name and the most that it takes; not all of them at the same moment."""
+    parts = {**plan.memory.components, "overhead (assumed)": OVERHEAD}
+    return [
+        (name, f"{_gib(size)} GiB" if size >= GIB / 10 else f"{size / MIB:.1f} MiB") for name, size in parts.items()
+    ]
+
+
+def gpu_named_in(text: str) -> Gpu | None:
+    """The first device of the table that a text names, as the first line of a recipe does.
+
+    >>> gpu_named_in("LLaMA-7B, 2k to 16k: QLoRA on one A100-80.").name
+    'A100-80'
+    """
+    names = re.findall("|".join(rf"\b{name}\b" for name in sorted(GPUS, key=len, reverse=True) if name != CPU), text)
+    return GPUS[names[0]] if names else None
+
+
+def machinery(plan: Plan) -> str:
+    """How many of which device, on how many machines."""
+    hardware = plan.recipe.hardware
+    machines = f" ({hardware.machines} machines)" if hardware.machines > 1 else ""
+    return f"{plan.devices} x {plan.gpu.name}{machines}"
+
+
+def hours_in_words(hours: float) -> str:
+    """Minutes below an hour, days above two days.
+
+    >>> hours_in_words(0.001), hours_in_words(0.25), hours_in_words(7.6), hours_in_words(39.1), hours_in_words(100)
+    ('a minute', '15 minutes', '7.6 hours', '39 hours', '4.2 days')
+    """
+    if hours < 1:
+        minutes = round(hours * 60)
+        return f"{minutes} minutes" if minutes > 1 else "a minute"
+    if hours < 48:
+        return f"{hours:.1f} hours" if hours < 10 else f"{hours:.0f} hours"
+    return f"{hours / 24:.1f} days"
+
+
+def _windows(plan: Plan) -> str:
+    target = plan.recipe.context.target
+    if plan.recipe.scaling == "keep":
+        return f"{plan.original} tokens as it is, examples of at most {target}"
+    return f"{plan.original} to {target} tokens"
+
+
+def _gib(size: int) -> str:
+    return f"{size / GIB:.1f}"
+
+
+def _count(number: int) -> str:
+    for unit, name in ((1e9, " B"), (1e6, " M")):
+        if number >= unit:
+            return f"{number / unit:.3g}{name}"
+    return f"{number:,}"
+
+
+_HEADER = (
+    "| recipe | what it makes | hardware | memory of each | time | tokens | paper |",
+    "|---|---|---|---|---|---|---|",
+)
+
+
+def recipes_page(folder: Path) -> str:
+    """Markdown: a table for each folder of recipes, and what its figures rest on.
+
+    Raises:
+        PiLoraError: a recipe that does not resolve, or cannot be planned.
+    """
+    lines = [
+        "# Recipes",
+        "",
+        "Written by `pi-lora recipes --markdown`. Every figure is planned from a recipe and its model's config,",
+        "none is measured; `pi-lora plan RECIPE` says more, and plans for other hardware.",
+    ]
+    paths = recipe_paths(folder)
+    for parent in sorted({path.parent for path in paths}):
+        lines += ["", f"## {_title(parent, folder)}", "", *_HEADER]
+        lines += [_row(path, folder) for path in paths if path.parent == parent]
+    return "\n".join([*lines, *_assumptions()]) + "\n"
+
+
+def planned(path: Path, overrides: Sequence[str] = ()) -> Plan:
+    """The plan of a recipe file, on the device that its first line names if it names one.
+
+    Raises:
+        PiLoraError: it does not resolve, or cannot be planned.
+    """
+    return plan_recipe(load_recipe(path, overrides).recipe, gpu_named_in(recipe_summary(path)))
+
+
+def _title(parent: Path, folder: Path) -> str:
+    return str(Path(folder.name) / parent.relative_to(folder))
+
+
+def _row(path: Path, folder: Path) -> str:
+    plan = planned(path)
+    relative = path.relative_to(folder)
+    cells = (
+        f"[{relative.with_suffix('')}]({relative})",
+        recipe_summary(path),
+        machinery(plan),
+        f"{plan.memory.peak / GIB:.0f} of {plan.gpu.memory / GIB:.0f} GiB",
+        hours_in_words(plan.hours),
+        f"{plan.tokens / 1e6:,.0f} M",
+        plan.recipe.paper or "",
+    )
+    return f"| {' | '.join(cells)} |"
+
+
+def _assumptions() -> Iterator[str]:
+    shares = ", ".join(f"{share:.0%} with {method}" for method, share in ASSUMED_UTILIZATION.items())
+    yield from (
+        "",
+        "## What the figures rest on",
+        "",
+        f"Memory is each device's highest moment of a training step, with {OVERHEAD / GIB:.1f} GiB assumed for the",
+        "device's context and its libraries. Time is that of the training steps alone: no loading, evaluation or",
+        f"saving. It assumes that a GPU reaches this share of its dense bfloat16 peak: {shares};",
+        f"and two CPU cores {ASSUMED_UTILIZATION_OF_CPU:.0%} of theirs. The share of full tuning stands between two",
+        "published runs, that of the CPU is the demo's; those of LoRA and QLoRA rest on none, so take their hours as",
+        "an order of magnitude.",
+    )

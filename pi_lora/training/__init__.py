@@ -1,0 +1,1 @@
+"""Recipe to run folder: the trainer, its log, schedule and scores."""

@@ -1,0 +1,155 @@
+"""What TRL is told, and what it is taught: the only home of TRL."""
+
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import Sampler
+from transformers import PrinterCallback, TrainerCallback
+from transformers.integrations import TensorBoardCallback
+
+os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")  # TRL reports usage otherwise
+
+from trl import SFTConfig, SFTTrainer
+
+from pi_lora.data.batches import TrainingData
+from pi_lora.distributed import is_leader, wait_for_all
+from pi_lora.models.base import device, has_fast_bfloat16
+from pi_lora.recipe.schema import Recipe, Training
+from pi_lora.run_folder import CHECKPOINTS, mark_complete
+from pi_lora.training.chunked_mlp import chunk_mlps
+from pi_lora.training.log import TrainingLog
+from pi_lora.training.schedule import rate_share
+
+TENSORBOARD = "tensorboard"
+
+
+def make_trainer(
+    recipe: Recipe,
+    model: Any,
+    tokenizer: Any,
+    data: TrainingData,
+    name: str,
+    staging: Path,
+    log: TrainingLog,
+    others: Sequence[TrainerCallback] = (),
+) -> SFTTrainer:
+    """A trainer for `model` on `data` (see `training_data`), which keeps its checkpoints in `staging`.
+
+    Raises:
+        ModelError: the recipe asks for chunks of an MLP that cannot be cut.
+    """
+    arguments = trainer_arguments(recipe, name, staging)
+    at_once = recipe.training.per_device_batch_size * recipe.hardware.data_parallel
+    if recipe.training.mlp_chunk_tokens:
+        chunk_mlps(model, recipe.training.mlp_chunk_tokens)
+    trainer = _Trainer(
+        recipe.training,
+        log,
+        data.groups(at_once, recipe.training.seed),
+        model=model,
+        args=arguments,
+        data_collator=data.collate,
+        train_dataset=data.rows,
+        processing_class=tokenizer,
+        callbacks=[log, *others, *_tensorboard(recipe.training, staging)],
+    )
+    trainer.remove_callback(PrinterCallback)
+    return trainer
+
+
+def trainer_arguments(recipe: Recipe, name: str, staging: Path) -> SFTConfig:
+    """What TRL is told; rows are token ids already and the loss never holds all logits at once."""
+    training, hardware = recipe.training, recipe.hardware
+    at_once = training.per_device_batch_size * hardware.data_parallel
+    arguments = SFTConfig(
+        output_dir=str(staging / CHECKPOINTS),
+        max_steps=training.steps,
+        learning_rate=training.learning_rate,
+        per_device_train_batch_size=training.per_device_batch_size,
+        gradient_accumulation_steps=training.global_batch_size // at_once,
+        optim={"adamw": "adamw_torch_fused", "paged_adamw_8bit": "paged_adamw_8bit"}[training.optimizer],
+        weight_decay=training.weight_decay,
+        adam_beta1=training.betas[0],
+        adam_beta2=training.betas[1],
+        max_grad_norm=training.max_grad_norm,
+        bf16=computes_in_bfloat16(training),
+        use_cpu=device().type == "cpu",
+        gradient_checkpointing=training.activation_checkpointing,
+        gradient_checkpointing_kwargs={"offload": True} if hardware.offload_activations else None,
+        # Every parameter that trains takes part in every step.
+        ddp_find_unused_parameters=False,
+        loss_type="nll",
+        max_length=None,
+        dataset_kwargs={"skip_prepare_dataset": True},
+        include_num_input_tokens_seen="non_padding" if recipe.data.has_examples else "no",
+        # TRL does not count position_ids among the columns that are used, nor those of examples.
+        remove_unused_columns=False,
+        logging_steps=training.log_every,
+        logging_nan_inf_filter=False,
+        save_strategy="steps",
+        save_steps=training.save_every,
+        # One more than the newest, which may be half written when the process is killed.
+        save_total_limit=2,
+        seed=training.seed,
+        data_seed=training.seed,
+        report_to=[tracker for tracker in training.tracking if tracker != TENSORBOARD] or "none",
+        run_name=name,
+        disable_tqdm=True,
+        log_level="error",
+        log_level_replica="error",
+    )
+    # A machine may have more GPUs than the recipe asks for; the Trainer would spread a single process over all of them.
+    arguments._n_gpu = min(1, arguments.n_gpu)
+    return arguments
+
+
+class _Trainer(SFTTrainer):
+    """SFTTrainer with the paper's schedule, whose warm-up does not begin at zero; it computes `groups` together, notes
+    losses that are not finite, and marks a checkpoint that is whole.
+    """
+
+    def __init__(self, training: Training, log: TrainingLog, groups: Sampler[int] | None, **arguments: Any) -> None:
+        self.training = training
+        self.log_of_losses = log
+        self.groups = groups
+        super().__init__(**arguments)
+
+    def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> LambdaLR:
+        self.lr_scheduler = LambdaLR(optimizer or self.optimizer, rate_share(self.training))
+        return self.lr_scheduler
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> Sampler[int] | None:
+        return self.groups or super()._get_train_sampler(train_dataset)
+
+    def training_step(self, *arguments: Any, **named: Any) -> torch.Tensor:
+        loss: torch.Tensor = super().training_step(*arguments, **named)
+        self.log_of_losses.saw(loss)
+        return loss
+
+    def _clip_grad_norm(self, model: Any) -> Any:
+        norm = super()._clip_grad_norm(model)
+        self.log_of_losses.saw(torch.as_tensor(norm))
+        return norm
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        super()._save_checkpoint(model, trial)
+        wait_for_all()
+        if is_leader():
+            mark_complete(Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}")
+
+
+def _tensorboard(training: Training, staging: Path) -> Iterator[TensorBoardCallback]:
+    """Its events go into the run; by default they would go with the checkpoints."""
+    if TENSORBOARD in training.tracking and is_leader():
+        from torch.utils.tensorboard import SummaryWriter  # an optional package
+
+        yield TensorBoardCallback(SummaryWriter(str(staging / TENSORBOARD)))
+
+
+def computes_in_bfloat16(training: Training) -> bool:
+    """Whether the arithmetic of a step is bfloat16 here; weights that train are float32 all the same."""
+    return training.precision == "bfloat16" or (training.precision == "auto" and has_fast_bfloat16())

@@ -1,0 +1,77 @@
+import itertools
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pi_lora.data.corpus import RECALL, STDLIB, evaluation_documents, find_corpus, is_held_out, stdlib_documents
+from pi_lora.data.recall import FORMS, recall_document, recall_documents
+from pi_lora.errors import DataError
+from pi_lora.evaluation.passkey.prompt import FILLER, STATEMENT
+from pi_lora.recipe.schema import Source
+
+
+def words(text: str) -> int:
+    return len(text.split())
+
+
+def test_splits_are_disjoint_and_cover_the_library() -> None:
+    train, held_out = ({name for name, _ in stdlib_documents(split)} for split in ("train", "held-out"))
+    assert not train & held_out
+    assert "argparse.py" in train | held_out
+    assert not [name for name in train | held_out if "site-packages" in name or "/test/" in name]
+    assert len(train) > 300
+    assert 0.05 < len(held_out) / len(train | held_out) < 0.2
+
+
+def test_the_split_depends_on_the_name_alone() -> None:
+    assert is_held_out("asyncio/base_events.py") == is_held_out("asyncio/base_events.py")
+    share = sum(is_held_out(f"module_{i}.py") for i in range(5000)) / 5000
+    assert share == pytest.approx(0.1, abs=0.02)
+
+
+def test_an_unknown_split_is_refused() -> None:
+    with pytest.raises(ValueError, match="split must be one of"):
+        next(stdlib_documents("test"))
+
+
+def test_the_library_is_seeded_and_split() -> None:
+    library = find_corpus(Source(name=STDLIB))
+    first = [document.name for document in library.documents(seed=1)]
+    assert first == [document.name for document in library.documents(seed=1)]
+    assert first != [document.name for document in library.documents(seed=2)]
+    assert not any(map(is_held_out, first))
+    assert all(is_held_out(document.name) for document in evaluation_documents(STDLIB))
+
+
+def test_other_built_in_corpora_are_refused() -> None:
+    with pytest.raises(DataError, match=r"^builtin:pile: no such built-in corpus; there are builtin:stdlib"):
+        evaluation_documents("builtin:pile")
+    with pytest.raises(DataError, match=r"^builtin:recall: is for training"):
+        evaluation_documents(RECALL)
+
+
+@given(st.integers(0, 10**6), st.integers(30, 400))
+def test_recall_documents_fit_their_budget(seed: int, budget: int) -> None:
+    assert words(recall_document(random.Random(seed), budget, words)) <= budget
+
+
+def test_recall_questions_are_answered_by_the_text_before() -> None:
+    asked = 0
+    for seed in range(200):
+        lines = recall_document(random.Random(seed), 300, words).splitlines()
+        for index, line in enumerate(lines):
+            if line.startswith("print("):
+                name, value = line.removeprefix("print(").split(")  # ")
+                assert f"{name} = {value}" in lines[:index]
+                asked += 1
+    assert asked > 50
+
+
+def test_tuning_documents_never_show_the_passkey_prompt() -> None:
+    filler = [line for _, text in stdlib_documents("train") for line in text.splitlines() if line.strip()]
+    text = "\n".join(itertools.islice(recall_documents(0, 300, words, filler), 300))
+    assert "pass key" not in text
+    assert FILLER[:20] not in text
+    assert STATEMENT not in {form for each in FORMS for form in each}

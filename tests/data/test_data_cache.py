@@ -1,0 +1,142 @@
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pi_lora.data.cache import MADE_FROM, DamagedShards, Layout, Row, cache_folder, cached, read_shards, write_shards
+from pi_lora.errors import DataError
+
+LAYOUT = Layout({"input_ids": "uint16", "position_ids": "int32"}, length=4, number=10)
+MAKER = """
+import sys, time
+from pathlib import Path
+from pi_lora.data.cache import cached
+from pi_lora.data.cache import Layout
+
+def rows():
+    with Path(sys.argv[1]).open("a") as log:
+        log.write("made\\n")
+    time.sleep(1)
+    yield from ({"input_ids": [index] * 4} for index in range(10))
+
+found = cached({"of": "all"}, Layout({"input_ids": "int32"}, 4, 10), rows, lambda: print("waited"))
+print(found["input_ids"][9].tolist())
+"""
+
+
+def rows() -> Iterator[Row]:
+    return ({"input_ids": [index, 65535, 0, index], "position_ids": [0, 1, 2, 2**31 - 1]} for index in range(10))
+
+
+def never() -> Iterator[Row]:
+    pytest.fail("made again")
+
+
+def nobody_waits() -> None:
+    pytest.fail("waited")
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("PI_LORA_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def test_sequences_are_made_once_and_read_back(folder: Path) -> None:
+    made = cached({"of": "this"}, LAYOUT, rows, nobody_waits)
+    again = cached({"of": "this"}, LAYOUT, never, nobody_waits)
+    for found in (made, again):
+        assert found.features == LAYOUT.features
+        assert [row["input_ids"].tolist() for row in found] == [[index, 65535, 0, index] for index in range(10)]
+        assert found[3]["position_ids"].tolist() == [0, 1, 2, 2**31 - 1]
+        assert found[3]["position_ids"].dtype == np.int64
+    [entry] = (path for path in (folder / "sequences").iterdir() if path.is_dir())
+    assert json.loads((entry / MADE_FROM).read_text()) == {"of": "this"}
+
+
+def test_other_origins_are_other_sequences(folder: Path) -> None:
+    cached({"of": "this"}, LAYOUT, rows, nobody_waits)
+    with pytest.raises(pytest.fail.Exception, match="made again"):
+        cached({"of": "that"}, LAYOUT, never, nobody_waits)
+
+
+@pytest.mark.parametrize("tokens", [1, 4, 12, 16, 1000])
+def test_shards_hold_the_sequences_in_order(tmp_path: Path, tokens: int) -> None:
+    write_shards(tmp_path, rows(), LAYOUT, tokens)
+    assert len(list(tmp_path.iterdir())) == -(-10 // max(1, tokens // 4))
+    assert [row["input_ids"][0] for row in read_shards(tmp_path, LAYOUT)] == list(range(10))
+
+
+DAMAGE: dict[str, Callable[[Path], object]] = {
+    "gone": lambda shard: shard.unlink(),
+    "empty": lambda shard: shard.write_bytes(b""),
+    "cut in the data": lambda shard: shard.write_bytes(shard.read_bytes()[:-100]),
+    "cut after the schema": lambda shard: shard.write_bytes(shard.read_bytes()[:400]),
+    "overwritten": lambda shard: shard.write_bytes(b"x" * shard.stat().st_size),
+    "without its folder": lambda shard: shutil.rmtree(shard.parent),
+    "of another layout": lambda shard: write_shards(shard.parent, rows(), Layout({"input_ids": "int32"}, 4, 10)),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_cache_is_made_again(folder: Path, damage: str) -> None:
+    cached({"of": "this"}, LAYOUT, rows, nobody_waits)
+    [shard] = folder.rglob("*.arrow")
+    DAMAGE[damage](shard)
+    with pytest.raises(DamagedShards):
+        read_shards(shard.parent, LAYOUT)
+    found = cached({"of": "this"}, LAYOUT, rows, nobody_waits)
+    assert found["input_ids"][9].tolist() == [9, 65535, 0, 9]
+    cached({"of": "this"}, LAYOUT, never, nobody_waits)
+
+
+def test_what_breaks_off_leaves_nothing(folder: Path) -> None:
+    def breaking() -> Iterator[Row]:
+        yield from list(rows())[:5]
+        raise DataError("books: hold too little")
+
+    with pytest.raises(DataError, match="too little"):
+        cached({"of": "this"}, LAYOUT, breaking, nobody_waits)
+    assert not [path for path in (folder / "sequences").iterdir() if path.is_dir()]
+    assert len(cached({"of": "this"}, LAYOUT, rows, nobody_waits)) == 10
+
+
+def test_what_a_killed_process_left_is_no_hindrance(folder: Path) -> None:
+    cached({"of": "this"}, LAYOUT, rows, nobody_waits)
+    [entry] = (path for path in (folder / "sequences").iterdir() if path.is_dir())
+    entry.rename(entry.with_suffix(".partial"))
+    assert len(cached({"of": "this"}, LAYOUT, rows, nobody_waits)) == 10
+    assert not list(folder.rglob("*.partial"))
+
+
+def test_processes_at_once_make_it_once(folder: Path, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    command = [sys.executable, "-c", MAKER, str(log)]
+    running = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(3)]
+    said = sorted(process.communicate(timeout=120)[0] for process in running)
+    assert [process.returncode for process in running] == [0, 0, 0]
+    assert log.read_text() == "made\n"
+    assert {line.splitlines()[-1] for line in said} == {"[9, 9, 9, 9]"}
+
+
+def test_the_folder_follows_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("PI_LORA_CACHE")
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    assert cache_folder() == tmp_path / ".cache" / "pi-lora"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    assert cache_folder() == tmp_path / "xdg" / "pi-lora"
+    monkeypatch.setenv("PI_LORA_CACHE", "~/own")
+    assert cache_folder() == tmp_path / "own"
+
+
+def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("PI_LORA_CACHE", str(tmp_path / "file"))
+    with pytest.raises(DataError, match=r"the cache cannot be written .* name another folder .* PI_LORA_CACHE"):
+        cached({"of": "this"}, LAYOUT, rows, nobody_waits)

@@ -1,0 +1,281 @@
+"""Rows of several columns to prompts and completions: nothing loses its place, and nothing is lost unsaid."""
+
+import csv
+import json
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from pi_lora.data import tables
+from pi_lora.data.batches import CollateExamples, LengthGroups, training_data
+from pi_lora.data.examples import example_problems, training_examples
+from pi_lora.data.prompts import SUMMARIZE, Prompter, Task
+from pi_lora.data.tables import find_table
+from pi_lora.errors import DataError
+from pi_lora.models.base import find_base, load_tokenizer
+from pi_lora.recipe.schema import Data, Source, Training
+
+REPORTS = Path(__file__).parents[3] / "shared" / "data" / "reports" / "gao_reports.jsonl"
+needs_reports = pytest.mark.skipif(not REPORTS.is_file(), reason="the reports are not in this checkout")
+ROWS = [
+    {"text": 'The cat, a "black" one,\nsat. ' * 30, "gist": "A cat sat.", "n": "1"},
+    {"text": "Rain fell on the roof. " * 5, "gist": "It rained.", "n": "2"},
+    {"text": "Snow.", "gist": "Cold.", "n": "3"},
+]
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return load_tokenizer(find_base("builtin:tiny").path, 1024)
+
+
+def data_of(source: Path | str, **keys: Any) -> Data:
+    return Data.model_validate({"source": str(source), "document": "text", "summary": "gist", **keys})
+
+
+def write(file: Path, rows: list[dict[str, Any]]) -> Path:
+    name = file.name
+    if name.endswith(".csv"):
+        with file.open("w", newline="") as lines:
+            writer = csv.DictWriter(lines, list(rows[0]))
+            writer.writeheader()
+            writer.writerows(rows)
+    elif name.endswith(".parquet"):
+        pq.write_table(pa.Table.from_pylist(rows), file)
+    else:
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.csv", "rows.parquet"])
+def test_rows_are_the_same_from_every_kind_of_file(tmp_path: Path, name: str) -> None:
+    table = find_table(Source(name=str(write(tmp_path / name, ROWS))))
+    assert [row for _, row in table.rows(["gist", "text"])] == [{"gist": r["gist"], "text": r["text"]} for r in ROWS]
+
+
+def test_a_cell_of_csv_may_hold_a_whole_report(tmp_path: Path) -> None:
+    long = "word " * 60_000
+    table = find_table(Source(name=str(write(tmp_path / "rows.csv", [{"text": long, "gist": "g"}]))))
+    assert [row["text"] for _, row in table.rows(["text"])] == [long]
+
+
+def test_scrolls_is_read_out_of_its_archive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    archive = tmp_path / "gov_report.zip"
+    with zipfile.ZipFile(archive, "w") as files:
+        files.writestr("gov_report/validation.jsonl", '{"id": "1", "input": "Long.", "output": "Short."}\n')
+    asked = []
+
+    def fetched(name: str, file: str, **options: str) -> str:
+        asked.append((name, file, options))
+        return str(archive)
+
+    monkeypatch.setattr(tables, "hf_hub_download", fetched)
+    source = Source(name="tau/scrolls", subset="gov_report", split="validation")
+    rows = list(find_table(source).rows(["input", "output"]))
+    assert rows == [("tau/scrolls/gov_report/validation:1", {"input": "Long.", "output": "Short."})]
+    assert asked == [("tau/scrolls", "gov_report.zip", {"repo_type": "dataset", "revision": "main"})]
+    with pytest.raises(DataError, match="has no split train; there are"):
+        list(find_table(source.model_copy(update={"split": "train"})).rows(["input"]))
+
+
+def test_the_papers_template_to_the_letter() -> None:
+    assert Task.of(data_of("x.jsonl")).prompt({"text": "A\nB"}) == (
+        "Read the following article and then summarize it.\nA\nB\nNow summarize the above article.\nSummary:"
+    )
+    assert SUMMARIZE.format(document="A\nB") == Task.of(data_of("x.jsonl")).prompt({"text": "A\nB"})
+
+
+def test_any_template_around_any_columns() -> None:
+    keys = {"template": "Q: {question} {{1}}\nIn {text}\nA:", "completion": "answer"}
+    task = Task.of(Data.model_validate({"source": "x.jsonl", **keys}))
+    assert task.columns == ["question", "text", "answer"]
+    assert task.prompt({"question": "Who?", "text": "{it}"}) == "Q: Who? {1}\nIn {it}\nA:"
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"template": "{a}", "completion": "b", "document": "c"}, r"data.template: has no \{c\}"),
+        ({"template": "no column", "completion": "b"}, "data.template: names no column"),
+        ({"template": "{a", "completion": "b"}, "data.template: expected"),
+        ({"template": "{a!r} {}", "completion": "b"}, "data.template: has braces with something else"),
+    ],
+)
+def test_a_template_that_is_none_is_refused(keys: dict[str, str], message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        Task.of(Data.model_validate({"source": "x.jsonl", **keys}))
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"summary": "b"}, "summary: needs document"),
+        ({"document": "a"}, "document: goes with summary"),
+        ({"template": "{a}"}, "template, completion: go together"),
+        ({"document": "a", "summary": "b", "template": "{a}", "completion": "b"}, "has the paper's prompt"),
+        ({"document": "a", "summary": "b", "positions": "skip"}, "positions: skip: is for packed text"),
+        ({"document": "a", "summary": "b", "source": [{"name": "x", "weight": 2.0}]}, "weight is for packed text"),
+    ],
+)
+def test_keys_that_do_not_go_together_are_refused(keys: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        Data.model_validate({"source": "x.jsonl", **keys})
+
+
+@given(words=st.integers(0, 400), window=st.integers(80, 400), limit=st.integers(1, 500))
+def test_only_the_document_is_cut_and_all_fits(tokenizer: Any, words: int, window: int, limit: int) -> None:
+    text = "reading " + "naïve words 12 " * words
+    task = Task.of(data_of("x.jsonl", document_tokens=limit, completion_tokens=20))
+    [prompt] = Prompter(task, tokenizer, window).prompts([{"text": text, "gist": "short"}])
+    assert prompt.fits
+    assert len(prompt.ids) <= window - 21
+    shown = tokenizer.decode(prompt.ids, skip_special_tokens=True)
+    before, after = SUMMARIZE.split("{document}")
+    assert shown.startswith(before)
+    assert shown.endswith(after)
+    kept = shown.removeprefix(before).removesuffix(after)
+    assert text.startswith(kept)
+    assert prompt.kept <= min(limit, prompt.document_tokens)
+    assert (kept == text) == (prompt.kept == prompt.document_tokens)
+    # No more is cut than has to be: of either bound, at most what tokenizing the whole costs.
+    frame = len(tokenizer(SUMMARIZE.format(document=""))["input_ids"])
+    assert prompt.kept >= min(limit, prompt.document_tokens, window - 21 - frame) - 4
+
+
+def test_a_completion_is_what_stands_behind_the_prompt_and_ends(tokenizer: Any) -> None:
+    prompter = Prompter(Task.of(data_of("x.jsonl", completion_tokens=6)), tokenizer, 200)
+    short, long = prompter.completions([{"gist": " A cat.\n"}, {"gist": "one two three four five six seven"}])
+    assert tokenizer.decode(short[:-1]) == " A cat."
+    assert len(long) == 7
+    assert short[-1] == long[-1] == tokenizer.eos_token_id
+    [prompt] = prompter.prompts([{"text": "It sat."}])
+    whole = tokenizer(SUMMARIZE.format(document="It sat.") + " A cat.")["input_ids"]
+    assert prompt.ids + short[:-1] == whole
+
+
+def test_what_is_left_out_is_counted_and_named(tmp_path: Path, tokenizer: Any) -> None:
+    rows = [*ROWS, {"text": " ", "gist": "x"}, {"text": "x", "gist": None}, {"text": "Fine.", "gist": "Good."}]
+    file = write(tmp_path / "rows.jsonl", rows)
+    examples = training_examples(data_of(file, completion_tokens=8), tokenizer, 90)
+    assert (examples.account.examples, len(examples.dataset)) == (4, 4)
+    assert examples.account.documents_cut == 2
+    assert examples.account.left_out == [f"2 rows left out, empty: {file}:4, {file}:5"]
+    # From the cache with the same account.
+    assert training_examples(data_of(file, completion_tokens=8), tokenizer, 90).account == examples.account
+
+    keys = {"template": "Say {text}:", "completion": "gist", "document": None, "summary": None, "completion_tokens": 8}
+    whole = training_examples(data_of(file, **keys), tokenizer, 90).account
+    assert (whole.examples, whole.documents_cut, whole.too_long) == (3, 0, [f"{file}:1"])
+
+
+@pytest.mark.parametrize(
+    ("rows", "keys", "message"),
+    [
+        ([{"text": "", "gist": "a"}] * 3, {}, "a column is empty in all of 3 rows"),
+        (ROWS, {"completion_tokens": 70}, "data.completion_tokens: 70 leave no room for a prompt"),
+        ([{"body": "a", "gist": "b"}], {}, "has no column text; name columns of body, gist"),
+        ([{"text": 3, "gist": "b"}], {}, "column text holds int, not text"),
+    ],
+)
+def test_rows_without_an_example_are_refused(
+    tmp_path: Path, tokenizer: Any, rows: list[dict[str, Any]], keys: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(DataError, match=message):
+        training_examples(data_of(write(tmp_path / "rows.jsonl", rows), **keys), tokenizer, 90)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("rows.csv", "", "is empty; its first line must name the columns"),
+        ("rows.csv", "text,gist\na,b,c\n", "rows.csv:2: has more cells than"),
+        ("rows.csv", 'text,gist\n"a,b\n', "is no whole CSV file"),
+        ("rows.parquet", "PAR1", "is not a whole Parquet file"),
+        ("rows.txt", "text", "holds no rows with columns"),
+        ("rows.jsonl", '{"a": "b"}\n', "has no column text and no gist; name columns of a"),
+    ],
+)
+def test_damaged_files_are_seen_before_training(tmp_path: Path, name: str, content: str, message: str) -> None:
+    (tmp_path / name).write_text(content)
+    [problem] = example_problems(data_of(tmp_path / name))
+    assert message in problem
+
+
+def test_a_parquet_file_without_the_column_names_those_it_has(tmp_path: Path) -> None:
+    file = write(tmp_path / "rows.parquet", [{"body": "a", "gist": "b"}])
+    assert example_problems(data_of(file)) == [f"data.source: {file}: has no column text; name columns of body, gist"]
+
+
+def test_only_the_completion_is_learned_and_padding_never() -> None:
+    rows = [{"prompt_ids": [5, 6, 7], "completion_ids": [8, 1]}, {"prompt_ids": [9], "completion_ids": [1]}]
+    batch = CollateExamples(padding=1)(rows)
+    assert batch["input_ids"].tolist() == [[5, 6, 7, 8, 1], [9, 1, 1, 1, 1]]
+    assert batch["labels"].tolist() == [[-100, -100, -100, 8, 1], [-100, 1, -100, -100, -100]]
+    assert batch["attention_mask"].tolist() == [[1, 1, 1, 1, 1], [1, 1, 0, 0, 0]]
+    everything = CollateExamples(padding=1, learn_prompts=True)(rows)["labels"].tolist()
+    assert everything == [[5, 6, 7, 8, 1], [9, 1, -100, -100, -100]]
+
+
+@given(lengths=st.lists(st.integers(1, 2000), min_size=1, max_size=90), at_once=st.integers(1, 8))
+def test_groups_hold_every_example_once(lengths: list[int], at_once: int) -> None:
+    groups = LengthGroups(lengths, at_once, seed=3)
+    first = list(groups)
+    assert sorted(first) == list(range(len(lengths)))
+    assert list(groups) == first
+    groups.set_epoch(1)
+    assert sorted(groups) == list(range(len(lengths)))
+
+
+def test_groups_are_of_like_lengths_and_others_in_each_epoch() -> None:
+    lengths = [100 * (1 + index % 40) for index in range(400)]
+    groups = LengthGroups(lengths, 4, seed=0)
+    orders = []
+    for epoch in range(2):
+        groups.set_epoch(epoch)
+        order = list(groups)
+        batches = [[lengths[index] for index in order[start : start + 4]] for start in range(0, 400, 4)]
+        assert sum(4 * max(batch) for batch in batches) < 1.1 * sum(lengths)
+        # Long and short ones come in turns.
+        assert max(map(max, batches[:20])) > 3000
+        assert min(map(min, batches[:20])) < 1000
+        orders.append({frozenset(order[start : start + 4]) for start in range(0, 400, 4)})
+    assert len(orders[0] & orders[1]) < 20
+
+
+@pytest.mark.parametrize(
+    ("training", "message"),
+    [
+        ({"steps": 5, "global_batch_size": 2}, r"training.steps: 5 of 2 go 2.5 times round .* set data.epochs to 3"),
+        ({"steps": 1, "global_batch_size": 4}, "training.global_batch_size: 4 is more than the 3 examples"),
+    ],
+)
+def test_more_steps_than_examples_are_refused(
+    tmp_path: Path, tokenizer: Any, training: dict[str, int], message: str
+) -> None:
+    data = data_of(write(tmp_path / "rows.jsonl", ROWS), completion_tokens=8)
+    with pytest.raises(DataError, match=message):
+        training_data(data, Training(**training), tokenizer, 64, 90)
+
+
+@needs_reports
+def test_the_reports_at_the_papers_limits(tokenizer: Any) -> None:
+    """At 16k documents are cut to 15000 tokens and summaries to 1000, and each example keeps its whole frame."""
+    data = data_of(REPORTS, document="report", summary="summary")
+    examples = training_examples(data, tokenizer, 16384)
+    assert examples.account.examples == 24
+    assert examples.account.left_out == []
+    before, after = SUMMARIZE.split("{document}")
+    for row in examples.dataset:
+        prompt = tokenizer.decode(row["prompt_ids"], skip_special_tokens=True)
+        assert prompt.startswith(before)
+        assert prompt.endswith(after)
+        assert 14_980 <= len(row["prompt_ids"]) <= 15_060
+        assert len(row["completion_ids"]) <= 1001
+        assert row["completion_ids"][-1] == tokenizer.eos_token_id

@@ -1,0 +1,183 @@
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pi_lora.data.cache import cache_folder
+from pi_lora.data.corpus import RECALL, STDLIB
+from pi_lora.data.packing import encoded, encoder, tokenizer_identity
+from pi_lora.data.sequences import drawn_order, training_sequences
+from pi_lora.errors import DataError
+from pi_lora.models.base import BUILTIN_FOLDER, load_tokenizer
+from pi_lora.recipe.schema import Data
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return load_tokenizer(BUILTIN_FOLDER / "tiny", 1024)
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PI_LORA_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def books(tmp_path: Path) -> Path:
+    folder = tmp_path / "books"
+    folder.mkdir()
+    for index in range(12):
+        (folder / f"{index}.txt").write_text(f"book {index}: " + f"word{index} " * 20 * (index + 1))
+    return folder
+
+
+def sequences(tokenizer: Any, target: int, number: int, **data: object) -> list[list[int]]:
+    found = training_sequences(Data.model_validate(data), tokenizer, 64, target, number)
+    return [row["input_ids"].tolist() for row in found]
+
+
+def cache_entries() -> int:
+    return len(list((cache_folder() / "sequences").glob("*/")))
+
+
+def test_documents_are_framed_as_the_tokenizer_wants(tokenizer: Any) -> None:
+    [ids, _] = encoder(tokenizer)(["hello", "world"])
+    assert ids[0] == tokenizer.bos_token_id
+    assert ids[-1] == tokenizer.eos_token_id
+    assert ids.count(tokenizer.bos_token_id) == ids.count(tokenizer.eos_token_id) == 1
+
+
+def test_batches_change_nothing(tokenizer: Any) -> None:
+    texts = [f"text {'x' * index} {index}" for index in range(30)]
+    encode = encoder(tokenizer)
+    one_by_one = [encode([text])[0] for text in texts]
+    for room in (1, 50, 10**6):
+        assert list(encoded(texts, encode, room)) == one_by_one
+
+
+@pytest.mark.parametrize("packing", ["wrapped", "bfd_split"])
+def test_sequences_have_exactly_the_length_and_follow_the_seed(tokenizer: Any, books: Path, packing: str) -> None:
+    data = {"source": [str(books), RECALL], "seed": 5, "packing": packing}
+    first = sequences(tokenizer, 128, 12, **data)
+    assert [len(ids) for ids in first] == [128] * 12
+    assert sequences(tokenizer, 128, 12, **data) == first
+    assert sequences(tokenizer, 128, 12, **{**data, "seed": 6}) != first
+    assert cache_entries() == 2
+
+
+def test_recall_sequences_begin_with_a_document_however_text_is_packed(tokenizer: Any) -> None:
+    for packing in ("wrapped", "bfd_split"):
+        found = sequences(tokenizer, 256, 8, source=RECALL, packing=packing)
+        assert {ids[0] for ids in found} == {tokenizer.bos_token_id}
+
+
+def test_skipping_sequences_are_as_long_as_the_original_window(tokenizer: Any) -> None:
+    data = Data.model_validate({"source": [STDLIB, RECALL], "positions": "skip", "chunks": 3})
+    found = training_sequences(data, tokenizer, 64, 256, 40)
+    assert {(len(row["input_ids"]), len(row["position_ids"])) for row in found} == {(64, 64)}
+    assert all((row["position_ids"][1:] > row["position_ids"][:-1]).all() for row in found)
+    assert max(row["position_ids"][-1] for row in found) > 200
+    assert {row["position_ids"][0] for row in found} == {0}
+    plain = sequences(tokenizer, 64, 40, source=[STDLIB, RECALL])
+    assert [row["input_ids"].tolist() for row in found] == plain
+
+
+def test_more_chunks_than_tokens_are_refused(tokenizer: Any) -> None:
+    data = Data.model_validate({"source": STDLIB, "positions": "skip", "chunks": 65})
+    with pytest.raises(DataError, match=r"data.chunks: 65 chunks do not fit into 64 tokens"):
+        training_sequences(data, tokenizer, 64, 256, 1)
+
+
+def test_short_documents_are_left_out_and_counted(tokenizer: Any, books: Path) -> None:
+    shortest = min(len(ids) for ids in encoder(tokenizer)([file.read_text() for file in books.iterdir()]))
+    notes: list[str] = []
+    data = Data.model_validate({"source": str(books), "min_document_tokens": shortest + 1, "epochs": 3})
+    found = training_sequences(data, tokenizer, 64, 128, 80, lambda done, total, note: notes.append(note))
+    assert "book 0" not in tokenizer.decode([token for row in found for token in row["input_ids"]])
+    assert notes[-1] == f"documents of under {shortest + 1} tokens left out: 1"
+    with pytest.raises(
+        DataError, match=r"no document that is long enough \(documents of under 100000 tokens left out: 12\)"
+    ):
+        sequences(tokenizer, 128, 10, source=str(books), min_document_tokens=100000)
+
+
+@pytest.mark.parametrize("packing", ["wrapped", "bfd_split"])
+def test_too_little_text_names_both_numbers_and_the_epochs_that_would_do(
+    tokenizer: Any, books: Path, packing: str
+) -> None:
+    data = {"source": str(books), "packing": packing}
+    at_hand = sum(len(ids) for ids in encoder(tokenizer)([file.read_text() for file in books.iterdir()]))
+    with pytest.raises(DataError, match=rf"{at_hand:,} tokens at hand in data.epochs: 1, 12,800 needed") as refused:
+        sequences(tokenizer, 128, 100, **data)
+    assert str(refused.value).startswith(f"data.source: {books}: ")
+    assert cache_entries() == 0
+    epochs = int(re.search(r"set data.epochs to (\d+)", str(refused.value))[1])
+    assert len(sequences(tokenizer, 128, 100, **data, epochs=epochs)) == 100
+    with pytest.raises(DataError, match=f"set data.epochs to {epochs},"):
+        sequences(tokenizer, 128, 100, **data, epochs=epochs - 1)
+
+
+def test_every_epoch_has_an_order_of_its_own(tokenizer: Any, books: Path) -> None:
+    number = sum(len(ids) for ids in encoder(tokenizer)([file.read_text() for file in books.iterdir()])) * 3 // 128
+    found = sequences(tokenizer, 128, number, source=str(books), epochs=3)
+    order = re.findall(r"book (\d+):", tokenizer.decode([token for ids in found for token in ids]))
+    epochs = [order[start : start + 12] for start in (0, 12, 24)]
+    assert sorted(epochs[0]) == sorted(epochs[1]) == sorted(map(str, range(12)))
+    assert epochs[0] != epochs[1]
+    assert epochs[1] != epochs[2]
+
+
+def test_a_source_that_cannot_give_its_share_is_refused(tokenizer: Any, books: Path) -> None:
+    shares = [{"name": str(books), "weight": 1}, {"name": RECALL, "weight": 1}]
+    with pytest.raises(DataError, match=rf"^data.source: {books}: [\d,]+ tokens at hand .* needed for its share"):
+        sequences(tokenizer, 64, 400, source=shares)
+    assert len(sequences(tokenizer, 64, 40, source=shares)) == 40
+
+
+def test_sources_are_drawn_by_weight() -> None:
+    drawn = drawn_order([3, 1], 4000, seed=0)
+    assert drawn.count(0) / 4000 == pytest.approx(0.75, abs=0.03)
+    assert drawn[:2000] == drawn_order([3, 1], 2000, seed=0)
+
+
+def test_what_changes_the_sequences_changes_the_key(tokenizer: Any, books: Path) -> None:
+    variants: list[dict[str, object]] = [
+        {},
+        {"seed": 1},
+        {"packing": "bfd_split"},
+        {"positions": "skip"},
+        {"min_document_tokens": 50},
+        {"epochs": 2},
+        {"source": [{"name": str(books), "weight": 1}, {"name": STDLIB, "weight": 2}]},
+        {"source": [{"name": str(books), "weight": 1}, {"name": STDLIB, "weight": 1}]},
+    ]
+    for number, variant in enumerate(variants, 1):
+        sequences(tokenizer, 128, 4, **{"source": str(books), **variant})
+        assert cache_entries() == number
+    sequences(tokenizer, 128, 5, source=str(books))
+    sequences(tokenizer, 96, 4, source=str(books))
+    (books / "0.txt").write_text("rewritten")
+    sequences(tokenizer, 128, 4, source=str(books))
+    assert cache_entries() == len(variants) + 3
+    sequences(tokenizer, 128, 4, source=str(books))
+    assert cache_entries() == len(variants) + 3
+
+
+def test_the_tokenizer_is_known_by_its_content(tokenizer: Any) -> None:
+    other = load_tokenizer(BUILTIN_FOLDER / "tiny", 512)
+    before = tokenizer_identity(other)
+    assert before == tokenizer_identity(tokenizer)
+    other(["a", "b c d"], padding=True, truncation=True, max_length=4)
+    assert tokenizer_identity(other) == before
+    other.add_tokens(["<new>"])
+    assert tokenizer_identity(other) != before
+
+
+def test_progress_counts_tokens(tokenizer: Any) -> None:
+    calls: list[tuple[int, int, str]] = []
+    data = Data.model_validate({"source": STDLIB})
+    training_sequences(data, tokenizer, 64, 128, 3, lambda *call: calls.append(call))
+    assert calls == [(128, 384, ""), (256, 384, ""), (384, 384, "")]
+    training_sequences(data, tokenizer, 64, 128, 3, lambda *call: calls.append(call))
+    assert len(calls) == 3

@@ -1,0 +1,186 @@
+import gzip
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pi_lora.data.corpus import evaluation_documents, find_corpus, source_problems
+from pi_lora.data.documents import Document, LocalFiles, looks_local, shuffled
+from pi_lora.errors import DataError
+from pi_lora.recipe.schema import Data, Source
+
+
+def texts(source: str | Path, column: str = "text", seed: int | None = None) -> list[str]:
+    return [document.text for document in find_corpus(Source(name=str(source), column=column)).documents(seed)]
+
+
+def write_jsonl(file: Path, rows: list[object]) -> Path:
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
+
+
+@pytest.fixture
+def shelf(tmp_path: Path) -> Path:
+    """A folder with a document of every kind, in alphabetical order."""
+    folder = tmp_path / "shelf"
+    (folder / "deep" / "er").mkdir(parents=True)
+    (folder / "a.md").write_text("one")
+    write_jsonl(folder / "b.jsonl", [{"text": "two"}, {"text": "three"}])
+    (folder / "c.jsonl.gz").write_bytes(gzip.compress(b'{"text": "four"}\n\n{"text": null}\n'))
+    pq.write_table(pa.table({"n": [1, 2], "text": ["five", "six"]}), folder / "d.parquet")
+    (folder / "deep" / "er" / "e.TXT").write_text("seven")
+    (folder / "empty.txt").write_text("  \n")
+    (folder / "picture.png").write_bytes(b"\x89PNG")
+    return folder
+
+
+def test_a_folder_gives_the_documents_of_every_kind(shelf: Path) -> None:
+    assert texts(shelf) == ["one", "two", "three", "four", "five", "six", "seven"]
+
+
+def test_globs_files_and_the_home_folder(shelf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(shelf.parent))
+    monkeypatch.chdir(shelf.parent)
+    assert texts("shelf/**/*.TXT") == ["seven"]
+    assert texts("shelf/[ab].*") == ["one", "two", "three"]
+    assert texts("~/shelf/d.parquet") == ["five", "six"]
+    (shelf / "notes").write_text("a named file may have any suffix")
+    assert texts("./shelf/notes") == ["a named file may have any suffix"]
+
+
+def test_the_column_is_the_one_that_is_named(tmp_path: Path) -> None:
+    rows = write_jsonl(tmp_path / "rows.jsonl", [{"text": "no", "body": "yes"}])
+    pq.write_table(pa.table({"text": ["no"], "body": ["yes"]}), tmp_path / "rows.parquet")
+    assert texts(rows, column="body") == texts(tmp_path / "rows.parquet", column="body") == ["yes"]
+
+
+def test_the_seeded_order_is_a_shuffle_of_files_and_rows(tmp_path: Path) -> None:
+    for index in range(20):
+        write_jsonl(tmp_path / f"{index:02}.jsonl", [{"text": f"{index} {row}"} for row in range(20)])
+    fixed, first, second = (texts(tmp_path, seed=seed) for seed in (None, 1, 2))
+    assert sorted(fixed) == sorted(first) == sorted(second)
+    assert first == texts(tmp_path, seed=1)
+    assert first not in (second, fixed)
+    assert [text.split()[0] for text in first[::20]] != [text.split()[0] for text in fixed[::20]]
+    assert [text.split()[1] for text in first[:20]] != [str(row) for row in range(20)]
+
+
+def test_text_is_read_when_it_is_asked_for(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("first")
+    (tmp_path / "b.txt").write_bytes(b"\xff\xfe")
+    documents = evaluation_documents(str(tmp_path))
+    assert next(documents).text == "first"
+    with pytest.raises(DataError, match="is not UTF-8 text"):
+        next(documents)
+
+
+@given(st.lists(st.text(max_size=9), max_size=30), st.integers(0, 3), st.integers(0, 60))
+def test_the_shuffle_buffer_loses_nothing_and_holds_no_more_than_it_may(lines: list[str], seed: int, room: int) -> None:
+    given_back: list[str] = []
+
+    def source() -> Iterator[Document]:
+        for number, line in enumerate(lines):
+            assert sum(map(len, lines[:number])) - sum(map(len, given_back)) <= room
+            yield Document("", line)
+
+    for document in shuffled(source(), seed, room):
+        given_back.append(document.text)
+    assert sorted(given_back) == sorted(lines)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("gone.txt", None, "no such file or folder"),
+        ("gone/*.txt", None, "matches no file; check the pattern"),
+        ("empty.txt", b" \n", "holds no text, it is empty"),
+        ("latin.txt", b"\xff\xfe\x00", "is not UTF-8 text; convert it"),
+        ("binary.txt", b"a\0b", "is a binary file"),
+        ("broken.jsonl", b'{"text": "a"}\n\n{"text": \n', "jsonl:3: is broken JSON"),
+        ("list.jsonl", b'["a"]\n', r"jsonl:1: is no JSON object; write one a line, as {\"text\": ...}"),
+        ("latin.jsonl", b'{"text": "\xff"}\n', "jsonl:1: is not UTF-8 text"),
+        ("column.jsonl", b'{"body": "a", "n": 1}\n', "jsonl:1: has no column text; .*: body, n$"),
+        ("number.jsonl", b'{"text": 3}\n', "jsonl:1: column text holds int, not text"),
+        ("cut.jsonl.gz", gzip.compress(b'{"text": "a"}\n' * 99, mtime=0)[:-12], "cannot be read"),
+        ("plain.jsonl.gz", b'{"text": "a"}\n', "cannot be read"),
+        ("broken.parquet", b"PAR1", "is not a whole Parquet file"),
+        ("none.jsonl", b"", "holds no text, it is empty"),
+    ],
+)
+def test_what_is_not_text_is_refused(tmp_path: Path, name: str, content: bytes | None, message: str) -> None:
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError, match=message) as refused:
+        list(evaluation_documents(str(tmp_path / name)))
+    assert str(refused.value).startswith(str(tmp_path / name))
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(("column", "message"), [("body", "has no column body; .*: n, text$"), ("n", "holds int, not")])
+def test_a_parquet_column_that_will_not_do_is_refused(tmp_path: Path, column: str, message: str) -> None:
+    pq.write_table(pa.table({"n": [1], "text": ["a"]}), tmp_path / "rows.parquet")
+    with pytest.raises(DataError, match=message):
+        texts(tmp_path / "rows.parquet", column=column)
+
+
+def test_a_folder_without_text_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "picture.png").write_bytes(b"\x89PNG")
+    with pytest.raises(DataError, match="holds no text files"):
+        evaluation_documents(str(tmp_path))
+
+
+def test_the_identity_follows_the_files(shelf: Path) -> None:
+    def identity() -> object:
+        return LocalFiles.find(str(shelf), "text").identity()
+
+    before = identity()
+    assert identity() == before
+    changes: list[Callable[[], object]] = [
+        lambda: (shelf / "a.md").write_text("longer"),
+        lambda: (shelf / "new.txt").write_text("new"),
+        lambda: (shelf / "new.txt").unlink() or (shelf / "other.txt").write_text("new"),
+    ]
+    seen = [before]
+    for change in changes:
+        change()
+        assert identity() not in seen
+        seen.append(identity())
+
+
+@pytest.mark.parametrize(
+    ("name", "local"),
+    [("owner/books", False), ("squad", False), ("./squad", True), ("data/*", True), ("x.parquet", True), ("~/b", True)],
+)
+def test_what_looks_local(name: str, local: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert looks_local(name) == local
+    (tmp_path / "owner" / "books").mkdir(parents=True)
+    assert looks_local("owner/books")
+
+
+def test_all_problems_of_the_sources_are_told_and_the_hub_is_left_alone(shelf: Path, tmp_path: Path) -> None:
+    rows = write_jsonl(tmp_path / "rows.jsonl", [{"body": "a"}])
+    sources = [
+        {"name": str(shelf)},
+        {"name": str(rows)},
+        {"name": str(rows), "column": "body", "streaming": True},
+        "gone.txt",
+        "builtin:pile",
+        "builtin:stdlib",
+        {"name": "builtin:recall", "subset": "all"},
+        {"name": "owner/name", "subset": "en", "streaming": True},
+    ]
+    problems = source_problems(Data.model_validate({"source": sources}))
+    assert [problem.split(": ", 2)[:2] for problem in problems] == [
+        ["data.source", f"{rows}:1"],
+        ["data.source", str(rows)],
+        ["data.source", "gone.txt"],
+        ["data.source", "builtin:pile"],
+        ["data.source", "builtin:recall"],
+    ]
+    assert "streaming is for data sets of the hub" in problems[1]

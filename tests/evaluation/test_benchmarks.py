@@ -1,0 +1,522 @@
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import datasets
+import lm_eval.tasks
+import pytest
+import torch
+from lm_eval import simple_evaluate
+from lm_eval.models.huggingface import HFLM
+from test_cli import run
+
+from pi_lora.errors import DataError, PiLoraError
+from pi_lora.evaluation.benchmarks import answering
+from pi_lora.evaluation.benchmarks.answering import Answering, batches_of
+from pi_lora.evaluation.benchmarks.lm_eval_tasks import DEFINITIONS, benchmark, load_task
+from pi_lora.evaluation.benchmarks.local_data import SCHEMAS, articles, read_examples
+from pi_lora.evaluation.benchmarks.measure import TASKS, evaluate_benchmarks, prepare
+from pi_lora.evaluation.journal import Journal
+from pi_lora.models.load import LoadedModel, Stretch, load
+from pi_lora.recipe.schema import BenchmarksEvaluation
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "benchmarks"))
+import lm_eval_command  # noqa: E402
+import tables  # noqa: E402
+
+LM_EVAL_TASKS = Path(lm_eval.tasks.__file__).parent
+SHARED = Path(os.environ.get("PI_LORA_SHARED", Path(__file__).parents[3] / "shared")) / "data"
+BATCH = 4
+
+BOOLQ = [
+    {"question": f"is {colour} a colour", "title": "Colour", "answer": colour != "stone", "passage": text}
+    for colour, text in (("red", "Red is a colour of light."), ("stone", "A stone is hard. " * 60), ("blue", "Blue."))
+]
+PIQA = [
+    {"goal": "To open a door,", "sol1": "turn the handle.", "sol2": "eat the handle."},
+    {"goal": "Boil water", "sol1": "in a book", "sol2": "in a pot on the stove"},
+    {"goal": "Cut bread", "sol1": "with a knife", "sol2": "with a spoon of water"},
+]
+PIQA_LABELS = [0, 1, 0]
+WINOGRANDE = [
+    {
+        "sentence": "The cup did not fit the box since the _ was small.",
+        "option1": "cup",
+        "option2": "box",
+        "answer": "2",
+    },
+    {"sentence": "Ann thanked Eve because _ had been helped.", "option1": "Ann", "option2": "Eve", "answer": "1"},
+]
+RACE = [
+    {
+        "article": "Tom has a dog.\u2028It is brown.",
+        "question": question,
+        "options": ["a dog", "a cat", "a bird", "a cow"],
+        "answer": answer,
+    }
+    for question, answer in (("What does Tom have?", "A"), ("Tom has  _  .", "A"), ("What is brown?", "A"))
+] + [{"article": "It rained.", "question": "What fell?", "options": ["rain", "snow", "ash", "tea"], "answer": "A"}]
+
+
+def lines(rows: list[Any]) -> str:
+    return "".join(f"{json.dumps(row, ensure_ascii=False)}\n" for row in rows)
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> Path:
+    """A folder with made-up examples of every task, in the data sets' own schemas and under their own names."""
+    folder = tmp_path / "data"
+    contents = {
+        "boolq/dev.jsonl": lines(BOOLQ),
+        "piqa/valid.jsonl": lines(PIQA),
+        "piqa/valid-labels.lst": lines(PIQA_LABELS),
+        "winogrande/dev.jsonl": lines(WINOGRANDE),
+        "race_high/test.jsonl": lines(RACE),
+        "race_middle/1.txt": json.dumps(
+            {
+                "article": "Tom has a dog.",
+                "questions": ["What does Tom have?", "Is it brown?"],
+                "options": [["a dog", "a cat", "a bird", "a cow"], ["yes", "no", "never", "often"]],
+                "answers": ["A", "B"],
+                "id": "middle1.txt",
+            },
+            indent=1,
+        ),
+    }
+    for name, content in contents.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(content)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def tiny() -> LoadedModel:
+    return load("builtin:tiny")
+
+
+def test_tasks_have_one_list() -> None:
+    assert BenchmarksEvaluation().tasks == TASKS == tuple(SCHEMAS) == tuple(DEFINITIONS)
+    assert all((LM_EVAL_TASKS / each.file).is_file() for each in DEFINITIONS.values())
+
+
+def test_made_up_files_score_as_lm_evals_own_tasks_on_them(tiny: LoadedModel, files: Path, tmp_path: Path) -> None:
+    own = tmp_path / "own"
+    lm_eval_command.write_tasks(own, files)
+    problems = [{key: row[key] for key in ("question", "answer", "options")} for row in RACE]
+    by_hand = [
+        {"article": RACE[0]["article"], "problems": str(problems[:3])},
+        {"article": RACE[3]["article"], "problems": str(problems[3:])},
+    ]
+    (own / "race.jsonl").write_text(lines(by_hand))
+    lm_eval_command.write_task(own, "race_high", "race/race.yaml", own / "race.jsonl", "test")
+    names = ("boolq", "piqa", "winogrande", "race_high")
+    model = HFLM(tiny.model, tokenizer=load("builtin:tiny").tokenizer, max_length=256, batch_size=BATCH)
+    manager = lm_eval.tasks.TaskManager(include_path=str(own), include_defaults=False)
+    for name in names:
+        theirs = simple_evaluate(model, tasks=[f"own_{name}"], task_manager=manager, num_fewshot=0)
+        assert theirs is not None
+        scores = theirs["results"][f"own_{name}"]
+        ours = evaluate_benchmarks(tiny, prepare([name], [str(files)]), batch_size=BATCH)["tasks"][name]
+        assert ours["acc"] == scores["acc,none"]
+        assert ours["stderr"] == scores["acc_stderr,none"]
+        assert ours.get("acc_norm") == scores.get("acc_norm,none")
+        assert ours["examples"] == len(theirs["samples"][f"own_{name}"])
+    assert ours["examples"] == 2
+
+
+@pytest.mark.skipif(not SHARED.is_dir(), reason=f"needs the data sets in {SHARED}")
+def test_real_data_scores_as_lm_evals_own_command(tiny: LoadedModel, tmp_path: Path) -> None:
+    lm_eval_command.write_tasks(tmp_path / "own", SHARED)
+    limit = 12
+    theirs = lm_eval_command.theirs(tmp_path / "own", limit, BATCH, 256)
+    ours = evaluate_benchmarks(tiny, prepare(lm_eval_command.NAMES, [str(SHARED)]), limit, BATCH)["tasks"]
+    for name, scores in theirs.items():
+        assert (ours[name]["acc"], ours[name]["stderr"]) == (scores["acc,none"], scores["acc_stderr,none"])
+        assert ours[name]["examples"] == limit
+    assert ours["boolq"]["truncated_inputs"] > 0
+
+
+REQUESTS = [
+    (("context", "answer"), list(range(2, 2 + context)), [7 + index % 5] * answer)
+    for index, (context, answer) in enumerate(
+        [(5, 1), (5, 1), (30, 2), (4, 3), (5, 1), (300, 1), (30, 2), (12, 5), (9, 1)]
+    )
+]
+
+
+def test_batches_are_lm_evals(tiny: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Likelihoods equal those of lm-eval's own class to the last bit, since they come from the same forward passes."""
+    passes: dict[type, list[torch.Size]] = {HFLM: [], Answering: []}
+    forward = HFLM._model_call
+
+    def counted(self: HFLM, inputs: torch.Tensor, *rest: Any, **others: Any) -> torch.Tensor:
+        passes[type(self)].append(inputs.shape)
+        return forward(self, inputs, *rest, **others)
+
+    monkeypatch.setattr(HFLM, "_model_call", counted)
+    for size in (1, 3, 20):
+        theirs = HFLM(tiny.model, tokenizer=load("builtin:tiny").tokenizer, max_length=256, batch_size=size)
+        ours = Answering(tiny.model, tiny.tokenizer, 256, size)
+        expected = theirs._loglikelihood_tokens(REQUESTS, disable_tqdm=True)
+        assert ours._loglikelihood_tokens(REQUESTS) == expected
+        assert ours.truncated_inputs == 1
+        assert len(batches_of(REQUESTS, size)) == len(passes[HFLM])
+        assert passes[Answering] == passes[HFLM]
+        passes[HFLM].clear()
+        passes[Answering].clear()
+
+
+class Gathered(Exception):
+    pass
+
+
+def test_several_processes_share_the_batches(tiny: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    alone = Answering(tiny.model, tiny.tokenizer, 256, 2)._loglikelihood_tokens(REQUESTS)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    shares: list[list[Any]] = []
+
+    def gather(found: list[Any]) -> list[Any]:
+        shares.append(found)
+        if len(shares) == 1:
+            raise Gathered
+        return shares[0] + shares[1]
+
+    monkeypatch.setattr(answering, "from_all", gather)
+    monkeypatch.setenv("RANK", "1")
+    with pytest.raises(Gathered):
+        Answering(tiny.model, tiny.tokenizer, 256, 2)._loglikelihood_tokens(REQUESTS)
+    monkeypatch.setenv("RANK", "0")
+    assert Answering(tiny.model, tiny.tokenizer, 256, 2)._loglikelihood_tokens(REQUESTS) == alone
+    numbers = [sorted(number for number, _ in share) for share in shares]
+    assert sorted(numbers[0] + numbers[1]) == list(range(len(batches_of(REQUESTS, 2))))
+    assert abs(len(numbers[0]) - len(numbers[1])) <= 1
+
+
+def test_an_interrupted_measurement_goes_on(
+    tiny: LoadedModel, files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PI_LORA_CACHE", str(tmp_path / "cache"))
+    prepared = prepare(["boolq"], [f"boolq={files / 'boolq' / 'dev.jsonl'}"])
+    whole = evaluate_benchmarks(tiny, prepared, batch_size=1)
+    batches = 0
+    forward = HFLM._model_call
+
+    def interrupted(self: HFLM, *arguments: Any, **others: Any) -> torch.Tensor:
+        nonlocal batches
+        batches += 1
+        if batches == 3:
+            raise KeyboardInterrupt
+        return forward(self, *arguments, **others)
+
+    monkeypatch.setattr(HFLM, "_model_call", interrupted)
+    with pytest.raises(PiLoraError, match="interrupted; the examples that were measured are kept"):
+        evaluate_benchmarks(tiny, prepared, batch_size=1)
+    done: list[tuple[int, int, str]] = []
+    again = evaluate_benchmarks(tiny, prepared, batch_size=1, progress=lambda *at: done.append(at))
+    assert again == whole
+    # Two of the batches were kept, the third was cut off.
+    assert batches - 3 == done[-1][1] - 2
+    assert done[-1] == (done[-1][1], done[-1][1], "BoolQ")
+    assert not list((tmp_path / "cache").glob("evaluations/*"))
+
+
+def test_the_journal_is_read_and_written(tiny: LoadedModel, tmp_path: Path) -> None:
+    journal = Journal(tmp_path, {})
+    first = Answering(tiny.model, tiny.tokenizer, 256, 2, journal)._loglikelihood_tokens(REQUESTS)
+    kept = Journal(tmp_path, {})
+    assert Answering(tiny.model, tiny.tokenizer, 256, 2, kept)._loglikelihood_tokens(REQUESTS) == first
+    kept.found["0"] = [(-1.0, False)] * len(batches_of(REQUESTS, 2)[0])
+    changed = Answering(tiny.model, tiny.tokenizer, 256, 2, kept)._loglikelihood_tokens(REQUESTS)
+    assert [index for index in range(len(REQUESTS)) if changed[index] != first[index]] == sorted(
+        batches_of(REQUESTS, 2)[0]
+    )
+
+
+def test_a_run_keeps_its_weights(lora_run: Path) -> None:
+    """lm-eval ties embeddings anew, which PEFT's trained copies do not survive: wrapping must change no logit."""
+    loaded = load(str(lora_run))
+    ids = torch.arange(2, 40)[None]
+    with torch.no_grad():
+        before = loaded.model(input_ids=ids).logits
+        Answering(loaded.model, loaded.tokenizer, 64, 1)
+        assert torch.equal(loaded.model(input_ids=ids).logits, before)
+    assert "tie_weights" not in vars(loaded.model)
+    assert loaded.tokenizer.model_max_length == 128
+
+
+def test_the_scaling_is_on_and_the_window_original(files: Path) -> None:
+    prepared = prepare(["boolq"], [str(files)])
+    plain, stretched = (
+        evaluate_benchmarks(load("builtin:tiny", stretch), prepared) for stretch in (None, Stretch(target=1024))
+    )
+    assert (plain["scale"], plain["window"]) == (1, 256)
+    assert (stretched["scale"], stretched["window"]) == (4, 256)
+    assert plain["tasks"]["boolq"]["truncated_inputs"] == stretched["tasks"]["boolq"]["truncated_inputs"] == 2
+    task = prepared[0].task
+    likelihoods = []
+    for stretch in (None, Stretch(target=1024)):
+        loaded = load("builtin:tiny", stretch)
+        model = Answering(loaded.model, loaded.tokenizer, 256, 1)
+        likelihoods.append(model.loglikelihood(task.instances))
+    assert likelihoods[0] != likelihoods[1]
+
+
+def test_an_answer_longer_than_the_window_is_refused(tiny: LoadedModel, files: Path) -> None:
+    prepared = prepare(["piqa"], [str(files)])
+    with pytest.raises(DataError, match=r"--window: 4 tokens do not hold an answer of [0-9]+ that is asked about"):
+        evaluate_benchmarks(tiny, prepared, window=4)
+    assert evaluate_benchmarks(tiny, prepared, window=32)["window"] == 32
+
+
+def test_one_example_has_no_standard_error(tiny: LoadedModel, files: Path) -> None:
+    task = load_task("winogrande", read_examples("winogrande", files / "winogrande"))
+    score = benchmark(tiny.model, tiny.tokenizer, task, 256, limit=1)
+    assert (score.examples, score.stderr) == (1, None)
+    assert score.acc in (0, 1)
+
+
+def test_race_is_read_in_every_schema_of_its_own(files: Path, tmp_path: Path) -> None:
+    (archive,) = read_examples("race_middle", files / "race_middle")
+    assert archive["problems"].count("question") == 2
+    rows = [
+        {
+            "article": "Tom has a dog.",
+            "question": "What does Tom have?",
+            "options": ["a dog", "a cat", "a bird", "a cow"],
+            "answer": "A",
+        },
+        {
+            "article": "Tom has a dog.",
+            "question": "Is it brown?",
+            "options": ["yes", "no", "never", "often"],
+            "answer": "B",
+        },
+    ]
+    (tmp_path / "rows.jsonl").write_text(lines(rows))
+    assert read_examples("race_middle", tmp_path / "rows.jsonl") == [archive] == articles(rows)
+
+
+def test_race_middle_is_race_high_on_other_articles(files: Path) -> None:
+    middle, high = (load_task(name, read_examples(name, files / "race_high")) for name in ("race_middle", "race_high"))
+    assert middle.task_name == "race_middle"
+    for document in high.eval_docs:
+        assert middle.doc_to_text(document) == high.doc_to_text(document)
+        assert middle.doc_to_choice(document) == high.doc_to_choice(document)
+        assert middle.doc_to_target(document) == high.doc_to_target(document)
+    text = high.doc_to_text(high.eval_docs[0])
+    assert text.startswith(
+        "Article: Tom has a dog.\u2028It is brown.\n\nQuestion: What does Tom have?\nAnswer: a dog\n"
+    )
+    assert text.endswith("What is brown?")
+
+
+def test_race_middle_from_the_hub_is_put_together_by_article(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[dict[str, Any]] = []
+
+    def load_dataset(**wanted: Any) -> dict[str, datasets.Dataset]:
+        asked.append(wanted)
+        return {"test": datasets.Dataset.from_list(RACE)}
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    task = load_task("race_middle", None)
+    assert asked == [{"path": "ehovy/race", "name": "middle"}]
+    assert list(task.eval_docs) == articles(RACE)
+    assert len(task.eval_docs) == 2
+
+
+def test_using_local_files_is_reported_to_nobody(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`datasets` counts on its servers what its loaders are used for, unless it is offline."""
+    counted: list[str] = []
+    monkeypatch.setattr("datasets.load.increase_load_count", counted.append)
+    prepare(TASKS, [str(files)])
+    assert counted == []
+
+
+def damaged(name: str, content: str) -> Callable[[Path], None]:
+    return lambda folder: (folder / name).write_text(content) and None
+
+
+MISTAKES = [
+    (
+        "boolq",
+        damaged("boolq/dev.jsonl", '{"question": "q", "answer": true}'),
+        "dev.jsonl:1: has no field passage; BoolQ",
+    ),
+    (
+        "boolq",
+        damaged("boolq/dev.jsonl", '\n{"question": "q", "passage": "p", "answer": "yes"}'),
+        "dev.jsonl:2: answer is",
+    ),
+    ("boolq", damaged("boolq/dev.jsonl", "[1]"), "dev.jsonl:1: is no JSON object; BoolQ"),
+    ("boolq", damaged("boolq/dev.jsonl", '{"question'), "dev.jsonl:1: is broken JSON"),
+    ("boolq", damaged("boolq/dev.jsonl", "\n"), "boolq: holds no examples"),
+    ("boolq", lambda folder: (folder / "boolq/dev.jsonl").write_bytes(b"\xff\xfe\x00"), "dev.jsonl: is not UTF-8"),
+    ("boolq", lambda folder: (folder / "boolq/dev.jsonl").unlink(), "boolq: holds none of dev.jsonl, valid.jsonl"),
+    ("piqa", lambda folder: (folder / "piqa/valid-labels.lst").unlink(), "valid-labels.lst: no such file; PIQA"),
+    ("piqa", damaged("piqa/valid-labels.lst", "0\n1\n"), "valid-labels.lst: has 2 labels for 3 lines of valid.jsonl"),
+    ("piqa", damaged("piqa/valid-labels.lst", "0\n1\n2\n"), "valid-labels.lst:3: is 2; PIQA has 0 or 1"),
+    ("winogrande", damaged("winogrande/dev.jsonl", lines([{**WINOGRANDE[0], "sentence": "No."}])), "sentence has no _"),
+    ("winogrande", damaged("winogrande/dev.jsonl", lines([{**WINOGRANDE[0], "answer": "3"}])), 'answer is "3"'),
+    ("race_high", damaged("race_high/test.jsonl", lines([{**RACE[0], "answer": "E"}])), 'test.jsonl:1: answer is "E"'),
+    ("race_high", damaged("race_high/test.jsonl", lines([{**RACE[0], "options": ["a"]}])), 'options are ["a"]; RACE'),
+    (
+        "race_middle",
+        damaged("race_middle/1.txt", '{"article": "a", "questions": ["q"]}'),
+        "1.txt: has no field options",
+    ),
+    (
+        "race_middle",
+        damaged("race_middle/1.txt", '{"article": "a", "questions": ["q"], "options": [], "answers": []}'),
+        "1.txt: has not as many options and answers as questions",
+    ),
+]
+
+
+@pytest.mark.parametrize(("task", "damage", "line"), MISTAKES, ids=[line for _, _, line in MISTAKES])
+def test_a_file_of_another_schema_is_named_with_line_and_field(
+    files: Path, task: str, damage: Callable[[Path], Any], line: str
+) -> None:
+    damage(files)
+    with pytest.raises(DataError) as raised:
+        prepare([task], [f"{task}={files / task}"])
+    assert line in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (
+            ["--tasks", "boolq,race"],
+            "--tasks: race: no such benchmark; there are boolq, piqa, race_middle, race_high, wino",
+        ),
+        (
+            ["--tasks", "boolq", "--data", "boolq=gone.jsonl"],
+            "gone.jsonl: no such file or folder; name one that holds BoolQ",
+        ),
+        (["--tasks", "boolq", "--data", "bolq=gone.jsonl"], "--data: bolq=gone.jsonl: is no folder, and no TASK=FILE"),
+        (["--tasks", "boolq", "--data", "piqa=gone.jsonl"], "--data: piqa=gone.jsonl: piqa is not among the tasks"),
+        (["--tasks", "boolq", "--data", "."], "--data: .: holds none of boolq"),
+        (["--tasks", "race_middle"], "RACE-M: cannot be had from the hub ("),
+        (["--original", "256"], "--original, --scaling: go with --target"),
+    ],
+)
+def test_a_mistake_is_one_line_before_a_model_is_loaded(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    arguments: list[str],
+    line: str,
+) -> None:
+    def loaded(*_: object) -> None:
+        raise AssertionError("a model was loaded")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("pi_lora.models.load.load", loaded)
+    status, out, err = run(capsys, monkeypatch, "eval", "benchmarks", "builtin:tiny", *arguments)
+    assert (status, out) == (2, "")
+    assert err.startswith(line)
+    assert err.count("\n") == 1
+
+
+def test_without_lm_eval_the_extra_is_named(monkeypatch: pytest.MonkeyPatch, files: Path) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(PiLoraError, match=r"needs the package lm_eval; pip install 'pi-lora\[eval\]'"):
+        prepare(["boolq"], [str(files)])
+
+
+def test_the_command_shows_models_side_by_side(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, files: Path, small_model: Path, tmp_path: Path
+) -> None:
+    result = tmp_path / "scores.json"
+    options = ["--data", str(files), "--limit", "2", "--json", str(result)]
+    status, out, err = run(
+        capsys,
+        monkeypatch,
+        "eval",
+        "benchmarks",
+        "builtin:tiny",
+        str(small_model),
+        "--tasks",
+        "winogrande,piqa",
+        *options,
+    )
+    assert (status, err) == (0, "")
+    scores = json.loads(result.read_text())
+    assert [each["model"] for each in scores] == ["builtin:tiny", str(small_model)]
+    assert [each["window"] for each in scores] == [256, 64]
+    assert all(list(each["tasks"]) == ["winogrande", "piqa"] for each in scores)
+    assert all(each["tasks"]["piqa"]["examples"] == 2 for each in scores)
+    assert scores[0]["data"] == {name: str(files / name) for name in ("winogrande", "piqa")}
+    assert (scores[0]["limit"], scores[0]["lm_eval"], scores[0]["shots"]) == (2, lm_eval.__version__, 0)
+    assert f"{100 * scores[0]['tasks']['winogrande']['acc']:.1f}" in out
+    assert "WinoGrande" in out
+    status, _, _ = run(capsys, monkeypatch, "eval", "benchmarks", "builtin:tiny", "--tasks", "piqa", *options)
+    assert json.loads(result.read_text()) == scores[0] | {
+        "data": {"piqa": str(files / "piqa")},
+        "tasks": {"piqa": scores[0]["tasks"]["piqa"]},
+    }
+
+
+@pytest.mark.slow
+def test_two_processes_write_what_one_writes(files: Path, tmp_path: Path) -> None:
+    command = [
+        "-m",
+        "pi_lora",
+        "eval",
+        "benchmarks",
+        "builtin:tiny",
+        "--data",
+        str(files),
+        "--batch-size",
+        "1",
+        "--json",
+    ]
+    subprocess.run([sys.executable, *command, str(tmp_path / "one.json")], check=True, capture_output=True)
+    launcher = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2"]
+    launcher += ["--main_process_port", "0", "--dynamo_backend", "no", "--mixed_precision", "no", "--num_machines", "1"]
+    subprocess.run([*launcher, *command, str(tmp_path / "two.json")], check=True, capture_output=True)
+    assert (tmp_path / "one.json").read_text() == (tmp_path / "two.json").read_text()
+
+
+def test_measurements_become_tables() -> None:
+    about: dict[str, Any] = {"window": 256, "batch_size": 8}
+    rows = {"boolq": {"examples": 12, "pi_lora": [0.25, 0.125], "lm_eval": [0.25, 0.125]}}
+    lines = list(tables.lm_eval_command({**about, "tasks": rows, "seconds": {"pi_lora": 9.6, "lm_eval": 31.2}}))
+    assert lines[3:] == ["| boolq | 12 | 0.25 ± 0.125 | 0.25 ± 0.125 |", "\n10 s and 31 s, start and loading in both."]
+    rounds = [{"pi_lora": 900.0, "bare": 1000.0, "ratio": 0.9}]
+    lines = list(tables.train_overhead({"rounds": rounds, "steps": 60, "median_ratio": 0.9}))
+    assert lines[2] == "| 1 | 900.0 | 1000.0 | 0.9 |"
+    swept = {
+        "straightforward_over_sweep": 1.84,
+        "sweep_over_longest": 1.1,
+        "peak_memory": {"sweep": 2**29, "straightforward": 2**30},
+        "largest_relative_difference": 3e-7,
+    }
+    about = {"documents": 2, "tokens_each": 6144, "data": "books", "windows": [256, 2048], "stride": 128}
+    lines = list(tables.perplexity({**about, "models": {"builtin:tiny": swept}}))
+    assert lines[-1] == "| builtin:tiny | 1.84 x | 1.10 x | 512 MiB | 1024 MiB | 3e-07 |"
+    names = ("generate_with_cache", "generate_without_cache")
+    grid = {
+        "model": "run",
+        "tuned": True,
+        "grid": {"target": 1024, "depths": 32, "trials": 10},
+        "k_max": {"whole": 928, "k_max_only": 928},
+        "trials_made": {"whole": 320, "k_max_only": 70},
+        "seconds": {"pi_lora": 10.0, "pi_lora_k_max_only": 4.0, **dict.fromkeys(names, 40.0)},
+        "times_faster": {"k_max_only_than_whole": 2.5, **{f"than_{name}": 4.0 for name in names}},
+    }
+    lines = list(tables.passkey(grid))
+    assert lines[-3] == "| pi-lora, --k-max-only | 4.0 | 2.5 x faster, by 70 trials |"
+    assert lines[-2] == "| generate with cache | 40.0 | 4.0 x slower |"
+
+
+def test_the_page_of_measurements_is_current() -> None:
+    assert (ROOT / "benchmarks" / "README.md").read_text() == tables.page(), "run: python benchmarks/tables.py"
+    scripts = {file.stem for file in (ROOT / "benchmarks").glob("*.py")} - {"tables"}
+    assert scripts == set(tables.TABLES)

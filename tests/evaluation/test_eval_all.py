@@ -1,0 +1,151 @@
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from conftest import small_recipe
+from test_cli import run
+
+from pi_lora.evaluation.suite import evaluation_of, measure, names_in
+from pi_lora.models.load import load
+from pi_lora.recipe.files import RECIPE_FILE
+from pi_lora.recipe.schema import BenchmarksEvaluation, Evaluation, PasskeyEvaluation
+from pi_lora.training.training import train
+
+
+@pytest.fixture(scope="module")
+def trained(small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run whose window holds the passkey prompt."""
+    recipe = small_recipe(small_model, context={"target": 256})
+    return train(recipe, tmp_path_factory.mktemp("runs") / "run")
+
+
+@pytest.fixture
+def own_run(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text.txt").write_text("The door is open and the road is long. " * 60)
+    (tmp_path / "dev.jsonl").write_text('{"question": "is it open", "passage": "It is.", "answer": true}\n' * 3)
+    return Path(shutil.copytree(trained, tmp_path / "run"))
+
+
+def asks_for(folder: Path, evaluation: dict[str, Any]) -> None:
+    """Let the recipe of a run name what is to be measured."""
+    recipe = yaml.safe_load((folder / RECIPE_FILE).read_text())
+    (folder / RECIPE_FILE).write_text(yaml.safe_dump({**recipe, "evaluation": evaluation}))
+
+
+def loaded(*_: object, **__: object) -> None:
+    raise AssertionError("a model was loaded")
+
+
+PERPLEXITY = {"data": "text.txt", "windows": [64, 256], "stride": 32}
+PASSKEY = {"depths": 2, "trials": 1, "seed": 3}
+BENCHMARKS = {"tasks": ["boolq"], "limit": 2, "data": ["boolq=dev.jsonl"]}
+
+
+def test_what_the_recipe_names_is_measured_and_kept(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, own_run: Path
+) -> None:
+    asks_for(own_run, {"perplexity": PERPLEXITY, "passkey": PASSKEY, "benchmarks": BENCHMARKS})
+    status, out, err = run(capsys, monkeypatch, "eval", "all", "run")
+    assert (status, err) == (0, "")
+    kept = {file.stem: json.loads(file.read_text()) for file in (own_run / "scores").iterdir()}
+    assert set(kept) == {"perplexity", "passkey", "benchmarks"}
+    assert [row["window"] for row in kept["perplexity"]["windows"]] == [64, 256]
+    assert (kept["passkey"]["seed"], len(kept["passkey"]["depths"])) == (3, 2)
+    assert (kept["benchmarks"]["tasks"]["boolq"]["examples"], kept["benchmarks"]["window"]) == (2, 64)
+    assert all((scores["model"], scores["scale"]) == ("run", 4) for scores in kept.values())
+    assert f"{kept['perplexity']['windows'][0]['perplexity']:.3f}" in out
+    assert "k_max" in out
+    assert "BoolQ" in out
+
+
+def test_what_is_there_is_measured_only_again(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, own_run: Path
+) -> None:
+    asks_for(own_run, {"perplexity": PERPLEXITY, "benchmarks": BENCHMARKS})
+    assert run(capsys, monkeypatch, "eval", "all", "run")[0] == 0
+    marked = own_run / "scores" / "perplexity.json"
+    measured = json.loads(marked.read_text())
+    marked.write_text(json.dumps({**measured, "marked": True}))
+    (own_run / "scores" / "benchmarks.json").unlink()
+
+    status, out, err = run(capsys, monkeypatch, "eval", "all", "run")
+    assert status == 0
+    assert err == "run/scores/perplexity.json: measured before; measure again with --again\n"
+    assert json.loads(marked.read_text())["marked"]
+    assert (own_run / "scores" / "benchmarks.json").is_file()
+    assert "perplexity" in out
+    assert "BoolQ" in out
+
+    status, _, err = run(capsys, monkeypatch, "eval", "all", "run", "--again")
+    assert (status, err) == (0, "")
+    assert json.loads(marked.read_text()) == measured
+
+
+def test_nothing_is_loaded_when_all_is_there(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, own_run: Path
+) -> None:
+    asks_for(own_run, {"perplexity": PERPLEXITY})
+    first = run(capsys, monkeypatch, "eval", "all", "run")
+    monkeypatch.setattr("pi_lora.models.load.load", loaded)
+    again = run(capsys, monkeypatch, "eval", "all", "run")
+    assert (again[0], again[1]) == (0, first[1])
+
+
+def test_a_recipe_that_names_nothing_gets_perplexity_and_passkey(own_run: Path) -> None:
+    evaluation, named = evaluation_of(own_run)
+    assert not named
+    assert names_in(evaluation) == ["perplexity", "passkey"]
+    assert evaluation.passkey == PasskeyEvaluation()
+    asks_for(own_run, {"every": 5})
+    assert evaluation_of(own_run) == (evaluation, False)
+    asks_for(own_run, {"benchmarks": {}})
+    evaluation, named = evaluation_of(own_run)
+    assert named
+    assert names_in(evaluation) == ["benchmarks"]
+    assert evaluation.benchmarks == BenchmarksEvaluation()
+
+
+def test_that_it_names_nothing_is_said(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, own_run: Path
+) -> None:
+    defaults = Evaluation.model_validate({"perplexity": PERPLEXITY, "passkey": PASSKEY})
+    monkeypatch.setattr("pi_lora.evaluation.suite.evaluation_of", lambda _: (defaults, False))
+    status, _, err = run(capsys, monkeypatch, "eval", "all", "run")
+    assert (status, err) == (
+        0,
+        "run: its recipe names no measurements; perplexity and passkey with their defaults\n",
+    )
+    assert {file.stem for file in (own_run / "scores").iterdir()} == {"perplexity", "passkey"}
+
+
+@pytest.mark.parametrize(
+    ("evaluation", "line"),
+    [
+        (None, "gone: holds no recipe.yaml; name a run folder"),
+        ({"benchmarks": {**BENCHMARKS, "data": ["boolq=gone.jsonl"]}}, "gone.jsonl: no such file or folder"),
+        ({"benchmarks": {"tasks": ["bolq"]}}, "run/recipe.yaml:"),
+    ],
+)
+def test_a_mistake_is_one_line_before_the_model_is_loaded(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    own_run: Path,
+    evaluation: dict[str, Any] | None,
+    line: str,
+) -> None:
+    if evaluation:
+        asks_for(own_run, evaluation)
+    monkeypatch.setattr("pi_lora.models.load.load", loaded)
+    status, out, err = run(capsys, monkeypatch, "eval", "all", "run" if evaluation else "gone")
+    assert (status, out) == (2, "")
+    assert err.startswith(line)
+    assert err.count("\n") == 1
+
+
+def test_benchmarks_wait_for_the_finished_run(own_run: Path) -> None:
+    asked = Evaluation.model_validate({"passkey": PASSKEY, "benchmarks": BENCHMARKS})
+    assert set(measure(load(str(own_run)), asked)) == {"passkey"}

@@ -1,0 +1,181 @@
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from pi_lora import cli
+from pi_lora.errors import Interrupted, ModelError
+from pi_lora.evaluation.passkey.measure import evaluate_passkey
+from pi_lora.evaluation.passkey.table import passkey_picture, passkey_table
+from pi_lora.models.load import LoadedModel, Stretch, load
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where interrupted evaluations are kept."""
+    monkeypatch.setenv("PI_LORA_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "evaluations"
+
+
+@pytest.fixture
+def pi_lora(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, kept: Path) -> Run:
+    """Exit status, stdout and stderr of `pi-lora eval passkey ARGUMENTS`."""
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["pi-lora", "eval", "passkey", *arguments])
+        with pytest.raises(SystemExit) as exit_:
+            cli.main()
+        captured = capsys.readouterr()
+        return int(exit_.value.code or 0), captured.out, captured.err
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def stretched() -> LoadedModel:
+    return load("builtin:tiny", Stretch(320, 256))
+
+
+@pytest.fixture(scope="module")
+def scores(stretched: LoadedModel) -> dict[str, Any]:
+    return evaluate_passkey(stretched, 320, 4, 3, seed=0)
+
+
+def test_the_result_says_what_was_measured_and_how(scores: dict[str, Any]) -> None:
+    assert (scores["model"], scores["scale"], scores["target"], scores["seed"]) == ("builtin:tiny", 1.25, 320, 0)
+    assert (scores["kernel"], scores["dtype"], scores["decoding"]) == ("sdpa", "float32", "greedy")
+    assert [row["k"] for row in scores["depths"]] == [80, 160, 240, 320]
+    for row in scores["depths"]:
+        assert row["trials"] == len(row["outcomes"]) == 3
+        assert row["success_rate"] == sum(row["outcomes"]) / 3
+    assert "left_out" not in scores
+    assert json.loads(json.dumps(scores)) == scores
+
+
+def test_k_max_only_says_what_was_left_out(stretched: LoadedModel) -> None:
+    scores = evaluate_passkey(stretched, 448, 5, 10, seed=0, k_max_only=True)
+    *reached, failed = scores["depths"]
+    assert [row["k"] for row in scores["depths"]] == [90, 179, 269]
+    assert all(sum(row["outcomes"]) == 2 and row["trials"] < 10 for row in reached)
+    # Settled at the ninth failure; a success among them takes one trial more.
+    assert failed["trials"] == 9 + sum(failed["outcomes"])
+    made = sum(row["trials"] for row in scores["depths"])
+    assert scores["left_out"] == {"depths": [358, 448], "trials": 50 - made}
+    assert scores["k_max"] == 179
+
+
+def test_an_interrupted_evaluation_goes_on_where_it_stopped(
+    stretched: LoadedModel, scores: dict[str, Any], kept: Path
+) -> None:
+    def stop_in_the_third(done: int, total: int) -> None:
+        assert total == 12
+        if done > 6:
+            raise KeyboardInterrupt
+
+    with pytest.raises(Interrupted, match="builtin:tiny: interrupted; the depths that were done are kept"):
+        evaluate_passkey(stretched, 320, 4, 3, 0, stop_in_the_third, shared=True)
+    assert len(list(kept.glob("*/*.jsonl"))) == 1
+    made: list[int] = []
+    assert evaluate_passkey(stretched, 320, 4, 3, 0, lambda done, total: made.append(done), shared=True) == scores
+    assert made == [9, 12]
+    assert list(kept.iterdir()) == []
+
+
+def test_what_was_kept_is_of_the_same_measurement_only(
+    stretched: LoadedModel, scores: dict[str, Any], kept: Path
+) -> None:
+    def stop(done: int, total: int) -> None:
+        if done > 3:
+            raise KeyboardInterrupt
+
+    for seed, k_max_only in ((1, False), (0, True)):
+        with pytest.raises(Interrupted):
+            evaluate_passkey(stretched, 320, 4, 3, seed, stop, k_max_only=k_max_only, shared=True)
+    assert len(list(kept.iterdir())) == 2
+    assert evaluate_passkey(stretched, 320, 4, 3, 0, shared=True) == scores
+
+
+def test_a_tokenizer_of_another_model_is_refused(stretched: LoadedModel, small_model: Path) -> None:
+    model = load(str(small_model)).model
+    model.resize_token_embeddings(200)
+    with pytest.raises(ModelError, match=r"small: its tokenizer gives the id \d+, and the model knows 200 tokens"):
+        evaluate_passkey(LoadedModel("small", model, stretched.tokenizer, stretched.config), 320, 1, 1, 0)
+
+
+@pytest.mark.parametrize("extra", [[], ["--k-max-only"]], ids=["whole", "k-max-only"])
+def test_two_processes_write_what_one_writes(kept: Path, tmp_path: Path, extra: list[str]) -> None:
+    options = ["builtin:tiny", "--original", "256", "--target", "336", "--depths", "5", "--trials", "4", *extra]
+    launchers = {"one": [], "two": ["torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m"]}
+    said = {}
+    for name, launcher in launchers.items():
+        command = [sys.executable, "-m", *launcher, "pi_lora", "eval", "passkey", *options, "--json", f"{name}.json"]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200)
+        assert done.returncode == 0, done.stderr
+        said[name] = done.stdout
+    assert (tmp_path / "one.json").read_text() == (tmp_path / "two.json").read_text()
+    assert said["one"] == said["two"]
+    assert len({row["success_rate"] for row in json.loads((tmp_path / "one.json").read_text())["depths"]}) > 1
+    assert list(kept.iterdir()) == []
+
+
+def test_several_models_stand_side_by_side(pi_lora: Run, tmp_path: Path, small_model: Path) -> None:
+    pytest.importorskip("matplotlib")
+    options = ["--depths", "3", "--trials", "2", "--target", "200"]
+    file, picture = tmp_path / "scores.json", tmp_path / "new" / "picture.png"
+    status, out, err = pi_lora("builtin:tiny", str(small_model), *options, "--json", str(file), "--plot", str(picture))
+    assert status == 0
+    assert err == f"--target: 200 tokens are more than the 64 that {small_model} covers; measured all the same\n"
+    both = json.loads(file.read_text())
+    assert [(scores["model"], scores["k_max"]) for scores in both] == [("builtin:tiny", 200), (str(small_model), 0)]
+    assert "builtin:tiny" in out
+    assert "100%" in out
+    assert picture.read_bytes()[:4] == b"\x89PNG"
+
+
+def test_the_longest_window_is_measured_unless_another_is_named(pi_lora: Run, tmp_path: Path, lora_run: Path) -> None:
+    file = tmp_path / "scores.json"
+    assert pi_lora(str(lora_run), "builtin:tiny", "--depths", "1", "--trials", "1", "--json", str(file))[0] == 0
+    assert [scores["target"] for scores in json.loads(file.read_text())] == [256, 256]
+
+
+def test_nothing_is_measured_that_cannot_be_drawn(pi_lora: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    status, out, err = pi_lora("builtin:tiny", "--plot", "picture.png")
+    assert (status, out) == (2, "")
+    assert err == "--plot: needs matplotlib, which is not installed; pip install 'pi-lora[plots]'\n"
+
+
+def printed(table: Any) -> str:
+    console = Console(width=120)
+    with console.capture() as capture:
+        console.print(table)
+    return capture.get()
+
+
+def test_a_table_holds_what_was_measured(scores: dict[str, Any], stretched: LoadedModel) -> None:
+    alone = printed(passkey_table(scores))
+    assert f"k_max {scores['k_max']}" in alone
+    assert all(f"{row['success_rate']:.0%}" in alone for row in scores["depths"])
+    only = evaluate_passkey(stretched, 320, 4, 3, seed=0, k_max_only=True)
+    assert "at most 3 trials" in printed(passkey_table(only))
+    cut = {**scores, "model": "cut", "depths": scores["depths"][:2]}
+    lines = printed(passkey_table(scores, cut)).splitlines()
+    assert next(line for line in lines if " 320 " in line and "%" in line).count("%") == 1
+
+
+def test_pictures_are_drawn_of_one_and_of_several(scores: dict[str, Any], tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    for name, models in (("one", [scores]), ("two", [scores, {**scores, "depths": scores["depths"][:2]}])):
+        passkey_picture(models, tmp_path / f"{name}.png")
+    one, two = ((tmp_path / f"{name}.png").read_bytes() for name in ("one", "two"))
+    assert min(len(one), len(two)) > 10_000
+    assert one != two

@@ -1,0 +1,278 @@
+"""`pi-lora eval perplexity`: which documents, what the result says, going on, several processes and several models."""
+
+import gzip
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from test_cli import run
+
+from pi_lora.data.corpus import PRESETS, Choice
+from pi_lora.errors import DataError, Interrupted, ModelError
+from pi_lora.evaluation.perplexity import measure as sweep
+from pi_lora.evaluation.perplexity.measure import evaluate_perplexity
+from pi_lora.evaluation.perplexity.selection import choose_documents
+from pi_lora.models.load import LoadedModel, load
+
+WORDS = "the road is long and the night is dark but a light burns in every window of the old house".split()
+
+
+def text(words: int, start: int = 0) -> str:
+    return " ".join(WORDS[(start + index * index) % len(WORDS)] for index in range(words))
+
+
+@pytest.fixture
+def loaded(small_model: Path) -> LoadedModel:
+    return load(str(small_model))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Seven documents of 20 to 200 words, and the folder they lie in."""
+    for index, words in enumerate((120, 20, 200, 150, 20, 170, 140)):
+        (tmp_path / f"{index}.txt").write_text(text(words, index))
+    return tmp_path
+
+
+def names(loaded: LoadedModel, source: Path, longest: int = 64, **choice: Any) -> list[str]:
+    chosen = choose_documents(loaded, str(source), Choice(**choice), longest)
+    return [Path(document.name).stem for document in chosen.documents]
+
+
+def test_the_result_says_how_it_was_measured(loaded: LoadedModel, folder: Path) -> None:
+    choice = Choice(documents=3, truncate=140)
+    scores = evaluate_perplexity(loaded, str(folder), [32, 64], 16, choice=choice)
+    said = {
+        "model": loaded.name,
+        "scale": 1.0,
+        "dtype": "float32",
+        "kernel": "sdpa",
+        "window": 64,
+        "data": str(folder),
+        "documents": 3,
+        "documents_too_short": 1,
+        "min_tokens": None,
+        "truncate": 140,
+        "seed": None,
+        "bos": True,
+        "stride": 16,
+        "weighting": "token",
+    }
+    assert {key: scores[key] for key in said} == said
+    assert [row["tokens"] for row in scores["windows"]] == [417, 417]
+    documents = scores["per_document"]
+    assert [(Path(each["name"]).name, each["tokens"]) for each in documents] == [
+        ("0.txt", 140),
+        ("2.txt", 140),
+        ("3.txt", 140),
+    ]
+    log_mean = sum(torch.tensor(each["windows"][1]["perplexity"]).log().item() for each in documents) / 3
+    assert scores["windows"][1]["perplexity"] == pytest.approx(torch.tensor(log_mean).exp().item(), rel=1e-5)
+    assert "by_position" not in scores
+
+
+def test_documents_are_chosen_by_length_and_number(loaded: LoadedModel, folder: Path) -> None:
+    assert names(loaded, folder) == ["0", "2", "3", "5", "6"]
+    assert names(loaded, folder, documents=2) == ["0", "2"]
+    lengths = {
+        Path(each.name).stem: len(each.ids) for each in choose_documents(loaded, str(folder), Choice(), 64).documents
+    }
+    assert names(loaded, folder, min_tokens=lengths["3"]) == ["2", "3", "5"]
+
+
+def test_a_seed_draws_documents_at_random(loaded: LoadedModel, folder: Path) -> None:
+    drawn = {tuple(names(loaded, folder, documents=2, seed=seed)) for seed in range(8)}
+    assert len(drawn) > 3
+    assert names(loaded, folder, documents=2, seed=5) == names(loaded, folder, documents=2, seed=5)
+    assert sorted(names(loaded, folder, seed=1)) == ["0", "2", "3", "5", "6"]
+    long_ones = choose_documents(loaded, str(folder), Choice(seed=1), 300)
+    assert (len(long_ones.documents), long_ones.too_short) == (2, 5)
+
+
+@pytest.mark.parametrize(
+    ("choice", "line"),
+    [
+        ({"truncate": 63}, "--truncate: 63 tokens do not hold a window of 64"),
+        (
+            {"min_tokens": 5000},
+            r"--min-tokens: 5000 tokens is longer than every document of .* \(the longest has \d+\)",
+        ),
+        ({"min_tokens": 50_000, "seed": 1}, r"--min-tokens: .* \(the longest has \d+\)"),
+    ],
+)
+def test_a_choice_that_leaves_nothing_is_refused(
+    loaded: LoadedModel, folder: Path, choice: dict[str, int], line: str
+) -> None:
+    with pytest.raises(DataError, match=line):
+        names(loaded, folder, **choice)
+
+
+def test_a_tokenizer_that_does_not_fit_is_refused(loaded: LoadedModel, folder: Path) -> None:
+    loaded.model.config.vocab_size = 300
+    with pytest.raises(ModelError, match=r"its tokenizer gives the id \d+, and the model knows 300 tokens"):
+        names(loaded, folder)
+
+
+def test_losses_that_are_no_numbers_are_refused(loaded: LoadedModel, folder: Path) -> None:
+    with torch.no_grad():
+        loaded.model.model.norm.weight.fill_(float("inf"))
+    with pytest.raises(ModelError, match="losses are no numbers in float32"):
+        evaluate_perplexity(loaded, str(folder), [64], 32, 1)
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Path]:
+    """Where the file of a preset lies in the hub's cache, as a download would leave it."""
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+
+    def place(preset: str) -> Path:
+        corpus = PRESETS[preset].corpus
+        repository = tmp_path / "hub" / f"datasets--{corpus.name.replace('/', '--')}"
+        file = repository / "snapshots" / corpus.revision / corpus.file
+        file.parent.mkdir(parents=True)
+        return file
+
+    return place
+
+
+def test_pg19_is_every_book_of_the_test_split(loaded: LoadedModel, hub: Callable[[str], Path]) -> None:
+    books = [text(100 + index, index) for index in range(4)]
+    pq.write_table(pa.table({"short_book_title": list("abcd"), "text": books}), hub("pg19"))
+    chosen = choose_documents(loaded, "pg19", Choice(), 64)
+    assert [each.name for each in chosen.documents][::3] == [
+        f"emozilla/pg19-test/data/test-00000-of-00001-29a571947c0b5ccc.parquet:{row}" for row in (1, 4)
+    ]
+    assert chosen.choice == Choice()
+
+
+def test_proof_pile_is_subsampled_as_in_the_paper(loaded: LoadedModel, hub: Callable[[str], Path]) -> None:
+    whole = len(loaded.tokenizer(text(40_000))["input_ids"])
+    assert whole > 33_000
+    rows = [{"text": text(40_000, index) if index % 2 else text(50, index), "meta": {}} for index in range(6)]
+    with gzip.open(hub("proof-pile"), "wt") as file:
+        file.writelines(json.dumps(row) + "\n" for row in rows)
+    chosen = choose_documents(loaded, "proof-pile", Choice(documents=2), 64)
+    assert [len(each.ids) for each in chosen.documents] == [32768, 32768]
+    assert chosen.choice == Choice(documents=2, min_tokens=32768, truncate=32768, seed=0)
+    assert PRESETS["proof-pile"].completed(Choice()).documents == 128
+    lines = {int(each.name.rpartition(":")[2]) for each in chosen.documents}
+    assert lines < {2, 4, 6}
+
+
+def test_a_preset_that_cannot_be_fetched_is_one_line(loaded: LoadedModel, hub: Callable[[str], Path]) -> None:
+    with pytest.raises(DataError, match=r"emozilla/pg19-test: .* cannot be had from the hub") as refusal:
+        choose_documents(loaded, "pg19", Choice(), 64)
+    assert "\n" not in str(refusal.value)
+
+
+@pytest.fixture
+def interrupted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many documents were measured; Ctrl-C comes in the third, once."""
+    measured: list[int] = []
+    really = sweep.document_losses
+
+    def document_losses(*arguments: Any, **named: Any) -> Any:
+        if len(measured) == 2:
+            measured.append(0)
+            raise KeyboardInterrupt
+        measured.append(len(arguments[1]))
+        return really(*arguments, **named)
+
+    monkeypatch.setattr(sweep, "document_losses", document_losses)
+    return measured
+
+
+def test_an_interrupted_evaluation_goes_on(
+    loaded: LoadedModel,
+    folder: Path,
+    interrupted: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    cache = tmp_path_factory.mktemp("cache")
+    monkeypatch.setenv("PI_LORA_CACHE", str(cache))
+
+    def measure(stride: int = 32, shared: bool = True) -> Any:
+        return evaluate_perplexity(loaded, str(folder), [32, 64], stride, by_position=True, shared=shared)
+
+    with pytest.raises(Interrupted, match="interrupted after 2 of 5 documents; the same command goes on"):
+        measure()
+    assert len(interrupted) == 3
+    measure(stride=16)
+    assert len(interrupted) == 3 + 5, "another stride is another measurement"
+    resumed = measure()
+    assert len(interrupted) == 3 + 5 + 3
+    assert resumed == measure(shared=False)
+    assert not list((cache / "evaluations").iterdir())
+
+
+def test_a_changed_model_is_measured_anew(loaded: LoadedModel, folder: Path, interrupted: list[int]) -> None:
+    with pytest.raises(Interrupted):
+        evaluate_perplexity(loaded, str(folder), [64], 32, shared=True)
+    weights = Path(loaded.name) / "model.safetensors"
+    os.utime(weights, ns=(weights.stat().st_atime_ns, weights.stat().st_mtime_ns + 1))
+    evaluate_perplexity(loaded, str(folder), [64], 32, shared=True)
+    assert len(interrupted) == 3 + 5
+
+
+def test_two_processes_write_what_one_does(small_model: Path, folder: Path) -> None:
+    options = ["--data", str(folder), "--windows", "32,64", "--stride", "16", "--by-position"]
+    command = ["-m", "pi_lora", "eval", "perplexity", str(small_model), *options, "--json"]
+    launcher = ["-m", "torch.distributed.run", "--nproc_per_node", "2"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    found = []
+    for several in ([], launcher):
+        file = folder / f"{len(several)}.json"
+        done = subprocess.run(
+            [sys.executable, *several, *command, str(file)], env=environment, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.count("every token weighted equally") == 1
+        found.append(file.read_text())
+    assert found[0] == found[1]
+    assert json.loads(found[0])["documents"] == 5
+
+
+def test_several_models_stand_side_by_side(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    folder: Path,
+    small_model: Path,
+    lora_run: Path,
+) -> None:
+    pytest.importorskip("matplotlib")
+    monkeypatch.chdir(folder)
+    options = ["--data", ".", "--truncate", "150", "--stride", "32", "--json", "both.json", "--plot", "curve.png"]
+    models = [str(small_model), str(lora_run)]
+    monkeypatch.setattr("pi_lora.cli.perplexity.out.width", 300)
+    status, out, err = run(capsys, monkeypatch, "eval", "perplexity", *models, *options)
+    assert status == 0
+    both = json.loads(Path("both.json").read_text())
+    assert [(each["model"], each["scale"]) for each in both] == [(models[0], 1.0), (models[1], 2.0)]
+    # Without --windows, all are measured up to the longest that one of them reads.
+    assert [[row["window"] for row in each["windows"]] for each in both] == [[128], [128]]
+    assert err == (
+        f"{models[0]}: a window of 128 tokens is beyond the 64 that its scaling covers; measured all the same\n"
+    )
+    for each in both:
+        assert f"{each['windows'][0]['perplexity']:.3f}" in out
+        assert len(each["by_position"]["bins"]) == 32
+        assert f"{each['by_position']['bins'][-1]['loss']:.3f}" in out
+    assert Path("curve.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_no_model_is_measured_when_one_is_not_there(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, small_model: Path
+) -> None:
+    monkeypatch.setattr("pi_lora.models.load.load", None)
+    status, _, err = run(capsys, monkeypatch, "eval", "perplexity", str(small_model), "builtin:huge")
+    assert (status, err) == (2, "builtin:huge: no such built-in model; there is builtin:tiny\n")

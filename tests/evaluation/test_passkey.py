@@ -1,0 +1,182 @@
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from oracle_passkey import k_max as plain_k_max
+from oracle_passkey import outcomes
+
+from pi_lora.errors import DataError
+from pi_lora.evaluation.passkey.measure import (
+    DepthScore,
+    PasskeyTest,
+    k_max,
+    measure_depths,
+    outcomes_of,
+    passkey_retrieval,
+    trials_until_certain,
+)
+from pi_lora.evaluation.passkey.prompt import Grid, depths, make_trial, prompt, trials_at
+from pi_lora.models.load import LoadedModel, Stretch, load
+
+PAPER_PROMPT = """\
+There is an important info hidden inside a lot of irrelevant text. Find it and memorize them. \
+I will quiz you about the important information there.
+The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again.
+The pass key is 12345. Remember it. 12345 is the pass key.
+The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again. \
+The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again.
+What is the pass key? The pass key is"""
+
+OUTCOMES = st.integers(1, 12).flatmap(
+    lambda trials: st.lists(st.lists(st.booleans(), min_size=trials, max_size=trials), min_size=1, max_size=10)
+)
+
+
+def score(k: int, outcomes: list[bool]) -> DepthScore:
+    return DepthScore(k, k, tuple(outcomes))
+
+
+def rate(successes: int) -> list[bool]:
+    return [True] * successes + [False] * (10 - successes)
+
+
+def test_the_prompt_is_the_papers() -> None:
+    assert prompt("12345", 1, 2) == PAPER_PROMPT
+
+
+def test_k_max_ends_before_the_first_failure() -> None:
+    assert k_max([score(256, rate(10)), score(512, rate(2)), score(768, rate(1)), score(1024, rate(10))]) == 512
+    assert k_max([score(256, rate(1)), score(512, rate(10))]) == 0
+    assert k_max([score(512, rate(3)), score(256, rate(10))]) == 512
+
+
+@given(OUTCOMES, st.booleans())
+def test_k_max_is_the_papers_and_the_same_when_only_it_is_wanted(table: list[list[bool]], only: bool) -> None:
+    grid = Grid(10_000, len(table), len(table[0]))
+    made = []
+
+    def measure(depth: int) -> DepthScore:
+        def ask(which: range) -> list[bool]:
+            made.extend((depth, trial) for trial in which)
+            return [table[depth][trial] for trial in which]
+
+        return score(grid.ks[depth], outcomes_of(ask, grid.trials, until_certain=only))
+
+    found = measure_depths(grid, measure, k_max_only=only)
+    assert k_max(found) == plain_k_max(grid.target, table)
+    assert made == sorted(set(made))
+    if not only:
+        assert [list(each.outcomes) for each in found] == table
+    assert all(each.success_rate >= 0.2 for each in found[:-1]) or not only
+
+
+@given(st.lists(st.booleans(), min_size=1, max_size=15), st.data())
+def test_a_verdict_is_certain_when_no_further_trial_can_change_it(outcomes: list[bool], data: st.DataObject) -> None:
+    trials = len(outcomes)
+    made = outcomes[: data.draw(st.integers(0, trials))]
+    more = trials_until_certain(made, trials)
+    best, worst = (sum(made) + extra >= 0.2 * trials for extra in (trials - len(made), 0))
+    assert (more == 0) == (best == worst)
+    if more:
+        settled = [trials_until_certain([*made, *[each] * more], trials) == 0 for each in (True, False)]
+        assert any(settled)
+        assert trials_until_certain([*made, *[True] * (more - 1)], trials) > 0
+        assert trials_until_certain([*made, *[False] * (more - 1)], trials) > 0
+
+
+@given(st.integers(1, 64), st.integers(64, 32768))
+def test_depths_are_uniform_and_reach_the_target(number: int, target: int) -> None:
+    found = depths(target, number)
+    assert len(found) == number
+    assert found[-1] == target
+    assert all(abs(k - target * (i + 1) / number) <= 0.5 for i, k in enumerate(found))
+
+
+def test_trials_fill_the_window_and_put_the_key_where_asked() -> None:
+    tokenizer = load("builtin:tiny").tokenizer
+    filler = len(tokenizer(prompt("12345", 1, 2))["input_ids"]) - len(tokenizer(prompt("12345", 1, 1))["input_ids"])
+    for target in (256, 1024):
+        distances = []
+        for k in depths(target, 8):
+            trial = make_trial(tokenizer, target, k, "90817")
+            ids = [*trial.prompt, *trial.answer]
+            assert target - filler < len(ids) <= target
+            assert tokenizer.decode(trial.answer).strip() == "90817"
+            first_digit = tokenizer.convert_tokens_to_ids("9")
+            assert len(ids) - ids.index(first_digit) == trial.distance
+            assert trial.before_key == tuple(ids[: ids.index(first_digit)])
+            distances.append(trial.distance)
+            if 64 <= k <= target - 100:
+                assert abs(trial.distance - k) <= filler / 2 + 1
+        assert distances == sorted(distances)
+        assert distances[-1] > target - 100
+
+
+def test_a_target_too_short_for_the_prompt_is_refused() -> None:
+    with pytest.raises(DataError, match="--target: 50 tokens do not hold the passkey prompt"):
+        make_trial(load("builtin:tiny").tokenizer, 50, 10, "12345")
+
+
+def test_the_seed_decides_the_keys() -> None:
+    keys = Grid(256, 4, 3, seed=1).keys
+    assert keys == Grid(1024, 4, 3, seed=1).keys != Grid(256, 4, 3, seed=2).keys
+    assert len({key for each in keys for key in each}) == 12
+    tokenizer = load("builtin:tiny").tokenizer
+    second = trials_at(tokenizer, Grid(256, 4, 3, seed=1), 2, range(1, 2))
+    assert second == [make_trial(tokenizer, 256, 192, keys[2][1])]
+
+
+@pytest.fixture(scope="module")
+def stretched() -> LoadedModel:
+    """The built-in model interpolated to 320 tokens: not tuned for them, it retrieves about every other key."""
+    return load("builtin:tiny", Stretch(320, 256))
+
+
+def test_every_trial_of_a_grid_ends_as_generate_does(stretched: LoadedModel) -> None:
+    expected = outcomes(stretched.model, stretched.tokenizer, 320, 8, 5, seed=0)
+    successes = sum(map(sum, expected))
+    assert 10 <= successes <= 30
+    found = passkey_retrieval(stretched.model, stretched.tokenizer, Grid(320, 8, 5))
+    assert [list(depth.outcomes) for depth in found.depths] == expected
+    assert found.k_max == plain_k_max(320, expected)
+
+
+def test_k_max_only_asks_for_a_part_of_the_same_trials(stretched: LoadedModel) -> None:
+    grid = Grid(352, 8, 10, seed=3)
+    whole = passkey_retrieval(stretched.model, stretched.tokenizer, grid)
+    only = passkey_retrieval(stretched.model, stretched.tokenizer, grid, k_max_only=True)
+    assert only.k_max == whole.k_max
+    for part, all_ in zip(only.depths, whole.depths, strict=False):
+        assert part.outcomes == all_.outcomes[: part.trials]
+    assert sum(depth.trials for depth in only.depths) < 60
+
+
+def test_text_ahead_of_the_key_goes_through_the_model_once(stretched: LoadedModel) -> None:
+    tokens = []
+    hook = stretched.model.register_forward_pre_hook(
+        lambda module, arguments, named: tokens.append(named["input_ids"].numel()), with_kwargs=True
+    )
+    grid = Grid(1024, 4, 2)
+    try:
+        passkey_retrieval(stretched.model, stretched.tokenizer, grid)
+    finally:
+        hook.remove()
+    trials = [trials_at(stretched.tokenizer, grid, depth, range(2)) for depth in range(4)]
+    behind = sum(trial.distance for each in trials for trial in each)
+    # What precedes the key, and up to a token a trial that is not the same in all of a batch.
+    ahead = len(trials[0][0].before_key)
+    assert sum(tokens) == pytest.approx(ahead + behind, abs=4 * 8)
+
+
+def test_apart_is_the_same_where_the_length_of_an_input_changes_nothing(stretched: LoadedModel) -> None:
+    grid = Grid(320, 3, 3, seed=2)
+    together, apart = (passkey_retrieval(stretched.model, stretched.tokenizer, grid, apart=each) for each in (0, 1))
+    assert together == apart
+
+
+def test_a_dynamic_model_gives_the_same_whatever_was_asked_before() -> None:
+    loaded = load("builtin:tiny", Stretch(512, 256, "dynamic"))
+    test = PasskeyTest(loaded.model, loaded.tokenizer, Grid(320, 4, 4, seed=1), apart=True)
+    alone = test.ask(1, range(4))
+    loaded.model(input_ids=torch.full((1, 700), 5))
+    assert test.ask(1, range(4)) == alone

@@ -1,0 +1,182 @@
+import copy
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from architectures import PROMISED, small_config, stretched
+from architectures import small_model as small_architecture
+from hypothesis import given
+from hypothesis import strategies as st
+from oracle_perplexity import losses_by_token, perplexity
+from torch.nn.functional import cross_entropy
+
+from pi_lora.data.corpus import Choice
+from pi_lora.errors import DataError
+from pi_lora.evaluation.perplexity.losses import (
+    batches,
+    document_losses,
+    pieces,
+    position_bounds,
+    sliding_window_perplexity,
+    token_losses,
+)
+from pi_lora.evaluation.perplexity.selection import choose_documents
+from pi_lora.models.load import LoadedModel, Stretch, load
+
+BOOKS = Path(os.environ.get("PI_LORA_SHARED", Path(__file__).parents[3] / "shared")) / "data" / "books"
+SWEEP = [256, 512, 1024, 2048]
+
+
+@pytest.fixture(scope="module")
+def documents() -> list[list[int]]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(2, 1024, (length,), generator=generator).tolist() for length in (128, 300, 131)]
+
+
+@pytest.fixture(scope="module")
+def stretched_builtin() -> LoadedModel:
+    return load("builtin:tiny", Stretch(2048))
+
+
+@pytest.mark.parametrize("stride", [16, 24, 48, 64])
+def test_a_sweep_equals_the_oracle_at_every_window(small_model: Path, documents: list[list[int]], stride: int) -> None:
+    model = load(str(small_model)).model
+    scores = sliding_window_perplexity(model, documents, [128, 64, 96], stride, batch_tokens=300)
+    assert [score.window for score in scores] == [64, 96, 128]
+    for score in scores:
+        expected, tokens = perplexity(model, documents, score.window, stride)
+        assert score.tokens == tokens
+        assert score.perplexity == pytest.approx(expected, rel=1e-5)
+        if stride < score.window:
+            assert tokens == sum(map(len, documents)) - len(documents)
+
+
+@pytest.mark.parametrize("source", ["builtin:stdlib", "books"])
+def test_real_text_equals_the_oracle_to_1e_5(stretched_builtin: LoadedModel, source: str) -> None:
+    if source == "books" and not BOOKS.is_dir():
+        pytest.skip(f"no books at {BOOKS}; PI_LORA_SHARED names the folder that holds data/books")
+    choice = Choice(documents=1, truncate=2304)
+    chosen = choose_documents(stretched_builtin, str(BOOKS) if source == "books" else source, choice, max(SWEEP))
+    documents = [document.ids for document in chosen.documents]
+    assert list(map(len, documents)) == [2304]
+    for score in sliding_window_perplexity(stretched_builtin.model, documents, SWEEP, 128):
+        expected, tokens = perplexity(stretched_builtin.model, documents, score.window, 128)
+        assert score.perplexity == pytest.approx(expected, rel=1e-5)
+        assert score.tokens == tokens
+
+
+@pytest.mark.parametrize("window", [64, 100, 128])
+def test_under_dynamic_scaling_every_window_is_read_by_itself(small_model: Path, window: int) -> None:
+    """Its frequencies follow the length of the input, and transformers does not forget a longer one."""
+    model = load(str(small_model), Stretch(256, method="dynamic")).model
+    document = torch.randint(2, 1024, (170,), generator=torch.Generator().manual_seed(2)).tolist()
+    expected, _ = perplexity(lambda **inputs: copy.deepcopy(model)(**inputs), [document], window, 24)
+    found = document_losses(model, document, [64, 100, 128], 24, apart=True).by_window[window]
+    assert math.exp(found.loss / found.tokens) == pytest.approx(expected, rel=1e-5)
+
+
+@given(st.lists(st.integers(2, 60), min_size=1, max_size=4), st.integers(0, 200), st.integers(1, 60), st.booleans())
+def test_every_token_is_scored_once_with_enough_before_it(
+    windows: list[int], more: int, stride: int, by_position: bool
+) -> None:
+    stride = max(1, min(stride, min(windows) - 1))
+    length = max(windows) + more
+    planned = pieces(length, windows, stride, by_position)
+    for window in windows:
+        scored = [(token, piece) for piece in planned for token in piece.scored.get(window, ())]
+        assert [token for token, _ in scored] == list(range(1, length))
+        for token, piece in scored:
+            assert token - piece.start < window
+            assert token < piece.stop <= length
+            assert piece.start == 0 or token - piece.start >= window - stride
+            assert token - piece.start in piece.wanted
+
+
+@given(st.integers(2, 60), st.integers(0, 200))
+def test_windows_side_by_side_leave_out_their_first_tokens(window: int, more: int) -> None:
+    length = window + more
+    scored = [token for piece in pieces(length, [window], window) for token in piece.scored.get(window, ())]
+    assert scored == [token for token in range(length) if token % window]
+
+
+@given(st.lists(st.integers(2, 60), min_size=1, max_size=4), st.integers(0, 200), st.integers(1, 60), st.integers(1, 9))
+def test_batches_hold_every_piece_once_and_do_not_mix(windows: list[int], more: int, stride: int, size: int) -> None:
+    planned = pieces(max(windows) + more, windows, max(1, min(stride, min(windows))), by_position=True)
+    together = list(batches(planned, size))
+    assert sorted(piece.start for batch in together for piece in batch) == [piece.start for piece in planned]
+    assert all(0 < len(batch) <= size for batch in together)
+    assert all(len({piece.whole for piece in batch}) == 1 for batch in together)
+
+
+def test_a_sweep_reads_hardly_more_than_its_longest_window_alone() -> None:
+    def read(windows: list[int]) -> int:
+        return sum(piece.stop - piece.start for piece in pieces(50_000, windows, 128))
+
+    assert read(SWEEP) < 1.03 * read([2048])
+    assert sum(read([window]) for window in SWEEP) > 1.8 * read(SWEEP)
+
+
+def test_logits_are_made_of_wanted_tokens_only(small_model: Path, documents: list[list[int]]) -> None:
+    model = load(str(small_model)).model
+    made: list[int] = []
+    hook = model.get_output_embeddings().register_forward_hook(
+        lambda _module, _inputs, logits: made.append(logits.shape[0] * logits.shape[1])
+    )
+    document_losses(model, documents[1], [64], 16, batch_tokens=64)
+    hook.remove()
+    assert sum(made) == len(documents[1]) - 1
+
+
+@pytest.mark.parametrize("model_type", [*PROMISED, "modernbert-decoder"])
+def test_logits_in_parts_are_the_models_own(model_type: str) -> None:
+    """Whatever an architecture does to them: Gemma 2 caps them, Cohere and Granite scale them."""
+    config = small_config(model_type)
+    model = small_architecture(type(config), stretched(config)[1])
+    ids = torch.randint(2, 60, (2, 48), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        logits = model(input_ids=ids, use_cache=False).logits
+    tokens = list(range(1, 48, 3))
+    for row, losses in enumerate(token_losses(model, ids, tokens, at_once=2 * 5 * logits.shape[-1])):
+        expected = cross_entropy(logits[row, [token - 1 for token in tokens]], ids[row, tokens], reduction="none")
+        torch.testing.assert_close(losses, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_few_logits_are_in_memory_at_a_time(small_model: Path) -> None:
+    model = load(str(small_model)).model
+    sizes: list[int] = []
+    hook = model.get_output_embeddings().register_forward_hook(
+        lambda _module, _inputs, logits: sizes.append(logits.numel())
+    )
+    token_losses(model, torch.full((1, 60), 5), range(1, 60), at_once=10 * 1024)
+    hook.remove()
+    assert sizes == [10 * 1024] * 5 + [9 * 1024]
+
+
+def test_losses_by_position_are_those_of_windows_that_do_not_overlap(
+    small_model: Path, documents: list[list[int]]
+) -> None:
+    model, document, bins = load(str(small_model)).model, documents[1], 5
+    found = document_losses(model, document, [32, 64], 16, bins=bins).by_position
+    by_hand: list[Any] = []
+    for start in range(0, len(document) - 63, 64):
+        by_hand += losses_by_token(model, document[start : start + 64], 64, 64)
+    bounds = position_bounds(64, bins)
+    for each, first, last in zip(found, bounds, bounds[1:], strict=False):
+        expected = [loss for _, before, loss in by_hand if first <= before < last]
+        assert each.tokens == len(expected) > 0
+        assert each.loss == pytest.approx(sum(expected), rel=1e-5)
+    assert sum(each.tokens for each in found) == 4 * 63
+
+
+@pytest.mark.parametrize("stride", [0, 65])
+def test_a_stride_longer_than_a_window_is_refused(small_model: Path, stride: int) -> None:
+    with pytest.raises(DataError, match="--stride"):
+        sliding_window_perplexity(load(str(small_model)).model, [[5] * 200], [64, 128], stride)
+
+
+def test_a_window_longer_than_a_document_is_refused(small_model: Path) -> None:
+    with pytest.raises(DataError, match="--windows: 64 is longer"):
+        sliding_window_perplexity(load(str(small_model)).model, [[5] * 50], [64], 16)

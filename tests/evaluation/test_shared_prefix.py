@@ -1,0 +1,59 @@
+from typing import Any
+
+import pytest
+import torch
+from architectures import PROMISED, small_config
+from transformers import AutoModelForCausalLM
+
+from pi_lora.evaluation.passkey import shared_prefix
+from pi_lora.evaluation.passkey.shared_prefix import SharedPrefix, last_logits
+
+LENGTH, TAIL = 60, 5
+SHARE = {"llama", "qwen2", "qwen3", "olmo2", "granite", "gpt_neox", "stablelm", "cohere", "smollm3"}
+# Sliding windows, state spaces and convolutions beside attention.
+CANNOT = {"gemma2", "gemma3_text", "bamba", "lfm2_moe"}
+
+
+def small(model_type: str) -> Any:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(small_config(model_type))
+    for weight in model.parameters():
+        torch.nn.init.normal_(weight, std=0.2)
+    return model.eval()
+
+
+def rows() -> list[list[int]]:
+    """Three inputs that begin alike, the last one shorter."""
+    ids = torch.randint(2, 64, (3, LENGTH), generator=torch.Generator().manual_seed(1)).tolist()
+    return [ids[0], ids[0][:40] + ids[1][40:], ids[0][:45] + ids[2][45:-1]]
+
+
+@pytest.mark.parametrize("model_type", sorted({*PROMISED} | CANNOT))
+def test_logits_are_those_of_whole_inputs(model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_prefix, "PASS_TOKENS_ON_CPU", 36)
+    model = small(model_type)
+    with torch.no_grad():
+        prefix = SharedPrefix(model, rows()[0][:50])
+        expected = [model(input_ids=torch.tensor([row])).logits[0, LENGTH - TAIL :] for row in rows()]
+    for _ in range(2):
+        found = last_logits(model, rows(), TAIL, prefix)
+        for row, logits in zip(found, expected, strict=True):
+            torch.testing.assert_close(row[: len(logits)], logits, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("model_type", sorted(SHARE | CANNOT))
+def test_models_that_forget_share_nothing(model_type: str) -> None:
+    with torch.no_grad():
+        prefix = SharedPrefix(small(model_type), rows()[0][:50])
+    assert prefix.length_in(rows()) == (40 if model_type in SHARE else 0)
+
+
+def test_what_is_shared_is_compared_and_leaves_a_row_its_own_tail() -> None:
+    model = small("llama")
+    with torch.no_grad():
+        prefix = SharedPrefix(model, rows()[0])
+    assert prefix.length_in([[63, *rows()[0]]]) == 0
+    assert prefix.length_in([rows()[0]]) == LENGTH
+    with torch.no_grad():
+        expected = model(input_ids=torch.tensor([rows()[0]])).logits[:, -TAIL:]
+    torch.testing.assert_close(last_logits(model, [rows()[0]], TAIL, prefix), expected, rtol=1e-4, atol=1e-4)

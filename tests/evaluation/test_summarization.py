@@ -1,0 +1,330 @@
+"""The whole road on real reports: tune a few steps on summaries alone, write, score, stop in the middle and go on."""
+
+import importlib.util
+import io
+import json
+import sys
+import types
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import small_recipe
+from rouge_score.rouge_scorer import RougeScorer
+
+from pi_lora import cli
+from pi_lora.data.batches import training_data
+from pi_lora.errors import DataError, Interrupted
+from pi_lora.evaluation.summarization import writing as writers
+from pi_lora.evaluation.summarization.measure import evaluate_summarization, evaluation_data
+from pi_lora.evaluation.summarization.rouge import rouge
+from pi_lora.evaluation.summarization.writing import Sampling, Writer, find_writer, write_batched, write_with_vllm
+from pi_lora.models.load import load
+from pi_lora.recipe.schema import Recipe
+from pi_lora.training.training import train
+
+REPORTS = Path(__file__).parents[3] / "shared" / "data" / "reports" / "gao_reports.jsonl"
+needs_reports = pytest.mark.skipif(not REPORTS.is_file(), reason="the reports are not in this checkout")
+COLUMNS = {"document": "report", "summary": "summary"}
+
+
+def recipe_of(base: Path, source: Path) -> Recipe:
+    """Three steps round the reports, from an extended run."""
+    return small_recipe(
+        base,
+        context={"target": 512},
+        scaling="keep",
+        data={"source": str(source), **COLUMNS, "document_tokens": 400, "completion_tokens": 40},
+        training={
+            "steps": 3,
+            "learning_rate": 1e-3,
+            "global_batch_size": 8,
+            "per_device_batch_size": 4,
+            "warmup_steps": 1,
+            "activation_checkpointing": False,
+            "log_every": 1,
+        },
+    )
+
+
+@pytest.fixture(scope="module")
+def extended(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The built-in model, extended to 512 tokens by one step."""
+    training = {"steps": 1, "global_batch_size": 1, "activation_checkpointing": False}
+    recipe = small_recipe("builtin:tiny", context={"target": 512}, training=training)
+    return train(recipe, tmp_path_factory.mktemp("runs") / "extended")
+
+
+@pytest.fixture(scope="module")
+def tuned(extended: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The extended run, tuned further on the reports."""
+    return train(recipe_of(extended, REPORTS), tmp_path_factory.mktemp("runs") / "tuned")
+
+
+class StopsAfter:
+    """A writer that is interrupted when it has written so many."""
+
+    def __init__(self, write: Any, number: int) -> None:
+        self.write, self.number = write, number
+
+    def __call__(self, prompts: Mapping[str, Sequence[int]], sampling: Sampling) -> Iterator[tuple[str, list[int]]]:
+        for done, written in enumerate(self.write(prompts, sampling)):
+            if done == self.number:
+                raise KeyboardInterrupt
+            yield written
+
+
+@needs_reports
+def test_from_raw_reports_to_rouge_with_an_interruption(tuned: Path, tmp_path: Path) -> None:
+    writer = find_writer(str(tuned), "transformers")
+    assert (writer.window, writer.facts["scale"]) == (512, 2.0)
+    data = evaluation_data(str(tuned), {}, {})
+    assert (data.source[0].name, data.document, data.completion_tokens) == (str(REPORTS), "report", 40)
+    sampling, file = Sampling(max_new_tokens=40), tmp_path / "predictions.jsonl"
+    with pytest.raises(Interrupted, match="what was written is kept"):
+        evaluate_summarization(replace(writer, write=StopsAfter(writer.write, 7)), data, sampling, file)
+    begun = file.read_text()
+    assert begun.count("\n") == 7
+    # A crash in the middle of a line.
+    file.write_text(begun + '{"id": "half')
+
+    asked: list[int] = []
+
+    def counting(prompts: Mapping[str, Sequence[int]], drawn: Sampling) -> Iterator[tuple[str, list[int]]]:
+        asked.append(len(prompts))
+        return writer.write(prompts, drawn)
+
+    scores = evaluate_summarization(replace(writer, write=counting), data, sampling, file)
+    assert asked == [17]
+    assert file.read_text().startswith(begun)
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    reports = [json.loads(line) for line in REPORTS.read_text().splitlines()]
+    assert sorted(line["reference"] for line in lines) == sorted(report["summary"] for report in reports)
+    assert scores["examples"] == len(lines) == len({line["id"] for line in lines}) == 24
+    assert scores["documents_cut"] == 24
+    assert scores["left_out"] == {"empty": 0, "too_long": 0}
+
+    scorer = RougeScorer(["rouge1", "rouge2", "rougeL"], use_stemmer=True)
+    own = [scorer.score(line["reference"], line["prediction"]) for line in lines]
+    for name in ("rouge1", "rouge2", "rougeL"):
+        mean = 100 * sum(score[name].fmeasure for score in own) / 24
+        assert scores[name] == pytest.approx(mean, abs=1e-9)
+        low, high = scores["intervals"][name]
+        assert low <= mean <= high
+
+    # Whole: nothing is written again; of another seed: not taken for it.
+    assert evaluate_summarization(replace(writer, write=counting), data, sampling, file) == scores
+    assert asked == [17]
+    with pytest.raises(DataError, match="holds predictions of another model, data or setting"):
+        evaluate_summarization(writer, data, replace(sampling, seed=1), file)
+
+
+@needs_reports
+def test_what_a_training_step_learns(extended: Path) -> None:
+    """Every label is -100 or the summary's own token and its EOS, of every report, each once in an epoch."""
+    loaded = load(str(extended))
+    recipe = recipe_of(extended, REPORTS)
+    data = training_data(recipe.data, recipe.training, loaded.tokenizer, 256, 512)
+    groups = data.groups(4, 0)
+    assert groups is not None
+    order = list(groups)
+    assert sorted(order) == list(range(24))
+    summaries = [json.loads(line)["summary"] for line in REPORTS.read_text().splitlines()]
+    for start in range(0, 24, 4):
+        batch = data.collate([data.rows[index] for index in order[start : start + 4]])
+        for index, ids, labels in zip(order[start:], batch["input_ids"], batch["labels"], strict=False):
+            learned = labels[labels != -100]
+            assert len(learned) == 41
+            assert learned[-1] == loaded.tokenizer.eos_token_id
+            first = int((labels != -100).nonzero()[0])
+            assert (labels[:first] == -100).all()
+            assert (labels[first : first + 41] == ids[first : first + 41]).all()
+            assert loaded.tokenizer.decode(ids[:first]).endswith("\nNow summarize the above article.\nSummary:")
+            assert summaries[index].strip().startswith(loaded.tokenizer.decode(learned[:-1]).strip())
+
+
+@needs_reports
+def test_tokens_are_counted_without_padding(tuned: Path, extended: Path) -> None:
+    recipe = recipe_of(extended, REPORTS)
+    data = training_data(recipe.data, recipe.training, load(str(extended)).tokenizer, 256, 512)
+    assert not isinstance(data.tokens, int)
+    log = [json.loads(line) for line in (tuned / "training.jsonl").read_text().splitlines()]
+    assert log[-1]["tokens"] == sum(data.tokens)
+
+
+def test_rouge_stems_and_its_intervals_are_seeded() -> None:
+    predictions, references = ["The cats sat", "A dog", "Nothing"], ["the cat sat", "a dog barks", "all of it"]
+    scores = rouge(predictions, references)
+    assert scores["rouge1"].mean == pytest.approx((100 + 80 + 0) / 3)
+    assert (scores["rouge1"].low, scores["rouge1"].high) == (0, 100)
+    assert rouge(predictions, references) == scores
+    assert rouge(["The cats sat"], ["the cat sat"])["rouge2"].mean == 100
+
+
+@needs_reports
+def test_writing_is_seeded_and_greedy_is_what_generate_gives(tuned: Path) -> None:
+    import torch
+
+    loaded = load(str(tuned))
+    prompts = {str(n): loaded.tokenizer("The report says " * n)["input_ids"] for n in (1, 7, 30)}
+    drawn = [
+        dict(write_batched(loaded.model, loaded.tokenizer, prompts, Sampling(0.9, 0.95, 12, seed)))
+        for seed in (0, 0, 1)
+    ]
+    assert drawn[0] == drawn[1] != drawn[2]
+    greedy = Sampling(temperature=0, max_new_tokens=12)
+    for name, ids in write_batched(loaded.model, loaded.tokenizer, prompts, greedy):
+        given = torch.tensor([prompts[name]])
+        expected = loaded.model.generate(input_ids=given, generation_config=greedy.config(loaded.tokenizer))
+        assert ids == expected[0, given.shape[1] :].tolist()
+
+
+def test_vllm_gets_token_ids_and_the_papers_sampling(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM itself is not installed where this runs: only what it is asked for is checked."""
+    calls: dict[str, Any] = {}
+
+    class LLM:
+        def __init__(self, **options: Any) -> None:
+            calls["engine"] = options
+
+        def generate(self, inputs: list[dict[str, list[int]]], how: Any, use_tqdm: bool) -> list[Any]:
+            calls["sampling"] = how
+            return [
+                types.SimpleNamespace(outputs=[types.SimpleNamespace(token_ids=each["prompt_token_ids"][::-1])])
+                for each in inputs
+            ]
+
+    fake = types.SimpleNamespace(LLM=LLM, SamplingParams=dict)
+    monkeypatch.setitem(sys.modules, "vllm", fake)
+    written = dict(write_with_vllm("models/x", 16384, "auto", {"a": [1, 2], "b": [3]}, Sampling(seed=4), end=2))
+    assert written == {"a": [2, 1], "b": [3]}
+    assert calls["engine"] == {"model": "models/x", "max_model_len": 16384, "dtype": "auto", "seed": 4}
+    paper = {"temperature": 0.5, "top_p": 0.95, "max_tokens": 1000, "seed": 4, "stop_token_ids": [2]}
+    assert calls["sampling"] == paper
+
+
+def test_a_run_without_a_task_is_measured_on_govreport(extended: Path) -> None:
+    data = evaluation_data(str(extended), {}, {})
+    assert data.source[0].model_dump(include={"name", "subset", "split"}) == {
+        "name": "tau/scrolls",
+        "subset": "gov_report",
+        "split": "validation",
+    }
+    assert (data.document, data.summary, data.document_tokens) == ("input", "output", 15000)
+    own = evaluation_data("builtin:tiny", {"name": "x.csv"}, {"document": "a", "summary": "b"})
+    assert (own.source[0].name, own.document, own.summary) == ("x.csv", "a", "b")
+    asked = {"template": "{q}?", "completion": "a"}
+    other = evaluation_data("builtin:tiny", {"name": "x.csv"}, asked)
+    assert (other.template, other.completion, other.summary) == ("{q}?", "a", None)
+
+
+def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *arguments: str) -> tuple[int, str, str]:
+    monkeypatch.setattr(sys, "argv", ["pi-lora", *arguments])
+    with pytest.raises(SystemExit) as exit_:
+        cli.main()
+    captured = capsys.readouterr()
+    return int(exit_.value.code or 0), captured.out, captured.err
+
+
+@needs_reports
+def test_the_two_commands(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tuned: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    options = ["--data", str(REPORTS), "--limit", "3", "--max-new-tokens", "20", "--json", "scores.json"]
+    status, out, err = run(capsys, monkeypatch, "eval", "summarization", str(tuned), *options)
+    assert status == 0
+    scores = json.loads(Path("scores.json").read_text())
+    assert scores["model"] == str(tuned)
+    assert (scores["examples"], len(Path("predictions.jsonl").read_text().splitlines())) == (3, 3)
+    assert f"{scores['rougeL']:.1f} (" in out
+    assert "table 6" not in out
+    assert "3 of 3 documents" not in err  # The run's own limit of 400 tokens is reached.
+
+    Path("report.md").write_text("The agency found much to mend. " * 200)
+    status, out, err = run(capsys, monkeypatch, "summarize", str(tuned), "report.md", "--max-new-tokens", "30")
+    assert status == 0
+    assert out.strip()
+    assert err.startswith("report.md: ")
+    assert "longer than the window" in err
+    assert err.count("\n") == 1
+    short = types.SimpleNamespace(buffer=io.BytesIO(b"All is well."))
+    monkeypatch.setattr(sys, "stdin", short)
+    status, _, err = run(capsys, monkeypatch, "summarize", str(tuned), "-", "--max-new-tokens", "30")
+    assert (status, err) == (0, "")
+
+
+def test_a_pdf_is_read(tmp_path: Path) -> None:
+    from pi_lora.data.tables import read_document
+
+    objects = [
+        "<</Type/Catalog/Pages 2 0 R>>",
+        "<</Type/Pages/Kids[3 0 R]/Count 1>>",
+        "<</Type/Page/Parent 2 0 R/MediaBox[0 0 300 200]/Contents 4 0 R/Resources<</Font<</F 5 0 R>>>>>>",
+        "<</Length 46>>stream\nBT /F 12 Tf 20 100 Td (Agencies found it) Tj ET\n\nendstream",
+        "<</Type/Font/Subtype/Type1/BaseFont/Helvetica>>",
+    ]
+    body, places = "%PDF-1.4\n", []
+    for number, content in enumerate(objects, 1):
+        places.append(len(body))
+        body += f"{number} 0 obj{content}endobj\n"
+    table = "".join(f"{place:010} 00000 n \n" for place in places)
+    body += f"xref\n0 6\n0000000000 65535 f \n{table}trailer<</Size 6/Root 1 0 R>>\nstartxref\n{len(body)}\n%%EOF\n"
+    file = tmp_path / "report.pdf"
+    file.write_bytes(body.encode("latin-1"))
+    assert read_document(str(file)) == "Agencies found it"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["summarize", "builtin:tiny", "gone.txt"], "gone.txt: cannot be read (No such file or directory)"),
+        (["summarize", "builtin:tiny", "empty.txt"], "empty.txt: holds no text"),
+        (["summarize", "builtin:tiny", "binary.md"], "binary.md: is a binary file"),
+        (["summarize", "builtin:tiny", "broken.pdf"], "broken.pdf: is no whole PDF"),
+        (["summarize", "builtin:tiny", "some.txt"], "--max-new-tokens: 1000 leave no room for a document in the 256"),
+        (["eval", "summarization", "builtin:tiny", "--data", "rows.jsonl"], "rows.jsonl:1: has no column document"),
+        (
+            ["eval", "summarization", "builtin:tiny", "--data", "rows.jsonl", "--document", "a", "--summary", "b"],
+            "--max-new-tokens: 1000 leave no room for a document of rows.jsonl in the window of 256 tokens",
+        ),
+        (
+            ["eval", "summarization", "builtin:tiny", "--data", "rows.jsonl", "--template", "{a}"],
+            "--data: template, completion: go together",
+        ),
+        (["eval", "summarization", "builtin:tiny", "--engine", "vllm"], "--engine vllm: vLLM is not installed"),
+        (
+            ["eval", "summarization", "builtin:tiny", "--data", "empty.jsonl", "--document", "a", "--summary", "b"],
+            "empty.jsonl: a column is empty in all of 2 rows",
+        ),
+    ],
+    ids=lambda value: " ".join(value)[-50:] if isinstance(value, list) else "",
+)
+def test_a_mistake_is_one_line(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    arguments: list[str],
+    line: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    found = importlib.util.find_spec
+    monkeypatch.setattr(writers.importlib.util, "find_spec", lambda name: None if name == "vllm" else found(name))
+    Path("empty.txt").write_text(" \n")
+    Path("some.txt").write_text("Some text.")
+    Path("binary.md").write_bytes(b"a\0b")
+    Path("broken.pdf").write_bytes(b"%PDF-1.4 and no more")
+    Path("rows.jsonl").write_text('{"a": "x", "b": "y"}\n')
+    Path("empty.jsonl").write_text('{"a": "", "b": "y"}\n{"a": "x", "b": null}\n')
+    status, out, err = run(capsys, monkeypatch, *arguments)
+    assert (status, out) == (2, "")
+    assert err.startswith(line)
+    assert err.count("\n") == 1
+
+
+def test_a_writer_says_what_it_is(extended: Path) -> None:
+    writer: Writer = find_writer(str(extended), "transformers")
+    assert writer.facts["engine"] == "transformers, continuous batching"
+    assert writer.identity["name"] == str(extended)

@@ -1,0 +1,145 @@
+"""The check lets through what merging may change, and nothing else."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from adapters import save_base, save_run
+from safetensors.torch import load_file, save_file
+from test_merge_peft import ALL, MIXTRAL, NEOX, NORMS, TIED, UNTIED, llama
+
+from pi_lora.errors import ModelError
+from pi_lora.merge.check import Agreement, Check, agreement
+from pi_lora.merge.merging import merge, merge_lines
+
+SETTINGS = {
+    "untied": (UNTIED, {"target_modules": ALL, "modules_to_save": ["embed_tokens", *NORMS]}),
+    "tied": (TIED, {"target_modules": ALL, "modules_to_save": ["embed_tokens"], "ensure_weight_tying": True}),
+    "dora": (UNTIED, {"target_modules": ALL, "use_dora": True}),
+    "gpt-neox": (NEOX, {"target_modules": ALL}),
+}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("checked")
+    base = save_base(llama(), folder / "base", torch.bfloat16, max_shard_size="80KB")
+    return save_run(base, folder / "run", r=4, target_modules=ALL)
+
+
+def check_of(folder: Path) -> Check:
+    return Check.from_json(json.loads((folder / "merge.json").read_text())["check"])
+
+
+def test_it_is_printed_and_kept(run: Path, tmp_path: Path) -> None:
+    merged = merge(run, tmp_path / "merged")
+    check = check_of(merged)
+    assert (check.rounding, check.how, check.skipped) == ("bfloat16", "whole", None)
+    assert [each.length for each in check.agreements] == [8, 32, 128]
+    assert all(0 < each.relative < each.tuning / 5 for each in check.agreements)
+    assert all(each.same_first > 0.9 and each.scored == each.length for each in check.agreements)
+    lines = merge_lines(merged)
+    assert len(lines) == 3
+    card = (merged / "README.md").read_text()
+    assert all(f"- {line}\n" in card for line in lines)
+
+
+def test_in_float32_nothing_is_lost(run: Path, tmp_path: Path) -> None:
+    check = check_of(merge(run, tmp_path / "merged", dtype="float32"))
+    assert all(each.largest < 1e-5 and each.same_first == 1 for each in check.agreements)
+
+
+def test_without_it(run: Path, tmp_path: Path) -> None:
+    merged = merge(run, tmp_path / "merged", verify=False)
+    assert merge_lines(merged) == ["not checked"]
+    assert "Not compared." in (merged / "README.md").read_text()
+
+
+@pytest.mark.parametrize("case", SETTINGS)
+def test_layer_by_layer_says_the_same(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config, settings = SETTINGS[case]
+    run = save_run(save_base(config, tmp_path / "base", torch.bfloat16), tmp_path / "run", r=4, **settings)
+    whole = check_of(merge(run, tmp_path / "whole"))
+    monkeypatch.setattr("pi_lora.merge.check._free_memory", lambda: 0)
+    layered = check_of(merge(run, tmp_path / "layered"))
+    assert (whole.how, layered.how) == ("whole", "layer by layer")
+    for mine, theirs in zip(layered.agreements, whole.agreements, strict=True):
+        assert mine.relative == pytest.approx(theirs.relative, rel=1e-3)
+        assert mine.tuning == pytest.approx(theirs.tuning, rel=1e-3)
+
+
+def test_what_cannot_be_read_layer_by_layer_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = save_run(save_base(MIXTRAL, tmp_path / "base"), tmp_path / "run", r=4, target_modules=["q_proj"])
+    monkeypatch.setattr("pi_lora.merge.check._free_memory", lambda: 0)
+    lines = merge_lines(merge(run, tmp_path / "merged"))
+    assert lines == ["not checked: it does not fit in memory, and its layers cannot be read one by one"]
+
+
+@pytest.mark.parametrize("free", [0, 10**12], ids=["layer by layer", "whole"])
+@pytest.mark.parametrize("damage", ["a weight", "the scaling", "the adapter"])
+def test_a_merge_gone_wrong_is_not_kept(
+    damage: str, free: int, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from pi_lora.merge import merging
+
+    finish = merging._write_rest
+
+    def finish_badly(*arguments: object) -> None:
+        finish(*arguments)
+        folder = tmp_path / ".merged.partial"
+        path = next(path for path in sorted(folder.glob("*.safetensors")) if "layers.1.mlp" in str(load_file(path)))
+        tensors = load_file(path)
+        if damage == "the scaling":
+            config = json.loads((folder / "config.json").read_text())
+            for key in ("rope_parameters", "rope_scaling"):
+                del config[key]
+            (folder / "config.json").write_text(json.dumps(config))
+        elif damage == "a weight":
+            name = "model.layers.1.mlp.up_proj.weight"
+            save_file({**tensors, name: tensors[name].roll(1, 0)}, path, metadata={"format": "pt"})
+        else:
+            for original in (run.parent / "base").glob("*.safetensors"):
+                (folder / original.name).write_bytes(original.read_bytes())
+
+    monkeypatch.setattr(merging, "_write_rest", finish_badly)
+    monkeypatch.setattr("pi_lora.merge.check._free_memory", lambda: free)
+    with pytest.raises(ModelError, match="failed the check and are not kept: ") as raised:
+        merge(run, tmp_path / "merged")
+    assert "\n" not in str(raised.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_tuning_that_rounding_would_undo_is_refused(tmp_path: Path) -> None:
+    base = save_base(llama(), tmp_path / "base", torch.bfloat16)
+    run = save_run(base, tmp_path / "run", r=4, target_modules=ALL)
+    path = run / "adapter_model.safetensors"
+    save_file({name: tensor * 0.02 for name, tensor in load_file(path).items()}, path, metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=r"most of it would be lost; choose --dtype float32"):
+        merge(run, tmp_path / "merged")
+    assert check_of(merge(run, tmp_path / "merged", dtype="float32")).problem() is None
+
+
+def test_an_adapter_that_does_nothing_passes(tmp_path: Path) -> None:
+    base = save_base(llama(), tmp_path / "base", torch.bfloat16)
+    run = save_run(base, tmp_path / "run", r=4, target_modules=ALL)
+    path = run / "adapter_model.safetensors"
+    save_file({name: tensor * 0 for name, tensor in load_file(path).items()}, path, metadata={"format": "pt"})
+    assert all(each.relative == each.tuning == 0 for each in check_of(merge(run, tmp_path / "merged")).agreements)
+
+
+def test_agreement() -> None:
+    tuned = torch.tensor([[1.0, -1.0, 0.0], [2.0, 0.0, -2.0]])
+    same = agreement(2, tuned, tuned, tuned)
+    assert (same.largest, same.relative, same.same_first, same.tuning) == (0, 0, 1, 0)
+    other = agreement(2, tuned + torch.tensor([0.0, 0.0, 1.5]), tuned, -tuned)
+    assert other.largest == 1.5
+    assert other.same_first == 0.5
+    assert other.relative == pytest.approx((1.5**2 * 2 / 10) ** 0.5)
+    assert other.tuning == pytest.approx(2)
+
+
+@pytest.mark.parametrize("relative", [2e-4, float("nan")])
+def test_what_is_no_rounding_fails(relative: float) -> None:
+    check = Check("float32", "whole", (Agreement(8, 8, 0.1, relative, 1.0, 1.0),))
+    assert "which rounding to float32 does not explain" in str(check.problem())

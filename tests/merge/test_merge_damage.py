@@ -1,0 +1,195 @@
+"""Whatever is wrong is one line that names file and tensor, and nothing is left behind."""
+
+import errno
+import json
+import shutil
+from collections import namedtuple
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from adapters import save_base, save_run
+from safetensors.torch import load_file, save_file
+from test_merge_peft import ALL, llama
+
+from pi_lora.cli import main
+from pi_lora.errors import PiLoraError
+from pi_lora.merge.merging import merge
+
+SECOND = "model-00002-of-00003.safetensors"
+ADAPTER = "adapter_model.safetensors"
+Q = "model.layers.1.self_attn.q_proj"
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("whole")
+    base = save_base(llama(), folder / "base", torch.bfloat16, max_shard_size="80KB")
+    save_run(base, folder / "run", r=4, target_modules=ALL)
+    return folder
+
+
+@pytest.fixture
+def broken(whole: Path, tmp_path: Path) -> Path:
+    """A copy to break: `base` and `run`."""
+    shutil.copytree(whole, tmp_path / "broken")
+    return tmp_path / "broken"
+
+
+def edit(path: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+def edit_json(path: Path, **changes: object) -> None:
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def flip_a_bit(path: Path, position: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[position] ^= 64
+    path.write_bytes(data)
+
+
+def pickled(folder: Path, name: str, new: str) -> None:
+    for path in folder.glob(name):
+        path.rename(folder / new)
+
+
+DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
+    "truncated shard": (
+        lambda at: (at / "base" / SECOND).write_bytes((at / "base" / SECOND).read_bytes()[:-100]),
+        rf"{SECOND}: truncated, damaged or no safetensors file \(",
+    ),
+    "bit of the header's length": (lambda at: flip_a_bit(at / "base" / SECOND, 6), rf"{SECOND}: truncated, damaged"),
+    "bit of the header": (lambda at: flip_a_bit(at / "base" / SECOND, 9), rf"{SECOND}: (truncated, damaged|lacks)"),
+    "bit that makes no number": (
+        lambda at: edit(at / "base" / SECOND, lambda each: each[f"{Q}.weight"].view(-1)[3:4].fill_(torch.nan)),
+        rf"{SECOND}: {Q}\.weight: holds values that are no finite numbers",
+    ),
+    "missing shard": (lambda at: (at / "base" / SECOND).unlink(), rf"{SECOND}: is missing, and with it model\.layers"),
+    "tensor that its shard lacks": (
+        lambda at: edit(at / "base" / SECOND, lambda each: each.pop(f"{Q}.weight")),
+        rf"{SECOND}: lacks {Q}\.weight, which the index places there",
+    ),
+    "index that is none": (
+        lambda at: (at / "base" / "model.safetensors.index.json").write_text("[]"),
+        "is no index of weights",
+    ),
+    "pickled base": (
+        lambda at: pickled(at / "base", "*.index.json", "pytorch_model.bin.index.json"),
+        r"pytorch_model\.bin\.index\.json: pickle can run code and is not read",
+    ),
+    "base without weights": (
+        lambda at: (at / "base" / "model.safetensors.index.json").unlink(),
+        "holds neither model.safetensors nor",
+    ),
+    "base of another shape": (
+        lambda at: edit(at / "base" / SECOND, lambda each: each.update({f"{Q}.weight": torch.zeros(8, 32)})),
+        rf"{SECOND}: {Q}\.weight: is 8x32 where the config says 32x32",
+    ),
+    "truncated adapter": (
+        lambda at: (at / "run" / ADAPTER).write_bytes((at / "run" / ADAPTER).read_bytes()[:-9]),
+        r"adapter_model\.safetensors: truncated, damaged",
+    ),
+    "pickled adapter": (
+        lambda at: (at / "run" / ADAPTER).rename(at / "run" / "adapter_model.bin"),
+        r"adapter_model\.bin: pickle can run code",
+    ),
+    "missing adapter": (lambda at: (at / "run" / ADAPTER).unlink(), r"adapter_model\.safetensors: is missing"),
+    "half an adapter": (
+        lambda at: edit(at / "run" / ADAPTER, lambda each: each.pop(f"base_model.model.{Q}.lora_A.weight")),
+        rf"does not add up to whole adapters: base_model\.model\.{Q}\.lora_B\.weight",
+    ),
+    "adapter of other layers": (
+        lambda at: edit(at / "run" / ADAPTER, rename_layers),
+        r"does not fit its base: .*layers\.10\.self_attn\.q_proj\.weight is not in the base; .*layers\.11\.",
+    ),
+    "adapter of another width": (
+        lambda at: edit(
+            at / "run" / ADAPTER,
+            lambda each: each.update({f"base_model.model.{Q}.lora_A.weight": torch.zeros(4, 16)}),
+        ),
+        rf"does not fit its base: {Q}\.weight is 32x16 here and 32x32 in the base",
+    ),
+    "adapter of infinities": (
+        lambda at: edit(
+            at / "run" / ADAPTER, lambda each: each[f"base_model.model.{Q}.lora_B.weight"].fill_(torch.inf)
+        ),
+        rf"{ADAPTER}: base_model\.model\.{Q}\.lora_B\.weight: holds values that are no finite numbers",
+    ),
+    "adapter of another kind": (
+        lambda at: edit_json(at / "run" / "adapter_config.json", peft_type="LOHA"),
+        r"adapter_config\.json: peft_type LOHA: only LoRA",
+    ),
+    "adapter that changed its base": (
+        lambda at: edit_json(at / "run" / "adapter_config.json", init_lora_weights="pissa"),
+        r"init_lora_weights pissa: changed the base too",
+    ),
+    "adapter of parameters": (
+        lambda at: edit_json(at / "run" / "adapter_config.json", target_parameters=["gate"]),
+        r"target_parameters: such an adapter",
+    ),
+    "settings that are no JSON": (
+        lambda at: (at / "run" / "adapter_config.json").write_text("{"),
+        r"adapter_config\.json: cannot be read",
+    ),
+    "another vocabulary": (lambda at: edit_json(at / "base" / "config.json", vocab_size=999), "vocab_size 999 instead"),
+}
+
+
+def rename_layers(tensors: dict[str, torch.Tensor]) -> None:
+    for name in list(tensors):
+        tensors[name.replace("layers.", "layers.1")] = tensors.pop(name)
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_it_is_named_and_nothing_is_left(kind: str, broken: Path, tmp_path: Path) -> None:
+    damage, message = DAMAGE[kind]
+    damage(broken)
+    with pytest.raises(PiLoraError, match=message) as raised:
+        merge(broken / "run", tmp_path / "out" / "merged", base=str(broken / "base"))
+    assert "\n" not in str(raised.value)
+    assert not list(tmp_path.glob("out/*"))
+    assert not list(tmp_path.glob("out/.*"))
+
+
+def test_the_command_ends_with_2(broken: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    (broken / "base" / SECOND).unlink()
+    monkeypatch.chdir(broken)
+    monkeypatch.setattr("sys.argv", ["pi-lora", "merge", "run", "--base", "base"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    assert capsys.readouterr().err.count("\n") == 1
+    assert not list(broken.glob("models/*"))
+
+
+def test_a_full_disk_is_seen_before_anything_is_read(
+    whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr("shutil.disk_usage", lambda path: usage(10**9, 10**9, 50_100_000))
+    monkeypatch.setattr("pi_lora.merge.merging.write_shards", lambda *_: pytest.fail("began to write"))
+    with pytest.raises(PiLoraError, match=r"takes 0\.0 GB, and 0\.1 GB are free; make room"):
+        merge(whole / "run", tmp_path / "merged")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_disk_that_fills_up_leaves_nothing(whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(_descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", full)
+    with pytest.raises(PiLoraError, match=r"cannot be written \(No space left on device\)"):
+        merge(whole / "run", tmp_path / "merged")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_does_not_fit_a_dtype_is_refused(broken: Path, tmp_path: Path) -> None:
+    edit(broken / "base" / SECOND, lambda each: each[f"{Q}.weight"].fill_(1e6))
+    with pytest.raises(PiLoraError, match=rf"{Q}\.weight: its merged values do not fit torch\.float16"):
+        merge(broken / "run", tmp_path / "merged", base=str(broken / "base"), dtype="float16")
+    assert not (tmp_path / "merged").exists()

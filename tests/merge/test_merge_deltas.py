@@ -1,0 +1,85 @@
+"""Merging a few rows at a time is the formula."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import save
+
+from pi_lora.errors import ModelError
+from pi_lora.merge.deltas import LowRank, finite, scaling_of
+from pi_lora.merge.shards import StoredTensor, read_header
+
+SIDES = st.integers(1, 9)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("deltas")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def small_blocks() -> Iterator[None]:
+    """So small that most tensors take several, with a shorter last one."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("pi_lora.merge.shards.BLOCK", 17)
+        yield
+
+
+def stored(folder: Path, **tensors: torch.Tensor) -> dict[str, StoredTensor]:
+    path = folder / "tensors.safetensors"
+    path.write_bytes(save(tensors))
+    return read_header(path)
+
+
+@given(SIDES, SIDES, st.integers(1, 3), st.booleans(), st.booleans(), st.floats(0.1, 4), st.integers(0, 99))
+def test_blocks_are_the_formula(
+    folder: Path, outputs: int, inputs: int, rank: int, transposed: bool, dora: bool, scaling: float, seed: int
+) -> None:
+    random = torch.Generator().manual_seed(seed)
+    weight = torch.randn(outputs, inputs, generator=random).to(torch.bfloat16)
+    a, b = torch.randn(rank, inputs, generator=random), torch.randn(outputs, rank, generator=random)
+    magnitude = torch.rand(outputs, generator=random) + 0.5
+    as_stored = weight.T.contiguous() if transposed else weight
+    tensors = stored(folder, w=as_stored, a=a, b=b, m=magnitude)
+    change = LowRank(tensors["a"], tensors["b"], scaling, transposed, tensors["m"] if dora else None)
+    assert change.shape() == tensors["w"].shape
+    merged = torch.cat(list(change.blocks(tensors["w"])))
+
+    expected = weight.double() + scaling * b.double() @ a.double()
+    if dora:
+        expected *= (magnitude.double() / torch.linalg.norm(expected, dim=1))[:, None]
+    result = merged.T if transposed else merged
+    assert merged.dtype == torch.float32
+    torch.testing.assert_close(result.double(), expected, rtol=1e-4, atol=1e-5)
+
+
+@given(st.floats(0.5, 64), st.integers(1, 256))
+def test_scaling(alpha: float, rank: int) -> None:
+    assert scaling_of("x.q_proj", rank, {"lora_alpha": alpha}) == pytest.approx(alpha / rank)
+    stabilized = {"lora_alpha": alpha, "use_rslora": True}
+    assert scaling_of("x.q_proj", rank, stabilized) == pytest.approx(alpha / rank**0.5)
+    # PEFT's rule: the first pattern that matches the end of the name, from the beginning of a part on.
+    own = {"lora_alpha": alpha, "alpha_pattern": {"proj": 7 * rank, "q_proj": 3 * rank, "x.q_proj": rank}}
+    assert scaling_of("x.q_proj", rank, own) == 3
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_what_is_not_finite_is_found(dtype: torch.dtype, value: float) -> None:
+    block = torch.full((4, 5), 3e38 if dtype != torch.float16 else 6e4).to(dtype)
+    assert finite(block)  # though its sum is not
+    block[2, 3] = value
+    assert not finite(block)
+
+
+def test_a_damaged_adapter_is_named(folder: Path) -> None:
+    a = torch.ones(2, 4)
+    a[1, 2] = torch.nan
+    tensors = stored(folder, w=torch.ones(30, 4), a=a, b=torch.ones(30, 2))
+    change = LowRank(tensors["a"], tensors["b"], 1.0, False)
+    with pytest.raises(ModelError, match=r"tensors\.safetensors: a: holds values that are no finite numbers"):
+        next(change.blocks(tensors["w"]))

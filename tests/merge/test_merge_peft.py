@@ -1,0 +1,106 @@
+"""What is streamed equals what PEFT makes in memory, and computes what base + adapter does."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from adapters import save_base, save_run, tuned
+from transformers import AutoModelForCausalLM, GPTNeoXConfig, LlamaConfig, MixtralConfig, Phi3Config, PreTrainedConfig
+
+from pi_lora.merge.merging import merge
+
+IDS = torch.randint(2, 1024, (2, 100), generator=torch.Generator().manual_seed(5))
+SIZES = {
+    "vocab_size": 1024,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "max_position_embeddings": 64,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": 1,
+}
+ALL = "all-linear"
+NORMS = ["input_layernorm", "post_attention_layernorm", "norm"]
+
+
+def llama(**changes: Any) -> LlamaConfig:
+    return LlamaConfig(**{**SIZES, "num_key_value_heads": 1, "tie_word_embeddings": False, **changes})
+
+
+UNTIED = llama()
+TIED = llama(tie_word_embeddings=True)
+NEOX = GPTNeoXConfig(**SIZES)
+MIXTRAL = MixtralConfig(**SIZES, num_local_experts=2, num_key_value_heads=1, head_dim=16)
+ATTENTION = ["q_proj", "v_proj"]
+EXACT_TIES = {"ensure_weight_tying": True}
+
+CASES: dict[str, tuple[PreTrainedConfig, dict[str, Any]]] = {
+    "lora": (UNTIED, {"r": 4, "target_modules": ALL}),
+    "attention only": (UNTIED, {"r": 4, "target_modules": ATTENTION}),
+    "rank-stabilized": (UNTIED, {"r": 4, "target_modules": ALL, "use_rslora": True}),
+    "dora": (UNTIED, {"r": 4, "target_modules": ALL, "use_dora": True}),
+    "own ranks": (
+        UNTIED,
+        {"r": 4, "target_modules": ALL, "rank_pattern": {"q_proj": 2}, "alpha_pattern": {r"layers\.1\..*up_proj": 3}},
+    ),
+    "embeddings and norms": (UNTIED, {"r": 4, "target_modules": ALL, "modules_to_save": ["embed_tokens", *NORMS]}),
+    "head": (UNTIED, {"r": 4, "target_modules": [*ATTENTION, "lm_head"], "use_dora": True}),
+    "lora on embeddings": (UNTIED, {"r": 4, "target_modules": ["embed_tokens", "q_proj"]}),
+    "dora on embeddings": (UNTIED, {"r": 4, "target_modules": ["embed_tokens", "q_proj"], "use_dora": True}),
+    "tied": (TIED, {"r": 4, "target_modules": ALL}),
+    "tied, trained": (TIED, {"r": 4, "target_modules": ALL, "modules_to_save": ["embed_tokens", *NORMS], **EXACT_TIES}),
+    "biases": (NEOX, {"r": 4, "target_modules": ALL, "bias": "all"}),
+    "gpt-neox": (NEOX, {"r": 4, "target_modules": ALL, "modules_to_save": ["embed_in", "final_layer_norm"]}),
+    "phi-3": (Phi3Config(**SIZES), {"r": 4, "target_modules": ALL}),
+    "renamed and joined": (MIXTRAL, {"r": 4, "target_modules": ATTENTION, "modules_to_save": ["gate"]}),
+}
+
+
+# PEFT says what it does to tied embeddings that it was told to train, and to biases without the adapter.
+KNOWN = pytest.mark.filterwarnings("ignore:.*(tie_word_embeddings|tied|disabling adapter layers with bias):UserWarning")
+
+
+@KNOWN
+@torch.no_grad()
+@pytest.mark.parametrize("case", CASES)
+def test_streamed_equals_peft(case: str, tmp_path: Path) -> None:
+    config, settings = CASES[case]
+    base = save_base(config, tmp_path / "base")
+    run = save_run(base, tmp_path / "run", **settings)
+    expected = tuned(base, run)
+    logits = expected(IDS).logits
+    merged = AutoModelForCausalLM.from_pretrained(merge(run, tmp_path / "merged"))
+    assert merged.config.tie_word_embeddings == config.tie_word_embeddings
+    torch.testing.assert_close(merged(IDS).logits, logits, rtol=1e-5, atol=1e-5)
+    theirs = expected.merge_and_unload().state_dict()
+    ours = merged.state_dict()
+    assert ours.keys() == theirs.keys()
+    for name, weight in ours.items():
+        torch.testing.assert_close(weight, theirs[name], rtol=1e-6, atol=1e-6, msg=lambda text, name=name: name + text)
+
+
+@KNOWN
+@torch.no_grad()
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"target_modules": ATTENTION, "modules_to_save": ["embed_tokens"]},
+        {"target_modules": [*ATTENTION, "lm_head"]},
+        {"target_modules": [*ATTENTION, "embed_tokens"]},
+    ],
+    ids=["embeddings trained", "lora on the head", "lora on the embeddings"],
+)
+def test_a_tied_head_that_diverged_is_untied(settings: dict[str, Any], tmp_path: Path) -> None:
+    """PEFT's own merging adds both changes to the one tensor, and the model is another."""
+    base = save_base(TIED, tmp_path / "base")
+    run = save_run(base, tmp_path / "run", r=4, **settings)
+    logits = tuned(base, run)(IDS).logits
+    folder = merge(run, tmp_path / "merged")
+    merged = AutoModelForCausalLM.from_pretrained(folder)
+    assert not merged.config.tie_word_embeddings
+    assert not torch.equal(merged.lm_head.weight, merged.model.embed_tokens.weight)
+    torch.testing.assert_close(merged(IDS).logits, logits, rtol=1e-5, atol=1e-5)
+    assert "they diverged" in (folder / "README.md").read_text()

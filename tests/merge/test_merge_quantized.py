@@ -1,0 +1,91 @@
+"""An adapter of QLoRA on the 16-bit base, and on the weights that it was trained on."""
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from adapters import save_base, tuned
+from conftest import small_recipe
+from safetensors.torch import load_file
+from test_merge_peft import TIED
+
+from pi_lora.errors import ModelError
+from pi_lora.merge.check import Check
+from pi_lora.merge.merging import merge
+from pi_lora.models.base import extended_config, find_base, load_model
+from pi_lora.training.training import train
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed; pip install pi-lora[qlora]"
+)
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_base(TIED, tmp_path_factory.mktemp("q") / "base", torch.bfloat16)
+
+
+@pytest.fixture(scope="module")
+def run(base: Path) -> Path:
+    recipe = small_recipe(base, tuning={"method": "qlora", "rank": 4, "targets": "attention"})
+    return train(recipe, base.parent / "run")
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "model.safetensors")
+
+
+def check_of(folder: Path) -> Check:
+    return Check.from_json(json.loads((folder / "merge.json").read_text())["check"])
+
+
+def test_onto_the_stored_base(base: Path, run: Path, tmp_path: Path) -> None:
+    merged = merge(run, tmp_path / "merged")
+    expected = tuned(base, run).merge_and_unload().state_dict()
+    for name, weight in weights(merged).items():
+        assert torch.equal(weight, expected[name].to(torch.bfloat16)), name
+    assert check_of(merged).problem() is None
+
+
+@pytest.mark.parametrize("free", [0, 10**12], ids=["layer by layer", "whole"])
+def test_onto_what_it_was_trained_on(
+    base: Path, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free: int
+) -> None:
+    from bitsandbytes.functional import dequantize_4bit
+
+    monkeypatch.setattr("pi_lora.merge.check._free_memory", lambda: free)
+    folder = merge(run, tmp_path / "merged", onto="quantized")
+    merged, stored = weights(folder), weights(base)
+    found = find_base(str(base))
+    loaded = load_model(found, extended_config(found, None), torch.bfloat16, place="quantized")
+    layer = loaded.model.layers[1]
+    # The adapter is on attention alone, but every linear layer had been quantized.
+    up = layer.mlp.up_proj.weight
+    seen = dequantize_4bit(up.data, up.quant_state)
+    assert torch.equal(merged["model.layers.1.mlp.up_proj.weight"], seen)
+    assert not torch.equal(merged["model.layers.1.mlp.up_proj.weight"], stored["model.layers.1.mlp.up_proj.weight"])
+
+    name = "model.layers.1.self_attn.q_proj"
+    adapter = load_file(run / "adapter_model.safetensors")
+    a, b = (adapter[f"base_model.model.{name}.lora_{part}.weight"] for part in "AB")
+    query = layer.self_attn.q_proj.weight
+    expected = dequantize_4bit(query.data, query.quant_state).float() + 2.0 * b @ a
+    torch.testing.assert_close(merged[f"{name}.weight"], expected.bfloat16(), rtol=2**-7, atol=1e-6)
+    assert check_of(folder).problem() is None
+    assert check_of(folder).agreements[-1].relative < check_of(folder).agreements[-1].tuning / 2
+
+
+def test_what_was_not_quantized_is_not_put_there(lora_run: Path, tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="was not tuned by qlora; --onto quantized is for adapters that were"):
+        merge(lora_run, tmp_path / "merged", onto="quantized")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_two_bases_differ_by_the_quantization(run: Path, tmp_path: Path) -> None:
+    onto_base, onto_quantized = (
+        weights(merge(run, tmp_path / onto, onto=onto, verify=False)) for onto in ("base", "quantized")
+    )
+    differing = {name for name, weight in onto_base.items() if not torch.equal(weight, onto_quantized[name])}
+    assert differing == {name for name in onto_base if name.endswith("_proj.weight")}

@@ -1,0 +1,109 @@
+from typing import Any
+
+import pytest
+import transformers
+from architectures import (
+    MODEL_TYPES,
+    PAGE,
+    PROMISED,
+    examine,
+    has_rope,
+    page,
+    positions_matter_to_full_layers,
+    small_config,
+    stretched,
+)
+from transformers import CONFIG_MAPPING
+
+from pi_lora.errors import ScalingError
+from pi_lora.scaling.config import Method
+from pi_lora.scaling.extend import LOCAL_ATTENTION, LOCAL_ROPE_ONLY
+
+
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+def test_position_m_has_the_angles_of_m_over_s_or_the_model_is_refused(model_type: str) -> None:
+    assert examine(model_type).note
+
+
+@pytest.mark.parametrize("model_type", PROMISED)
+def test_what_is_promised_is_verified(model_type: str) -> None:
+    assert examine(model_type).outcome == "verified"
+
+
+def test_only_local_layers_rotate_where_the_package_says_so() -> None:
+    """No config says it, so `LOCAL_ROPE_ONLY` is a list; this is what it should hold."""
+    with_both = [name for name in MODEL_TYPES if has_rope(name) and has_local_and_full_layers(name)]
+    assert {name for name in with_both if not positions_matter_to_full_layers(name)} == LOCAL_ROPE_ONLY
+
+
+def has_local_and_full_layers(model_type: str) -> bool:
+    kinds = set(CONFIG_MAPPING[model_type]().to_dict().get("layer_types") or [])
+    return bool(kinds & LOCAL_ATTENTION and kinds - LOCAL_ATTENTION)
+
+
+REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
+    "no positions at all": ("gpt2", {}, "no rotary position embeddings"),
+    "learned positions": ("opt", {}, "no rotary position embeddings"),
+    "a rope fixed in the code": ("gptj", {}, "that its config describes"),
+    "ALiBi beside a rope in the config": ("falcon", {"alibi": True}, "has ALiBi"),
+    "ALiBi": ("mpt", {}, "no rotary position embeddings"),
+    "several models in one": ("gemma3", {}, "made of several models"),
+    "a rope that the model does not build": ("granitemoehybrid", {"position_embedding_type": "nope"}, "without rotary"),
+    "a rope that is switched off": ("zamba2", {"use_mem_rope": False}, "built without rotary"),
+    "ropes of parts that do not see the config's": ("blt", {}, "does not apply the scaling"),
+    "a config class that rejects the scaling": ("phimoe", {}, "cannot be built with this scaling"),
+    "every layer slides": ("mistral", {"sliding_window": 128}, "every layer of this model looks back 128 tokens"),
+    "every layer slides, by type": ("ministral", {"sliding_window": 128}, "every layer of this model looks back 128"),
+    "a frequency that is not plain": ("lfm3", {}, "rope_type proportional"),
+}
+
+
+@pytest.mark.parametrize(("model_type", "changes", "reason"), REFUSED.values(), ids=REFUSED.keys())
+def test_what_cannot_be_stretched_is_refused_with_the_reason(
+    model_type: str, changes: dict[str, Any], reason: str
+) -> None:
+    config = small_config(model_type) if has_rope(model_type) else CONFIG_MAPPING[model_type]()
+    for name, value in changes.items():
+        setattr(config, name, value)
+    with pytest.raises(ScalingError, match=reason):
+        stretched(config)
+
+
+@pytest.mark.parametrize("kind", ["yarn", "llama3", "longrope", "dynamic"])
+def test_a_model_stretched_in_another_way_is_refused(kind: str) -> None:
+    own = {"factor": 2.0, "original_max_position_embeddings": 32, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    factors = {"short_factor": [1.0] * 8, "long_factor": [float(each) for each in range(1, 9)]}
+    rope = {"rope_type": kind, "rope_theta": 1e4, **own, **(factors if kind == "longrope" else {})}
+    config = small_config("llama")
+    config.rope_parameters = rope
+    with pytest.raises(ScalingError, match=f"rope_type {kind}: .*already stretched"):
+        stretched(config)
+
+
+def test_sliding_layers_beside_full_ones_or_switched_off_are_no_obstacle() -> None:
+    for model_type, changes in {
+        "gemma2": {"sliding_window": 8},
+        "qwen2": {"sliding_window": 8, "use_sliding_window": False},
+    }.items():
+        config = CONFIG_MAPPING[model_type](**{**small_config(model_type).to_dict(), **changes})
+        assert stretched(config)[1]["rope_parameters"]["factor"] == 4
+
+
+@pytest.mark.parametrize("method", ["dynamic", "yarn"])
+@pytest.mark.parametrize("model_type", [name for name in PROMISED if name != "phi3"])
+def test_the_other_methods_are_accepted_where_promised(model_type: str, method: Method) -> None:
+    config = small_config(model_type)
+    assert stretched(config, method)[1]["max_position_embeddings"] == {"dynamic": 64, "yarn": 256}[method]
+
+
+@pytest.mark.parametrize("method", ["dynamic", "yarn"])
+def test_phi3_reads_no_other_method(method: Method) -> None:
+    with pytest.raises(ScalingError, match=f"scaling: {method}: transformers reads no such rope for .*phi3; use pi"):
+        stretched(small_config("phi3"), method)
+
+
+def test_the_page_is_what_the_tests_found() -> None:
+    """`python tests/architectures.py` writes it; another transformers may know other architectures."""
+    if f"from transformers {transformers.__version__}:" not in PAGE.read_text(encoding="utf-8"):
+        pytest.skip(f"docs/models.md is about another transformers than {transformers.__version__}")
+    assert PAGE.read_text(encoding="utf-8") == page()

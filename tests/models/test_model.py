@@ -1,0 +1,249 @@
+import json
+import math
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from architectures import small_config
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from pi_lora.errors import ModelError, ScalingError
+from pi_lora.evaluation.perplexity.measure import evaluate_perplexity
+from pi_lora.merge.merging import merge
+from pi_lora.models.base import extended_config, find_base, load_model, read_config, save_config
+from pi_lora.models.load import Stretch, adapter_base, load
+from pi_lora.recipe.files import RECIPE_FILE, dump_recipe, load_recipe
+from pi_lora.scaling.config import Interpolation, Method, method_of, window_of
+from pi_lora.scaling.verify import rotary_frequencies
+
+README = Path(__file__).parents[2] / "README.md"
+IDS = torch.randint(2, 1024, (1, 128), generator=torch.Generator().manual_seed(3))
+
+
+@torch.no_grad()
+def test_step_0_equals_hand_scaled_positions(small_model: Path) -> None:
+    """paper.tex, Eqn. 4: the interpolated model at position m is the plain one at position m L / L'."""
+    plain = load(str(small_model)).model
+    interpolated = load(str(small_model), Stretch(target=256)).model
+    by_hand = plain(IDS, position_ids=torch.arange(128)[None] / 4).logits
+    torch.testing.assert_close(interpolated(IDS).logits, by_hand, rtol=1e-5, atol=1e-5)
+    assert (interpolated(IDS).logits - plain(IDS).logits).abs().max() > 0.01
+
+
+@torch.no_grad()
+def test_direct_leaves_the_positions_alone(small_model: Path) -> None:
+    direct = load(str(small_model), Stretch(target=256, method="direct"))
+    assert direct.window == 256
+    assert direct.scale == 1
+    torch.testing.assert_close(direct.model(IDS).logits, load(str(small_model)).model(IDS).logits, rtol=0, atol=0)
+
+
+@torch.no_grad()
+def test_yarn_is_the_papers(small_model: Path) -> None:
+    """arXiv 2309.00071, section 3: a frequency that turns more than 32 times in L stays, one that turns less than once
+    is divided by s, those between are mixed; cosines and sines, so queries and keys, are scaled by 0.1 ln(s) + 1."""
+    loaded = load(str(small_model), Stretch(target=256, method="yarn"))
+    assert (loaded.window, loaded.scale) == (256, 4)
+    rotary = loaded.model.model.rotary_emb
+    window, dim, theta = 64, 16, 500.0
+
+    def index_of(turns: float) -> float:
+        return dim * math.log(window / (turns * 2 * math.pi)) / (2 * math.log(theta))
+
+    low, high = max(math.floor(index_of(32)), 0), min(math.ceil(index_of(1)), dim - 1)
+    for index, got in enumerate(rotary.inv_freq.tolist()):
+        plain = theta ** (-2 * index / dim)
+        turns = window * plain / (2 * math.pi)
+        ramp = min(max((index - low) / (high - low), 0), 1)
+        assert got == pytest.approx(plain * (1 - ramp) + plain / 4 * ramp)
+        if turns > 32 or turns < 1:
+            assert got == pytest.approx(plain if turns > 32 else plain / 4)
+    assert rotary.attention_scaling == pytest.approx(0.1 * math.log(4) + 1)
+    assert (loaded.model(IDS).logits - load(str(small_model)).model(IDS).logits).abs().max() > 0.01
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("tokens", [32, 64, 65, 200, 256])
+def test_dynamic_changes_theta_beyond_the_original_window(small_model: Path, tokens: int) -> None:
+    """NTK by length: theta grows by (s n / L - (s - 1)) ^ (d / (d - 2)) for n > L tokens, and not up to there."""
+    loaded = load(str(small_model), Stretch(target=256, method="dynamic"))
+    assert (loaded.window, loaded.scale) == (256, 4)
+    loaded.model(torch.full((1, tokens), 5))
+    dim = 16
+    theta = 500.0 * max(4 * tokens / 64 - 3, 1) ** (dim / (dim - 2))
+    expected = [theta ** (-2 * index / dim) for index in range(dim // 2)]
+    assert loaded.model.model.rotary_emb.inv_freq.tolist() == pytest.approx(expected, rel=1e-5)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("method", ["pi", "dynamic", "yarn"])
+def test_every_reader_of_a_saved_config_gets_the_same_model(small_model: Path, tmp_path: Path, method: Method) -> None:
+    """Plain transformers reads the file as it is, with the top level alone, and with `rope_parameters` alone."""
+    base = find_base(str(small_model))
+    config = extended_config(base, Interpolation(method, 64, 256))
+    ours = load_model(base, config, torch.float32)(IDS).logits
+    for left_out in ((), ("rope_parameters",), ("rope_scaling", "rope_theta")):
+        folder = tmp_path / "-".join(left_out)
+        shutil.copytree(small_model, folder, dirs_exist_ok=True)
+        save_config(config, folder)
+        written = json.loads((folder / "config.json").read_text())
+        kept = {key: value for key, value in written.items() if key not in left_out}
+        (folder / "config.json").write_text(json.dumps(kept))
+        theirs = AutoModelForCausalLM.from_pretrained(folder)
+        torch.testing.assert_close(theirs(IDS).logits, ours, rtol=0, atol=0)
+        assert window_of(read_config(folder)) == 256
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("method", ["dynamic", "yarn"])
+def test_a_run_of_another_method_is_loaded_and_merged_with_it(lora_run: Path, tmp_path: Path, method: Method) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(lora_run, run)
+    base = find_base(json.loads((run / "adapter_config.json").read_text())["base_model_name_or_path"])
+    save_config(extended_config(base, Interpolation(method, 64, 96)), run)
+    loaded, merged = load(str(run)), load(str(merge(run, tmp_path / "merged")))
+    assert (loaded.window, loaded.scale) == (merged.window, merged.scale) == (96, 1.5)
+    assert method_of(loaded.config) == method_of(merged.config) == method
+    torch.testing.assert_close(merged.model(IDS).logits, loaded.model(IDS).logits, rtol=1e-4, atol=1e-4)
+
+
+def test_a_run_that_its_base_does_not_lead_to_is_refused(lora_run: Path, tmp_path: Path) -> None:
+    """A base that is interpolated farther than the run, or to which the run adds another method."""
+    run, base_folder = tmp_path / "run", tmp_path / "base"
+    shutil.copytree(lora_run, run)
+    base = find_base(json.loads((run / "adapter_config.json").read_text())["base_model_name_or_path"])
+    shutil.copytree(base.path, base_folder)
+    save_config(extended_config(base, Interpolation("pi", 64, 192)), base_folder)
+    with pytest.raises(ModelError, match="its own scale 3 does not lead to 2"):
+        adapter_base(run, str(base_folder))
+
+
+def test_a_run_is_loaded_and_merged_from_the_revision_that_it_was_tuned_from(
+    lora_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(lora_run, run)
+    recipe = load_recipe(run / RECIPE_FILE, ["model.trust_remote_code=true"]).recipe
+    (run / RECIPE_FILE).write_text(dump_recipe(recipe))
+    adapter = json.loads((run / "adapter_config.json").read_text())
+    assert adapter["revision"] == "main"
+    (run / "adapter_config.json").write_text(json.dumps({**adapter, "revision": "v1"}))
+    asked = []
+
+    def from_pretrained(path: str, revision: str, trust_remote_code: bool) -> Any:
+        asked.append((path, revision, trust_remote_code))
+        return own(path)
+
+    own = AutoConfig.from_pretrained
+    monkeypatch.setattr(AutoConfig, "from_pretrained", from_pretrained)
+    base, _ = adapter_base(run)
+    assert asked[0] == (recipe.model.name, "v1", True)
+    assert (base.revision, base.trust_remote_code) == ("v1", True)
+    moved, _ = adapter_base(run, recipe.model.name)
+    assert (moved.revision, moved.trust_remote_code) == ("main", False)
+
+
+@pytest.mark.parametrize("model_type", ["stablelm", "gpt_neox", "glm", "phi3", "gemma3_text"])
+def test_theta_and_the_rotary_share_of_a_head_survive_the_file(tmp_path: Path, model_type: str) -> None:
+    """Readers of the top level name them differently; what is lost falls back to a default without a word."""
+    config = small_config(model_type)
+    ropes = [config.rope_parameters] if "rope_theta" in config.rope_parameters else config.rope_parameters.values()
+    for rope in ropes:
+        rope["rope_theta"] = 777.0
+        if model_type != "gemma3_text":
+            rope["partial_rotary_factor"] = 0.75
+    config.save_pretrained(tmp_path)
+    base = find_base(str(tmp_path))
+    save_config(extended_config(base, Interpolation("pi", 64, 128)), tmp_path)
+    plain = rotary_frequencies(type(config), base.config)
+    written = rotary_frequencies(type(config), read_config(tmp_path))
+    for name, values in plain.items():
+        torch.testing.assert_close(written[name], values if "sliding" in name else values / 2)
+
+
+def test_original_can_be_given(small_model: Path) -> None:
+    stretched = load(str(small_model), Stretch(target=256, original=32))
+    assert stretched.scale == 8
+    assert stretched.tokenizer.model_max_length == stretched.window
+
+
+@torch.no_grad()
+def test_a_saved_config_gives_the_same_model_to_plain_transformers(small_model: Path, tmp_path: Path) -> None:
+    base = find_base(str(small_model))
+    config = extended_config(base, Interpolation("pi", 64, 256))
+    folder = tmp_path / "extended"
+    shutil.copytree(small_model, folder)
+    save_config(config, folder)
+    written = json.loads((folder / "config.json").read_text())
+    assert written["rope_scaling"] == {"type": "linear", "rope_type": "linear", "factor": 4.0}
+    assert "_name_or_path" not in written
+    ours = load_model(base, config, torch.float32)
+    theirs = AutoModelForCausalLM.from_pretrained(folder)
+    torch.testing.assert_close(theirs(IDS).logits, ours(IDS).logits, rtol=0, atol=0)
+
+
+def test_what_is_no_model_is_refused(tmp_path: Path) -> None:
+    for name, message in {
+        "builtin:huge": r"no such built-in model; there is builtin:tiny",
+        "./nowhere": "no such folder",
+        str(tmp_path / "nowhere"): "no such folder",
+        str(tmp_path): "give a hub id, a model folder or builtin:tiny",
+        "some-user/not-cached": "give a hub id, a model folder or builtin:tiny",
+    }.items():
+        with pytest.raises(ModelError, match=message):
+            load(name)
+
+
+def test_a_model_without_rotary_embeddings_is_refused(tmp_path: Path) -> None:
+    AutoConfig.for_model("gpt2").save_pretrained(tmp_path)
+    with pytest.raises(ScalingError, match="model of type gpt2: has no rotary"):
+        find_base(str(tmp_path))
+
+
+def test_a_truncated_weight_file_is_refused(small_model: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "cut"
+    shutil.copytree(small_model, folder)
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    with pytest.raises(ModelError, match="its weights cannot be loaded"):
+        load(str(folder))
+
+
+def test_pickled_weights_are_refused(small_model: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "pickled"
+    shutil.copytree(small_model, folder)
+    torch.save({}, folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(ModelError, match="its weights cannot be loaded"):
+        load(str(folder))
+
+
+def test_a_config_that_is_missing_or_broken_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"has no config\.json"):
+        read_config(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ModelError, match="cannot be read"):
+        read_config(tmp_path)
+
+
+@torch.no_grad()
+def test_dynamic_is_measured_at_each_window_as_if_alone(small_model: Path) -> None:
+    """Its frequencies depend on the length of the input, so a window is no prefix of a longer one."""
+    text = "The door is open and the road is long. " * 60
+    measured = {}
+    for windows in ([64], [128], [256], [64, 128, 256]):
+        loaded = load(str(small_model), Stretch(256, method="dynamic"))
+        loaded.model(torch.ones((1, 250), dtype=torch.long))  # what was computed before must not matter
+        with tempfile.NamedTemporaryFile("w", suffix=".txt") as file:
+            file.write(text)
+            file.flush()
+            scores = evaluate_perplexity(loaded, file.name, windows, 32, documents=1)
+        measured[tuple(windows)] = [row["perplexity"] for row in scores["windows"]]
+    alone = [measured[(window,)][0] for window in (64, 128, 256)]
+    assert measured[(64, 128, 256)] == pytest.approx(alone, rel=1e-6)
+    plain = evaluate_perplexity(load(str(small_model)), str(README), [64], 32, documents=1)
+    dynamic = evaluate_perplexity(load(str(small_model), Stretch(256, method="dynamic")), str(README), [64], 32, 1)
+    assert dynamic["windows"][0]["perplexity"] == pytest.approx(plain["windows"][0]["perplexity"], rel=1e-6)

@@ -1,0 +1,72 @@
+"""Tuning on an NF4 base, on a CPU."""
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import small_recipe
+from safetensors.torch import load_file
+
+from pi_lora.models.adapter import prepare_for_tuning
+from pi_lora.models.base import extended_config, find_base, load_model
+from pi_lora.models.load import load
+from pi_lora.recipe.schema import Tuning
+from pi_lora.training.training import train
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed; pip install pi-lora[qlora]"
+)
+
+
+@pytest.fixture(scope="module")
+def qlora_run(small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return train(small_recipe(small_model, tuning={"method": "qlora", "rank": 4}), tmp_path_factory.mktemp("q") / "run")
+
+
+def quantized(folder: Path) -> torch.nn.Module:
+    base = find_base(str(folder))
+    return load_model(base, extended_config(base, None), torch.bfloat16, place="quantized")
+
+
+def test_the_base_is_nf4_with_double_quantization_and_computes_in_bfloat16(small_model: Path) -> None:
+    layer = quantized(small_model).model.layers[0].mlp.up_proj
+    assert layer.weight.quant_type == "nf4"
+    assert layer.weight.quant_state.nested
+    assert layer.compute_dtype == torch.bfloat16
+    assert layer.weight.dtype == torch.uint8
+
+
+@torch.no_grad()
+def test_what_trains_is_float32_and_activations_stay_bfloat16(small_model: Path) -> None:
+    tuned = prepare_for_tuning(quantized(small_model), Tuning(method="qlora", rank=4), str(small_model))
+    trained = {name: weight for name, weight in tuned.named_parameters() if weight.requires_grad}
+    assert {weight.dtype for weight in trained.values()} == {torch.float32}
+    assert any("embed_tokens" in name for name in trained)
+    seen = []
+    tuned.get_base_model().model.layers[1].register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].dtype))
+    tuned(torch.arange(2, 40)[None])
+    assert seen == [torch.bfloat16]
+
+
+def test_a_run_trains_saves_and_loads_as_it_was_trained(qlora_run: Path, small_model: Path) -> None:
+    saved = load_file(qlora_run / "adapter_model.safetensors")
+    assert {tensor.dtype for tensor in saved.values()} == {torch.float32}
+    assert max(tensor.abs().max() for name, tensor in saved.items() if "lora_B" in name) > 0
+    loaded = load(str(qlora_run))
+    assert loaded.scale == 2
+    assert loaded.model.get_base_model().model.layers[0].mlp.up_proj.base_layer.weight.quant_type == "nf4"
+    log = [json.loads(line) for line in (qlora_run / "training.jsonl").read_text().splitlines()]
+    assert log[-1]["loss"] < log[0]["loss"]
+
+
+def test_small_updates_are_not_rounded_away(small_model: Path, tmp_path: Path) -> None:
+    """At a rate of 1e-6 a bfloat16 embedding of size one would not move at all."""
+    training = {**small_recipe(small_model).training.model_dump(), "learning_rate": 1e-6, "warmup_steps": 0}
+    recipe = small_recipe(small_model, tuning={"method": "qlora", "rank": 4}, training=training)
+    saved = load_file(train(recipe, tmp_path / "run") / "adapter_model.safetensors")
+    base = load_file(small_model / "model.safetensors")
+    norm = next(tensor for name, tensor in saved.items() if name.endswith("model.norm.weight"))
+    moved = (norm - base["model.norm.weight"].to(torch.bfloat16).float()).abs()
+    assert 0 < moved.max() < 1e-5

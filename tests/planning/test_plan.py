@@ -1,0 +1,320 @@
+"""Plans: what follows from what, what to change when it does not fit, and the plan command."""
+
+import json
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pi_lora import cli
+from pi_lora.errors import DataError, ModelError, PiLoraError, ScalingError
+from pi_lora.planning import planning
+from pi_lora.planning.advice import MARGIN, advice, faster
+from pi_lora.planning.gpus import CPU, GPUS, find_gpu, gpu_of_device
+from pi_lora.planning.memory import OVERHEAD
+from pi_lora.planning.operations import flops_of_sequence
+from pi_lora.planning.planning import Plan, plan_recipe, write_plan
+from pi_lora.planning.shape import Shape, find_config, shape_of, shipped_config
+from pi_lora.planning.text import plan_lines
+from pi_lora.recipe.schema import Recipe, Tuning
+
+REPOSITORY = Path(__file__).parents[2]
+LARGEST = str(REPOSITORY / "recipes" / "paper" / "65b_8k.yaml")
+LLAMA = "huggyllama/llama-7b"
+
+
+def recipe(name: str = LLAMA, target: int = 8192, **sections: Any) -> Recipe:
+    tree = {"model": {"name": name}, "context": {"target": target}, "data": {"source": "text"}, **sections}
+    return Recipe.model_validate(tree)
+
+
+def test_flops_are_six_a_parameter_and_token_and_four_where_the_base_is_frozen() -> None:
+    shape = shape_of(find_config(LLAMA), LLAMA)
+    products = shape.layers * shape.linear_weights + shape.embedding
+    full = flops_of_sequence(shape, Tuning(method="full"), 1, checkpointing=False)
+    assert full.forward + full.backward == pytest.approx(6 * products, rel=1e-3)
+    lora = flops_of_sequence(shape, Tuning(rank=1), 1, checkpointing=False)
+    assert lora.forward + lora.backward == pytest.approx(4 * products, rel=1e-3)
+
+
+def test_attention_costs_its_causal_half_and_a_window_less() -> None:
+    config = find_config("mistralai/Mistral-7B-v0.3")
+    full, sliding = (
+        flops_of_sequence(shape_of({**config, "sliding_window": window}, ""), Tuning(), 8192, True).forward
+        for window in (None, 4096)
+    )
+    shape: Shape = shape_of(config, "")
+    assert full - sliding == pytest.approx(shape.layers * 4 * shape.queries * 4096 * 4096 / 2)
+
+
+lengths = st.sampled_from([4096, 8192, 16384, 65536, 131072])
+methods = st.sampled_from(["full", "lora", "qlora"])
+counts = st.sampled_from([1, 2, 4, 8])
+
+
+def planned(target: int, method: str, gpus: int = 1, **hardware: Any) -> Plan:
+    sections = {"tuning": {"method": method}, "hardware": {"gpus": gpus, **hardware}}
+    return plan_recipe(recipe(target=target, **sections), GPUS["H200"])
+
+
+@given(lengths, methods, counts)
+def test_a_longer_target_never_costs_less(target: int, method: str, gpus: int) -> None:
+    short, long = (planned(each, method, gpus) for each in (target, 2 * target))
+    assert long.memory.peak > short.memory.peak
+    assert long.hours > 2 * short.hours
+
+
+@given(lengths, methods, counts)
+def test_twice_the_gpus_cost_each_no_more(target: int, method: str, gpus: int) -> None:
+    few, many = (planned(target, method, each) for each in (gpus, 2 * gpus))
+    if method == "qlora" and gpus == 1:
+        # A second copy brings the buckets that its gradients are exchanged in.
+        assert many.memory.peak - few.memory.peak == few.memory.components["gradients"]
+    else:
+        assert many.memory.peak <= few.memory.peak
+    assert many.hours == pytest.approx(few.hours / 2)
+
+
+@given(lengths, methods)
+def test_offloading_and_context_parallelism_save_activations(target: int, method: str) -> None:
+    plain = planned(target, method, 8)
+    assert planned(target, method, 8, offload_activations=True).memory.peak < plain.memory.peak
+    assert planned(target, method, 8, context_parallel=8).memory.peak < plain.memory.peak
+
+
+@given(lengths)
+def test_methods_cost_in_their_order(target: int) -> None:
+    full, lora, qlora = (planned(target, method).memory.components["weights"] for method in ("full", "lora", "qlora"))
+    assert full > lora > qlora
+
+
+def test_an_eight_bit_optimizer_saves_three_quarters() -> None:
+    plain, small = (
+        plan_recipe(recipe(hardware={"gpus": 1}, training={"optimizer": optimizer}), GPUS["H100"])
+        for optimizer in ("adamw", "paged_adamw_8bit")
+    )
+    ratio = small.memory.components["optimizer"] / plain.memory.components["optimizer"]
+    assert ratio == pytest.approx(0.25, abs=0.01)
+
+
+def test_positions_that_skip_cost_what_the_original_window_costs() -> None:
+    skipping, short = (
+        plan_recipe(recipe(target=target, hardware={"gpus": 1}, data=data), GPUS["H100"])
+        for target, data in ((32768, {"source": "text", "positions": "skip"}), (2049, {"source": "text"}))
+    )
+    assert skipping.tokens_per_step == 64 * 2048
+    assert skipping.memory.peak == pytest.approx(short.memory.peak, rel=1e-3)
+
+
+def test_components_and_overhead_cover_the_peak() -> None:
+    plan = planned(8192, "lora")
+    assert max(plan.memory.components.values()) < plan.memory.highest <= sum(plan.memory.components.values())
+    assert plan.memory.peak == plan.memory.highest + OVERHEAD
+
+
+@pytest.mark.parametrize(
+    ("sections", "gpu", "change"),
+    [
+        ({"target": 131072, "tuning": {"method": "lora"}}, "H100", "training.mlp_chunk_tokens=4096"),
+        ({"target": 163840, "tuning": {"method": "lora"}}, "H100", "hardware.offload_activations=true"),
+        ({"target": 131072, "tuning": {"dropout": 0.1}}, "H100", "hardware.offload_activations=true"),
+        ({"training": {"per_device_batch_size": 8}, "tuning": {"method": "qlora"}}, "4090", "training.per_device"),
+        ({"tuning": {"method": "lora"}, "name": "huggyllama/llama-13b"}, "4090", "tuning.method=qlora"),
+        ({"tuning": {"method": "full", "embeddings_and_norms": False}}, "H100", "tuning.method=qlora"),
+        (
+            {"target": 1_048_576},
+            "A100-40",
+            "training.mlp_chunk_tokens=4096 hardware.offload_activations=true context.target=",
+        ),
+    ],
+)
+def test_the_cheapest_change_makes_it_fit(sections: dict[str, Any], gpu: str, change: str) -> None:
+    plan = plan_recipe(recipe(**{"hardware": {"gpus": 1}, **sections}), GPUS[gpu])
+    assert not plan.fits
+    found = advice(plan)
+    assert found is not None
+    assert found.startswith(change)
+    tree = plan.recipe.model_dump(mode="json")
+    for override in found.split():
+        key, _, value = override.partition("=")
+        section, _, name = key.partition(".")
+        tree[section][name] = value if value == "qlora" else json.loads(value)
+    assert plan_recipe(Recipe.model_validate(tree), GPUS[gpu]).fits
+
+
+def test_more_gpus_are_found_where_nothing_cheaper_helps() -> None:
+    """65B parameters of 16 bytes each are 30 GiB on each of 32 cards, which leaves 8 to the tokens."""
+    asked = recipe("huggyllama/llama-65b", hardware={"gpus": 1}, tuning={"method": "full"})
+    cheap = "training.mlp_chunk_tokens=4096 hardware.offload_activations=true"
+    change = f"{cheap} hardware.gpus=8 hardware.machines=4 hardware.context_parallel=8"
+    assert advice(plan_recipe(asked, GPUS["A100-40"])) == change
+
+
+def test_a_cpu_is_not_told_to_offload_what_its_memory_holds_already() -> None:
+    found = advice(plan_recipe(recipe("huggyllama/llama-7b", 16384, tuning={"method": "qlora"}), GPUS[CPU]))
+    assert found == "context.target=8192"
+
+
+def test_where_nothing_helps_it_says_so() -> None:
+    plan = plan_recipe(
+        recipe("huggyllama/llama-65b", 4096, hardware={"gpus": 1}, tuning={"method": "qlora"}), GPUS["4090"]
+    )
+    assert advice(plan) is None
+
+
+@pytest.mark.parametrize(
+    ("sections", "change"),
+    [
+        ({"target": 4096}, "training.activation_checkpointing=false"),
+        (
+            {"target": 4096, "hardware": {"gpus": 1, "offload_activations": True}},
+            "training.activation_checkpointing=false hardware.offload_activations=false",
+        ),
+        ({"target": 32768, "hardware": {"gpus": 1, "offload_activations": True}}, "hardware.offload_activations=false"),
+        ({"target": 32768}, None),
+        ({"target": 4096, "training": {"activation_checkpointing": False}}, None),
+    ],
+)
+def test_where_there_is_room_it_says_what_would_be_faster(sections: dict[str, Any], change: str | None) -> None:
+    plan = plan_recipe(recipe(**{"hardware": {"gpus": 1}, **sections}), GPUS["H100"])
+    assert plan.fits
+    found = faster(plan)
+    said = [line for line in plan_lines(plan) if line.startswith("there is room")]
+    if change is None:
+        assert found is None
+        assert not said
+        return
+    assert found is not None
+    assert found[0] == change
+    assert found[1].memory.peak * MARGIN <= plan.gpu.memory
+    fewer = 1 - found[1].flops.total / plan.flops.total
+    assert (fewer > 0.2) == ("checkpointing" in change)
+    assert f"{change}: " in said[0]
+    assert (f"{fewer:.0%} fewer operations" in said[0]) == ("checkpointing" in change)
+
+
+def test_room_has_a_margin_for_what_the_plan_may_miss() -> None:
+    plan = plan_recipe(recipe(target=4096, hardware={"gpus": 1}), GPUS["H100"])
+    found = faster(plan)
+    assert found
+    tight = replace(plan.gpu, memory=int(found[1].memory.peak * (MARGIN - 0.01)))
+    assert faster(plan_recipe(plan.recipe, tight)) is None
+
+
+def test_without_a_gpu_named_it_takes_the_smallest_that_fits() -> None:
+    assert plan_recipe(recipe(hardware={"gpus": 1}, tuning={"method": "qlora"})).gpu.name == "4090"
+    assert plan_recipe(recipe("builtin:tiny", 1024)).gpu.name == CPU
+
+
+def test_gpus_are_known_by_their_own_names() -> None:
+    assert find_gpu("a100-80") is GPUS["A100-80"]
+    assert gpu_of_device("NVIDIA H100 80GB HBM3", 85_000_000_000) is GPUS["H100"]
+    assert gpu_of_device("NVIDIA GeForce RTX 4090", 25_000_000_000) is GPUS["4090"]
+    assert gpu_of_device("NVIDIA A100-PCIE-40GB", 42_000_000_000) is GPUS["A100-40"]
+    assert gpu_of_device("Radeon", 1) is None
+    with pytest.raises(PiLoraError, match="name one of 4090, A100-40"):
+        find_gpu("B52")
+    with pytest.raises(PiLoraError, match=r"the recipe asks for hardware\.gpus"):
+        plan_recipe(recipe(hardware={"gpus": 1}), GPUS[CPU])
+
+
+def write_config(folder: Path, **changes: Any) -> str:
+    config = {**find_config(LLAMA), **changes}
+    (folder / "config.json").write_text(json.dumps({key: value for key, value in config.items() if value is not None}))
+    return str(folder)
+
+
+def test_a_folder_plans_as_the_hub_model_does(tmp_path: Path) -> None:
+    name = write_config(tmp_path, rope_theta=None, max_position_embeddings=None, num_key_value_heads=None)
+    assert plan_recipe(recipe(name)).memory == plan_recipe(recipe()).memory
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "line"),
+    [
+        ({"model_type": "gpt2"}, ModelError, "no plan for models of type gpt2; known are cohere"),
+        ({"vocab_size": None}, ModelError, "its config.json lacks vocab_size"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, ScalingError, "rope_type llama3"),
+        ({"max_position_embeddings": 8192}, ScalingError, "context.target: 8192 is not longer"),
+    ],
+)
+def test_a_model_that_cannot_be_planned_says_why(
+    tmp_path: Path, changes: dict[str, Any], error: type[PiLoraError], line: str
+) -> None:
+    with pytest.raises(error, match=line):
+        plan_recipe(recipe(write_config(tmp_path, **changes)))
+
+
+@pytest.mark.parametrize(
+    ("name", "line"),
+    [
+        ("./gone", "./gone: no such folder with a config.json"),
+        ("builtin:huge", "builtin:huge: no such folder with a config.json"),
+        ("nobody/nothing", "nobody/nothing: its config.json cannot be had"),
+    ],
+)
+def test_a_model_that_is_not_there_is_one_line(name: str, line: str) -> None:
+    with pytest.raises(ModelError, match=line) as raised:
+        plan_recipe(recipe(name))
+    assert "\n" not in str(raised.value)
+
+
+def test_another_revision_is_not_taken_from_what_is_shipped() -> None:
+    assert shipped_config(LLAMA).exists()
+    with pytest.raises(ModelError, match="cannot be had"):
+        find_config(LLAMA, revision="other")
+
+
+def test_the_largest_recipe_plans_in_a_second_without_torch(tmp_path: Path) -> None:
+    file = tmp_path / "plan.json"
+    probe = (
+        f"import sys; sys.argv = ['pi-lora', 'plan', {LARGEST!r}, '--json', {str(file)!r}]\n"
+        "from pi_lora.cli import main\n"
+        "try: main()\n"
+        "finally: print({'torch', 'transformers', 'numpy', 'huggingface_hub'} & set(sys.modules))"
+    )
+    seconds = []
+    for _ in range(3):
+        started = time.perf_counter()
+        answer = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True)
+        seconds.append(time.perf_counter() - started)
+        assert answer.stdout.rstrip().endswith("set()")
+    assert min(seconds) < 1
+    found = json.loads(file.read_text())
+    assert set(found["bytes"]) == {"weights", "gradients", "optimizer", "activations", "logits"}
+    assert (found["gpu"], found["gpus"], found["fits"], found["steps"]) == ("A100-80", 128, True, 1000)
+    assert found["tokens_per_step"] == 128 * 8192
+    assert 0 < found["peak_bytes_per_gpu"] < GPUS["A100-80"].memory
+
+
+def test_the_command_says_what_fits(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["pi-lora", "plan", LARGEST, "hardware.machines=1", "--gpu", "h100"])
+    with pytest.raises(SystemExit) as exit_:
+        cli.main()
+    out = capsys.readouterr().out
+    assert not exit_.value.code
+    assert "on each of 8 x H100" in out
+    assert "it does not fit on H100; the cheapest change that fits: " in out
+    assert all(component in out for component in ("weights", "gradients", "optimizer", "activations", "logits"))
+
+
+def test_a_plan_that_cannot_be_written_says_so(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="cannot be written"):
+        write_plan(plan_recipe(recipe()), tmp_path / "gone" / "plan.json")
+
+
+def test_what_config_json_leaves_out_is_what_transformers_fills_in() -> None:
+    from transformers import LlamaConfig
+
+    filled = LlamaConfig()
+    expected = {
+        "rope_theta": filled.rope_parameters["rope_theta"],
+        "max_position_embeddings": filled.max_position_embeddings,
+    }
+    assert expected == planning.DEFAULTS

@@ -1,0 +1,87 @@
+"""Plans against figures that others measured, within 20 %."""
+
+from typing import Any
+
+import pytest
+
+from pi_lora.planning.activations import saved_inputs
+from pi_lora.planning.gpus import GIB, GPUS
+from pi_lora.planning.memory import DeviceMemory, memory, spread_of
+from pi_lora.planning.planning import plan_recipe
+from pi_lora.planning.shape import find_config, shape_of
+from pi_lora.recipe.schema import Recipe
+
+QWEN_8B, QWEN_SMALL, LLAMA = "Qwen/Qwen3-8B-Base", "Qwen/Qwen3-0.6B-Base", "huggyllama/llama-7b"
+# Qwen/Qwen3-4B, which no recipe names; its published size is 4.0 B parameters.
+QWEN_4B: dict[str, Any] = {
+    **find_config("Qwen/Qwen3-1.7B-Base"),
+    "hidden_size": 2560,
+    "intermediate_size": 9728,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+}
+BFLOAT16 = 2
+
+
+def one_sequence(name: str, target: int, gpus: int, offload: bool = False) -> Recipe:
+    """Every weight tuned on one sequence a step, which all GPUs share."""
+    return Recipe.model_validate(
+        {
+            "model": {"name": name},
+            "context": {"target": target},
+            "tuning": {"method": "full"},
+            "data": {"source": "text"},
+            "training": {"global_batch_size": 1, "steps": 1},
+            "hardware": {"gpus": gpus, "context_parallel": gpus, "offload_activations": offload},
+        }
+    )
+
+
+def planned(config: dict[str, Any], recipe: Recipe, bytes_a_number: int | None) -> DeviceMemory:
+    return memory(
+        shape_of(config, "measured"), recipe, spread_of(recipe, original=32768), bytes_a_number=bytes_a_number
+    )
+
+
+@pytest.mark.parametrize(
+    ("config", "target", "gpus", "offload", "bytes_a_number", "expected"),
+    [
+        # TRL's long-context guide (docs/source/long_context_training.md, September 2026), in GiB: 22 GB of model and
+        # optimizer are 2 + 4 bytes for each of 4.02 B parameters. One GPU: bfloat16 weights that train. Several: FSDP2,
+        # which makes them float32.
+        pytest.param(QWEN_4B, 98_304, 1, False, BFLOAT16, 59.9 * GIB, id="Qwen3-4B, 96k"),
+        pytest.param(QWEN_4B, 98_304, 1, True, BFLOAT16, 48.8 * GIB, id="Qwen3-4B, 96k, offloaded"),
+        pytest.param(QWEN_4B, 1_048_576, 4, True, None, 63.6 * GIB, id="Qwen3-4B, 1M on 4 GPUs"),
+        pytest.param(QWEN_8B, 1_048_576, 8, True, None, 56.2 * GIB, id="Qwen3-8B, 1M on 8 GPUs"),
+        # accelerate pull request 4175, in GB of 1e9 bytes (its 7.5 GB are 28 x 131072 x 1024 x 2 bytes).
+        pytest.param(QWEN_SMALL, 1_048_576, 8, False, None, 27.9e9, id="Qwen3-0.6B, 1M on 8 GPUs"),
+        pytest.param(QWEN_SMALL, 1_048_576, 8, True, None, 20.8e9, id="Qwen3-0.6B, 1M on 8, offloaded"),
+    ],
+)
+def test_memory_that_others_measured(
+    config: Any, target: int, gpus: int, offload: bool, bytes_a_number: int | None, expected: float
+) -> None:
+    found = find_config(config) if isinstance(config, str) else config
+    recipe = one_sequence("any", target, gpus, offload)
+    assert planned(found, recipe, bytes_a_number).highest == pytest.approx(expected, rel=0.2)
+
+
+def test_components_that_others_measured() -> None:
+    """TRL's guide: 22 GB of model and optimizer, 0.47 GB of saved activation a layer."""
+    components = planned(QWEN_4B, one_sequence("any", 98_304, 1), BFLOAT16).components
+    assert components["weights"] + components["optimizer"] == pytest.approx(22 * GIB, rel=0.05)
+    shape = shape_of(QWEN_4B, "Qwen3-4B")
+    saved = saved_inputs(shape, 98_304, wide_stream=False, offloaded=False)
+    assert saved / shape.layers == pytest.approx(0.47 * GIB, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("name", "tokens", "gpu", "seconds"),
+    [
+        # TRL's guide: 380 s a step of one sequence. EasyContext's README: 10,240 tokens/s.
+        (QWEN_8B, 1_048_576, "H100", 380.0),
+        (LLAMA, 65_536, "A100-80", 65_536 / 10_240),
+    ],
+)
+def test_hours_that_others_measured(name: str, tokens: int, gpu: str, seconds: float) -> None:
+    assert plan_recipe(one_sequence(name, tokens, 8), GPUS[gpu]).hours * 3600 == pytest.approx(seconds, rel=0.2)

@@ -1,0 +1,230 @@
+"""What the plan counts, counted again: parameters of models that transformers builds, bytes that torch allocates."""
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qwen3Config
+
+from pi_lora.models.adapter import prepare_for_tuning, trainable_parameters
+from pi_lora.planning.activations import layer_bytes, loss_bytes
+from pi_lora.planning.parameters import NF4, base_bytes, count_parameters
+from pi_lora.planning.shape import CONFIGS, find_config, shape_of
+from pi_lora.recipe.schema import Tuning
+from pi_lora.training.chunked_mlp import chunk_mlps
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "intermediate_size": 112,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 128,
+    "pad_token_id": 0,
+}
+GROUPED = {"num_key_value_heads": 2}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {**GROUPED, "attention_bias": True, "mlp_bias": True},
+    "mistral": {**GROUPED, "head_dim": 24},
+    "qwen2": {**GROUPED, "tie_word_embeddings": True},
+    "qwen3": {**GROUPED, "head_dim": 24},
+    "gemma": {**GROUPED, "head_dim": 24},
+    "gemma2": {**GROUPED, "head_dim": 24},
+    "gemma3_text": {**GROUPED, "head_dim": 24},
+    "phi3": GROUPED,
+    "olmo2": GROUPED,
+    "granite": GROUPED,
+    "smollm3": GROUPED,
+    "cohere": GROUPED,
+    "stablelm": {**GROUPED, "use_qkv_bias": True},
+    "gpt_neox": {},
+}
+
+
+def on_meta(config: PreTrainedConfig) -> Any:
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_parameters_are_those_that_transformers_builds(kind: str) -> None:
+    config = AutoConfig.for_model(kind, **SMALL, **FAMILIES[kind])
+    model = on_meta(config)
+    shape = shape_of(config.to_dict(), kind)
+    assert shape.parameters == sum(parameter.numel() for parameter in model.parameters())
+    assert shape.layer == sum(parameter.numel() for parameter in model.base_model.layers[0].parameters())
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "gemma2", "phi3", "gpt_neox"])
+@pytest.mark.parametrize(
+    "tuning",
+    [
+        Tuning(rank=4),
+        Tuning(rank=8, targets="attention", embeddings_and_norms=False),
+        Tuning(rank=4, dora=True, targets="attention"),
+        Tuning(method="full"),
+    ],
+    ids=["all", "attention", "dora", "full"],
+)
+def test_trained_parameters_are_those_that_peft_trains(kind: str, tuning: Tuning) -> None:
+    config = AutoConfig.for_model(kind, **SMALL, **FAMILIES[kind])
+    model = AutoModelForCausalLM.from_config(config)
+    trained = trainable_parameters(prepare_for_tuning(model, tuning, "small"))
+    assert count_parameters(shape_of(config.to_dict(), kind), tuning).trained == trained
+
+
+@pytest.mark.parametrize("file", sorted(CONFIGS.iterdir()), ids=lambda file: file.stem)
+def test_shipped_shapes_are_models(file: Any) -> None:
+    config = find_config(file.stem.replace("--", "/"))
+    model = on_meta(AutoConfig.for_model(**config))
+    assert shape_of(config, file.stem).parameters == sum(parameter.numel() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [  # as the hub counts them in the models' safetensors files
+        ("huggyllama/llama-7b", 6_738_415_616),
+        ("huggyllama/llama-65b", 65_285_660_672),
+        ("meta-llama/Meta-Llama-3-8B", 8_030_261_248),
+        ("mistralai/Mistral-7B-v0.3", 7_248_023_552),
+        ("Qwen/Qwen3-8B-Base", 8_190_735_360),
+    ],
+)
+def test_shipped_shapes_have_the_published_sizes(name: str, parameters: int) -> None:
+    assert shape_of(find_config(name), name).parameters == parameters
+
+
+def test_nf4_takes_the_bytes_that_bitsandbytes_takes() -> None:
+    functional = pytest.importorskip("bitsandbytes.functional")
+    weight = torch.randn(1024, 512)
+    packed, state = functional.quantize_4bit(weight, compress_statistics=True, quant_type="nf4")
+    stored = [packed, state.absmax, state.state2.absmax]
+    assert sum(tensor.nbytes for tensor in stored) == pytest.approx(weight.numel() * NF4, rel=1e-6)
+
+
+def test_nf4_leaves_embeddings_and_norms_alone() -> None:
+    shape = shape_of(find_config("huggyllama/llama-7b"), "llama-7b")
+    whole = 2 * shape.embedding + shape.all_norm_weights
+    quantized = base_bytes(shape, quantized=True, bytes_a_number=2)
+    assert quantized == pytest.approx(2 * whole + (shape.parameters - whole) * NF4, abs=1)
+
+
+class Allocations(TorchDispatchMode):
+    """Follows the bytes of all tensors made under it, and the most there were at once."""
+
+    def __init__(self, known: list[torch.Tensor]) -> None:
+        super().__init__()
+        self.live = {tensor.untyped_storage()._cdata for tensor in known}
+        self.now = self.most = 0
+
+    def __torch_dispatch__(self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = function(*args, **(kwargs or {}))
+        for tensor in tree_leaves(made):
+            if isinstance(tensor, torch.Tensor):
+                self._follow(tensor.untyped_storage())
+        return made
+
+    def _follow(self, storage: torch.UntypedStorage) -> None:
+        key, size = storage._cdata, storage.nbytes()
+        if key not in self.live:
+            self.live.add(key)
+            self.now += size
+            self.most = max(self.most, self.now)
+            weakref.finalize(storage, self._forget, key, size)
+
+    def _forget(self, key: int, size: int) -> None:
+        self.live.discard(key)
+        self.now -= size
+
+
+@contextmanager
+def known_to(allocations: Allocations, autocast: bool) -> Iterator[None]:
+    with allocations, torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        yield
+
+
+LAYER = {**SMALL, "hidden_size": 256, "intermediate_size": 688, "num_attention_heads": 8, "num_key_value_heads": 4}
+
+
+def one_layer(
+    config: PreTrainedConfig, tuning: Tuning, wide: bool, tokens: int, mlp_chunk_tokens: int | None = None
+) -> tuple[int, int]:
+    """Bytes that one layer keeps for its backward, and the most that it has at once, as torch allocates them."""
+    stream = torch.float32 if wide else torch.bfloat16
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=stream)
+    tuned = prepare_for_tuning(model, tuning, "small")
+    if mlp_chunk_tokens:
+        chunk_mlps(tuned, mlp_chunk_tokens)
+    layer = model.model.layers[0]
+    hidden = torch.randn(1, tokens, config.hidden_size, dtype=stream, requires_grad=True)
+    positions = model.model.rotary_emb(hidden, torch.arange(tokens)[None])
+    allocations = Allocations([hidden, *positions, *tuned.parameters()])
+    autocast = wide or tuning.method != "full"
+    with known_to(allocations, autocast):
+        output = layer(hidden, position_embeddings=positions, attention_mask=None)
+    kept = allocations.now - output.nbytes
+    gradient = torch.ones_like(output)
+    forward, allocations.most = allocations.most, 0
+    with allocations:
+        output.backward(gradient)
+    # The output is not there when a checkpointed layer is walked back through; the gradient is, in the forward too.
+    return kept, max(forward + gradient.nbytes, allocations.most)
+
+
+EVERY_TUNING = pytest.mark.parametrize(
+    ("tuning", "wide"),
+    [
+        (Tuning(method="full"), False),
+        (Tuning(method="full"), True),
+        (Tuning(rank=1), False),
+        (Tuning(rank=1, embeddings_and_norms=False), False),
+        (Tuning(rank=1, targets="attention"), False),
+        (Tuning(rank=1, dora=True), False),
+    ],
+    ids=["full bfloat16", "full", "lora", "plain lora", "lora on attention", "dora"],
+)
+
+
+@pytest.mark.parametrize("kind", [LlamaConfig, Qwen3Config])
+@EVERY_TUNING
+def test_a_layer_keeps_what_the_plan_says(kind: type[PreTrainedConfig], tuning: Tuning, wide: bool) -> None:
+    """Per token, as the difference between two lengths, so that what depends on weights alone drops out."""
+    config = kind(**LAYER, head_dim=32)
+    short, long = (one_layer(config, tuning, wide, tokens) for tokens in (256, 512))
+    kept, peak = ((more - less) / 256 for less, more in zip(short, long, strict=True))
+    expected = layer_bytes(shape_of(config.to_dict(), "small"), tuning, wide, gathered=False)
+    assert expected[0] == pytest.approx(kept, rel=0.05)
+    assert expected[1] == pytest.approx(peak, rel=0.1)
+
+
+@EVERY_TUNING
+def test_a_layer_with_its_mlp_in_pieces_keeps_what_the_plan_says(tuning: Tuning, wide: bool) -> None:
+    """Pieces of a sixteenth: with larger ones the plan is on the safe side, as the next test sees."""
+    config = LlamaConfig(**LAYER, head_dim=32)
+    short, long = (one_layer(config, tuning, wide, tokens, tokens // 16) for tokens in (256, 512))
+    kept, peak = ((more - less) / 256 for less, more in zip(short, long, strict=True))
+    expected = layer_bytes(shape_of(config.to_dict(), "small"), tuning, wide, gathered=False, mlp_share=1 / 16)
+    assert expected[0] == pytest.approx(kept, rel=0.05)
+    assert expected[1] == pytest.approx(peak, rel=0.1)
+
+
+@EVERY_TUNING
+def test_the_plan_is_on_the_safe_side_of_large_pieces(tuning: Tuning, wide: bool) -> None:
+    config = LlamaConfig(**LAYER, head_dim=32)
+    shape = shape_of(config.to_dict(), "small")
+    short, long = (one_layer(config, tuning, wide, tokens, tokens // 2) for tokens in (256, 512))
+    peak = (long[1] - short[1]) / 256
+    half, whole = (layer_bytes(shape, tuning, wide, gathered=False, mlp_share=share)[1] for share in (0.5, 1.0))
+    assert 0.97 * peak <= half <= 1.3 * peak
+    assert half <= whole
+
+
+def test_the_loss_never_holds_all_logits() -> None:
+    shape = shape_of(find_config("Qwen/Qwen3-8B-Base"), "Qwen3-8B")
+    tokens = 131_072
+    assert loss_bytes(shape, Tuning(), tokens, wide_stream=False) < tokens * shape.vocabulary * 2 / 8

@@ -1,0 +1,199 @@
+"""The model card: its snippets are run as they stand, its metadata is what the hub takes."""
+
+import importlib.util
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import small_recipe
+from huggingface_hub import ModelCard
+from huggingface_hub.utils import validate_repo_id
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+
+from pi_lora.errors import ModelError
+from pi_lora.merge.merging import merge
+from pi_lora.models.adapter import without_known_warnings
+from pi_lora.models.load import load
+from pi_lora.recipe.files import dump_recipe, load_recipe
+from pi_lora.report.card import merged_card, refresh_scores, write_card
+from pi_lora.training.training import train
+
+IDS = torch.randint(2, 1024, (2, 128), generator=torch.Generator().manual_seed(5))
+needs_bitsandbytes = pytest.mark.skipif(
+    importlib.util.find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed; pip install pi-lora[qlora]"
+)
+
+
+@pytest.fixture(scope="module")
+def qlora_run(small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return train(small_recipe(small_model, tuning={"method": "qlora", "rank": 4}), tmp_path_factory.mktemp("q") / "run")
+
+
+@pytest.fixture(scope="module")
+def builtin_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run from the built-in model, which no hub has."""
+    recipe = small_recipe(
+        "builtin:tiny",
+        context={"target": 512},
+        training={**small_recipe("x").training.model_dump(), "steps": 1, "global_batch_size": 1}
+        | {"per_device_batch_size": 1},
+    )
+    return train(recipe, tmp_path_factory.mktemp("builtin") / "run")
+
+
+@pytest.fixture(scope="module")
+def merged(lora_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return merge(lora_run, tmp_path_factory.mktemp("merged") / "model")
+
+
+def card(folder: Path) -> str:
+    return (folder / "README.md").read_text()
+
+
+def snippets(folder: Path) -> list[str]:
+    return re.findall(r"```python\n(.*?)```", card(folder), re.DOTALL)
+
+
+def data(folder: Path) -> dict[str, Any]:
+    return ModelCard(card(folder)).data.to_dict()
+
+
+@pytest.mark.parametrize(
+    ("run", "number"),
+    [
+        ("lora_run", 2),
+        pytest.param("qlora_run", 2, marks=needs_bitsandbytes),
+        ("builtin_run", 2),
+        ("full_run", 1),
+        ("merged", 1),
+    ],
+)
+def test_each_snippet_gives_the_model(
+    run: str, number: int, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = request.getfixturevalue(run)
+    monkeypatch.chdir(folder)
+    found = snippets(folder)
+    assert len(found) == number
+    for snippet in found:
+        names: dict[str, Any] = {}
+        with without_known_warnings():
+            exec(snippet, names)
+        model = names["model"]
+        own = load(str(folder), dtype=str(model.dtype).removeprefix("torch."))
+        with torch.no_grad():
+            torch.testing.assert_close(model(IDS).logits, own.model(IDS).logits, rtol=1e-5, atol=1e-5)
+        assert names["tokenizer"].model_max_length == own.window
+
+
+@torch.no_grad()
+def test_the_snippet_is_needed(lora_run: Path, small_model: Path) -> None:
+    """What the card warns of: PEFT alone gives another model."""
+    with without_known_warnings():
+        plain = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(small_model), lora_run)
+    assert (plain(IDS).logits - load(str(lora_run)).model(IDS).logits).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("run", ["lora_run", "full_run", "merged", "builtin_run"])
+def test_metadata_names_nothing_that_the_hub_has_not(run: str, request: pytest.FixtureRequest) -> None:
+    """The hub rejects a card whose base_model or data sets are no ids of its own."""
+    found = data(request.getfixturevalue(run))
+    assert found["library_name"] == ("transformers" if run in ("full_run", "merged") else "peft")
+    assert found["pipeline_tag"] == "text-generation"
+    assert {"long-context", "position-interpolation", "pi-lora"} < set(found["tags"])
+    assert not {"base_model", "base_model_relation", "datasets"} & set(found)
+
+
+def test_a_base_and_data_of_the_hub_are_linked(lora_run: Path, tmp_path: Path) -> None:
+    run = shutil.copytree(lora_run, tmp_path / "run")
+    recipe = load_recipe(run / "recipe.yaml").recipe
+    fields = recipe.model_dump()
+    fields["model"] |= {"name": "huggyllama/llama-7b", "revision": "v1"}
+    fields["data"]["source"] = [{"name": "monology/pile-uncopyrighted", "weight": 3.0}, {"name": "builtin:stdlib"}]
+    (run / "recipe.yaml").write_text(dump_recipe(type(recipe).model_validate(fields)))
+    adapter = json.loads((run / "adapter_config.json").read_text())
+    stands_on = {"base_model_name_or_path": "huggyllama/llama-7b", "revision": "v1"}
+    (run / "adapter_config.json").write_text(json.dumps(adapter | stands_on))
+    write_card(run)
+    found = data(run)
+    validate_repo_id(found["base_model"])
+    assert (found["base_model"], found["base_model_relation"]) == ("huggyllama/llama-7b", "adapter")
+    assert found["datasets"] == ["monology/pile-uncopyrighted"]
+    assert 'from_pretrained("huggyllama/llama-7b", config=config, revision="v1")' in card(run)
+    assert "`monology/pile-uncopyrighted` (75%), `builtin:stdlib` (25%)" in card(run)
+
+
+def test_it_says_what_was_done(lora_run: Path) -> None:
+    text, made_with = card(lora_run), json.loads((lora_run / "run.json").read_text())
+    assert "64 to 128 tokens" in text
+    assert "| scaling | `pi`: positions are divided by 2 |" in text
+    assert "| method | `lora`, rank 4, alpha 8, on all-linear; embeddings and norms in full |" in text
+    assert "| steps | 4 of 2 sequences, rate 0.01 |" in text
+    assert f"1,024 tokens in {made_with['seconds']:,.0f} seconds" in text
+    assert f"torch {torch.__version__}" in text
+    assert "Nothing yet." in text
+
+
+def test_a_merged_card_holds_the_checks(merged: Path, lora_run: Path) -> None:
+    assert "- checked at 128 tokens: logits differ by" in card(merged)
+    assert "stored in float32" in card(merged)
+    unchecked = merged_card(lora_run, merged, [], {"added onto": "the NF4 weights"})
+    assert "| added onto | the NF4 weights |" in unchecked
+    assert "Not compared." in unchecked
+
+
+def test_an_adapter_of_other_origin_gets_a_card(lora_run: Path, merged: Path, tmp_path: Path) -> None:
+    run = shutil.copytree(lora_run, tmp_path / "run", ignore=shutil.ignore_patterns("recipe.yaml", "run.json"))
+    assert "positions are divided by 2" in merged_card(run, merged, [])
+
+
+SWEEP = {"stride": 32, "data": "builtin:stdlib"}
+SCORES = {
+    "perplexity-step-0": {**SWEEP, "windows": [{"window": 64, "perplexity": 9.0}], "step": 0},
+    "perplexity-step-10": {**SWEEP, "windows": [{"window": 64, "perplexity": 3.14159}], "step": 10},
+    "perplexity-step-9": {**SWEEP, "windows": [{"window": 64, "perplexity": 5.0}], "step": 9},
+    "passkey": {"k_max": 120, "target": 128, "depths": [{"k": 60}, {"k": 120}]},
+    "benchmarks": {"tasks": {"boolq": {"acc": 0.75, "stderr": 0.01, "examples": 100}}},
+    "summarization": {"rouge1": 0.3, "rouge2": 0.1, "rougeL": 0.2, "examples": 1000, "data": "d"},
+    "mine": {"anything": 1},
+}
+LINES = """- **benchmarks**: boolq 0.750 ± 0.010
+- **mine**: in `scores/mine.json`
+- **passkey**: passkey k_max 120 of 128 tokens, 2 depths
+- **perplexity**: perplexity 3.142 at 64 tokens; stride 32 (step 10)
+- **summarization**: rouge1 0.30, rouge2 0.10, rougeL 0.20 over 1,000 examples
+"""
+STAGES = """
+| perplexity | 64 tokens |
+|---|---|
+| step 0 | 9.00 |
+| step 9 | 5.00 |
+| step 10 | 3.14 |
+"""
+
+
+def test_scores_that_came_later_are_put_in_and_nothing_else_changes(
+    lora_run: Path, merged: Path, tmp_path: Path
+) -> None:
+    run = shutil.copytree(lora_run, tmp_path / "run")
+    mine = card(run).replace("# ", "# My ", 1)
+    (run / "README.md").write_text(mine)
+    refresh_scores(run)
+    assert card(run) == mine
+    (run / "scores").mkdir()
+    for name, scores in SCORES.items():
+        (run / "scores" / f"{name}.json").write_text(json.dumps(scores))
+    refresh_scores(run)
+    assert ModelCard(card(run)).text == ModelCard(mine.replace("Nothing yet.\n", LINES + STAGES)).text
+    found = {each.metric_type: each.metric_value for each in ModelCard(card(run)).data.eval_results}
+    rouge = {"rouge1": 0.3, "rouge2": 0.1, "rougeL": 0.2}
+    assert found == {"accuracy": 0.75, "k_max": 120, "perplexity": 3.14159, **rouge}
+    assert f"With the adapter, before it was merged:\n\n{LINES}" in merged_card(run, merged, [])
+    (run / "scores" / "mine.json").write_text("{")
+    with pytest.raises(ModelError, match=r"mine\.json: is not JSON"):
+        refresh_scores(run)

@@ -1,0 +1,300 @@
+"""Uploads to a stand-in for the hub's HTTP interface, on this machine."""
+
+import base64
+import hashlib
+import json
+import re
+import shutil
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import pytest
+import yaml
+
+from pi_lora import cli
+from pi_lora.errors import ModelError
+from pi_lora.report.upload import PushError, push
+
+TOKEN = "hf_standin"
+# huggingface_hub 2.4 hands a file to httpx2 in a way that httpx2 is about to drop.
+pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")
+
+
+class Hub(ThreadingHTTPServer):
+    """What the hub keeps: repositories, branches, files; large files come by git-lfs."""
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server_address[1]}"
+        self.private: dict[str, bool] = {}
+        self.branches: set[str] = set()
+        self.files: dict[str, dict[str, bytes]] = {}
+        self.stored: dict[str, bytes] = {}
+        self.messages: list[str] = []
+        self.large = ".safetensors"
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: Hub
+
+    def log_message(self, *_: object) -> None:
+        """Say nothing on stderr."""
+
+    def answer(self, content: object, status: int = 200) -> None:
+        body = json.dumps(content).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def body(self) -> bytes:
+        if "Content-Length" in self.headers:
+            return self.rfile.read(int(self.headers["Content-Length"]))
+        pieces = []  # chunked
+        while size := int(self.rfile.readline(), 16):
+            pieces.append(self.rfile.read(size))
+            self.rfile.readline()
+        self.rfile.readline()
+        return b"".join(pieces)
+
+    def do_GET(self) -> None:
+        repo = self.path.removeprefix("/api/models/")
+        if repo in self.server.private:
+            self.answer({"id": repo, "private": self.server.private[repo]})
+        else:
+            self.answer({"error": f"GET {self.path}: there is no such thing"}, 404)
+
+    def do_PUT(self) -> None:
+        content = self.body()
+        assert hashlib.sha256(content).hexdigest() == self.path.rpartition("/")[2]
+        self.server.stored[self.path.rpartition("/")[2]] = content
+        self.answer({})
+
+    def do_POST(self) -> None:
+        body = self.body()
+        if self.path == "/api/validate-yaml":
+            self.validate(json.loads(body)["content"])
+        elif self.headers["Authorization"] != f"Bearer {TOKEN}":
+            self.answer({"error": "Invalid credentials in Authorization header"}, 401)
+        elif self.path == "/api/repos/create":
+            self.create(json.loads(body))
+        elif found := re.fullmatch(r"/api/models/\w+/\w+/branch/(\w+)", self.path):
+            self.server.branches.add(found[1])
+            self.answer({})
+        elif "/preupload/" in self.path:
+            modes = {True: "lfs", False: "regular"}
+            files = [
+                (each["path"], modes[each["path"].endswith(self.server.large)]) for each in json.loads(body)["files"]
+            ]
+            self.answer({"files": [{"path": path, "uploadMode": mode, "shouldIgnore": False} for path, mode in files]})
+        elif self.path.endswith("/objects/batch"):
+            objects = [
+                {**each, "actions": {"upload": {"href": f"{self.server.url}/lfs/{each['oid']}"}}}
+                for each in json.loads(body)["objects"]
+            ]
+            self.answer({"transfer": "basic", "objects": objects})
+        elif found := re.fullmatch(r"/api/models/(\w+/\w+)/commit/(\w+)", self.path):
+            self.commit(found[1], found[2], [json.loads(line) for line in body.splitlines()])
+        else:
+            self.answer({"error": f"POST {self.path}"}, 500)
+
+    def validate(self, card: str) -> None:
+        """The hub's documented rule: what a card links must be an id of the hub."""
+        fields = yaml.safe_load(card.split("---")[1])
+        wrong = [name for name in ("base_model", "datasets") if re.search(r"^/|:", str(fields.get(name, "")))]
+        errors = [{"message": f'"{name}" is not valid'} for name in wrong]
+        self.answer({"errors": errors, "warnings": []}, 400 if errors else 200)
+
+    def create(self, wanted: dict[str, Any]) -> None:
+        if wanted["organization"] == "others":
+            self.answer({"error": "You don't have the rights to create a model under the namespace others"}, 403)
+            return
+        repo = f"{wanted['organization'] or 'me'}/{wanted['name']}"
+        status = 409 if repo in self.server.private else 200
+        self.server.private.setdefault(repo, wanted.get("visibility") == "private")
+        self.answer({"url": f"{self.server.url}/{repo}"}, status)
+
+    def commit(self, repo: str, branch: str, lines: list[dict[str, Any]]) -> None:
+        files = self.server.files.setdefault(f"{repo}@{branch}", {})
+        for line in lines:
+            value = line["value"]
+            if line["key"] == "header":
+                self.server.messages.append(value["summary"])
+            elif line["key"] == "lfsFile":
+                files[value["path"]] = self.server.stored[value["oid"]]
+            else:
+                files[value["path"]] = base64.b64decode(value["content"])
+        self.answer({"commitUrl": f"{self.server.url}/{repo}/commit/{'0' * 40}", "commitOid": "0" * 40})
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    server = Hub()
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+    thread.start()
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", server.url)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    # Xet moves large files through a service of its own; git-lfs, the other way, is plain HTTP.
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_DISABLE_XET", True)
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    # Where the client itself would keep what `hf auth login` was told.
+    monkeypatch.setattr(huggingface_hub.constants, "HF_TOKEN_PATH", "/nonexistent")
+    yield server
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("run", ["lora_run", "full_run"])
+def test_the_whole_folder_arrives(run: str, hub: Hub, request: pytest.FixtureRequest) -> None:
+    folder = request.getfixturevalue(run)
+    assert push(folder, "me/model") == f"{hub.url}/me/model"
+    assert hub.files == {"me/model@main": contents(folder)}
+    assert hub.messages == [f"Upload {folder.name} with pi-lora"]
+    assert hub.private == {"me/model": False}
+
+
+def test_the_way_with_xet(lora_run: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With Xet the client commits in batches; what Xet itself would move is declared small here."""
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_DISABLE_XET", False)
+    hub.large = "nothing"
+    push(lora_run, "me/model", revision="dev", message="First")
+    assert hub.files == {"me/model@dev": contents(lora_run)}
+    assert hub.messages == ["First"]
+
+
+def test_what_is_no_part_of_the_model_stays_at_home(lora_run: Path, hub: Hub, tmp_path: Path) -> None:
+    run = shutil.copytree(lora_run, tmp_path / "run")
+    wanted = contents(run)
+    (run / "checkpoint-10").mkdir()
+    (run / "runs").mkdir()
+    for name in ("training_args.bin", "optimizer.pt", "optimizer.safetensors", "checkpoint-10/model.safetensors"):
+        (run / name).write_bytes(b"secret")
+    for name in (".env", "runs/.env", "runs/events.out", "scheduler.pt", "rng_state.pth"):
+        (run / name).write_bytes(b"secret")
+    push(run, "me/model")
+    assert hub.files == {"me/model@main": wanted}
+
+
+def test_the_card_goes_up_with_the_newest_scores(lora_run: Path, hub: Hub, tmp_path: Path) -> None:
+    run = shutil.copytree(lora_run, tmp_path / "run")
+    (run / "scores").mkdir()
+    scores = {"k_max": 120, "target": 128, "depths": [{"k": 120}]}
+    (run / "scores" / "passkey.json").write_text(json.dumps(scores))
+    push(run, "me/model")
+    assert b"passkey k_max 120 of 128" in hub.files["me/model@main"]["README.md"]
+
+
+def test_the_command_says_where_it_went_and_nothing_of_the_token(
+    lora_run: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--private", "--revision", "dev", "--message", "First"]
+    monkeypatch.setattr(sys, "argv", ["pi-lora", "push", str(lora_run), "model", *options])
+    with pytest.raises(SystemExit) as exit_:
+        cli.main()
+    assert not exit_.value.code
+    captured = capfd.readouterr()
+    assert captured.out == f"{hub.url}/me/model\n"
+    assert TOKEN not in captured.out + captured.err
+    assert set(hub.files) == {"me/model@dev"}
+    assert (hub.private, hub.branches, hub.messages) == ({"me/model": True}, {"dev"}, ["First"])
+
+
+def test_private_is_not_quietly_public(lora_run: Path, hub: Hub) -> None:
+    push(lora_run, "me/model")
+    hub.files.clear()
+    with pytest.raises(PushError, match="me/model: is public already"):
+        push(lora_run, "me/model", private=True)
+    assert hub.files == {}
+
+
+def test_nobody_logged_in(lora_run: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HF_TOKEN")
+    with pytest.raises(PushError, match="not logged in to the hub; run `hf auth login`"):
+        push(lora_run, "me/model")
+    assert hub.private == {}
+
+
+def test_a_wrong_token(lora_run: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_wrong")
+    with pytest.raises(PushError, match="does not know your token; log in anew") as raised:
+        push(lora_run, "me/model")
+    assert "hf_wrong" not in str(raised.value)
+
+
+def test_what_the_hub_refuses_is_one_line(lora_run: Path, hub: Hub, tmp_path: Path) -> None:
+    with pytest.raises(PushError, match=r"others/model: the hub did not take it \(.*rights to create") as raised:
+        push(lora_run, "others/model")
+    assert "\n" not in str(raised.value)
+    with pytest.raises(PushError, match="a/b/c: is no name of a repository; write it as you/name"):
+        push(lora_run, "a/b/c")
+    run = shutil.copytree(lora_run, tmp_path / "run")
+    card = run / "README.md"
+    card.write_text(card.read_text().replace("---\n", "---\nbase_model: /home/me/base\n", 1))
+    with pytest.raises(PushError, match=r'Invalid metadata in README.md. - "base_model" is not valid'):
+        push(run, "me/model")
+    assert hub.files == {}
+
+
+def test_no_hub_can_be_reached(lora_run: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
+    with pytest.raises(PushError, match="me/model: the hub did not take it"):
+        push(lora_run, "me/model")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(PushError, match="switched off by HF_HUB_OFFLINE"):
+        push(lora_run, "me/model")
+
+
+def without(name: str, run: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(run, tmp_path / "run", ignore=shutil.ignore_patterns(name)))
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("config.json", "has no config.json, so it is no run or model"),
+        ("README.md", "has no README.md; write the model card first"),
+        ("adapter_model.safetensors", "adapter_model.safetensors: is missing; the folder is not whole"),
+    ],
+)
+def test_a_folder_that_lacks_a_part_is_refused(
+    name: str, problem: str, lora_run: Path, hub: Hub, tmp_path: Path
+) -> None:
+    with pytest.raises(ModelError, match=problem):
+        push(without(name, lora_run, tmp_path), "me/model")
+    assert hub.private == {}
+
+
+def test_cut_off_and_missing_shards_are_refused(full_run: Path, hub: Hub, tmp_path: Path) -> None:
+    cut = shutil.copytree(full_run, tmp_path / "cut")
+    weights = cut / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1])
+    with pytest.raises(ModelError, match=r"model\.safetensors: is damaged"):
+        push(cut, "me/model")
+    index = {"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}}
+    (cut / "model.safetensors.index.json").write_text(json.dumps(index))
+    shutil.copy(full_run / "model.safetensors", cut / "model-00001-of-00002.safetensors")
+    with pytest.raises(ModelError, match=r"model-00002-of-00002\.safetensors: is missing"):
+        push(cut, "me/model")
+    assert hub.private == {}
+
+
+def test_unfinished_runs_are_refused(lora_run: Path, hub: Hub, tmp_path: Path) -> None:
+    staging = shutil.copytree(lora_run, tmp_path / ".run.partial")
+    with pytest.raises(ModelError, match="is an unfinished run; finish it with pi-lora train --resume"):
+        push(staging, "me/model")
+    with pytest.raises(ModelError, match=r"no such folder; an unfinished one is kept in .*\.run\.partial"):
+        push(tmp_path / "run", "me/model")
+    with pytest.raises(ModelError, match="no such folder; name a run"):
+        push(tmp_path / "nothing", "me/model")
+    assert hub.private == {}

@@ -1,0 +1,238 @@
+"""`pi-lora report`: cards that the hub's library takes, pictures, comparisons, and one page that reads on a phone."""
+
+import json
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import small_recipe
+from huggingface_hub import ModelCard
+from reported import measured_run, passkey, perplexity
+from test_cli import run as command
+
+from pi_lora.errors import PiLoraError
+from pi_lora.report.kept import kept_scores, main_stages, missing_baselines, read_run
+from pi_lora.report.page import html_page
+from pi_lora.report.paper import K_MAX, PG19, PROOF_PILE, WINDOWS, paper_section
+from pi_lora.report.pictures import marks
+from pi_lora.report.tables import score_lines
+from pi_lora.report.writing import write_report
+
+pytest.importorskip("matplotlib")
+PAPER = Path(__file__).parents[3] / "shared" / "paper.tex"
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-headless-shell", "google-chrome"))), None)
+
+
+@pytest.fixture
+def run(small_model: Path, tmp_path: Path) -> Path:
+    return measured_run(small_model, tmp_path / "mine")
+
+
+def test_scores_have_stages_in_order(run: Path) -> None:
+    for step in (200, 9):
+        (run / "scores" / f"perplexity-step-{step}.json").write_text(json.dumps(perplexity(step, step)))
+    stages = kept_scores(run)["perplexity"]
+    assert list(stages) == ["base", "step 0", "step 9", "step 200", "tuned"]
+    assert list(main_stages(stages)) == ["base", "step 0", "tuned"]
+    assert main_stages(stages)["tuned"]["windows"][1]["perplexity"] == 7.125
+    (run / "scores" / "perplexity.json").unlink()
+    assert main_stages(kept_scores(run)["perplexity"])["tuned"]["windows"][0]["perplexity"] == 200
+    assert any("(step 200)" in line for line in score_lines(run))
+
+
+def test_the_card_holds_what_was_measured(run: Path) -> None:
+    files = write_report([read_run(run)])
+    assert {file.name for file in files} == {"perplexity.png", "passkey.png", "loss.png", "README.md"}
+    text = (run / "README.md").read_text()
+    assert "| perplexity | 64 tokens | 128 tokens |\n|---|---|---|\n| base | 8.50 | 60.25 |\n| step 0 | 40.00 |" in text
+    assert "| tuned | 9.00 | 7.12 |" in text
+    assert "| base | 32 | 128 tokens |\n| tuned | 128 | 128 tokens |" in text
+    for picture in re.findall(r"!\[[^]]+\]\(([^)]+)\)", text):
+        assert (run / picture).read_bytes()[:4] == b"\x89PNG"
+    assert "1,024 tokens in 2 seconds, at most 1.0 GiB" in text
+
+
+def test_the_hubs_library_takes_the_card(run: Path) -> None:
+    write_report([read_run(run)])
+    card = ModelCard.load(run / "README.md")
+    results = {(each.metric_name, each.metric_value) for each in card.data.eval_results}
+    assert results == {
+        ("perplexity at 64 tokens, stride 32", 9.0),
+        ("perplexity at 128 tokens, stride 32", 7.125),
+        ("k_max in tokens", 128),
+    }
+    assert card.data.model_name == "mine"
+    again = ModelCard(str(card))
+    assert again.data.to_dict() == card.data.to_dict()
+
+
+@pytest.mark.network
+def test_the_hub_takes_the_card(run: Path) -> None:
+    write_report([read_run(run)])
+    ModelCard.load(run / "README.md").validate()
+
+
+def test_what_was_written_into_the_card_stays(run: Path) -> None:
+    write_report([read_run(run)])
+    mine = (run / "README.md").read_text().replace("# model", "# Mine", 1).replace("---\n# ", "license: mit\n---\n# ")
+    (run / "README.md").write_text(mine)
+    (run / "scores" / "passkey.json").write_text(json.dumps(passkey(96)))
+    write_report([read_run(run)])
+    card = ModelCard.load(run / "README.md")
+    assert "# Mine" in card.content
+    assert card.data.license == "mit"
+    assert {each.metric_value for each in card.data.eval_results} == {9.0, 7.125, 96}
+    assert "| tuned | 96 | 128 tokens |" in card.content
+
+
+def test_a_foreign_card_is_not_overwritten(run: Path) -> None:
+    (run / "README.md").write_text("# Mine\n")
+    with pytest.raises(PiLoraError, match="has no place for scores"):
+        write_report([read_run(run)])
+    assert (run / "README.md").read_text() == "# Mine\n"
+    assert not (run / "pictures").exists()
+
+
+def test_another_folder_gets_the_card_and_the_run_stays(run: Path, tmp_path: Path) -> None:
+    write_report([read_run(run)], tmp_path / "page")
+    assert "pictures/perplexity.png" in (tmp_path / "page" / "README.md").read_text()
+    assert not (run / "README.md").exists()
+
+
+def test_baselines_that_are_missing_are_commands(run: Path) -> None:
+    (command,) = missing_baselines(read_run(run))
+    assert command.startswith("pi-lora eval passkey /")
+    trials = "--target 128 --depths 4 --trials 4 --seed 0"
+    assert command.endswith(f"{trials} --original 64 --scaling pi --json {run}/scores/passkey-step-0.json")
+    for name in ("perplexity-base", "perplexity-step-0"):
+        (run / "scores" / f"{name}.json").unlink()
+    first, second, _ = missing_baselines(read_run(run))
+    sweep = "--data builtin:stdlib --windows 64,128 --stride 32 --documents 3"
+    assert f"{sweep} --json {run}/scores/perplexity-base.json" in first
+    assert f"{sweep} --original 64 --target 128 --scaling pi --json {run}/scores/perplexity-step-0.json" in second
+
+
+def test_several_runs_are_compared(run: Path, small_model: Path, tmp_path: Path) -> None:
+    scores = {"perplexity": perplexity(9.5, 8.75), "passkey": passkey(64)}
+    other = measured_run(small_model, tmp_path / "other", scores, small_recipe(small_model, scaling="direct"))
+    write_report([read_run(run), read_run(other)], tmp_path / "both", html=True)
+    text = (tmp_path / "both" / "README.md").read_text()
+    assert "| mine | 9.00 | 7.12 | 128 of 128 |\n| other | 9.50 | 8.75 | 64 of 128 |" in text
+    assert "| other | `" in text
+    assert "do not compare" not in text
+    assert (tmp_path / "both" / "report.html").is_file()
+    (other / "scores" / "perplexity.json").write_text(json.dumps(perplexity(9.5, 8.75, data="pg19")))
+    write_report([read_run(run), read_run(other)], tmp_path / "both")
+    assert "do not compare" in (tmp_path / "both" / "README.md").read_text()
+    shutil.copytree(run, tmp_path / "elsewhere" / "mine")
+    with pytest.raises(PiLoraError, match="is the name of several"):
+        write_report([read_run(run), read_run(tmp_path / "elsewhere" / "mine")], tmp_path / "both")
+
+
+@pytest.mark.parametrize(
+    ("spoil", "options", "line"),
+    [
+        (lambda run: shutil.rmtree(run / "scores"), [], "was not measured yet; measure it with: pi-lora eval all"),
+        (lambda run: (run / "recipe.yaml").unlink(), [], "holds no recipe.yaml"),
+        (lambda run: (run / "file").touch(), ["--output", "mine/file/page"], "mine/file/page: cannot be written"),
+        (lambda run: (run / "scores" / "passkey.json").write_text("{"), [], "passkey.json: is not JSON"),
+    ],
+)
+def test_mistakes_are_one_line(
+    spoil: Any,
+    options: list[str],
+    line: str,
+    run: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    spoil(run)
+    monkeypatch.chdir(run.parent)
+    status, _, errors = command(capsys, monkeypatch, "report", "mine", *options)
+    assert (status, len(errors.splitlines())) == (2, 1), errors
+    assert line in errors
+
+
+def test_the_papers_row_stands_beside(small_model: Path) -> None:
+    recipe = small_recipe("huggyllama/llama-7b", context={"target": 16384})
+    text = "\n".join(paper_section(recipe))
+    assert "| PG-19 (table 1) | 7.11 | 6.93 | 6.82 | 6.83 |" in text
+    assert "| proof-pile (table 2) | 2.79 | 2.57 | 2.37 | 2.25 |" in text
+    assert "k_max 16,384 of 16,384" in text
+    assert not list(paper_section(small_recipe(small_model)))
+    assert not list(paper_section(small_recipe("huggyllama/llama-7b", context={"target": 10000})))
+
+
+@pytest.mark.skipif(not PAPER.is_file(), reason="the paper is not beside this checkout")
+def test_the_papers_numbers_are_its_own() -> None:
+    """Every number of tables 1, 2 and 4 that a card may show, against the source of the paper."""
+    source = PAPER.read_text()
+    tables = {"perplexity-pg19": PG19, "perplexity-pile": PROOF_PILE}
+    for label, table in tables.items():
+        body = source[: source.index(f"\\label{{table:{label}}}")].rpartition("\\begin{table}")[2]
+        rows = {tuple(cells[:3]): cells[3:] for cells in _cells(body) if len(cells) == 8}
+        for (size, target, method), values in table.items():
+            found = [each for each in rows[size, str(target), {"pi": "PI", "direct": "FT"}[method]] if each != "-"]
+            assert [float(each) for each in found] == list(values)
+            assert len(values) == WINDOWS.index(target) + 1
+        assert len([row for row in rows if row[2] in ("PI", "FT")]) == len(table)
+    body = source[: source.index("\\label{fig:passcode}")].rpartition("\\begin{table}")[2]
+    found = {(c[0], int(c[1]), {"PI": "pi", "FT": "direct"}[c[2]]): int(c[7]) for c in _cells(body) if len(c) == 9}
+    assert found == K_MAX
+
+
+def _cells(table: str) -> Iterator[list[str]]:
+    for line in table.replace("\\midrule", "").split("\\\\"):
+        cells = [cell.strip() for cell in line.split("&")]
+        if re.fullmatch(r"\d+B", cells[0]):
+            yield cells
+
+
+def test_the_page_obeys_no_html_of_others() -> None:
+    page = html_page("---\na: b\n---\n# T <script>x</script>\n\n`<img src=x>` | <b>b</b>\n", {})
+    assert "<script>" not in page
+    assert "<b>" not in page
+    assert "a: b" not in page
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on the path; apt-get install chromium")
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("number", [1, 2])
+def test_the_page_reads_on_a_phone(number: int, scheme: Any, run: Path, small_model: Path, tmp_path: Path) -> None:
+    """At 390 pixels: nothing on the console, every picture drawn, nothing wider than the screen, in both colours."""
+    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed; pip install '.[dev]'")
+    runs = [run, measured_run(small_model, tmp_path / "a-run-with-a-long-name-that-has-to-go-somewhere")][:number]
+    write_report([read_run(each) for each in runs], tmp_path / "page", html=True)
+    told: list[str] = []
+    with playwright.sync_playwright() as browsers:
+        browser = browsers.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        page = browser.new_page(viewport={"width": 390, "height": 844}, color_scheme=scheme)
+        page.on("console", lambda message: told.append(message.text))
+        page.on("pageerror", lambda error: told.append(str(error)))
+        page.on("request", lambda request: told.append(request.url) if request.url.startswith("http") else None)
+        page.goto((tmp_path / "page" / "report.html").as_uri())
+        pictures = page.evaluate("[...document.images].map(i => [i.complete && i.naturalWidth > 0, i.currentSrc])")
+        wide = page.evaluate(
+            """[document.documentElement.scrollWidth, ...[...document.querySelectorAll("body *")]
+            .filter(e => !e.closest(".table table, pre")).map(e => e.getBoundingClientRect().right)]"""
+        )
+        paper, ink = page.evaluate(
+            "['backgroundColor', 'color'].map(k => getComputedStyle(document.body)[k].match(/\\d+/g).map(Number))"
+        )
+        browser.close()
+    assert told == []
+    assert len(pictures) == 3
+    assert all(drawn for drawn, _ in pictures)
+    assert len({source for _, source in pictures}) == 3
+    assert max(wide) <= 390
+    assert (sum(paper) < sum(ink)) == (scheme == "dark")
+
+
+@pytest.mark.parametrize("bounds", [(7.1, 8.5), (6.9, 57.0), (2.0, 5000.0), (6.91, 6.94)])
+def test_a_logarithmic_axis_is_marked(bounds: tuple[float, float]) -> None:
+    levels = marks(*bounds)
+    assert len(levels) >= 3
+    assert all(bounds[0] <= level <= bounds[1] for level in levels)

@@ -1,0 +1,247 @@
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pi_lora.errors import ScalingError
+from pi_lora.scaling.config import (
+    Interpolation,
+    Method,
+    in_both_dialects,
+    interpolate_positions,
+    method_of,
+    read_rope,
+    rotary_angles,
+    scale_of,
+    window_of,
+)
+from pi_lora.scaling.extend import extend_config, leads_to, local_window
+
+LLAMA_5: dict[str, Any] = {
+    "model_type": "llama",
+    "max_position_embeddings": 2048,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+}
+LLAMA_4: dict[str, Any] = {"model_type": "llama", "max_position_embeddings": 2048, "rope_theta": 10000.0}
+GEMMA: dict[str, Any] = {
+    "model_type": "gemma3_text",
+    "max_position_embeddings": 8192,
+    "rope_parameters": {
+        "full_attention": {"rope_type": "default", "rope_theta": 1e6},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    },
+}
+BASES = [LLAMA_5, LLAMA_4, GEMMA]
+scales = st.integers(2, 32)
+windows = st.integers(16, 8192)
+
+
+@given(windows, scales)
+def test_interpolated_positions_stay_in_the_original_window(original: int, factor: int) -> None:
+    target = original * factor
+    scale = Interpolation("pi", original, target).scale
+    first, last = interpolate_positions([0, target - 1], scale)
+    assert first == 0
+    assert last < original
+
+
+@given(st.floats(0, 1e5), st.sampled_from([2, 16, 64, 128]), st.floats(10, 1e6))
+def test_scale_one_is_the_identity(position: float, head_dim: int, theta: float) -> None:
+    assert rotary_angles(position, head_dim, theta, 1.0) == rotary_angles(position, head_dim, theta)
+
+
+@given(st.integers(0, 1024), scales, st.sampled_from([16, 64]))
+def test_position_m_under_scale_s_has_the_angles_of_m_over_s(position: int, scale: int, head_dim: int) -> None:
+    scaled = rotary_angles(position, head_dim, 500.0, scale)
+    assert scaled == pytest.approx(rotary_angles(position / scale, head_dim, 500.0))
+    assert len(scaled) == head_dim // 2
+
+
+@pytest.mark.parametrize("base", [LLAMA_5, LLAMA_4])
+def test_pi_writes_both_dialects_and_keeps_theta(base: dict[str, Any]) -> None:
+    extended = extend_config(base, Interpolation("pi", 2048, 16384))
+    assert extended["rope_parameters"] == {"rope_type": "linear", "rope_theta": 10000.0, "factor": 8.0}
+    assert extended["rope_theta"] == 10000.0
+    assert extended["rope_scaling"] == {"type": "linear", "rope_type": "linear", "factor": 8.0}
+    assert extended["max_position_embeddings"] == 2048
+    assert window_of(extended) == 16384
+    assert base in (LLAMA_5, LLAMA_4)
+
+
+def test_both_dialects_read_the_same() -> None:
+    extended = extend_config(LLAMA_5, Interpolation("pi", 2048, 8192))
+    old_reader = {key: value for key, value in extended.items() if key != "rope_parameters"}
+    assert read_rope(old_reader) == read_rope(extended)
+
+
+def test_direct_declares_the_window_and_rescales_nothing() -> None:
+    extended = extend_config(LLAMA_5, Interpolation("direct", 2048, 8192))
+    assert scale_of(extended) == 1
+    assert extended["rope_scaling"] is None
+    assert window_of(extended) == 8192
+
+
+def test_a_linear_base_multiplies() -> None:
+    once = extend_config(LLAMA_5, Interpolation("pi", 2048, 4096))
+    twice = extend_config(once, Interpolation("pi", window_of(once), 16384))
+    assert scale_of(twice) == 8
+    assert window_of(twice) == 16384
+
+
+@given(windows, st.integers(1, 100_000))
+def test_the_extended_window_is_the_target_and_the_original_stays(original: int, more: int) -> None:
+    target = original + more
+    extended = extend_config({**LLAMA_5, "max_position_embeddings": original}, Interpolation("pi", original, target))
+    assert window_of(extended) == target
+    assert extended["max_position_embeddings"] == original
+
+
+def test_per_layer_ropes_change_on_full_attention_only() -> None:
+    extended = extend_config(GEMMA, Interpolation("pi", 8192, 32768))
+    assert extended["rope_parameters"]["full_attention"] == {
+        "rope_type": "linear",
+        "rope_theta": 1e6,
+        "factor": 4.0,
+    }
+    assert extended["rope_parameters"]["sliding_attention"] == GEMMA["rope_parameters"]["sliding_attention"]
+    assert extended["rope_local_base_freq"] == 1e4
+    old_reader = {key: value for key, value in extended.items() if key != "rope_parameters"}
+    assert read_rope(old_reader) == extended["rope_parameters"]
+
+
+def test_dynamic_is_written_for_every_reader() -> None:
+    """Engines multiply `max_position_embeddings` by the factor, and transformers rescales beyond it: it stays L."""
+    extended = extend_config(LLAMA_5, Interpolation("dynamic", 2048, 8192))
+    assert extended["rope_parameters"] == {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
+    assert extended["rope_scaling"] == {"type": "dynamic", "rope_type": "dynamic", "factor": 4.0}
+    assert extended["max_position_embeddings"] == 2048
+
+
+def test_yarn_is_written_for_every_reader() -> None:
+    """transformers 4 divides `max_position_embeddings` by the original, and SGLang reads it as it is: it is L'."""
+    extended = extend_config(LLAMA_5, Interpolation("yarn", 2048, 8192))
+    parameters = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048}
+    assert extended["rope_parameters"] == {**parameters, "rope_theta": 10000.0}
+    assert extended["rope_scaling"] == {"type": "yarn", **parameters}
+    assert extended["max_position_embeddings"] == 8192
+
+
+@given(st.sampled_from(["pi", "dynamic", "yarn"]), windows, st.integers(1, 100_000), st.sampled_from(BASES))
+def test_every_method_declares_target_and_scale_in_both_dialects(
+    method: Method, original: int, more: int, base: dict[str, Any]
+) -> None:
+    target = original + more
+    extended = extend_config({**base, "max_position_embeddings": original}, Interpolation(method, original, target))
+    old_reader = {key: value for key, value in extended.items() if key != "rope_parameters"}
+    for config in (extended, old_reader):
+        assert window_of(config) == target
+        assert scale_of(config) == pytest.approx(target / original)
+        assert method_of(config) == method
+    assert read_rope(old_reader) == extended["rope_parameters"]
+    assert in_both_dialects(old_reader) == in_both_dialects(extended) == extended
+
+
+@given(st.sampled_from(["pi", "direct", "dynamic", "yarn"]), st.integers(1, 512), st.integers(1, 512))
+def test_a_run_leads_back_to_its_own_base(method: Method, more: int, even_more: int) -> None:
+    base = {**LLAMA_5, "max_position_embeddings": 64}
+    run = extend_config(base, Interpolation(method, 64, 64 + more))
+    assert leads_to(base, run)
+    further = extend_config(base, Interpolation("pi", 64, 64 + more + even_more))
+    interpolated = extend_config(base, Interpolation("pi", 64, 64 + more))
+    assert leads_to(interpolated, further)
+    assert not leads_to(further, interpolated)
+    assert leads_to(interpolated, run) == (method == "pi")
+
+
+@pytest.mark.parametrize("method", ["dynamic", "yarn"])
+def test_an_interpolated_base_takes_no_other_method(method: Method) -> None:
+    once = extend_config(LLAMA_5, Interpolation("pi", 2048, 4096))
+    with pytest.raises(ScalingError, match=f"scaling: {method}: this model is already interpolated"):
+        extend_config(once, Interpolation(method, 4096, 8192))
+
+
+def test_phi3_is_interpolated_in_the_words_of_longrope() -> None:
+    base = {**LLAMA_5, "model_type": "phi3", "hidden_size": 64, "num_attention_heads": 4}
+    once = extend_config(base, Interpolation("pi", 2048, 4096))
+    assert once["rope_scaling"] == {"type": "longrope", "short_factor": [2.0] * 8, "long_factor": [2.0] * 8}
+    assert once["max_position_embeddings"] == once["original_max_position_embeddings"] == 4096
+    twice = extend_config(once, Interpolation("pi", window_of(once), 16384))
+    assert (scale_of(twice), window_of(twice), method_of(twice)) == (8, 16384, "pi")
+
+
+def test_a_longrope_of_its_own_is_refused() -> None:
+    own = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0, 1.1], "long_factor": [1.0, 9.0]}
+    with pytest.raises(ScalingError, match=r"rope_type longrope: .*already stretched"):
+        extend_config({**LLAMA_5, "model_type": "phi3", "rope_parameters": own}, Interpolation("pi", 2048, 4096))
+
+
+def test_ropes_per_layer_type_that_transformers_4_did_not_know_get_no_top_level() -> None:
+    """transformers 5 would give a top-level `rope_scaling` to the sliding layers too, or replace both ropes by it."""
+    extended = extend_config({**GEMMA, "model_type": "mimo_v2_flash"}, Interpolation("pi", 8192, 32768))
+    assert scale_of(extended) == 4
+    assert not {"rope_scaling", "rope_theta", "rope_local_base_freq"} & extended.keys()
+
+
+@pytest.mark.parametrize("method", ["pi", "dynamic"])
+def test_olmo_in_transformers_4_reads_two_fields(method: Method) -> None:
+    extended = extend_config({**LLAMA_5, "model_type": "olmo2"}, Interpolation(method, 2048, 4096))
+    assert extended["rope_scaling"] == {"type": {"pi": "linear"}.get(method, method), "factor": 2.0}
+
+
+def test_gpt_neox_is_written_in_its_own_words_too() -> None:
+    rope = {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5}
+    extended = extend_config(
+        {**LLAMA_5, "model_type": "gpt_neox", "rope_parameters": rope}, Interpolation("pi", 2048, 4096)
+    )
+    assert (extended["rotary_emb_base"], extended["rotary_pct"]) == (500.0, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("fields", "reach"),
+    [
+        ({}, None),
+        ({"sliding_window": None}, None),
+        ({"sliding_window": 4096}, 4096),
+        ({"sliding_window": 4096, "use_sliding_window": False}, None),
+        ({"sliding_window": 4096, "layer_types": ["sliding_attention", "full_attention"]}, None),
+        ({"sliding_window": 4096, "layer_types": ["sliding_attention"] * 2}, 4096),
+        ({"attention_chunk_size": 8192, "layer_types": ["chunked_attention"]}, 8192),
+        ({"sliding_window": 4096, "layer_types": ["full_attention"]}, None),
+    ],
+)
+def test_how_far_the_layers_see(fields: dict[str, Any], reach: int | None) -> None:
+    assert local_window({**LLAMA_5, **fields}) == reach
+
+
+@given(st.integers(2049, 16384))
+def test_a_target_beyond_the_sight_of_every_layer_is_refused(target: int) -> None:
+    base = {**LLAMA_5, "sliding_window": 4096}
+    if target <= 4096:
+        assert window_of(extend_config(base, Interpolation("pi", 2048, target))) == target
+    else:
+        with pytest.raises(ScalingError, match=f"target: {target}: every layer of this model looks back 4096"):
+            extend_config(base, Interpolation("pi", 2048, target))
+
+
+def test_a_window_that_the_config_does_not_say_is_refused() -> None:
+    with pytest.raises(ScalingError, match="llama: its config has no max_position_embeddings"):
+        window_of({"model_type": "llama", "rope_theta": 1e4})
+
+
+@pytest.mark.parametrize("kind", ["yarn", "llama3", "longrope", "dynamic"])
+def test_other_scalings_are_refused_with_the_reason(kind: str) -> None:
+    stretched = {**LLAMA_5, "rope_parameters": {"rope_type": kind, "rope_theta": 1e4, "factor": 2.0}}
+    with pytest.raises(ScalingError, match=f"rope_type {kind}: .*already stretched"):
+        extend_config(stretched, Interpolation("pi", 2048, 8192))
+
+
+def test_a_model_without_rotary_embeddings_is_refused() -> None:
+    with pytest.raises(ScalingError, match="gpt2: has no rotary"):
+        in_both_dialects({"model_type": "gpt2", "n_positions": 1024})
+
+
+@pytest.mark.parametrize("target", [2048, 1000])
+def test_a_target_that_is_not_longer_is_refused(target: int) -> None:
+    with pytest.raises(ScalingError, match=f"{target} is not longer than the model's own window of 2048"):
+        Interpolation("pi", 2048, target)

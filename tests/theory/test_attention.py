@@ -1,0 +1,125 @@
+"""Scores of real queries and keys: taken apart as the model rotates them, and within the bounds."""
+
+import importlib
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from test_cli import run
+from transformers import AutoModelForCausalLM
+from transformers.models.auto import CONFIG_MAPPING
+
+from pi_lora.errors import PiLoraError, ScalingError
+from pi_lora.models.load import Stretch, load
+from pi_lora.theory.bounds import Setting, attention_score, setting_of
+from pi_lora.theory.measured import Rotation, distances, layer_coefficients, measure_attention, sampled_pairs
+
+TEXT = Path(__file__).parents[2] / "README.md"
+IDS = torch.randint(2, 60, (40,), generator=torch.Generator().manual_seed(1)).tolist()
+# Pairs half a head apart, in a row (cohere), part of a head (gpt_neox), shared keys, and layers of other ropes or none.
+KINDS = {
+    "llama": {"num_key_value_heads": 2},
+    "qwen3": {"num_key_value_heads": 1, "head_dim": 16},
+    "cohere": {"num_key_value_heads": 2},
+    "gpt_neox": {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5}},
+    "gemma3_text": {"head_dim": 16, "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 64},
+    "smollm3": {"no_rope_layers": [0, 1], "num_key_value_heads": 2},
+}
+
+
+def small(kind: str) -> Any:
+    sizes = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 32, "num_hidden_layers": 2, "pad_token_id": 0}
+    config = CONFIG_MAPPING[kind](
+        bos_token_id=0, eos_token_id=0, num_attention_heads=4, max_position_embeddings=64, **sizes, **KINDS[kind]
+    )
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(config).eval()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", KINDS)
+def test_scores_are_those_the_model_computes(kind: str) -> None:
+    """`a(m - n)` from the coefficients is the eager kernel's product of the rotated query and key; rotary part only."""
+    model = small(kind)
+    setting = setting_of(model.config.to_dict())
+    queries, keys = sampled_pairs(len(IDS), 16)
+    found = layer_coefficients(model, IDS, (queries, keys), Rotation(setting.head_dim, setting.theta))
+    assert list(found) == ([1] if kind in ("gemma3_text", "smollm3") else [0, 1])
+    seen: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    code = importlib.import_module(type(model).__module__)
+    eager = code.eager_attention_forward
+
+    def note(module: Any, query: torch.Tensor, key: torch.Tensor, *rest: Any, **options: Any) -> Any:
+        seen[module.layer_idx] = (query[0], key[0].repeat_interleave(query.shape[1] // key.shape[1], 0))
+        return eager(module, query, key, *rest, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(code, "eager_attention_forward", note)
+        model.set_attn_implementation("eager")
+        model(input_ids=torch.tensor([IDS]))
+    for layer, h in found.items():
+        query, key = (each[..., : setting.head_dim].double().numpy() for each in seen[layer])
+        for pair, (m, n) in enumerate(zip(queries, keys, strict=True)):
+            score = attention_score(h[:, pair], [m - n], setting.theta)[:, 0]
+            np.testing.assert_allclose(score, (query[:, m] * key[:, n]).sum(-1), atol=1e-4 * abs(h).max())
+
+
+def test_a_stretched_model_is_taken_apart_alike(lora_run: Path) -> None:
+    """The layer check would leave out layers whose frequencies were not divided by the scale."""
+    loaded = load(str(lora_run))
+    setting = setting_of(loaded.config)
+    assert (setting.original, setting.target) == (64, 128)
+    pairs = sampled_pairs(40, 4)
+    assert list(layer_coefficients(loaded.model, IDS, pairs, Rotation(setting.head_dim, setting.theta, 2.0))) == [0, 1]
+    with pytest.raises(ScalingError, match="no layer rotates"):
+        layer_coefficients(loaded.model, IDS, pairs, Rotation(setting.head_dim, setting.theta))
+    assert loaded.model.config._attn_implementation == "sdpa"
+
+
+def test_the_builtin_model_stays_within_the_bounds() -> None:
+    """And above the paper's interpolation bound, which does not hold for every query and key."""
+    loaded = load("builtin:tiny")
+    found = measure_attention(loaded, TEXT, setting_of(loaded.config, target=1024))
+    assert (found.tokens, len(found.heads)) == (256, 48)
+    assert all(0 < each.between_share <= 1 for each in found.heads)
+    assert all(0 < each.beyond_share <= 1 for each in found.heads)
+    assert max(each.papers_share for each in found.heads) > 1
+    assert max(each.growth for each in found.heads) > 1
+
+
+def test_distances_are_whole_or_in_between() -> None:
+    inside, beyond, between = distances(Setting(original=96, target=256))
+    assert inside.tolist() == list(range(96))
+    assert beyond.tolist() == list(range(96, 256))
+    assert all(each % 1 for each in between)
+    assert set(between) < {each * 96 / 256 for each in range(256)}
+    assert len(between) == 256 - 256 // 8 * 1
+
+
+def test_pairs_look_back() -> None:
+    queries, keys = sampled_pairs(50, 1000)
+    assert (keys <= queries).all()
+    assert (keys.min(), queries.max()) == (0, 49)
+
+
+def test_other_scalings_are_refused() -> None:
+    loaded = load("builtin:tiny", Stretch(512, method="yarn"))
+    with pytest.raises(PiLoraError, match="not stretched by PI"):
+        measure_attention(loaded, TEXT, Setting(32, 500.0, 256, 512))
+
+
+def test_the_command_measures(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("matplotlib")
+    folder, file = tmp_path / "figures", tmp_path / "theory.json"
+    options = ["--model", "builtin:tiny", "--text", str(TEXT), "--output", str(folder), "--json", str(file)]
+    status, printed, errors = run(capsys, monkeypatch, "theory", *options)
+    assert status == 0, errors
+    assert "64 queries and keys a head" in printed
+    measured = json.loads(file.read_text())["measured"]
+    assert {(each["layer"], each["head"]) for each in measured["heads"]} == {(i, j) for i in range(6) for j in range(8)}
+    assert (folder / "measured.png").stat().st_size > 50_000

@@ -1,0 +1,178 @@
+"""The bounds of the paper's section 2: its numbers, its claims on any coefficients, and where they fail."""
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_cli import run
+
+from pi_lora.errors import PiLoraError
+from pi_lora.scaling.config import rotary_angles
+from pi_lora.theory import bounds
+from pi_lora.theory.bounds import Setting, bounds_of, setting_of
+from pi_lora.theory.fit import fit_noise
+
+LLAMA = Setting()
+dims = st.integers(1, 32).map(lambda half: 2 * half)
+bases = st.floats(1.5, 1e7)
+seeds = st.integers(0, 2**32 - 1)
+reach = st.floats(0, 4096)
+
+
+def random_h(head_dim: int, seed: int) -> bounds.Complexes:
+    random = np.random.default_rng(seed)
+    size = head_dim // 2
+    return random.standard_normal(size) + 1j * random.standard_normal(size)
+
+
+def aligned(head_dim: int, theta: float, s: float, seed: int) -> bounds.Complexes:
+    """Coefficients of size 1 that all point the same way at the distance `s`, so that the score peaks there."""
+    sizes = np.sign(np.random.default_rng(seed).random(head_dim // 2) - 0.1)
+    return sizes * np.exp(-1j * s * bounds.frequencies(head_dim, theta))
+
+
+def test_the_papers_numbers_to_four_digits() -> None:
+    found = bounds_of(LLAMA)
+    assert found.papers_divisor == pytest.approx(294.73, abs=0.005)
+    assert found.papers_factor == pytest.approx(589.5, abs=0.05)
+    assert found.lowest == pytest.approx(1.116, abs=0.0005)
+    assert (found.divisor, found.factor) == pytest.approx((256.1, 512.2), abs=0.05)
+
+
+def test_the_sum_of_eqn_8_is_at_least_d_up_to_4096() -> None:
+    """At every whole distance and at eighths; not at 32,768, though the paper says it of every distance."""
+    assert bounds.partial_sums(128, 1e4, np.arange(0, 4096.1, 1 / 8)).min() > 128
+    assert bounds.partial_sums(128, 1e4, np.arange(32768)).min() < 0.63 * 128
+
+
+@given(dims, bases, reach, seeds)
+@settings(max_examples=60, deadline=None)
+def test_interpolation_stays_within_its_bound(head_dim: int, theta: float, s: float, seed: int) -> None:
+    for h in (random_h(head_dim, seed), aligned(head_dim, theta, s, seed)):
+        difference = abs(bounds.attention_score(h, [s], theta) - bounds.linear_score(h, [s], theta))[0]
+        assert difference <= bounds.interpolation_bound(head_dim, theta, abs(h).max(), s) + 1e-9 * head_dim
+
+
+@given(dims, bases, reach, seeds)
+@settings(max_examples=60, deadline=None)
+def test_no_score_exceeds_the_extrapolation_bound(head_dim: int, theta: float, s: float, seed: int) -> None:
+    for h in (random_h(head_dim, seed), aligned(head_dim, theta, s, seed)):
+        score = abs(bounds.attention_score(h, [s], theta))[0]
+        assert score <= bounds.extrapolation_bound(head_dim, theta, abs(h).max(), s) * (1 + 1e-9)
+
+
+@pytest.mark.parametrize(("head_dim", "theta"), [(128, 1e4), (64, 1e4), (128, 5e5), (32, 500.0)])
+def test_the_papers_interpolation_bound_is_exceeded(head_dim: int, theta: float) -> None:
+    h = bounds.worst_case(head_dim, theta)
+    difference = float(abs(bounds.attention_score(h, [0.5], theta) - bounds.linear_score(h, [0.5], theta))[0])
+    papers = float(bounds.papers_interpolation_bound(head_dim, theta, abs(h).max(), 0.5))
+    proven = float(bounds.interpolation_bound(head_dim, theta, abs(h).max(), 0.5))
+    assert papers < difference < proven
+    assert difference == pytest.approx(sum(1 - math.cos(each / 2) for each in bounds.frequencies(head_dim, theta)))
+
+
+@given(dims, bases)
+def test_the_curvature_is_its_closed_form(head_dim: int, theta: float) -> None:
+    assert bounds.curvature(head_dim, theta) == pytest.approx((1 - theta**-2) / (1 - theta ** (-4 / head_dim)))
+
+
+@given(seeds, st.integers(0, 500), st.integers(0, 500))
+@settings(deadline=None)
+def test_the_score_is_the_product_of_rotated_vectors(seed: int, m: int, n: int) -> None:
+    """Eqn. 2: rotated by the angles of the interpolation itself, only the distance counts."""
+    query, key = np.random.default_rng(seed).standard_normal((2, 8))
+
+    def rotated(vector: bounds.Reals, position: int) -> bounds.Complexes:
+        return (vector[::2] + 1j * vector[1::2]) * np.exp(1j * np.array(rotary_angles(position, 8, 100.0)))
+
+    score = (rotated(query, m) * rotated(key, n).conj()).sum().real
+    assert bounds.attention_score(bounds.coefficients(query, key), [m - n], 100.0)[0] == pytest.approx(score, abs=1e-9)
+
+
+def test_a_fit_is_calm_inside_and_in_between_and_wild_beyond() -> None:
+    inside, between = np.arange(2048.0), np.arange(25, 75, 1 / 8)
+    beyond = np.arange(2048.0, 4096.0)
+    for seed in range(3):
+        wild, calm = fit_noise(128, 1e4, 2048, seed=seed), fit_noise(128, 1e4, 2048, ridge=10.0, seed=seed)
+        assert abs(wild.at(inside)).max() < 1.5
+        assert abs(wild.at(between)).max() < 1.5
+        assert abs(wild.at(beyond)).max() > 8000
+        assert abs(calm.at(beyond)).max() < 3 * abs(calm.at(inside)).max()
+
+
+def test_a_setting_is_read_off_a_config() -> None:
+    config = {"hidden_size": 64, "num_attention_heads": 4, "max_position_embeddings": 256, "rope_theta": 500.0}
+    assert setting_of(config) == Setting(16, 500.0, 256, 512)
+    stretched = {**config, "rope_scaling": {"type": "linear", "factor": 4.0}, "partial_rotary_factor": 0.5}
+    assert setting_of(stretched) == Setting(8, 500.0, 256, 1024)
+    with pytest.raises(PiLoraError, match="not those of the bounds"):
+        setting_of({**config, "rope_scaling": {"rope_type": "llama3", "factor": 8.0}})
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        ({"head_dim": 7}, "--head-dim: 7: numbers rotate in pairs"),
+        ({"theta": 1.0}, "--theta: 1: is no base"),
+        ({"original": 1}, "--original: 1: is no window"),
+        ({"target": 2048}, "--target: 2048 is not longer"),
+    ],
+)
+def test_a_setting_that_is_none_is_one_line(options: dict[str, float], line: str) -> None:
+    with pytest.raises(PiLoraError, match=line) as raised:
+        Setting(**options)  # type: ignore[arg-type]
+    assert "\n" not in str(raised.value)
+
+
+def test_the_command_prints_and_draws(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("matplotlib")
+    folder, file = tmp_path / "figures", tmp_path / "theory.json"
+    status, printed, errors = run(capsys, monkeypatch, "theory", "--output", str(folder), "--json", str(file))
+    assert status == 0, errors
+    assert all(number in printed for number in ("294.73", "589.5", "256.11", "1.116"))
+    names = {f"{name}.{kind}" for name in ("positions", "fit", "bound") for kind in ("png", "svg")}
+    assert {file.name for file in folder.iterdir()} == names
+    assert json.loads(file.read_text())["bounds"]["lowest_at"] == 3643
+    for name in names:
+        begin = (folder / name).read_bytes()[:8]
+        assert begin == b"\x89PNG\r\n\x1a\n" if name.endswith("png") else begin.startswith(b"<?xml")
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        (["--text", "README.md"], "--text: is what a model reads; name one with --model"),
+        (["--model", "builtin:tiny", "--theta", "1e4"], "--head-dim, --theta: come with --model; leave them out"),
+        (["--output", "README.md/figures"], "README.md/figures: cannot be written"),
+        (["--model", "builtin:tiny", "--text", "no/such.txt"], "no/such.txt: "),
+    ],
+)
+def test_mistakes_are_one_line(
+    options: list[str],
+    line: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pytest.importorskip("matplotlib")
+    monkeypatch.chdir(tmp_path)
+    Path("README.md").write_text("text")
+    status, _, errors = run(capsys, monkeypatch, "theory", *options)
+    assert (status, len(errors.splitlines())) == (2, 1), errors
+    assert line in errors
+
+
+def test_bounds_need_no_torch() -> None:
+    """`pi-lora theory` without a model answers in seconds."""
+    pytest.importorskip("matplotlib")
+    modules = "pi_lora.theory.bounds, pi_lora.theory.measured, pi_lora.theory.figures, pi_lora.evaluation.results"
+    code = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

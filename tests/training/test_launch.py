@@ -1,0 +1,132 @@
+"""Several processes: the same training as one, and what accelerate is asked for."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from accelerate.commands.launch import launch_command_parser
+from conftest import small_recipe
+
+from pi_lora.distributed import Rendezvous, check_launched, launch_arguments
+from pi_lora.errors import RecipeError
+from pi_lora.recipe.files import dump_recipe
+from pi_lora.recipe.schema import Recipe
+from pi_lora.training.training import train
+
+CLUSTER = {"gpus": 8, "machines": 4}
+
+
+def recipe_for(
+    model: Path | str, hardware: dict[str, object], tuning: dict[str, object] | None = None, **training: object
+) -> Recipe:
+    base = small_recipe(model).training.model_dump()
+    once = {**base, "steps": 5, "global_batch_size": 64, "per_device_batch_size": 1, "precision": "float32"}
+    return small_recipe(model, hardware=hardware, tuning=tuning or {"rank": 4}, training={**once, **training})
+
+
+def flags(recipe: Recipe, rendezvous: Rendezvous | None = None) -> dict[str, object]:
+    """What accelerate's own parser makes of the arguments."""
+    arguments = launch_arguments(recipe, ["train", "r.yaml"], rendezvous or Rendezvous(main_process_ip="10.0.0.1"))
+    return vars(launch_command_parser().parse_args(arguments))
+
+
+def test_full_tuning_on_a_cluster_is_sharded_by_fsdp2() -> None:
+    recipe = recipe_for("m", CLUSTER, {"method": "full"}, precision="auto")
+    asked = flags(recipe, Rendezvous(2, "10.0.0.1", 1234))
+    assert (asked["num_processes"], asked["num_machines"], asked["machine_rank"]) == (32, 4, 2)
+    assert (asked["main_process_ip"], asked["main_process_port"]) == ("10.0.0.1", 1234)
+    assert asked["use_fsdp"]
+    assert asked["fsdp_version"] == "2"
+    assert asked["fsdp_auto_wrap_policy"] == "TRANSFORMER_BASED_WRAP"
+    assert asked["mixed_precision"] == "bf16"
+    assert not asked["multi_gpu"]
+    assert not asked["use_parallelism_config"]
+    assert (asked["module"], asked["training_script"]) == (True, "pi_lora")
+    assert asked["training_script_args"] == ["train", "r.yaml"]
+
+
+def test_context_parallelism_shares_a_sequence_between_gpus() -> None:
+    asked = flags(recipe_for("m", {"gpus": 8, "context_parallel": 4}))
+    assert asked["use_parallelism_config"]
+    assert (asked["parallelism_config_cp_size"], asked["parallelism_config_dp_shard_size"]) == (4, 2)
+
+
+def test_a_quantized_model_is_copied_to_every_gpu() -> None:
+    asked = flags(recipe_for("m", {"gpus": 2}, {"method": "qlora"}))
+    assert asked["multi_gpu"]
+    assert not asked["use_fsdp"]
+
+
+def test_several_machines_need_an_address() -> None:
+    with pytest.raises(RecipeError, match="--main-process-ip: missing; name the machine of rank 0"):
+        launch_arguments(recipe_for("m", CLUSTER), ["train"], Rendezvous())
+
+
+def test_a_launcher_with_another_number_of_processes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "16")
+    with pytest.raises(RecipeError, match="hardware: asks for 32 processes, the launcher started 16"):
+        check_launched(recipe_for("m", CLUSTER))
+
+
+def pi_lora(folder: Path, *arguments: str) -> "subprocess.Popen[str]":
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "pi_lora", "train", "recipe.yaml", *arguments]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.Popen(command, cwd=folder, text=True, env=environment, **pipes)
+
+
+def losses(run: Path) -> list[float]:
+    return [json.loads(line)["loss"] for line in (run / "training.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def alone(small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a recipe, and the run of it in one process."""
+    folder = tmp_path_factory.mktemp("several")
+    recipe = recipe_for(small_model, {}, global_batch_size=4)
+    (folder / "recipe.yaml").write_text(dump_recipe(recipe))
+    train(recipe, folder / "alone")
+    return folder
+
+
+def test_two_processes_train_like_one(alone: Path) -> None:
+    process = pi_lora(alone, "hardware.cpu_processes=2", "--output", "two")
+    said = process.communicate(timeout=200)
+    assert process.returncode == 0, said
+    assert losses(alone / "two") == pytest.approx(losses(alone / "alone"), rel=1e-5)
+    assert len({round(loss, 4) for loss in losses(alone / "two")}) == 5
+
+
+def test_two_machines_train_like_one_process(alone: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    where = ["--num-machines", "2", "--main-process-ip", "127.0.0.1", "--main-process-port", port]
+    machines = [pi_lora(alone, "--output", "machines", *where, "--machine-rank", rank) for rank in "01"]
+    for machine in machines:
+        said = machine.communicate(timeout=200)
+        assert machine.returncode == 0, said
+    assert losses(alone / "machines") == pytest.approx(losses(alone / "alone"), rel=1e-5)
+
+
+def test_ctrl_c_ends_all_processes_behind_one_checkpoint(alone: Path) -> None:
+    process = pi_lora(alone, "hardware.cpu_processes=2", "training.steps=2000", "--output", "long")
+    log = alone / ".long.partial" / "training.jsonl"
+    deadline = time.monotonic() + 200
+    while not (log.exists() and log.read_text().count("\n") > 2):
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=100)
+    assert process.returncode == 130, errors
+    assert "long: interrupted after step" in errors
+    assert errors.count("\n") == 1, errors
+    checkpoints = list((alone / ".long.partial" / "checkpoints").glob("checkpoint-*"))
+    assert [(path / "complete").is_file() for path in checkpoints] == [True]

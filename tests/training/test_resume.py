@@ -1,0 +1,161 @@
+"""A run that ends early goes on to the weights that it would have had."""
+
+import json
+import multiprocessing
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import small_recipe
+from safetensors.torch import load_file
+
+from pi_lora.errors import Diverged, Interrupted, RecipeError, RunExistsError
+from pi_lora.recipe.files import dump_recipe, load_recipe
+from pi_lora.recipe.schema import Recipe
+from pi_lora.run_folder import last_checkpoint, staging_path
+from pi_lora.training.training import train
+
+STEPS = 12
+
+
+def weights(run: Path) -> dict[str, torch.Tensor]:
+    return load_file(next(run.glob("*.safetensors")))
+
+
+def steps_of(run: Path) -> list[int]:
+    return [json.loads(line)["step"] for line in (run / "training.jsonl").read_text().splitlines()]
+
+
+def recipe_for(model: Path, **changes: object) -> Recipe:
+    """Twelve steps with dropout, so that the random state matters too."""
+    training = {**small_recipe(model).training.model_dump(), "steps": STEPS, "save_every": 3, **changes}
+    return small_recipe(model, training=training, tuning={"rank": 4, "dropout": 0.1})
+
+
+@pytest.fixture(scope="module")
+def whole(small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
+    """The weights of a run that nothing disturbed."""
+    return weights(train(recipe_for(small_model), tmp_path_factory.mktemp("whole") / "run"))
+
+
+def train_and_die(recipe: str, output: Path, step: int) -> None:
+    """Train in this process, and kill it without warning as soon as `step` is done; 0: do not."""
+
+    def die(done: int, total: int, note: str) -> None:
+        if step and done == step and total == STEPS:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    path = output.with_suffix(".yaml")
+    path.write_text(recipe)
+    train(load_recipe(path).recipe, output, resume=staging_path(output).exists(), progress=die)
+
+
+def test_killed_at_any_step_it_resumes_to_the_same_weights(
+    small_model: Path, tmp_path: Path, whole: dict[str, torch.Tensor]
+) -> None:
+    # A server that has imported everything forks each trainer, which would otherwise take seconds to start.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["pi_lora.training.training"])
+    recipe = dump_recipe(recipe_for(small_model))
+    for index, step in enumerate(random.Random(0).choices(range(1, STEPS + 1), k=10)):
+        output = tmp_path / f"run-{index}"
+        for step_to_die, status in ((step, -signal.SIGKILL), (0, 0)):
+            process = context.Process(target=train_and_die, args=(recipe, output, step_to_die))
+            process.start()
+            process.join()
+            assert process.exitcode == status
+            assert output.exists() == (status == 0)
+        for name, tensor in weights(output).items():
+            assert torch.equal(tensor, whole[name]), (step, name)
+        assert steps_of(output) == list(range(1, STEPS + 1))
+
+
+def test_a_half_written_checkpoint_is_not_taken(
+    small_model: Path, tmp_path: Path, whole: dict[str, torch.Tensor]
+) -> None:
+    output = tmp_path / "run"
+    interrupt_at(8, recipe_for(small_model), output)
+    checkpoints = staging_path(output) / "checkpoints"
+    last = last_checkpoint(staging_path(output))
+    assert last
+    (last / "complete").unlink()
+    (last / "optimizer.pt").write_bytes(b"half")
+    assert last_checkpoint(staging_path(output)) == checkpoints / "checkpoint-6"
+    train(recipe_for(small_model), output, resume=True)
+    assert all(torch.equal(tensor, whole[name]) for name, tensor in weights(output).items())
+
+
+def interrupt_at(step: int, recipe: Recipe, output: Path, number: signal.Signals = signal.SIGINT) -> None:
+    def interrupt(done: int, total: int, note: str) -> None:
+        if done == step and total == recipe.training.steps:
+            os.kill(os.getpid(), number)
+
+    with pytest.raises(Interrupted, match=r"interrupted after step \d+, a checkpoint is kept; go on with --resume"):
+        train(recipe, output, progress=interrupt)
+    assert not output.exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_the_run_behind_a_checkpoint(
+    small_model: Path, tmp_path: Path, whole: dict[str, torch.Tensor], number: signal.Signals
+) -> None:
+    recipe, output = recipe_for(small_model), tmp_path / "run"
+    interrupt_at(5, recipe, output, number)
+    with pytest.raises(RunExistsError, match="go on with --resume"):
+        train(recipe, output)
+    train(recipe, output, resume=True)
+    assert all(torch.equal(tensor, whole[name]) for name, tensor in weights(output).items())
+    assert steps_of(output) == list(range(1, STEPS + 1))
+    assert not (output / "checkpoints").exists()
+
+
+def test_a_run_is_not_resumed_under_another_recipe(small_model: Path, tmp_path: Path) -> None:
+    output = tmp_path / "run"
+    interrupt_at(5, recipe_for(small_model), output)
+    with pytest.raises(RecipeError, match=r"training.learning_rate: 0.5 given, but the .* run began with 0.01"):
+        train(recipe_for(small_model, learning_rate=0.5), output, resume=True)
+    # How often it is saved and logged may change.
+    train(recipe_for(small_model, save_every=4, log_every=2), output, resume=True)
+
+
+def test_resume_needs_an_interrupted_run(small_model: Path, tmp_path: Path) -> None:
+    with pytest.raises(RunExistsError, match="no interrupted run to resume"):
+        train(recipe_for(small_model), tmp_path / "run", resume=True)
+
+
+def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_last_good_checkpoint(
+    small_model: Path, tmp_path: Path
+) -> None:
+    output = tmp_path / "run"
+    recipe = recipe_for(small_model, learning_rate=1e30, save_every=1, warmup_steps=0, precision="float32")
+    with pytest.raises(Diverged, match=r"the loss of step \d+ is not a finite number at a rate of 1e\+30") as raised:
+        train(recipe, output)
+    kept = last_checkpoint(staging_path(output))
+    assert kept
+    assert str(kept) in str(raised.value)
+    assert all(torch.isfinite(tensor).all() for tensor in weights(kept).values())
+    assert not output.exists()
+
+
+def test_ctrl_c_ends_with_130_and_one_line(small_model: Path, tmp_path: Path) -> None:
+    (tmp_path / "recipe.yaml").write_text(dump_recipe(recipe_for(small_model)))
+    command = [sys.executable, "-m", "pi_lora", "train", "recipe.yaml", "training.steps=5000", "--output", "run"]
+    process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    log = tmp_path / ".run.partial" / "training.jsonl"
+    deadline = time.monotonic() + 120
+    while not (log.exists() and log.read_text().count("\n") > 3):
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert errors.count("\n") == 1, errors
+    assert "a checkpoint is kept; go on with --resume" in errors
+    assert not (tmp_path / "run").exists()

@@ -1,0 +1,152 @@
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import small_recipe
+from safetensors.torch import load_file
+
+from pi_lora.errors import RecipeError, RunExistsError, ScalingError
+from pi_lora.models.load import load
+from pi_lora.recipe.files import load_recipe
+from pi_lora.scaling.config import scale_of, window_of
+from pi_lora.training.training import train
+
+
+def weights(run: Path) -> dict[str, torch.Tensor]:
+    return load_file(next(run.glob("*.safetensors")))
+
+
+def log_of(run: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (run / "training.jsonl").read_text().splitlines()]
+
+
+def test_a_lora_run_folder_is_complete(lora_run: Path, small_model: Path) -> None:
+    names = {path.name for path in lora_run.iterdir()}
+    assert names == {
+        "README.md",
+        "adapter_config.json",
+        "adapter_model.safetensors",
+        "config.json",
+        "recipe.yaml",
+        "run.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "training.jsonl",
+    }
+    config = json.loads((lora_run / "config.json").read_text())
+    assert (scale_of(config), window_of(config)) == (2, 128)
+    assert json.loads((lora_run / "tokenizer_config.json").read_text())["model_max_length"] == 128
+    assert load_recipe(lora_run / "recipe.yaml").recipe == small_recipe(small_model)
+    made_with = json.loads((lora_run / "run.json").read_text())
+    assert made_with["versions"]["torch"] == torch.__version__
+    assert made_with["trainable_parameters"] > 0
+    assert not list(lora_run.parent.glob(".*"))
+
+
+@pytest.mark.parametrize("run", ["lora_run", "full_run"])
+def test_files_have_ordinary_permissions(run: str, request: pytest.FixtureRequest) -> None:
+    for path in request.getfixturevalue(run).iterdir():
+        assert path.stat().st_mode & 0o777 == 0o644, path
+
+
+def test_the_log_has_a_line_a_step(lora_run: Path) -> None:
+    log = log_of(lora_run)
+    assert [line["step"] for line in log] == [1, 2, 3, 4]
+    assert [line["tokens"] for line in log] == [256, 512, 768, 1024]
+    assert [line["learning_rate"] for line in log] == pytest.approx([1e-3, 5.5e-3, 1e-2, 1e-2])
+    assert all(line["loss"] > 0 and line["tokens_per_second"] > 0 and line["peak_memory"] > 1e8 for line in log)
+
+
+def test_training_changes_the_model_and_lowers_the_loss(small_model: Path, tmp_path: Path) -> None:
+    training = small_recipe(small_model).training.model_copy(update={"steps": 60})
+    run = train(small_recipe(small_model, training=training.model_dump()), tmp_path / "run")
+    losses = [line["loss"] for line in log_of(run)]
+    assert sum(losses[-5:]) / 5 < 0.8 * losses[0]
+
+
+def test_a_full_run_is_a_model(full_run: Path, small_model: Path) -> None:
+    loaded = load(str(full_run))
+    assert (loaded.scale, loaded.window) == (2, 128)
+    base = load(str(small_model)).model.state_dict()
+    moved = [name for name, weight in loaded.model.state_dict().items() if not torch.equal(weight, base[name])]
+    assert set(moved) == set(base)
+
+
+def test_direct_tuning_rescales_nothing(small_model: Path, tmp_path: Path) -> None:
+    loaded = load(str(train(small_recipe(small_model, scaling="direct"), tmp_path / "direct")))
+    assert (loaded.scale, loaded.window) == (1, 128)
+
+
+def test_the_same_seed_gives_the_same_weights(lora_run: Path, small_model: Path, tmp_path: Path) -> None:
+    again = weights(train(small_recipe(small_model), tmp_path / "again"))
+    for name, tensor in weights(lora_run).items():
+        assert torch.equal(again[name], tensor), name
+
+
+def test_a_folder_that_holds_something_is_not_overwritten(lora_run: Path, small_model: Path) -> None:
+    before = weights(lora_run)
+    with pytest.raises(RunExistsError, match="is there already and is not overwritten"):
+        train(small_recipe(small_model), lora_run)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in weights(lora_run).items())
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"context": {"target": 64}}, ScalingError, "64 is not longer than the model's own window of 64"),
+        ({"data": {"source": "nowhere.txt"}}, RecipeError, "nowhere.txt: no such file or folder"),
+    ],
+)
+def test_mistakes_leave_nothing_behind(
+    small_model: Path, tmp_path: Path, changes: dict[str, object], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        train(small_recipe(small_model, **changes), tmp_path / "run")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_skipping_positions_train_short_sequences_for_the_long_window(small_model: Path, tmp_path: Path) -> None:
+    data = {"source": "builtin:stdlib", "positions": "skip"}
+    run = train(small_recipe(small_model, data=data), tmp_path / "skip")
+    assert (load(str(run)).scale, load(str(run)).window) == (2, 128)
+    # Two sequences a step, of L tokens each.
+    assert [line["tokens"] for line in log_of(run)] == [128, 256, 384, 512]
+    contiguous = train(
+        small_recipe(small_model, context={"target": 128}, data={"source": "builtin:stdlib"}), tmp_path / "c"
+    )
+    assert log_of(run)[0]["loss"] != log_of(contiguous)[0]["loss"]
+
+
+@pytest.mark.parametrize("scaling", ["dynamic", "yarn"])
+def test_other_scalings_train_and_load_again(small_model: Path, tmp_path: Path, scaling: str) -> None:
+    run = train(small_recipe(small_model, scaling=scaling), tmp_path / scaling)
+    loaded = load(str(run))
+    assert loaded.window == 128
+    assert loaded.model.config.rope_parameters["rope_type"] == scaling
+
+
+@pytest.mark.parametrize(
+    ("tuning", "key"),
+    [({"rank_stabilized": True}, "use_rslora"), ({"dora": True}, "use_dora"), ({"dropout": 0.5}, None)],
+)
+def test_kinds_of_lora_train_and_load_again(
+    small_model: Path, tmp_path: Path, tuning: dict[str, object], key: str | None
+) -> None:
+    run = train(small_recipe(small_model, tuning={"rank": 4, **tuning}), tmp_path / "run")
+    config = json.loads((run / "adapter_config.json").read_text())
+    if key:
+        assert config[key] is True
+    else:
+        assert config["lora_dropout"] == 0.5
+    assert any("magnitude" in name for name in weights(run)) == ("dora" in tuning)
+    load(str(run))
+
+
+def test_tensorboard_gets_the_curve_and_it_stays_with_the_run(
+    small_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("tensorboard", reason="pip install pi-lora[tensorboard]")
+    training = {**small_recipe(small_model).training.model_dump(), "tracking": ["tensorboard"]}
+    run = train(small_recipe(small_model, training=training), tmp_path / "run")
+    assert [path.name.split(".")[0] for path in (run / "tensorboard").iterdir()] == ["events"]

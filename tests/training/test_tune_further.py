@@ -1,0 +1,147 @@
+"""An extended model as the model of a recipe: a run, an adapter or merged weights, with its scaling on."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import small_recipe
+
+from pi_lora.errors import PiLoraError
+from pi_lora.merge.merging import merge
+from pi_lora.models.load import load
+from pi_lora.recipe.schema import Recipe
+from pi_lora.training.training import train
+
+ROWS = [{"text": "The cat sat on the mat. " * 3, "gist": f"Cat {number}."} for number in range(4)]
+
+
+@pytest.fixture
+def rows(tmp_path: Path) -> Path:
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    return file
+
+
+def further(base: Path, rows: Path, **changes: Any) -> Recipe:
+    data = {"source": str(rows), "document": "text", "summary": "gist", "completion_tokens": 20, "epochs": 4}
+    return small_recipe(base, **{"scaling": "keep", "data": data, **changes})
+
+
+def weights(run: Path) -> dict[str, torch.Tensor]:
+    return {name: weight.detach().clone() for name, weight in load(str(run)).model.named_parameters()}
+
+
+def logits(run: Path) -> torch.Tensor:
+    loaded = load(str(run))
+    with torch.no_grad():
+        found: torch.Tensor = loaded.model(torch.arange(100)[None] + 5).logits
+    return found
+
+
+def test_an_adapter_is_tuned_further_as_one_adapter_of_its_base(lora_run: Path, rows: Path, tmp_path: Path) -> None:
+    run = train(further(lora_run, rows), tmp_path / "further")
+    first, second = (json.loads((each / "adapter_config.json").read_text()) for each in (lora_run, run))
+    assert second["base_model_name_or_path"] == first["base_model_name_or_path"]
+    assert second["r"] == first["r"]
+    assert load(str(run)).scale == load(str(lora_run)).scale == 2
+    before, after = weights(lora_run), weights(run)
+    assert before.keys() == after.keys()
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert changed
+    assert all("lora_" in name or "modules_to_save" in name for name in changed)
+    assert any("lora_A" in name for name in changed)
+    assert any("embed_tokens" in name for name in changed)
+    trained = [json.loads((each / "run.json").read_text())["trainable_parameters"] for each in (lora_run, run)]
+    assert trained[0] == trained[1]
+    # The first adapter is where it began: at a rate of nothing, nothing changes.
+    still = {"steps": 1, "learning_rate": 1e-30, "global_batch_size": 2, "activation_checkpointing": False}
+    same = train(further(lora_run, rows, training=still), tmp_path / "same")
+    assert torch.equal(logits(same), logits(lora_run))
+    assert "| tuned further from |" in (run / "README.md").read_text()
+
+
+def test_what_was_tuned_further_merges_like_any_adapter(lora_run: Path, rows: Path, tmp_path: Path) -> None:
+    run = train(further(lora_run, rows), tmp_path / "further")
+    merged = merge(run, tmp_path / "merged")
+    torch.testing.assert_close(logits(merged), logits(run), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("tuning", [{"rank": 8}, {"method": "full"}])
+def test_merged_weights_are_tuned_with_any_shape(
+    lora_run: Path, rows: Path, tmp_path: Path, tuning: dict[str, Any]
+) -> None:
+    merged = merge(lora_run, tmp_path / "merged")
+    run = train(further(merged, rows, tuning=tuning), tmp_path / "further")
+    assert load(str(run)).scale == 2
+    assert load(str(run)).window == 128
+    assert not torch.equal(logits(run), logits(merged))
+    assert json.loads((run / "run.json").read_text())["original"] == 64
+
+
+def test_a_full_run_is_tuned_further(full_run: Path, rows: Path, tmp_path: Path) -> None:
+    run = train(further(full_run, rows, tuning={"method": "full"}), tmp_path / "further")
+    assert load(str(run)).config["rope_parameters"] == load(str(full_run)).config["rope_parameters"]
+
+
+def test_an_adapter_folder_of_other_origin_needs_no_recipe(lora_run: Path, rows: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "adapter"
+    shutil.copytree(lora_run, folder)
+    (folder / "recipe.yaml").unlink()
+    assert load(str(train(further(folder, rows), tmp_path / "further"))).scale == 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"tuning": {"rank": 8, "alpha": 8}}, "set tuning.rank=4, or merge it first"),
+        ({"tuning": {"rank": 4, "embeddings_and_norms": False}}, "set tuning.embeddings_and_norms=true"),
+        ({"tuning": {"rank": 4, "targets": "attention"}}, "set tuning.targets=all-linear"),
+        ({"tuning": {"method": "full"}}, "which tuning.method: full cannot tune; merge it first"),
+        ({"context": {"target": 129}}, "129 is more than the 128 tokens that .* reads"),
+        ({"scaling": "pi", "context": {"target": 256}}, "tune it further with scaling: keep, or merge it first"),
+    ],
+)
+def test_what_cannot_be_tuned_further_is_refused(
+    lora_run: Path, rows: Path, tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(PiLoraError, match=message):
+        train(further(lora_run, rows, **changes), tmp_path / "further")
+    assert not (tmp_path / "further").exists()
+
+
+def test_a_model_that_does_not_reach_the_target_is_refused(small_model: Path, rows: Path, tmp_path: Path) -> None:
+    with pytest.raises(PiLoraError, match=r"128 is more than the 64 tokens that .* reads, and scaling: keep leaves"):
+        train(further(small_model, rows), tmp_path / "further")
+
+
+def test_a_run_that_is_not_there_yet_is_named(rows: Path, tmp_path: Path) -> None:
+    with pytest.raises(PiLoraError, match=r"adapters/none: no such run yet; train its recipe first"):
+        train(further(Path("adapters/none"), rows), tmp_path / "further")
+
+
+def test_a_resumed_run_ends_with_the_same_weights(lora_run: Path, rows: Path, tmp_path: Path) -> None:
+    """Groups of like lengths follow from seed and epoch alone, also after an interruption."""
+    from pi_lora.errors import Interrupted
+    from pi_lora.training.log import TrainingLog
+
+    training = {"steps": 6, "learning_rate": 1e-2, "global_batch_size": 2, "activation_checkpointing": False}
+    recipe = further(lora_run, rows, training={**training, "save_every": 1, "warmup_steps": 1})
+    whole = train(recipe, tmp_path / "whole")
+    end_of_step = TrainingLog.on_step_end
+
+    def stop_at_three(self: TrainingLog, args: Any, state: Any, control: Any, **more: Any) -> None:
+        self.signalled = state.global_step == 3
+        end_of_step(self, args, state, control, **more)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TrainingLog, "on_step_end", stop_at_three)
+        with pytest.raises(Interrupted):
+            train(recipe, tmp_path / "halves")
+    halves = train(recipe, tmp_path / "halves", resume=True)
+    expected, found = weights(whole), weights(halves)
+    assert all(torch.equal(expected[name], found[name]) for name in expected)
+    tokens = [json.loads((each / "training.jsonl").read_text().splitlines()[-1])["tokens"] for each in (whole, halves)]
+    assert tokens[0] == tokens[1]
