@@ -20,6 +20,7 @@ CHECKPOINTS = "checkpoints"
 COMPLETE = "complete"
 SPARE_BYTES = 50_000_000  # tokenizer, card, and what else runs on the machine
 SCORES = "scores"
+TRAINING_LOG = "training.jsonl"
 LIBRARIES = ("pi-lora", "torch", "transformers", "trl", "peft", "accelerate", "datasets", "safetensors")
 # What a resumed run may be given anew: where and how it is watched and kept, not what comes of it.
 MAY_CHANGE = ("hardware.", "evaluation.", "training.save_every", "training.log_every", "training.tracking", "paper")
@@ -119,6 +120,12 @@ def last_checkpoint(staging: Path) -> Path | None:
 def mark_complete(checkpoint: Path) -> None:
     """Say that a checkpoint is whole: a process may be killed while it writes one."""
     (checkpoint / COMPLETE).touch()
+
+
+def read_training_log(path: Path) -> list[dict[str, Any]]:
+    """The lines of a training.jsonl; none if there is no such file yet, and none that was cut off by a crash."""
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.is_file() else []
+    return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
 def write_recipe(folder: Path, recipe: Recipe) -> None:

@@ -34,13 +34,12 @@ def benchmarks(
         from pi_lora.distributed import is_launched, is_leader, join_processes
         from pi_lora.evaluation.benchmarks.measure import TASKS, evaluate_benchmarks, prepare
         from pi_lora.evaluation.benchmarks.table import benchmarks_table
-        from pi_lora.evaluation.journal import window_named
         from pi_lora.evaluation.results import write_scores
         from pi_lora.models.base import device
-        from pi_lora.models.load import load
+        from pi_lora.models.load import find, load
 
         for model in models:
-            window_named(model, stretch)  # Refuses what cannot be loaded before any of them is measured.
+            find(model, stretch)  # Refuses what cannot be loaded before any of them is measured.
         prepared = prepare(tasks.split(",") if tasks else TASKS, data or [])
         if is_launched():
             join_processes(cpu=device().type == "cpu")

@@ -28,18 +28,17 @@ def passkey(
     with working("loading libraries"):
         from pi_lora.distributed import is_leader, join_processes, number_of_processes
         from pi_lora.drawing import check_can_draw
-        from pi_lora.evaluation.journal import window_named
         from pi_lora.evaluation.passkey.measure import evaluate_passkey
         from pi_lora.evaluation.passkey.table import passkey_picture, passkey_table
         from pi_lora.evaluation.results import write_scores
         from pi_lora.models.base import device
-        from pi_lora.models.load import load
+        from pi_lora.models.load import find, load
 
     if plot:
         check_can_draw("--plot")
     stretched = original is not None or scaling is not None
     stretch = stretch_of(original, target if stretched else None, scaling)
-    windows = [window_named(model, stretch) for model in models]
+    windows = [find(model, stretch).window for model in models]
     length = target or max(windows)
     if number_of_processes() > 1:
         join_processes(cpu=device().type == "cpu")

@@ -59,14 +59,14 @@ def perplexity(
     with working("loading libraries"):
         from pi_lora.data.corpus import Choice
         from pi_lora.distributed import is_launched, is_leader, join_processes
-        from pi_lora.evaluation.journal import window_named
         from pi_lora.evaluation.perplexity.measure import default_stride, default_windows
         from pi_lora.models.base import device
+        from pi_lora.models.load import find
 
         if is_launched():
             join_processes(cpu=device().type == "cpu")
         # All are looked at before any is measured, and all are measured alike.
-        longest = max([window_named(model, stretch) for model in models])
+        longest = max([find(model, stretch).window for model in models])
     lengths = lengths or default_windows(longest)
     step = stride or default_stride(lengths)
     choice = Choice(documents, min_tokens, truncate, seed, split, column)

@@ -62,14 +62,14 @@ def summarization(
     with working("loading libraries"):
         from pi_lora.data.tables import SCROLLS
         from pi_lora.distributed import is_launched, is_leader, join_processes
-        from pi_lora.evaluation.journal import window_named
         from pi_lora.evaluation.results import write_scores
         from pi_lora.evaluation.summarization.measure import evaluate_summarization, evaluation_data
         from pi_lora.evaluation.summarization.table import summarization_table
         from pi_lora.evaluation.summarization.writing import Sampling, find_writer
         from pi_lora.models.base import device
+        from pi_lora.models.load import find
 
-        window_named(model, stretch)
+        find(model, stretch)
         source = _given(name=data, subset=subset, split=split)
         columns = {"document": document, "summary": summary, "template": template, "completion": completion}
         limits = {"document_tokens": document_tokens, "completion_tokens": max_new_tokens}
@@ -102,14 +102,13 @@ def summarize(
     """Write a summary of FILE, as it comes."""
     with working("loading libraries"):
         from pi_lora.data.tables import read_document
-        from pi_lora.evaluation.journal import window_named
         from pi_lora.evaluation.summarization.measure import evaluation_data
         from pi_lora.evaluation.summarization.summarize import summarize
         from pi_lora.evaluation.summarization.writing import Sampling
-        from pi_lora.models.load import load
+        from pi_lora.models.load import find, load
 
         text = read_document(file)
-        window_named(model, None)
+        find(model, None)
         task = evaluation_data(model, {}, _given(completion_tokens=max_new_tokens))
     with working(f"loading {model}"):
         loaded = load(model, None, dtype)

@@ -68,9 +68,9 @@ def _setting(
     if model is None:
         window = original or Setting.original
         return Setting(head_dim or Setting.head_dim, theta or Setting.theta, window, target or 2 * window)
-    from pi_lora.models.load import config_named
+    from pi_lora.models.load import find
 
-    return setting_of(config_named(model), original, target)
+    return setting_of(find(model).config, original, target)
 
 
 def _measured(model: str, text: Path, setting: Any, output: Path) -> tuple[dict[str, Any], list[Path]]:

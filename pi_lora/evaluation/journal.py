@@ -11,10 +11,9 @@ from typing import Any
 from transformers.utils import cached_file
 
 from pi_lora.data.documents import fingerprint
-from pi_lora.errors import ModelError
-from pi_lora.models.base import CONFIG_FILE, extended_config, find_base
-from pi_lora.models.load import LoadedModel, Stretch, adapter_base, is_adapter
-from pi_lora.scaling.config import Config, constant_longrope, full_attention_rope, window_of
+from pi_lora.models.base import CONFIG_FILE
+from pi_lora.models.load import LoadedModel
+from pi_lora.scaling.config import Config, constant_longrope, full_attention_rope
 
 Found = dict[str, Any]
 
@@ -56,21 +55,6 @@ class Journal:
         return found
 
 
-def window_named(name: str, stretch: Stretch | None) -> int:
-    """The context window in tokens of a model as `run.load` would load it.
-
-    Raises:
-        ModelError, ScalingError: what `run.load` would raise, as far as it shows before the weights are read.
-    """
-    if is_adapter(name):
-        if stretch is not None:
-            raise ModelError(f"{name}: brings its own scaling; leave out --original, --target and --scaling")
-        return window_of(adapter_base(Path(name))[1])
-    base = find_base(name)
-    interpolation = base.interpolation(stretch.method, stretch.target, stretch.original) if stretch else None
-    return window_of(extended_config(base, interpolation))
-
-
 def depends_on_length(config: Config) -> bool:
     """Whether a model computes the same tokens otherwise in a longer input: its frequencies follow the length."""
     rope = full_attention_rope(config)
@@ -79,8 +63,8 @@ def depends_on_length(config: Config) -> bool:
 
 def identity_of(loaded: LoadedModel) -> dict[str, Any]:
     """What decides the numbers that a model gives, as JSON: its files, its config, dtype, kernel and versions."""
-    adapter = [Path(loaded.name)] if is_adapter(loaded.name) else []
-    base = adapter_base(adapter[0])[0] if adapter else find_base(loaded.name)
+    assert loaded.found is not None
+    base, adapter = loaded.found.base, [loaded.found.adapter] if loaded.found.adapter else []
     # Of a model of the hub, the folder of its commit.
     own = Path(str(cached_file(base.path, CONFIG_FILE, revision=base.revision))).parent
     files = [file for folder in (*adapter, own) for file in sorted(folder.iterdir()) if file.is_file()]

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -35,50 +36,99 @@ class Stretch:
 
 
 @dataclass(frozen=True)
+class FoundModel:
+    """A model as a user names it, before its weights are read: its base, and the config that it is loaded under.
+
+    `adapter` is the folder of a run or adapter, None for full weights.
+    """
+
+    name: str
+    base: BaseModel
+    config: Config
+    adapter: Path | None = None
+
+    @property
+    def scale(self) -> float:
+        """The factor L'/L by which the window is extended; under `pi` positions are divided by it."""
+        return scale_of(self.config)
+
+    @property
+    def window(self) -> int:
+        """The context window in tokens."""
+        return window_of(self.config)
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        """The tokenizer of the run, or of the base."""
+        return load_tokenizer(self.adapter or self.base.path, self.window)
+
+    def load(self, dtype: str | None = None) -> "LoadedModel":
+        """Read the weights: by default as stored on an accelerator, in float32 on a CPU, in bfloat16 after QLoRA.
+
+        Raises:
+            ModelError: weights or tokenizer are missing or damaged.
+        """
+        wanted = dtype_named(dtype) if dtype else default_dtype(self.base.config.get("dtype"))
+        if self.adapter is None:
+            return LoadedModel(
+                self.name, load_model(self.base, self.config, wanted).eval(), self.tokenizer, self.config, self
+            )
+        # Imported here: PEFT takes seconds, and bases and full weights do without.
+        from pi_lora.models.adapter import load_adapter
+
+        place: Placement = "device"
+        if tuned_quantized(self.adapter):
+            wanted, place = dtype_named(dtype or "bfloat16"), "quantized"
+        model = load_adapter(load_model(self.base, self.config, wanted, place=place), self.adapter)
+        return LoadedModel(self.name, model, self.tokenizer, self.config, self)
+
+
+@dataclass(frozen=True)
 class LoadedModel:
-    """A model ready to be measured, with its own scaling."""
+    """A model ready to be measured, with its own scaling; `found` is what it was loaded from, if it was."""
 
     name: str
     model: PreTrainedModel
     tokenizer: Any
     config: Config
+    found: FoundModel | None = None
 
     @property
     def scale(self) -> float:
-        """The factor L'/L by which it is stretched; its positions are divided by it under `pi`."""
+        """The factor L'/L by which the window is extended; under `pi` positions are divided by it."""
         return scale_of(self.config)
 
     @property
     def window(self) -> int:
-        """Its context window in tokens."""
+        """The context window in tokens."""
         return window_of(self.config)
 
 
-def load(name: str, stretch: Stretch | None = None, dtype: str | None = None) -> LoadedModel:
-    """Load a hub id, a folder of full weights, `builtin:tiny`, or a run or adapter folder with its own scaling.
+def find(name: str, stretch: Stretch | None = None) -> FoundModel:
+    """Find a hub id, a folder of full weights, `builtin:tiny`, or a run or adapter folder with its own scaling.
 
     Raises:
-        ModelError: there is no such model, it is damaged, or an adapter's base disagrees with it.
+        ModelError: there is no such model, or an adapter's base disagrees with it.
         ScalingError: `stretch` asks for what the model cannot do.
     """
     if is_adapter(name):
         if stretch is not None:
             raise ModelError(f"{name}: brings its own scaling; leave out --original, --target and --scaling")
-        return _load_adapter_run(Path(name), dtype)
+        base, config = adapter_base(Path(name))
+        return FoundModel(name, base, config, Path(name))
     base = find_base(name)
     interpolation = base.interpolation(stretch.method, stretch.target, stretch.original) if stretch else None
-    config = extended_config(base, interpolation)
-    model = load_model(base, config, _dtype(dtype, base.config))
-    return LoadedModel(name, model.eval(), load_tokenizer(base.path, window_of(config)), config)
+    return FoundModel(name, base, extended_config(base, interpolation))
 
 
-def config_named(name: str) -> Config:
-    """The config of a model as `load` would load it, without reading weights.
+def load(name: str, stretch: Stretch | None = None, dtype: str | None = None) -> LoadedModel:
+    """Load a model as `find` finds it.
 
     Raises:
-        ModelError, ScalingError: what `load` would raise, as far as it shows before the weights are read.
+        ModelError: there is no such model, it is damaged, or an adapter's base disagrees with it.
+        ScalingError: `stretch` asks for what the model cannot do.
     """
-    return adapter_base(Path(name))[1] if is_adapter(name) else find_base(name).config
+    return find(name, stretch).load(dtype)
 
 
 def is_adapter(name: str | Path) -> bool:
@@ -121,20 +171,3 @@ def tuned_quantized(folder: Path) -> bool:
     """Return whether the adapter in a folder was tuned on an NF4 base; not known of a folder without a recipe."""
     kept = folder / RECIPE_FILE
     return kept.is_file() and load_recipe(kept).recipe.tuning.method == "qlora"
-
-
-def _load_adapter_run(folder: Path, dtype: str | None) -> LoadedModel:
-    # Imported here: PEFT takes seconds, and bases and full weights do without.
-    from pi_lora.models.adapter import load_adapter
-
-    base, config = adapter_base(folder)
-    loaded_dtype = _dtype(dtype, base.config)
-    place: Placement = "device"
-    if tuned_quantized(folder):
-        loaded_dtype, place = dtype_named(dtype or "bfloat16"), "quantized"
-    model = load_adapter(load_model(base, config, loaded_dtype, place=place), folder)
-    return LoadedModel(str(folder), model, load_tokenizer(folder, window_of(config)), config)
-
-
-def _dtype(named: str | None, config: Config) -> Any:
-    return dtype_named(named) if named else default_dtype(config.get("dtype"))

@@ -11,9 +11,8 @@ from pi_lora.errors import ModelError
 from pi_lora.models.base import read_config
 from pi_lora.recipe.files import RECIPE_FILE, load_recipe
 from pi_lora.recipe.schema import Recipe
-from pi_lora.run_folder import RUN_FILE, SCORES
+from pi_lora.run_folder import RUN_FILE, SCORES, TRAINING_LOG, read_training_log
 from pi_lora.scaling.config import Config, method_of, scale_of, window_of
-from pi_lora.training.log import TRAINING_LOG, read_training_log
 from pi_lora.types import Json
 
 BASE, STEP_0, TUNED = "base", "step 0", "tuned"

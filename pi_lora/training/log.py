@@ -16,10 +16,8 @@ from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from pi_lora.distributed import any_process, is_leader
 from pi_lora.errors import Diverged
-from pi_lora.run_folder import last_checkpoint
+from pi_lora.run_folder import TRAINING_LOG, last_checkpoint, read_training_log
 from pi_lora.types import Progress
-
-TRAINING_LOG = "training.jsonl"
 
 
 class TrainingLog(TrainerCallback):
@@ -114,12 +112,6 @@ class TrainingLog(TrainerCallback):
         if self.tokens_per_step is None:
             return int(state.num_input_tokens_seen)
         return int(state.global_step * self.tokens_per_step)
-
-
-def read_training_log(path: Path) -> list[dict[str, Any]]:
-    """The lines of a training.jsonl; none if there is no such file yet, and none that was cut off by a crash."""
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.is_file() else []
-    return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
 def peak_memory() -> int:

@@ -36,8 +36,17 @@ from pi_lora.models.load import LoadedModel
 from pi_lora.preflight import Checked, check
 from pi_lora.recipe.schema import Recipe, Tuning
 from pi_lora.report.card import write_card
-from pi_lora.run_folder import CHECKPOINTS, last_checkpoint, staged, staging_path, write_provenance, write_recipe
-from pi_lora.training.log import TRAINING_LOG, TrainingLog, ends_after_the_step, read_training_log
+from pi_lora.run_folder import (
+    CHECKPOINTS,
+    TRAINING_LOG,
+    last_checkpoint,
+    read_training_log,
+    staged,
+    staging_path,
+    write_provenance,
+    write_recipe,
+)
+from pi_lora.training.log import TrainingLog, ends_after_the_step
 from pi_lora.training.scores import TrainingScores
 from pi_lora.training.trainer import computes_in_bfloat16, make_trainer
 from pi_lora.types import Progress
