@@ -1,10 +1,10 @@
-"""All that can be known before anything is downloaded, tokenized or loaded, reported together."""
+"""Recipe to job: every mistake that shows before anything is downloaded, tokenized or loaded, reported together."""
 
 import importlib.util
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
 
 import psutil
 import torch
@@ -13,67 +13,61 @@ from pi_lora.data.corpus import RECALL, source_problems
 from pi_lora.data.examples import example_problems
 from pi_lora.errors import ModelError, PiLoraError, RecipeError
 from pi_lora.models.adapter import check_shape
-from pi_lora.models.base import BaseModel, extended_config, find_base
+from pi_lora.models.base import extended_config, find_base
 from pi_lora.models.load import adapter_base, is_adapter
 from pi_lora.planning.gpus import CPU, GPUS, gpu_of_device
 from pi_lora.planning.planning import Plan, plan_recipe
 from pi_lora.recipe.schema import Data, Hardware, Recipe
 from pi_lora.run_folder import check_output, check_resumed_recipe
-from pi_lora.scaling.config import Config, scale_of, window_of
-from pi_lora.scaling.extend import refuse_what_does_not_reach
+from pi_lora.scaling.config import scale_of, window_of
+from pi_lora.scaling.extend import check_reach
+from pi_lora.training.job import Job
 from pi_lora.training.schedule import rate_share
 
-T = TypeVar("T")
-# Where runs go by default; nothing on the hub is called so.
+# Where runs go by default; no repository on the hub has such a name.
 OUTPUTS = ("adapters/", "models/")
 
 
-@dataclass(frozen=True)
-class Checked:
-    """A recipe's base model, the config that it is tuned under, and its windows in tokens, L and L'.
-
-    `adapter` is the folder of one that is tuned further.
-    """
-
-    base: BaseModel
-    config: Config
-    original: int
-    target: int
-    adapter: Path | None = None
-
-
-def check(recipe: Recipe, output: Path, resume: bool = False) -> Checked:
-    """Find the base of `recipe`, and every mistake that shows before weights or texts are read.
+def check(recipe: Recipe, output: Path, resume: bool = False) -> Job:
+    """Find the base of `recipe` and every mistake that shows before weights or texts are read.
 
     Raises:
         PiLoraError: the mistake, or a RecipeError with all of them, a line each.
     """
     mistakes: list[PiLoraError] = []
 
-    def attempt(look: Callable[[], T]) -> T | None:
+    @contextmanager
+    def noted() -> Iterator[None]:
         try:
-            return look()
+            yield
         except PiLoraError as mistake:
             mistakes.append(mistake)
-            return None
 
-    checked = attempt(lambda: _extended_model(recipe) if recipe.scaling == "keep" else _stretched_base(recipe))
-    in_data = example_problems if recipe.data.has_examples else source_problems
-    attempt(lambda: _raise_all([*in_data(recipe.data), *_evaluation_problems(recipe)]))
-    attempt(lambda: _raise_all([*_hardware_problems(recipe), *_missing_packages(recipe)]))
-    attempt(lambda: rate_share(recipe.training))
-    attempt(lambda: check_output(output, resume))
+    job = None
+    with noted():
+        job = _extended_model(recipe, output) if recipe.scaling == "keep" else _extendable_base(recipe, output)
+    with noted():
+        in_data = example_problems if recipe.data.has_examples else source_problems
+        _raise_all([*in_data(recipe.data), *_evaluation_problems(recipe)])
+    with noted():
+        _raise_all([*_hardware_problems(recipe), *_missing_packages(recipe)])
+    with noted():
+        rate_share(recipe.training)
+    with noted():
+        check_output(output, resume)
     if resume:
-        attempt(lambda: check_resumed_recipe(output, recipe))
+        with noted():
+            check_resumed_recipe(output, recipe)
     if len(mistakes) == 1:
         raise mistakes[0]
-    if mistakes or checked is None:
+    if mistakes or job is None:
         raise RecipeError([str(mistake) for mistake in mistakes])
-    return checked
+    job.resume = resume
+    return job
 
 
 def plan_here(recipe: Recipe) -> Plan | None:
-    """The plan of `recipe` on this machine's accelerator, or on its CPU and memory; None for a model that has none."""
+    """Plan `recipe` on this machine's accelerator, or on its CPU and memory; None for a model that has no plan."""
     if torch.cuda.is_available():
         device = gpu_of_device(torch.cuda.get_device_name(), torch.cuda.get_device_properties(0).total_memory)
     elif recipe.hardware.gpus is None:
@@ -86,33 +80,35 @@ def plan_here(recipe: Recipe) -> Plan | None:
         return None
 
 
-def _stretched_base(recipe: Recipe) -> Checked:
+def _extendable_base(recipe: Recipe, output: Path) -> Job:
     model, context = recipe.model, recipe.context
     if is_adapter(model.name):
         raise ModelError(
             f"model.name: {model.name} is an adapter of an extended model; tune it further with scaling: keep, or "
-            f"merge it first (pi-lora merge {model.name}) and stretch what comes of that"
+            f"merge it first (pi-lora merge {model.name}) and extend the merged model"
         )
     assert recipe.scaling != "keep"
     base = find_base(model.name, model.revision, model.trust_remote_code)
     interpolation = base.interpolation(recipe.scaling, context.target, context.original)
-    return Checked(base, extended_config(base, interpolation), interpolation.original, interpolation.target)
+    config = extended_config(base, interpolation)
+    return Job(recipe, output, base, config, interpolation.original, interpolation.target)
 
 
-def _extended_model(recipe: Recipe) -> Checked:
-    """A model that is tuned under its own scaling: full weights, merged ones, or an adapter with what it stands on."""
-    name = recipe.model.name
+def _extended_model(recipe: Recipe, output: Path) -> Job:
+    """Find a model that is tuned under its own scaling: full weights, or an adapter with its base."""
+    name, adapter = recipe.model.name, None
     if is_adapter(name):
-        base, config = adapter_base(Path(name))
-        check_shape(Path(name), recipe.tuning)
+        adapter = Path(name)
+        base, config = adapter_base(adapter)
+        check_shape(adapter, recipe.tuning)
     elif name.startswith(OUTPUTS) and not Path(name).exists():
         raise ModelError(f"model.name: {name}: no such run yet; train its recipe first, or name an extended model")
     else:
         base = find_base(name, recipe.model.revision, recipe.model.trust_remote_code)
         config = extended_config(base, None)
-    refuse_what_does_not_reach(name, config, recipe.context.target)
-    original = round(window_of(config) / scale_of(config))
-    return Checked(base, config, original, window_of(config), Path(name) if is_adapter(name) else None)
+    check_reach(name, config, recipe.context.target)
+    window = window_of(config)
+    return Job(recipe, output, base, config, round(window / scale_of(config)), window, adapter)
 
 
 def _evaluation_problems(recipe: Recipe) -> Iterator[str]:

@@ -19,6 +19,7 @@ from pi_lora.evaluation.perplexity.measure import evaluate_perplexity
 from pi_lora.evaluation.results import write_scores
 from pi_lora.merge.merging import merge
 from pi_lora.models.load import Stretch, load
+from pi_lora.preflight import check
 from pi_lora.recipe.files import load_recipe
 from pi_lora.report.pictures import comparison_picture
 from pi_lora.report.tables import comparison_table, markdown_table
@@ -69,7 +70,7 @@ def tuned(name: str, *overrides: str) -> Path:
     started = time.monotonic()
     with Bar("tuning") as bar:
         resume = last_checkpoint(staging_path(output)) is not None
-        train(load_recipe(RECIPE, overrides).recipe, output, resume, bar)
+        train(check(load_recipe(RECIPE, overrides).recipe, output, resume), bar)
     console.print(f"  {time.monotonic() - started:.0f} s")
     return output
 

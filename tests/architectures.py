@@ -271,7 +271,7 @@ def class_name(model_type: str) -> str:
 
 
 TEXT = """\
-# Which models can be stretched
+# Which models can be extended
 
 Look up `model_type` in your model's `config.json`. `pi-lora train RECIPE --dry-run` says the same about one model,
 before its weights are read.
@@ -308,7 +308,7 @@ reads its new window after tuning is what `pi-lora eval` measures.
 
 Refused as well, whatever the architecture:
 
-- a model whose positions are already stretched by `yarn`, `llama3`, `longrope` or `dynamic`, as Llama 3.1 and later:
+- a model whose positions are already extended by `yarn`, `llama3`, `longrope` or `dynamic`, as Llama 3.1 and later:
   start from its unextended base (Llama 3). One that is `linear` already is stretched further;
 - a model that transformers builds without rotary embeddings, or that does not obey its config's scaling. Frequencies of
   the model as built are compared, so code that comes with a model is checked as well.

@@ -12,8 +12,10 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from pi_lora.models.base import BUILTIN_FOLDER
+from pi_lora.preflight import check
 from pi_lora.recipe.schema import Recipe
-from pi_lora.training.training import train
+from pi_lora.training import training
+from pi_lora.types import Progress, silent
 
 BUILTIN = "builtin:tiny"
 
@@ -68,6 +70,11 @@ def small_recipe(path: Path | str, /, **changes: object) -> Recipe:
         },
     }
     return Recipe.model_validate(sections | changes)
+
+
+def train(recipe: Recipe, output: Path, resume: bool = False, progress: Progress = silent) -> Path:
+    """Check a recipe and train it."""
+    return training.train(check(recipe, output, resume), progress)
 
 
 @pytest.fixture(scope="session")

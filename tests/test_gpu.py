@@ -8,13 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import small_recipe
+from conftest import small_recipe, train
 from safetensors.torch import load_file
 
 from pi_lora.distributed import Rendezvous, launch_arguments
 from pi_lora.recipe.files import dump_recipe
 from pi_lora.recipe.schema import Recipe
-from pi_lora.training.training import train
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")]
 

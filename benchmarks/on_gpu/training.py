@@ -8,16 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoTokenizer, TrainerCallback, set_seed
+from transformers import TrainerCallback, set_seed
 
 from on_gpu.setting import Changes, Setting, planned, random_model, work
 from pi_lora.data.batches import TrainingData, collate
 from pi_lora.models.adapter import prepare_for_tuning, train_in_float32, without_known_warnings
-from pi_lora.models.attention import attention_kernel
-from pi_lora.models.base import BUILTIN_FOLDER, quiet_loading
+from pi_lora.models.base import find_base, quiet_loading
 from pi_lora.recipe.schema import Recipe
+from pi_lora.training.job import Job
 from pi_lora.training.log import TrainingLog
-from pi_lora.training.trainer import computes_in_bfloat16, make_trainer
+from pi_lora.training.trainer import make_trainer
 
 Row = dict[str, Any]
 LONG = 32768
@@ -47,7 +47,7 @@ def ours(setting: Setting, method: str, lengths: list[int], changes: Changes, te
     """
     set_seed(0)
     asked = setting.recipe(method, lengths[-1], changes)
-    kernel = attention_kernel(asked.model.attention, computes_in_bfloat16(asked.training))
+    kernel = job_of(asked).attention
     model = random_model(setting, lengths[-1], method, kernel)
     tuned = prepare_for_tuning(model, asked.tuning, setting.name)
     for tokens in lengths:
@@ -106,10 +106,10 @@ def train_here(recipe: Recipe, tuned: Any, clock: Clock, steps: int | None = Non
     steps = steps or steps_at(recipe.context.target)
     recipe = recipe.model_copy(update={"training": recipe.training.model_copy(update={"steps": steps})})
     with tempfile.TemporaryDirectory() as folder, quiet_loading(), without_known_warnings():
-        log = TrainingLog(Path(folder), recipe.training.global_batch_size * recipe.context.target, None)
-        rows = synthetic(recipe, tuned.config.vocab_size)
-        data = TrainingData(rows, collate, recipe.context.target, [])
-        trainer = make_trainer(recipe, tuned, tokenizer(), data, "benchmark", Path(folder), log, [clock])
+        log = TrainingLog(Path(folder), recipe.training.global_batch_size * recipe.context.target)
+        job = job_of(recipe)
+        job.data = TrainingData(synthetic(recipe, tuned.config.vocab_size), collate, recipe.context.target, [])
+        trainer = make_trainer(job, tuned, Path(folder), log, [clock])
         train_in_float32(tuned)
         trainer.train()
 
@@ -124,6 +124,7 @@ def synthetic(recipe: Recipe, vocabulary: int) -> Any:
     return Dataset.from_dict({"input_ids": ids.numpy()}).with_format("numpy")
 
 
-def tokenizer() -> Any:
-    """Trainers want one; the tokens are made up without it."""
-    return AutoTokenizer.from_pretrained(BUILTIN_FOLDER / "tiny")
+def job_of(recipe: Recipe) -> Job:
+    """Return an unchecked job; its tokenizer is the built-in model's, since the tokens are random."""
+    base = find_base("builtin:tiny")
+    return Job(recipe, Path("benchmark"), base, base.config, recipe.context.target, recipe.context.target)

@@ -11,6 +11,7 @@ from pi_lora.evaluation.passkey.measure import evaluate_passkey
 from pi_lora.evaluation.perplexity.measure import evaluate_perplexity
 from pi_lora.models.base import device
 from pi_lora.models.load import load
+from pi_lora.preflight import check
 from pi_lora.recipe.schema import Recipe
 from pi_lora.training.training import train
 from small.setting import Setting
@@ -79,7 +80,7 @@ def extend(setting: Setting, row: Extension, recipe: Recipe, folder: Path, tell:
     """Train a row where its run is not there yet, and read what was measured at each step."""
     run = folder / row.name
     if not run.exists():
-        train(recipe, run, progress=tell)
+        train(check(recipe, run), tell)
         gc.collect()
     steps = sorted(int(file.stem.rpartition("-")[2]) for file in (run / "scores").glob("passkey-step-*.json"))
     return {

@@ -45,18 +45,15 @@ def train(
         from pi_lora.distributed import is_leader
         from pi_lora.preflight import check
         from pi_lora.run_folder import output_folder
-        from pi_lora.training.training import prepare_data, train
 
-    folder = output or output_folder(resolved, recipe)
-    checked = check(resolved, folder, resume)
+        job = check(resolved, output or output_folder(resolved, recipe), resume)
     if not is_launched():
         _show_plan(resolved, force)
     if dry_run:
         return
-    with progress_bar(
-        "preparing examples" if resolved.data.has_examples else "packing tokens", quiet=not is_leader()
-    ) as progress:
-        data = prepare_data(resolved, checked, progress)
+    preparing = "preparing examples" if resolved.data.has_examples else "packing tokens"
+    with progress_bar(preparing, quiet=not is_leader()) as progress:
+        data = job.prepare(progress)
     if not is_launched():
         for line in data.said:
             out.print(f"data: {line}", highlight=False, soft_wrap=True)
@@ -64,8 +61,10 @@ def train(
         if status := launch(resolved, worker, rendezvous):
             raise typer.Exit(status)
         return
+    with working("loading libraries"):
+        from pi_lora.training.training import train
     with progress_bar("training", quiet=not is_leader()) as progress:
-        train(resolved, folder, resume, progress)
+        folder = train(job, progress)
     if is_leader():
         measure = "summarization" if resolved.data.has_examples else "perplexity"
         out.print(f"{folder}: done; measure it with: pi-lora eval {measure} {folder}", highlight=False, soft_wrap=True)

@@ -1,10 +1,11 @@
-"""The base model: found, checked, interpolated, loaded; and how a config is written so that every engine reads it."""
+"""The base model: found, checked, extended, loaded; and its config and tokenizer as files that every engine reads."""
 
 import contextlib
 import json
 from collections.abc import Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,7 +23,7 @@ from transformers import logging as transformers_logging
 from pi_lora.errors import ModelError
 from pi_lora.scaling.config import Config, Interpolation, Method, in_both_dialects, read_rope, window_of
 from pi_lora.scaling.extend import extend_config
-from pi_lora.scaling.verify import check_scaling
+from pi_lora.scaling.verify import build_on_meta, check_scaling
 
 Placement = Literal["device", "quantized", "host"]
 
@@ -36,17 +37,24 @@ ADAPTER_WEIGHTS_FILE = "adapter_model.safetensors"
 
 @dataclass(frozen=True)
 class BaseModel:
-    """A base model before its weights are read: where it is, and its config as transformers 5 completes it."""
+    """A base model before its weights are read: its place, config class, and config as transformers completes it."""
 
     name: str
     path: str
     revision: str
     trust_remote_code: bool
+    kind: type[PreTrainedConfig]
     config: Mapping[str, Any]
 
     def interpolation(self, method: Method, target: int, original: int | None = None) -> Interpolation:
-        """The way from this model's window (or `original`) to `target` tokens."""
+        """Return the extension from this model's window (or `original`) to `target` tokens."""
         return Interpolation(method, original or window_of(self.config), target)
+
+    @cached_property
+    def skeleton(self) -> PreTrainedModel:
+        """The unextended model on the meta device: every module with its shape, no memory for weights."""
+        with quiet_loading():
+            return build_on_meta(self.kind, self.config, self.trust_remote_code)
 
 
 def find_base(name: str, revision: str = "main", trust_remote_code: bool = False) -> BaseModel:
@@ -60,23 +68,24 @@ def find_base(name: str, revision: str = "main", trust_remote_code: bool = False
     try:
         config = AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError) as error:
-        raise ModelError(f"{name}: {_first_line(error)}; give a hub id, a model folder or {BUILTIN}tiny") from None
-    found = BaseModel(name, path, revision, trust_remote_code, _own_entries(config))
+        raise ModelError(f"{name}: {first_line(error)}; give a hub id, a model folder or {BUILTIN}tiny") from None
+    found = BaseModel(name, path, revision, trust_remote_code, type(config), _own_entries(config))
     read_rope(found.config)
     return found
 
 
 def extended_config(base: BaseModel, interpolation: Interpolation | None) -> dict[str, Any]:
-    """The config of `base` stretched by `interpolation` (or as it is), in both dialects.
+    """Return the config of `base` extended by `interpolation` (or as it is), in both dialects.
 
     Raises:
-        ScalingError: the model cannot be stretched so, or would not obey.
+        ScalingError: the model cannot be extended this way, or transformers would not apply the scaling.
     """
     if interpolation is None:
         return in_both_dialects(base.config)
     extended = extend_config(base.config, interpolation)
-    with quiet_loading():
-        check_scaling(_config_class(base), base.config, interpolation, base.trust_remote_code)
+    if interpolation.method != "direct":
+        with quiet_loading():
+            check_scaling(base.skeleton, base.config, interpolation, base.trust_remote_code)
     return extended
 
 
@@ -85,17 +94,17 @@ def load_model(
 ) -> PreTrainedModel:
     """Load the weights of `base` under `config`, an extended one or its own.
 
-    `place` says where to: `device`, the accelerator if there is one; `quantized`, there as NF4 with double quantization
-    (QLoRA, Dettmers et al. 2023) that computes in `dtype`; `host`, for whoever spreads it over several GPUs.
+    `place` is `device`, the accelerator if there is one; `quantized`, the same as NF4 with double quantization (QLoRA,
+    Dettmers et al. 2023) that computes in `dtype`; or `host`, from where FSDP spreads it over several GPUs.
 
     Raises:
-        ModelError: the weights are missing, damaged, not safetensors, or of another shape.
+        ModelError: the weights are missing, damaged, not safetensors, or have other shapes.
     """
     with quiet_loading():
         try:
             model = AutoModelForCausalLM.from_pretrained(
                 base.path,
-                config=_config_object(base, config),
+                config=base.kind.from_dict(deepcopy(dict(config))),
                 revision=base.revision,
                 trust_remote_code=base.trust_remote_code,
                 dtype=dtype,
@@ -103,28 +112,28 @@ def load_model(
                 use_safetensors=True,
                 **(quantization(dtype) if place == "quantized" else {}),
             )
-        except Exception as error:  # safetensors, transformers and the hub client raise kinds of their own
-            raise ModelError(f"{base.name}: its weights cannot be loaded ({_first_line(error)})") from error
+        except Exception as error:  # safetensors, transformers and the hub client raise their own kinds
+            raise ModelError(f"{base.name}: its weights cannot be loaded ({first_line(error)})") from error
     loaded: PreTrainedModel = model.to(device()) if place == "device" else model
     return loaded
 
 
 def load_tokenizer(path: str | Path, window: int) -> Any:
-    """The tokenizer of a model or run; `window` tokens is what it says is its longest input.
+    """Load the tokenizer of a model or run, with `window` tokens as its longest input.
 
     Raises:
-        ModelError: there is none.
+        ModelError: there is none, or it cannot be read.
     """
     try:
         tokenizer = AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError, KeyError) as error:
-        raise ModelError(f"{path}: has no tokenizer that can be read ({_first_line(error)})") from None
+        raise ModelError(f"{path}: has no tokenizer that can be read ({first_line(error)})") from None
     tokenizer.model_max_length = window
     return tokenizer
 
 
 def save_tokenizer(tokenizer: Any, folder: Path) -> None:
-    """Write a tokenizer that transformers 4 reads as well: 5 calls its class by a name that 4 does not know."""
+    """Write a tokenizer that transformers 4 reads as well, which does not know the class name that 5 writes."""
     tokenizer.save_pretrained(folder)
     file = folder / "tokenizer_config.json"
     settings = json.loads(file.read_text(encoding="utf-8"))
@@ -140,7 +149,7 @@ def save_config(config: Config, folder: Path) -> None:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """The `config.json` of a run or model folder.
+    """Read the `config.json` of a run or model folder.
 
     Raises:
         ModelError: it is missing or not JSON.
@@ -150,24 +159,24 @@ def read_config(folder: Path) -> dict[str, Any]:
     except FileNotFoundError:
         raise ModelError(f"{folder}: has no {CONFIG_FILE}; without it the scaling is unknown") from None
     except (OSError, ValueError) as error:
-        raise ModelError(f"{folder / CONFIG_FILE}: cannot be read ({_first_line(error)})") from None
+        raise ModelError(f"{folder / CONFIG_FILE}: cannot be read ({first_line(error)})") from None
     return config
 
 
 def device() -> torch.device:
-    """The accelerator if there is one, else the CPU."""
+    """Return the accelerator if there is one, else the CPU."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def default_dtype(stored: object) -> torch.dtype:
-    """What a model is loaded in to be measured: as stored on an accelerator, float32 on a CPU."""
+    """Return the dtype that a model is measured in: as stored on an accelerator, float32 on a CPU."""
     if device().type == "cpu" or stored is None:
         return torch.float32
     return stored if isinstance(stored, torch.dtype) else dtype_named(str(stored))
 
 
 def has_fast_bfloat16() -> bool:
-    """Whether bfloat16 arithmetic is faster than float32 here: on a GPU, and on a CPU with instructions for it."""
+    """Return whether bfloat16 arithmetic is faster than float32: on a GPU, and on a CPU with instructions for it."""
     if device().type == "cuda":
         return bool(torch.cuda.is_bf16_supported())
     capabilities = torch.cpu.get_capabilities()
@@ -175,13 +184,13 @@ def has_fast_bfloat16() -> bool:
 
 
 def dtype_named(name: str) -> torch.dtype:
-    """`float32`, `bfloat16` or `float16` as torch has it."""
+    """Return torch's `float32`, `bfloat16` or `float16`."""
     found: torch.dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[name]
     return found
 
 
 def quantization(dtype: torch.dtype) -> dict[str, Any]:
-    """What makes `from_pretrained` quantize, straight onto the device; bitsandbytes cannot move a model later."""
+    """Return the options with which `from_pretrained` quantizes on the device; a quantized model cannot be moved."""
     how = BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type="nf4",
@@ -194,7 +203,7 @@ def quantization(dtype: torch.dtype) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def quiet_loading() -> Iterator[None]:
-    """Keep transformers' progress bars and notes off the terminal; errors still come as exceptions."""
+    """Keep transformers' progress bars and notes off the terminal; errors are exceptions all the same."""
     verbosity = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
@@ -204,17 +213,8 @@ def quiet_loading() -> Iterator[None]:
         transformers_logging.set_verbosity(verbosity)
 
 
-def _config_object(base: BaseModel, config: Config) -> PreTrainedConfig:
-    extended: PreTrainedConfig = _config_class(base).from_dict(deepcopy(dict(config)))
-    return extended
-
-
-def _config_class(base: BaseModel) -> type[PreTrainedConfig]:
-    return type(AutoConfig.from_pretrained(base.path, revision=base.revision, trust_remote_code=base.trust_remote_code))
-
-
 def _own_entries(config: PreTrainedConfig) -> dict[str, Any]:
-    """A config as a dictionary, without what every model's has by default and where it was read from."""
+    """Return a config as a dictionary, without common defaults and the path it was read from."""
     common = PreTrainedConfig().to_dict()
     return {
         key: value
@@ -237,5 +237,6 @@ def _locate(name: str) -> str:
     return str(folder) if looks_local else name
 
 
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message."""
     return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")

@@ -13,7 +13,7 @@ from pi_lora.planning.parameters import count_parameters
 from pi_lora.planning.shape import Shape, find_config, shape_of
 from pi_lora.recipe.schema import Recipe
 from pi_lora.scaling.config import Interpolation, window_of
-from pi_lora.scaling.extend import refuse_what_cannot_be_stretched, refuse_what_does_not_reach
+from pi_lora.scaling.extend import check_extendable, check_reach
 
 # What config.json files of LLaMA leave out, as transformers 5.23 completes them; the plan does not depend on theta.
 DEFAULTS = {"rope_theta": 10000.0, "max_position_embeddings": 2048}
@@ -122,11 +122,11 @@ def target_of(recipe: Recipe) -> Target:
     shape = shape_of(config, recipe.model.name)
     config = {**DEFAULTS, **config}
     if recipe.scaling == "keep":
-        refuse_what_does_not_reach(recipe.model.name, config, recipe.context.target)
+        check_reach(recipe.model.name, config, recipe.context.target)
         return Target(shape, window_of(config), recipe.context.target)
     original = recipe.context.original or window_of(config)
     interpolation = Interpolation(recipe.scaling, original, recipe.context.target)
-    refuse_what_cannot_be_stretched(config, interpolation)
+    check_extendable(config, interpolation)
     return Target(shape, original, interpolation.target)
 
 

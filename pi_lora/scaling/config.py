@@ -1,9 +1,9 @@
-"""Position Interpolation itself: numbers and config dictionaries, no torch.
+"""Position Interpolation itself, and what model configs say about it: numbers and dictionaries, no torch.
 
 A model trained on positions `[0, L)` reads `L' > L` tokens when position `m` is replaced by `m L / L'`
 (paper.tex, Eqn. 4). Configs call `L' / L` the `factor` of a `linear` rope; `dynamic` (NTK) and `yarn` (Peng et al.
-2023) are ropes that transformers computes, for comparison. Two dialects of configs exist: transformers 5 nests
-everything in `rope_parameters`; transformers 4, vLLM and SGLang read top-level `rope_theta` and `rope_scaling`.
+2023) are computed by transformers, for comparison. Configs come in two dialects: transformers 5 nests everything in
+`rope_parameters`; transformers 4, vLLM and SGLang read top-level `rope_theta` and `rope_scaling`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,11 +18,11 @@ Method = Literal["pi", "direct", "dynamic", "yarn"]
 
 FULL_ATTENTION = "full_attention"
 SLIDING_ATTENTION = "sliding_attention"
-# Ropes per layer type that transformers 4 knew, with one `rope_scaling` that means the full-attention layers.
+# With ropes per layer type, for which transformers 4 has one `rope_scaling` that applies to full-attention layers.
 LAYERED_IN_4 = {"gemma3_text", "gemma3n_text", "olmo3"}
-# Their configs in transformers 4 reject a `rope_scaling` of any other fields than `type` and `factor`.
+# Their configs in transformers 4 reject a `rope_scaling` with fields other than `type` and `factor`.
 TWO_FIELDS_IN_4 = {"olmo", "olmo2"}
-# What transformers 4 and the `rope_scaling` path of 5 call theta and the rotary share of a head, where not the usual.
+# Where transformers 4 (and the `rope_scaling` path of 5) has other names for theta and the rotary share of a head.
 NAMES_IN_4 = {
     "gpt_neox": {"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"},
     "gpt_neox_japanese": {"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"},
@@ -31,10 +31,10 @@ NAMES_IN_4 = {
 
 @dataclass(frozen=True)
 class Interpolation:
-    """How a model comes from its `original` window (L, tokens) to the `target` window (L', tokens).
+    """An extension from the `original` window (L, tokens) to the `target` window (L', tokens).
 
-    `pi` rescales the position indices; `dynamic` and `yarn` change the frequencies; `direct` leaves everything alone,
-    the baseline that the paper calls FT.
+    `pi` rescales the position indices; `dynamic` and `yarn` change the frequencies; `direct` changes nothing and is the
+    baseline that the paper calls FT.
     """
 
     method: Method
@@ -50,12 +50,12 @@ class Interpolation:
 
     @property
     def scale(self) -> float:
-        """L'/L, what configs call `factor`; 1 for `direct`, whose positions are not rescaled."""
+        """L'/L, the `factor` of configs; 1 for `direct`."""
         return 1.0 if self.method == "direct" else self.target / self.original
 
 
 def interpolate_positions(positions: Sequence[float], scale: float) -> list[float]:
-    """Position indices `m` to `m / scale` (paper.tex, Eqn. 4), in tokens of the original window.
+    """Divide position indices by `scale` (paper.tex, Eqn. 4); the result is in tokens of the original window.
 
     >>> interpolate_positions([0, 1, 1023], scale=4)
     [0.0, 0.25, 255.75]
@@ -64,7 +64,7 @@ def interpolate_positions(positions: Sequence[float], scale: float) -> list[floa
 
 
 def rotary_angles(position: float, head_dim: int, theta: float, scale: float = 1.0) -> list[float]:
-    """The `head_dim / 2` rotation angles of a position in radians: `(m / scale) theta^(-2j / d)` (paper.tex, Eqn. 1).
+    """Return the `head_dim / 2` angles of a position in radians: `(m / scale) theta^(-2j / d)` (paper.tex, Eqn. 1).
 
     >>> rotary_angles(8, head_dim=4, theta=100.0, scale=4) == rotary_angles(2, head_dim=4, theta=100.0)
     True
@@ -73,7 +73,7 @@ def rotary_angles(position: float, head_dim: int, theta: float, scale: float = 1
 
 
 def read_rope(config: Config) -> dict[str, Any]:
-    """The complete `rope_parameters` of a model config in either dialect, per layer type where the model has several.
+    """Return the complete `rope_parameters` of a config in either dialect, per layer type where the model has several.
 
     Raises:
         ScalingError: the model has no rotary embeddings, or none that its config describes.
@@ -101,7 +101,7 @@ def read_rope(config: Config) -> dict[str, Any]:
 
 
 def full_attention_rope(config: Config) -> dict[str, Any]:
-    """The rope parameters of the layers that see the whole window.
+    """Return the rope parameters of the layers that attend to the whole window.
 
     Raises:
         ScalingError: the model has no rotary embeddings, or not on those layers.
@@ -119,13 +119,13 @@ def full_attention_rope(config: Config) -> dict[str, Any]:
 
 
 def constant_longrope(rope: Config) -> float | None:
-    """What a `longrope` that `extension.py` wrote divides every frequency by; None for all other ropes."""
+    """Return what a `longrope` written by `extend.py` divides every frequency by; None for any other rope."""
     factors = {*rope.get("short_factor", []), *rope.get("long_factor", [])}
     return float(factors.pop()) if rope.get("rope_type") == "longrope" and len(factors) == 1 else None
 
 
 def method_of(config: Config) -> Method | None:
-    """How a model was stretched, as far as its config tells; None for a window of its own, and for `direct`.
+    """Return how a model was extended according to its config; None for an unextended one, and for `direct`.
 
     >>> method_of({"rope_theta": 1e4, "rope_scaling": {"type": "linear", "factor": 8.0}})
     'pi'
@@ -138,9 +138,9 @@ def method_of(config: Config) -> Method | None:
 
 
 def scale_of(config: Config) -> float:
-    """The factor L'/L by which a model is stretched, whatever the method; 1 for an ordinary one, and for `direct`.
+    """Return the factor L'/L by which a model is extended, by any method; 1 if it is not, and for `direct`.
 
-    Only under `pi` it is also what every position is divided by.
+    Under `pi` it is also what every position is divided by.
 
     >>> scale_of({"rope_theta": 1e4, "rope_scaling": {"type": "linear", "factor": 8.0}})
     8.0
@@ -150,18 +150,18 @@ def scale_of(config: Config) -> float:
 
 
 def window_of(config: Config) -> int:
-    """The context window of a model in tokens, by vLLM's rule.
+    """Return the context window of a model in tokens, by vLLM's rule.
 
     A `linear` or `dynamic` rope multiplies `max_position_embeddings`, `yarn` its `original_max_position_embeddings`;
-    under other types (`llama3`, `longrope`) the window is as declared.
+    with other types (`llama3`, `longrope`) the window is as declared.
 
     Raises:
-        ScalingError: the config does not say.
+        ScalingError: the config has no window.
     """
     if config.get("max_position_embeddings") is None:
         raise ScalingError(
-            f"model of type {config.get('model_type')}: its config has no max_position_embeddings; "
-            "how far it reads is not known"
+            f"model of type {config.get('model_type')}: its config has no max_position_embeddings, "
+            "so its context window is not known; add it to config.json"
         )
     multiplied: int = config["max_position_embeddings"]
     rope = full_attention_rope(config)
@@ -172,10 +172,10 @@ def window_of(config: Config) -> int:
 
 
 def in_both_dialects(config: Config) -> dict[str, Any]:
-    """A copy of a config whose scaling is read by transformers 5 and, at the top level, by 4, vLLM and SGLang.
+    """Return a copy of a config whose scaling is read by transformers 5 and, at the top level, by 4, vLLM and SGLang.
 
-    transformers 4 reads a config that has `rope_parameters` alone silently unscaled. Models with ropes per layer type
-    that only 5 knows get no top level: 5 would give it to the sliding layers too.
+    transformers 4 loads a config with `rope_parameters` alone silently unscaled. Models with ropes per layer type that
+    only transformers 5 knows get no top level, which 5 would apply to the sliding layers too.
     """
     both = dict(config)
     nested = read_rope(config)
@@ -195,7 +195,7 @@ def in_both_dialects(config: Config) -> dict[str, Any]:
 
 
 def _rope_scaling(rope: Config, model_type: str) -> dict[str, Any] | None:
-    """What transformers 4 calls `rope_scaling`."""
+    """Return `rope_scaling` as transformers 4 reads it."""
     kind = rope.get("rope_type", "default")
     if kind == "default":
         return None

@@ -1,4 +1,4 @@
-"""A model config stretched to a longer window, or refused with the reason; config dictionaries, no torch."""
+"""Extend a model config to a longer window, or refuse it with the reason; config dictionaries, no torch."""
 
 from typing import Any
 
@@ -17,26 +17,26 @@ from pi_lora.scaling.config import (
 )
 
 LOCAL_ATTENTION = {SLIDING_ATTENTION, "chunked_attention"}
-# Their configs accept no scaling but `longrope`, which divides each frequency by a number of its own: one for all is PI
+# Their configs accept only `longrope`, which divides each frequency by its own number; the same one for all is PI.
 LONGROPE_ONLY = {"phi3", "phi4_multimodal"}
-# Their rotary layers are the sliding ones, and those that see everything have no positions; no config says so.
+# Only their sliding layers are rotary; layers with full attention have no positions. No config says so.
 LOCAL_ROPE_ONLY = set("afmoe cohere2 cohere2_moe exaone4 exaone_moe flint kolibri1 llama4_text".split())
 
 
 def extend_config(config: Config, interpolation: Interpolation) -> dict[str, Any]:
-    """A copy of a model config that reads `interpolation.target` tokens, in both dialects.
+    """Return a copy of a model config with a window of `interpolation.target` tokens, in both dialects.
 
     `pi` makes the rope `linear`, or multiplies the factor of one that is. `dynamic` and `yarn` are written as
     transformers computes them. Ropes per layer type change on full-attention layers only. `direct` declares the
-    longer window, no more. `max_position_embeddings` becomes what every reader needs:
+    longer window and changes nothing else. `max_position_embeddings` is what every reader needs:
 
-    - L under `linear` and `dynamic`: engines multiply it by the factor, and `dynamic` starts to act there;
-    - L' under `yarn`: transformers 4 computes the factor from it, and SGLang takes it as it is.
+    - L under `linear` and `dynamic`: engines multiply it by the factor, and `dynamic` scales inputs longer than it;
+    - L' under `yarn`: transformers 4 computes the factor from it, and SGLang takes it as the window.
 
     Raises:
-        ScalingError: the model cannot be stretched so, with the reason.
+        ScalingError: the model cannot be extended this way, with the reason.
     """
-    refuse_what_cannot_be_stretched(config, interpolation)
+    check_extendable(config, interpolation)
     nested = read_rope(config)
     rope, declared = _stretched_rope(config, interpolation)
     extended = dict(config)
@@ -47,11 +47,11 @@ def extend_config(config: Config, interpolation: Interpolation) -> dict[str, Any
     return in_both_dialects(extended)
 
 
-def refuse_what_cannot_be_stretched(config: Config, interpolation: Interpolation) -> None:
-    """Nothing, for a model that `interpolation` can stretch.
+def check_extendable(config: Config, interpolation: Interpolation) -> None:
+    """Refuse a model that `interpolation` cannot extend.
 
     Raises:
-        ScalingError: another rope type, or no layer that both has positions and sees the target window.
+        ScalingError: the rope has another type, or no layer both has positions and attends to the target window.
     """
     model_type, method = config.get("model_type"), interpolation.method
     rope = full_attention_rope(config)
@@ -59,7 +59,7 @@ def refuse_what_cannot_be_stretched(config: Config, interpolation: Interpolation
     own = method_of(config)
     if kind != "default" and own != "pi":
         raise ScalingError(
-            f"rope_type {kind}: this model's positions are already stretched in another way, or never were plain; "
+            f"rope_type {kind}: this model's positions are already extended in another way; "
             "start from an unextended base (only default and linear can be interpolated)"
         )
     if own == "pi" and method in ("dynamic", "yarn"):
@@ -68,38 +68,38 @@ def refuse_what_cannot_be_stretched(config: Config, interpolation: Interpolation
         )
     if model_type in LONGROPE_ONLY and method in ("dynamic", "yarn"):
         raise ScalingError(
-            f"scaling: {method}: transformers reads no such rope for models of type {model_type}; use pi"
+            f"scaling: {method}: transformers does not support it for models of type {model_type}; use pi"
         )
     if model_type in LOCAL_ROPE_ONLY:
         raise ScalingError(
-            f"model of type {model_type}: only its local-attention layers have rotary positions, and those that see "
-            "the whole window have none; nothing to interpolate"
+            f"model of type {model_type}: only its local-attention layers have rotary positions, and layers with full "
+            "attention have none; nothing to interpolate"
         )
     reach = local_window(config)
     if reach is not None and reach < interpolation.target:
         raise ScalingError(
-            f"context.target: {interpolation.target}: every layer of this model looks back {reach} tokens at most, "
-            "which no scaling of positions changes; choose a model with full attention"
+            f"context.target: {interpolation.target}: every layer of this model attends to at most {reach} tokens, "
+            "which scaling positions does not change; choose a model with full attention"
         )
 
 
-def refuse_what_does_not_reach(name: str, config: Config, target: int) -> None:
-    """Nothing, for a model that reads `target` tokens as it is (`scaling: keep`).
+def check_reach(name: str, config: Config, target: int) -> None:
+    """Refuse a model whose own window is shorter than `target` tokens (`scaling: keep`).
 
     Raises:
-        ScalingError: it reads fewer.
+        ScalingError: it is shorter.
     """
     if (window := window_of(config)) < target:
         raise ScalingError(
-            f"context.target: {target} is more than the {window} tokens that {name} reads, and scaling: keep leaves it "
-            "at them; extend it first, or lower the target"
+            f"context.target: {target} is longer than the window of {name}, {window} tokens, which scaling: keep does "
+            "not change; extend it first, or lower the target"
         )
 
 
 def local_window(config: Config) -> int | None:
-    """How many tokens the layer that sees farthest looks back, or None where a layer sees the whole window.
+    """Return the longest attention span of any layer in tokens, or None where a layer attends to the whole window.
 
-    transformers obeys `layer_types` where a model has them, else `sliding_window` in every layer, unless
+    transformers follows `layer_types` where a config has them, else `sliding_window` in every layer, unless
     `use_sliding_window` turns it off.
 
     >>> local_window({"sliding_window": 4096}), local_window({"sliding_window": 4096, "use_sliding_window": False})
@@ -112,14 +112,14 @@ def local_window(config: Config) -> int | None:
 
 
 def leads_to(base: Config, run: Config) -> bool:
-    """Whether `run` can have been stretched from `base`: any from a plain rope, by `pi` only from a `linear` one."""
+    """Return whether `run` can be an extension of `base`: by any method of a plain rope, by `pi` of a `linear` one."""
     if full_attention_rope(base).get("rope_type", "default") == "default":
         return True
     return method_of(base) == method_of(run) == "pi" and scale_of(run) >= scale_of(base)
 
 
 def _stretched_rope(config: Config, interpolation: Interpolation) -> tuple[dict[str, Any], int]:
-    """The rope of the full-attention layers under `interpolation`, and `max_position_embeddings` to go with it."""
+    """Return the rope of the full-attention layers under `interpolation`, and its `max_position_embeddings`."""
     rope, scale = full_attention_rope(config), interpolation.scale
     if interpolation.method == "dynamic":
         return {**rope, "rope_type": "dynamic", "factor": scale}, interpolation.original
@@ -135,9 +135,9 @@ def _stretched_rope(config: Config, interpolation: Interpolation) -> tuple[dict[
 
 
 def _as_longrope(config: Config, rope: Config, factor: float, window: int) -> dict[str, Any]:
-    """PI in the words of `longrope`: every frequency divided by the same `factor`, and attention left as it is.
+    """Return PI as a `longrope`: every frequency is divided by the same `factor`, attention is not scaled.
 
-    Its window is declared as the original one as well, or readers would derive a factor on attention from the ratio.
+    The window is also declared as the original one, since readers derive a factor on attention from their ratio.
     """
     head_dim = config["hidden_size"] // config["num_attention_heads"]
     factors = [factor] * (int(head_dim * rope.get("partial_rotary_factor", 1.0)) // 2)

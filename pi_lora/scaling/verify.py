@@ -1,98 +1,99 @@
-"""Whether the model that transformers builds obeys the scaling in its config; asked before any weights are read."""
+"""Check that the model transformers builds applies the scaling of its config, before any weights are read."""
 
-from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import replace
-from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from pi_lora.errors import ScalingError
-from pi_lora.scaling.config import SLIDING_ATTENTION, Interpolation
+from pi_lora.scaling.config import SLIDING_ATTENTION, Config, Interpolation
 from pi_lora.scaling.extend import extend_config
 
 FREQUENCIES = "inv_freq"
 
 
-def check_scaling(
-    kind: type[PreTrainedConfig],
-    config: Mapping[str, Any],
-    interpolation: Interpolation,
-    trust_remote_code: bool = False,
-) -> None:
-    """Nothing, if a model of `config` under `interpolation` gets rotary frequencies that follow from its plain ones.
-
-    Config classes drop or reject a scaling, and models without positions carry a rope in their config all the same:
-    what counts is what the model's own rotary modules compute. Under `pi` each frequency is the plain one divided by
-    the scale, or unchanged on layers that slide; under `yarn` none is below that or above the plain one. `dynamic`
-    acts on long inputs only, so its model is asked about `pi`.
+def build_on_meta(
+    kind: type[PreTrainedConfig], config: Config, trust_remote_code: bool = False, dtype: torch.dtype | None = None
+) -> PreTrainedModel:
+    """Build the model of `config` on the meta device: every module with its shape, no memory for weights.
 
     Raises:
-        ScalingError: the frequencies are others, or the model has none.
+        ScalingError: transformers rejects the config.
+    """
+    try:
+        with torch.device("meta"):
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(
+                kind.from_dict(deepcopy(dict(config))), trust_remote_code=trust_remote_code, dtype=dtype
+            )
+    except Exception as error:  # config classes and model code raise their own kinds
+        raise _cannot_be_built(kind, error) from None
+    return model
+
+
+def check_scaling(plain: PreTrainedModel, config: Config, interpolation: Interpolation, trust: bool = False) -> None:
+    """Refuse a model whose rotary frequencies under `interpolation` do not follow from its plain ones.
+
+    `plain` is the model of `config` on the meta device. Config classes drop or reject a scaling, and models without
+    positions have a rope in their config all the same, so what the model's own rotary modules compute is compared.
+    Under `pi` each frequency is the plain one divided by the scale, or unchanged on sliding layers; under `yarn` it
+    lies between these two. `dynamic` scales long inputs only, so its model is asked about `pi`.
+
+    Raises:
+        ScalingError: the frequencies differ from these, or the model has none.
     """
     if interpolation.method == "direct":
         return
     asked = replace(interpolation, method="pi") if interpolation.method == "dynamic" else interpolation
-    plain = rotary_frequencies(kind, config, trust_remote_code)
-    scaled = rotary_frequencies(kind, extend_config(config, asked), trust_remote_code)
-    if not plain:
+    kind = type(plain.config)
+    frequencies = rotary_frequencies(plain)
+    scaled = rotary_frequencies(build_on_meta(kind, extend_config(config, asked), trust))
+    if not frequencies:
         raise ScalingError(
             f"model of type {kind.model_type}: is built without rotary embeddings; nothing to interpolate"
         )
-    if not _follows(plain, scaled, asked):
+    if not _follows(frequencies, scaled, asked):
         raise ScalingError(
-            f"model of type {kind.model_type}: transformers does not apply the scaling of its config; "
-            "it would be tuned and measured unscaled"
+            f"model of type {kind.model_type}: transformers does not apply the scaling of its config, so it would be "
+            "tuned and measured unscaled; choose another model"
         )
 
 
-def rotary_frequencies(
-    kind: type[PreTrainedConfig], config: Mapping[str, Any], trust_remote_code: bool = False
-) -> dict[str, torch.Tensor]:
-    """The frequencies (radians a token) of each rotary module that a model of `config` is built with, by name.
+def rotary_frequencies(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """Return the frequencies (radians a token) of each rotary module of a model on the meta device, by name.
 
-    The model is built without memory for its weights; its rotary modules, which that leaves without numbers, are
-    built again by themselves.
+    The meta device leaves its buffers without values, so the rotary modules are built again by themselves.
 
     Raises:
-        ScalingError: transformers rejects the config, or a rotary module cannot be built by itself.
+        ScalingError: a rotary module cannot be built by itself.
     """
     found = {}
     try:
-        model = build_on_meta(kind, config, trust_remote_code)
         for name, module in model.named_modules():
             if any(buffer.endswith(FREQUENCIES) for buffer, _ in module.named_buffers(recurse=False)):
                 for buffer, values in type(module)(config=module.config).named_buffers():
                     found[f"{name}.{buffer}"] = values
-    except Exception as error:  # config classes and model code raise kinds of their own
-        reason = (str(error).strip() or type(error).__name__).splitlines()[-1].strip()
-        raise ScalingError(f"model of type {kind.model_type}: cannot be built with this scaling ({reason})") from None
+    except Exception as error:  # model code raises its own kinds
+        raise _cannot_be_built(type(model.config), error) from None
     return found
 
 
-def build_on_meta(
-    kind: type[PreTrainedConfig], config: Mapping[str, Any], trust_remote_code: bool = False
-) -> PreTrainedModel:
-    """Build the model of `config` on the meta device: every module with its shape, no memory for weights."""
-    with torch.device("meta"):
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(
-            kind.from_dict(deepcopy(dict(config))), trust_remote_code=trust_remote_code
-        )
-    return model
+def _cannot_be_built(kind: type[PreTrainedConfig], error: Exception) -> ScalingError:
+    reason = (str(error).strip() or type(error).__name__).splitlines()[-1].strip()
+    return ScalingError(f"model of type {kind.model_type}: cannot be built with this scaling ({reason})")
 
 
 def _follows(plain: dict[str, torch.Tensor], scaled: dict[str, torch.Tensor], interpolation: Interpolation) -> bool:
     if plain.keys() != scaled.keys() or any(plain[name].shape != scaled[name].shape for name in plain):
         return False
     changed = [name for name in plain if not torch.equal(plain[name], scaled[name])]
-    if any(SLIDING_ATTENTION in name for name in changed):
+    if not changed or any(SLIDING_ATTENTION in name for name in changed):
         return False
     lowest = {name: plain[name] / interpolation.scale for name in changed}
     if interpolation.method == "pi":
-        return bool(changed) and all(torch.allclose(scaled[name], lowest[name], rtol=1e-5, atol=0) for name in changed)
+        return all(torch.allclose(scaled[name], lowest[name], rtol=1e-5, atol=0) for name in changed)
     slack = 1 + 1e-5
-    return bool(changed) and all(
+    return all(
         bool((scaled[name] * slack >= lowest[name]).all() and (scaled[name] <= plain[name] * slack).all())
         for name in changed
     )

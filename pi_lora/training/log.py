@@ -1,4 +1,4 @@
-"""What is kept of a training while it goes on: a line every few steps, the progress, and a clean end when asked to."""
+"""The log of a training: a line every few steps, the progress, and a clean end after a signal."""
 
 import json
 import resource
@@ -17,17 +17,17 @@ from transformers import TrainerCallback, TrainerControl, TrainerState
 from pi_lora.distributed import any_process, is_leader
 from pi_lora.errors import Diverged
 from pi_lora.run_folder import TRAINING_LOG, last_checkpoint, read_training_log
-from pi_lora.types import Progress
+from pi_lora.types import Progress, silent
 
 
 class TrainingLog(TrainerCallback):
-    """Writes training.jsonl, reports progress, and ends training after the current step when asked to or when the loss
-    is no longer a number.
+    """Write training.jsonl, report progress, and end training after the step in which a signal came or the loss became
+    infinite or NaN.
 
-    Without `tokens_per_step` the trainer counts tokens, those of padding not among them.
+    Without `tokens_per_step` the trainer counts tokens, padding excluded.
     """
 
-    def __init__(self, folder: Path, tokens_per_step: int | None, progress: Progress | None) -> None:
+    def __init__(self, folder: Path, tokens_per_step: int | None, progress: Progress = silent) -> None:
         self.path = folder / TRAINING_LOG
         self.tokens_per_step = tokens_per_step
         self.progress = progress
@@ -41,17 +41,17 @@ class TrainingLog(TrainerCallback):
         self.line = ""
 
     def saw(self, loss: torch.Tensor) -> None:
-        """Take note of the loss of a forward pass, without waiting for the device."""
+        """Record whether a loss is finite, without waiting for the device."""
         finite = torch.isfinite(loss).all()
         self.finite = finite if self.finite is None else self.finite & finite
 
     def not_training(self, seconds: float) -> None:
-        """Leave `seconds` out of the account: something was measured meanwhile."""
+        """Do not count `seconds`, in which something was measured."""
         self.started += seconds
         self.last_time += seconds
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Begin counting; after a resume, keep the lines of the steps that stand."""
+        """Begin counting; after a resume, keep the lines of the steps before the checkpoint."""
         self.started = self.last_time = time.monotonic()
         self.step, self.last_tokens = state.global_step, self._tokens(state)
         kept = [line for line in read_training_log(self.path) if line["step"] <= state.global_step]
@@ -60,14 +60,14 @@ class TrainingLog(TrainerCallback):
             self.path.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Report the step; log the last one; stop behind a checkpoint if a signal came to any process.
+        """Report the step; log the last one; stop after a checkpoint if any process received a signal.
 
         Raises:
-            Diverged: the loss of this step is infinite or not a number; the checkpoints before it stand.
+            Diverged: the loss of this step is infinite or NaN; earlier checkpoints are kept.
         """
         self.step = state.global_step
         finite = self.finite is None or bool(self.finite)
-        # All processes decide by this answer: a signal that comes meanwhile counts from the next step on.
+        # All processes act on this answer; a signal that comes later counts from the next step on.
         asked_to_stop, diverged = any_process(self.signalled, not finite)
         if diverged:
             good = last_checkpoint(self.path.parent)
@@ -76,10 +76,9 @@ class TrainingLog(TrainerCallback):
                 f"{args.learning_rate:g}; lower it and start again"
                 + (f" (the last good checkpoint is kept: {good})" if good else "")
             )
-        if self.progress:
-            self.progress(state.global_step, state.max_steps, self.line)
+        self.progress(state.global_step, state.max_steps, self.line)
         if state.global_step == state.max_steps:
-            # What is about to be saved is the run itself.
+            # The finished run is saved next; it needs no checkpoint.
             control.should_log, control.should_save = True, False
         elif asked_to_stop:
             self.stopped = control.should_save = control.should_training_stop = True
@@ -108,14 +107,14 @@ class TrainingLog(TrainerCallback):
         self.line = f"loss {logs['loss']:.3f}  {speed:,.0f} tokens/s  {line['peak_memory'] / 2**30:.1f} GiB"
 
     def _tokens(self, state: TrainerState) -> int:
-        """So far, over all processes."""
+        """Return the tokens so far, over all processes."""
         if self.tokens_per_step is None:
             return int(state.num_input_tokens_seen)
         return int(state.global_step * self.tokens_per_step)
 
 
 def peak_memory() -> int:
-    """The most memory this process held, in bytes: of the GPU where there is one, else resident."""
+    """Return the peak memory of this process in bytes: of the GPU where there is one, else resident."""
     if torch.cuda.is_available():
         return int(torch.cuda.max_memory_allocated())
     unit = 1 if sys.platform == "darwin" else 1024
@@ -124,9 +123,9 @@ def peak_memory() -> int:
 
 @contextmanager
 def ends_after_the_step(log: TrainingLog) -> Iterator[None]:
-    """While training, SIGINT or SIGTERM lets the current step end; a second SIGINT ends at once.
+    """Let the current step end after SIGINT or SIGTERM; a second SIGINT ends at once.
 
-    A second SIGTERM does not: a cluster sends it to a worker and to its launchers, and each of them passes it on.
+    A second SIGTERM does not: a cluster sends it to a worker and to its launchers, which forward it.
     """
 
     def note(number: int, frame: types.FrameType | None) -> None:

@@ -1,4 +1,4 @@
-"""What TRL is told, and what it is taught: the only home of TRL."""
+"""The trainer: TRL's SFTTrainer with its arguments and our schedule; the only home of TRL."""
 
 import os
 from collections.abc import Iterator, Sequence
@@ -15,12 +15,12 @@ os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")  # TRL reports usage othe
 
 from trl import SFTConfig, SFTTrainer
 
-from pi_lora.data.batches import TrainingData
 from pi_lora.distributed import is_leader, wait_for_all
-from pi_lora.models.base import device, has_fast_bfloat16
-from pi_lora.recipe.schema import Recipe, Training
+from pi_lora.models.base import device
+from pi_lora.recipe.schema import Training
 from pi_lora.run_folder import CHECKPOINTS, mark_complete
 from pi_lora.training.chunked_mlp import chunk_mlps
+from pi_lora.training.job import Job
 from pi_lora.training.log import TrainingLog
 from pi_lora.training.schedule import rate_share
 
@@ -28,76 +28,67 @@ TENSORBOARD = "tensorboard"
 
 
 def make_trainer(
-    recipe: Recipe,
-    model: Any,
-    tokenizer: Any,
-    data: TrainingData,
-    name: str,
-    staging: Path,
-    log: TrainingLog,
-    others: Sequence[TrainerCallback] = (),
+    job: Job, model: Any, staging: Path, log: TrainingLog, others: Sequence[TrainerCallback] = ()
 ) -> SFTTrainer:
-    """A trainer for `model` on `data` (see `training_data`), which keeps its checkpoints in `staging`.
+    """Return a trainer for `model` on the data of `job`, which keeps its checkpoints in `staging`.
 
     Raises:
-        ModelError: the recipe asks for chunks of an MLP that cannot be cut.
+        ModelError: the recipe asks for chunks of an MLP that cannot be chunked.
     """
-    arguments = trainer_arguments(recipe, name, staging)
-    at_once = recipe.training.per_device_batch_size * recipe.hardware.data_parallel
-    if recipe.training.mlp_chunk_tokens:
-        chunk_mlps(model, recipe.training.mlp_chunk_tokens)
+    training, data = job.recipe.training, job.prepare()
+    if training.mlp_chunk_tokens:
+        chunk_mlps(model, training.mlp_chunk_tokens)
     trainer = _Trainer(
-        recipe.training,
+        training,
         log,
-        data.groups(at_once, recipe.training.seed),
+        data.groups(job.sequences_at_once, training.seed),
         model=model,
-        args=arguments,
+        args=trainer_arguments(job, staging),
         data_collator=data.collate,
         train_dataset=data.rows,
-        processing_class=tokenizer,
-        callbacks=[log, *others, *_tensorboard(recipe.training, staging)],
+        processing_class=job.tokenizer,
+        callbacks=[log, *others, *_tensorboard(training, staging)],
     )
     trainer.remove_callback(PrinterCallback)
     return trainer
 
 
-def trainer_arguments(recipe: Recipe, name: str, staging: Path) -> SFTConfig:
-    """What TRL is told; rows are token ids already and the loss never holds all logits at once."""
-    training, hardware = recipe.training, recipe.hardware
-    at_once = training.per_device_batch_size * hardware.data_parallel
+def trainer_arguments(job: Job, staging: Path) -> SFTConfig:
+    """Return TRL's arguments; rows are token ids already, and the loss is computed in chunks without all logits."""
+    training, hardware = job.recipe.training, job.recipe.hardware
     arguments = SFTConfig(
         output_dir=str(staging / CHECKPOINTS),
         max_steps=training.steps,
         learning_rate=training.learning_rate,
         per_device_train_batch_size=training.per_device_batch_size,
-        gradient_accumulation_steps=training.global_batch_size // at_once,
+        gradient_accumulation_steps=training.global_batch_size // job.sequences_at_once,
         optim={"adamw": "adamw_torch_fused", "paged_adamw_8bit": "paged_adamw_8bit"}[training.optimizer],
         weight_decay=training.weight_decay,
         adam_beta1=training.betas[0],
         adam_beta2=training.betas[1],
         max_grad_norm=training.max_grad_norm,
-        bf16=computes_in_bfloat16(training),
+        bf16=job.in_bfloat16,
         use_cpu=device().type == "cpu",
         gradient_checkpointing=training.activation_checkpointing,
         gradient_checkpointing_kwargs={"offload": True} if hardware.offload_activations else None,
-        # Every parameter that trains takes part in every step.
+        # Every trainable parameter is used in every step.
         ddp_find_unused_parameters=False,
         loss_type="nll",
         max_length=None,
         dataset_kwargs={"skip_prepare_dataset": True},
-        include_num_input_tokens_seen="non_padding" if recipe.data.has_examples else "no",
+        include_num_input_tokens_seen="non_padding" if job.recipe.data.has_examples else "no",
         # TRL does not count position_ids among the columns that are used, nor those of examples.
         remove_unused_columns=False,
         logging_steps=training.log_every,
         logging_nan_inf_filter=False,
         save_strategy="steps",
         save_steps=training.save_every,
-        # One more than the newest, which may be half written when the process is killed.
+        # Two, since the newest may be half written when the process is killed.
         save_total_limit=2,
         seed=training.seed,
         data_seed=training.seed,
         report_to=[tracker for tracker in training.tracking if tracker != TENSORBOARD] or "none",
-        run_name=name,
+        run_name=job.output.name,
         disable_tqdm=True,
         log_level="error",
         log_level_replica="error",
@@ -108,8 +99,8 @@ def trainer_arguments(recipe: Recipe, name: str, staging: Path) -> SFTConfig:
 
 
 class _Trainer(SFTTrainer):
-    """SFTTrainer with the paper's schedule, whose warm-up does not begin at zero; it computes `groups` together, notes
-    losses that are not finite, and marks a checkpoint that is whole.
+    """SFTTrainer with the paper's schedule, whose warm-up does not start at zero, with batches of similar lengths, a
+    check that losses are finite, and a mark on complete checkpoints.
     """
 
     def __init__(self, training: Training, log: TrainingLog, groups: Sampler[int] | None, **arguments: Any) -> None:
@@ -143,13 +134,8 @@ class _Trainer(SFTTrainer):
 
 
 def _tensorboard(training: Training, staging: Path) -> Iterator[TensorBoardCallback]:
-    """Its events go into the run; by default they would go with the checkpoints."""
+    """Write TensorBoard's events into the run; by default they are removed with the checkpoints."""
     if TENSORBOARD in training.tracking and is_leader():
         from torch.utils.tensorboard import SummaryWriter  # an optional package
 
         yield TensorBoardCallback(SummaryWriter(str(staging / TENSORBOARD)))
-
-
-def computes_in_bfloat16(training: Training) -> bool:
-    """Whether the arithmetic of a step is bfloat16 here; weights that train are float32 all the same."""
-    return training.precision == "bfloat16" or (training.precision == "auto" and has_fast_bfloat16())

@@ -5,14 +5,13 @@ from typing import Any
 
 import pytest
 import yaml
-from conftest import small_recipe
+from conftest import small_recipe, train
 from test_cli import run
 
 from pi_lora.evaluation.suite import evaluation_of, measure, names_in
 from pi_lora.models.load import load
 from pi_lora.recipe.files import RECIPE_FILE
 from pi_lora.recipe.schema import BenchmarksEvaluation, Evaluation, PasskeyEvaluation
-from pi_lora.training.training import train
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import small_recipe
+from conftest import small_recipe, train
 from rouge_score.rouge_scorer import RougeScorer
 
 from pi_lora import cli
@@ -23,7 +23,6 @@ from pi_lora.evaluation.summarization.rouge import rouge
 from pi_lora.evaluation.summarization.writing import Sampling, Writer, find_writer, write_batched, write_with_vllm
 from pi_lora.models.load import load
 from pi_lora.recipe.schema import Recipe
-from pi_lora.training.training import train
 
 REPORTS = Path(__file__).parents[3] / "shared" / "data" / "reports" / "gao_reports.jsonl"
 needs_reports = pytest.mark.skipif(not REPORTS.is_file(), reason="the reports are not in this checkout")

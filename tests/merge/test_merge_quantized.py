@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from adapters import save_base, tuned
-from conftest import small_recipe
+from conftest import small_recipe, train
 from safetensors.torch import load_file
 from test_merge_peft import TIED
 
@@ -15,7 +15,6 @@ from pi_lora.errors import ModelError
 from pi_lora.merge.check import Check
 from pi_lora.merge.merging import merge
 from pi_lora.models.base import extended_config, find_base, load_model
-from pi_lora.training.training import train
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed; pip install pi-lora[qlora]"

@@ -76,7 +76,7 @@ def test_a_model_stretched_in_another_way_is_refused(kind: str) -> None:
     rope = {"rope_type": kind, "rope_theta": 1e4, **own, **(factors if kind == "longrope" else {})}
     config = small_config("llama")
     config.rope_parameters = rope
-    with pytest.raises(ScalingError, match=f"rope_type {kind}: .*already stretched"):
+    with pytest.raises(ScalingError, match=f"rope_type {kind}: .*already extended"):
         stretched(config)
 
 

@@ -12,13 +12,12 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import BUILTIN, small_recipe
+from conftest import BUILTIN, small_recipe, train
 from torch.nn.functional import cross_entropy
 from transformers import AutoConfig
 
 from pi_lora.merge.merging import merge
 from pi_lora.models.load import load
-from pi_lora.training.training import train
 
 ORIGINAL, TARGET = 64, 128
 # The keys that SGLang takes for the window, in its order; the first that a config has wins.

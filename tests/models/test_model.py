@@ -17,7 +17,7 @@ from pi_lora.models.base import extended_config, find_base, load_model, read_con
 from pi_lora.models.load import Stretch, adapter_base, load
 from pi_lora.recipe.files import RECIPE_FILE, dump_recipe, load_recipe
 from pi_lora.scaling.config import Interpolation, Method, method_of, window_of
-from pi_lora.scaling.verify import rotary_frequencies
+from pi_lora.scaling.verify import build_on_meta, rotary_frequencies
 
 README = Path(__file__).parents[2] / "README.md"
 IDS = torch.randint(2, 1024, (1, 128), generator=torch.Generator().manual_seed(3))
@@ -158,8 +158,8 @@ def test_theta_and_the_rotary_share_of_a_head_survive_the_file(tmp_path: Path, m
     config.save_pretrained(tmp_path)
     base = find_base(str(tmp_path))
     save_config(extended_config(base, Interpolation("pi", 64, 128)), tmp_path)
-    plain = rotary_frequencies(type(config), base.config)
-    written = rotary_frequencies(type(config), read_config(tmp_path))
+    plain = rotary_frequencies(base.skeleton)
+    written = rotary_frequencies(build_on_meta(type(config), read_config(tmp_path)))
     for name, values in plain.items():
         torch.testing.assert_close(written[name], values if "sliding" in name else values / 2)
 

@@ -6,14 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import small_recipe
+from conftest import small_recipe, train
 from safetensors.torch import load_file
 
 from pi_lora.models.adapter import prepare_for_tuning
 from pi_lora.models.base import extended_config, find_base, load_model
 from pi_lora.models.load import load
 from pi_lora.recipe.schema import Tuning
-from pi_lora.training.training import train
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed; pip install pi-lora[qlora]"

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import small_recipe
+from conftest import small_recipe, train
 from huggingface_hub import ModelCard
 from huggingface_hub.utils import validate_repo_id
 from peft import PeftModel
@@ -21,7 +21,6 @@ from pi_lora.models.adapter import without_known_warnings
 from pi_lora.models.load import load
 from pi_lora.recipe.files import dump_recipe, load_recipe
 from pi_lora.report.card import merged_card, refresh_scores, write_card
-from pi_lora.training.training import train
 
 IDS = torch.randint(2, 1024, (2, 128), generator=torch.Generator().manual_seed(5))
 needs_bitsandbytes = pytest.mark.skipif(

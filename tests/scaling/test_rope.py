@@ -172,7 +172,7 @@ def test_phi3_is_interpolated_in_the_words_of_longrope() -> None:
 
 def test_a_longrope_of_its_own_is_refused() -> None:
     own = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0, 1.1], "long_factor": [1.0, 9.0]}
-    with pytest.raises(ScalingError, match=r"rope_type longrope: .*already stretched"):
+    with pytest.raises(ScalingError, match=r"rope_type longrope: .*already extended"):
         extend_config({**LLAMA_5, "model_type": "phi3", "rope_parameters": own}, Interpolation("pi", 2048, 4096))
 
 
@@ -232,7 +232,7 @@ def test_a_window_that_the_config_does_not_say_is_refused() -> None:
 @pytest.mark.parametrize("kind", ["yarn", "llama3", "longrope", "dynamic"])
 def test_other_scalings_are_refused_with_the_reason(kind: str) -> None:
     stretched = {**LLAMA_5, "rope_parameters": {"rope_type": kind, "rope_theta": 1e4, "factor": 2.0}}
-    with pytest.raises(ScalingError, match=f"rope_type {kind}: .*already stretched"):
+    with pytest.raises(ScalingError, match=f"rope_type {kind}: .*already extended"):
         extend_config(stretched, Interpolation("pi", 2048, 8192))
 
 

@@ -11,13 +11,12 @@ from pathlib import Path
 
 import pytest
 from accelerate.commands.launch import launch_command_parser
-from conftest import small_recipe
+from conftest import small_recipe, train
 
 from pi_lora.distributed import Rendezvous, check_launched, launch_arguments
 from pi_lora.errors import RecipeError
 from pi_lora.recipe.files import dump_recipe
 from pi_lora.recipe.schema import Recipe
-from pi_lora.training.training import train
 
 CLUSTER = {"gpus": 8, "machines": 4}
 

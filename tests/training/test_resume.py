@@ -12,14 +12,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import small_recipe
+from conftest import small_recipe, train
 from safetensors.torch import load_file
 
 from pi_lora.errors import Diverged, Interrupted, RecipeError, RunExistsError
 from pi_lora.recipe.files import dump_recipe, load_recipe
 from pi_lora.recipe.schema import Recipe
 from pi_lora.run_folder import last_checkpoint, staging_path
-from pi_lora.training.training import train
 
 STEPS = 12
 

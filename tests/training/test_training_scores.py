@@ -3,12 +3,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import small_recipe
+from conftest import small_recipe, train
 from safetensors.torch import load_file
 
 from pi_lora.evaluation.suite import measure
 from pi_lora.models.load import Stretch, load
-from pi_lora.training.training import train
 
 EVALUATION = {
     "every": 2,

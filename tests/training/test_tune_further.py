@@ -7,13 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import small_recipe
+from conftest import small_recipe, train
 
 from pi_lora.errors import PiLoraError
 from pi_lora.merge.merging import merge
 from pi_lora.models.load import load
 from pi_lora.recipe.schema import Recipe
-from pi_lora.training.training import train
 
 ROWS = [{"text": "The cat sat on the mat. " * 3, "gist": f"Cat {number}."} for number in range(4)]
 
