@@ -1,10 +1,10 @@
-"""What a user can do wrong, said in one line a mistake: where, what, what to do."""
+"""Errors that a user can correct, one line each: where, what is wrong, what to do."""
 
 from collections.abc import Sequence
 
 
 class PiLoraError(Exception):
-    """A mistake that the user can mend; the command line prints it without a traceback and exits with 2."""
+    """An error that the user can correct; the command line prints it without a traceback and exits with 2."""
 
 
 class RecipeError(PiLoraError):
@@ -16,11 +16,11 @@ class RecipeError(PiLoraError):
 
 
 class ScalingError(PiLoraError):
-    """A model whose positions cannot be interpolated, with the reason."""
+    """A model whose positions cannot be interpolated."""
 
 
 class ModelError(PiLoraError):
-    """A model, adapter or run folder that is missing, incomplete or does not fit."""
+    """A model, adapter or run folder that is missing, incomplete or does not match."""
 
 
 class DataError(PiLoraError):
@@ -28,12 +28,12 @@ class DataError(PiLoraError):
 
 
 class RunExistsError(PiLoraError):
-    """An output folder that already holds something; nothing is overwritten unasked."""
+    """An output folder that is not empty; nothing is overwritten."""
 
 
 class Diverged(PiLoraError):
-    """The loss became infinite or not a number; checkpoints from before it are kept."""
+    """The loss became infinite or NaN; earlier checkpoints are kept."""
 
 
 class Interrupted(PiLoraError):
-    """Training was interrupted after a checkpoint was written; the message says how to go on. Exit status 130."""
+    """An interruption after what was done so far was kept; the message says how to continue. Exit status 130."""

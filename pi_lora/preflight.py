@@ -116,10 +116,10 @@ def _evaluation_problems(recipe: Recipe) -> Iterator[str]:
         for problem in source_problems(Data.model_validate({"source": measured.data})):
             yield problem.replace("data.source", "evaluation.perplexity.data", 1)
         if measured.data == RECALL:
-            yield f"evaluation.perplexity.data: {RECALL}: is for training; measure recall with evaluation.passkey"
+            yield f"evaluation.perplexity.data: {RECALL} is for training; measure recall with evaluation.passkey"
     for entry in recipe.evaluation.benchmarks.data if recipe.evaluation.benchmarks else ():
         if not Path(entry.partition("=")[2] or entry).expanduser().exists():
-            yield f"evaluation.benchmarks.data: {entry}: there is no such file or folder; correct it, or leave it out"
+            yield f"evaluation.benchmarks.data: {entry}: no such file or folder; correct it, or leave it out"
 
 
 def _hardware_problems(recipe: Recipe) -> Iterator[str]:
@@ -128,7 +128,7 @@ def _hardware_problems(recipe: Recipe) -> Iterator[str]:
     if hardware.gpus and hardware.gpus > here:
         yield (
             f"hardware.gpus: {hardware.gpus} needed on each machine, {here} here; "
-            "run it where they are, or change hardware.gpus (pi-lora plan says what fits)"
+            "run it on such machines, or change hardware.gpus (pi-lora plan shows what fits)"
         )
     if hardware.context_parallel > 1 and not hardware.gpus:
         yield "hardware.context_parallel: needs GPUs; set hardware.gpus"
@@ -137,7 +137,7 @@ def _hardware_problems(recipe: Recipe) -> Iterator[str]:
     if recipe.training.optimizer == "paged_adamw_8bit" and not here:
         yield "training.optimizer: paged_adamw_8bit needs a GPU; use adamw"
     if hardware.offload_activations and not here:
-        yield "hardware.offload_activations: they are in the host's memory already; leave it out"
+        yield "hardware.offload_activations: needs a GPU; leave it out"
     if recipe.model.attention == "flash_attention_2" and not here:
         yield "model.attention: flash_attention_2 needs a GPU; use sdpa"
 

@@ -1,4 +1,4 @@
-"""Run folders: how one comes to be, whole or not at all, and what is written into it."""
+"""Run folders: made whole or not at all, resumed, and what is written into them."""
 
 import importlib.metadata
 import json
@@ -18,41 +18,41 @@ from pi_lora.recipe.schema import Recipe
 RUN_FILE = "run.json"
 CHECKPOINTS = "checkpoints"
 COMPLETE = "complete"
-SPARE_BYTES = 50_000_000  # tokenizer, card, and what else runs on the machine
+SPARE_BYTES = 50_000_000  # for tokenizer, card, and other programs
 SCORES = "scores"
 TRAINING_LOG = "training.jsonl"
 LIBRARIES = ("pi-lora", "torch", "transformers", "trl", "peft", "accelerate", "datasets", "safetensors")
-# What a resumed run may be given anew: where and how it is watched and kept, not what comes of it.
+# Keys that a resumed run may change: they affect where it runs and what it logs, not its result.
 MAY_CHANGE = ("hardware.", "evaluation.", "training.save_every", "training.log_every", "training.tracking", "paper")
 
 
 def output_folder(recipe: Recipe, recipe_path: Path) -> Path:
-    """Where a run goes by default: `adapters/<recipe>` for LoRA, `models/<recipe>` for all weights."""
+    """Return the default folder of a run: `adapters/<recipe>` for LoRA, `models/<recipe>` for full tuning."""
     return Path("models" if recipe.tuning.method == "full" else "adapters") / recipe_path.stem
 
 
 def check_output(output: Path, resume: bool = False) -> None:
-    """Refuse an `output` where a run cannot be made.
+    """Refuse an `output` that exists, or an interrupted run that is neither resumed nor removed.
 
     Raises:
-        RunExistsError: it is there already, or an interrupted run is and nobody said what to do with it.
+        RunExistsError: which of these, and what to do.
     """
     staging = staging_path(output)
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise RunExistsError(f"{output}: is there already and is not overwritten; choose another --output or remove it")
+        raise RunExistsError(f"{output}: already exists and is not overwritten; choose another --output or remove it")
     if resume and not staging.is_dir():
         raise RunExistsError(f"{output}: no interrupted run to resume; start it without --resume")
     if not resume and last_checkpoint(staging) is not None:
         raise RunExistsError(
-            f"{output}: an interrupted run is kept in {staging}; go on with --resume, or remove that folder"
+            f"{output}: an interrupted run is kept in {staging}; continue with --resume, or remove that folder"
         )
 
 
 def check_room(output: Path, needed: int) -> None:
-    """Refuse to begin what the disk cannot hold; `needed` bytes and a little for what is written beside them.
+    """Refuse to start if the disk has no room for `needed` bytes and a reserve.
 
     Raises:
-        RunExistsError: fewer are free where `output` goes.
+        RunExistsError: there is less room where `output` goes.
     """
     free = shutil.disk_usage(staging_path(output).parent).free
     if free < needed + SPARE_BYTES:
@@ -63,7 +63,7 @@ def check_room(output: Path, needed: int) -> None:
 
 
 def staging_path(output: Path) -> Path:
-    """The folder beside `output` in which it is made; it is renamed to `output` when it is whole."""
+    """Return the folder beside `output` in which a run is made and which is renamed to `output` when it is complete."""
     return output.with_name(f".{output.name}.partial")
 
 
@@ -71,7 +71,7 @@ def staging_path(output: Path) -> Path:
 def staged(output: Path, resume: bool = False) -> Iterator[Path]:
     """Make `output` whole or not at all: the body fills the staging folder, which is then renamed.
 
-    If the body fails, the staging folder goes, unless it holds a checkpoint to resume from.
+    If the body fails, the staging folder is removed unless it holds a checkpoint to resume from.
 
     Raises:
         RunExistsError: as `check_output`, or the folder cannot be made.
@@ -94,17 +94,17 @@ def staged(output: Path, resume: bool = False) -> Iterator[Path]:
 
 
 def check_resumed_recipe(output: Path, recipe: Recipe) -> None:
-    """Refuse to go on with an interrupted run under a recipe that would have led elsewhere.
+    """Refuse to resume an interrupted run under a recipe with another result.
 
     Raises:
-        RecipeError: the keys that differ, a line each, but for those that change nothing in the result.
+        RecipeError: the keys that differ and affect the result, a line each.
     """
     kept = staging_path(output) / RECIPE_FILE
     if not kept.is_file():
         return
     begun, now = (_flat(each.model_dump()) for each in (load_recipe(kept).recipe, recipe))
     if problems := [
-        f"{key}: {now[key]} given, but the interrupted run began with {begun[key]}; go on with that, or start afresh"
+        f"{key}: {now[key]} given, but the interrupted run began with {begun[key]}; use that, or start a new run"
         for key in begun
         if begun[key] != now[key] and not key.startswith(MAY_CHANGE)
     ]:
@@ -112,18 +112,18 @@ def check_resumed_recipe(output: Path, recipe: Recipe) -> None:
 
 
 def last_checkpoint(staging: Path) -> Path | None:
-    """The newest whole checkpoint of an unfinished run."""
+    """Return the newest complete checkpoint of an unfinished run."""
     found = [path for path in (staging / CHECKPOINTS).glob("checkpoint-*") if (path / COMPLETE).is_file()]
     return max(found, key=lambda path: int(path.name.rpartition("-")[2]), default=None)
 
 
 def mark_complete(checkpoint: Path) -> None:
-    """Say that a checkpoint is whole: a process may be killed while it writes one."""
+    """Mark a checkpoint as complete; a process may be killed while it writes one."""
     (checkpoint / COMPLETE).touch()
 
 
 def read_training_log(path: Path) -> list[dict[str, Any]]:
-    """The lines of a training.jsonl; none if there is no such file yet, and none that was cut off by a crash."""
+    """Return the lines of a training.jsonl, without one that a crash cut off; none if there is no file yet."""
     lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.is_file() else []
     return [json.loads(line) for line in lines if line.endswith("\n")]
 
@@ -134,7 +134,7 @@ def write_recipe(folder: Path, recipe: Recipe) -> None:
 
 
 def write_provenance(folder: Path, facts: Mapping[str, Any]) -> None:
-    """Write what the run was made with: versions, commit, hardware, and `facts`."""
+    """Write what a run was made with: versions, commit, hardware, and `facts`."""
     made_with = {
         **facts,
         "versions": {name: importlib.metadata.version(name) for name in LIBRARIES},
@@ -146,7 +146,7 @@ def write_provenance(folder: Path, facts: Mapping[str, Any]) -> None:
 
 
 def _finish(staging: Path, output: Path) -> None:
-    """Give a whole run its name."""
+    """Rename a complete run to its final name."""
     for file in staging.rglob("*"):
         if file.is_file():
             file.chmod(0o644)  # transformers 5 writes 0600
@@ -156,7 +156,7 @@ def _finish(staging: Path, output: Path) -> None:
 
 
 def _commit() -> str | None:
-    """The commit of this source tree, where it is one."""
+    """Return the commit of this source tree if it is a git checkout."""
     here = Path(__file__).parent.parent
     if not (here / ".git").exists():
         return None
@@ -170,7 +170,7 @@ def _commit() -> str | None:
 
 
 def _flat(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """`{"a": {"b": 1}}` as `{"a.b": 1}`, one level deep as a recipe's sections are."""
+    """Flatten `{"a": {"b": 1}}` to `{"a.b": 1}`, one level deep like a recipe's sections."""
     flat: dict[str, Any] = {}
     for section, content in tree.items():
         flat |= (

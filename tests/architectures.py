@@ -277,9 +277,9 @@ Look up `model_type` in your model's `config.json`. `pi-lora train RECIPE --dry-
 before its weights are read.
 
 This page is written by `python tests/architectures.py` from transformers {version}: every causal language model in it
-is built **small and with random weights**, stretched by `scaling: pi`, and compared with the plain model at positions
-`m / s`: rotary angles, and logits to within float32. **The weights of models on the hub were not tried.** How well one
-reads its new window after tuning is what `pi-lora eval` measures.
+is built **small and with random weights**, extended with `scaling: pi`, and compared with the plain model at positions
+`m / s`: rotary angles, and logits to float32 precision. **The weights of models on the hub were not tried.** How well a
+model uses its new window after tuning is what `pi-lora eval` measures.
 
 ## {count} architectures verified
 
@@ -287,18 +287,18 @@ reads its new window after tuning is what `pi-lora eval` measures.
 |---|---|---|
 {verified}
 
-- *Per layer type*: full-attention layers are rescaled. Layers that slide see no farther than before, and stay.
+- *Per layer type*: full-attention layers are rescaled; sliding-window layers are unchanged.
 - *One rope for sliding and full layers*: transformers has one setting for both, so both are rescaled.
-- *Every layer slides*: such a model is refused for targets beyond its `sliding_window` (Mistral-7B-v0.1: 4096, as
-  Phi-3-mini: 2047), because no scaling lets a layer look farther back. Those whose config says `"sliding_window": null`
+- *Every layer slides*: such a model is refused for targets beyond its `sliding_window` (Mistral-7B-v0.1: 4096,
+  Phi-3-mini: 2047), because scaling positions does not widen a sliding window. Configs with `"sliding_window": null`
   (Mistral-7B-v0.2 and later, Phi-4) have no such limit.
-- `phi3` accepts no `rope_type` but `longrope`; PI is written as one that divides every frequency by the same number.
-- `phi3` takes `scaling: pi` and `direct` only; every other row takes `dynamic` and `yarn` as well.
-- transformers 4 (4.57) reads the same files alike, but lacks some of it: it ignores every scaling of `nemotron`, knows
-  ropes per layer type for Gemma 3 and OLMo 3 only, and rejects `yarn` for `olmo` and `olmo2`, `dynamic` for
-  `hunyuan_v1_*`. Use transformers 5 for those. Compared once by hand, the logits of `gemma2` and `vaultgemma`
-  differ between 4 and 5 by up to 1e-2, those of `doge` and `modernbert-decoder` even unscaled, for reasons that we have
-  not looked into; `qwen3_moe` and `granitemoehybrid` saved by 5 do not load in 4.
+- `phi3` accepts only the `rope_type` `longrope`; PI is written as a longrope that divides every frequency by the same
+  number. It supports `scaling: pi` and `direct`; every other row supports `dynamic` and `yarn` as well.
+- transformers 4 (4.57) reads the same files with these exceptions: it ignores every scaling of `nemotron`, has ropes
+  per layer type for Gemma 3 and OLMo 3 only, and rejects `yarn` for `olmo` and `olmo2`, `dynamic` for `hunyuan_v1_*`.
+  Use transformers 5 for those. Compared once by hand, the logits of `gemma2` and `vaultgemma` differ between 4 and 5 by
+  up to 1e-2, those of `doge` and `modernbert-decoder` even unscaled; the cause is not known. `qwen3_moe` and
+  `granitemoehybrid` saved by 5 do not load in 4.
 
 ## Refused, and why
 
@@ -309,9 +309,9 @@ reads its new window after tuning is what `pi-lora eval` measures.
 Refused as well, whatever the architecture:
 
 - a model whose positions are already extended by `yarn`, `llama3`, `longrope` or `dynamic`, as Llama 3.1 and later:
-  start from its unextended base (Llama 3). One that is `linear` already is stretched further;
-- a model that transformers builds without rotary embeddings, or that does not obey its config's scaling. Frequencies of
-  the model as built are compared, so code that comes with a model is checked as well.
+  start from its unextended base (Llama 3). One that is already `linear` can be extended further;
+- a model that transformers builds without rotary embeddings, or that does not apply its config's scaling. The
+  frequencies of the built model are compared, so a model's own code is checked as well.
 
 ## Not tried
 

@@ -77,7 +77,7 @@ def test_dry_run_reads_no_weights_and_writes_nothing(
         (["train", "nowhere.yaml"], "nowhere.yaml: no such recipe; pi-lora recipes lists what is there"),
         (["train", DEMO, "context.target=200"], "context.target: 200 is not longer than the model's own window of 256"),
         (["train", DEMO, "model.name=./gone"], "./gone: no such folder; give a model folder"),
-        (["train", DEMO, "--output", "taken"], "taken: is there already and is not overwritten"),
+        (["train", DEMO, "--output", "taken"], "taken: already exists and is not overwritten"),
         (["train", DEMO, "--resume"], "adapters/demo: no interrupted run to resume"),
         (["merge", "nowhere"], "nowhere: holds no adapter"),
         (["eval", "perplexity", "builtin:huge"], "builtin:huge: no such built-in model; there is builtin:tiny"),

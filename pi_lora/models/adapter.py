@@ -1,4 +1,4 @@
-"""What trains, and adapter folders: the only home of PEFT."""
+"""What trains, and adapter folders; the only home of PEFT."""
 
 import json
 import math
@@ -23,9 +23,9 @@ from pi_lora.recipe.schema import Tuning
 def prepare_for_tuning(
     model: PreTrainedModel, tuning: Tuning, base_name: str, revision: str = "main"
 ) -> PreTrainedModel | PeftModel:
-    """Make what `tuning` names trainable, and only that: every weight, or a float32 LoRA adapter around `model`.
+    """Make trainable what `tuning` names and nothing else: every weight, or a float32 LoRA adapter around `model`.
 
-    An adapter will say that it stands on `base_name` at `revision`.
+    An adapter names `base_name` at `revision` as its base.
     """
     if tuning.method == "full":
         return model.requires_grad_(True)
@@ -39,13 +39,13 @@ def prepare_for_tuning(
 
 
 def tune_further(model: PreTrainedModel, folder: Path, tuning: Tuning) -> PeftModel:
-    """Make the adapter in `folder` train on, around its base `model`: what is saved then is one adapter of that base.
+    """Load the adapter in `folder` onto its base `model` to train it further; the result is one adapter of that base.
 
     A second adapter on top of the first would need both to be loaded, and merging the first into a quantized base would
     round it to four bits.
 
     Raises:
-        ModelError: the adapter is damaged, or shaped otherwise than `tuning` says.
+        ModelError: the adapter is damaged, or `tuning` describes another shape.
     """
     config = PeftConfig.from_pretrained(str(folder))
     config.lora_dropout = tuning.dropout
@@ -59,10 +59,10 @@ def tune_further(model: PreTrainedModel, folder: Path, tuning: Tuning) -> PeftMo
 
 
 def check_shape(folder: Path, tuning: Tuning) -> None:
-    """Refuse to tune the adapter in `folder` further under a `tuning` that shapes one otherwise.
+    """Refuse to tune the adapter in `folder` further if `tuning` describes another shape.
 
     Raises:
-        ModelError: with the keys that differ, and what to set them to.
+        ModelError: the keys that differ, and what to set them to.
     """
     saved = json.loads((folder / ADAPTER_CONFIG_FILE).read_text(encoding="utf-8"))
     pairs = {
@@ -84,15 +84,15 @@ def check_shape(folder: Path, tuning: Tuning) -> None:
 def _other_shape(folder: Path, differing: Mapping[str, Any]) -> ModelError:
     settings = " ".join(f"tuning.{key}={str(value).lower()}" for key, value in differing.items())
     return ModelError(
-        f"tuning: the adapter in {folder} has another shape, and is tuned further as it is; "
+        f"tuning: the adapter in {folder} has another shape, which tuning further does not change; "
         f"set {settings}, or merge it first (pi-lora merge {folder}) and tune a new one"
     )
 
 
 def train_in_float32(model: nn.Module) -> None:
-    """Make everything that trains float32: bfloat16 would round most updates of a small learning rate away.
+    """Cast all trainable parameters to float32; bfloat16 would round most updates at a small learning rate to zero.
 
-    PEFT 0.21 does so for LoRA's matrices, but copies embeddings and norms in the dtype of the base; TRL 1.16 casts the
+    PEFT 0.21 does so for LoRA's matrices but copies embeddings and norms in the base's dtype; TRL 1.16 casts the
     adapter of a quantized model to bfloat16.
     """
     for parameter in model.parameters():
@@ -101,8 +101,8 @@ def train_in_float32(model: nn.Module) -> None:
 
 
 def lora_config(model: PreTrainedModel, tuning: Tuning) -> LoraConfig:
-    """The LoRA (Hu et al. 2021) that a recipe asks for, with embeddings and norms trained in full beside it if it says
-    so (LongLoRA: plain LoRA falls behind without them at long context).
+    """Return the LoRA (Hu et al. 2021) that a recipe asks for, with embeddings and norms trained in full if it says so
+    (LongLoRA finds plain LoRA worse without them at long context).
     """
     whole = sorted({*_norm_names(model), _embedding_name(model)}) if tuning.embeddings_and_norms else None
     return LoraConfig(
@@ -119,18 +119,17 @@ def lora_config(model: PreTrainedModel, tuning: Tuning) -> LoraConfig:
 
 
 def trainable_parameters(model: nn.Module) -> int:
-    """How many numbers train; a tied weight counts once."""
+    """Return the number of trainable parameters; a tied weight counts once."""
     return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
 
 
 def save_adapter(model: PeftModel, folder: Path, weights: Mapping[str, torch.Tensor] | None = None) -> None:
-    """Write the adapter, and check that what was trained is what was saved; `weights` are the gathered ones of a model
-    that is spread over several processes.
+    """Write the adapter and check that the trained parameters were saved; `weights` are those gathered from FSDP.
 
     Raises:
-        ModelError: the file lacks a trained tensor, or holds one that was not trained.
+        ModelError: the file lacks a trained tensor, or has one that was not trained.
     """
-    # Trained embeddings are in modules_to_save; PEFT would look the base up on the hub to decide whether to add them.
+    # Trained embeddings are in modules_to_save; to decide whether to add them PEFT would ask the hub for the base.
     model.save_pretrained(folder, save_embedding_layers=False, state_dict=weights)
     with safe_open(folder / ADAPTER_WEIGHTS_FILE, framework="pt") as file:
         saved = set(file.keys())
@@ -143,12 +142,12 @@ def save_adapter(model: PeftModel, folder: Path, weights: Mapping[str, torch.Ten
 
 
 def save_full(model: PreTrainedModel, folder: Path, weights: Mapping[str, torch.Tensor] | None = None) -> None:
-    """Write all weights, and check that as many numbers were saved as were trained; `weights` as in `save_adapter`.
+    """Write all weights and check that the number of saved parameters is that of the trained ones.
 
-    Names are not compared: transformers 5 stores some architectures under others than it computes with.
+    Names are not compared: transformers 5 stores some architectures under other names than it computes with.
 
     Raises:
-        ModelError: the files hold fewer or more.
+        ModelError: the files have fewer or more parameters.
     """
     model.save_pretrained(folder, state_dict=weights)
     saved = 0
@@ -160,12 +159,12 @@ def save_full(model: PreTrainedModel, folder: Path, weights: Mapping[str, torch.
 
 
 def load_adapter(model: PreTrainedModel, folder: Path, weightless: bool = False) -> PeftModel:
-    """Put the adapter in `folder` on its base, whose scaling the caller has restored.
+    """Load the adapter in `folder` onto its base, whose scaling the caller has restored.
 
-    `weightless`: the base has no values yet, so that nothing is written into copies of them.
+    `weightless` says that the base has no values yet, so that PEFT does not copy them.
 
     Raises:
-        ModelError: the adapter is damaged or belongs to a model of another shape.
+        ModelError: the adapter is damaged, or its base has another shape.
     """
     return _put_on(model, folder, low_cpu_mem_usage=weightless).eval()
 
@@ -174,7 +173,7 @@ def _put_on(model: PreTrainedModel, folder: Path, **options: Any) -> PeftModel:
     try:
         with without_known_warnings():
             adapted = PeftModel.from_pretrained(model, str(folder), **options)
-    except Exception as error:  # peft, safetensors and torch each raise kinds of their own
+    except Exception as error:  # peft, safetensors and torch raise their own kinds
         reason = str(error).strip().splitlines()
         raise ModelError(
             f"{folder}: the adapter does not fit its base ({reason[-1] if reason else error!r})"
@@ -183,15 +182,15 @@ def _put_on(model: PreTrainedModel, folder: Path, **options: Any) -> PeftModel:
     with safe_open(folder / ADAPTER_WEIGHTS_FILE, framework="pt") as file:
         if missing := sorted(expected - set(file.keys())):
             raise ModelError(
-                f"{folder / ADAPTER_WEIGHTS_FILE}: lacks {', '.join(missing)}; it is not whole, tune again"
+                f"{folder / ADAPTER_WEIGHTS_FILE}: lacks {', '.join(missing)}, so it is incomplete; tune again"
             )
     return adapted
 
 
 @contextmanager
 def without_known_warnings() -> Iterator[None]:
-    """PEFT 0.21 and TRL 1.16 call activation checkpointing by the name that transformers 5.23 is about to drop; and at
-    a checkpoint PEFT looks for the base's config where a built-in model has none.
+    """Ignore two warnings: PEFT 0.21 and TRL 1.16 use a name that transformers 5.23 deprecates for activation
+    checkpointing, and at a checkpoint PEFT looks for the base's config, which a built-in model has elsewhere.
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*gradient_checkpointing` is deprecated", category=FutureWarning)
@@ -200,12 +199,12 @@ def without_known_warnings() -> Iterator[None]:
 
 
 def _keep_the_dtype_of_activations(model: PeftModel) -> None:
-    """Let float32 embeddings and norms take and give the dtype of the base: a float32 residual stream would double the
+    """Make float32 embeddings and norms take and return the base's dtype, since a float32 residual stream doubles the
     memory of every saved activation. Logits stay in float32.
     """
     for module in model.modules():
         if isinstance(module, ModulesToSaveWrapper):
-            # The RMS norms of transformers take any input; torch's own modules take their weight's dtype alone.
+            # The RMS norms of transformers take any dtype; torch's own modules take only their weight's.
             if isinstance(module.original_module, (nn.Linear, nn.LayerNorm)):
                 module.register_forward_pre_hook(_inputs_in_float32)
             if not isinstance(module.original_module, nn.Linear):
@@ -218,7 +217,7 @@ def _inputs_in_float32(_module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> 
 
 
 def _saved_name(name: str) -> str:
-    """The name that PEFT saves a parameter under."""
+    """Return the name that PEFT saves a parameter under."""
     for internal in (".modules_to_save.default", ".default", ".original_module"):
         name = name.replace(internal, "")
     return name.replace("lora_magnitude_vector.weight", "lora_magnitude_vector")
@@ -237,7 +236,7 @@ def _norm_names(model: nn.Module) -> Iterator[str]:
 
 
 def _attention_names(model: nn.Module) -> set[str]:
-    """The last names of the linear layers inside attention, whatever an architecture calls them."""
+    """Return the last part of the names of the linear layers in attention, which differ between architectures."""
     return {
         name.rpartition(".")[2]
         for name, module in model.named_modules()

@@ -1,4 +1,4 @@
-"""Which attention kernel `model.attention: auto` stands for."""
+"""The attention kernel that `model.attention: auto` chooses."""
 
 import torch
 from transformers.utils import is_flash_attn_3_available, is_flash_attn_4_available
@@ -6,8 +6,8 @@ from transformers.utils import is_flash_attn_3_available, is_flash_attn_4_availa
 from pi_lora.models.base import device
 
 SDPA = "sdpa"
-# By the major number of the GPU's compute capability. FlashAttention 3 and 4 are written for one generation each (Shah
-# et al. 2024 for Hopper). Version 2 is what torch's own flash kernel is made from, so that installing it gains nothing.
+# By the major number of the GPU's compute capability. FlashAttention 3 and 4 each support one generation (Shah et al.
+# 2024 for Hopper). torch's own flash kernel is FlashAttention 2, so installing that package gains nothing.
 _MADE_FOR = {
     9: ("flash_attention_3", is_flash_attn_3_available),
     10: ("flash_attention_4", is_flash_attn_4_available),
@@ -15,10 +15,10 @@ _MADE_FOR = {
 
 
 def attention_kernel(asked: str, in_bfloat16: bool, context_parallel: int = 1) -> str:
-    """The kernel by transformers' name: what is asked for, and for `auto` the one written for this GPU where it is
-    installed, else torch's, which chooses among cuDNN's and its own.
+    """Return the kernel by transformers' name: the one asked for, or for `auto` the one written for this GPU if it is
+    installed, else torch's, which chooses between cuDNN's and its own.
 
-    Kernels of FlashAttention know no float32, and shared sequences are for torch's alone (accelerate 1.15).
+    FlashAttention does not support float32, and context parallelism supports only torch's kernel (accelerate 1.15).
     """
     if asked != "auto":
         return asked

@@ -1,4 +1,4 @@
-"""Models as a user names them: bases, full weights and run folders, loaded with their scaling."""
+"""Models as users name them (bases, full weights, runs), found and loaded with their scaling."""
 
 import json
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ from pi_lora.scaling.extend import leads_to
 
 @dataclass(frozen=True)
 class Stretch:
-    """What an evaluation asks of a plain base: the paper's step 0 (`pi`), no rescaling (`direct`), or other methods."""
+    """How an evaluation extends a plain base: the paper's step 0 (`pi`), no rescaling (`direct`), or other methods."""
 
     target: int
     original: int | None = None
@@ -37,7 +37,7 @@ class Stretch:
 
 @dataclass(frozen=True)
 class FoundModel:
-    """A model as a user names it, before its weights are read: its base, and the config that it is loaded under.
+    """A model before its weights are read: its base, and the config that it is loaded under.
 
     `adapter` is the folder of a run or adapter, None for full weights.
     """
@@ -132,12 +132,12 @@ def load(name: str, stretch: Stretch | None = None, dtype: str | None = None) ->
 
 
 def is_adapter(name: str | Path) -> bool:
-    """Whether a folder holds an adapter rather than full weights."""
+    """Return whether a folder holds an adapter rather than full weights."""
     return (Path(name) / ADAPTER_CONFIG_FILE).is_file()
 
 
 def adapter_base(folder: Path, override: str | None = None) -> tuple[BaseModel, dict[str, Any]]:
-    """The base of an adapter folder, and the extended config that the run was tuned under.
+    """Return the base of an adapter folder, and the extended config that it was tuned under.
 
     Raises:
         ModelError: the folder's config does not extend this base: another size, vocabulary, rotary base or window.
@@ -160,7 +160,7 @@ def adapter_base(folder: Path, override: str | None = None) -> tuple[BaseModel, 
 
 
 def _tuned_from(folder: Path) -> BaseModel:
-    """The base that an adapter folder names; whether to run code that it brings, the recipe says."""
+    """Find the base that an adapter folder names; the recipe says whether to run the base's code."""
     adapter = json.loads((folder / ADAPTER_CONFIG_FILE).read_text(encoding="utf-8"))
     recipe = folder / RECIPE_FILE
     trusted = recipe.is_file() and load_recipe(recipe).recipe.model.trust_remote_code

@@ -1,6 +1,6 @@
-"""The MLP of every layer over a few tokens at a time: the same numbers, and a small part of the memory.
+"""Chunked MLPs: the same numbers from a few tokens at a time, in a fraction of the memory.
 
-An MLP sees each token by itself, so that a long sequence may go through it in pieces. Its four tensors of
+An MLP computes each token independently, so a long sequence can go through it in pieces. Its four tensors of
 `tokens x intermediate`, the largest of a layer under activation checkpointing, then exist for one piece only.
 """
 
@@ -18,17 +18,15 @@ Run = Callable[[torch.Tensor], torch.Tensor]
 
 
 def chunk_mlps(model: nn.Module, tokens: int) -> None:
-    """Let the MLPs of `model` take at most `tokens` tokens at a time, forward and backward.
+    """Make the MLPs of `model` compute at most `tokens` tokens at a time, forward and backward.
 
     Raises:
-        ModelError: the model has no MLP of linear layers alone (a mixture of experts chooses among all tokens).
+        ModelError: the model has no dense MLP (a mixture of experts routes all tokens together).
     """
     found = [module for name, module in model.named_modules() if name.rpartition(".")[2] in NAMES]
     dense = [module for module in found if not _has_experts(module)]
     if not dense:
-        raise ModelError(
-            "training.mlp_chunk_tokens: the model has no MLP that sees each token by itself; leave the key out"
-        )
+        raise ModelError("training.mlp_chunk_tokens: the model has no dense MLP; leave the key out")
     for mlp in dense:
         mlp.forward = _in_pieces(mlp, mlp.forward, tokens)
 
@@ -53,11 +51,11 @@ def _in_pieces(mlp: nn.Module, run: Run, tokens: int) -> Run:
 
 
 class _Kept(torch.autograd.Function):
-    """Keeps its input for `_Pieces`, before that computes anything.
+    """Save the input of `_Pieces` before its forward.
 
-    Checkpointing recomputes a layer until the last thing that its backward needs is there (`early_stop` of torch 2.13's
-    `checkpoint`). What `_Pieces` itself would save comes after its forward; this comes before, and spares the
-    recomputation the MLP, which the backward of `_Pieces` computes again anyway.
+    Checkpointing recomputes a layer until it has the last tensor that the backward needs (`early_stop` of torch 2.13's
+    `checkpoint`). What `_Pieces` itself saves would come after its forward; saving the input before it ends the
+    recomputation ahead of the MLP, which the backward of `_Pieces` recomputes in any case.
     """
 
     @staticmethod
@@ -67,11 +65,11 @@ class _Kept(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> None:
-        raise AssertionError("nothing follows from it")
+        raise AssertionError("its empty output is never used")
 
 
 class _Pieces(torch.autograd.Function):
-    """`run` over pieces of `hidden` (1, tokens, hidden); each is computed again where its gradients are needed."""
+    """`run` over pieces of `hidden` (1, tokens, hidden); the backward recomputes each piece."""
 
     @staticmethod
     def forward(
@@ -103,7 +101,7 @@ def _joined(run: Run, hidden: torch.Tensor, tokens: int) -> torch.Tensor:
 
 
 def _recomputed(run: Run, piece: torch.Tensor, enabled: bool, dtype: torch.dtype) -> torch.Tensor:
-    """`run` with gradients, under the autocast of the forward; nothing of one piece is cached for the next."""
+    """Run with gradients under the forward's autocast, without its cache of casted weights."""
     with torch.enable_grad(), torch.autocast(piece.device.type, dtype, enabled=enabled, cache_enabled=False):
         return run(piece)
 

@@ -1,4 +1,4 @@
-"""The learning rate from step to step."""
+"""The learning rate schedule."""
 
 from collections.abc import Callable
 
@@ -10,17 +10,17 @@ from pi_lora.recipe.schema import Training
 
 
 def rate_share(training: Training) -> Callable[[int], float]:
-    """The share of the maximum rate at each step: linear warm-up from `warmup_start` (paper.tex, section 3.1), then one
-    of transformers' schedules.
+    """Return the share of the maximum rate at each step: linear warm-up from `warmup_start` (paper.tex, section 3.1),
+    then one of transformers' schedules.
 
     >>> rate = rate_share(Training(steps=100, schedule="constant", warmup_steps=20, warmup_start=0.1))
     >>> [round(rate(step), 3) for step in (0, 10, 20, 99)]
     [0.1, 0.55, 1.0, 1.0]
 
     Raises:
-        RecipeError: the schedule does not take these `schedule_options`, or needs more.
+        RecipeError: the schedule does not accept these `schedule_options`, or needs others.
     """
-    # transformers hangs a schedule on an optimizer; of this one only the maximum rate is read.
+    # transformers needs an optimizer for a schedule; only its maximum rate is read.
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=training.learning_rate)
     name = "constant_with_warmup" if training.schedule == "constant" else training.schedule
     try:
@@ -33,7 +33,7 @@ def rate_share(training: Training) -> Callable[[int], float]:
         )
     except (TypeError, ValueError) as error:
         raise RecipeError(
-            [f"training.schedule_options: {training.schedule} does not take them as they are ({error})"]
+            [f"training.schedule_options: {training.schedule} does not accept them ({error}); correct them"]
         ) from None
     after_warmup: Callable[[int], float] = scheduler.lr_lambdas[0]
 

@@ -59,7 +59,7 @@ def test_dtype_is_written_and_rounds_once(lora_run: Path, merged: Path, tmp_path
 def test_an_existing_folder_is_not_overwritten(lora_run: Path, tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "file").write_text("keep")
-    with pytest.raises(RunExistsError, match="is there already and is not overwritten"):
+    with pytest.raises(RunExistsError, match="already exists and is not overwritten"):
         merge(lora_run, tmp_path / "mine")
     assert (tmp_path / "mine" / "file").read_text() == "keep"
 

@@ -52,7 +52,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "a rope that is switched off": ("zamba2", {"use_mem_rope": False}, "built without rotary"),
     "ropes of parts that do not see the config's": ("blt", {}, "does not apply the scaling"),
     "a config class that rejects the scaling": ("phimoe", {}, "cannot be built with this scaling"),
-    "every layer slides": ("mistral", {"sliding_window": 128}, "every layer of this model looks back 128 tokens"),
+    "every layer slides": ("mistral", {"sliding_window": 128}, "every layer of this model attends to at most 128 tokens"),
     "every layer slides, by type": ("ministral", {"sliding_window": 128}, "every layer of this model looks back 128"),
     "a frequency that is not plain": ("lfm3", {}, "rope_type proportional"),
 }
@@ -98,7 +98,7 @@ def test_the_other_methods_are_accepted_where_promised(model_type: str, method: 
 
 @pytest.mark.parametrize("method", ["dynamic", "yarn"])
 def test_phi3_reads_no_other_method(method: Method) -> None:
-    with pytest.raises(ScalingError, match=f"scaling: {method}: transformers reads no such rope for .*phi3; use pi"):
+    with pytest.raises(ScalingError, match=f"scaling: {method}: transformers does not support it for .*phi3; use pi"):
         stretched(small_config("phi3"), method)
 
 

@@ -220,7 +220,7 @@ def test_a_target_beyond_the_sight_of_every_layer_is_refused(target: int) -> Non
     if target <= 4096:
         assert window_of(extend_config(base, Interpolation("pi", 2048, target))) == target
     else:
-        with pytest.raises(ScalingError, match=f"target: {target}: every layer of this model looks back 4096"):
+        with pytest.raises(ScalingError, match=f"target: {target}: every layer of this model attends to at most 4096"):
             extend_config(base, Interpolation("pi", 2048, target))
 
 

@@ -111,5 +111,5 @@ def test_a_token_goes_through_the_mlp_twice(checkpointing: bool) -> None:
 
 def test_a_mixture_of_experts_is_refused() -> None:
     config = AutoConfig.for_model("mixtral", **SHAPE, num_local_experts=2, num_experts_per_tok=1)
-    with pytest.raises(ModelError, match=r"training\.mlp_chunk_tokens: the model has no MLP"):
+    with pytest.raises(ModelError, match=r"training\.mlp_chunk_tokens: the model has no dense MLP"):
         chunk_mlps(AutoModelForCausalLM.from_config(config), 8)

@@ -95,7 +95,7 @@ def interrupt_at(step: int, recipe: Recipe, output: Path, number: signal.Signals
         if done == step and total == recipe.training.steps:
             os.kill(os.getpid(), number)
 
-    with pytest.raises(Interrupted, match=r"interrupted after step \d+, a checkpoint is kept; go on with --resume"):
+    with pytest.raises(Interrupted, match=r"interrupted after step \d+, a checkpoint is kept; continue with --resume"):
         train(recipe, output, progress=interrupt)
     assert not output.exists()
 
@@ -106,7 +106,7 @@ def test_a_signal_ends_the_run_behind_a_checkpoint(
 ) -> None:
     recipe, output = recipe_for(small_model), tmp_path / "run"
     interrupt_at(5, recipe, output, number)
-    with pytest.raises(RunExistsError, match="go on with --resume"):
+    with pytest.raises(RunExistsError, match="continue with --resume"):
         train(recipe, output)
     train(recipe, output, resume=True)
     assert all(torch.equal(tensor, whole[name]) for name, tensor in weights(output).items())
@@ -156,5 +156,5 @@ def test_ctrl_c_ends_with_130_and_one_line(small_model: Path, tmp_path: Path) ->
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 130
     assert errors.count("\n") == 1, errors
-    assert "a checkpoint is kept; go on with --resume" in errors
+    assert "a checkpoint is kept; continue with --resume" in errors
     assert not (tmp_path / "run").exists()

@@ -36,5 +36,5 @@ def test_schedules_take_transformers_options(schedule: str, options: dict[str, f
     ("schedule", "options"), [("linear", {"min_lr": 0.1}), ("warmup_stable_decay", {}), ("cosine_with_min_lr", {})]
 )
 def test_options_that_a_schedule_does_not_take_are_refused(schedule: str, options: dict[str, float]) -> None:
-    with pytest.raises(RecipeError, match=f"training.schedule_options: {schedule} does not take them"):
+    with pytest.raises(RecipeError, match=f"training.schedule_options: {schedule} does not accept them"):
         rate_share(Training(schedule=schedule, schedule_options=options))

@@ -85,7 +85,7 @@ def test_the_same_seed_gives_the_same_weights(lora_run: Path, small_model: Path,
 
 def test_a_folder_that_holds_something_is_not_overwritten(lora_run: Path, small_model: Path) -> None:
     before = weights(lora_run)
-    with pytest.raises(RunExistsError, match="is there already and is not overwritten"):
+    with pytest.raises(RunExistsError, match="already exists and is not overwritten"):
         train(small_recipe(small_model), lora_run)
     assert all(torch.equal(tensor, before[name]) for name, tensor in weights(lora_run).items())
 

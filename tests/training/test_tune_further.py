@@ -99,7 +99,7 @@ def test_an_adapter_folder_of_other_origin_needs_no_recipe(lora_run: Path, rows:
         ({"tuning": {"rank": 4, "embeddings_and_norms": False}}, "set tuning.embeddings_and_norms=true"),
         ({"tuning": {"rank": 4, "targets": "attention"}}, "set tuning.targets=all-linear"),
         ({"tuning": {"method": "full"}}, "which tuning.method: full cannot tune; merge it first"),
-        ({"context": {"target": 129}}, "129 is more than the 128 tokens that .* reads"),
+        ({"context": {"target": 129}}, "129 is longer than the window of .*, 128 tokens"),
         ({"scaling": "pi", "context": {"target": 256}}, "tune it further with scaling: keep, or merge it first"),
     ],
 )
@@ -112,7 +112,7 @@ def test_what_cannot_be_tuned_further_is_refused(
 
 
 def test_a_model_that_does_not_reach_the_target_is_refused(small_model: Path, rows: Path, tmp_path: Path) -> None:
-    with pytest.raises(PiLoraError, match=r"128 is more than the 64 tokens that .* reads, and scaling: keep leaves"):
+    with pytest.raises(PiLoraError, match=r"128 is longer than the window of .*, 64 tokens, which scaling: keep"):
         train(further(small_model, rows), tmp_path / "further")
 
 
