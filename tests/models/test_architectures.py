@@ -53,7 +53,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "ropes of parts that do not see the config's": ("blt", {}, "does not apply the scaling"),
     "a config class that rejects the scaling": ("phimoe", {}, "cannot be built with this scaling"),
     "every layer slides": ("mistral", {"sliding_window": 128}, "every layer of this model attends to at most 128 tokens"),
-    "every layer slides, by type": ("ministral", {"sliding_window": 128}, "every layer of this model looks back 128"),
+    "every layer slides, by type": ("ministral", {"sliding_window": 128}, "every layer of this model attends to at most 128"),
     "a frequency that is not plain": ("lfm3", {}, "rope_type proportional"),
 }
 
