@@ -1,6 +1,6 @@
 """The whole method on the built-in model, on a CPU: what `make demo` runs.
 
-Tunes by Position Interpolation, on whole sequences and on short ones whose positions skip, and directly, with the same
+Tunes with Position Interpolation, on whole sequences and with PoSE on short ones, and directly, with the same
 steps; measures each beside the base model and beside interpolation without tuning; merges; and shows one table and one
 picture. What it prints was measured in this run; finished runs in `demo/` are measured again, not trained again.
 """
@@ -100,7 +100,7 @@ def main() -> None:
         "base, extrapolating": measured("base", "builtin:tiny"),
         "PI, step 0": measured("step-0", "builtin:tiny", Stretch(TARGET, ORIGINAL)),
         "PI, tuned": measured("pi", str(interpolated)),
-        "PI, positions that skip": measured("skip", str(skipping)),
+        "PI, PoSE": measured("skip", str(skipping)),
         "direct tuning": measured("direct", str(direct)),
     }
     merged = DEMO / "merged"
