@@ -104,7 +104,7 @@ def lora_config(model: PreTrainedModel, tuning: Tuning) -> LoraConfig:
     """Return the LoRA (Hu et al. 2021) that a recipe asks for, with embeddings and norms trained in full if it says so
     (LongLoRA finds plain LoRA worse without them at long context).
     """
-    whole = sorted({*_norm_names(model), _embedding_name(model)}) if tuning.embeddings_and_norms else None
+    whole = _embedding_and_norm_names(model) if tuning.embeddings_and_norms else None
     return LoraConfig(
         r=tuning.rank,
         lora_alpha=tuning.lora_alpha,
@@ -223,16 +223,15 @@ def _saved_name(name: str) -> str:
     return name.replace("lora_magnitude_vector.weight", "lora_magnitude_vector")
 
 
-def _embedding_name(model: PreTrainedModel) -> str:
+def _embedding_and_norm_names(model: PreTrainedModel) -> list[str]:
     embedding = model.get_input_embeddings()
-    names: list[str] = [name.rpartition(".")[2] for name, module in model.named_modules() if module is embedding]
-    return names[0]
-
-
-def _norm_names(model: nn.Module) -> Iterator[str]:
-    for name, module in model.named_modules():
-        if "Norm" in type(module).__name__:
-            yield name.rpartition(".")[2]
+    return sorted(
+        {
+            name.rpartition(".")[2]
+            for name, module in model.named_modules()
+            if module is embedding or "Norm" in type(module).__name__
+        }
+    )
 
 
 def _attention_names(model: nn.Module) -> set[str]:

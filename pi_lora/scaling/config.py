@@ -6,7 +6,7 @@ A model trained on positions `[0, L)` reads `L' > L` tokens when position `m` is
 `rope_parameters`; transformers 4, vLLM and SGLang read top-level `rope_theta` and `rope_scaling`.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -23,10 +23,8 @@ LAYERED_IN_4 = {"gemma3_text", "gemma3n_text", "olmo3"}
 # Their configs in transformers 4 reject a `rope_scaling` with fields other than `type` and `factor`.
 TWO_FIELDS_IN_4 = {"olmo", "olmo2"}
 # Where transformers 4 (and the `rope_scaling` path of 5) has other names for theta and the rotary share of a head.
-NAMES_IN_4 = {
-    "gpt_neox": {"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"},
-    "gpt_neox_japanese": {"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"},
-}
+GPT_NEOX_IN_4 = {"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"}
+NAMES_IN_4 = {"gpt_neox": GPT_NEOX_IN_4, "gpt_neox_japanese": GPT_NEOX_IN_4}
 
 
 @dataclass(frozen=True)
@@ -52,24 +50,6 @@ class Interpolation:
     def scale(self) -> float:
         """L'/L, the `factor` of configs; 1 for `direct`."""
         return 1.0 if self.method == "direct" else self.target / self.original
-
-
-def interpolate_positions(positions: Sequence[float], scale: float) -> list[float]:
-    """Divide position indices by `scale` (paper.tex, Eqn. 4); the result is in tokens of the original window.
-
-    >>> interpolate_positions([0, 1, 1023], scale=4)
-    [0.0, 0.25, 255.75]
-    """
-    return [position / scale for position in positions]
-
-
-def rotary_angles(position: float, head_dim: int, theta: float, scale: float = 1.0) -> list[float]:
-    """Return the `head_dim / 2` angles of a position in radians: `(m / scale) theta^(-2j / d)` (paper.tex, Eqn. 1).
-
-    >>> rotary_angles(8, head_dim=4, theta=100.0, scale=4) == rotary_angles(2, head_dim=4, theta=100.0)
-    True
-    """
-    return [position / scale * theta ** (-2 * j / head_dim) for j in range(head_dim // 2)]
 
 
 def read_rope(config: Config) -> dict[str, Any]:

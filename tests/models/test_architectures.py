@@ -52,8 +52,16 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "a rope that is switched off": ("zamba2", {"use_mem_rope": False}, "built without rotary"),
     "ropes of parts that do not see the config's": ("blt", {}, "does not apply the scaling"),
     "a config class that rejects the scaling": ("phimoe", {}, "cannot be built with this scaling"),
-    "every layer slides": ("mistral", {"sliding_window": 128}, "every layer of this model attends to at most 128 tokens"),
-    "every layer slides, by type": ("ministral", {"sliding_window": 128}, "every layer of this model attends to at most 128"),
+    "every layer slides": (
+        "mistral",
+        {"sliding_window": 128},
+        "every layer of this model attends to at most 128",
+    ),
+    "every layer slides, by type": (
+        "ministral",
+        {"sliding_window": 128},
+        "every layer of this model attends to at most 128",
+    ),
     "a frequency that is not plain": ("lfm3", {}, "rope_type proportional"),
 }
 

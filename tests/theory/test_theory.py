@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from test_cli import run
 
 from pi_lora.errors import PiLoraError
-from pi_lora.scaling.config import rotary_angles
 from pi_lora.theory import bounds
 from pi_lora.theory.bounds import Setting, bounds_of, setting_of
 from pi_lora.theory.fit import fit_noise
@@ -89,7 +88,7 @@ def test_the_score_is_the_product_of_rotated_vectors(seed: int, m: int, n: int) 
     query, key = np.random.default_rng(seed).standard_normal((2, 8))
 
     def rotated(vector: bounds.Reals, position: int) -> bounds.Complexes:
-        return (vector[::2] + 1j * vector[1::2]) * np.exp(1j * np.array(rotary_angles(position, 8, 100.0)))
+        return (vector[::2] + 1j * vector[1::2]) * np.exp(1j * position * 100.0 ** (-np.arange(0, 8, 2) / 8))
 
     score = (rotated(query, m) * rotated(key, n).conj()).sum().real
     assert bounds.attention_score(bounds.coefficients(query, key), [m - n], 100.0)[0] == pytest.approx(score, abs=1e-9)
