@@ -58,7 +58,7 @@ class Journal:
 
 @contextmanager
 def journaled(loaded: LoadedModel, decided_by: Mapping[str, Any], what: str) -> Iterator[Journal]:
-    """Keep what is measured of a model until all of it is; `what` names the entries: "of 5 documents".
+    """Keep what is measured of a model until all of it is; `what` says what the entries are: "of 5 documents".
 
     Raises:
         Interrupted: by Ctrl-C.

@@ -174,11 +174,7 @@ def described(loaded: "LoadedModel") -> Json:
 
 
 def parse_scores(content: Any, where: str) -> Scores | None:
-    """Return the typed result in a JSON value, or None if it holds no result of pi-lora.
-
-    Raises:
-        ModelError: a field is missing or has the wrong type.
-    """
+    """Return the typed result in a JSON value, or None if it holds none; raise ModelError if a field is wrong."""
     if not isinstance(content, dict):
         return None
     kind = next((kind for kind in KINDS if kind.told_by in content), None)
@@ -191,11 +187,7 @@ def parse_scores(content: Any, where: str) -> Scores | None:
 
 
 def read_scores(file: Path) -> Scores | None:
-    """Return the result in a file, or None if it holds something else.
-
-    Raises:
-        ModelError: it cannot be read, is not JSON, or lacks a field.
-    """
+    """Return the result in a file, or None if it holds none; raise ModelError if it is no JSON or a field is wrong."""
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

@@ -33,20 +33,16 @@ def _perplexity(asked: PerplexityEvaluation, shared: bool) -> Measure:
 
 
 def _passkey(asked: PasskeyEvaluation, shared: bool) -> Measure:
-    def measure(loaded: LoadedModel, progress: Progress | None) -> Scores:
-        target = asked.target or loaded.window
-        return evaluate_passkey(loaded, target, asked.depths, asked.trials, asked.seed, progress, shared=shared)
-
-    return measure
+    return lambda loaded, progress: evaluate_passkey(
+        loaded, asked.target or loaded.window, asked.depths, asked.trials, asked.seed, progress, shared=shared
+    )
 
 
 def _benchmarks(asked: BenchmarksEvaluation, shared: bool) -> Measure:
     prepared = prepare(asked.tasks, asked.data)
-
-    def measure(loaded: LoadedModel, progress: Progress | None) -> Scores:
-        return evaluate_benchmarks(loaded, prepared, asked.limit, asked.batch_size, asked.window, progress)
-
-    return measure
+    return lambda loaded, progress: evaluate_benchmarks(
+        loaded, prepared, asked.limit, asked.batch_size, asked.window, progress
+    )
 
 
 @dataclass(frozen=True)

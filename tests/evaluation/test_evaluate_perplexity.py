@@ -254,7 +254,7 @@ def test_several_models_stand_side_by_side(
     monkeypatch.chdir(folder)
     options = ["--data", ".", "--truncate", "150", "--stride", "32", "--json", "both.json", "--plot", "curve.png"]
     models = [str(small_model), str(lora_run)]
-    monkeypatch.setattr("pi_lora.cli.app.out.width", 300)
+    monkeypatch.setattr("pi_lora.cli.perplexity.out.width", 300)
     status, out, err = run(capsys, monkeypatch, "eval", "perplexity", *models, *options)
     assert status == 0
     both = json.loads(Path("both.json").read_text())

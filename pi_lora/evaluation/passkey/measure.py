@@ -91,10 +91,6 @@ class PasskeyTest:
         batches = (trials[start : start + size] for start in range(0, len(trials), size))
         return [success for batch in batches for success in self._succeed(batch)]
 
-    def distance(self, depth: int) -> int:
-        """Return the tokens from the key to the end in the first trial at one depth."""
-        return trials_at(self.tokenizer, self.grid, depth, range(1))[0].distance
-
     @cached_property
     def _prefix(self) -> SharedPrefix | None:
         """The text ahead of the key where it stands nearest to the end: the longest. The same in every process."""
@@ -125,11 +121,7 @@ def passkey_retrieval(
     journal: Journal | None = None,
     progress: Progress = silent,
 ) -> list[PasskeyDepth]:
-    """Measure a grid, or with `k_max_only` no more of it than decides k_max; depths in the `journal` are not repeated.
-
-    Raises:
-        DataError: the prompt does not fit into the target.
-    """
+    """Measure a grid, or with `k_max_only` no more of it than decides k_max; raise DataError if the target is short."""
     test = PasskeyTest(model, tokenizer, grid, apart)
 
     def measure(depth: int) -> PasskeyDepth:
@@ -138,7 +130,8 @@ def passkey_retrieval(
             progress(depth * grid.trials + which.stop, grid.depths * grid.trials)
             return found
 
-        return depth_score(grid.ks[depth], test.distance(depth), outcomes_of(ask, grid.trials, k_max_only))
+        (first,) = trials_at(tokenizer, grid, depth, range(1))
+        return depth_score(grid.ks[depth], first.distance, outcomes_of(ask, grid.trials, k_max_only))
 
     return measure_depths(grid, measure, k_max_only, journal)
 

@@ -64,7 +64,7 @@ def pieces(length: int, windows: Sequence[int], stride: int, by_position: bool =
         scored = {window: tokens for window, tokens in scored.items() if tokens}
         whole = start == 0 or (by_position and start % apart == 0 and start + longest <= length)
         if scored or whole:
-            found.append(Piece(start, start + (longest if whole else max(scored)), scored, whole))
+            found.append(Piece(start, min(start + (longest if whole else max(scored)), length), scored, whole))
     return found
 
 

@@ -2,9 +2,9 @@
 
 import random
 from array import array
-from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import tee
 
 from pi_lora.data.corpus import PRESETS, Choice, evaluation_documents
 from pi_lora.data.documents import Document
@@ -88,17 +88,11 @@ def _drawn(documents: Iterable[Document], seed: int, needed: int) -> tuple[list[
 
 
 def _encoded(loaded: LoadedModel, documents: Iterable[Document]) -> Iterator[tuple[str, list[int]]]:
-    """Yield names and token ids; without EOS, which the model would be asked to predict."""
-    names: deque[str] = deque()
-
-    def texts() -> Iterator[str]:
-        for document in documents:
-            names.append(document.name)
-            yield document.text
+    """Return names and token ids; without EOS, which the model would be asked to predict."""
 
     def encode(texts: Sequence[str]) -> list[list[int]]:
         ids: list[list[int]] = loaded.tokenizer(list(texts), verbose=False)["input_ids"]
         return ids
 
-    for ids in encoded(texts(), encode):
-        yield names.popleft(), ids
+    named, read = tee(documents)
+    return zip((each.name for each in named), encoded((each.text for each in read), encode), strict=False)
