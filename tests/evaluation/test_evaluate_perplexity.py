@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from pi_lora.evaluation.perplexity import measure as sweep
 from pi_lora.evaluation.perplexity.measure import evaluate_perplexity
 from pi_lora.evaluation.perplexity.selection import choose_documents
 from pi_lora.evaluation.results import as_json
+from pi_lora.models import load as models_load
 from pi_lora.models.load import LoadedModel, load
 
 WORDS = "the road is long and the night is dark but a light burns in every window of the old house".split()
@@ -275,3 +277,26 @@ def test_no_model_is_measured_when_one_is_not_there(
     monkeypatch.setattr("pi_lora.models.load.FoundModel.load", None)
     status, _, err = run(capsys, monkeypatch, "eval", "perplexity", str(small_model), "builtin:huge")
     assert (status, err) == (2, "builtin:huge: no such built-in model; there is builtin:tiny\n")
+
+
+@pytest.mark.parametrize(
+    "command", [["perplexity", "--data", ".", "--windows", "32"], ["passkey", "--depths", "1", "--trials", "1"]]
+)
+def test_a_model_is_found_and_loaded_once(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    folder: Path,
+    command: list[str],
+) -> None:
+    monkeypatch.chdir(folder)
+    calls: Counter[str] = Counter()
+    for name in ("find_base", "load_tokenizer", "load_model"):
+        really = getattr(models_load, name)
+
+        def counted(*arguments: Any, really: Any = really, name: str = name, **named: Any) -> Any:
+            calls[name] += 1
+            return really(*arguments, **named)
+
+        monkeypatch.setattr(models_load, name, counted)
+    assert run(capsys, monkeypatch, "eval", command[0], "builtin:tiny", *command[1:])[0] == 0
+    assert calls == {"find_base": 1, "load_tokenizer": 1, "load_model": 1}
