@@ -19,6 +19,7 @@ from pathlib import Path
 
 from pi_lora.evaluation.passkey.measure import evaluate_passkey
 from pi_lora.evaluation.passkey.prompt import Grid, Trial, trials_at
+from pi_lora.evaluation.results import PasskeyScores
 from pi_lora.models.load import LoadedModel, Stretch, load
 
 ROOT = Path(__file__).parent.parent
@@ -52,7 +53,7 @@ def generate_seconds(loaded: LoadedModel, outcomes: list[list[bool]], per_depth:
     return (time.perf_counter() - started) * GRID.trials / per_depth
 
 
-def measure(loaded: LoadedModel, k_max_only: bool = False) -> dict:
+def measure(loaded: LoadedModel, k_max_only: bool = False) -> PasskeyScores:
     return evaluate_passkey(loaded, GRID.target, GRID.depths, GRID.trials, GRID.seed, k_max_only=k_max_only)
 
 
@@ -76,7 +77,7 @@ def main() -> None:
     name = options.model or ("demo/pi" if Path("demo/pi").exists() else "builtin:tiny")
     loaded = load(name, Stretch(GRID.target) if name == "builtin:tiny" else None)
     scores, only = measure(loaded), measure(loaded, k_max_only=True)
-    outcomes = [row["outcomes"] for row in scores["depths"]]
+    outcomes = [row.outcomes for row in scores.depths]
     rounds = []
     for _ in range(options.rounds):
         rounds.append({what: round(seconds, 2) for what, seconds in one_round(loaded, outcomes).items()})
@@ -87,8 +88,8 @@ def main() -> None:
         "model": loaded.name,
         "tuned": name != "builtin:tiny",
         "grid": {"target": GRID.target, "depths": GRID.depths, "trials": GRID.trials, "seed": GRID.seed},
-        "k_max": {"whole": scores["k_max"], "k_max_only": only["k_max"]},
-        "trials_made": {"whole": GRID.depths * GRID.trials, "k_max_only": sum(row["trials"] for row in only["depths"])},
+        "k_max": {"whole": scores.k_max, "k_max_only": only.k_max},
+        "trials_made": {"whole": GRID.depths * GRID.trials, "k_max_only": sum(row.trials for row in only.depths)},
         "trials_timed": {
             "generate_with_cache": GRID.depths * WITH_CACHE,
             "generate_without_cache": GRID.depths * WITHOUT_CACHE,

@@ -56,9 +56,9 @@ def measured(run: Path) -> dict:
     made_with = json.loads((run / "run.json").read_text())
     kept = ("trainable_parameters", "seconds", "peak_memory", "tokens")
     return {
-        "perplexity": {row["window"]: row["perplexity"] for row in perplexity["windows"]},
-        "k_max": passkey["k_max"],
-        "success_rate": sum(row["success_rate"] for row in passkey["depths"]) / DEPTHS,
+        "perplexity": {row.window: row.perplexity for row in perplexity.windows},
+        "k_max": passkey.k_max,
+        "success_rate": sum(row.success_rate for row in passkey.depths) / DEPTHS,
         **{key: made_with[key] for key in kept},
     }
 

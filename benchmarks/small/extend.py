@@ -109,5 +109,5 @@ def base_row(setting: Setting, base: Path, held_out: str) -> Row:
     loaded.model.to(device())
     perplexity = evaluate_perplexity(loaded, held_out, windows, setting.window // 2, setting.documents)
     passkey = evaluate_passkey(loaded, min(setting.scales) * setting.window, setting.depths, setting.trials, seed=0)
-    found = {str(each["window"]): each["perplexity"] for each in perplexity["windows"]}
-    return {"perplexity": found, "k_max": passkey["k_max"]}
+    found = {str(each.window): each.perplexity for each in perplexity.windows}
+    return {"perplexity": found, "k_max": passkey.k_max}

@@ -48,9 +48,9 @@ def theory(
     for file in files:
         out.print(str(file), highlight=False, soft_wrap=True)
     if json:
-        from pi_lora.evaluation.results import write_scores
+        from pi_lora.evaluation.results import write_json
 
-        write_scores(result, json)
+        write_json(result, json)
 
 
 def _check_options(model: str | None, text: Path | None, head_dim: int | None, theta: float | None) -> None:

@@ -1,34 +1,44 @@
-"""What a measurement has found so far, so that an interrupted one goes on where it stopped."""
+"""What a measurement has found so far, so that an interrupted one continues where it stopped."""
 
 import hashlib
 import importlib.metadata
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+from pydantic import BaseModel
 from transformers.utils import cached_file
 
+from pi_lora.data.cache import cache_folder
 from pi_lora.data.documents import fingerprint
+from pi_lora.distributed import from_all, is_leader, share_of
+from pi_lora.errors import Interrupted
 from pi_lora.models.base import CONFIG_FILE
 from pi_lora.models.load import LoadedModel
-from pi_lora.scaling.config import Config, constant_longrope, full_attention_rope
+from pi_lora.types import Json
 
-Found = dict[str, Any]
+R = TypeVar("R", bound=BaseModel)
 
 
 class Journal:
-    """Results by name, kept in a folder of `cache` that is named after all that decides them, a file a process.
+    """Results by name, in a folder of `cache` named after everything that decides them, one file per process.
 
     A line is written as soon as its result is known; one that was cut off is ignored, and measured again. `finish`
-    removes the folder: a measurement that is whole is in its JSON.
+    removes the folder once the measurement is complete.
     """
 
     def __init__(self, cache: Path, decided_by: Mapping[str, Any]) -> None:
         key = hashlib.sha256(json.dumps(decided_by, sort_keys=True).encode()).hexdigest()
         self.folder = cache / "evaluations" / key
-        self.found = self._read()
+        self.found: dict[str, Any] = {}
+        for file in sorted(self.folder.glob("*.jsonl")):
+            for line in file.read_text(encoding="utf-8").splitlines(keepends=True):
+                if line.endswith("\n"):
+                    entry = json.loads(line)
+                    self.found[entry["name"]] = entry["result"]
         self.file = self.folder / f"{os.environ.get('RANK', '0')}-{os.getpid()}.jsonl"
 
     def add(self, name: str, result: Any) -> None:
@@ -39,30 +49,51 @@ class Journal:
             file.write(json.dumps({"name": name, "result": result}) + "\n")
 
     def finish(self) -> None:
-        """Forget everything: the whole is known. Only when no process needs it any more."""
+        """Remove all results; only once no process reads them any more."""
         for file in self.folder.glob("*.jsonl"):
             file.unlink(missing_ok=True)
         if self.folder.is_dir():
             self.folder.rmdir()
 
-    def _read(self) -> Found:
-        found: Found = {}
-        for file in sorted(self.folder.glob("*.jsonl")):
-            for line in file.read_text(encoding="utf-8").splitlines(keepends=True):
-                if line.endswith("\n"):
-                    entry = json.loads(line)
-                    found[entry["name"]] = entry["result"]
-        return found
+
+@contextmanager
+def journaled(loaded: LoadedModel, decided_by: Mapping[str, Any], what: str) -> Iterator[Journal]:
+    """Keep what is measured of a model until all of it is; `what` says what the entries are: "of 5 documents".
+
+    Raises:
+        Interrupted: by Ctrl-C.
+    """
+    journal = Journal(cache_folder(), {**decided_by, "model": identity_of(loaded)})
+    try:
+        yield journal
+    except KeyboardInterrupt:
+        raise Interrupted(
+            f"{loaded.name}: interrupted after {len(journal.found)} {what}; the same command goes on from there"
+        ) from None
+    from_all([])  # Until here another process may read the journal.
+    if is_leader():
+        journal.finish()
 
 
-def depends_on_length(config: Config) -> bool:
-    """Whether a model computes the same tokens otherwise in a longer input: its frequencies follow the length."""
-    rope = full_attention_rope(config)
-    return rope.get("rope_type") in ("dynamic", "longrope") and constant_longrope(rope) is None
+def to_measure(names: Sequence[str], journal: Journal | None) -> list[str]:
+    """Return those of `names` that this process measures: with a journal, what is left of its share, else all."""
+    return list(names) if journal is None else [name for name in share_of(names) if name not in journal.found]
 
 
-def identity_of(loaded: LoadedModel) -> dict[str, Any]:
-    """What decides the numbers that a model gives, as JSON: its files, its config, dtype, kernel and versions."""
+def measure_each(
+    kind: type[R], names: Sequence[str], measure: Callable[[str], R], journal: Journal | None
+) -> dict[str, R]:
+    """Return the results of `names`; with a journal each process measures its share, and all return the same."""
+    if journal is None:
+        return {name: measure(name) for name in names}
+    for name in to_measure(names, journal):
+        journal.add(name, measure(name).model_dump())
+    found = dict(from_all([(name, journal.found[name]) for name in share_of(names)]))
+    return {name: kind.model_validate(found[name]) for name in names}
+
+
+def identity_of(loaded: LoadedModel) -> Json:
+    """Return what decides the numbers that a model gives, as JSON: its files, config, dtype, kernel and versions."""
     assert loaded.found is not None
     base, adapter = loaded.found.base, [loaded.found.adapter] if loaded.found.adapter else []
     # Of a model of the hub, the folder of its commit.

@@ -1,6 +1,7 @@
 """Typed results of every measurement, with one writer and one reader of their JSON."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -14,19 +15,16 @@ if TYPE_CHECKING:  # reading and writing files takes no torch
 
 
 class Result(BaseModel):
-    """A part of a result; fields that were not set are not written, and fields of later versions are kept."""
+    """A part of a result; only fields that were set are written, and fields of later versions are kept."""
 
     model_config = ConfigDict(frozen=True, extra="allow", populate_by_name=True)
 
 
 class Scores(Result):
-    """What every result says of the measured model: name, scale L'/L, dtype, attention kernel, window (tokens).
+    """What every result says of its model: name, scale L'/L, dtype, attention kernel, window in tokens, step."""
 
-    `step` is that of a training that was still going on.
-    """
-
-    # The key that tells this result from the others in a file.
-    told_by: ClassVar[str] = "model"
+    # The key in a file that only this kind of result has.
+    told_by: ClassVar[str]
 
     model: str
     scale: float = 1.0
@@ -37,7 +35,7 @@ class Scores(Result):
 
 
 class WindowPerplexity(Result):
-    """The perplexity at one window length (tokens), over `tokens` scored tokens, each weighted equally."""
+    """The perplexity at one window length (tokens) over `tokens` scored tokens, each weighted equally."""
 
     window: int
     perplexity: float
@@ -69,7 +67,7 @@ class LossByPosition(Result):
 
 
 class PerplexityScores(Scores):
-    """Sliding-window perplexity: where the documents came from, how they were chosen, and what was found."""
+    """Sliding-window perplexity of `documents`, chosen and truncated as the other fields say."""
 
     told_by = "windows"
 
@@ -88,7 +86,7 @@ class PerplexityScores(Scores):
 
 
 class PasskeyDepth(Result):
-    """The trials at one depth: `k` as asked for, `distance` as it was, in tokens from the key to the end."""
+    """The trials at one depth: `k` as asked for, `distance` as placed, in tokens from the key to the end."""
 
     k: int
     distance: int | None = None
@@ -112,7 +110,7 @@ class PasskeyScores(Scores):
 
 
 class TaskScore(Result):
-    """Accuracy of one benchmark over `examples`, with its standard error, which a single example does not have.
+    """Accuracy of one benchmark over `examples`; `stderr` is None for a single example.
 
     `metrics` holds what lm-eval reports of a task that has no accuracy.
     """
@@ -140,7 +138,7 @@ class BenchmarkScores(Scores):
 
 
 class SummarizationScores(Scores):
-    """ROUGE F1 in percent over `examples`, with 95 % intervals; how the summaries were asked for and sampled."""
+    """ROUGE F1 in percent over `examples` with 95 % intervals, and how the summaries were prompted and sampled."""
 
     told_by = "rougeL"
 
@@ -176,11 +174,7 @@ def described(loaded: "LoadedModel") -> Json:
 
 
 def parse_scores(content: Any, where: str) -> Scores | None:
-    """Return the typed result in a JSON value, or None if it is the result of nothing that pi-lora measures.
-
-    Raises:
-        ModelError: a field is missing or holds something else than it should.
-    """
+    """Return the typed result in a JSON value, or None if it holds none; raise ModelError if a field is wrong."""
     if not isinstance(content, dict):
         return None
     kind = next((kind for kind in KINDS if kind.told_by in content), None)
@@ -193,11 +187,7 @@ def parse_scores(content: Any, where: str) -> Scores | None:
 
 
 def read_scores(file: Path) -> Scores | None:
-    """Read a result; None for a file that holds something else.
-
-    Raises:
-        ModelError: it cannot be read, is not JSON, or lacks a field.
-    """
+    """Return the result in a file, or None if it holds none; raise ModelError if it is no JSON or a field is wrong."""
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -210,24 +200,14 @@ def as_json(result: BaseModel) -> Json:
     return result.model_dump(mode="json", by_alias=True, exclude_unset=True)
 
 
-def write_scores(scores: Any, file: Path) -> None:
-    """Write a result, or a list of those of several models, as JSON.
-
-    Raises:
-        DataError: the file cannot be written.
-    """
-    each = [
-        one if isinstance(one, dict) else as_json(one) for one in (scores if isinstance(scores, list) else [scores])
-    ]
-    write_json(each if isinstance(scores, list) else each[0], file)
+def write_scores(scores: Scores | Sequence[Scores], file: Path) -> None:
+    """Write a result, or those of several models as a list; raise DataError if the file cannot be written."""
+    each = [as_json(one) for one in ([scores] if isinstance(scores, Scores) else scores)]
+    write_json(each if len(each) > 1 else each[0], file)
 
 
 def write_json(content: Any, file: Path) -> None:
-    """Write JSON, whole or not at all.
-
-    Raises:
-        DataError: the file cannot be written.
-    """
+    """Write JSON, whole or not at all; raise DataError if the file cannot be written."""
     part = file.with_name(f".{file.name}.partial")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)

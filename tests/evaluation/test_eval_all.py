@@ -8,7 +8,7 @@ import yaml
 from conftest import small_recipe, train
 from test_cli import run
 
-from pi_lora.evaluation.suite import evaluation_of, measure, names_in
+from pi_lora.evaluation.suite import asked_for, evaluation_of, measure
 from pi_lora.models.load import load
 from pi_lora.recipe.files import RECIPE_FILE
 from pi_lora.recipe.schema import BenchmarksEvaluation, Evaluation, PasskeyEvaluation
@@ -89,7 +89,7 @@ def test_nothing_is_loaded_when_all_is_there(
 ) -> None:
     asks_for(own_run, {"perplexity": PERPLEXITY})
     first = run(capsys, monkeypatch, "eval", "all", "run")
-    monkeypatch.setattr("pi_lora.models.load.load", loaded)
+    monkeypatch.setattr("pi_lora.models.load.FoundModel.load", loaded)
     again = run(capsys, monkeypatch, "eval", "all", "run")
     assert (again[0], again[1]) == (0, first[1])
 
@@ -97,14 +97,14 @@ def test_nothing_is_loaded_when_all_is_there(
 def test_a_recipe_that_names_nothing_gets_perplexity_and_passkey(own_run: Path) -> None:
     evaluation, named = evaluation_of(own_run)
     assert not named
-    assert names_in(evaluation) == ["perplexity", "passkey"]
+    assert list(asked_for(evaluation)) == ["perplexity", "passkey"]
     assert evaluation.passkey == PasskeyEvaluation()
     asks_for(own_run, {"every": 5})
     assert evaluation_of(own_run) == (evaluation, False)
     asks_for(own_run, {"benchmarks": {}})
     evaluation, named = evaluation_of(own_run)
     assert named
-    assert names_in(evaluation) == ["benchmarks"]
+    assert list(asked_for(evaluation)) == ["benchmarks"]
     assert evaluation.benchmarks == BenchmarksEvaluation()
 
 
@@ -138,7 +138,7 @@ def test_a_mistake_is_one_line_before_the_model_is_loaded(
 ) -> None:
     if evaluation:
         asks_for(own_run, evaluation)
-    monkeypatch.setattr("pi_lora.models.load.load", loaded)
+    monkeypatch.setattr("pi_lora.models.load.FoundModel.load", loaded)
     status, out, err = run(capsys, monkeypatch, "eval", "all", "run" if evaluation else "gone")
     assert (status, out) == (2, "")
     assert err.startswith(line)

@@ -13,6 +13,7 @@ from pi_lora import cli
 from pi_lora.errors import Interrupted, ModelError
 from pi_lora.evaluation.passkey.measure import evaluate_passkey
 from pi_lora.evaluation.passkey.table import passkey_picture, passkey_table
+from pi_lora.evaluation.results import PasskeyScores, as_json, parse_scores
 from pi_lora.models.load import LoadedModel, Stretch, load
 
 Run = Callable[..., tuple[int, str, str]]
@@ -45,42 +46,45 @@ def stretched() -> LoadedModel:
 
 
 @pytest.fixture(scope="module")
-def scores(stretched: LoadedModel) -> dict[str, Any]:
+def scores(stretched: LoadedModel) -> PasskeyScores:
     return evaluate_passkey(stretched, 320, 4, 3, seed=0)
 
 
-def test_the_result_says_what_was_measured_and_how(scores: dict[str, Any]) -> None:
-    assert (scores["model"], scores["scale"], scores["target"], scores["seed"]) == ("builtin:tiny", 1.25, 320, 0)
-    assert (scores["kernel"], scores["dtype"], scores["decoding"]) == ("sdpa", "float32", "greedy")
-    assert [row["k"] for row in scores["depths"]] == [80, 160, 240, 320]
-    for row in scores["depths"]:
-        assert row["trials"] == len(row["outcomes"]) == 3
-        assert row["success_rate"] == sum(row["outcomes"]) / 3
-    assert "left_out" not in scores
-    assert json.loads(json.dumps(scores)) == scores
+def test_the_result_says_what_was_measured_and_how(scores: PasskeyScores) -> None:
+    assert (scores.model, scores.scale, scores.target, scores.seed) == ("builtin:tiny", 1.25, 320, 0)
+    assert (scores.kernel, scores.dtype, scores.decoding) == ("sdpa", "float32", "greedy")
+    assert [row.k for row in scores.depths] == [80, 160, 240, 320]
+    for row in scores.depths:
+        assert row.outcomes is not None
+        assert row.trials == len(row.outcomes) == 3
+        assert row.success_rate == sum(row.outcomes) / 3
+    assert "left_out" not in as_json(scores)
+    assert parse_scores(json.loads(json.dumps(as_json(scores))), "here") == scores
 
 
 def test_k_max_only_says_what_was_left_out(stretched: LoadedModel) -> None:
     scores = evaluate_passkey(stretched, 448, 5, 10, seed=0, k_max_only=True)
-    *reached, failed = scores["depths"]
-    assert [row["k"] for row in scores["depths"]] == [90, 179, 269]
-    assert all(sum(row["outcomes"]) == 2 and row["trials"] < 10 for row in reached)
+    *reached, failed = scores.depths
+    assert [row.k for row in scores.depths] == [90, 179, 269]
+    assert all(sum(row.outcomes or ()) == 2 and row.trials < 10 for row in reached)
     # Settled at the ninth failure; a success among them takes one trial more.
-    assert failed["trials"] == 9 + sum(failed["outcomes"])
-    made = sum(row["trials"] for row in scores["depths"])
-    assert scores["left_out"] == {"depths": [358, 448], "trials": 50 - made}
-    assert scores["k_max"] == 179
+    assert failed.trials == 9 + sum(failed.outcomes or ())
+    made = sum(row.trials for row in scores.depths)
+    assert scores.left_out == {"depths": [358, 448], "trials": 50 - made}
+    assert scores.k_max == 179
 
 
 def test_an_interrupted_evaluation_goes_on_where_it_stopped(
-    stretched: LoadedModel, scores: dict[str, Any], kept: Path
+    stretched: LoadedModel, scores: PasskeyScores, kept: Path
 ) -> None:
     def stop_in_the_third(done: int, total: int) -> None:
         assert total == 12
         if done > 6:
             raise KeyboardInterrupt
 
-    with pytest.raises(Interrupted, match="builtin:tiny: interrupted; the depths that were done are kept"):
+    with pytest.raises(
+        Interrupted, match="builtin:tiny: interrupted after 2 of 4 depths; the same command goes on from there"
+    ):
         evaluate_passkey(stretched, 320, 4, 3, 0, stop_in_the_third, shared=True)
     assert len(list(kept.glob("*/*.jsonl"))) == 1
     made: list[int] = []
@@ -90,7 +94,7 @@ def test_an_interrupted_evaluation_goes_on_where_it_stopped(
 
 
 def test_what_was_kept_is_of_the_same_measurement_only(
-    stretched: LoadedModel, scores: dict[str, Any], kept: Path
+    stretched: LoadedModel, scores: PasskeyScores, kept: Path
 ) -> None:
     def stop(done: int, total: int) -> None:
         if done > 3:
@@ -161,20 +165,21 @@ def printed(table: Any) -> str:
     return capture.get()
 
 
-def test_a_table_holds_what_was_measured(scores: dict[str, Any], stretched: LoadedModel) -> None:
+def test_a_table_holds_what_was_measured(scores: PasskeyScores, stretched: LoadedModel) -> None:
     alone = printed(passkey_table(scores))
-    assert f"k_max {scores['k_max']}" in alone
-    assert all(f"{row['success_rate']:.0%}" in alone for row in scores["depths"])
+    assert f"k_max {scores.k_max}" in alone
+    assert all(f"{row.success_rate:.0%}" in alone for row in scores.depths)
     only = evaluate_passkey(stretched, 320, 4, 3, seed=0, k_max_only=True)
     assert "at most 3 trials" in printed(passkey_table(only))
-    cut = {**scores, "model": "cut", "depths": scores["depths"][:2]}
+    cut = scores.model_copy(update={"model": "cut", "depths": scores.depths[:2]})
     lines = printed(passkey_table(scores, cut)).splitlines()
     assert next(line for line in lines if " 320 " in line and "%" in line).count("%") == 1
 
 
-def test_pictures_are_drawn_of_one_and_of_several(scores: dict[str, Any], tmp_path: Path) -> None:
+def test_pictures_are_drawn_of_one_and_of_several(scores: PasskeyScores, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    for name, models in (("one", [scores]), ("two", [scores, {**scores, "depths": scores["depths"][:2]}])):
+    cut = scores.model_copy(update={"depths": scores.depths[:2]})
+    for name, models in (("one", [scores]), ("two", [scores, cut])):
         passkey_picture(models, tmp_path / f"{name}.png")
     one, two = ((tmp_path / f"{name}.png").read_bytes() for name in ("one", "two"))
     assert min(len(one), len(two)) > 10_000

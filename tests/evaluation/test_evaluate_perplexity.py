@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,8 @@ from pi_lora.errors import DataError, Interrupted, ModelError
 from pi_lora.evaluation.perplexity import measure as sweep
 from pi_lora.evaluation.perplexity.measure import evaluate_perplexity
 from pi_lora.evaluation.perplexity.selection import choose_documents
+from pi_lora.evaluation.results import as_json
+from pi_lora.models import load as models_load
 from pi_lora.models.load import LoadedModel, load
 
 WORDS = "the road is long and the night is dark but a light burns in every window of the old house".split()
@@ -67,17 +70,17 @@ def test_the_result_says_how_it_was_measured(loaded: LoadedModel, folder: Path) 
         "stride": 16,
         "weighting": "token",
     }
-    assert {key: scores[key] for key in said} == said
-    assert [row["tokens"] for row in scores["windows"]] == [417, 417]
-    documents = scores["per_document"]
-    assert [(Path(each["name"]).name, each["tokens"]) for each in documents] == [
+    assert {key: value for key, value in as_json(scores).items() if key in said} == said
+    assert [row.tokens for row in scores.windows] == [417, 417]
+    documents = scores.per_document or []
+    assert [(Path(each.name).name, each.tokens) for each in documents] == [
         ("0.txt", 140),
         ("2.txt", 140),
         ("3.txt", 140),
     ]
-    log_mean = sum(torch.tensor(each["windows"][1]["perplexity"]).log().item() for each in documents) / 3
-    assert scores["windows"][1]["perplexity"] == pytest.approx(torch.tensor(log_mean).exp().item(), rel=1e-5)
-    assert "by_position" not in scores
+    log_mean = sum(torch.tensor(each.windows[1].perplexity).log().item() for each in documents) / 3
+    assert scores.windows[1].perplexity == pytest.approx(torch.tensor(log_mean).exp().item(), rel=1e-5)
+    assert "by_position" not in as_json(scores)
 
 
 def test_documents_are_chosen_by_length_and_number(loaded: LoadedModel, folder: Path) -> None:
@@ -204,7 +207,7 @@ def test_an_interrupted_evaluation_goes_on(
     def measure(stride: int = 32, shared: bool = True) -> Any:
         return evaluate_perplexity(loaded, str(folder), [32, 64], stride, by_position=True, shared=shared)
 
-    with pytest.raises(Interrupted, match="interrupted after 2 of 5 documents; the same command goes on"):
+    with pytest.raises(Interrupted, match="model: interrupted after 2 of 5 documents; the same command goes on"):
         measure()
     assert len(interrupted) == 3
     measure(stride=16)
@@ -260,9 +263,7 @@ def test_several_models_stand_side_by_side(
     assert [(each["model"], each["scale"]) for each in both] == [(models[0], 1.0), (models[1], 2.0)]
     # Without --windows, all are measured up to the longest that one of them reads.
     assert [[row["window"] for row in each["windows"]] for each in both] == [[128], [128]]
-    assert err == (
-        f"{models[0]}: a window of 128 tokens is beyond the 64 that its scaling covers; measured all the same\n"
-    )
+    assert err == (f"--windows: 128 tokens are more than the 64 that {models[0]} covers; measured all the same\n")
     for each in both:
         assert f"{each['windows'][0]['perplexity']:.3f}" in out
         assert len(each["by_position"]["bins"]) == 32
@@ -273,6 +274,29 @@ def test_several_models_stand_side_by_side(
 def test_no_model_is_measured_when_one_is_not_there(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, small_model: Path
 ) -> None:
-    monkeypatch.setattr("pi_lora.models.load.load", None)
+    monkeypatch.setattr("pi_lora.models.load.FoundModel.load", None)
     status, _, err = run(capsys, monkeypatch, "eval", "perplexity", str(small_model), "builtin:huge")
     assert (status, err) == (2, "builtin:huge: no such built-in model; there is builtin:tiny\n")
+
+
+@pytest.mark.parametrize(
+    "command", [["perplexity", "--data", ".", "--windows", "32"], ["passkey", "--depths", "1", "--trials", "1"]]
+)
+def test_a_model_is_found_and_loaded_once(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    folder: Path,
+    command: list[str],
+) -> None:
+    monkeypatch.chdir(folder)
+    calls: Counter[str] = Counter()
+    for name in ("find_base", "load_tokenizer", "load_model"):
+        really = getattr(models_load, name)
+
+        def counted(*arguments: Any, really: Any = really, name: str = name, **named: Any) -> Any:
+            calls[name] += 1
+            return really(*arguments, **named)
+
+        monkeypatch.setattr(models_load, name, counted)
+    assert run(capsys, monkeypatch, "eval", command[0], "builtin:tiny", *command[1:])[0] == 0
+    assert calls == {"find_base": 1, "load_tokenizer": 1, "load_model": 1}

@@ -7,8 +7,8 @@ from oracle_passkey import outcomes
 
 from pi_lora.errors import DataError
 from pi_lora.evaluation.passkey.measure import (
-    DepthScore,
     PasskeyTest,
+    depth_score,
     k_max,
     measure_depths,
     outcomes_of,
@@ -16,6 +16,7 @@ from pi_lora.evaluation.passkey.measure import (
     trials_until_certain,
 )
 from pi_lora.evaluation.passkey.prompt import Grid, depths, make_trial, prompt, trials_at
+from pi_lora.evaluation.results import PasskeyDepth
 from pi_lora.models.load import LoadedModel, Stretch, load
 
 PAPER_PROMPT = """\
@@ -32,8 +33,8 @@ OUTCOMES = st.integers(1, 12).flatmap(
 )
 
 
-def score(k: int, outcomes: list[bool]) -> DepthScore:
-    return DepthScore(k, k, tuple(outcomes))
+def score(k: int, outcomes: list[bool]) -> PasskeyDepth:
+    return depth_score(k, k, outcomes)
 
 
 def rate(successes: int) -> list[bool]:
@@ -55,7 +56,7 @@ def test_k_max_is_the_papers_and_the_same_when_only_it_is_wanted(table: list[lis
     grid = Grid(10_000, len(table), len(table[0]))
     made = []
 
-    def measure(depth: int) -> DepthScore:
+    def measure(depth: int) -> PasskeyDepth:
         def ask(which: range) -> list[bool]:
             made.extend((depth, trial) for trial in which)
             return [table[depth][trial] for trial in which]
@@ -66,7 +67,7 @@ def test_k_max_is_the_papers_and_the_same_when_only_it_is_wanted(table: list[lis
     assert k_max(found) == plain_k_max(grid.target, table)
     assert made == sorted(set(made))
     if not only:
-        assert [list(each.outcomes) for each in found] == table
+        assert [each.outcomes for each in found] == table
     assert all(each.success_rate >= 0.2 for each in found[:-1]) or not only
 
 
@@ -137,18 +138,18 @@ def test_every_trial_of_a_grid_ends_as_generate_does(stretched: LoadedModel) -> 
     successes = sum(map(sum, expected))
     assert 10 <= successes <= 30
     found = passkey_retrieval(stretched.model, stretched.tokenizer, Grid(320, 8, 5))
-    assert [list(depth.outcomes) for depth in found.depths] == expected
-    assert found.k_max == plain_k_max(320, expected)
+    assert [depth.outcomes for depth in found] == expected
+    assert k_max(found) == plain_k_max(320, expected)
 
 
 def test_k_max_only_asks_for_a_part_of_the_same_trials(stretched: LoadedModel) -> None:
     grid = Grid(352, 8, 10, seed=3)
     whole = passkey_retrieval(stretched.model, stretched.tokenizer, grid)
     only = passkey_retrieval(stretched.model, stretched.tokenizer, grid, k_max_only=True)
-    assert only.k_max == whole.k_max
-    for part, all_ in zip(only.depths, whole.depths, strict=False):
+    assert k_max(only) == k_max(whole)
+    for part, all_ in zip(only, whole, strict=False):
         assert part.outcomes == all_.outcomes[: part.trials]
-    assert sum(depth.trials for depth in only.depths) < 60
+    assert sum(depth.trials for depth in only) < 60
 
 
 def test_text_ahead_of_the_key_goes_through_the_model_once(stretched: LoadedModel) -> None:

@@ -16,6 +16,7 @@ from torch.nn.functional import cross_entropy
 from pi_lora.data.corpus import Choice
 from pi_lora.errors import DataError
 from pi_lora.evaluation.perplexity.losses import (
+    Sweep,
     batches,
     document_losses,
     pieces,
@@ -74,7 +75,7 @@ def test_under_dynamic_scaling_every_window_is_read_by_itself(small_model: Path,
     model = load(str(small_model), Stretch(256, method="dynamic")).model
     document = torch.randint(2, 1024, (170,), generator=torch.Generator().manual_seed(2)).tolist()
     expected, _ = perplexity(lambda **inputs: copy.deepcopy(model)(**inputs), [document], window, 24)
-    found = document_losses(model, document, [64, 100, 128], 24, apart=True).by_window[window]
+    found = document_losses(model, document, Sweep((64, 100, 128), 24, apart=True)).by_window[window]
     assert math.exp(found.loss / found.tokens) == pytest.approx(expected, rel=1e-5)
 
 
@@ -125,7 +126,7 @@ def test_logits_are_made_of_wanted_tokens_only(small_model: Path, documents: lis
     hook = model.get_output_embeddings().register_forward_hook(
         lambda _module, _inputs, logits: made.append(logits.shape[0] * logits.shape[1])
     )
-    document_losses(model, documents[1], [64], 16, batch_tokens=64)
+    document_losses(model, documents[1], Sweep((64,), 16), batch_tokens=64)
     hook.remove()
     assert sum(made) == len(documents[1]) - 1
 
@@ -159,7 +160,7 @@ def test_losses_by_position_are_those_of_windows_that_do_not_overlap(
     small_model: Path, documents: list[list[int]]
 ) -> None:
     model, document, bins = load(str(small_model)).model, documents[1], 5
-    found = document_losses(model, document, [32, 64], 16, bins=bins).by_position
+    found = document_losses(model, document, Sweep((32, 64), 16, bins)).by_position
     by_hand: list[Any] = []
     for start in range(0, len(document) - 63, 64):
         by_hand += losses_by_token(model, document[start : start + 64], 64, 64)

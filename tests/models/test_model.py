@@ -241,9 +241,9 @@ def test_dynamic_is_measured_at_each_window_as_if_alone(small_model: Path) -> No
             file.write(text)
             file.flush()
             scores = evaluate_perplexity(loaded, file.name, windows, 32, documents=1)
-        measured[tuple(windows)] = [row["perplexity"] for row in scores["windows"]]
+        measured[tuple(windows)] = [row.perplexity for row in scores.windows]
     alone = [measured[(window,)][0] for window in (64, 128, 256)]
     assert measured[(64, 128, 256)] == pytest.approx(alone, rel=1e-6)
     plain = evaluate_perplexity(load(str(small_model)), str(README), [64], 32, documents=1)
     dynamic = evaluate_perplexity(load(str(small_model), Stretch(256, method="dynamic")), str(README), [64], 32, 1)
-    assert dynamic["windows"][0]["perplexity"] == pytest.approx(plain["windows"][0]["perplexity"], rel=1e-6)
+    assert dynamic.windows[0].perplexity == pytest.approx(plain.windows[0].perplexity, rel=1e-6)

@@ -6,6 +6,7 @@ from rich.console import Console
 
 from pi_lora.evaluation.passkey.table import passkey_table
 from pi_lora.evaluation.perplexity.table import perplexity_table
+from pi_lora.evaluation.results import PasskeyScores, PerplexityScores
 from pi_lora.report.pictures import comparison_picture
 from pi_lora.report.tables import comparison_table, markdown_table
 
@@ -34,8 +35,8 @@ def printed(table: Any) -> str:
 
 
 def test_tables_hold_the_scores() -> None:
-    assert "60.500" in printed(perplexity_table(ROWS["base"][0]))
-    assert "90%" in printed(passkey_table(ROWS["PI"][1]))
+    assert "60.500" in printed(perplexity_table(PerplexityScores.model_validate(ROWS["base"][0])))
+    assert "90%" in printed(passkey_table(PasskeyScores.model_validate(ROWS["PI"][1])))
     side_by_side = printed(comparison_table(ROWS))
     assert all(number in side_by_side for number in ("9.25", "60.50", "9.50", "8.12", "256", "512"))
 

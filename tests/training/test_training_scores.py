@@ -6,6 +6,7 @@ import torch
 from conftest import small_recipe, train
 from safetensors.torch import load_file
 
+from pi_lora.evaluation.results import PerplexityScores, as_json
 from pi_lora.evaluation.suite import measure
 from pi_lora.models.load import Stretch, load
 
@@ -35,7 +36,7 @@ def test_it_measures_at_step_0_every_so_many_and_at_the_end(measured_run: Path) 
 def test_step_0_is_the_interpolated_base_and_the_last_step_the_run(measured_run: Path, small_model: Path) -> None:
     wanted = small_recipe(small_model, evaluation=EVALUATION).evaluation
     for step, model in ((0, load(str(small_model), Stretch(128))), (4, load(str(measured_run)))):
-        expected = measure(model, wanted)["perplexity"]["windows"]
+        expected = as_json(measure(model, wanted)["perplexity"])["windows"]
         found = scores(measured_run, "perplexity", step)["windows"]
         assert [row["perplexity"] for row in found] == pytest.approx([row["perplexity"] for row in expected], rel=1e-4)
     assert scores(measured_run, "perplexity", 0)["windows"] != scores(measured_run, "perplexity", 4)["windows"]
@@ -52,5 +53,6 @@ def test_what_is_not_said_follows_from_the_window(small_model: Path) -> None:
     wanted = small_recipe(small_model, evaluation={"perplexity": {"documents": 1}}).evaluation
     found = measure(loaded, wanted)
     assert set(found) == {"perplexity"}
-    assert [row["window"] for row in found["perplexity"]["windows"]] == [256, 512]
-    assert found["perplexity"]["stride"] == 128
+    assert isinstance(found["perplexity"], PerplexityScores)
+    assert [row.window for row in found["perplexity"].windows] == [256, 512]
+    assert found["perplexity"].stride == 128

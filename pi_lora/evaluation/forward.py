@@ -1,0 +1,49 @@
+"""What all measurements know about forward passes: how many tokens at a time, padding, ids, and input lengths."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from pi_lora.errors import ModelError
+from pi_lora.models.load import LoadedModel
+from pi_lora.scaling.config import Config, constant_longrope, full_attention_rope
+
+# Tokens of a forward pass: enough to keep the hardware busy, few enough to stay in a processor's caches.
+PASS_TOKENS_ON_CPU, PASS_TOKENS_ON_GPU = 2048, 16384
+
+
+def pass_tokens(model: Any) -> int:
+    """Return how many tokens go through a model at once."""
+    return PASS_TOKENS_ON_CPU if model.device.type == "cpu" else PASS_TOKENS_ON_GPU
+
+
+def padded(model: Any, rows: Sequence[Sequence[int]]) -> torch.Tensor:
+    """Return token ids (rows, longest) on the model's device, padded on the right.
+
+    Attention is causal: padding on the right changes nothing before it, so no attention mask is needed.
+    """
+    width = max(map(len, rows))
+    return torch.tensor([[*row, *[0] * (width - len(row))] for row in rows], device=model.device)
+
+
+def depends_on_length(config: Config) -> bool:
+    """Return whether the length of an input changes how a model computes its first tokens: rope follows the length."""
+    rope = full_attention_rope(config)
+    return rope.get("rope_type") in ("dynamic", "longrope") and constant_longrope(rope) is None
+
+
+@torch.no_grad()
+def forget_lengths(model: Any) -> None:
+    """Reset `dynamic` frequencies: transformers keeps those of the longest input until one shorter than L comes."""
+    model(input_ids=torch.zeros((1, 1), dtype=torch.long, device=model.device), use_cache=False)
+
+
+def check_ids(loaded: LoadedModel, ids: Sequence[int]) -> None:
+    """Raise ModelError if the tokenizer gives ids that the model does not have."""
+    known: Any = loaded.model.config.get_text_config().vocab_size
+    if max(ids) >= known:
+        raise ModelError(
+            f"{loaded.name}: its tokenizer gives the id {max(ids)}, and the model knows {known} tokens; "
+            "put the tokenizer beside it that it was trained with"
+        )

@@ -1,0 +1,163 @@
+"""Typed results and the files that hold them: what is written is read again, and what is broken is one line."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pi_lora.errors import DataError, ModelError
+from pi_lora.evaluation.results import (
+    KINDS,
+    BenchmarkScores,
+    DocumentPerplexity,
+    LossByPosition,
+    PasskeyDepth,
+    PasskeyScores,
+    PerplexityScores,
+    PositionLoss,
+    Scores,
+    SummarizationScores,
+    TaskScore,
+    WindowPerplexity,
+    parse_scores,
+    read_scores,
+    write_json,
+    write_scores,
+)
+
+WINDOWS = [
+    WindowPerplexity(window=64, perplexity=9.5, tokens=100),
+    WindowPerplexity(window=128, perplexity=8.0, tokens=90),
+]
+ABOUT: dict[str, Any] = {"model": "m", "scale": 2.0, "dtype": "float32", "kernel": "sdpa", "window": 128}
+RESULTS: list[Scores] = [
+    PerplexityScores(
+        **ABOUT,
+        data="text.txt",
+        documents=1,
+        min_tokens=None,
+        stride=32,
+        windows=WINDOWS,
+        per_document=[DocumentPerplexity(name="text.txt", tokens=150, windows=WINDOWS)],
+        by_position=LossByPosition(window=128, bins=[PositionLoss(first=1, last=128, loss=2.5, tokens=127)]),
+    ),
+    PasskeyScores(
+        **ABOUT,
+        step=200,
+        k_max_only=True,
+        target=128,
+        k_max=64,
+        depths=[
+            PasskeyDepth(k=64, distance=61, success_rate=0.5, trials=2, outcomes=[True, False]),
+            PasskeyDepth(k=128, success_rate=0.0, trials=2),
+        ],
+        left_out={"depths": [], "trials": 4},
+    ),
+    BenchmarkScores(
+        **ABOUT,
+        limit=None,
+        data={"boolq": "dev.jsonl"},
+        tasks={
+            "boolq": TaskScore(acc=1.0, stderr=None, examples=1, truncated_inputs=0),
+            "niah": TaskScore(examples=3, metrics={"4096": 0.5}),
+        },
+    ),
+    SummarizationScores(
+        **ABOUT,
+        data={"name": "tau/scrolls", "subset": "gov_report"},
+        task={"columns": ["input"], "completion": "output"},
+        sampling={"temperature": 0.5},
+        examples=2,
+        left_out={"empty": 0, "too_long": 1},
+        rouge1=40.0,
+        rouge2=20.0,
+        rougeL=30.0,
+        intervals={"rouge1": (39.0, 41.0)},
+    ),
+]
+
+
+def test_every_kind_is_tried() -> None:
+    assert {type(result) for result in RESULTS} == set(KINDS)
+
+
+@pytest.mark.parametrize("result", RESULTS, ids=lambda result: type(result).__name__)
+def test_what_is_written_is_read_again(result: Scores, tmp_path: Path) -> None:
+    file = tmp_path / "new" / "scores.json"
+    write_scores(result, file)
+    again = read_scores(file)
+    assert again == result
+    assert again is not None
+    assert again.model_fields_set == result.model_fields_set
+    assert [path.name for path in file.parent.iterdir()] == ["scores.json"]
+
+
+def test_a_file_holds_the_fields_that_were_set_and_their_nulls(tmp_path: Path) -> None:
+    file = tmp_path / "scores.json"
+    write_scores(RESULTS[2], file)
+    content = json.loads(file.read_text())
+    assert content["tasks"]["boolq"] == {"acc": 1.0, "stderr": None, "examples": 1, "truncated_inputs": 0}
+    assert content["limit"] is None
+    assert "step" not in content
+    write_scores(RESULTS[0], file)
+    content = json.loads(file.read_text())
+    assert content["by_position"]["bins"] == [{"from": 1, "to": 128, "loss": 2.5, "tokens": 127}]
+    assert content["min_tokens"] is None
+    assert "truncate" not in content
+
+
+def test_several_models_are_a_list_and_one_is_not(tmp_path: Path) -> None:
+    file = tmp_path / "scores.json"
+    write_scores(RESULTS[:2], file)
+    assert [each["model"] for each in json.loads(file.read_text())] == ["m", "m"]
+    write_scores(RESULTS[:1], file)
+    assert read_scores(file) == RESULTS[0]
+
+
+def test_a_step_can_be_added(tmp_path: Path) -> None:
+    file = tmp_path / "scores.json"
+    write_scores(RESULTS[0].model_copy(update={"step": 200}), file)
+    again = read_scores(file)
+    assert again is not None
+    assert again.step == 200
+
+
+def test_older_and_newer_files_are_read() -> None:
+    older = parse_scores({"model": "m", "target": 512, "k_max": 256, "seed": 0, "depths": []}, "here")
+    assert isinstance(older, PasskeyScores)
+    assert (older.k_max_only, older.left_out) == (False, None)
+    newer = parse_scores({"model": "m", "windows": [], "of_tomorrow": 1}, "here")
+    assert newer is not None
+    assert newer.model_dump(exclude_unset=True)["of_tomorrow"] == 1
+
+
+@pytest.mark.parametrize("content", [[], 3, None, {"model": "m"}, {"setting": {}}])
+def test_what_is_no_result_is_none(content: Any, tmp_path: Path) -> None:
+    write_json(content, tmp_path / "other.json")
+    assert read_scores(tmp_path / "other.json") is None
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ('{"model": "m", "windows": [{"window": 64, "tokens": 3}]}', "windows.0.perplexity: field required"),
+        ('{"model": "m", "k_max": 64, "depths": []}', "target: field required"),
+        ('{"model": "m", "tasks": {"boolq": {"acc": "high"}}}', "tasks.boolq.acc: input should be a valid number"),
+        ('{"model": "m", "rougeL"', "is not JSON"),
+    ],
+)
+def test_a_broken_file_is_one_line(text: str, line: str, tmp_path: Path) -> None:
+    file = tmp_path / "scores.json"
+    file.write_text(text)
+    with pytest.raises(ModelError) as refusal:
+        read_scores(file)
+    assert str(refusal.value).startswith(f"{file}: {line}")
+    assert str(refusal.value).endswith("; measure again or remove it")
+    assert "\n" not in str(refusal.value)
+
+
+def test_a_file_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(DataError, match=r"scores\.json: cannot be written \(.*\); choose another file"):
+        write_scores(RESULTS[0], tmp_path / "file" / "scores.json")
