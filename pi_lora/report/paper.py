@@ -1,9 +1,7 @@
-"""The rows of the paper's tables 1, 2 and 4, to stand beside a run of the same size, window and method."""
-
-from collections.abc import Iterator
+"""The rows of the paper's tables 1, 2 and 4 that a run of the same size, window and method can be compared with."""
 
 from pi_lora.recipe.schema import Recipe
-from pi_lora.report.tables import markdown_rows
+from pi_lora.report.tables import markdown_table
 
 WINDOWS = (2048, 4096, 8192, 16384, 32768)
 SIZES = {"7b": "7B", "13b": "13B", "30b": "33B", "33b": "33B", "65b": "65B"}
@@ -53,24 +51,22 @@ K_MAX: dict[Row, int] = {
 
 
 def row_of(recipe: Recipe) -> Row | None:
-    """The paper's row for a recipe: a LLaMA of the first generation, known by its name, stretched as the paper did."""
+    """Return the paper's row for a recipe: a LLaMA of the first generation, known by its name."""
     name = recipe.model.name.rpartition("/")[2].lower()
     size = SIZES.get(name.removeprefix("llama-")) if name.startswith("llama-") else None
     row = (size or "", recipe.context.target, recipe.scaling)
     return row if row in PG19 else None
 
 
-def paper_section(recipe: Recipe) -> Iterator[str]:
-    """What the paper measured of the same; nothing where it has no such row."""
+def paper_section(recipe: Recipe) -> str:
+    """Return what the paper measured of the same model, window and method; empty if it has no such row."""
     row = row_of(recipe)
     if row is None:
-        return
-    windows = WINDOWS[: len(PG19[row])]
+        return ""
     tables = (("PG-19 (table 1)", PG19), ("proof-pile (table 2)", PROOF_PILE))
-    yield f"The paper, LLaMA-{row[0]} to {row[1]:,} tokens, every weight tuned; compare only what has the same data:\n"
-    yield markdown_rows(
-        ["paper", *(f"{window:,} tokens" for window in windows)],
+    rows = markdown_table(
+        ["paper", *(f"{window:,} tokens" for window in WINDOWS[: len(PG19[row])])],
         [[name, *(f"{each:.2f}" for each in table[row])] for name, table in tables],
     )
-    if row in K_MAX:
-        yield f"k_max {K_MAX[row]:,} of {row[1]:,} after 1,000 steps (table 4).\n"
+    k_max = f"\nk_max {K_MAX[row]:,} of {row[1]:,} after 1,000 steps (table 4)." if row in K_MAX else ""
+    return f"LLaMA-{row[0]} to {row[1]:,} tokens, full tuning. Only results on the same data compare.\n\n{rows}{k_max}"

@@ -1,87 +1,133 @@
-"""Json as tables, on the terminal and in Markdown."""
+"""Results as the lines and tables of a card, and as the hub's `model-index`; the one place that tells kinds apart."""
 
 import re
-from collections.abc import Iterator, Mapping
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import singledispatch
+from typing import Any, NamedTuple
 
 from huggingface_hub import EvalResult
-from rich.table import Table
 
-from pi_lora.report.kept import TUNED, kept_scores, tuned_stage
+from pi_lora.evaluation.results import (
+    BenchmarkScores,
+    PasskeyScores,
+    PerplexityScores,
+    Scores,
+    SummarizationScores,
+    TaskScore,
+)
+from pi_lora.report.run import TUNED, Run, Stages, tuned_stage
 from pi_lora.run_folder import SCORES
-from pi_lora.types import Json
 
 
-def comparison_table(rows: Mapping[str, tuple[Json, Json]]) -> Table:
-    """Several models side by side: perplexity at every window, and k_max."""
-    windows = [row["window"] for row in next(iter(rows.values()))[0]["windows"]]
-    table = Table()
-    table.add_column("model")
-    for window in windows:
-        table.add_column(f"ppl {window}", justify="right")
-    table.add_column("k_max", justify="right")
-    for name, (perplexity, passkey) in rows.items():
-        found = [f"{row['perplexity']:.2f}" for row in perplexity["windows"]]
-        table.add_row(name, *found, str(passkey["k_max"]))
-    return table
+@dataclass(frozen=True)
+class Figure:
+    """One number of a result: heading and text of its cell in a table, and what the hub calls it.
+
+    `order` sorts the columns of a table in which not every row has every column.
+    """
+
+    heading: str
+    cell: str
+    value: float
+    data: str
+    metric: str
+    about: str
+    order: int = 0
 
 
-def markdown_table(rows: Mapping[str, tuple[Json, Json]]) -> str:
-    """`comparison_table` as Markdown."""
-    windows = [row["window"] for row in next(iter(rows.values()))[0]["windows"]]
-    lines = ["| model | " + " | ".join(f"perplexity at {window}" for window in windows) + " | k_max |"]
-    lines.append("|---" * (len(windows) + 2) + "|")
-    for name, (perplexity, passkey) in rows.items():
-        found = " | ".join(f"{row['perplexity']:.2f}" for row in perplexity["windows"])
-        lines.append(f"| {name} | {found} | {passkey['k_max']} |")
-    return "\n".join(lines) + "\n"
+class Summary(NamedTuple):
+    """A result in words, and its numbers."""
+
+    words: str
+    figures: list[Figure]
 
 
-PICTURES = "pictures"
-# What each picture shows, for those who do not see it.
-CAPTIONS = {
-    "perplexity": "Perplexity against window",
-    "passkey": "Passkeys retrieved against their distance",
-    "loss": "Training loss against step",
-}
+@singledispatch
+def summary(scores: Scores) -> Summary:
+    """Return what cards, tables and the hub show of a result."""
+    raise TypeError(f"{type(scores).__name__}: no summary is defined for this kind of result")
 
 
-def score_lines(folder: Path) -> Iterator[str]:
-    """A line for each result of the tuned model, of those that were taken while training only for the last."""
-    for name, stages in kept_scores(folder).items():
+@summary.register
+def _(scores: PerplexityScores) -> Summary:
+    figures = [
+        Figure(
+            heading=f"{row.window:,} tokens",
+            cell=f"{row.perplexity:.2f}",
+            value=row.perplexity,
+            data=scores.data,
+            metric="perplexity",
+            about=f"perplexity at {row.window} tokens, stride {scores.stride}",
+            order=row.window,
+        )
+        for row in scores.windows
+    ]
+    found = ", ".join(f"{row.perplexity:.3f} at {row.window:,}" for row in scores.windows)
+    return Summary(f"perplexity {found} tokens; stride {scores.stride}", figures)
+
+
+@summary.register
+def _(scores: PasskeyScores) -> Summary:
+    found, data = f"{scores.k_max:,} of {scores.target:,}", f"passkey retrieval in {scores.target} tokens"
+    figure = Figure("k_max", found, scores.k_max, data, "k_max", "k_max in tokens")
+    return Summary(f"passkey k_max {found} tokens, {len(scores.depths)} depths", [figure])
+
+
+@summary.register
+def _(scores: BenchmarkScores) -> Summary:
+    return _listed([figure for task, score in scores.tasks.items() for figure in _task(task, score)])
+
+
+def _task(task: str, score: TaskScore) -> Iterator[Figure]:
+    if score.acc is not None:
+        error = "" if score.stderr is None else f" ± {score.stderr:.3f}"
+        yield Figure(task, f"{score.acc:.3f}{error}", score.acc, task, "accuracy", "accuracy, zero-shot")
+    for metric, value in (score.metrics or {}).items():
+        yield Figure(f"{task} {metric}", f"{value:.3f}", value, task, metric, f"{metric}, zero-shot")
+
+
+@summary.register
+def _(scores: SummarizationScores) -> Summary:
+    data = scores.data if isinstance(scores.data, str) else str(scores.data.get("name", ""))
+    rouge = {"rouge1": scores.rouge1, "rouge2": scores.rouge2, "rougeL": scores.rougeL}
+    figures = [Figure(name, f"{value:.2f}", value, data, name, name) for name, value in rouge.items()]
+    return _listed(figures, f" over {scores.examples:,} examples")
+
+
+def _listed(figures: list[Figure], conditions: str = "") -> Summary:
+    return Summary(", ".join(f"{each.heading} {each.cell}" for each in figures) + conditions, figures)
+
+
+def score_lines(run: Run) -> Iterator[str]:
+    """Yield a line for each result of the tuned model; of those taken during training only for the last step."""
+    for name, stages in run.scores.items():
         if stage := tuned_stage(stages):
-            yield f"- {_score(name, stages[stage])}" + (f" ({stage})" if stage != TUNED else "")
+            scores = stages[stage]
+            text = f"in `{SCORES}/{name}.json`" if scores is None else summary(scores).words
+            yield f"- **{name}**: {text}" + (f" ({stage})" if stage != TUNED else "")
 
 
-def stage_tables(folder: Path) -> Iterator[str]:
-    """Perplexity and passkey of base, step 0 and what came of tuning side by side, where more than one was measured."""
-    kept = kept_scores(folder)
-    perplexity, passkey = kept.get("perplexity", {}), kept.get("passkey", {})
-    if len(perplexity) > 1:
-        windows = sorted({row["window"] for scores in perplexity.values() for row in scores["windows"]})
-        yield markdown_rows(
-            ["perplexity", *(f"{window:,} tokens" for window in windows)],
-            [[stage, *_perplexities(scores, windows)] for stage, scores in perplexity.items()],
-        )
-    if len(passkey) > 1:
-        yield markdown_rows(
-            ["passkey", "k_max", "in a window of"],
-            [[stage, f"{each['k_max']:,}", f"{each['target']:,} tokens"] for stage, each in passkey.items()],
-        )
+def stage_tables(run: Run) -> Iterator[str]:
+    """Yield a table of base, step 0, ... and tuned model for each measurement made at more than one stage."""
+    for name, stages in run.scores.items():
+        if len(_known(stages)) > 1:
+            yield side_by_side(name, stages)
 
 
-def picture_lines(folder: Path) -> Iterator[str]:
-    """The pictures that lie in a folder."""
-    for name, caption in CAPTIONS.items():
-        if (folder / PICTURES / f"{name}.png").is_file():
-            yield f"![{caption}]({PICTURES}/{name}.png)"
+def side_by_side(name: str, rows: Stages) -> str:
+    """Return a measurement of several models or stages as a Markdown table; a cell is empty if it was not measured."""
+    figures = {row: summary(scores).figures for row, scores in _known(rows).items()}
+    orders = {figure.heading: figure.order for each in figures.values() for figure in each}
+    headings = sorted(orders, key=orders.__getitem__)
+    cells = {row: {figure.heading: figure.cell for figure in each} for row, each in figures.items()}
+    return markdown_table([name, *headings], [[row, *(cells[row].get(h, "") for h in headings)] for row in cells])
 
 
-def markdown_rows(head: list[str], rows: list[list[str]]) -> str:
-    """A table in Markdown.
+def markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return a table in Markdown.
 
-    >>> print(markdown_rows(["a", "b"], [["1", "2"]]), end="")
+    >>> print(markdown_table(["a", "b"], [["1", "2"]]), end="")
     | a | b |
     |---|---|
     | 1 | 2 |
@@ -90,58 +136,27 @@ def markdown_rows(head: list[str], rows: list[list[str]]) -> str:
     return "\n".join([lines[0], "|---" * len(head) + "|", *lines[1:]]) + "\n"
 
 
-def _perplexities(scores: Json, windows: list[int]) -> list[str]:
-    found = {row["window"]: row["perplexity"] for row in scores["windows"]}
-    return [f"{found[window]:.2f}" if window in found else "" for window in windows]
+def eval_results(run: Run) -> list[EvalResult]:
+    """Return every result of the tuned model for the hub; results of the base are not the run's own."""
+    tuned = [stages[stage] for stages in run.scores.values() if (stage := tuned_stage(stages))]
+    return [_for_the_hub(figure) for scores in tuned if scores for figure in summary(scores).figures]
 
 
-def _score(name: str, scores: Mapping[str, Any]) -> str:
-    """A result in words; the forms are those of the evaluations' JSON."""
-    if "windows" in scores:
-        found = ", ".join(f"{row['perplexity']:.3f} at {row['window']:,}" for row in scores["windows"])
-        return f"**{name}**: perplexity {found} tokens; stride {scores['stride']}"
-    if "k_max" in scores:
-        reached = f"k_max {scores['k_max']:,} of {scores['target']:,} tokens"
-        return f"**{name}**: passkey {reached}, {len(scores['depths'])} depths"
-    if "tasks" in scores:
-        found = ", ".join(f"{task} {each['acc']:.3f} ± {each['stderr']:.3f}" for task, each in scores["tasks"].items())
-        return f"**{name}**: {found}"
-    if "rougeL" in scores:
-        rouge = ", ".join(f"{each} {scores[each]:.2f}" for each in ("rouge1", "rouge2", "rougeL"))
-        return f"**{name}**: {rouge} over {scores['examples']:,} examples"
-    return f"**{name}**: in `{SCORES}/{name}.json`"
-
-
-def eval_results(folder: Path) -> list[EvalResult]:
-    """Every result of the tuned model that is kept in a run; what was measured of the base is not its own."""
-    tuned = [(stages, tuned_stage(stages)) for stages in kept_scores(folder).values()]
-    return [result for stages, stage in tuned if stage for result in _results(stages[stage])]
-
-
-def _results(scores: Json) -> Iterator[EvalResult]:
-    if "windows" in scores:
-        for row in scores["windows"]:
-            about = f"perplexity at {row['window']} tokens, stride {scores['stride']}"
-            yield _result(scores["data"], "perplexity", row["perplexity"], about)
-    elif "k_max" in scores:
-        yield _result(f"passkey retrieval in {scores['target']} tokens", "k_max", scores["k_max"], "k_max in tokens")
-    elif "tasks" in scores:
-        for task, found in scores["tasks"].items():
-            yield _result(task, "accuracy", found["acc"], "accuracy, zero-shot")
-    elif "rougeL" in scores:
-        for name in ("rouge1", "rouge2", "rougeL"):
-            yield _result(scores["data"], name, scores[name], name)
-
-
-def _result(data: str, kind: str, value: float, name: str) -> EvalResult:
-    dataset: dict[str, Any] = {"dataset_name": data, "dataset_type": _slug(data)}
-    return EvalResult("text-generation", **dataset, metric_type=kind, metric_value=value, metric_name=name)
+def _for_the_hub(figure: Figure) -> EvalResult:
+    dataset: dict[str, Any] = {"dataset_name": figure.data, "dataset_type": _slug(figure.data)}
+    return EvalResult(
+        "text-generation", **dataset, metric_type=figure.metric, metric_value=figure.value, metric_name=figure.about
+    )
 
 
 def _slug(name: str) -> str:
-    """A name as the hub's own are written.
+    """Return a name in the spelling of the hub's own.
 
     >>> _slug("builtin:stdlib"), _slug("monology/pile-uncopyrighted")
     ('builtin-stdlib', 'monology/pile-uncopyrighted')
     """
     return re.sub(r"[^\w./-]+", "-", name).strip("-")
+
+
+def _known(rows: Stages) -> Mapping[str, Scores]:
+    return {row: scores for row, scores in rows.items() if scores is not None}
