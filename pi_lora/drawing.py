@@ -16,11 +16,7 @@ BOTH = ("png", "svg")
 
 
 def check_can_draw(option: str) -> None:
-    """Refuse to draw without matplotlib, before anything is measured.
-
-    Raises:
-        PiLoraError: it is not installed.
-    """
+    """Raise PiLoraError if matplotlib is not installed, before anything is measured."""
     if importlib.util.find_spec("matplotlib") is None:
         raise PiLoraError(f"{option}: needs matplotlib, which is not installed; pip install 'pi-lora[plots]'")
 
@@ -61,31 +57,27 @@ def round_levels(low: float, high: float) -> list[float]:
 
 
 def save(figure: Any, folder: Path, name: str, formats: tuple[str, ...] = BOTH) -> list[Path]:
-    """Write a figure as `folder/name.png` and `.svg`; the same figure gives the same bytes.
-
-    Raises:
-        DataError: the folder cannot be written.
-    """
+    """Write a figure as `folder/name.png` and `.svg`; raise DataError if the folder cannot be written."""
     files = [folder / f"{name}.{kind}" for kind in formats]
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for file in files:
-            if file.suffix == ".svg":
-                file.write_text(svg(figure), encoding="utf-8")
-            else:
-                figure.savefig(file, dpi=160)
-    except OSError as error:
-        raise DataError(f"{folder}: cannot be written ({error.strerror}); choose another --output") from None
+    for file in files:
+        _write(figure, file, file.suffix[1:], folder, "another --output")
     return files
 
 
 def save_png(figure: Any, file: Path) -> None:
     """Write a figure as a PNG, whatever the file is called; raise DataError if it cannot be written."""
+    _write(figure, file, "png", file, "another file")
+
+
+def _write(figure: Any, file: Path, kind: str, where: Path, instead: str) -> None:
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(file, format="png", dpi=160)
+        if kind == "svg":
+            file.write_text(svg(figure), encoding="utf-8")
+        else:
+            figure.savefig(file, format=kind, dpi=160)
     except OSError as error:
-        raise DataError(f"{file}: cannot be written ({error.strerror}); choose another file") from None
+        raise DataError(f"{where}: cannot be written ({error.strerror}); choose {instead}") from None
 
 
 def svg(figure: Any) -> str:

@@ -25,31 +25,20 @@ SCORES_BEGIN, SCORES_END = "<!-- scores -->", "<!-- end of scores -->"
 
 
 def write_card(folder: Path) -> None:
-    """Write the card of the run in `folder`.
-
-    Raises:
-        ModelError: the config or a result cannot be read.
-    """
+    """Write the card of the run in `folder`; raise ModelError if its config or a result cannot be read."""
     run_card(Run(folder), folder).save(folder / CARD)
 
 
 def run_card(run: Run, pictures: Path) -> ModelCard:
-    """Return the card of a run that goes into the folder `pictures` is in.
-
-    Raises:
-        ModelError: the config or a result cannot be read.
-    """
+    """Return the card of a run, with the pictures in a folder; raise ModelError as `write_card`."""
     return _card(run, run.recipe.tuning.method == "full", pictures=pictures)
 
 
 def merged_card(run: Path, merged: Path, checks: Sequence[str], facts: Mapping[str, str] | None = None) -> str:
-    """Return the card of `merged`, full weights made from the adapter in `run`.
+    """Return the card of `merged`, full weights made from the adapter in `run`; raise ModelError as `write_card`.
 
     `checks` say what the comparison with base and adapter found, and are empty if there was none; `facts` are further
     rows of the table on how it was made. `run` may be an adapter folder without recipe and provenance.
-
-    Raises:
-        ModelError: a config or a result cannot be read.
     """
     dtype = read_config(merged).get("dtype", "float32")
     rows = {"weights": f"base and adapter added in float32, stored in {dtype}", **(facts or {})}
@@ -57,11 +46,7 @@ def merged_card(run: Path, merged: Path, checks: Sequence[str], facts: Mapping[s
 
 
 def refresh_scores(run: Run) -> None:
-    """Bring the scores in the card of a run, and in its metadata, up to date; everything else in the card stays.
-
-    Raises:
-        ModelError: a result cannot be read.
-    """
+    """Bring the scores in a card and its metadata up to date and keep the rest; raise ModelError as `write_card`."""
     if not (run.path / SCORES).is_dir():
         return
     file = run.path / CARD
@@ -77,11 +62,7 @@ def refresh_scores(run: Run) -> None:
 
 
 def check_own_card(folder: Path) -> None:
-    """Check that a card in `folder`, if there is one, has a section of scores to bring up to date.
-
-    Raises:
-        ModelError: it has none, so pi-lora did not write it.
-    """
+    """Raise ModelError if there is a card in `folder` that pi-lora did not write, so that has no section of scores."""
     file = folder / CARD
     if file.is_file() and SCORES_BEGIN not in file.read_text(encoding="utf-8"):
         raise ModelError(f"{file}: has no section for scores, so pi-lora did not write it; move it away")

@@ -35,21 +35,16 @@ def drawings_of(
     The mappings are from the label of a curve to what it shows; `original` is the window before it was extended, in
     tokens.
     """
-    panels = {
-        "perplexity": partial(_perplexity, perplexity, original),
-        "passkey": partial(_passkey, passkey, original),
-        "loss": partial(_loss, losses),
+    panels: dict[str, tuple[Callable[[Any], None], Mapping[str, object]]] = {
+        "perplexity": (partial(_perplexity, perplexity, original), perplexity),
+        "passkey": (partial(_passkey, passkey, original), passkey),
+        "loss": (partial(_loss, losses), losses),
     }
-    shown = {"perplexity": bool(perplexity), "passkey": bool(passkey), "loss": any(losses.values())}
-    return {name: partial(_figure, panel) for name, panel in panels.items() if shown[name]}
+    return {name: partial(_figure, panel) for name, (panel, curves) in panels.items() if any(curves.values())}
 
 
 def write_pictures(drawings: Drawings, folder: Path) -> list[Path]:
-    """Draw each as a PNG.
-
-    Raises:
-        DataError: the folder cannot be written.
-    """
+    """Draw each as a PNG; raise DataError if the folder cannot be written."""
     with themed(dark=False):
         return [file for name, draw in drawings.items() for file in save(draw(), folder, name, ("png",))]
 
@@ -57,11 +52,7 @@ def write_pictures(drawings: Drawings, folder: Path) -> list[Path]:
 def comparison_picture(
     perplexity: Mapping[str, PerplexityScores], passkey: Mapping[str, PasskeyScores], original: int, file: Path
 ) -> None:
-    """Draw perplexity and passkeys of several models side by side, as a PNG.
-
-    Raises:
-        DataError: the file cannot be written.
-    """
+    """Draw perplexity and passkeys of several models side by side; raise DataError if the file cannot be written."""
     with themed(dark=False):
         save_png(_figure(partial(_perplexity, perplexity, original), partial(_passkey, passkey, original)), file)
 
@@ -80,15 +71,13 @@ def _figure(*panels: Callable[[Any], None]) -> Any:
         axes = part.subplots()
         panel(axes)
         plain(axes)
-        if axes.get_legend_handles_labels()[0]:
+        if len(axes.lines) > 1:
             part.legend(frameon=False, loc="outside upper left", ncols=2, fontsize=10 if len(panels) == 1 else 8)
     return figure
 
 
 def _perplexity(models: Mapping[str, PerplexityScores], original: int | None, axes: Any) -> None:
-    for (name, scores), style in zip(models.items(), cycle(STYLES), strict=False):
-        points = [(row.window, row.perplexity) for row in scores.windows]
-        _curve(axes, points, style, name)
+    _curves(axes, {name: [(row.window, row.perplexity) for row in each.windows] for name, each in models.items()})
     axes.set(xscale="log", yscale="log", xlabel="window (tokens)", ylabel="perplexity (lower is better)")
     ticks = sorted({row.window for scores in models.values() for row in scores.windows})
     axes.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
@@ -99,23 +88,24 @@ def _perplexity(models: Mapping[str, PerplexityScores], original: int | None, ax
 
 
 def _passkey(models: Mapping[str, PasskeyScores], original: int | None, axes: Any) -> None:
-    for (name, scores), style in zip(models.items(), cycle(STYLES), strict=False):
-        points = [(row.k, 100 * row.success_rate) for row in scores.depths]
-        _curve(axes, points, style, f"{name}: k_max {scores.k_max:,}")
+    labels = {name: f"{name}: k_max {each.k_max:,}" for name, each in models.items()}
+    _curves(
+        axes, {labels[name]: [(row.k, 100 * row.success_rate) for row in each.depths] for name, each in models.items()}
+    )
     axes.set(xlabel="distance of the passkey (tokens)", ylabel="retrieved (%)", ylim=(-4, 104))
     _mark_original(axes, original)
 
 
 def _loss(runs: Mapping[str, TrainingLog], axes: Any) -> None:
-    for (name, lines), (colour, _) in zip(runs.items(), cycle(STYLES), strict=False):
-        points = [(line["step"], line["loss"]) for line in lines]
-        _curve(axes, points, (colour, ""), name if len(runs) > 1 else None)
+    _curves(
+        axes, {name: [(line["step"], line["loss"]) for line in lines] for name, lines in runs.items()}, marked=False
+    )
     axes.set(xlabel="step", ylabel="training loss (nats per token)")
 
 
-def _curve(axes: Any, points: Sequence[tuple[float, float]], style: tuple[str, str], label: str | None) -> None:
-    colour, marker = style
-    axes.plot(*zip(*points, strict=True), color=colour, marker=marker, markersize=5, label=label)
+def _curves(axes: Any, curves: Mapping[str, Sequence[tuple[float, float]]], marked: bool = True) -> None:
+    for (label, points), (colour, marker) in zip(curves.items(), cycle(STYLES), strict=False):
+        axes.plot(*zip(*points, strict=True), color=colour, marker=marker if marked else "", markersize=5, label=label)
 
 
 def _mark_original(axes: Any, original: int | None) -> None:

@@ -24,7 +24,7 @@ S = TypeVar("S", bound=Scores)
 
 
 class Base(NamedTuple):
-    """The model that a run started from: name and revision."""
+    """The model that a run started from."""
 
     name: str
     revision: str
@@ -32,10 +32,7 @@ class Base(NamedTuple):
 
 @dataclass(frozen=True)
 class Run:
-    """A run folder; each file is read when it is first asked for.
-
-    An adapter folder of other origin, or a folder of merged weights, is one without recipe, provenance and log.
-    """
+    """A run folder, or an adapter folder of other origin; each file is read once, when it is first asked for."""
 
     path: Path
 
@@ -66,18 +63,14 @@ class Run:
 
     @cached_property
     def base(self) -> Base:
-        """What the adapter belongs to, or what full tuning started from."""
-        adapter = _json(self.path / ADAPTER_CONFIG_FILE)
-        if adapter:
+        """The base of the adapter, or of full tuning."""
+        if adapter := _json(self.path / ADAPTER_CONFIG_FILE):
             return Base(adapter["base_model_name_or_path"], adapter.get("revision") or "main")
         return Base(self.recipe.model.name, self.recipe.model.revision)
 
     @cached_property
     def original(self) -> int | None:
-        """The window before it was extended (L, tokens), as far as it is known.
-
-        The config tells it under PI; that serves runs from before `run.json` held it.
-        """
+        """The original window (L, tokens) if it is known; under PI the config tells it too, for older runs."""
         if known := self.made_with.get("original") or (self.recipe.context.original if self.has_recipe else None):
             return int(known)
         return round(window_of(self.config) / scale_of(self.config)) if method_of(self.config) == "pi" else None
@@ -89,35 +82,26 @@ class Run:
 
     @cached_property
     def scores(self) -> Mapping[str, Stages]:
-        """The results in `scores/` by measurement and stage: `NAME-base.json`, `NAME-step-N.json`, `NAME.json`.
-
-        Raises:
-            ModelError: a result cannot be read.
-        """
+        """Results by measurement and stage, from `scores/NAME-base.json`, `NAME-step-N.json` and `NAME.json`."""
         found: dict[str, dict[str, Scores | None]] = {}
         for (name, _, stage), file in sorted((_parts(file), file) for file in (self.path / SCORES).glob("*.json")):
             found.setdefault(name, {})[stage] = read_scores(file)
         return found
 
     def main_stages(self, name: str, kind: type[S]) -> dict[str, S]:
-        """The results of one measurement for base, step 0 and the tuned model, as far as there are any."""
+        """Return a measurement of the base, of step 0 and of the tuned model, as far as there are results."""
         stages = self.scores.get(name, {})
         last = tuned_stage(stages)
-        chosen = {**{stage: stage for stage in (BASE, STEP_0) if stage != last}, TUNED: last}
-        found = {label: stages.get(stage) for label, stage in chosen.items() if stage}
-        return {label: scores for label, scores in found.items() if isinstance(scores, kind)}
+        chosen = {**{stage: stage for stage in (BASE, STEP_0) if stage != last}, TUNED: last or TUNED}
+        return {each: scores for each, stage in chosen.items() if isinstance(scores := stages.get(stage), kind)}
 
     def tuned(self, name: str, kind: type[S]) -> S | None:
-        """The result of one measurement for the tuned model."""
+        """Return a measurement of the tuned model."""
         return self.main_stages(name, kind).get(TUNED)
 
 
 def measured_run(path: Path) -> Run:
-    """Read a run that was trained and measured.
-
-    Raises:
-        ModelError: it is no run folder, a result in it cannot be read, or nothing was measured.
-    """
+    """Return a run that was trained and measured; raise ModelError if it is none or a result cannot be read."""
     run = Run(path)
     if not run.has_recipe:
         raise ModelError(f"{path}: holds no {RECIPE_FILE}; name a run folder that pi-lora train made")
@@ -148,17 +132,14 @@ def _options(tuned: Scores, extended: Run | None) -> Iterator[str]:
         trials = max(depth.trials for depth in tuned.depths)
         yield f"--target {tuned.target} --depths {len(tuned.depths)} --trials {trials} --seed {tuned.seed}"
     if isinstance(tuned, PerplexityScores):
-        yield f"--data {tuned.data} --windows {','.join(str(each.window) for each in tuned.windows)}"
-        yield f"--stride {tuned.stride}"
-        for key in ("documents", "min_tokens", "truncate", "seed"):
-            if (value := getattr(tuned, key)) is not None:
-                yield f"--{key.replace('_', '-')} {value}"
+        windows = ",".join(str(row.window) for row in tuned.windows)
+        yield f"--data {tuned.data} --windows {windows} --stride {tuned.stride}"
+        chosen = {key: getattr(tuned, key) for key in ("documents", "min_tokens", "truncate", "seed")}
+        yield from (f"--{key.replace('_', '-')} {value}" for key, value in chosen.items() if value is not None)
     if extended:
-        if extended.original:
-            yield f"--original {extended.original}"
-        if not isinstance(tuned, PasskeyScores):
-            yield f"--target {extended.recipe.context.target}"
-        yield f"--scaling {extended.recipe.scaling}"
+        original = f"--original {extended.original} " if extended.original else ""
+        target = "" if isinstance(tuned, PasskeyScores) else f"--target {extended.recipe.context.target} "
+        yield f"{original}{target}--scaling {extended.recipe.scaling}"
 
 
 def _parts(file: Path) -> tuple[str, int, str]:

@@ -1,10 +1,10 @@
 """Results as the lines and tables of a card, and as the hub's `model-index`; the one place that tells kinds apart."""
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import singledispatch
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from huggingface_hub import EvalResult
 
@@ -22,10 +22,7 @@ from pi_lora.run_folder import SCORES
 
 @dataclass(frozen=True)
 class Figure:
-    """One number of a result: heading and text of its cell in a table, and what the hub calls it.
-
-    `order` sorts the columns of a table in which not every row has every column.
-    """
+    """A number of a result: its column and cell in a table, and the hub's words for it; `order` sorts the columns."""
 
     heading: str
     cell: str
@@ -51,18 +48,12 @@ def summary(scores: Scores) -> Summary:
 
 @summary.register
 def _(scores: PerplexityScores) -> Summary:
-    figures = [
-        Figure(
-            heading=f"{row.window:,} tokens",
-            cell=f"{row.perplexity:.2f}",
-            value=row.perplexity,
-            data=scores.data,
-            metric="perplexity",
-            about=f"perplexity at {row.window} tokens, stride {scores.stride}",
-            order=row.window,
+    figures = []
+    for row in scores.windows:
+        value, about = row.perplexity, f"perplexity at {row.window} tokens, stride {scores.stride}"
+        figures.append(
+            Figure(f"{row.window:,} tokens", f"{value:.2f}", value, scores.data, "perplexity", about, row.window)
         )
-        for row in scores.windows
-    ]
     found = ", ".join(f"{row.perplexity:.3f} at {row.window:,}" for row in scores.windows)
     return Summary(f"perplexity {found} tokens; stride {scores.stride}", figures)
 
@@ -111,17 +102,17 @@ def score_lines(run: Run) -> Iterator[str]:
 def stage_tables(run: Run) -> Iterator[str]:
     """Yield a table of base, step 0, ... and tuned model for each measurement made at more than one stage."""
     for name, stages in run.scores.items():
-        if len(_known(stages)) > 1:
+        if sum(scores is not None for scores in stages.values()) > 1:
             yield side_by_side(name, stages)
 
 
 def side_by_side(name: str, rows: Stages) -> str:
-    """Return a measurement of several models or stages as a Markdown table; a cell is empty if it was not measured."""
-    figures = {row: summary(scores).figures for row, scores in _known(rows).items()}
+    """Return a measurement of several models or stages as a Markdown table; what was not measured stays empty."""
+    figures = {row: summary(scores).figures for row, scores in rows.items() if scores}
     orders = {figure.heading: figure.order for each in figures.values() for figure in each}
     headings = sorted(orders, key=orders.__getitem__)
     cells = {row: {figure.heading: figure.cell for figure in each} for row, each in figures.items()}
-    return markdown_table([name, *headings], [[row, *(cells[row].get(h, "") for h in headings)] for row in cells])
+    return markdown_table([name, *headings], [[row, *(cells[row].get(each, "") for each in headings)] for row in cells])
 
 
 def markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -132,21 +123,19 @@ def markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     |---|---|
     | 1 | 2 |
     """
-    lines = [f"| {' | '.join(cells)} |" for cells in (head, *rows)]
-    return "\n".join([lines[0], "|---" * len(head) + "|", *lines[1:]]) + "\n"
+    first, *others = (f"| {' | '.join(cells)} |\n" for cells in (head, *rows))
+    return first + "|---" * len(head) + "|\n" + "".join(others)
 
 
 def eval_results(run: Run) -> list[EvalResult]:
     """Return every result of the tuned model for the hub; results of the base are not the run's own."""
     tuned = [stages[stage] for stages in run.scores.values() if (stage := tuned_stage(stages))]
-    return [_for_the_hub(figure) for scores in tuned if scores for figure in summary(scores).figures]
-
-
-def _for_the_hub(figure: Figure) -> EvalResult:
-    dataset: dict[str, Any] = {"dataset_name": figure.data, "dataset_type": _slug(figure.data)}
-    return EvalResult(
-        "text-generation", **dataset, metric_type=figure.metric, metric_value=figure.value, metric_name=figure.about
-    )
+    return [
+        EvalResult("text-generation", _slug(each.data), each.data, each.metric, each.value, metric_name=each.about)
+        for scores in tuned
+        if scores
+        for each in summary(scores).figures
+    ]
 
 
 def _slug(name: str) -> str:
@@ -156,7 +145,3 @@ def _slug(name: str) -> str:
     ('builtin-stdlib', 'monology/pile-uncopyrighted')
     """
     return re.sub(r"[^\w./-]+", "-", name).strip("-")
-
-
-def _known(rows: Stages) -> Mapping[str, Scores]:
-    return {row: scores for row, scores in rows.items() if scores is not None}

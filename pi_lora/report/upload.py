@@ -17,12 +17,7 @@ from pi_lora.report.run import Run
 from pi_lora.run_folder import CHECKPOINTS, staging_path
 
 # Checkpoints and optimizer states; anything that can be pickle; hidden files, which may hold anything.
-LEFT_OUT = [
-    f"{CHECKPOINTS}/*",
-    *("checkpoint-*", "optimizer*", "runs/*"),
-    *("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl", "*.pickle"),
-    *(".*", "*/.*"),
-]
+LEFT_OUT = f"{CHECKPOINTS}/* checkpoint-* optimizer* runs/* *.bin *.pt *.pth *.ckpt *.pkl *.pickle .* */.*".split()
 
 
 class PushError(PiLoraError):
@@ -35,11 +30,7 @@ def push(
     """Upload the run or model in `folder` with its card to `repo` on the hub, and return the repository's address.
 
     The repository and the branch `revision` are created if they do not exist. Checkpoints, optimizer states and pickle
-    files are not uploaded.
-
-    Raises:
-        ModelError: the folder is no run or model, or not a whole one.
-        PushError: nobody is logged in, or the hub refuses.
+    files are not uploaded. Raises ModelError as `check_whole`, PushError if nobody is logged in or the hub refuses.
     """
     check_whole(folder)
     if get_token() is None:
@@ -57,17 +48,13 @@ def push(
             folder_path=folder,
             revision=revision,
             commit_message=message or f"Upload {folder.resolve().name} with pi-lora",
-            ignore_patterns=[*LEFT_OUT],
+            ignore_patterns=LEFT_OUT,
         )
     return str(url)
 
 
 def check_whole(folder: Path) -> None:
-    """Check that a run or model folder has all its weights, and a card.
-
-    Raises:
-        ModelError: it is something else, a part is missing or cut off, or the run is unfinished.
-    """
+    """Raise ModelError if a run or model folder lacks a part, holds damaged weights, or is an unfinished run."""
     if not folder.is_dir():
         unfinished = f"; an unfinished run is kept in {part}" if (part := staging_path(folder)).is_dir() else ""
         raise ModelError(f"{folder}: no such folder{unfinished}; name a run or model folder")
@@ -104,13 +91,13 @@ def _errors_in_one_line(repo: str) -> Iterator[None]:
     """Turn what the hub or its client raises into a PushError of one line."""
     try:
         yield
-    except PiLoraError:
-        raise
     except OfflineModeIsEnabled:
         raise PushError("HF_HUB_OFFLINE switches the hub off; unset it to push") from None
     except HFValidationError:
         raise PushError(f"{repo}: is no name of a repository; write it as you/name") from None
     except Exception as error:  # of the HTTP library that the client builds on, of Xet, and plain ones
+        if isinstance(error, PiLoraError):
+            raise
         if isinstance(error, HfHubHTTPError) and error.response.status_code == 401:
             raise PushError("the hub does not know your token; log in again with `hf auth login`") from error
         raise PushError(
