@@ -48,9 +48,9 @@ def theory(
     for file in files:
         out.print(str(file), highlight=False, soft_wrap=True)
     if json:
-        from pi_lora.evaluation.results import write_scores
+        from pi_lora.evaluation.results import write_json
 
-        write_scores(result, json)
+        write_json(result, json)
 
 
 def _check_options(model: str | None, text: Path | None, head_dim: int | None, theta: float | None) -> None:
@@ -76,12 +76,11 @@ def _setting(
 def _measured(model: str, text: Path, setting: Any, output: Path) -> tuple[dict[str, Any], list[Path]]:
     from pi_lora.models.load import load
     from pi_lora.theory.figures import attention_table, draw_attention
-    from pi_lora.theory.measured import measure_attention
+    from pi_lora.theory.watching import measure_attention
 
     with working(f"loading {model}"):
         loaded = load(model)
     with progress_bar("layers") as progress:
         found = measure_attention(loaded, text, setting, progress)
     out.print(attention_table(found))
-    heads = [each.as_json() for each in found.heads]
-    return {**asdict(found), "heads": heads}, draw_attention(found, setting, output)
+    return found.as_json(), draw_attention(found, setting, output)

@@ -71,7 +71,7 @@ def _figure(*panels: Callable[[Any], None]) -> Any:
         axes = part.subplots()
         panel(axes)
         plain(axes)
-        if len(axes.lines) > 1:
+        if axes.get_legend_handles_labels()[0]:
             part.legend(frameon=False, loc="outside upper left", ncols=2, fontsize=10 if len(panels) == 1 else 8)
     return figure
 

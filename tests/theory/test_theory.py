@@ -15,8 +15,7 @@ from test_cli import run
 from pi_lora.errors import PiLoraError
 from pi_lora.scaling.config import rotary_angles
 from pi_lora.theory import bounds
-from pi_lora.theory.bounds import Setting, bounds_of, setting_of
-from pi_lora.theory.fit import fit_noise
+from pi_lora.theory.bounds import Setting, bounds_of, fit_noise, setting_of
 
 LLAMA = Setting()
 dims = st.integers(1, 32).map(lambda half: 2 * half)
@@ -173,6 +172,6 @@ def test_mistakes_are_one_line(
 def test_bounds_need_no_torch() -> None:
     """`pi-lora theory` without a model answers in seconds."""
     pytest.importorskip("matplotlib")
-    modules = "pi_lora.theory.bounds, pi_lora.theory.measured, pi_lora.theory.figures, pi_lora.evaluation.results"
+    modules = "pi_lora.theory.bounds, pi_lora.theory.heads, pi_lora.theory.figures, pi_lora.evaluation.results"
     code = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
