@@ -1,6 +1,5 @@
 """Model cards: written from `card.md` and what a run holds, with a section of scores that can be brought up to date."""
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,7 +10,8 @@ from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
 from pi_lora.errors import ModelError
-from pi_lora.models.base import BUILTIN, read_config
+from pi_lora.models.base import read_config
+from pi_lora.recipe.schema import Recipe
 from pi_lora.report.paper import paper_section
 from pi_lora.report.pictures import picture_lines
 from pi_lora.report.run import Run
@@ -20,7 +20,6 @@ from pi_lora.run_folder import SCORES
 from pi_lora.scaling.config import method_of, scale_of, window_of
 
 CARD = "README.md"
-TEMPLATE = Path(__file__).with_name("card.md")
 SCORES_BEGIN, SCORES_END = "<!-- scores -->", "<!-- end of scores -->"
 
 
@@ -92,25 +91,16 @@ def _card(
 ) -> ModelCard:
     """The card of a run, or of the weights merged from it, for which `checks` are given."""
     recipe = run.recipe if run.has_recipe else None
-    window = window_of(run.config)
-    trusted = recipe and recipe.model.trust_remote_code
     card: ModelCard = ModelCard.from_template(
-        _metadata(run, full),
-        template_path=str(TEMPLATE),
-        base=run.base,
-        base_on_hub=is_hub_id(run.base.name),
-        builtin=run.base.name.startswith(BUILTIN),
-        quoted_base=json.dumps(run.base.name),
-        quoted_revision=json.dumps(run.base.revision),
-        trust=", trust_remote_code=True" if trusted else "",
+        _metadata(run, full, recipe),
+        template_path=str(Path(__file__).with_name("card.md")),
+        run=run,
+        recipe=recipe,
         full=full,
-        quantized=recipe and recipe.tuning.method == "qlora",
-        window=window,
-        windows=f"{run.original:,} to {window:,}" if run.original else f"{window:,}",
+        base_on_hub=is_hub_id(run.base.name),
+        window=window_of(run.config),
         method=method_of(run.config),
         scale=scale_of(run.config),
-        recipe=recipe,
-        made_with=run.made_with,
         facts=facts or {},
         checks=checks,
         scores=_scores_section(run, pictures, "" if checks is None else "With the adapter, before it was merged:\n\n"),
@@ -119,9 +109,8 @@ def _card(
     return card
 
 
-def _metadata(run: Run, full: bool) -> ModelCardData:
+def _metadata(run: Run, full: bool, recipe: Recipe | None) -> ModelCardData:
     """The YAML block that the hub reads, which must not name a base or data that are not on the hub."""
-    recipe = run.recipe if run.has_recipe else None
     method = method_of(run.config)
     scaling = "position-interpolation" if method == "pi" else method or "direct"
     fields: dict[str, Any] = {

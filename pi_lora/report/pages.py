@@ -14,7 +14,7 @@ from pi_lora.errors import DataError, ModelError
 from pi_lora.evaluation.results import PasskeyScores, PerplexityScores
 from pi_lora.report.card import CARD, check_own_card, refresh_scores, run_card
 from pi_lora.report.pictures import PICTURES, Drawings, drawings_of, picture_lines, write_pictures
-from pi_lora.report.run import Run, S, tuned_stage
+from pi_lora.report.run import Run, S
 from pi_lora.report.tables import side_by_side
 
 COMPARISON = Path("report")
@@ -102,16 +102,16 @@ def html_page(card: str, drawings: Drawings) -> str:
 
 def _tables(runs: Sequence[Run]) -> Iterator[str]:
     """A table for each measurement of any tuned model."""
-    for name in sorted({name for run in runs for name in run.scores}):
-        stages = {run.name: run.scores.get(name, {}) for run in runs}
-        tuned = {run: found[stage] for run, found in stages.items() if (stage := tuned_stage(found))}
+    for name in sorted({name for run in runs for name in run.results}):
+        tuned = {run.name: run.results[name][1] for run in runs if name in run.results}
         if any(tuned.values()):
             yield side_by_side(name, tuned)
 
 
 def _rendered(template: str, **values: Any) -> str:
     source = Path(__file__).with_name(template).read_text(encoding="utf-8")
-    return Template(source, keep_trailing_newline=True).render(values)
+    text: str = Template(source, keep_trailing_newline=True).render(values)
+    return text
 
 
 def _picture(drawings: Drawings, name: str, caption: str) -> str:

@@ -88,10 +88,16 @@ class Run:
             found.setdefault(name, {})[stage] = read_scores(file)
         return found
 
+    @property
+    def results(self) -> dict[str, tuple[str, Scores | None]]:
+        """The results of the tuned model by measurement, each with its stage: the finished run or the last step."""
+        last = {name: _last(stages) for name, stages in self.scores.items()}
+        return {name: (stage, self.scores[name][stage]) for name, stage in last.items() if stage}
+
     def main_stages(self, name: str, kind: type[S]) -> dict[str, S]:
         """Return a measurement of the base, of step 0 and of the tuned model, as far as there are results."""
         stages = self.scores.get(name, {})
-        last = tuned_stage(stages)
+        last = _last(stages)
         chosen = {**{stage: stage for stage in (BASE, STEP_0) if stage != last}, TUNED: last or TUNED}
         return {each: scores for each, stage in chosen.items() if isinstance(scores := stages.get(stage), kind)}
 
@@ -105,14 +111,9 @@ def measured_run(path: Path) -> Run:
     run = Run(path)
     if not run.has_recipe:
         raise ModelError(f"{path}: holds no {RECIPE_FILE}; name a run folder that pi-lora train made")
-    if not any(tuned_stage(stages) for stages in run.scores.values()):
+    if not run.results:
         raise ModelError(f"{path}: was not measured yet; measure it with: pi-lora eval all {path}")
     return run
-
-
-def tuned_stage(stages: Stages) -> str | None:
-    """Return the stage of the tuned model: the finished run or the last step measured; None if there is neither."""
-    return next((stage for stage in reversed(list(stages)) if stage != BASE), None)
 
 
 def missing_baselines(run: Run) -> Iterator[str]:
@@ -140,6 +141,10 @@ def _options(tuned: Scores, extended: Run | None) -> Iterator[str]:
         original = f"--original {extended.original} " if extended.original else ""
         target = "" if isinstance(tuned, PasskeyScores) else f"--target {extended.recipe.context.target} "
         yield f"{original}{target}--scaling {extended.recipe.scaling}"
+
+
+def _last(stages: Stages) -> str | None:
+    return next((stage for stage in reversed(list(stages)) if stage != BASE), None)
 
 
 def _parts(file: Path) -> tuple[str, int, str]:

@@ -16,7 +16,7 @@ from pi_lora.evaluation.results import (
     SummarizationScores,
     TaskScore,
 )
-from pi_lora.report.run import TUNED, Run, Stages, tuned_stage
+from pi_lora.report.run import TUNED, Run, Stages
 from pi_lora.run_folder import SCORES
 
 
@@ -43,7 +43,7 @@ class Summary(NamedTuple):
 @singledispatch
 def summary(scores: Scores) -> Summary:
     """Return what cards, tables and the hub show of a result."""
-    raise TypeError(f"{type(scores).__name__}: no summary is defined for this kind of result")
+    raise TypeError(type(scores).__name__)
 
 
 @summary.register
@@ -92,11 +92,9 @@ def _listed(figures: list[Figure], conditions: str = "") -> Summary:
 
 def score_lines(run: Run) -> Iterator[str]:
     """Yield a line for each result of the tuned model; of those taken during training only for the last step."""
-    for name, stages in run.scores.items():
-        if stage := tuned_stage(stages):
-            scores = stages[stage]
-            text = f"in `{SCORES}/{name}.json`" if scores is None else summary(scores).words
-            yield f"- **{name}**: {text}" + (f" ({stage})" if stage != TUNED else "")
+    for name, (stage, scores) in run.results.items():
+        text = summary(scores).words if scores else f"in `{SCORES}/{name}.json`"
+        yield f"- **{name}**: {text}" + (f" ({stage})" if stage != TUNED else "")
 
 
 def stage_tables(run: Run) -> Iterator[str]:
@@ -129,10 +127,9 @@ def markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 def eval_results(run: Run) -> list[EvalResult]:
     """Return every result of the tuned model for the hub; results of the base are not the run's own."""
-    tuned = [stages[stage] for stages in run.scores.values() if (stage := tuned_stage(stages))]
     return [
         EvalResult("text-generation", _slug(each.data), each.data, each.metric, each.value, metric_name=each.about)
-        for scores in tuned
+        for _, scores in run.results.values()
         if scores
         for each in summary(scores).figures
     ]

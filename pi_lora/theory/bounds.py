@@ -47,9 +47,9 @@ def attention_score(h: ArrayLike, s: ArrayLike, theta: float) -> Reals:
     >>> attention_score([1.0, 1.0], [0.0, np.pi], theta=100.0).round(4).tolist()  # 1 + 1, then cos(pi) + cos(pi / 10)
     [2.0, -0.0489]
     """
-    h = np.asarray(h, dtype=np.complex128)
-    angles = np.outer(frequencies(2 * h.shape[-1], theta), np.asarray(s, dtype=np.float64))
-    return h.real @ np.cos(angles) - h.imag @ np.sin(angles)
+    found = np.asarray(h, dtype=np.complex128)
+    angles = np.outer(frequencies(2 * found.shape[-1], theta), np.asarray(s, dtype=np.float64))
+    return found.real @ np.cos(angles) - found.imag @ np.sin(angles)
 
 
 def linear_score(h: ArrayLike, s: ArrayLike, theta: float) -> Reals:
@@ -60,8 +60,9 @@ def linear_score(h: ArrayLike, s: ArrayLike, theta: float) -> Reals:
     >>> round(float(linear_score([1.0, 1.0], [0.5], theta=100.0)[0]), 4)  # (2 + cos(1) + cos(0.1)) / 2
     1.7677
     """
-    below = np.floor(np.asarray(s, dtype=np.float64))
-    share = s - below
+    at = np.asarray(s, dtype=np.float64)
+    below = np.floor(at)
+    share = at - below
     return (1 - share) * attention_score(h, below, theta) + share * attention_score(h, below + 1, theta)
 
 
@@ -70,12 +71,12 @@ def papers_interpolation_bound(head_dim: int, theta: float, largest: ArrayLike, 
 
     `largest` is `max_j |h_j|`, `s1` and `s2` are the whole distances around `s`. In the middle, in the paper's setting,
     it is `d max|h| / 294.73` (Eqn. 7). Its proof reverses an inequality (see `curvature`), and the difference can be
-    larger, as for `worst_case` and for real queries and keys; `interpolation_bound` holds.
+    larger, for `h_j = e^(-i theta_j / 2)` and for real queries and keys; `interpolation_bound` holds.
 
     >>> round(float(128 / papers_interpolation_bound(128, 1e4, 1.0, 0.5)), 2)
     294.73
     """
-    return np.asarray(head_dim * np.asarray(largest) * _between(s) / (8 * np.log(theta)), dtype=np.float64)
+    return np.asarray(largest) * head_dim * _between(s) / (8 * np.log(theta))
 
 
 def interpolation_bound(head_dim: int, theta: float, largest: ArrayLike, s: ArrayLike) -> Reals:
@@ -87,7 +88,7 @@ def interpolation_bound(head_dim: int, theta: float, largest: ArrayLike, s: Arra
     >>> round(float(128 / interpolation_bound(128, 1e4, 1.0, 0.5)), 2)
     256.11
     """
-    return np.asarray(np.asarray(largest) * curvature(head_dim, theta) * _between(s) / 2, dtype=np.float64)
+    return np.asarray(largest) * curvature(head_dim, theta) * _between(s) / 2
 
 
 def curvature(head_dim: int, theta: float) -> float:
@@ -100,20 +101,6 @@ def curvature(head_dim: int, theta: float) -> float:
     (3.998, 3.474)
     """
     return float((frequencies(head_dim, theta) ** 2).sum())
-
-
-def worst_case(head_dim: int, theta: float) -> Complexes:
-    """Return coefficients of size 1 whose score bends most between the distances 0 and 1, with its peak half-way.
-
-    There it differs from the chord by `sum_j (1 - cos(theta_j / 2))`, more than the paper's bound allows:
-
-    >>> h = worst_case(128, 1e4)
-    >>> difference = attention_score(h, [0.5], 1e4) - linear_score(h, [0.5], 1e4)
-    >>> bounds = papers_interpolation_bound(128, 1e4, 1.0, 0.5), interpolation_bound(128, 1e4, 1.0, 0.5)
-    >>> [round(float(each), 4) for each in (difference[0], *bounds)]
-    [0.4939, 0.4343, 0.4998]
-    """
-    return np.asarray(np.exp(-0.5j * frequencies(head_dim, theta)), dtype=np.complex128)
 
 
 def partial_sums(head_dim: int, theta: float, s: ArrayLike) -> Reals:
@@ -138,7 +125,7 @@ def extrapolation_bound(head_dim: int, theta: float, largest: ArrayLike, s: Arra
     >>> float(extrapolation_bound(4, 100.0, largest=3.0, s=0.0))  # B(0) = 1 + 2
     18.0
     """
-    return np.asarray(2 * np.asarray(largest) * partial_sums(head_dim, theta, s), dtype=np.float64)
+    return 2 * np.asarray(largest) * partial_sums(head_dim, theta, s)
 
 
 def _between(s: ArrayLike) -> Reals:
@@ -183,19 +170,9 @@ def setting_of(config: Config, original: int | None = None, target: int | None =
         )
     own = original or round(window_of(config) / scale_of(config))
     extended = window_of(config) if method_of(config) == "pi" else 2 * own
-    return Setting(rotating(config), float(rope["rope_theta"]), own, target or extended)
-
-
-def rotating(config: Config) -> int:
-    """Return how many numbers of a head rotate: all of them, or the share that the config names.
-
-    >>> rotating({"hidden_size": 64, "num_attention_heads": 4, "rope_theta": 1e4, "partial_rotary_factor": 0.5})
-    8
-    """
-    rope = full_attention_rope(config)
     head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-    share: float = rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
-    return int(head_dim * share)
+    share = rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
+    return Setting(int(head_dim * share), float(rope["rope_theta"]), own, target or extended)
 
 
 @dataclass(frozen=True)

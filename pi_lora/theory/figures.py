@@ -38,23 +38,23 @@ def bounds_table(setting: Setting, bounds: Bounds) -> Table:
 
 def attention_table(found: Attention) -> Table:
     """Return the largest scores of each layer, over its heads."""
-    columns = {
-        "H": ("coefficient", ".1f"),
-        "|a| inside": ("inside", ".1f"),
-        "|a| beyond": ("beyond", ".1f"),
-        "of its bound": ("beyond_share", ".0%"),
-        "|a - line|": ("between", ".2f"),
-        "of this bound": ("between_share", ".0%"),
-        "of Eqn. 5": ("papers_share", ".0%"),
-    }
+    columns = (
+        ("H", "coefficient", ".1f"),
+        ("|a| inside", "inside", ".1f"),
+        ("|a| beyond", "beyond", ".1f"),
+        ("of its bound", "beyond_share", ".0%"),
+        ("|a - line|", "between", ".2f"),
+        ("of its bound", "between_share", ".0%"),
+        ("of Eqn. 5", "papers_share", ".0%"),
+    )
     table = Table(
-        *(Column(name, justify="right") for name in ("layer", *columns)),
+        *(Column(name, justify="right") for name in ("layer", *(heading for heading, _, _ in columns))),
         title=f"{found.model}: scores of {found.pairs} queries and keys a head, {found.tokens} tokens of {found.text}",
         caption="the largest over heads, pairs and distances; shares are of the bound for the same pair and distance",
     )
     for layer, group in groupby(found.heads, key=lambda each: each.layer):
         heads = list(group)
-        largest = (format(max(getattr(each, key) for each in heads), form) for key, form in columns.values())
+        largest = (format(max(getattr(each, key) for each in heads), form) for _, key, form in columns)
         table.add_row(str(layer), *largest)
     return table
 
