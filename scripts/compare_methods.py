@@ -19,7 +19,7 @@ from pi_lora.errors import PiLoraError
 from pi_lora.evaluation.passkey.measure import evaluate_passkey
 from pi_lora.evaluation.perplexity.measure import evaluate_perplexity
 from pi_lora.models.load import load
-from pi_lora.report.tables import markdown_table
+from pi_lora.report.summary import markdown_table
 
 ROOT = Path(__file__).parent.parent
 RUNS = Path("comparison")

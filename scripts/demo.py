@@ -22,7 +22,7 @@ from pi_lora.merge.merging import merge
 from pi_lora.models.load import Stretch, load
 from pi_lora.recipe.files import load_recipe
 from pi_lora.report.pictures import comparison_picture
-from pi_lora.report.tables import markdown_table
+from pi_lora.report.summary import markdown_table
 from pi_lora.run_folder import last_checkpoint, staging_path
 from pi_lora.training.training import train
 
@@ -81,12 +81,10 @@ def measured(name: str, model: str, stretch: Stretch | None = None) -> tuple[Per
     console.print(f"$ pi-lora eval perplexity {model}{options} {sweep}", soft_wrap=True)
     loaded = load(model, stretch)
     with Bar("documents") as bar:
-        perplexity = PerplexityScores.model_validate(
-            evaluate_perplexity(loaded, "builtin:stdlib", WINDOWS, STRIDE, DOCUMENTS, bar)
-        )
+        perplexity = evaluate_perplexity(loaded, "builtin:stdlib", WINDOWS, STRIDE, DOCUMENTS, bar)
     console.print(f"$ pi-lora eval passkey {model}{options or f' --target {TARGET}'}", soft_wrap=True)
     with Bar("trials") as bar:
-        passkey = PasskeyScores.model_validate(evaluate_passkey(loaded, TARGET, DEPTHS, TRIALS, seed=0, progress=bar))
+        passkey = evaluate_passkey(loaded, TARGET, DEPTHS, TRIALS, seed=0, progress=bar)
     write_scores(perplexity, DEMO / "scores" / f"{name}-perplexity.json")
     write_scores(passkey, DEMO / "scores" / f"{name}-passkey.json")
     return perplexity, passkey

@@ -24,7 +24,7 @@ from pi_lora.errors import PiLoraError
 from pi_lora.evaluation.summarization.measure import evaluate_summarization, evaluation_data
 from pi_lora.evaluation.summarization.rouge import ROUGES
 from pi_lora.evaluation.summarization.writing import Sampling, find_writer
-from pi_lora.report.tables import markdown_table
+from pi_lora.report.summary import markdown_table
 
 ROOT = Path(__file__).parent.parent
 RUNS = Path("key_sentences")

@@ -15,7 +15,7 @@ from pi_lora.recipe.schema import Recipe
 from pi_lora.report.paper import paper_section
 from pi_lora.report.pictures import picture_lines
 from pi_lora.report.run import Run
-from pi_lora.report.tables import eval_results, score_lines, stage_tables
+from pi_lora.report.summary import eval_results, score_lines, stage_tables
 from pi_lora.run_folder import SCORES
 from pi_lora.scaling.config import method_of, scale_of, window_of
 

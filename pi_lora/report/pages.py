@@ -15,7 +15,7 @@ from pi_lora.evaluation.results import PasskeyScores, PerplexityScores
 from pi_lora.report.card import CARD, check_own_card, refresh_scores, run_card
 from pi_lora.report.pictures import PICTURES, Drawings, drawings_of, picture_lines, write_pictures
 from pi_lora.report.run import Run, S
-from pi_lora.report.tables import side_by_side
+from pi_lora.report.summary import side_by_side
 
 COMPARISON = Path("report")
 FRONT_MATTER = re.compile(r"\A---\n.*?\n---\n", re.DOTALL)

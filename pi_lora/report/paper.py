@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 from pi_lora.recipe.schema import Recipe
-from pi_lora.report.tables import markdown_table
+from pi_lora.report.summary import markdown_table
 
 WINDOWS = (2048, 4096, 8192, 16384, 32768)
 SIZES = {"7b": "7B", "13b": "13B", "30b": "33B", "33b": "33B", "65b": "65B"}

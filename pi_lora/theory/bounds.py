@@ -76,7 +76,7 @@ def papers_interpolation_bound(head_dim: int, theta: float, largest: ArrayLike, 
     >>> round(float(128 / papers_interpolation_bound(128, 1e4, 1.0, 0.5)), 2)
     294.73
     """
-    return np.asarray(largest) * head_dim * _between(s) / (8 * np.log(theta))
+    return np.asarray(largest) * head_dim * _between(s) / (8 * float(np.log(theta)))
 
 
 def interpolation_bound(head_dim: int, theta: float, largest: ArrayLike, s: ArrayLike) -> Reals:

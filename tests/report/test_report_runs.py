@@ -21,7 +21,7 @@ from pi_lora.report.paper import PAPER as MEASURED
 from pi_lora.report.paper import WINDOWS, paper_section
 from pi_lora.report.pictures import comparison_picture
 from pi_lora.report.run import Run, measured_run, missing_baselines
-from pi_lora.report.tables import score_lines
+from pi_lora.report.summary import score_lines
 
 pytest.importorskip("matplotlib")
 PAPER = Path(__file__).parents[3] / "shared" / "paper.tex"
