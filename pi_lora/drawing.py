@@ -1,4 +1,4 @@
-"""What all pictures share: colours, plain axes, and files that are written whole or refused; needs matplotlib."""
+"""What all pictures share: colours, axes, and files written whole or refused; the only home of matplotlib."""
 
 import importlib.util
 import io
@@ -9,24 +9,20 @@ from typing import Any
 
 from pi_lora.errors import DataError, PiLoraError
 
-# Colours that the colour-blind tell apart (Okabe and Ito), each with a marker of its own for print.
+# Colours that the colour-blind tell apart (Okabe and Ito), each with its own marker for print.
 BLUE, VERMILION, GREEN, ORANGE, PURPLE, GREY = "#0072B2", "#D55E00", "#009E73", "#E69F00", "#CC79A7", "#999999"
 STYLES = ((VERMILION, "o"), (GREY, "s"), (BLUE, "^"), (ORANGE, "D"), (GREEN, "v"), (PURPLE, "P"))
 BOTH = ("png", "svg")
 
 
 def check_can_draw(option: str) -> None:
-    """Refuse to draw without matplotlib, before anything is measured.
-
-    Raises:
-        PiLoraError: it is not installed.
-    """
+    """Raise PiLoraError if matplotlib is not installed, before anything is measured."""
     if importlib.util.find_spec("matplotlib") is None:
         raise PiLoraError(f"{option}: needs matplotlib, which is not installed; pip install 'pi-lora[plots]'")
 
 
 def new_figure(width: float, height: float) -> Any:
-    """An empty figure, in inches, that no window will ever show."""
+    """Return an empty figure, in inches, that is never shown in a window."""
     from matplotlib.figure import Figure
 
     return Figure(figsize=(width, height), layout="constrained")
@@ -34,7 +30,7 @@ def new_figure(width: float, height: float) -> Any:
 
 @contextmanager
 def themed(dark: bool) -> Iterator[None]:
-    """Figures made meanwhile have letters for a light page, or for a dark one and no background of their own."""
+    """Figures made in this context have text for a light page, or for a dark one and no background of their own."""
     from matplotlib import rc_context
 
     ink = "#e6e6e6" if dark else "#1a1a1a"
@@ -46,41 +42,46 @@ def themed(dark: bool) -> Iterator[None]:
 
 
 def plain(axes: Any) -> None:
-    """Axes with a faint grid and no frame on the sides that say nothing."""
+    """Give axes a faint grid, and no frame at the top and on the right."""
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def save(figure: Any, folder: Path, name: str, formats: tuple[str, ...] = BOTH) -> list[Path]:
-    """Write a figure as `folder/name.png` and `.svg`; the same figure gives the same bytes.
+def round_levels(low: float, high: float) -> list[float]:
+    """Return round numbers to label a logarithmic axis with, also one shorter than an octave."""
+    from matplotlib.ticker import MaxNLocator
 
-    Raises:
-        DataError: the folder cannot be written.
-    """
+    coarse = [first * 10**power for power in range(5) for first in (1, 1.5, 2, 3, 5, 7)]
+    levels = coarse if high > 3 * low else [round(float(each), 6) for each in MaxNLocator(5).tick_values(low, high)]
+    return [level for level in levels if low <= level <= high]
+
+
+def save(figure: Any, folder: Path, name: str, formats: tuple[str, ...] = BOTH) -> list[Path]:
+    """Write a figure as `folder/name.png` and `.svg`; raise DataError if the folder cannot be written."""
     files = [folder / f"{name}.{kind}" for kind in formats]
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for file in files:
-            if file.suffix == ".svg":
-                file.write_text(svg(figure), encoding="utf-8")
-            else:
-                figure.savefig(file, dpi=160)
-    except OSError as error:
-        raise DataError(f"{folder}: cannot be written ({error.strerror}); choose another --output") from None
+    for file in files:
+        _write(figure, file, file.suffix[1:], folder, "another --output")
     return files
 
 
 def save_png(figure: Any, file: Path) -> None:
     """Write a figure as a PNG, whatever the file is called; raise DataError if it cannot be written."""
+    _write(figure, file, "png", file, "another file")
+
+
+def _write(figure: Any, file: Path, kind: str, where: Path, instead: str) -> None:
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(file, format="png", dpi=160)
+        if kind == "svg":
+            file.write_text(svg(figure), encoding="utf-8")
+        else:
+            figure.savefig(file, format=kind, dpi=160)
     except OSError as error:
-        raise DataError(f"{file}: cannot be written ({error.strerror}); choose another file") from None
+        raise DataError(f"{where}: cannot be written ({error.strerror}); choose {instead}") from None
 
 
 def svg(figure: Any) -> str:
-    """A figure as SVG; the same one gives the same text."""
+    """Return a figure as SVG; the same figure gives the same text."""
     from matplotlib import rc_context
 
     drawn = io.StringIO()

@@ -19,6 +19,7 @@ from pi_lora.errors import PiLoraError
 from pi_lora.evaluation.passkey.measure import evaluate_passkey
 from pi_lora.evaluation.perplexity.measure import evaluate_perplexity
 from pi_lora.models.load import load
+from pi_lora.report.summary import markdown_table
 
 ROOT = Path(__file__).parent.parent
 RUNS = Path("comparison")
@@ -65,9 +66,9 @@ def measured(run: Path) -> dict:
 
 def table(rows: dict[str, dict]) -> str:
     head = [*(f"ppl {window}" for window in WINDOWS), "k_max", "passkeys", "trainable", "seconds", "peak memory"]
-    lines = ["| method | " + " | ".join(head) + " |", "|---" * (len(head) + 1) + "|"]
-    for name, row in rows.items():
-        cells = [
+    cells = [
+        [
+            METHODS[name][0],
             *(f"{row['perplexity'][window]:.2f}" for window in WINDOWS),
             str(row["k_max"]),
             f"{row['success_rate']:.0%}",
@@ -75,8 +76,9 @@ def table(rows: dict[str, dict]) -> str:
             f"{row['seconds']:.0f}",
             f"{row['peak_memory'] / 2**30:.2f} GiB",
         ]
-        lines.append(f"| {METHODS[name][0]} | " + " | ".join(cells) + " |")
-    return "\n".join(lines) + "\n"
+        for name, row in rows.items()
+    ]
+    return markdown_table(["method", *head], cells)
 
 
 def main() -> None:

@@ -1,6 +1,6 @@
 """The whole method on the built-in model, on a CPU: what `make demo` runs.
 
-Tunes with Position Interpolation, on whole sequences and with PoSE on short ones, and directly, with the same
+Tunes by Position Interpolation, on whole sequences and on short ones with PoSE, and directly, with the same
 steps; measures each beside the base model and beside interpolation without tuning; merges; and shows one table and one
 picture. What it prints was measured in this run; finished runs in `demo/` are measured again, not trained again.
 """
@@ -12,17 +12,18 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
 
 from pi_lora.errors import Interrupted, PiLoraError
 from pi_lora.evaluation.passkey.measure import evaluate_passkey
 from pi_lora.evaluation.perplexity.measure import evaluate_perplexity
-from pi_lora.evaluation.results import write_scores
+from pi_lora.evaluation.results import PasskeyScores, PerplexityScores, write_scores
 from pi_lora.merge.merging import merge
 from pi_lora.models.load import Stretch, load
 from pi_lora.preflight import check
 from pi_lora.recipe.files import load_recipe
 from pi_lora.report.pictures import comparison_picture
-from pi_lora.report.tables import comparison_table, markdown_table
+from pi_lora.report.summary import markdown_table
 from pi_lora.run_folder import last_checkpoint, staging_path
 from pi_lora.training.training import train
 
@@ -75,7 +76,7 @@ def tuned(name: str, *overrides: str) -> Path:
     return output
 
 
-def measured(name: str, model: str, stretch: Stretch | None = None) -> tuple[dict, dict]:
+def measured(name: str, model: str, stretch: Stretch | None = None) -> tuple[PerplexityScores, PasskeyScores]:
     options = f" --original {ORIGINAL} --target {TARGET}" if stretch else ""
     sweep = f"--windows 256,512,1024 --stride {STRIDE} --documents {DOCUMENTS}"
     console.print(f"$ pi-lora eval perplexity {model}{options} {sweep}", soft_wrap=True)
@@ -88,6 +89,24 @@ def measured(name: str, model: str, stretch: Stretch | None = None) -> tuple[dic
     write_scores(perplexity, DEMO / "scores" / f"{name}-perplexity.json")
     write_scores(passkey, DEMO / "scores" / f"{name}-passkey.json")
     return perplexity, passkey
+
+
+def show(models: dict[str, tuple[PerplexityScores, PasskeyScores]]) -> None:
+    """Print and keep one table and one picture."""
+    head = ["model", *(f"perplexity at {window}" for window in WINDOWS), "k_max"]
+    rows = [
+        [name, *(f"{row.perplexity:.2f}" for row in perplexity.windows), str(passkey.k_max)]
+        for name, (perplexity, passkey) in models.items()
+    ]
+    table = Table(*head)
+    for row in rows:
+        table.add_row(*row)
+    console.print(table)
+    DEMO.mkdir(exist_ok=True)
+    (DEMO / "table.md").write_text(markdown_table(head, rows), encoding="utf-8")
+    perplexities = {name: perplexity for name, (perplexity, _) in models.items()}
+    passkeys = {name: passkey for name, (_, passkey) in models.items()}
+    comparison_picture(perplexities, passkeys, ORIGINAL, DEMO / "demo.png")
 
 
 def main() -> None:
@@ -107,12 +126,9 @@ def main() -> None:
     if not merged.exists():
         console.print(f"$ pi-lora merge {interpolated} --output {merged}")
         merge(interpolated, merged)
-    table = comparison_table(rows)
-    console.print(table)
-    picture = DEMO / "demo.png"
-    comparison_picture(rows, ORIGINAL, picture)
-    (DEMO / "table.md").write_text(markdown_table(rows), encoding="utf-8")
-    console.print(f"{picture}, {DEMO / 'table.md'}, {DEMO / 'scores'}/   {time.monotonic() - started:.0f} s in all\n")
+    show(rows)
+    files = f"{DEMO / 'demo.png'}, {DEMO / 'table.md'}, {DEMO / 'scores'}/"
+    console.print(f"{files}   {time.monotonic() - started:.0f} s in all\n")
     console.print("Try next:")
     console.print(f"  .venv/bin/pi-lora eval perplexity {merged} --data README.md --windows 256,1024", soft_wrap=True)
     console.print(

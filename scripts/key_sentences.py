@@ -24,6 +24,7 @@ from pi_lora.errors import PiLoraError
 from pi_lora.evaluation.summarization.measure import evaluate_summarization, evaluation_data
 from pi_lora.evaluation.summarization.rouge import ROUGES
 from pi_lora.evaluation.summarization.writing import Sampling, find_writer
+from pi_lora.report.summary import markdown_table
 
 ROOT = Path(__file__).parent.parent
 RUNS = Path("key_sentences")
@@ -93,11 +94,11 @@ def measured(name: str) -> dict:
 
 
 def table(rows: dict[str, dict]) -> str:
-    lines = ["| model | ROUGE-1 | ROUGE-2 | ROUGE-L | ended by itself |", "|---|---|---|---|---|"]
+    cells = []
     for name, scores in rows.items():
-        cells = ["{:.1f} ({:.1f} to {:.1f})".format(scores[each], *scores["intervals"][each]) for each in ROUGES]
-        lines.append(f"| {name} | {' | '.join(cells)} | {scores['ended']} of {scores['examples']} |")
-    return "\n".join(lines) + "\n"
+        rouge = ["{:.1f} ({:.1f} to {:.1f})".format(scores[each], *scores["intervals"][each]) for each in ROUGES]
+        cells.append([name, *rouge, f"{scores['ended']} of {scores['examples']}"])
+    return markdown_table(["model", "ROUGE-1", "ROUGE-2", "ROUGE-L", "ended by itself"], cells)
 
 
 def main() -> None:

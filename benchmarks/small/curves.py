@@ -3,8 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from pi_lora.drawing import STYLES, new_figure, plain, save, themed
-from pi_lora.report.pictures import marks
+from pi_lora.drawing import STYLES, new_figure, plain, round_levels, save, themed
 from small.page import SCALINGS, Result
 
 
@@ -40,7 +39,7 @@ def _column(upper: Any, lower: Any, rows: list[Result], target: int) -> None:
         upper.plot(steps, [at["perplexity"][str(target)] for at in row["steps"]], label=label, **style)
         lower.plot(steps, [at["k_max"] for at in row["steps"]], **style)
     upper.set(yscale="log", title=f"to {target:,} tokens")
-    levels = marks(*upper.get_ylim())
+    levels = round_levels(*upper.get_ylim())
     upper.set_yticks(levels, [f"{level:g}" for level in levels])
     upper.minorticks_off()
     lower.set(xlabel="step", ylim=(-0.04 * target, 1.04 * target))

@@ -11,24 +11,24 @@ from pi_lora.cli.app import app, err, out, working
 @app.command()
 def report(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN ...", help="Run folders that were measured.")],
-    html: Annotated[bool, typer.Option("--html", help="Also one page that needs nothing beside it.")] = False,
+    html: Annotated[bool, typer.Option("--html", help="Also write one HTML page that needs no other file.")] = False,
     output: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Where to; a run's own folder, or report/ for several.")
+        Path | None, typer.Option(metavar="DIR", help="Folder to write to; the run's own, or report/ for several.")
     ] = None,
 ) -> None:
-    """How it went: the model card of a run with its pictures, or several runs side by side."""
+    """Write the model card of a run with its pictures, or compare several runs."""
     with working("writing the report"):
         from pi_lora.drawing import check_can_draw
 
         check_can_draw("report")
-        from pi_lora.report.kept import missing_baselines, read_run
-        from pi_lora.report.writing import write_report
+        from pi_lora.report.pages import write_report
+        from pi_lora.report.run import measured_run, missing_baselines
 
-        read = [read_run(run) for run in runs]
+        read = [measured_run(run) for run in runs]
         files = write_report(read, output, html)
     for file in files:
         out.print(str(file), highlight=False, soft_wrap=True)
     if len(read) == 1 and (commands := list(missing_baselines(read[0]))):
-        err.print("To show the base and step 0 beside it, measure them, then write the report again:", soft_wrap=True)
+        err.print("To compare with the base and step 0, measure them and write the report again:", soft_wrap=True)
         for command in commands:
             err.print(f"  {command}", highlight=False, soft_wrap=True)

@@ -1,9 +1,8 @@
 """The attention score as a function of distance, and how large it can be between and beyond the trained distances.
 
 Section 2 and appendix A of the paper. Distances `s` are in tokens, angles in radians; scores are plain products of a
-query and a key, before the division by sqrt(d) that attention makes. `d` is how many numbers of a head rotate, `c` the
-base of the frequencies (configs: `rope_theta`). Arrays are float64: under float32 an angle of 100,000 radians is off by
-0.004.
+query and a key, before attention divides them by sqrt(d). `d` is how many numbers of a head rotate, `c` the base of the
+frequencies (configs: `rope_theta`). Arrays are float64: in float32 an angle of 100,000 radians is off by 0.004.
 """
 
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ Complexes: TypeAlias = NDArray[np.complex128]
 
 
 def frequencies(head_dim: int, theta: float) -> Reals:
-    """The `d / 2` rotation speeds `theta_j = c^(-2j / d)`, radians a token (Eqn. 1).
+    """Return the `d / 2` frequencies `theta_j = c^(-2j / d)` in radians per token (Eqn. 1).
 
     >>> frequencies(4, 100.0).tolist()
     [1.0, 0.1]
@@ -29,9 +28,9 @@ def frequencies(head_dim: int, theta: float) -> Reals:
 
 
 def coefficients(query: ArrayLike, key: ArrayLike) -> Complexes:
-    """The `h_j = (q_2j + i q_2j+1) (k_2j - i k_2j+1)` of queries and keys before rotation (Eqn. 3).
+    """Return `h_j = (q_2j + i q_2j+1) (k_2j - i k_2j+1)` of queries and keys before rotation (Eqn. 3).
 
-    Shapes: [..., d] and [..., d], in the paper's order, the two numbers of a pair side by side; returns [..., d / 2].
+    Shapes: [..., d] and [..., d] to [..., d / 2]; the two numbers of a pair are adjacent, as in the paper.
 
     >>> coefficients([1.0, 2.0], [3.0, 4.0]).tolist()
     [(11+2j)]
@@ -41,9 +40,9 @@ def coefficients(query: ArrayLike, key: ArrayLike) -> Complexes:
 
 
 def attention_score(h: ArrayLike, s: ArrayLike, theta: float) -> Reals:
-    """The score `a(s) = Re sum_j h_j e^(i s theta_j)` at the distances `s` (Eqn. 3).
+    """Return `a(s) = Re sum_j h_j e^(i s theta_j)` at the distances `s` (Eqn. 3).
 
-    Shapes: `h` [..., d / 2] and `s` [n]; returns [..., n].
+    Shapes: `h` [..., d / 2] and `s` [n] to [..., n].
 
     >>> attention_score([1.0, 1.0], [0.0, np.pi], theta=100.0).round(4).tolist()  # 1 + 1, then cos(pi) + cos(pi / 10)
     [2.0, -0.0489]
@@ -54,7 +53,7 @@ def attention_score(h: ArrayLike, s: ArrayLike, theta: float) -> Reals:
 
 
 def linear_score(h: ArrayLike, s: ArrayLike, theta: float) -> Reals:
-    """The chord `a_linear(s)` between the scores at the whole distances on either side of `s` (Eqn. 6).
+    """Return `a_linear(s)`, the chord between the scores at the whole distances around `s` (Eqn. 6).
 
     Shapes as `attention_score`. At whole distances it is the score itself.
 
@@ -63,39 +62,40 @@ def linear_score(h: ArrayLike, s: ArrayLike, theta: float) -> Reals:
     """
     at = np.asarray(s, dtype=np.float64)
     below = np.floor(at)
-    return (1 - (at - below)) * attention_score(h, below, theta) + (at - below) * attention_score(h, below + 1, theta)
+    share = at - below
+    return (1 - share) * attention_score(h, below, theta) + share * attention_score(h, below + 1, theta)
 
 
 def papers_interpolation_bound(head_dim: int, theta: float, largest: ArrayLike, s: ArrayLike) -> Reals:
-    """The paper's bound on `|a - a_linear|`: `d max|h| (s - s1) (s2 - s) / (8 ln c)` (Eqn. 5), between whole distances.
+    """Return the paper's bound on `|a - a_linear|` (Eqn. 5): `d max|h| (s - s1) (s2 - s) / (8 ln c)`.
 
-    `largest` is `max_j |h_j|`. In the middle it is `d max|h| / (32 ln c)`, in the paper's setting `d max|h| / 294.73`
-    (Eqn. 7). Its proof turns an inequality round (see `curvature`), and the true difference can be larger, as it is for
-    `worst_case` and for real queries and keys; `interpolation_bound` is the one that holds.
+    `largest` is `max_j |h_j|`, `s1` and `s2` are the whole distances around `s`. In the middle, in the paper's setting,
+    it is `d max|h| / 294.73` (Eqn. 7). Its proof reverses an inequality (see `curvature`), and the difference can be
+    larger, for `h_j = e^(-i theta_j / 2)` and for real queries and keys; `interpolation_bound` holds.
 
     >>> round(float(128 / papers_interpolation_bound(128, 1e4, 1.0, 0.5)), 2)
     294.73
     """
-    return np.asarray(head_dim * np.asarray(largest) * _between(s) / (8 * np.log(theta)), dtype=np.float64)
+    return np.asarray(largest) * head_dim * _between(s) / (8 * float(np.log(theta)))
 
 
 def interpolation_bound(head_dim: int, theta: float, largest: ArrayLike, s: ArrayLike) -> Reals:
-    """What `|a - a_linear|` cannot exceed: `max|h| sum_j theta_j^2 (s - s1) (s2 - s) / 2`; arguments as the paper's.
+    """Return the bound on `|a - a_linear|` that holds: `max|h| sum_j theta_j^2 (s - s1) (s2 - s) / 2`.
 
-    The paper's proof as far as it is sound: `|a''| <= max|h| sum_j theta_j^2`. In the middle, in the paper's setting,
-    `d max|h| / 256.11`, which is 15 % above Eqn. 7.
+    The sound part of the paper's proof: `|a''| <= max|h| sum_j theta_j^2`. In the middle, in the paper's setting, it is
+    `d max|h| / 256.11`, 15 % above Eqn. 7.
 
     >>> round(float(128 / interpolation_bound(128, 1e4, 1.0, 0.5)), 2)
     256.11
     """
-    return np.asarray(np.asarray(largest) * curvature(head_dim, theta) * _between(s) / 2, dtype=np.float64)
+    return np.asarray(largest) * curvature(head_dim, theta) * _between(s) / 2
 
 
 def curvature(head_dim: int, theta: float) -> float:
-    """The most that `|a''|` can be where `max|h|` is 1: `sum_j theta_j^2 = (1 - c^-2) / (1 - c^(-4/d))`.
+    """Return the largest `|a''|` for `max|h|` of 1: `sum_j theta_j^2 = (1 - c^-2) / (1 - c^(-4/d))`.
 
-    The paper's appendix goes on with `1 / (1 - c^(-4/d)) <= d / (4 ln c)`, from `c^x <= 1 + x ln c`. But an exponential
-    lies above its tangent: `c^x >= 1 + x ln c`, so `d / (4 ln c)` is the smaller one, and no bound.
+    The paper's appendix continues with `1 / (1 - c^(-4/d)) <= d / (4 ln c)`, from `c^x <= 1 + x ln c`. But an
+    exponential lies above its tangent, `c^x >= 1 + x ln c`, so `d / (4 ln c)` is the smaller one and no bound.
 
     >>> round(curvature(128, 1e4), 3), round(float(128 / (4 * np.log(1e4))), 3)
     (3.998, 3.474)
@@ -103,46 +103,29 @@ def curvature(head_dim: int, theta: float) -> float:
     return float((frequencies(head_dim, theta) ** 2).sum())
 
 
-def worst_case(head_dim: int, theta: float) -> Complexes:
-    """Coefficients of size 1 whose score bends most between the distances 0 and 1, its peak being half-way.
-
-    The difference from the chord there is `sum_j (1 - cos(theta_j / 2))`, above the paper's bound in its own setting:
-
-    >>> h = worst_case(128, 1e4)
-    >>> difference = attention_score(h, [0.5], 1e4) - linear_score(h, [0.5], 1e4)
-    >>> bounds = papers_interpolation_bound(128, 1e4, 1.0, 0.5), interpolation_bound(128, 1e4, 1.0, 0.5)
-    >>> [round(float(each), 4) for each in (difference[0], *bounds)]
-    [0.4939, 0.4343, 0.4998]
-    """
-    return np.asarray(np.exp(-0.5j * frequencies(head_dim, theta)), dtype=np.complex128)
-
-
 def partial_sums(head_dim: int, theta: float, s: ArrayLike) -> Reals:
-    """`B(s) = sum_(k=1)^(d/2) |A_k(s)|` with `A_k(s) = sum_(j<k) e^(i s theta_j)`,
-    which Eqn. 8 multiplies; shape as `s`.
+    """Return `B(s) = sum_(k=1)^(d/2) |A_k(s)|`, `A_k(s) = sum_(j<k) e^(i s theta_j)` (Eqn. 8); shape as `s`.
 
-    At distance 0 every `A_k` is `k`:
-
-    >>> float(partial_sums(128, 1e4, 0.0)), sum(range(1, 65))
+    >>> float(partial_sums(128, 1e4, 0.0)), sum(range(1, 65))  # at distance 0 every A_k is k
     (2080.0, 2080)
     """
-    at = np.asarray(s, dtype=np.float64)
-    partial, total = np.zeros(at.shape, dtype=np.complex128), np.zeros(at.shape)
+    s = np.asarray(s, dtype=np.float64)
+    partial, total = np.zeros(s.shape, dtype=np.complex128), np.zeros(s.shape)
     for frequency in frequencies(head_dim, theta):
-        partial = partial + np.exp(1j * at * frequency)
+        partial = partial + np.exp(1j * s * frequency)
         total = total + np.abs(partial)
     return total
 
 
 def extrapolation_bound(head_dim: int, theta: float, largest: ArrayLike, s: ArrayLike) -> Reals:
-    """What `|a(s)|` cannot exceed at any distance: `2 max|h| B(s)` (Eqn. 8).
+    """Return the bound on `|a(s)|` at any distance: `2 max|h| B(s)` (Eqn. 8).
 
     Summation by parts: `a = Re sum_k (h_k-1 - h_k) A_k` with `h_(d/2) = 0`, and each difference is at most `2 max|h|`.
 
     >>> float(extrapolation_bound(4, 100.0, largest=3.0, s=0.0))  # B(0) = 1 + 2
     18.0
     """
-    return np.asarray(2 * np.asarray(largest) * partial_sums(head_dim, theta, s), dtype=np.float64)
+    return 2 * np.asarray(largest) * partial_sums(head_dim, theta, s)
 
 
 def _between(s: ArrayLike) -> Reals:
@@ -153,10 +136,7 @@ def _between(s: ArrayLike) -> Reals:
 
 @dataclass(frozen=True)
 class Setting:
-    """`head_dim` rotating numbers of a head (d), the base `theta` (c), and the windows L and L' in tokens.
-
-    The defaults are LLaMA-7B's, and L' as in the paper's figures.
-    """
+    """`head_dim` (d), `theta` (c), and the windows L and L' in tokens; by default LLaMA-7B's, as in the figures."""
 
     head_dim: int = 128
     theta: float = 10_000.0
@@ -177,11 +157,10 @@ class Setting:
 
 
 def setting_of(config: Config, original: int | None = None, target: int | None = None) -> Setting:
-    """The setting of a model: a stretched one has L' already, for others it is twice L unless given.
+    """Return the setting of a model; L' is its own if it was extended by PI, or else twice L, unless given.
 
     Raises:
-        ScalingError: the model has no rotary embeddings, or its frequencies are not `c^(-2j / d)`, all of them over one
-            scale, for which the bounds hold.
+        ScalingError: the model has no rotary embeddings, or its frequencies are not `c^(-2j / d)` over one scale.
     """
     rope = full_attention_rope(config)
     if rope.get("rope_type", "default") not in ("default", "linear"):
@@ -189,32 +168,20 @@ def setting_of(config: Config, original: int | None = None, target: int | None =
             f"rope_type {rope['rope_type']}: its frequencies are not those of the bounds; "
             "give a model with default or linear ropes"
         )
-    stretched = method_of(config) == "pi"
     own = original or round(window_of(config) / scale_of(config))
-    return Setting(
-        rotating(config), float(rope["rope_theta"]), own, target or (window_of(config) if stretched else 2 * own)
-    )
-
-
-def rotating(config: Config) -> int:
-    """How many numbers of a head rotate: all of them, or the share that the config names.
-
-    >>> rotating({"hidden_size": 64, "num_attention_heads": 4, "rope_theta": 1e4, "partial_rotary_factor": 0.5})
-    8
-    """
-    rope = full_attention_rope(config)
+    extended = window_of(config) if method_of(config) == "pi" else 2 * own
     head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-    share: float = rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
-    return int(head_dim * share)
+    share = rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
+    return Setting(int(head_dim * share), float(rope["rope_theta"]), own, target or extended)
 
 
 @dataclass(frozen=True)
 class Bounds:
-    """What the bounds come to, per unit of `max_j |h_j|`, over the distances 0, 1, ... L'.
+    """The bounds in numbers, for `max_j |h_j|` of 1 and the distances 0, 1, ... L'; `papers_` marks the paper's own.
 
-    `papers_divisor` is what `d max|h|` is divided by in Eqn. 7, `divisor` in the bound that holds; `factor` is twice
-    each, the paper's "about 600", which supposes `B(s) = d`; `ratio` is how far the bounds are apart at the distance
-    where they are closest. `lowest` is the smallest `B(s) / d`, at `lowest_at` tokens.
+    `divisor`: what `d max|h|` is divided by in the middle between distances (Eqn. 7). `factor`: twice that, the paper's
+    "about 600", which supposes `B(s) = d`. `ratio`: extrapolation over interpolation bound where they are closest.
+    `lowest`: the smallest `B(s) / d`, at `lowest_at` tokens.
     """
 
     papers_divisor: float
@@ -228,7 +195,7 @@ class Bounds:
 
 
 def bounds_of(setting: Setting) -> Bounds:
-    """The numbers of section 2.3 for any setting.
+    """Return the numbers of section 2.3 for any setting.
 
     >>> found = bounds_of(Setting())
     >>> round(found.papers_divisor, 2), round(found.papers_factor, 1), round(found.factor, 1), round(found.lowest, 3)
@@ -237,15 +204,49 @@ def bounds_of(setting: Setting) -> Bounds:
     d, c = setting.head_dim, setting.theta
     papers, proven = (float(bound(d, c, 1.0, 0.5)) for bound in (papers_interpolation_bound, interpolation_bound))
     sums = partial_sums(d, c, np.arange(setting.target + 1))
-    lowest_at = int(sums.argmin())
-    beyond = float(extrapolation_bound(d, c, 1.0, lowest_at))
+    at = int(sums.argmin())
+    beyond = float(extrapolation_bound(d, c, 1.0, at))
     return Bounds(
-        papers_divisor=d / papers,
-        divisor=d / proven,
-        papers_factor=2 * d / papers,
-        factor=2 * d / proven,
-        papers_ratio=beyond / papers,
-        ratio=beyond / proven,
-        lowest=float(sums[lowest_at]) / d,
-        lowest_at=lowest_at,
+        d / papers,
+        d / proven,
+        2 * d / papers,
+        2 * d / proven,
+        beyond / papers,
+        beyond / proven,
+        float(sums[at]) / d,
+        at,
     )
+
+
+@dataclass(frozen=True)
+class Fit:
+    """A score through random `points` at the distances 0, 1, ... L - 1, by its coefficients `h` [d / 2]."""
+
+    points: Reals
+    h: Complexes
+    theta: float
+
+    def at(self, s: Reals) -> Reals:
+        """Return the fitted score at the distances `s`."""
+        return attention_score(self.h, s, self.theta)
+
+
+def fit_noise(head_dim: int, theta: float, original: int, ridge: float = 0.0, seed: int = 0) -> Fit:
+    """Fit a score to standard normal noise at every distance inside the window, as in figure 2 (appendix C.1).
+
+    `ridge` times `sum_j |h_j|^2` is added to the sum of squares (the last remark of section 2.3). Solved in float64 by
+    singular values: the basis is so nearly dependent (condition number 1e16 in the paper's setting) that rounding
+    decides how far the fit goes beyond the window.
+
+    >>> calm, wild = fit_noise(16, 100.0, 64, ridge=1.0), fit_noise(16, 100.0, 64)
+    >>> bool(np.abs(calm.h).max() < np.abs(wild.h).max())
+    True
+    """
+    points = np.random.default_rng(seed).standard_normal(original)
+    angles = np.outer(np.arange(original, dtype=np.float64), frequencies(head_dim, theta))
+    left, sizes, right = np.linalg.svd(np.concatenate([np.cos(angles), np.sin(angles)], axis=1), full_matrices=False)
+    # As numpy.linalg.lstsq, drop columns that equal another one but for rounding.
+    kept = sizes > np.finfo(np.float64).eps * original * sizes[0]
+    shrunk = np.divide(sizes, sizes**2 + ridge, out=np.zeros_like(sizes), where=kept)
+    cosines, sines = np.split(right.T @ (shrunk * (left.T @ points)), 2)
+    return Fit(points, np.asarray(cosines - 1j * sines, dtype=np.complex128), theta)

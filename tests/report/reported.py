@@ -30,6 +30,36 @@ def passkey(k_max: int) -> dict[str, Any]:
     return {"model": "m", "scale": 2.0, "seed": 0, "target": 128, "k_max": k_max, "depths": depths}
 
 
+def benchmarks(accuracy: float, stderr: float | None) -> dict[str, Any]:
+    """As evaluate_benchmarks writes them: a single example has no standard error."""
+    task = {"acc": accuracy, "stderr": stderr, "examples": 100, "truncated_inputs": 0}
+    facts = {"shots": 0, "metric": "acc", "lm_eval": "0.4.13", "limit": None, "batch_size": 8}
+    return {"model": "m", "scale": 2.0, "dtype": "float32", **facts, "data": {"boolq": "a"}, "tasks": {"boolq": task}}
+
+
+def summarization(rouge1: float, rouge2: float, rouge_l: float) -> dict[str, Any]:
+    """As evaluate_summarization writes them: `data` is the source of a recipe."""
+    rouge = {"rouge1": rouge1, "rouge2": rouge2, "rougeL": rouge_l}
+    return {
+        "engine": "transformers",
+        "model": "m",
+        "scale": 2.0,
+        "window": 128,
+        "data": {"name": "govreport", "weight": 1.0, "split": "test"},
+        "task": {"completion_tokens": 30},
+        "sampling": {"temperature": 0.5, "top_p": 0.95, "max_new_tokens": 30, "seed": 0},
+        "metric": "F1 in percent",
+        "examples": 1000,
+        "left_out": {"empty": 0, "too_long": 0},
+        "documents_cut": 3,
+        "ended": 990,
+        "predictions": "p.jsonl",
+        **rouge,
+        "geometric_mean": 18.2,
+        "intervals": {name: [value - 1, value + 1] for name, value in rouge.items()},
+    }
+
+
 SCORES = {
     "perplexity-base": perplexity(8.5, 60.25),
     "perplexity-step-0": {**perplexity(40.0, 45.5), "step": 0},
@@ -39,7 +69,7 @@ SCORES = {
 }
 
 
-def measured_run(model: Path, folder: Path, scores: dict[str, Any] = SCORES, recipe: Recipe | None = None) -> Path:
+def make_run(model: Path, folder: Path, scores: dict[str, Any] = SCORES, recipe: Recipe | None = None) -> Path:
     """A run from `model` with random adapters, as if it had been trained and measured."""
     run = save_run(model, folder, r=2, target_modules="all-linear")
     (run / "README.md").unlink()  # PEFT's

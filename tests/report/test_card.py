@@ -13,14 +13,17 @@ from conftest import small_recipe, train
 from huggingface_hub import ModelCard
 from huggingface_hub.utils import validate_repo_id
 from peft import PeftModel
+from reported import benchmarks, passkey, perplexity, summarization
 from transformers import AutoModelForCausalLM
 
 from pi_lora.errors import ModelError
+from pi_lora.evaluation.results import read_scores
 from pi_lora.merge.merging import merge
 from pi_lora.models.adapter import without_known_warnings
 from pi_lora.models.load import load
 from pi_lora.recipe.files import dump_recipe, load_recipe
 from pi_lora.report.card import merged_card, refresh_scores, write_card
+from pi_lora.report.run import Run
 
 IDS = torch.randint(2, 1024, (2, 128), generator=torch.Generator().manual_seed(5))
 needs_bitsandbytes = pytest.mark.skipif(
@@ -56,6 +59,10 @@ def card(folder: Path) -> str:
 
 def snippets(folder: Path) -> list[str]:
     return re.findall(r"```python\n(.*?)```", card(folder), re.DOTALL)
+
+
+def results_of(folder: Path) -> list[Any]:
+    return ModelCard(card(folder)).data.eval_results or []
 
 
 def data(folder: Path) -> dict[str, Any]:
@@ -132,10 +139,10 @@ def test_it_says_what_was_done(lora_run: Path) -> None:
     assert "64 to 128 tokens" in text
     assert "| scaling | `pi`: positions are divided by 2 |" in text
     assert "| method | `lora`, rank 4, alpha 8, on all-linear; embeddings and norms in full |" in text
-    assert "| steps | 4 of 2 sequences, rate 0.01 |" in text
+    assert "| steps | 4 of 2 sequences, learning rate 0.01 |" in text
     assert f"1,024 tokens in {made_with['seconds']:,.0f} seconds" in text
     assert f"torch {torch.__version__}" in text
-    assert "Nothing yet." in text
+    assert "Not measured yet." in text
 
 
 def test_a_merged_card_holds_the_checks(merged: Path, lora_run: Path) -> None:
@@ -151,28 +158,33 @@ def test_an_adapter_of_other_origin_gets_a_card(lora_run: Path, merged: Path, tm
     assert "positions are divided by 2" in merged_card(run, merged, [])
 
 
-SWEEP = {"stride": 32, "data": "builtin:stdlib"}
 SCORES = {
-    "perplexity-step-0": {**SWEEP, "windows": [{"window": 64, "perplexity": 9.0}], "step": 0},
-    "perplexity-step-10": {**SWEEP, "windows": [{"window": 64, "perplexity": 3.14159}], "step": 10},
-    "perplexity-step-9": {**SWEEP, "windows": [{"window": 64, "perplexity": 5.0}], "step": 9},
-    "passkey": {"k_max": 120, "target": 128, "depths": [{"k": 60}, {"k": 120}]},
-    "benchmarks": {"tasks": {"boolq": {"acc": 0.75, "stderr": 0.01, "examples": 100}}},
-    "summarization": {"rouge1": 0.3, "rouge2": 0.1, "rougeL": 0.2, "examples": 1000, "data": "d"},
+    "perplexity-step-0": {**perplexity(9.0, 50.0), "step": 0},
+    "perplexity-step-10": {**perplexity(3.14159, 5.5), "step": 10},
+    "perplexity-step-9": {**perplexity(5.0, 8.0), "step": 9},
+    "passkey": passkey(96),
+    "benchmarks-base": benchmarks(0.8, 0.01),
+    "benchmarks": benchmarks(0.75, None),
+    "summarization": summarization(30.0, 10.0, 20.0),
     "mine": {"anything": 1},
 }
-LINES = """- **benchmarks**: boolq 0.750 ± 0.010
+LINES = """- **benchmarks**: boolq 0.750
 - **mine**: in `scores/mine.json`
-- **passkey**: passkey k_max 120 of 128 tokens, 2 depths
-- **perplexity**: perplexity 3.142 at 64 tokens; stride 32 (step 10)
-- **summarization**: rouge1 0.30, rouge2 0.10, rougeL 0.20 over 1,000 examples
+- **passkey**: passkey k_max 96 of 128 tokens, 4 depths
+- **perplexity**: perplexity 3.142 at 64, 5.500 at 128 tokens; stride 32 (step 10)
+- **summarization**: rouge1 30.00, rouge2 10.00, rougeL 20.00 over 1,000 examples
 """
 STAGES = """
-| perplexity | 64 tokens |
+| benchmarks | boolq |
 |---|---|
-| step 0 | 9.00 |
-| step 9 | 5.00 |
-| step 10 | 3.14 |
+| base | 0.800 ± 0.010 |
+| tuned | 0.750 |
+
+| perplexity | 64 tokens | 128 tokens |
+|---|---|---|
+| step 0 | 9.00 | 50.00 |
+| step 9 | 5.00 | 8.00 |
+| step 10 | 3.14 | 5.50 |
 """
 
 
@@ -182,17 +194,25 @@ def test_scores_that_came_later_are_put_in_and_nothing_else_changes(
     run = shutil.copytree(lora_run, tmp_path / "run")
     mine = card(run).replace("# ", "# My ", 1)
     (run / "README.md").write_text(mine)
-    refresh_scores(run)
+    refresh_scores(Run(run))
     assert card(run) == mine
     (run / "scores").mkdir()
     for name, scores in SCORES.items():
         (run / "scores" / f"{name}.json").write_text(json.dumps(scores))
-    refresh_scores(run)
-    assert ModelCard(card(run)).text == ModelCard(mine.replace("Nothing yet.\n", LINES + STAGES)).text
-    found = {each.metric_type: each.metric_value for each in ModelCard(card(run)).data.eval_results}
-    rouge = {"rouge1": 0.3, "rouge2": 0.1, "rougeL": 0.2}
-    assert found == {"accuracy": 0.75, "k_max": 120, "perplexity": 3.14159, **rouge}
+    assert not [name for name in SCORES if name != "mine" and read_scores(run / "scores" / f"{name}.json") is None]
+    refresh_scores(Run(run))
+    assert ModelCard(card(run)).text == ModelCard(mine.replace("Not measured yet.\n", LINES + STAGES)).text
+    found = [(each.dataset_name, each.metric_type, each.metric_value) for each in results_of(run)]
+    assert found == [
+        ("boolq", "accuracy", 0.75),
+        ("passkey retrieval in 128 tokens", "k_max", 96),
+        ("builtin:stdlib", "perplexity", 3.14159),
+        ("builtin:stdlib", "perplexity", 5.5),
+        ("govreport", "rouge1", 30.0),
+        ("govreport", "rouge2", 10.0),
+        ("govreport", "rougeL", 20.0),
+    ]
     assert f"With the adapter, before it was merged:\n\n{LINES}" in merged_card(run, merged, [])
     (run / "scores" / "mine.json").write_text("{")
     with pytest.raises(ModelError, match=r"mine\.json: is not JSON"):
-        refresh_scores(run)
+        refresh_scores(Run(run))

@@ -15,6 +15,7 @@ from typing import Any
 import huggingface_hub
 import pytest
 import yaml
+from reported import passkey
 
 from pi_lora import cli
 from pi_lora.errors import ModelError
@@ -189,10 +190,9 @@ def test_what_is_no_part_of_the_model_stays_at_home(lora_run: Path, hub: Hub, tm
 def test_the_card_goes_up_with_the_newest_scores(lora_run: Path, hub: Hub, tmp_path: Path) -> None:
     run = shutil.copytree(lora_run, tmp_path / "run")
     (run / "scores").mkdir()
-    scores = {"k_max": 120, "target": 128, "depths": [{"k": 120}]}
-    (run / "scores" / "passkey.json").write_text(json.dumps(scores))
+    (run / "scores" / "passkey.json").write_text(json.dumps(passkey(96)))
     push(run, "me/model")
-    assert b"passkey k_max 120 of 128" in hub.files["me/model@main"]["README.md"]
+    assert b"passkey k_max 96 of 128" in hub.files["me/model@main"]["README.md"]
 
 
 def test_the_command_says_where_it_went_and_nothing_of_the_token(
@@ -227,13 +227,13 @@ def test_nobody_logged_in(lora_run: Path, hub: Hub, monkeypatch: pytest.MonkeyPa
 
 def test_a_wrong_token(lora_run: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_wrong")
-    with pytest.raises(PushError, match="does not know your token; log in anew") as raised:
+    with pytest.raises(PushError, match="does not know your token; log in again") as raised:
         push(lora_run, "me/model")
     assert "hf_wrong" not in str(raised.value)
 
 
 def test_what_the_hub_refuses_is_one_line(lora_run: Path, hub: Hub, tmp_path: Path) -> None:
-    with pytest.raises(PushError, match=r"others/model: the hub did not take it \(.*rights to create") as raised:
+    with pytest.raises(PushError, match=r"others/model: the hub refused it \(.*rights to create") as raised:
         push(lora_run, "others/model")
     assert "\n" not in str(raised.value)
     with pytest.raises(PushError, match="a/b/c: is no name of a repository; write it as you/name"):
@@ -248,10 +248,10 @@ def test_what_the_hub_refuses_is_one_line(lora_run: Path, hub: Hub, tmp_path: Pa
 
 def test_no_hub_can_be_reached(lora_run: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
-    with pytest.raises(PushError, match="me/model: the hub did not take it"):
+    with pytest.raises(PushError, match="me/model: the hub refused it"):
         push(lora_run, "me/model")
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    with pytest.raises(PushError, match="switched off by HF_HUB_OFFLINE"):
+    with pytest.raises(PushError, match="HF_HUB_OFFLINE switches the hub off"):
         push(lora_run, "me/model")
 
 
@@ -293,7 +293,7 @@ def test_unfinished_runs_are_refused(lora_run: Path, hub: Hub, tmp_path: Path) -
     staging = shutil.copytree(lora_run, tmp_path / ".run.partial")
     with pytest.raises(ModelError, match="is an unfinished run; finish it with pi-lora train --resume"):
         push(staging, "me/model")
-    with pytest.raises(ModelError, match=r"no such folder; an unfinished one is kept in .*\.run\.partial"):
+    with pytest.raises(ModelError, match=r"no such folder; an unfinished run is kept in .*\.run\.partial"):
         push(tmp_path / "run", "me/model")
     with pytest.raises(ModelError, match="no such folder; name a run"):
         push(tmp_path / "nothing", "me/model")

@@ -10,16 +10,18 @@ from typing import Any
 import pytest
 from conftest import small_recipe
 from huggingface_hub import ModelCard
-from reported import measured_run, passkey, perplexity
+from reported import make_run, passkey, perplexity
 from test_cli import run as command
 
+from pi_lora.drawing import round_levels
 from pi_lora.errors import PiLoraError
-from pi_lora.report.kept import kept_scores, main_stages, missing_baselines, read_run
-from pi_lora.report.page import html_page
-from pi_lora.report.paper import K_MAX, PG19, PROOF_PILE, WINDOWS, paper_section
-from pi_lora.report.pictures import marks
-from pi_lora.report.tables import score_lines
-from pi_lora.report.writing import write_report
+from pi_lora.evaluation.results import PasskeyScores, PerplexityScores
+from pi_lora.report.pages import html_page, write_report
+from pi_lora.report.paper import PAPER as MEASURED
+from pi_lora.report.paper import WINDOWS, paper_section
+from pi_lora.report.pictures import comparison_picture
+from pi_lora.report.run import Run, measured_run, missing_baselines
+from pi_lora.report.summary import score_lines
 
 pytest.importorskip("matplotlib")
 PAPER = Path(__file__).parents[3] / "shared" / "paper.tex"
@@ -28,35 +30,37 @@ CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-headless-s
 
 @pytest.fixture
 def run(small_model: Path, tmp_path: Path) -> Path:
-    return measured_run(small_model, tmp_path / "mine")
+    return make_run(small_model, tmp_path / "mine")
 
 
 def test_scores_have_stages_in_order(run: Path) -> None:
     for step in (200, 9):
         (run / "scores" / f"perplexity-step-{step}.json").write_text(json.dumps(perplexity(step, step)))
-    stages = kept_scores(run)["perplexity"]
-    assert list(stages) == ["base", "step 0", "step 9", "step 200", "tuned"]
-    assert list(main_stages(stages)) == ["base", "step 0", "tuned"]
-    assert main_stages(stages)["tuned"]["windows"][1]["perplexity"] == 7.125
+    assert list(Run(run).scores["perplexity"]) == ["base", "step 0", "step 9", "step 200", "tuned"]
+    stages = Run(run).main_stages("perplexity", PerplexityScores)
+    assert list(stages) == ["base", "step 0", "tuned"]
+    assert stages["tuned"].windows[1].perplexity == 7.125
     (run / "scores" / "perplexity.json").unlink()
-    assert main_stages(kept_scores(run)["perplexity"])["tuned"]["windows"][0]["perplexity"] == 200
-    assert any("(step 200)" in line for line in score_lines(run))
+    tuned = Run(run).tuned("perplexity", PerplexityScores)
+    assert tuned
+    assert tuned.windows[0].perplexity == 200
+    assert any("(step 200)" in line for line in score_lines(Run(run)))
 
 
 def test_the_card_holds_what_was_measured(run: Path) -> None:
-    files = write_report([read_run(run)])
+    files = write_report([measured_run(run)])
     assert {file.name for file in files} == {"perplexity.png", "passkey.png", "loss.png", "README.md"}
     text = (run / "README.md").read_text()
     assert "| perplexity | 64 tokens | 128 tokens |\n|---|---|---|\n| base | 8.50 | 60.25 |\n| step 0 | 40.00 |" in text
     assert "| tuned | 9.00 | 7.12 |" in text
-    assert "| base | 32 | 128 tokens |\n| tuned | 128 | 128 tokens |" in text
+    assert "| base | 32 of 128 |\n| tuned | 128 of 128 |" in text
     for picture in re.findall(r"!\[[^]]+\]\(([^)]+)\)", text):
         assert (run / picture).read_bytes()[:4] == b"\x89PNG"
     assert "1,024 tokens in 2 seconds, at most 1.0 GiB" in text
 
 
 def test_the_hubs_library_takes_the_card(run: Path) -> None:
-    write_report([read_run(run)])
+    write_report([measured_run(run)])
     card = ModelCard.load(run / "README.md")
     results = {(each.metric_name, each.metric_value) for each in card.data.eval_results}
     assert results == {
@@ -71,45 +75,45 @@ def test_the_hubs_library_takes_the_card(run: Path) -> None:
 
 @pytest.mark.network
 def test_the_hub_takes_the_card(run: Path) -> None:
-    write_report([read_run(run)])
+    write_report([measured_run(run)])
     ModelCard.load(run / "README.md").validate()
 
 
 def test_what_was_written_into_the_card_stays(run: Path) -> None:
-    write_report([read_run(run)])
+    write_report([measured_run(run)])
     mine = (run / "README.md").read_text().replace("# model", "# Mine", 1).replace("---\n# ", "license: mit\n---\n# ")
     (run / "README.md").write_text(mine)
     (run / "scores" / "passkey.json").write_text(json.dumps(passkey(96)))
-    write_report([read_run(run)])
+    write_report([measured_run(run)])
     card = ModelCard.load(run / "README.md")
     assert "# Mine" in card.content
     assert card.data.license == "mit"
     assert {each.metric_value for each in card.data.eval_results} == {9.0, 7.125, 96}
-    assert "| tuned | 96 | 128 tokens |" in card.content
+    assert "| tuned | 96 of 128 |" in card.content
 
 
 def test_a_foreign_card_is_not_overwritten(run: Path) -> None:
     (run / "README.md").write_text("# Mine\n")
-    with pytest.raises(PiLoraError, match="has no place for scores"):
-        write_report([read_run(run)])
+    with pytest.raises(PiLoraError, match="has no section for scores"):
+        write_report([measured_run(run)])
     assert (run / "README.md").read_text() == "# Mine\n"
     assert not (run / "pictures").exists()
 
 
 def test_another_folder_gets_the_card_and_the_run_stays(run: Path, tmp_path: Path) -> None:
-    write_report([read_run(run)], tmp_path / "page")
+    write_report([measured_run(run)], tmp_path / "page")
     assert "pictures/perplexity.png" in (tmp_path / "page" / "README.md").read_text()
     assert not (run / "README.md").exists()
 
 
 def test_baselines_that_are_missing_are_commands(run: Path) -> None:
-    (command,) = missing_baselines(read_run(run))
+    (command,) = missing_baselines(measured_run(run))
     assert command.startswith("pi-lora eval passkey /")
     trials = "--target 128 --depths 4 --trials 4 --seed 0"
     assert command.endswith(f"{trials} --original 64 --scaling pi --json {run}/scores/passkey-step-0.json")
     for name in ("perplexity-base", "perplexity-step-0"):
         (run / "scores" / f"{name}.json").unlink()
-    first, second, _ = missing_baselines(read_run(run))
+    first, second, _ = missing_baselines(measured_run(run))
     sweep = "--data builtin:stdlib --windows 64,128 --stride 32 --documents 3"
     assert f"{sweep} --json {run}/scores/perplexity-base.json" in first
     assert f"{sweep} --original 64 --target 128 --scaling pi --json {run}/scores/perplexity-step-0.json" in second
@@ -117,19 +121,23 @@ def test_baselines_that_are_missing_are_commands(run: Path) -> None:
 
 def test_several_runs_are_compared(run: Path, small_model: Path, tmp_path: Path) -> None:
     scores = {"perplexity": perplexity(9.5, 8.75), "passkey": passkey(64)}
-    other = measured_run(small_model, tmp_path / "other", scores, small_recipe(small_model, scaling="direct"))
-    write_report([read_run(run), read_run(other)], tmp_path / "both", html=True)
+    other = make_run(small_model, tmp_path / "other", scores, small_recipe(small_model, scaling="direct"))
+    write_report([measured_run(run), measured_run(other)], tmp_path / "both", html=True)
     text = (tmp_path / "both" / "README.md").read_text()
-    assert "| mine | 9.00 | 7.12 | 128 of 128 |\n| other | 9.50 | 8.75 | 64 of 128 |" in text
+    assert (
+        "| perplexity | 64 tokens | 128 tokens |\n|---|---|---|\n| mine | 9.00 | 7.12 |\n| other | 9.50 | 8.75 |"
+        in text
+    )
+    assert "| passkey | k_max |\n|---|---|\n| mine | 128 of 128 |\n| other | 64 of 128 |" in text
     assert "| other | `" in text
     assert "do not compare" not in text
     assert (tmp_path / "both" / "report.html").is_file()
     (other / "scores" / "perplexity.json").write_text(json.dumps(perplexity(9.5, 8.75, data="pg19")))
-    write_report([read_run(run), read_run(other)], tmp_path / "both")
+    write_report([measured_run(run), measured_run(other)], tmp_path / "both")
     assert "do not compare" in (tmp_path / "both" / "README.md").read_text()
     shutil.copytree(run, tmp_path / "elsewhere" / "mine")
     with pytest.raises(PiLoraError, match="is the name of several"):
-        write_report([read_run(run), read_run(tmp_path / "elsewhere" / "mine")], tmp_path / "both")
+        write_report([measured_run(run), measured_run(tmp_path / "elsewhere" / "mine")], tmp_path / "both")
 
 
 @pytest.mark.parametrize(
@@ -158,19 +166,22 @@ def test_mistakes_are_one_line(
 
 def test_the_papers_row_stands_beside(small_model: Path) -> None:
     recipe = small_recipe("huggyllama/llama-7b", context={"target": 16384})
-    text = "\n".join(paper_section(recipe))
+    text = paper_section(recipe)
     assert "| PG-19 (table 1) | 7.11 | 6.93 | 6.82 | 6.83 |" in text
     assert "| proof-pile (table 2) | 2.79 | 2.57 | 2.37 | 2.25 |" in text
     assert "k_max 16,384 of 16,384" in text
-    assert not list(paper_section(small_recipe(small_model)))
-    assert not list(paper_section(small_recipe("huggyllama/llama-7b", context={"target": 10000})))
+    assert not paper_section(small_recipe(small_model))
+    assert not paper_section(small_recipe("huggyllama/llama-7b", context={"target": 10000}))
 
 
 @pytest.mark.skipif(not PAPER.is_file(), reason="the paper is not beside this checkout")
 def test_the_papers_numbers_are_its_own() -> None:
     """Every number of tables 1, 2 and 4 that a card may show, against the source of the paper."""
     source = PAPER.read_text()
-    tables = {"perplexity-pg19": PG19, "perplexity-pile": PROOF_PILE}
+    tables = {
+        "perplexity-pg19": {row: found.pg19 for row, found in MEASURED.items()},
+        "perplexity-pile": {row: found.proof_pile for row, found in MEASURED.items()},
+    }
     for label, table in tables.items():
         body = source[: source.index(f"\\label{{table:{label}}}")].rpartition("\\begin{table}")[2]
         rows = {tuple(cells[:3]): cells[3:] for cells in _cells(body) if len(cells) == 8}
@@ -181,7 +192,7 @@ def test_the_papers_numbers_are_its_own() -> None:
         assert len([row for row in rows if row[2] in ("PI", "FT")]) == len(table)
     body = source[: source.index("\\label{fig:passcode}")].rpartition("\\begin{table}")[2]
     found = {(c[0], int(c[1]), {"PI": "pi", "FT": "direct"}[c[2]]): int(c[7]) for c in _cells(body) if len(c) == 9}
-    assert found == K_MAX
+    assert found == {row: each.k_max for row, each in MEASURED.items() if each.k_max}
 
 
 def _cells(table: str) -> Iterator[list[str]]:
@@ -204,8 +215,8 @@ def test_the_page_obeys_no_html_of_others() -> None:
 def test_the_page_reads_on_a_phone(number: int, scheme: Any, run: Path, small_model: Path, tmp_path: Path) -> None:
     """At 390 pixels: nothing on the console, every picture drawn, nothing wider than the screen, in both colours."""
     playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed; pip install '.[dev]'")
-    runs = [run, measured_run(small_model, tmp_path / "a-run-with-a-long-name-that-has-to-go-somewhere")][:number]
-    write_report([read_run(each) for each in runs], tmp_path / "page", html=True)
+    runs = [run, make_run(small_model, tmp_path / "a-run-with-a-long-name-that-has-to-go-somewhere")][:number]
+    write_report([measured_run(each) for each in runs], tmp_path / "page", html=True)
     told: list[str] = []
     with playwright.sync_playwright() as browsers:
         browser = browsers.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
@@ -233,6 +244,16 @@ def test_the_page_reads_on_a_phone(number: int, scheme: Any, run: Path, small_mo
 
 @pytest.mark.parametrize("bounds", [(7.1, 8.5), (6.9, 57.0), (2.0, 5000.0), (6.91, 6.94)])
 def test_a_logarithmic_axis_is_marked(bounds: tuple[float, float]) -> None:
-    levels = marks(*bounds)
+    levels = round_levels(*bounds)
     assert len(levels) >= 3
     assert all(bounds[0] <= level <= bounds[1] for level in levels)
+
+
+def test_models_are_drawn_side_by_side(tmp_path: Path) -> None:
+    file = tmp_path / "folder" / "picture.png"
+    names = ("base", "PI")
+    perplexities = {name: PerplexityScores.model_validate(perplexity(9.5, 60.0)) for name in names}
+    passkeys = {name: PasskeyScores.model_validate(passkey(64)) for name in names}
+    comparison_picture(perplexities, passkeys, 64, file)
+    assert file.read_bytes()[:4] == b"\x89PNG"
+    assert file.stat().st_size > 10_000

@@ -15,7 +15,8 @@ from transformers.models.auto import CONFIG_MAPPING
 from pi_lora.errors import PiLoraError, ScalingError
 from pi_lora.models.load import Stretch, load
 from pi_lora.theory.bounds import Setting, attention_score, setting_of
-from pi_lora.theory.measured import Rotation, distances, layer_coefficients, measure_attention, sampled_pairs
+from pi_lora.theory.heads import distances, sampled_pairs
+from pi_lora.theory.watching import layer_coefficients, measure_attention
 
 TEXT = Path(__file__).parents[2] / "README.md"
 IDS = torch.randint(2, 60, (40,), generator=torch.Generator().manual_seed(1)).tolist()
@@ -46,7 +47,7 @@ def test_scores_are_those_the_model_computes(kind: str) -> None:
     model = small(kind)
     setting = setting_of(model.config.to_dict())
     queries, keys = sampled_pairs(len(IDS), 16)
-    found = layer_coefficients(model, IDS, (queries, keys), Rotation(setting.head_dim, setting.theta))
+    found = layer_coefficients(model, IDS, (queries, keys), setting)
     assert list(found) == ([1] if kind in ("gemma3_text", "smollm3") else [0, 1])
     seen: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
     code = importlib.import_module(type(model).__module__)
@@ -73,9 +74,9 @@ def test_a_stretched_model_is_taken_apart_alike(lora_run: Path) -> None:
     setting = setting_of(loaded.config)
     assert (setting.original, setting.target) == (64, 128)
     pairs = sampled_pairs(40, 4)
-    assert list(layer_coefficients(loaded.model, IDS, pairs, Rotation(setting.head_dim, setting.theta, 2.0))) == [0, 1]
+    assert list(layer_coefficients(loaded.model, IDS, pairs, setting, 2.0)) == [0, 1]
     with pytest.raises(ScalingError, match="no layer rotates"):
-        layer_coefficients(loaded.model, IDS, pairs, Rotation(setting.head_dim, setting.theta))
+        layer_coefficients(loaded.model, IDS, pairs, setting)
     assert loaded.model.config._attn_implementation == "sdpa"
 
 

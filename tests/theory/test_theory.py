@@ -14,8 +14,7 @@ from test_cli import run
 
 from pi_lora.errors import PiLoraError
 from pi_lora.theory import bounds
-from pi_lora.theory.bounds import Setting, bounds_of, setting_of
-from pi_lora.theory.fit import fit_noise
+from pi_lora.theory.bounds import Setting, bounds_of, fit_noise, setting_of
 
 LLAMA = Setting()
 dims = st.integers(1, 32).map(lambda half: 2 * half)
@@ -68,11 +67,14 @@ def test_no_score_exceeds_the_extrapolation_bound(head_dim: int, theta: float, s
 
 @pytest.mark.parametrize(("head_dim", "theta"), [(128, 1e4), (64, 1e4), (128, 5e5), (32, 500.0)])
 def test_the_papers_interpolation_bound_is_exceeded(head_dim: int, theta: float) -> None:
-    h = bounds.worst_case(head_dim, theta)
+    """By coefficients whose score bends most between the distances 0 and 1, with its peak half-way."""
+    h = np.exp(-0.5j * bounds.frequencies(head_dim, theta))
     difference = float(abs(bounds.attention_score(h, [0.5], theta) - bounds.linear_score(h, [0.5], theta))[0])
     papers = float(bounds.papers_interpolation_bound(head_dim, theta, abs(h).max(), 0.5))
     proven = float(bounds.interpolation_bound(head_dim, theta, abs(h).max(), 0.5))
     assert papers < difference < proven
+    if (head_dim, theta) == (128, 1e4):
+        assert (difference, papers, proven) == pytest.approx((0.4939, 0.4343, 0.4998), abs=5e-5)
     assert difference == pytest.approx(sum(1 - math.cos(each / 2) for each in bounds.frequencies(head_dim, theta)))
 
 
@@ -172,6 +174,6 @@ def test_mistakes_are_one_line(
 def test_bounds_need_no_torch() -> None:
     """`pi-lora theory` without a model answers in seconds."""
     pytest.importorskip("matplotlib")
-    modules = "pi_lora.theory.bounds, pi_lora.theory.measured, pi_lora.theory.figures, pi_lora.evaluation.results"
+    modules = "pi_lora.theory.bounds, pi_lora.theory.heads, pi_lora.theory.figures, pi_lora.evaluation.results"
     code = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
