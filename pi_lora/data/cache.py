@@ -30,10 +30,6 @@ NOTES = "notes.json"
 Row = Mapping[str, list[int]]
 
 
-class DamagedShards(Exception):
-    """A folder that does not hold the sequences it should."""
-
-
 @dataclass(frozen=True)
 class Layout:
     """The columns of the sequences with their integer types, and how long and how many the sequences are.
@@ -69,19 +65,15 @@ def write_shards(folder: Path, rows: Iterator[Row], layout: Layout, shard_tokens
             os.fsync(out.fileno())
 
 
-def read_shards(folder: Path, layout: Layout) -> Dataset:
-    """Return the sequences in `folder`, mapped into memory; rows come as NumPy arrays.
-
-    Raises:
-        DamagedShards: files are missing, unreadable or cut off.
-    """
+def read_shards(folder: Path, layout: Layout) -> Dataset | None:
+    """Return the sequences in `folder`, mapped into memory, as NumPy arrays; None if they are missing or damaged."""
     try:
         shards = [Dataset.from_file(str(file)) for file in sorted(folder.glob("*.arrow"))]
         found = concatenate_datasets(shards) if shards else None
-    except (pa.ArrowException, OSError, ValueError) as error:
-        raise DamagedShards(f"{folder}: {error}") from error
+    except (pa.ArrowException, OSError, ValueError):
+        return None
     if found is None or layout.number not in (None, len(found)) or found.features != layout.features:
-        raise DamagedShards(f"{folder}: holds other sequences than it should")
+        return None
     return found.with_format("numpy")
 
 
@@ -130,11 +122,11 @@ def cached(
             waiting()
             held = lock.acquire()
         with held:
-            try:
-                return read_shards(folder, layout)
-            except DamagedShards:
+            if (found := read_shards(folder, layout)) is None:
                 _write_whole(folder, made_from, layout, make(), notes)
-                return read_shards(folder, layout)
+                found = read_shards(folder, layout)
+            assert found is not None, f"{folder}: cannot be read back"
+            return found
     except OSError as error:
         raise DataError(
             f"{folder}: the cache cannot be written ({error.strerror or error}); "

@@ -34,11 +34,7 @@ def is_held_out(relative_path: str) -> bool:
 
 
 def stdlib_files(split: str) -> Iterator[tuple[str, Path]]:
-    """Yield `(name, file)` of every standard-library file in `split`, in a fixed order.
-
-    Raises:
-        ValueError: `split` is not one of `SPLITS`.
-    """
+    """Yield `(name, file)` of every standard-library file in `split` (one of `SPLITS`), in a fixed order."""
     if split not in SPLITS:
         raise ValueError(f"split must be one of {SPLITS}, not {split!r}")
     root = Path(sysconfig.get_path("stdlib"))
@@ -133,10 +129,9 @@ PRESETS = {
 
 
 def find_corpus(source: Source, split: str = "train") -> Table:
-    """Find the documents that `source` names, before their text is read; `split` is of `builtin:stdlib`.
+    """Find the documents that `source` names; raise DataError if they are not there (for the hub, when they are read).
 
-    Raises:
-        DataError: nothing is there; of a hub data set that shows when it is read.
+    `split` is of `builtin:stdlib`.
     """
     name = source.name
     if name == STDLIB:

@@ -85,9 +85,7 @@ def rows_in(file: Path, columns: Sequence[str], suffixes: tuple[str, ...]) -> It
     """Yield `(file:line, row)` for every row of a file, with at least those of `columns` that it has.
 
     A file whose name does not end in one of `suffixes`, or is of text, is one row: its text, under every column.
-
-    Raises:
-        DataError: the file cannot be read, or is damaged.
+    Raise DataError if the file cannot be read, is damaged, or lacks a column.
     """
     kind = next((suffix for suffix in suffixes if file.name.lower().endswith(suffix)), None)
     try:
@@ -106,11 +104,7 @@ def rows_in(file: Path, columns: Sequence[str], suffixes: tuple[str, ...]) -> It
 
 
 def json_rows(lines: Iterable[bytes], name: str, column: str) -> Iterator[tuple[str, Json]]:
-    """Yield `(name:line, object)` for each line of JSON Lines; messages show `column` as an example.
-
-    Raises:
-        DataError: a line is not UTF-8, not JSON, or not an object.
-    """
+    """Yield `(name:line, object)` for each line of JSON Lines; messages show `column` as an example."""
     for number, line in enumerate(lines, 1):
         if line.isspace():
             continue

@@ -120,11 +120,8 @@ def bfd_split(documents: Iterable[Tokens], length: int, seed: int = 0, buffer: i
     sequences are taken apart to fill the gaps of the others. That costs at most one cut per sequence, where `wrapped`
     cuts at nearly every one.
 
-    Args:
-        documents: token ids; read until `buffer` tokens are there to be fitted together.
-        length: of a sequence, in tokens.
-        seed: of the order of the fitted sequences, and of the pieces in each, which else follow their size.
-        buffer: in tokens; what does not fill a sequence is carried into the next one.
+    Documents are read until there are `buffer` tokens to fit together; what does not fill a sequence is carried on. The
+    order of sequences, and of the pieces in each, follows `seed`, since it would follow their size otherwise.
 
     >>> sorted(map(sorted, bfd_split([[1, 1, 1, 1, 1], [2, 2], [3, 3, 3], [4, 4]], length=4)))
     [[1, 1, 1, 1], [1, 3, 3, 3], [2, 2, 4, 4]]

@@ -95,7 +95,7 @@ class Prompter:
         if column is None:
             return [Prompt(ids, fits=len(ids) <= self.longest) for ids in self._framed(rows)]
         frames = self._framed([{**row, column: ""} for row in rows])
-        documents = _documents([row[column] for row in rows], self.tokenizer)
+        documents = _Document.of_each([row[column] for row in rows], self.tokenizer)
         most = [min(self.task.document_tokens, self.longest - len(frame)) for frame in frames]
         kept = [max(0, min(len(document.ids), each)) for document, each in zip(documents, most, strict=True)]
         cut = [{**row, column: each.first(n)} for row, each, n in zip(rows, documents, kept, strict=True)]
@@ -148,6 +148,13 @@ class _Document:
     ends: list[int] | None
     tokenizer: Any
 
+    @classmethod
+    def of_each(cls, texts: list[str], tokenizer: Any) -> "list[_Document]":
+        found = tokenizer(texts, add_special_tokens=False, return_offsets_mapping=tokenizer.is_fast, verbose=False)
+        offsets = found["offset_mapping"] if tokenizer.is_fast else [None] * len(texts)
+        ends = [each and [end for _, end in each] for each in offsets]
+        return [cls(*each, tokenizer) for each in zip(texts, found["input_ids"], ends, strict=True)]
+
     def first(self, number: int) -> str:
         """Return the text of the first `number` tokens."""
         if number == len(self.ids):
@@ -155,15 +162,6 @@ class _Document:
         if self.ends is None:
             return str(self.tokenizer.decode(self.ids[:number]))
         return self.text[: self.ends[number - 1]] if number else ""
-
-
-def _documents(texts: list[str], tokenizer: Any) -> list[_Document]:
-    found = tokenizer(texts, add_special_tokens=False, return_offsets_mapping=tokenizer.is_fast, verbose=False)
-    offsets = found["offset_mapping"] if tokenizer.is_fast else [None] * len(texts)
-    return [
-        _Document(text, ids, None if places is None else [end for _, end in places], tokenizer)
-        for text, ids, places in zip(texts, found["input_ids"], offsets, strict=True)
-    ]
 
 
 def _pieces(template: str) -> tuple[tuple[str, str | None], ...]:

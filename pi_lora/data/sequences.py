@@ -23,11 +23,7 @@ FORMAT = 1
 
 
 class Stream:
-    """The sequences of one source; `tokens` and `left_out` (documents) count what was read for them so far.
-
-    Raises:
-        DataError: the source is not there.
-    """
+    """The sequences of one source; `tokens` and `left_out` (documents) count what was read for them so far."""
 
     def __init__(self, source: Source, data: Data, encode: Encode, length: int) -> None:
         self.source, self.data, self.encode, self.length = source, data, encode, length
@@ -43,11 +39,7 @@ class Stream:
         return {**self.corpus.identity(), "code": code}
 
     def sequences(self) -> Iterator[Tokens]:
-        """Yield sequences of exactly `length` tokens until the source is used up; `builtin:recall` has no end.
-
-        Raises:
-            DataError: (while reading) the source cannot be read.
-        """
+        """Yield sequences of exactly `length` tokens until the source is used up; `builtin:recall` has no end."""
         if self.source.name == RECALL:
             # However text is packed: the facts that a document asks for must stand in the same sequence.
             return packing.aligned(self._recall_documents(), self.length)
@@ -85,23 +77,13 @@ def training_sequences(
 ) -> Dataset:
     """Make `number` sequences from the sources of a recipe, mixed by weight and seeded, or read them from the cache.
 
-    Each source is drawn as often as its weight says. When one runs out of text before that, it is an error, since
-    going on without it would train on another mixture than the recipe names.
-
-    Args:
-        data: the recipe's section.
-        tokenizer: of the base model.
-        original: L in tokens: the length of sequences under PoSE (`positions: skip`).
-        target: L' in tokens: the length of all others.
-        number: how many sequences.
-        progress: called with the tokens packed, those needed, and a note, while they are made.
-
-    Returns:
-        A data set with the column `input_ids`, `(number, length)`, and under PoSE `position_ids`, as NumPy arrays
-        that are mapped into memory; `batches.collate` makes the batch of them.
+    Under PoSE (`positions: skip`) they have `original` (L) tokens and `position_ids`, otherwise `target` (L') tokens.
+    Returns rows of `input_ids` as NumPy arrays mapped into memory; `batches.collate` makes the batch of them.
+    `progress` is called with the tokens packed, those needed, and a note.
 
     Raises:
-        DataError: a source cannot be read or holds too little text, or the cache cannot be written.
+        DataError: a source cannot be read or has too little text for its share (going on without it would train on
+            another mixture than the recipe names), or the cache cannot be written.
     """
     pose = data.positions == "skip"
     length = original if pose else target

@@ -12,19 +12,8 @@ from typing import Any
 from huggingface_hub import HfApi, hf_hub_download
 from huggingface_hub.errors import HfHubHTTPError
 
-from pi_lora.data.documents import (
-    CSV,
-    JSON_LINES,
-    PARQUET,
-    TEXT_SUFFIXES,
-    Document,
-    check_columns,
-    files_named,
-    fingerprint,
-    json_rows,
-    looks_local,
-    rows_in,
-)
+from pi_lora.data import documents
+from pi_lora.data.documents import CSV, JSON_LINES, PARQUET, TEXT_SUFFIXES, Document
 from pi_lora.errors import DataError
 from pi_lora.recipe.schema import Source
 from pi_lora.types import Json
@@ -62,11 +51,7 @@ class Table(ABC):
         """Return what decides the rows, as JSON: a cache made from them is stale when this changes."""
 
     def documents(self, seed: int | None = None) -> Iterator[Document]:
-        """Yield the texts of `column` that are not blank, in a fixed order or in the one that `seed` gives.
-
-        Raises:
-            DataError: (while reading) the source cannot be read, or holds no text.
-        """
+        """Yield the texts of `column` that are not blank, ordered as `rows`; raise DataError if there is none."""
         empty = True
         for where, row in self.rows([self.column], seed):
             if (text := row[self.column]).strip():
@@ -77,13 +62,9 @@ class Table(ABC):
 
 
 def texts(rows: Iterable[tuple[str, Json]], columns: Sequence[str]) -> Iterator[NamedRow]:
-    """Yield `columns` of each row as text; an absent value is an empty text.
-
-    Raises:
-        DataError: a row lacks a column, or holds something else in it.
-    """
+    """Yield `columns` of each row, None as an empty text; raise DataError where one is absent or not text."""
     for where, row in rows:
-        check_columns(where, columns, row)
+        documents.check_columns(where, columns, row)
         for column in columns:
             if not isinstance(text := row[column], str | None):
                 kind = type(text).__name__
@@ -126,12 +107,12 @@ class LocalFiles(Table):
         if seed is not None:
             random.Random(seed).shuffle(files)
         for file in files:
-            rows = texts(rows_in(file, columns, self.suffixes), columns)
+            rows = texts(documents.rows_in(file, columns, self.suffixes), columns)
             yield from rows if seed is None else shuffled(rows, seed)
 
     def identity(self) -> Json:
         """Return the number of files, and a digest of their sizes and modification times."""
-        return {"files": len(self.files), "sha256": fingerprint(self.files)}
+        return {"files": len(self.files), "sha256": documents.fingerprint(self.files)}
 
 
 class HubDataset(Table):
@@ -226,7 +207,7 @@ class ScrollsTable(Table):
             if f"{subset}/{split}.jsonl" not in archive.namelist():
                 raise DataError(f"{self.name}: has no split {split}; there are train, validation and test")
             with archive.open(f"{subset}/{split}.jsonl") as lines:
-                yield from texts(json_rows(lines, f"{self.name}/{split}", columns[0]), columns)
+                yield from texts(documents.json_rows(lines, f"{self.name}/{split}", columns[0]), columns)
 
     def identity(self) -> Json:
         """Return the revision; a branch may move, a commit does not."""
@@ -234,11 +215,7 @@ class ScrollsTable(Table):
 
 
 def downloaded(name: str, file: str, revision: str) -> Path:
-    """Return a file of a data set on the hub, from the hub's cache.
-
-    Raises:
-        DataError: it cannot be downloaded.
-    """
+    """Download a file of a hub data set, or find it in the hub's cache; raise DataError if neither works."""
     try:
         return Path(hf_hub_download(name, file, repo_type="dataset", revision=revision))
     except (OSError, HfHubHTTPError) as error:
@@ -250,19 +227,15 @@ def downloaded(name: str, file: str, revision: str) -> Path:
 
 
 def find_table(source: Source) -> Table:
-    """Find the rows that `source` names, before they are read.
-
-    Raises:
-        DataError: nothing is there; of a hub data set that shows when it is read.
-    """
+    """Find the rows that `source` names; raise DataError if they are not there (for the hub, when they are read)."""
     name = source.name
     if name.startswith("builtin:"):
         raise DataError(f"{name}: is text to pack, without columns; name files or a data set with rows")
     if name == SCROLLS:
         return ScrollsTable(source)
-    if not looks_local(name):
+    if not documents.looks_local(name):
         return HubDataset(source)
-    files = files_named(name, TABLE_SUFFIXES)
+    files = documents.files_named(name, TABLE_SUFFIXES)
     if strange := [str(file) for file in files if not file.name.lower().endswith(TABLE_SUFFIXES)]:
         raise DataError(f"{strange[0]}: holds no rows with columns; name {', '.join(TABLE_SUFFIXES)} files")
     return LocalFiles(name, files, source.column, TABLE_SUFFIXES)

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pi_lora.data.cache import MADE_FROM, DamagedShards, Layout, Row, cache_folder, cached, read_shards, write_shards
+from pi_lora.data.cache import MADE_FROM, Layout, Row, cache_folder, cached, read_shards, write_shards
 from pi_lora.errors import DataError
 
 LAYOUT = Layout({"input_ids": "uint16", "position_ids": "int32"}, length=4, number=10)
@@ -88,8 +88,7 @@ def test_a_damaged_cache_is_made_again(folder: Path, damage: str) -> None:
     cached({"of": "this"}, LAYOUT, rows, nobody_waits)
     [shard] = folder.rglob("*.arrow")
     DAMAGE[damage](shard)
-    with pytest.raises(DamagedShards):
-        read_shards(shard.parent, LAYOUT)
+    assert read_shards(shard.parent, LAYOUT) is None
     found = cached({"of": "this"}, LAYOUT, rows, nobody_waits)
     assert found["input_ids"][9].tolist() == [9, 65535, 0, 9]
     cached({"of": "this"}, LAYOUT, never, nobody_waits)
