@@ -157,9 +157,8 @@ def _examples(data: Data, training: Training, tokenizer: Any, window: int, progr
     epoch_steps = math.ceil(number / training.global_batch_size)
     if training.steps > data.epochs * epoch_steps:
         raise DataError(
-            f"training.steps: {training.steps:,} of {training.global_batch_size} go {training.steps / epoch_steps:.1f} "
-            f"times round the {number:,} examples; set data.epochs to {math.ceil(training.steps / epoch_steps)}, "
-            "or lower it"
+            f"training.steps: {training.steps:,} of {training.global_batch_size} are {training.steps / epoch_steps:.1f} "
+            f"epochs of {number:,} examples; set data.epochs to {math.ceil(training.steps / epoch_steps)}, or lower it"
         )
     columns = [rows.data.column(name) for name in ("prompt_ids", "completion_ids")]
     prompts, completions = (pyarrow.compute.list_value_length(column).to_pylist() for column in columns)

@@ -59,7 +59,7 @@ class Tuning(Section):
     """Which weights train, and the shape of the adapter."""
 
     method: Literal["lora", "qlora", "full"] = Field(
-        "lora", description="an adapter, an adapter on a base in four bits (NF4), or every weight"
+        "lora", description="an adapter, an adapter on a 4-bit (NF4) base, or all weights"
     )
     rank: int = Field(16, gt=0, description="of the adapter's matrices")
     alpha: float | None = Field(None, gt=0, description="by default twice the rank")

@@ -254,7 +254,10 @@ def test_groups_are_of_like_lengths_and_others_in_each_epoch() -> None:
 @pytest.mark.parametrize(
     ("training", "message"),
     [
-        ({"steps": 5, "global_batch_size": 2}, r"training.steps: 5 of 2 go 2.5 times round .* set data.epochs to 3"),
+        (
+            {"steps": 5, "global_batch_size": 2},
+            r"training.steps: 5 of 2 are 2.5 epochs of 3 examples; set data.epochs to 3",
+        ),
         ({"steps": 1, "global_batch_size": 4}, "training.global_batch_size: 4 is more than the 3 examples"),
     ],
 )
