@@ -155,10 +155,11 @@ def _examples(data: Data, training: Training, tokenizer: Any, window: int, progr
         )
     # As the Trainer counts: the last step of an epoch takes what is left.
     epoch_steps = math.ceil(number / training.global_batch_size)
-    if training.steps > data.epochs * epoch_steps:
+    epochs = training.steps / epoch_steps
+    if epochs > data.epochs:
         raise DataError(
-            f"training.steps: {training.steps:,} of {training.global_batch_size} are {training.steps / epoch_steps:.1f} "
-            f"epochs of {number:,} examples; set data.epochs to {math.ceil(training.steps / epoch_steps)}, or lower it"
+            f"training.steps: {training.steps:,} of {training.global_batch_size} are {epochs:.1f} epochs "
+            f"of {number:,} examples; set data.epochs to {math.ceil(epochs)}, or lower it"
         )
     columns = [rows.data.column(name) for name in ("prompt_ids", "completion_ids")]
     prompts, completions = (pyarrow.compute.list_value_length(column).to_pylist() for column in columns)
