@@ -1,13 +1,13 @@
-"""Tokens trained a second: examples of like lengths together, beside all padded to the longest, in one run.
+"""Tokens trained per second: batches of similar lengths, beside all examples padded to the longest, in one run.
 
     python benchmarks/length_groups.py REPORTS [--rounds 3] [--at-once 4]
 
-REPORTS is rows with the columns `report` and `summary`. Their lengths are kept in proportion, of the reports as they
-are and of the reports cut to 60,000 characters, about the 15000 tokens of the paper; the longest fills 1024 tokens of
-the built-in model, of which all weights train. `padded` fills up every example to the longest of all; `shuffled` and
-`grouped` fill up to the longest of the batch, the second with batches of like lengths, as `pi-lora train` does. All go
-once round the same examples; rounds take turns, and the median counts. Padding is no token trained. JSON goes to
-benchmarks/results/.
+REPORTS holds rows with the columns `report` and `summary`. Examples keep the proportions of the reports' lengths, once
+of whole reports and once of reports cut to 60,000 characters, about the paper's 15000 tokens; the longest fills 1024
+tokens of the built-in model, of which all weights train. `padded` pads every example to the longest of all; `shuffled`
+and `grouped` pad to the longest of the batch, the second with batches of similar lengths, as `pi-lora train` does. Each
+trains one epoch of the same examples per round; rounds alternate, and the median counts. Padding does not count as a
+trained token. JSON goes to benchmarks/results/.
 """
 
 import argparse
@@ -37,7 +37,7 @@ Rows = Sequence[Mapping[str, Any]]
 
 
 def rows_in_proportion(texts: Sequence[tuple[str, str]], loaded: LoadedModel, cut: int | None) -> Rows:
-    """Examples whose documents are as long, beside each other, as the reports after `cut` characters."""
+    """Return examples whose documents are in proportion to the reports after `cut` characters."""
     lengths = [min(len(report), cut or len(report)) for report, _ in texts]
     room = WINDOW - SUMMARY_TOKENS
     rows = []
@@ -50,7 +50,7 @@ def rows_in_proportion(texts: Sequence[tuple[str, str]], loaded: LoadedModel, cu
 
 
 def batches(rows: Rows, how: str, at_once: int, padding: int) -> Iterator[Batch]:
-    """Each example once; `how` says which come together and how far they are filled up."""
+    """Yield each example once; `how` says which share a batch and how far they are padded."""
     lengths = example_lengths(rows)
     order = list(LengthGroups(lengths, at_once, seed=0))
     if how != "grouped":
@@ -68,7 +68,7 @@ def batches(rows: Rows, how: str, at_once: int, padding: int) -> Iterator[Batch]
 
 
 def tokens_a_second(loaded: LoadedModel, rows: Rows, how: str, at_once: int) -> float:
-    """Of one round over the examples, forward, backward and a step of the optimizer a batch."""
+    """Train one epoch with a forward, a backward and an optimizer step per batch, and return its tokens per second."""
     optimizer = torch.optim.AdamW(loaded.model.parameters(), lr=1e-6)
     started = time.perf_counter()
     for batch in batches(rows, how, at_once, loaded.tokenizer.eos_token_id):
@@ -79,7 +79,7 @@ def tokens_a_second(loaded: LoadedModel, rows: Rows, how: str, at_once: int) -> 
 
 
 def measured(loaded: LoadedModel, rows: Rows, rounds: int, at_once: int) -> dict[str, Any]:
-    """Tokens a second of every way, in turns, and how much of what is computed is no padding."""
+    """Return tokens per second of every way, in turns, and the share of computed tokens that is not padding."""
     ways = ("padded", "shuffled", "grouped")
     tokens_a_second(loaded, rows, "grouped", at_once)  # warms up
     found = [{how: tokens_a_second(loaded, rows, how, at_once) for how in ways} for _ in range(rounds)]

@@ -101,7 +101,7 @@ def summarize(
 ) -> None:
     """Write a summary of FILE, as it comes."""
     with working("loading libraries"):
-        from pi_lora.data.tables import read_document
+        from pi_lora.data.documents import read_document
         from pi_lora.evaluation.summarization.measure import evaluation_data
         from pi_lora.evaluation.summarization.summarize import summarize
         from pi_lora.evaluation.summarization.writing import Sampling

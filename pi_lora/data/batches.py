@@ -1,5 +1,6 @@
-"""Rows of packed sequences, or of examples, to the batch that a model trains on; which examples share one."""
+"""Training batches from packed sequences or from examples, and which examples share one."""
 
+import math
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -9,29 +10,30 @@ import numpy as np
 import pyarrow.compute
 import torch
 from datasets import Dataset
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Sampler
 
-from pi_lora.data.examples import Account, training_examples
+from pi_lora.data.examples import training_examples
 from pi_lora.data.sequences import training_sequences
 from pi_lora.errors import DataError
 from pi_lora.recipe.schema import Data, Training
-from pi_lora.types import Progress
+from pi_lora.types import Progress, silent
 
 Batch = dict[str, torch.Tensor]
 Collate = Callable[[Sequence[Mapping[str, Any]]], Batch]
-# What the loss passes over (torch's `ignore_index`).
+# The label that the loss ignores (torch's `ignore_index`).
 IGNORED = -100
-# How far, as a share of its length, an example may stand from its place in the order of lengths: the same ones would
-# meet in every epoch otherwise.
+# How far, as a share of its length, an example may move in the order of lengths; without it the same examples would
+# share a batch in every epoch.
 JITTER = 0.1
 
 
 def collate(rows: Sequence[Mapping[str, Any]]) -> Batch:
     """Stack rows of equal length into int64 tensors, `(batch, length)` each, and add `labels` and `attention_mask`.
 
-    The mask of ones says that a sequence is one whole. Without any mask, transformers (5.23,
-    `masking_utils.find_packed_sequence_indices`) takes every place where `position_ids` do not rise by one for the
-    beginning of another sequence, and lets nothing attend across it: positions that skip would train each chunk alone.
+    The mask of ones says that a row is one sequence. Without any mask, transformers (5.23,
+    `masking_utils.find_packed_sequence_indices`) starts another sequence wherever `position_ids` do not rise by one,
+    and nothing attends across it: PoSE would train each chunk alone.
     """
     batch = {
         column: torch.from_numpy(np.stack([np.asarray(row[column], dtype=np.int64) for row in rows]))
@@ -45,7 +47,7 @@ def collate(rows: Sequence[Mapping[str, Any]]) -> Batch:
 
 @dataclass(frozen=True)
 class CollateExamples:
-    """Rows of `prompt_ids` and `completion_ids` to a batch as long as the longest of them, padded behind.
+    """Make a batch of rows of `prompt_ids` and `completion_ids`, as long as the longest of them, padded on the right.
 
     What is not learned has the label -100: padding always, the prompt unless `learn_prompts`.
     """
@@ -54,24 +56,22 @@ class CollateExamples:
     learn_prompts: bool = False
 
     def __call__(self, rows: Sequence[Mapping[str, Any]]) -> Batch:
-        """`input_ids`, `labels` and `attention_mask`, int64, `(batch, length)` each."""
-        longest = max(example_lengths(rows))
-        batch = {
-            "input_ids": torch.full((len(rows), longest), self.padding),
-            "labels": torch.full((len(rows), longest), IGNORED),
-            "attention_mask": torch.zeros((len(rows), longest), dtype=torch.int64),
+        """Return `input_ids`, `labels` and `attention_mask`, int64, `(batch, length)` each."""
+        wholes = [np.concatenate([row["prompt_ids"], row["completion_ids"]]).astype(np.int64) for row in rows]
+        ids = [torch.from_numpy(whole) for whole in wholes]
+        labels = [each.clone() for each in ids]
+        if not self.learn_prompts:
+            for row, label in zip(rows, labels, strict=True):
+                label[: len(row["prompt_ids"])] = IGNORED
+        return {
+            "input_ids": pad_sequence(ids, batch_first=True, padding_value=self.padding),
+            "labels": pad_sequence(labels, batch_first=True, padding_value=IGNORED),
+            "attention_mask": pad_sequence([torch.ones_like(each) for each in ids], batch_first=True),
         }
-        for index, row in enumerate(rows):
-            ids = torch.from_numpy(np.concatenate([row["prompt_ids"], row["completion_ids"]]).astype(np.int64))
-            first = 0 if self.learn_prompts else len(row["prompt_ids"])
-            batch["input_ids"][index, : len(ids)] = ids
-            batch["labels"][index, first : len(ids)] = ids[first:]
-            batch["attention_mask"][index, : len(ids)] = 1
-        return batch
 
 
 def example_lengths(rows: Sequence[Mapping[str, Any]]) -> list[int]:
-    """How many tokens each example has, prompt and completion."""
+    """Return how many tokens each example has, prompt and completion."""
     return [len(row["prompt_ids"]) + len(row["completion_ids"]) for row in rows]
 
 
@@ -79,15 +79,15 @@ class LengthGroups(Sampler[int]):
     """Indices of examples so that the `at_once` that are computed together have about the same length.
 
     The groups come in random order, another one in each epoch, so that a step of several groups has all lengths. Unlike
-    transformers' `LengthGroupedSampler` (5.23), which draws from torch's global generator, the order follows from seed
-    and epoch alone, so that a resumed run goes on in it; and few examples are grouped too.
+    with transformers' `LengthGroupedSampler` (5.23), which draws from torch's global generator, the order follows from
+    seed and epoch alone, so that a resumed run continues it; and few examples are grouped too.
     """
 
     def __init__(self, lengths: Sequence[int], at_once: int, seed: int) -> None:
         self.lengths, self.at_once, self.seed, self.epoch = lengths, at_once, seed, 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Called by whoever iterates, before each epoch."""
+        """Choose the order of an epoch; the trainer calls it before each."""
         self.epoch = epoch
 
     def __len__(self) -> int:
@@ -98,7 +98,7 @@ class LengthGroups(Sampler[int]):
         near = [length * rng.uniform(1 - JITTER, 1 + JITTER) for length in self.lengths]
         order = sorted(range(len(near)), key=near.__getitem__)
         groups = [order[start : start + self.at_once] for start in range(0, len(order), self.at_once)]
-        # One that is not full would shift those after it.
+        # A group that is not full comes last; it would shift those after it.
         rest = [groups.pop()] if len(groups[-1]) < self.at_once else []
         rng.shuffle(groups)
         return iter([index for group in [*groups, *rest] for index in group])
@@ -122,21 +122,21 @@ class TrainingData:
         return self.tokens if isinstance(self.tokens, int) else None
 
     def groups(self, at_once: int, seed: int) -> LengthGroups | None:
-        """Which rows are computed together, `at_once` at a time; None where any may be, having one length."""
+        """Return which rows are computed together, `at_once` at a time; None where all have one length."""
         return None if isinstance(self.tokens, int) else LengthGroups(self.tokens, at_once, seed)
 
 
 def training_data(
     data: Data, training: Training, tokenizer: Any, original: int, target: int, progress: Progress | None = None
 ) -> TrainingData:
-    """What the sections of a recipe ask for, from the cache where it was made before.
+    """Return what the sections of a recipe ask for, from the cache where it was made before.
 
-    `original` (L) is the length of sequences whose positions skip, `target` (L') that of others and the most of an
-    example, both in tokens.
+    Under PoSE sequences have `original` (L) tokens, otherwise `target` (L'), which is also the limit of an example.
 
     Raises:
         DataError: a source cannot be read, or holds too little for the steps.
     """
+    progress = progress or silent
     if data.has_examples:
         return _examples(data, training, tokenizer, target, progress)
     number = training.steps * training.global_batch_size
@@ -146,32 +146,28 @@ def training_data(
     return TrainingData(rows, collate, length, [said])
 
 
-def _examples(data: Data, training: Training, tokenizer: Any, window: int, progress: Progress | None) -> TrainingData:
+def _examples(data: Data, training: Training, tokenizer: Any, window: int, progress: Progress) -> TrainingData:
     examples = training_examples(data, tokenizer, window, progress)
-    rows, number = examples.dataset, len(examples.dataset)
+    rows, account, number = examples.dataset, examples.account, len(examples.dataset)
     if number < training.global_batch_size:
         raise DataError(
             f"training.global_batch_size: {training.global_batch_size} is more than the {number:,} examples; lower it"
         )
     # As the Trainer counts: the last step of an epoch takes what is left.
-    a_round = -(-number // training.global_batch_size)
-    if training.steps > data.epochs * a_round:
+    epoch_steps = math.ceil(number / training.global_batch_size)
+    epochs = training.steps / epoch_steps
+    if epochs > data.epochs:
         raise DataError(
-            f"training.steps: {training.steps:,} of {training.global_batch_size} go {training.steps / a_round:.1f} "
-            f"times round the {number:,} examples; set data.epochs to {-(-training.steps // a_round)}, or lower it"
+            f"training.steps: {training.steps:,} of {training.global_batch_size} are {epochs:.1f} epochs "
+            f"of {number:,} examples; set data.epochs to {math.ceil(epochs)}, or lower it"
         )
     columns = [rows.data.column(name) for name in ("prompt_ids", "completion_ids")]
     prompts, completions = (pyarrow.compute.list_value_length(column).to_pylist() for column in columns)
     tokens = [sum(each) for each in zip(prompts, completions, strict=True)]
-    padding = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
-    collate_examples = CollateExamples(padding, learn_prompts=data.loss == "all")
-    return TrainingData(rows, collate_examples, tokens, _said(examples.account, tokens, sum(completions), data))
-
-
-def _said(account: Account, tokens: list[int], completions: int, data: Data) -> list[str]:
-    learned = sum(tokens) if data.loss == "all" else completions
-    return [
+    learned = sum(tokens if data.loss == "all" else completions)
+    said = (
         f"{account.examples:,} examples of {min(tokens):,} to {max(tokens):,} tokens; {learned:,} of {sum(tokens):,} "
-        f"tokens are learned; {account.documents_cut:,} documents and {account.completions_cut:,} completions were cut",
-        *account.left_out,
-    ]
+        f"tokens are learned; {account.documents_cut:,} documents and {account.completions_cut:,} completions were cut"
+    )
+    padding = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+    return TrainingData(rows, CollateExamples(padding, data.loss == "all"), tokens, [said, *account.left_out])

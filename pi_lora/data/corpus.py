@@ -1,21 +1,23 @@
-"""`builtin:stdlib`: the sources of Python's standard library, a real corpus that is present wherever Python is."""
+"""Sources of documents: Python's standard library, present wherever Python is, the paper's test sets, and a user's."""
 
 import hashlib
 import os
 import platform
 import random
 import sysconfig
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
-from huggingface_hub import hf_hub_download
-from huggingface_hub.errors import HfHubHTTPError
-
-from pi_lora.data.documents import Corpus, Document, LocalFiles, fingerprint, looks_local
+from pi_lora.data.documents import Document, files_named, fingerprint, looks_local
+from pi_lora.data.tables import DOCUMENT_SUFFIXES, HubDataset, HubFile, LocalFiles, NamedRow, Table
 from pi_lora.errors import DataError
 from pi_lora.recipe.schema import Data, Source
+from pi_lora.types import Json
+
+STDLIB = "builtin:stdlib"
+RECALL = "builtin:recall"
+HUB_FIELDS = ("subset", "split", "revision", "streaming")
 
 # Tests and vendored packages are not in every installation; code page tables and the compiled help are hardly text.
 SKIPPED_FOLDERS = frozenset(
@@ -32,33 +34,23 @@ def is_held_out(relative_path: str) -> bool:
 
 
 def stdlib_files(split: str) -> Iterator[tuple[str, Path]]:
-    """Yield `(name, file)` of every standard-library file in `split`, in a fixed order.
-
-    Raises:
-        ValueError: `split` is not one of `SPLITS`.
-    """
+    """Yield `(name, file)` of every standard-library file in `split` (one of `SPLITS`), in a fixed order."""
     if split not in SPLITS:
         raise ValueError(f"split must be one of {SPLITS}, not {split!r}")
     root = Path(sysconfig.get_path("stdlib"))
-    for path in sorted(_python_files(root)):
+    found: list[Path] = []
+    for folder, folders, files in os.walk(root):
+        # Not entered at all: what is installed beside the library is often a hundred times as much.
+        folders[:] = (name for name in folders if name not in SKIPPED_FOLDERS)
+        found += (Path(folder, name) for name in files if name.endswith(".py"))
+    for path in sorted(found):
         name = path.relative_to(root).as_posix()
         if is_held_out(name) == (split == "held-out"):
             yield name, path
 
 
-def _python_files(root: Path) -> Iterator[Path]:
-    for folder, folders, files in os.walk(root):
-        # Not entered at all: what is installed beside the library is often a hundred times as much.
-        folders[:] = (name for name in folders if name not in SKIPPED_FOLDERS)
-        yield from (Path(folder, name) for name in files if name.endswith(".py"))
-
-
 def stdlib_documents(split: str) -> Iterator[tuple[str, str]]:
-    """Yield `(name, text)` of every standard-library file in `split` that is not empty, in a fixed order.
-
-    Raises:
-        ValueError: `split` is not one of `SPLITS`.
-    """
+    """Yield `(name, text)` of every file of `stdlib_files` that is not blank."""
     for name, path in stdlib_files(split):
         text = path.read_text(encoding="utf-8", errors="replace")
         if text.strip():
@@ -66,21 +58,22 @@ def stdlib_documents(split: str) -> Iterator[tuple[str, str]]:
 
 
 @dataclass(frozen=True)
-class StandardLibrary(Corpus):
+class StandardLibrary(Table):
     """One split of the standard library's sources; a few megabytes, so a seeded order shuffles them all."""
 
-    name: str
     split: str
+    name: str = STDLIB
+    column: str = "text"
 
-    def read(self, seed: int | None) -> Iterator[Document]:
-        """File after file."""
-        documents = [Document(*each) for each in stdlib_documents(self.split)]
+    def rows(self, columns: Sequence[str], seed: int | None = None) -> Iterator[NamedRow]:
+        """Yield file after file, its text under every column."""
+        documents = list(stdlib_documents(self.split))
         if seed is not None:
             random.Random(seed).shuffle(documents)
-        return iter(documents)
+        return ((name, dict.fromkeys(columns, text)) for name, text in documents)
 
-    def identity(self) -> dict[str, Any]:
-        """The Python that it belongs to, and its files."""
+    def identity(self) -> Json:
+        """Return the Python that it belongs to, and a digest of its files."""
         files = fingerprint(path for _, path in stdlib_files(self.split))
         return {"python": platform.python_version(), "sha256": files}
 
@@ -102,36 +95,6 @@ class Choice:
 
 
 @dataclass(frozen=True)
-class HubFile(Corpus):
-    """One file of a data set on the hub, at a commit: its test split as it was uploaded, with no script to run."""
-
-    name: str
-    file: str
-    revision: str
-    column: str
-
-    def read(self, seed: int | None) -> Iterator[Document]:
-        """Row after row, named by where they are on the hub."""
-        path = self._fetched()
-        for document in LocalFiles(self.name, (path,), self.column).read(seed):
-            yield replace(document, name=document.name.replace(str(path), f"{self.name}/{self.file}", 1))
-
-    def identity(self) -> dict[str, Any]:
-        """The file and its commit."""
-        return {"file": self.file, "commit": self.revision}
-
-    def _fetched(self) -> Path:
-        try:
-            return Path(hf_hub_download(self.name, self.file, repo_type="dataset", revision=self.revision))
-        except (OSError, HfHubHTTPError) as error:
-            reason = str(error).strip().splitlines()[0].rstrip(".")
-            raise DataError(
-                f"{self.name}: {self.file} cannot be had from the hub ({reason}); "
-                "check the network, or fetch the file elsewhere and name it instead"
-            ) from None
-
-
-@dataclass(frozen=True)
 class Preset:
     """A source and the paper's choice among its documents."""
 
@@ -139,15 +102,8 @@ class Preset:
     choice: Choice
 
     def completed(self, asked: Choice) -> Choice:
-        """The paper's choice where `asked` leaves something open."""
-        paper = self.choice
-        return replace(
-            asked,
-            documents=asked.documents or paper.documents,
-            min_tokens=asked.min_tokens or paper.min_tokens,
-            truncate=asked.truncate or paper.truncate,
-            seed=paper.seed if asked.seed is None else asked.seed,
-        )
+        """Return `asked`, with the paper's choice where it leaves something open."""
+        return replace(self.choice, **{key: value for key, value in asdict(asked).items() if value is not None})
 
 
 PRESETS = {
@@ -157,7 +113,6 @@ PRESETS = {
             "emozilla/pg19-test",
             "data/test-00000-of-00001-29a571947c0b5ccc.parquet",
             "c5e39bf32e33f9111323aa68d7d9000d22722035",
-            "text",
         ),
         Choice(),
     ),
@@ -167,40 +122,31 @@ PRESETS = {
             "hoskinson-center/proof-pile",
             "test/proofpile_test.jsonl.gz",
             "490b980249446f2f3bd2df3a8cf085d0f2de240a",
-            "text",
         ),
         Choice(documents=128, min_tokens=32768, truncate=32768, seed=0),
     ),
 }
 
 
-STDLIB = "builtin:stdlib"
-RECALL = "builtin:recall"
-HUB_FIELDS = ("subset", "split", "revision", "streaming")
+def find_corpus(source: Source, split: str = "train") -> Table:
+    """Find the documents that `source` names; raise DataError if they are not there (for the hub, when they are read).
 
-
-def find_corpus(source: Source, split: str = "train") -> Corpus:
-    """The corpus that `source` names, before its text is read; `split` is of `builtin:stdlib`.
-
-    Raises:
-        DataError: nothing is there; of a hub data set that shows when it is read.
+    `split` is of `builtin:stdlib`.
     """
-    if source.name == STDLIB:
-        return StandardLibrary(STDLIB, split)
-    if source.name.startswith("builtin:"):
-        raise DataError(f"{source.name}: no such built-in corpus; there are {STDLIB} and {RECALL}")
-    if looks_local(source.name):
-        return LocalFiles.find(source.name, source.column)
-    # `datasets` takes a second to import, and local text does without.
-    from pi_lora.data.hub import HubDataset
-
+    name = source.name
+    if name == STDLIB:
+        return StandardLibrary(split)
+    if name.startswith("builtin:"):
+        raise DataError(f"{name}: no such built-in corpus; there are {STDLIB} and {RECALL}")
+    if looks_local(name):
+        return LocalFiles(name, files_named(name, DOCUMENT_SUFFIXES), source.column)
     return HubDataset(source)
 
 
 def evaluation_documents(source: str, split: str = "test", column: str = "text") -> Iterator[Document]:
-    """The documents to measure on, in a fixed order, read when asked for: of `builtin:stdlib`, the held-out files.
+    """Return the documents to measure on, in a fixed order, read as they are asked for.
 
-    `split` is of hub data sets; `source` may also be one of `PRESETS`, which know their own.
+    Of `builtin:stdlib` they are the held-out files. `split` is of hub data sets; `PRESETS` know their own.
 
     Raises:
         DataError: the source does not exist, or (while reading) holds no readable text.
@@ -213,7 +159,7 @@ def evaluation_documents(source: str, split: str = "test", column: str = "text")
 
 
 def source_problems(data: Data) -> list[str]:
-    """What is wrong with the sources as far as their first documents tell, a line each; the hub is not asked."""
+    """Return what is wrong with the sources as far as their first documents tell, a line each, without the hub."""
     return [f"data.source: {problem}" for source in data.source for problem in _problems(source)]
 
 

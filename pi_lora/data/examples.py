@@ -1,4 +1,4 @@
-"""A recipe's rows to training examples: prompts and completions in token ids, with an account of what is left out."""
+"""Training examples from rows: prompts and completions in token ids, and an account of the rows that are left out."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -6,15 +6,15 @@ from typing import Any
 
 from datasets import Dataset
 
-from pi_lora.data.cache import Layout, cached, notes_on
-from pi_lora.data.packing import tokenizer_identity
+from pi_lora.data import packing
+from pi_lora.data.cache import Layout, Row, cached, notes_on
 from pi_lora.data.prompts import Prompter, Task
-from pi_lora.data.tables import LocalTable, NamedRow, Table, find_table
+from pi_lora.data.tables import LocalFiles, NamedRow, Table, find_table
 from pi_lora.errors import DataError
-from pi_lora.recipe.schema import Data, Source
+from pi_lora.recipe.schema import Data
 from pi_lora.types import Progress, silent
 
-# Of how examples are made: raise it with every change that makes other ones.
+# Raise it with every change to how examples are made.
 FORMAT = 1
 # How much text is tokenized at once, by several threads.
 CHARACTERS_AT_ONCE = 2_000_000
@@ -34,12 +34,11 @@ class Account:
     @property
     def left_out(self) -> list[str]:
         """A line for each reason, with the number of rows and the names of the first."""
+        reasons = {"empty": self.empty, "too long for the window": self.too_long}
         return [
-            f"{len(names):,} {reason}: {', '.join(names[:SHOWN])}" + (", ..." if len(names) > SHOWN else "")
-            for reason, names in (
-                ("rows left out, empty", self.empty),
-                ("rows left out, too long for the window", self.too_long),
-            )
+            f"{len(names):,} rows left out, {reason}: {', '.join(names[:SHOWN])}"
+            + (", ..." if len(names) > SHOWN else "")
+            for reason, names in reasons.items()
             if names
         ]
 
@@ -52,8 +51,8 @@ class Examples:
     account: Account
 
 
-def training_examples(data: Data, tokenizer: Any, window: int, progress: Progress | None = None) -> Examples:
-    """The examples of a recipe's sources, for a model that reads `window` tokens; made once, then read from the cache.
+def training_examples(data: Data, tokenizer: Any, window: int, progress: Progress = silent) -> Examples:
+    """Make the examples of a recipe for a model that reads `window` tokens, or read them from the cache.
 
     Raises:
         DataError: a source cannot be read or lacks a column, every row is empty or too long, or the tokenizer has no
@@ -69,45 +68,45 @@ def training_examples(data: Data, tokenizer: Any, window: int, progress: Progres
             {**source.model_dump(), **table.identity()} for source, table in zip(data.source, tables, strict=True)
         ],
         "task": asdict(task),
-        "tokenizer": tokenizer_identity(tokenizer),
+        "tokenizer": packing.tokenizer_identity(tokenizer),
         "window": window,
     }
-    tell: Progress = progress or (silent)
     account = Account()
 
-    def rows() -> Iterator[Mapping[str, list[int]]]:
-        yield from _encoded(tables, Prompter(task, tokenizer, window), account, tell)
+    def rows() -> Iterator[Row]:
+        yield from _encoded(tables, Prompter(task, tokenizer, window), account, progress)
         if not account.examples:
             raise _nothing(data, account)
 
-    kind = "uint16" if len(tokenizer) <= 2**16 else "int32"
-    layout = Layout({"prompt_ids": kind, "completion_ids": kind})
     dataset = cached(
-        made_from, layout, rows, lambda: tell(0, 0, "waiting for another process"), lambda: asdict(account)
+        made_from,
+        Layout(dict.fromkeys(("prompt_ids", "completion_ids"), packing.token_type(tokenizer))),
+        rows,
+        waiting=lambda: progress(0, 0, "waiting for another process"),
+        notes=lambda: asdict(account),
     )
     return Examples(dataset, Account(**notes_on(made_from)))
 
 
 def example_problems(data: Data) -> list[str]:
-    """What is wrong with the template and the columns as far as first rows tell, a line each; the hub is not asked."""
+    """Return what is wrong with the template and with first rows, a line each; the hub is not asked."""
     try:
         columns = Task.of(data).columns
     except DataError as problem:
         return [str(problem)]
-    return [f"data.source: {problem}" for source in data.source for problem in _problems(source, columns)]
-
-
-def _problems(source: Source, columns: Sequence[str]) -> Iterator[str]:
-    try:
-        table = find_table(source)
-        if isinstance(table, LocalTable):
-            next(table.rows(columns), None)
-    except DataError as problem:
-        yield str(problem)
+    problems = []
+    for source in data.source:
+        try:
+            table = find_table(source)
+            if isinstance(table, LocalFiles):
+                next(table.rows(columns), None)
+        except DataError as problem:
+            problems.append(f"data.source: {problem}")
+    return problems
 
 
 def filled(rows: Iterable[NamedRow], account: Account) -> Iterator[NamedRow]:
-    """The rows that hold text in every column; the others go to the account."""
+    """Yield the rows that hold text in every column; the others go to the account."""
     for where, row in rows:
         if all(text.strip() for text in row.values()):
             yield where, row
@@ -115,17 +114,18 @@ def filled(rows: Iterable[NamedRow], account: Account) -> Iterator[NamedRow]:
             account.empty.append(where)
 
 
-def _encoded(
-    tables: Sequence[Table], prompter: Prompter, account: Account, tell: Progress
-) -> Iterator[Mapping[str, list[int]]]:
-    columns = prompter.task.columns
-    rows = (row for table in tables for row in filled(table.rows(columns), account))
+def in_batches(rows: Iterable[NamedRow]) -> Iterator[list[NamedRow]]:
+    """Yield rows of about as much text as is tokenized at once."""
+    return packing.in_batches(rows, lambda row: sum(map(len, row[1].values())), CHARACTERS_AT_ONCE)
+
+
+def _encoded(tables: Sequence[Table], prompter: Prompter, account: Account, progress: Progress) -> Iterator[Row]:
+    rows = (row for table in tables for row in filled(table.rows(prompter.task.columns), account))
     done = 0
     for batch in in_batches(rows):
-        texts = [row for _, row in batch]
-        for (where, _), prompt, completion in zip(
-            batch, prompter.prompts(texts), prompter.completions(texts), strict=True
-        ):
+        texts: list[Mapping[str, str]] = [row for _, row in batch]
+        prompts, completions = prompter.prompts(texts), prompter.completions(texts)
+        for (where, _), prompt, completion in zip(batch, prompts, completions, strict=True):
             if not prompt.fits:
                 account.too_long.append(where)
                 continue
@@ -134,21 +134,7 @@ def _encoded(
             account.completions_cut += len(completion) > prompter.task.completion_tokens
             yield {"prompt_ids": prompt.ids, "completion_ids": completion}
         done += len(batch)
-        tell(done, 0, f"{account.examples:,} examples")
-
-
-def in_batches(rows: Iterable[NamedRow]) -> Iterator[list[NamedRow]]:
-    """Rows of about as much text as is tokenized at once."""
-    batch: list[NamedRow] = []
-    size = 0
-    for where, row in rows:
-        batch.append((where, row))
-        size += sum(map(len, row.values()))
-        if size >= CHARACTERS_AT_ONCE:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch
+        progress(done, 0, f"{account.examples:,} examples")
 
 
 def _nothing(data: Data, account: Account) -> DataError:

@@ -1,4 +1,4 @@
-"""Text to token ids, as the tokenizer frames a document, many documents at a time."""
+"""Text to token ids, token ids to sequences of equal length, and the positions of these under PoSE."""
 
 import bisect
 import hashlib
@@ -6,44 +6,60 @@ import itertools
 import json
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
-Encode = Callable[[Sequence[str]], list[list[int]]]
+Item = TypeVar("Item")
+Tokens = list[int]
+Encode = Callable[[Sequence[str]], list[Tokens]]
 # A fast tokenizer works on the texts of a call in parallel; its own records of a call take some 100 bytes a token.
 CHARACTERS_AT_ONCE = 4_000_000
 CHARACTERS_AT_FIRST = 50_000
+# How much text `bfd_split` fits together at once: at least so many sequences, and so many tokens.
+BUFFER_SEQUENCES = 64
+BUFFER_TOKENS = 2**20
 
 
 def encoder(tokenizer: Any) -> Encode:
-    """Texts to token ids as the tokenizer frames a document: its own BOS where it has one, and EOS at the end."""
+    """Return a function of texts to ids: the tokenizer's own BOS if it has one, the text, and EOS."""
     end = tokenizer.eos_token_id
 
-    def encode(texts: Sequence[str]) -> list[list[int]]:
-        encoded: list[list[int]] = tokenizer(list(texts), verbose=False)["input_ids"]
+    def encode(texts: Sequence[str]) -> list[Tokens]:
+        encoded: list[Tokens] = tokenizer(list(texts), verbose=False)["input_ids"]
         return [ids if end is None or ids[-1:] == [end] else [*ids, end] for ids in encoded]
 
     return encode
 
 
-def encoded(texts: Iterable[str], encode: Encode, room: int = CHARACTERS_AT_ONCE) -> Iterator[list[int]]:
-    """The ids of one text after the other, read ahead until there are `room` characters for a call of `encode`.
+def encoded(texts: Iterable[str], encode: Encode, room: int = CHARACTERS_AT_ONCE) -> Iterator[Tokens]:
+    """Yield the ids of one text after the other, read ahead until there are `room` characters for a call of `encode`.
 
     The first calls are smaller, each twice the one before: who needs little text does not wait for much.
     """
-    limit, size = CHARACTERS_AT_FIRST, 0
-    batch: list[str] = []
-    for text in texts:
-        batch.append(text)
-        size += len(text)
-        if size >= min(limit, room):
-            yield from encode(batch)
-            batch, size, limit = [], 0, 2 * limit
-    if batch:
+    for batch in in_batches(texts, len, room):
         yield from encode(batch)
 
 
+def in_batches(items: Iterable[Item], size: Callable[[Item], int], room: int) -> Iterator[list[Item]]:
+    """Yield batches of items whose sizes come to about `room`, the first ones smaller."""
+    limit, held = CHARACTERS_AT_FIRST, 0
+    batch: list[Item] = []
+    for item in items:
+        batch.append(item)
+        held += size(item)
+        if held >= min(limit, room):
+            yield batch
+            batch, held, limit = [], 0, 2 * limit
+    if batch:
+        yield batch
+
+
+def token_type(tokenizer: Any) -> str:
+    """Return the smallest integer type that holds all ids."""
+    return "uint16" if len(tokenizer) <= 2**16 else "int32"
+
+
 def tokenizer_identity(tokenizer: Any) -> str:
-    """A digest of all that decides the ids of a text."""
+    """Return a digest of all that decides the ids of a text."""
     if tokenizer.is_fast:
         state = json.loads(tokenizer.backend_tokenizer.to_str())
         # What the last call asked for, not what the tokenizer is.
@@ -55,20 +71,12 @@ def tokenizer_identity(tokenizer: Any) -> str:
 
 
 def skip_positions(rng: random.Random, original: int, target: int, chunks: int) -> list[int]:
-    """Positions of `original` (L) tokens within `[0, target)` (L'): runs of consecutive ones, with skips between them.
+    """Draw positions for `original` (L) tokens within `[0, target)` (L'): consecutive runs with gaps between them.
 
-    PoSE, section 3.2: L tokens are divided into `chunks` of random lengths, and chunk i is shifted by a bias u_i drawn
-    uniformly from u_(i-1) ... L' - L, with u_0 = 0. The text itself is left contiguous (the paper's v_i = 0), which
-    the paper found to make little difference to text taken from several places.
-
-    Args:
-        rng: the source of the lengths and biases, in this order.
-        original: L, at least `chunks`.
-        target: L', at least L.
-        chunks: how many runs; fewer show where two neighbours draw the same bias.
-
-    Returns:
-        `original` strictly increasing positions that begin at 0.
+    PoSE (Zhu et al. 2023, section 3.2): L tokens are divided into `chunks` of random lengths, and chunk i is shifted by
+    a bias u_i drawn uniformly from u_(i-1) ... L' - L, with u_0 = 0. The text itself stays contiguous (their v_i = 0),
+    which they found to make little difference. Needs chunks <= L <= L'. Where two neighbours draw the same bias, fewer
+    runs show. Returns L strictly increasing positions that begin at 0.
 
     >>> skip_positions(random.Random(0), original=6, target=24, chunks=2)
     [0, 1, 2, 3, 17, 18]
@@ -83,15 +91,11 @@ def skip_positions(rng: random.Random, original: int, target: int, chunks: int) 
     return positions
 
 
-# How much text `bfd_split` fits together at once: at least so many sequences, and so many tokens.
-BUFFER_SEQUENCES = 64
-BUFFER_TOKENS = 2**20
-
-Tokens = list[int]
-
-
 def wrapped(documents: Iterable[Tokens], length: int) -> Iterator[Tokens]:
     """Cut the continuous stream of `documents` into sequences of exactly `length` tokens; only the last rest is lost.
+
+    `trl.pack_dataset` (1.16) loads the whole data set, and its `wrapped` and `bfd_split` return sequences of uneven
+    length: see test_trl_packs_sequences_of_uneven_length.
 
     >>> list(wrapped([[1, 2, 3], [4, 5], [6, 7]], length=3))
     [[1, 2, 3], [4, 5, 6]]
@@ -102,7 +106,7 @@ def wrapped(documents: Iterable[Tokens], length: int) -> Iterator[Tokens]:
 
 
 def aligned(documents: Iterator[Tokens], length: int) -> Iterator[Tokens]:
-    """Sequences of exactly `length` tokens that each begin with a document: what one asks about stands in it."""
+    """Yield sequences of exactly `length` tokens that each begin with a document."""
     while sequence := next(wrapped(documents, length), None):
         yield sequence
 
@@ -110,16 +114,14 @@ def aligned(documents: Iterator[Tokens], length: int) -> Iterator[Tokens]:
 def bfd_split(documents: Iterable[Tokens], length: int, seed: int = 0, buffer: int | None = None) -> Iterator[Tokens]:
     """Fit whole documents together into sequences of exactly `length` tokens; only the last rest is lost.
 
-    As TRL's packing of that name, which follows "Fewer Truncations Improve Language Modeling" (Ding et al. 2024): what
-    is longer than a sequence is split into pieces of its length and a rest, and pieces are placed in order of
-    decreasing size where they fit best. TRL leaves gaps, and hides them by packing without padding, which takes an
-    attention kernel for sequences of uneven lengths; here the emptiest sequences are taken apart to fill the gaps of
-    the others. That costs at most one cut a sequence, where `wrapped` cuts at nearly every one.
+    "Fewer Truncations Improve Language Modeling" (Ding et al. 2024), as TRL's packing of that name: what is longer than
+    a sequence is split into pieces of its length and a rest, and pieces are placed in order of decreasing size where
+    they fit best. TRL leaves gaps, which take an attention kernel for sequences of uneven length; here the emptiest
+    sequences are taken apart to fill the gaps of the others. That costs at most one cut per sequence, where `wrapped`
+    cuts at nearly every one.
 
-    Args:
-        documents: token ids; read until `buffer` tokens are there to be fitted together.
-        seed: of the order in which fitted sequences, and the pieces in each, come: it no longer follows their size.
-        buffer: in tokens; what does not fill a sequence is carried into the next one.
+    Documents are read until there are `buffer` tokens to fit together; what does not fill a sequence is carried on. The
+    order of sequences, and of the pieces in each, follows `seed`, since it would follow their size otherwise.
 
     >>> sorted(map(sorted, bfd_split([[1, 1, 1, 1, 1], [2, 2], [3, 3, 3], [4, 4]], length=4)))
     [[1, 1, 1, 1], [1, 3, 3, 3], [2, 2, 4, 4]]
@@ -139,7 +141,7 @@ def bfd_split(documents: Iterable[Tokens], length: int, seed: int = 0, buffer: i
 
 
 def _fitted(pieces: list[Tokens], length: int, rng: random.Random) -> tuple[list[Tokens], Tokens]:
-    """Pieces of at most `length` tokens to full sequences, and the rest that does not fill one."""
+    """Return full sequences made of pieces of at most `length` tokens, and the rest that does not fill one."""
     bins = sorted(_best_fit_decreasing(pieces, length), key=_size, reverse=True)
     number = sum(map(len, pieces)) // length
     # Large pieces first: fewer documents are cut when one fills several gaps.

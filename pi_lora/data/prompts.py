@@ -1,4 +1,4 @@
-"""A task as prompts and completions: the template around a row's columns, and its token ids, cut so that all fits."""
+"""Prompts and completions of a task: the template around a row's columns, in token ids, cut so that all fits."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,15 +18,15 @@ Summary:"""
 # A prompt is tokenized as a whole, which may take a token or two more than its parts did; then more is cut.
 ATTEMPTS = 8
 
-Row = Mapping[str, str]
+Texts = Mapping[str, str]
 
 
 @dataclass(frozen=True)
 class Task:
-    """Which columns a prompt is made of and with what around them, and which holds what is to be written after it.
+    """The columns of a prompt with the text around them, and the column of the completion.
 
     `pieces` are texts, each with the column that follows it, None at the end. `document` is the column that is cut, to
-    its first `document_tokens` or to what fits; `completion_tokens` is the most that is learned and written.
+    its first `document_tokens` or to what fits; `completion_tokens` is the longest that is learned and written.
     """
 
     pieces: tuple[tuple[str, str | None], ...]
@@ -37,34 +37,28 @@ class Task:
 
     @classmethod
     def of(cls, data: Data) -> "Task":
-        """The task of a recipe's `data`, which has examples.
-
-        Raises:
-            DataError: the template is none.
-        """
+        """Return the task of a recipe's `data`, which has examples; raise DataError if its template is malformed."""
+        pieces = _pieces(SUMMARIZE if data.template is None else data.template)
         if data.template is None:
-            pieces = tuple((text, data.document if name else None) for text, name in _pieces(SUMMARIZE))
-        else:
-            pieces = _pieces(data.template)
-        task = cls(
-            pieces, data.completion or data.summary or "", data.document, data.document_tokens, data.completion_tokens
-        )
+            pieces = tuple((text, data.document if name else None) for text, name in pieces)
+        completion = data.completion or data.summary or ""
+        task = cls(pieces, completion, data.document, data.document_tokens, data.completion_tokens)
         if task.document is not None and task.document not in task.read:
             raise DataError(f"data.template: has no {{{task.document}}}, which data.document names; put it in")
         return task
 
     @property
     def read(self) -> list[str]:
-        """The columns that the prompt is made of."""
+        """The columns of the prompt, in order."""
         return list(dict.fromkeys(column for _, column in self.pieces if column is not None))
 
     @property
     def columns(self) -> list[str]:
-        """All that a row must have, to be learned from or measured on."""
+        """All columns that a row must have, those of the prompt first."""
         return list(dict.fromkeys([*self.read, self.completion]))
 
-    def prompt(self, row: Row) -> str:
-        """The prompt of a row.
+    def prompt(self, row: Texts) -> str:
+        """Return the prompt of a row.
 
         >>> Task((("Q: ", "q"), (" A:", None)), "a", None, 9, 9).prompt({"q": "Why?"})
         'Q: Why? A:'
@@ -76,7 +70,7 @@ class Task:
 class Prompt:
     """A prompt in token ids, which holds the first `kept` of the document's `document_tokens`.
 
-    `fits`: it leaves room for a completion, and not all of the document had to go for that.
+    `fits`: it leaves room for a completion without dropping the whole document.
     """
 
     ids: list[int]
@@ -86,7 +80,7 @@ class Prompt:
 
 
 class Prompter:
-    """Rows to token ids under a task, for a model that reads `window` tokens.
+    """Encodes rows of a task for a model that reads `window` tokens.
 
     A prompt leaves room for `completion_tokens` and EOS, so that whatever the document, nothing after it is cut.
     """
@@ -95,23 +89,23 @@ class Prompter:
         self.task, self.tokenizer = task, tokenizer
         self.longest = window - task.completion_tokens - 1
 
-    def prompts(self, rows: Sequence[Row]) -> list[Prompt]:
-        """The prompts of rows, as the tokenizer begins a text; many at a time are encoded in parallel."""
+    def prompts(self, rows: Sequence[Texts]) -> list[Prompt]:
+        """Return the prompts of rows, as the tokenizer begins a text; many at a time are encoded in parallel."""
         column = self.task.document
         if column is None:
             return [Prompt(ids, fits=len(ids) <= self.longest) for ids in self._framed(rows)]
         frames = self._framed([{**row, column: ""} for row in rows])
-        documents = _documents([row[column] for row in rows], self.tokenizer)
+        documents = _Document.of_each([row[column] for row in rows], self.tokenizer)
         most = [min(self.task.document_tokens, self.longest - len(frame)) for frame in frames]
         kept = [max(0, min(len(document.ids), each)) for document, each in zip(documents, most, strict=True)]
         cut = [{**row, column: each.first(n)} for row, each, n in zip(rows, documents, kept, strict=True)]
         return [self._fitted(*each) for each in zip(cut, documents, self._framed(cut), kept, strict=True)]
 
-    def completions(self, rows: Sequence[Row]) -> list[list[int]]:
-        """What follows the prompts, cut to `completion_tokens`, and EOS: the model is to learn when to end.
+    def completions(self, rows: Sequence[Texts]) -> list[list[int]]:
+        """Return what follows the prompts, cut to `completion_tokens`, and EOS, which the model has to learn too.
 
-        A space joins it to a prompt that does not end in one. It is tokenized behind the prompt's last words, since
-        tokenizers begin a text otherwise than they go on.
+        A space joins it to a prompt that does not end in one. It is tokenized after the prompt's last words, since
+        tokenizers treat the start of a text differently.
         """
         tail = self.task.pieces[-1][0][-20:] if self.task.pieces[-1][1] is None else ""
         space = "" if tail[-1:].isspace() else " "
@@ -119,12 +113,12 @@ class Prompter:
         [before], after = self._plain([tail]), self._plain([tail + text for text in texts])
         found = []
         for text, ids in zip(texts, after, strict=True):
-            # Where the two ran into one token, the text is taken by itself.
+            # Where the two merged into one token, the text is tokenized by itself.
             own = ids[len(before) :] if ids[: len(before)] == before else self._plain([text])[0]
             found.append([*own[: self.task.completion_tokens], self.tokenizer.eos_token_id])
         return found
 
-    def _fitted(self, row: Row, document: "_Document", ids: list[int], kept: int) -> Prompt:
+    def _fitted(self, row: Texts, document: "_Document", ids: list[int], kept: int) -> Prompt:
         column = self.task.document or ""
         for _ in range(ATTEMPTS):
             if len(ids) <= self.longest or kept == 0:
@@ -133,8 +127,8 @@ class Prompter:
             [ids] = self._framed([{**row, column: document.first(kept)}])
         return Prompt(ids, len(document.ids), kept, len(ids) <= self.longest and (kept > 0 or not document.ids))
 
-    def _framed(self, rows: Sequence[Row]) -> list[list[int]]:
-        """As the tokenizer begins a text, with its BOS where it has one; an EOS that it ends one with is left out."""
+    def _framed(self, rows: Sequence[Texts]) -> list[list[int]]:
+        """Encode with the tokenizer's own BOS, but without the EOS that some add."""
         texts = [self.task.prompt(row) for row in rows]
         encoded: list[list[int]] = self.tokenizer(texts, verbose=False)["input_ids"]
         end = self.tokenizer.eos_token_id
@@ -154,8 +148,15 @@ class _Document:
     ends: list[int] | None
     tokenizer: Any
 
+    @classmethod
+    def of_each(cls, texts: list[str], tokenizer: Any) -> "list[_Document]":
+        found = tokenizer(texts, add_special_tokens=False, return_offsets_mapping=tokenizer.is_fast, verbose=False)
+        offsets = found["offset_mapping"] if tokenizer.is_fast else [None] * len(texts)
+        ends = [each and [end for _, end in each] for each in offsets]
+        return [cls(*each, tokenizer) for each in zip(texts, found["input_ids"], ends, strict=True)]
+
     def first(self, number: int) -> str:
-        """The text of the first `number` tokens."""
+        """Return the text of the first `number` tokens."""
         if number == len(self.ids):
             return self.text
         if self.ends is None:
@@ -163,30 +164,20 @@ class _Document:
         return self.text[: self.ends[number - 1]] if number else ""
 
 
-def _documents(texts: list[str], tokenizer: Any) -> list[_Document]:
-    found = tokenizer(texts, add_special_tokens=False, return_offsets_mapping=tokenizer.is_fast, verbose=False)
-    if not tokenizer.is_fast:
-        return [_Document(text, ids, None, tokenizer) for text, ids in zip(texts, found["input_ids"], strict=True)]
-    ends = [[end for _, end in offsets] for offsets in found["offset_mapping"]]
-    return [_Document(*each, tokenizer) for each in zip(texts, found["input_ids"], ends, strict=True)]
-
-
 def _pieces(template: str) -> tuple[tuple[str, str | None], ...]:
-    """Texts, each with the column after it.
+    """Return texts, each with the column after it; raise DataError if the template is malformed.
 
     >>> _pieces("German: {german} English:")
     (('German: ', 'german'), (' English:', None))
     """
+    pieces: list[tuple[str, str | None]] = []
     try:
-        pieces = tuple(_piece(*each) for each in Formatter().parse(template))
+        for text, column, form, conversion in Formatter().parse(template):
+            if column == "" or form or conversion:
+                raise ValueError("has braces with something else than the name of a column")
+            pieces.append((text, column))
     except ValueError as error:
         raise DataError(f"data.template: {error}; write {{column}} for a column, and {{{{ }}}} for braces") from None
     if not any(column for _, column in pieces):
         raise DataError("data.template: names no column; write {column} where one goes")
-    return pieces
-
-
-def _piece(text: str, column: str | None, form: str | None, conversion: str | None) -> tuple[str, str | None]:
-    if column == "" or form or conversion:
-        raise ValueError("has braces with something else than the name of a column")
-    return text, column
+    return tuple(pieces)

@@ -1,6 +1,6 @@
-"""`builtin:recall`: made-up documents that state facts, talk about something else, and ask for the facts later.
+"""`builtin:recall`: synthetic documents that state facts, continue with other text, and ask for the facts later.
 
-They teach what the passkey test measures, fetching a token from far back, in many forms *other* than the passkey
+They teach what the passkey test measures, retrieving a token from far back, in many forms *other* than the passkey
 prompt: prose, code, tables, registers and verbatim repetition. Every question is answered by the text before it.
 """
 
@@ -26,24 +26,22 @@ WORDS = (
     "sea seat shape sheep ship shoe shop side sign skin sky sleep smile song soup south space stair step storm street "
     "summer tail tea time town train wall warm watch wave way wheel window wing winter wood word work world yard"
 ).split()
-# What is stated, and how it is asked for: the answer always stands at the end, after words that name the fact.
+# A statement, and the question for it with the answer at the end, after words that name the fact.
+# fmt: off
 FORMS = (
     ("The {thing} of {name} is {value}.", "What is the {thing} of {name}? The {thing} of {name} is {value}."),
     ("{name}_{thing} = {value}", "assert {name}_{thing} == {value}"),
     ("{name}_{thing} = {value}", "print({name}_{thing})  # {value}"),
     ("line {name} {thing}: REGISTER is <{value}>", "Tell me the REGISTER in line {name} {thing}: <{value}>"),
-    (
-        "Remember that {name} has {thing} {value}.",
-        "Question: {name} has which {thing}? Answer: {name} has {thing} {value}.",
-    ),
+    ("Remember that {name} has {thing} {value}.",
+     "Question: {name} has which {thing}? Answer: {name} has {thing} {value}."),
     ('    "{name}-{thing}": "{value}",', '>>> d["{name}-{thing}"]\n"{value}"'),
     ("| {name} | {thing} | {value} |", "row {name}, {thing}: | {name} | {thing} | {value} |"),
-    (
-        "Note {value} as the {thing} for {name}. {value} it is.",
-        "The {thing} for {name}? Note {value} as the {thing} for {name}.",
-    ),
+    ("Note {value} as the {thing} for {name}. {value} it is.",
+     "The {thing} for {name}? Note {value} as the {thing} for {name}."),
     ("My {thing} is {value}. Do not forget it. {value} is my {thing}.", "What is my {thing}? My {thing} is {value}."),
 )
+# fmt: on
 SUBJECTS = "The cat|A man|My friend|The teacher|Our dog|The old ship|A small bird|The captain|Her brother".split("|")
 PREDICATES = (
     "sees the house|likes a letter|carries some bread|follows the long road|paints a map|holds the black horse|"
@@ -54,7 +52,7 @@ Counter = Callable[[str], int]
 
 
 def value(rng: random.Random) -> str:
-    """A value nobody can guess: mostly five digits, sometimes fewer or more, letters or words."""
+    """Draw a value that cannot be guessed: mostly five digits, sometimes fewer or more, letters or words."""
     kind = rng.random()
     if kind < 0.6:
         return "".join(rng.choices("0123456789", k=5))
@@ -66,12 +64,12 @@ def value(rng: random.Random) -> str:
 
 
 def sentence(rng: random.Random) -> str:
-    """One sentence of no importance."""
+    """Draw a sentence of no importance."""
     return f"{rng.choice(SUBJECTS)} {rng.choice(PREDICATES)}."
 
 
 class Filler:
-    """Text between the facts: a few sentences said over and over, ever new ones, or lines of real text."""
+    """Text between the facts: a few sentences repeated, ever new ones, or lines of real text."""
 
     def __init__(self, rng: random.Random, lines: Sequence[str]) -> None:
         self.rng, self.lines = rng, lines
@@ -81,7 +79,7 @@ class Filler:
         self.line = rng.randrange(len(lines)) if lines else 0
 
     def next(self) -> str:
-        """The next piece, about a line long."""
+        """Return the next piece, about a line long."""
         if self.kind == "refrain":
             return self.refrain
         if self.kind == "sentences":
@@ -98,7 +96,7 @@ class Page:
         self.lines: list[str] = []
 
     def say(self, text: str, reserve: int = 0) -> bool:
-        """Add a line if it leaves `reserve` tokens; whether it did."""
+        """Add a line if that leaves `reserve` tokens, and return whether it did."""
         cost = self.count(text + "\n")
         if cost > self.left - reserve:
             return False
@@ -108,7 +106,7 @@ class Page:
 
 
 def facts_document(rng: random.Random, budget: int, count: Counter, lines: Sequence[str]) -> str:
-    """State facts in one form, ask for some along the way, and use the last part of `budget` to ask again."""
+    """State facts in one form, ask for some along the way, and fill the last part of `budget` with questions."""
     page, filler, (state, ask) = Page(budget, count), Filler(rng, lines), rng.choice(FORMS)
     known: list[dict[str, str]] = []
 
@@ -136,7 +134,7 @@ def facts_document(rng: random.Random, budget: int, count: Counter, lines: Seque
         going = page.say(filler.next(), closing)
         if going and rng.random() < 0.4:
             going = new_fact() if rng.random() < 0.3 else question(closing, len(known))
-    # Half of the time only the oldest facts, so that the longest distances are asked for as often as the short ones.
+    # Half of the time only the oldest facts, so that long distances are as frequent as short ones.
     among = rng.choice((2, len(known)))
     while known and question(0, among):
         pass
@@ -144,7 +142,7 @@ def facts_document(rng: random.Random, budget: int, count: Counter, lines: Seque
 
 
 def copy_document(rng: random.Random, budget: int, count: Counter, lines: Sequence[str]) -> str:
-    """A line of random words or digits, repeated verbatim: at once and again and again, or once after other text."""
+    """Write a line of random words or digits, and repeat it verbatim: many times at once, or after other text."""
     pool = rng.choice((WORDS, "0123456789", WORDS + NAMES, "0123456789abcdef"))
     joint = " " if len(pool) > 20 else rng.choice(("", " ", ", "))
     apart = rng.random() < 0.6
@@ -164,13 +162,12 @@ def copy_document(rng: random.Random, budget: int, count: Counter, lines: Sequen
 
 
 def recall_document(rng: random.Random, budget: int, count: Counter, lines: Sequence[str] = ()) -> str:
-    """One made-up document of at most `budget` tokens as `count` measures them; `lines` is real text to fill with."""
-    kind = copy_document if rng.random() < 0.3 else facts_document
-    return kind(rng, budget, count, lines)
+    """Write a document of at most `budget` tokens as `count` measures them, with `lines` of real text between facts."""
+    return (copy_document if rng.random() < 0.3 else facts_document)(rng, budget, count, lines)
 
 
 def recall_documents(seed: int, budget: int, count: Counter, lines: Sequence[str] = ()) -> Iterator[str]:
-    """An endless, seeded stream of recall documents."""
+    """Yield recall documents without end."""
     rng = random.Random(seed)
     while True:
         yield recall_document(rng, budget, count, lines)

@@ -1,158 +1,195 @@
-"""One document of a user's: a text file, a PDF, or what comes from standard input."""
+"""Sources of rows with named columns, from local files and from the hub; documents are one column of them."""
 
-import importlib.util
-import sys
+import random
 import zipfile
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import hf_hub_download
+from huggingface_hub import HfApi, hf_hub_download
 from huggingface_hub.errors import HfHubHTTPError
 
-from pi_lora.data.documents import (
-    CSV,
-    csv_rows,
-    files_named,
-    fingerprint,
-    json_line,
-    json_rows,
-    looks_local,
-    parquet_columns,
-    parquet_rows,
-    text_of,
-)
-from pi_lora.errors import DataError, PiLoraError
+from pi_lora.data import documents
+from pi_lora.data.documents import CSV, JSON_LINES, PARQUET, TEXT_SUFFIXES, Document
+from pi_lora.errors import DataError
 from pi_lora.recipe.schema import Source
+from pi_lora.types import Json
 
-STDIN = "-"
-PDF = ".pdf"
-
-
-def read_document(name: str) -> str:
-    """The text of a file, or with `-` of standard input.
-
-    Raises:
-        DataError: it is not there, holds no text, or is neither UTF-8 nor a PDF.
-        PiLoraError: it is a PDF, and pypdf is not installed.
-    """
-    if name == STDIN:
-        text = _decoded(sys.stdin.buffer.read(), "standard input")
-    elif name.lower().endswith(PDF):
-        text = _pdf(Path(name).expanduser())
-    else:
-        text = _decoded(_bytes(Path(name).expanduser()), name)
-    if not text.strip():
-        more = "; scanned pages hold pictures, recognize their text first" if name.lower().endswith(PDF) else ""
-        raise DataError(f"{name}: holds no text{more}")
-    return text
-
-
-def _bytes(file: Path) -> bytes:
-    try:
-        return file.read_bytes()
-    except OSError as error:
-        raise DataError(f"{file}: cannot be read ({error.strerror}); name a .txt, .md or .pdf file, or - ") from None
-
-
-def _decoded(content: bytes, name: str) -> str:
-    try:
-        text = content.decode("utf-8-sig")
-    except UnicodeDecodeError:
-        raise DataError(f"{name}: is not UTF-8 text; convert it, or name a .pdf") from None
-    if "\0" in text:
-        raise DataError(f"{name}: is a binary file; name a .txt, .md or .pdf file")
-    return text
-
-
-def _pdf(file: Path) -> str:
-    """The text of all pages, a blank line between them."""
-    if importlib.util.find_spec("pypdf") is None:
-        raise PiLoraError(f"{file}: PDF needs the package pypdf; pip install 'pi-lora[pdf]'")
-    import pypdf
-    from pypdf.errors import PyPdfError
-
-    _bytes(file)
-    try:
-        return "\n\n".join(page.extract_text() for page in pypdf.PdfReader(file).pages)
-    except (PyPdfError, ValueError, KeyError, TypeError) as error:  # what damaged files raise
-        raise DataError(f"{file}: is no whole PDF ({error}); fetch it again, or give its text") from None
-
-
-SUFFIXES = (".jsonl", ".jsonl.gz", ".parquet", CSV)
+# Documents come from text files and from rows; a CSV file is a table only, and as a document it is its plain text.
+DOCUMENT_SUFFIXES = (*TEXT_SUFFIXES, *JSON_LINES, PARQUET)
+TABLE_SUFFIXES = (*JSON_LINES, PARQUET, CSV)
+SHUFFLE_CHARACTERS = 32_000_000
+# `datasets` shuffles a streamed data set in a buffer that counts rows, however long they are. Few of them suffice,
+# since `shuffled`, which counts characters, comes after it.
+STREAMED_ROWS = 100
 # Its loader is a script, which `datasets` no longer runs; the script reads `SPLIT.jsonl` out of `SUBSET.zip`.
 SCROLLS = "tau/scrolls"
 
-Texts = dict[str, str]
-# What names a row in a message, and its texts by column.
-NamedRow = tuple[str, Texts]
+# What names a row in a message (`file:line`), and its texts by column.
+NamedRow = tuple[str, dict[str, str]]
 
 
 class Table(ABC):
-    """A source that was found; its rows are read as they are asked for."""
+    """A source that was found; its rows are read as they are asked for and never held as a whole."""
 
     name: str
+    column: str
 
     @abstractmethod
-    def read(self, columns: Sequence[str]) -> Iterator[tuple[str, Mapping[str, Any]]]:
-        """Every row in a fixed order, with at least those of `columns` that there are."""
-
-    @abstractmethod
-    def identity(self) -> dict[str, Any]:
-        """What decides the rows, as JSON: a cache made from them is stale when this changes."""
-
-    def rows(self, columns: Sequence[str]) -> Iterator[NamedRow]:
-        """The texts in `columns` of every row; an absent value is an empty text.
+    def rows(self, columns: Sequence[str], seed: int | None = None) -> Iterator[NamedRow]:
+        """Yield the texts in `columns` of every row, in a fixed order or in the one that `seed` gives.
 
         Raises:
-            DataError: (while reading) it cannot be read, lacks a column, or one holds something else than text.
+            DataError: (while reading) the source cannot be read, lacks a column, or one holds something but text.
         """
-        for where, row in self.read(columns):
-            if missing := [column for column in columns if column not in row]:
-                raise _no_columns(where, missing, row)
-            yield where, {column: text_of(row, column, where) for column in columns}
+
+    @abstractmethod
+    def identity(self) -> Json:
+        """Return what decides the rows, as JSON: a cache made from them is stale when this changes."""
+
+    def documents(self, seed: int | None = None) -> Iterator[Document]:
+        """Yield the texts of `column` that are not blank, ordered as `rows`; raise DataError if there is none."""
+        empty = True
+        for where, row in self.rows([self.column], seed):
+            if (text := row[self.column]).strip():
+                empty = False
+                yield Document(where, text)
+        if empty:
+            raise DataError(f"{self.name}: holds no text, it is empty; name a source with text")
 
 
-class LocalTable(Table):
-    """Rows of `.jsonl`, `.parquet` and `.csv`: a file, those of a folder, or those of a glob."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.files = files_named(name, SUFFIXES)
-        if strange := [str(file) for file in self.files if not file.name.lower().endswith(SUFFIXES)]:
-            raise DataError(f"{strange[0]}: holds no rows with columns; name {', '.join(SUFFIXES)} files")
-
-    def identity(self) -> dict[str, Any]:
-        """The files with their sizes and times of change."""
-        return {"files": len(self.files), "sha256": fingerprint(self.files)}
-
-    def read(self, columns: Sequence[str]) -> Iterator[tuple[str, Mapping[str, Any]]]:
-        """File after file, row after row."""
-        for file in self.files:
-            try:
-                yield from _rows_of(file, columns)
-            except (OSError, EOFError) as error:
-                raise DataError(f"{file}: cannot be read ({error}); check its permissions, or fetch it again") from None
+def texts(rows: Iterable[tuple[str, Json]], columns: Sequence[str]) -> Iterator[NamedRow]:
+    """Yield `columns` of each row, None as an empty text; raise DataError where one is absent or not text."""
+    for where, row in rows:
+        documents.check_columns(where, columns, row)
+        for column in columns:
+            if not isinstance(text := row[column], str | None):
+                kind = type(text).__name__
+                raise DataError(f"{where}: column {column} holds {kind}, not text; name a column that does")
+        yield where, {column: row[column] or "" for column in columns}
 
 
-class HubTable(Table):
-    """A split of a hub data set."""
+def shuffled(rows: Iterable[NamedRow], seed: int, room: int = SHUFFLE_CHARACTERS) -> Iterator[NamedRow]:
+    """Shuffle a stream: hold about `room` characters, and yield a random one of the rows held for each that comes.
+
+    Bounded by characters rather than rows, since a thousand books are a gigabyte and a thousand posts are not.
+    """
+    rng = random.Random(seed)
+    held: list[NamedRow] = []
+    size = 0
+    for where, row in rows:
+        held.append((where, row))
+        size += sum(map(len, row.values()))
+        while size > room:
+            index = rng.randrange(len(held))
+            held[index], held[-1] = held[-1], held[index]
+            size -= sum(map(len, held[-1][1].values()))
+            yield held.pop()
+    rng.shuffle(held)
+    yield from held
+
+
+@dataclass(frozen=True)
+class LocalFiles(Table):
+    """Files, read one at a time. The seeded order shuffles the files, and the rows of each through a buffer."""
+
+    name: str
+    files: tuple[Path, ...]
+    column: str = "text"
+    suffixes: tuple[str, ...] = DOCUMENT_SUFFIXES
+
+    def rows(self, columns: Sequence[str], seed: int | None = None) -> Iterator[NamedRow]:
+        """Yield file after file, row after row."""
+        files = list(self.files)
+        if seed is not None:
+            random.Random(seed).shuffle(files)
+        for file in files:
+            rows = texts(documents.rows_in(file, columns, self.suffixes), columns)
+            yield from rows if seed is None else shuffled(rows, seed)
+
+    def identity(self) -> Json:
+        """Return the number of files, and a digest of their sizes and modification times."""
+        return {"files": len(self.files), "sha256": documents.fingerprint(self.files)}
+
+
+class HubDataset(Table):
+    """A split of a hub data set; nothing is fetched before it is read.
+
+    The seeded order permutes all rows of a data set that is on disk. Of a streamed one it permutes the files, reads
+    several in turns, and their rows go through a buffer.
+    """
 
     def __init__(self, source: Source) -> None:
-        # `datasets` takes a second to import, and local rows do without.
-        from pi_lora.data.hub import HubDataset
+        self.source, self.name, self.column = source, source.name, source.column
 
-        self.name, self.dataset = source.name, HubDataset(source)
+    @cached_property
+    def commit(self) -> str:
+        """The commit that the revision stands for now; where the hub cannot be asked, the revision as it is written."""
+        try:
+            return HfApi().dataset_info(self.name, revision=self.source.revision).sha or self.source.revision
+        except Exception:
+            # Offline, gone or gated: loading finds out which, and has the data set on disk or says why not.
+            return self.source.revision
 
-    def identity(self) -> dict[str, Any]:
-        """The commit."""
-        return self.dataset.identity()
+    def identity(self) -> Json:
+        """Return the commit."""
+        return {"commit": self.commit}
 
-    def read(self, columns: Sequence[str]) -> Iterator[tuple[str, Mapping[str, Any]]]:
-        """Row after row, each named by its number."""
-        for number, row in enumerate(self.dataset.rows(columns), 1):
-            yield f"{self.name}:{number}", row
+    def rows(self, columns: Sequence[str], seed: int | None = None) -> Iterator[NamedRow]:
+        """Yield row after row, each named by its number where the order is fixed."""
+        rows = texts(self._read(columns, seed), columns)
+        return shuffled(rows, seed) if seed is not None and self.source.streaming else rows
+
+    @cached_property
+    def _dataset(self) -> Any:
+        # `datasets` takes a second to import, and local text does without.
+        from datasets import load_dataset
+
+        source = self.source
+        return load_dataset(
+            source.name, source.subset, split=source.split, revision=self.commit, streaming=source.streaming
+        )
+
+    def _read(self, columns: Sequence[str], seed: int | None) -> Iterator[tuple[str, Json]]:
+        try:
+            dataset = self._dataset
+            # What is not needed is not decoded. A streamed data set may not know its columns before its first row.
+            if dataset.column_names and set(columns) <= set(dataset.column_names):
+                dataset = dataset.select_columns(list(columns))
+            if seed is not None:
+                dataset = dataset.shuffle(seed, **({"buffer_size": STREAMED_ROWS} if self.source.streaming else {}))
+            for number, row in enumerate(dataset, 1):
+                yield (f"{self.name}:{number}" if seed is None else self.name), row
+        except Exception as error:
+            # `datasets` raises a dozen kinds for a user's mistakes: not found, gated, offline, no such split.
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            raise DataError(
+                f"{self.name}: is neither a file or folder nor a hub data set that can be read ({reason}); "
+                "check its name, subset, split and revision, the network, or log in with `hf auth login`"
+            ) from error
+
+
+@dataclass(frozen=True)
+class HubFile(Table):
+    """One file of a data set on the hub, as it was uploaded, so that no script has to run."""
+
+    name: str
+    file: str
+    revision: str
+    column: str = "text"
+
+    def rows(self, columns: Sequence[str], seed: int | None = None) -> Iterator[NamedRow]:
+        """Yield row after row, named by where they are on the hub."""
+        path = downloaded(self.name, self.file, self.revision)
+        for where, row in LocalFiles(self.name, (path,)).rows(columns, seed):
+            yield where.replace(str(path), f"{self.name}/{self.file}", 1), row
+
+    def identity(self) -> Json:
+        """Return the revision; a branch may move, a commit does not."""
+        return {"revision": self.revision}
 
 
 class ScrollsTable(Table):
@@ -161,60 +198,44 @@ class ScrollsTable(Table):
     def __init__(self, source: Source) -> None:
         if source.subset is None:
             raise DataError(f"{SCROLLS}: has several subsets; set subset, as gov_report")
-        self.name, self.source = f"{SCROLLS}/{source.subset}", source
+        self.name, self.column, self.source = f"{SCROLLS}/{source.subset}", source.column, source
 
-    def identity(self) -> dict[str, Any]:
-        """The revision; a branch may move, a commit does not."""
+    def rows(self, columns: Sequence[str], seed: int | None = None) -> Iterator[NamedRow]:
+        """Yield line after line of the split's file, in this order alone."""
+        subset, split = self.source.subset, self.source.split
+        with zipfile.ZipFile(downloaded(SCROLLS, f"{subset}.zip", self.source.revision)) as archive:
+            if f"{subset}/{split}.jsonl" not in archive.namelist():
+                raise DataError(f"{self.name}: has no split {split}; there are train, validation and test")
+            with archive.open(f"{subset}/{split}.jsonl") as lines:
+                yield from texts(documents.json_rows(lines, f"{self.name}/{split}", columns[0]), columns)
+
+    def identity(self) -> Json:
+        """Return the revision; a branch may move, a commit does not."""
         return {"revision": self.source.revision}
 
-    def read(self, columns: Sequence[str]) -> Iterator[tuple[str, Mapping[str, Any]]]:
-        """Line after line of the split's file."""
-        inside = f"{self.source.subset}/{self.source.split}.jsonl"
-        with zipfile.ZipFile(self._fetched()) as archive:
-            if inside not in archive.namelist():
-                raise DataError(f"{self.name}: has no split {self.source.split}; there are train, validation and test")
-            with archive.open(inside) as lines:
-                for number, line in enumerate(lines, 1):
-                    where = f"{self.name}/{self.source.split}:{number}"
-                    yield where, json_line(line, where, columns[0])
 
-    def _fetched(self) -> Path:
-        file = f"{self.source.subset}.zip"
-        try:
-            return Path(hf_hub_download(SCROLLS, file, repo_type="dataset", revision=self.source.revision))
-        except (OSError, HfHubHTTPError) as error:
-            reason = str(error).strip().splitlines()[0].rstrip(".")
-            raise DataError(
-                f"{self.name}: {file} cannot be had from the hub ({reason}); "
-                "check the subset and the network, or name local files instead"
-            ) from None
+def downloaded(name: str, file: str, revision: str) -> Path:
+    """Download a file of a hub data set, or find it in the hub's cache; raise DataError if neither works."""
+    try:
+        return Path(hf_hub_download(name, file, repo_type="dataset", revision=revision))
+    except (OSError, HfHubHTTPError) as error:
+        reason = str(error).strip().splitlines()[0].rstrip(".")
+        raise DataError(
+            f"{name}: {file} cannot be downloaded from the hub ({reason}); "
+            "check the name and the network, or download it elsewhere and name the local file"
+        ) from None
 
 
 def find_table(source: Source) -> Table:
-    """The rows that `source` names, before they are read.
-
-    Raises:
-        DataError: nothing is there; of a hub data set that shows when it is read.
-    """
-    if source.name.startswith("builtin:"):
-        raise DataError(f"{source.name}: is text to pack, without columns; name files or a data set with rows")
-    if source.name == SCROLLS:
+    """Find the rows that `source` names; raise DataError if they are not there (for the hub, when they are read)."""
+    name = source.name
+    if name.startswith("builtin:"):
+        raise DataError(f"{name}: is text to pack, without columns; name files or a data set with rows")
+    if name == SCROLLS:
         return ScrollsTable(source)
-    return LocalTable(source.name) if looks_local(source.name) else HubTable(source)
-
-
-def _rows_of(file: Path, columns: Sequence[str]) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    name = file.name.lower()
-    if name.endswith(CSV):
-        yield from csv_rows(file)
-    elif name.endswith(".parquet"):
-        there = parquet_columns(file)
-        if missing := [column for column in columns if column not in there]:
-            raise _no_columns(str(file), missing, there)
-        yield from parquet_rows(file, columns)
-    else:
-        yield from json_rows(file, columns[0])
-
-
-def _no_columns(where: str, missing: Sequence[str], there: Sequence[str] | Mapping[str, Any]) -> DataError:
-    return DataError(f"{where}: has no column {' and no '.join(missing)}; name columns of {', '.join(there)}")
+    if not documents.looks_local(name):
+        return HubDataset(source)
+    files = documents.files_named(name, TABLE_SUFFIXES)
+    if strange := [str(file) for file in files if not file.name.lower().endswith(TABLE_SUFFIXES)]:
+        raise DataError(f"{strange[0]}: holds no rows with columns; name {', '.join(TABLE_SUFFIXES)} files")
+    return LocalFiles(name, files, source.column, TABLE_SUFFIXES)

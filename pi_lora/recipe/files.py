@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
 from pi_lora.errors import RecipeError
-from pi_lora.recipe.schema import Recipe
+from pi_lora.recipe.schema import Recipe, Section, sections_in
 
 # The resolved recipe of a run folder.
 RECIPE_FILE = "recipe.yaml"
@@ -44,52 +44,61 @@ _Loader.add_implicit_resolver(
 
 @dataclass(frozen=True)
 class ResolvedRecipe:
-    """A recipe, and for every dotted key where its value came from: `file:line`, the command line, or the default."""
+    """A recipe, and for every dotted key the origin of its value: `file:line`, the command line, or the default."""
 
     recipe: Recipe
     origins: Mapping[str, str]
 
 
 def load_recipe(path: Path, overrides: Sequence[str] = ()) -> ResolvedRecipe:
-    """Read `path`, put it over what it extends, put `key=value` overrides over both, and check the whole.
+    """Read `path` over what it extends, apply `key=value` overrides, and check the result.
 
     Raises:
-        RecipeError: the file is missing, not YAML or empty, or holds mistakes; all of them, a line each.
+        RecipeError: the file is missing, not YAML or empty, or has mistakes; all of them, a line each.
     """
     if path.name.startswith("_"):
         raise RecipeError([f"{path}: is a parent for other recipes (its name begins with _); run one that extends it"])
     tree, origins = _read(path)
-    parent = tree.pop(EXTENDS, None)
-    if parent is not None:
-        tree, origins = _over_parent(path, origins[(EXTENDS,)], parent, tree, origins)
+    if (parent := tree.pop(EXTENDS, None)) is not None:
+        if not isinstance(parent, str) or not Path(parent).name.startswith("_"):
+            where = origins[(EXTENDS,)]
+            raise RecipeError([f"{where}: extends: {parent}: a parent's file name begins with _; name such a file"])
+        base, base_origins = _read(path.parent / parent)
+        if EXTENDS in base:
+            where = base_origins[(EXTENDS,)]
+            raise RecipeError([f"{where}: extends: a parent cannot extend another; write its keys here"])
+        tree, origins = _merge(base, tree), {**base_origins, **origins}
     for override in overrides:
         _apply_override(tree, origins, override)
     try:
         recipe = Recipe.model_validate(tree)
     except ValidationError as error:
         raise RecipeError([_problem(path, each, origins) for each in error.errors()]) from None
-    return ResolvedRecipe(recipe, _origins_of_all(recipe, origins))
+    keys: list[KeyPath] = []
+    for section, content in recipe:
+        keys += [(section, key) for key in type(content).model_fields] if isinstance(content, Section) else [(section,)]
+    return ResolvedRecipe(recipe, {".".join(map(str, key)): origins.get(key, DEFAULT) for key in keys})
 
 
 def dump_recipe(recipe: Recipe) -> str:
-    """The recipe as YAML with every value spelled out; `load_recipe` of it gives an equal recipe."""
+    """Return the recipe as YAML with every value spelled out; `load_recipe` of it returns an equal recipe."""
     text: str = yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
     return text
 
 
 def recipe_summary(path: Path) -> str:
-    """The first comment of a recipe file: what it makes and what it needs."""
-    first = path.read_text(encoding="utf-8").splitlines()[:1]
-    return first[0].removeprefix("#").strip() if first and first[0].startswith("#") else ""
+    """Return the first line of a recipe file if it is a comment: what it makes and what it needs."""
+    first = path.read_text(encoding="utf-8").partition("\n")[0]
+    return first.removeprefix("#").strip() if first.startswith("#") else ""
 
 
 def recipe_paths(folder: Path) -> list[Path]:
-    """Every runnable recipe below `folder`, sorted; the folder is the registry."""
+    """Return every runnable recipe below `folder`, sorted; the folder is the registry."""
     return sorted(path for path in folder.rglob("*.yaml") if not path.name.startswith("_"))
 
 
 def _read(path: Path) -> tuple[dict[str, Any], dict[KeyPath, str]]:
-    """The tree of a file, and the `file:line` of each of its keys."""
+    """Return the tree of a file, and the `file:line` of each of its keys."""
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -112,7 +121,7 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[KeyPath, str]]:
     if node is None or tree is None:
         raise RecipeError([f"{path}: is empty; a recipe needs at least model, context and data"])
     if not isinstance(tree, dict):
-        raise RecipeError([f"{path}: holds no keys but a {type(tree).__name__}; write `key: value` lines"])
+        raise RecipeError([f"{path}: holds a {type(tree).__name__}, not keys; write `key: value` lines"])
     return tree, dict(_lines(node, path, ()))
 
 
@@ -127,19 +136,8 @@ def _lines(node: yaml.Node, path: Path, at: KeyPath) -> Iterator[tuple[KeyPath, 
             yield from _lines(value, path, (*at, index))
 
 
-def _over_parent(
-    path: Path, where: str, parent: object, tree: dict[str, Any], origins: dict[KeyPath, str]
-) -> tuple[dict[str, Any], dict[KeyPath, str]]:
-    if not isinstance(parent, str) or not Path(parent).name.startswith("_"):
-        raise RecipeError([f"{where}: extends: {parent}: a parent's file name begins with _; name such a file"])
-    base, base_origins = _read(path.parent / parent)
-    if EXTENDS in base:
-        raise RecipeError([f"{base_origins[(EXTENDS,)]}: extends: a parent cannot extend another; write its keys here"])
-    return _merge(base, tree), {**base_origins, **origins}
-
-
 def _merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """`over` laid on `base`: sections key by key, everything else (lists too) as a whole."""
+    """Put `over` on `base`: sections key by key, everything else (lists too) as a whole."""
     merged = dict(base)
     for key, value in over.items():
         both = isinstance(value, dict) and isinstance(merged.get(key), dict)
@@ -166,13 +164,13 @@ def _apply_override(tree: dict[str, Any], origins: dict[KeyPath, str], override:
 
 
 def _problem(path: Path, error: Any, origins: Mapping[KeyPath, str]) -> str:
-    """One line: where, which key, what is wrong with it."""
     location: KeyPath = tuple(error["loc"])
     known = next((origins[location[:n]] for n in range(len(location), 0, -1) if location[:n] in origins), str(path))
     key = ".".join(map(str, location))
     if error["type"] == "extra_forbidden":
-        near = difflib.get_close_matches(str(location[-1]), _fields_at(location[:-1]), n=1)
-        what = f"unknown key; did you mean {near[0]}?" if near else f"unknown key; known are {_listed(location[:-1])}"
+        fields = _fields_at(location[:-1])
+        near = difflib.get_close_matches(str(location[-1]), fields, n=1)
+        what = f"unknown key; did you mean {near[0]}?" if near else f"unknown key; choose from {', '.join(fields)}"
     elif error["type"] == "missing":
         what = "missing; every recipe needs it"
     else:
@@ -184,29 +182,8 @@ def _problem(path: Path, error: Any, origins: Mapping[KeyPath, str]) -> str:
 
 
 def _fields_at(location: KeyPath) -> list[str]:
-    section: type[BaseModel] = Recipe
+    section: type[Section] = Recipe
     for name in location:
         if isinstance(name, str):
-            for inner in _sections_in(section.model_fields[name].annotation):
-                section = inner
+            section = next(sections_in(section.model_fields[name].annotation))
     return list(section.model_fields)
-
-
-def _listed(location: KeyPath) -> str:
-    return ", ".join(_fields_at(location))
-
-
-def _sections_in(annotation: Any) -> Iterator[type[BaseModel]]:
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        yield annotation
-    for inner in getattr(annotation, "__args__", ()):
-        yield from _sections_in(inner)
-
-
-def _origins_of_all(recipe: Recipe, origins: Mapping[KeyPath, str]) -> dict[str, str]:
-    found: dict[str, str] = {}
-    for section, content in recipe.model_dump(mode="json").items():
-        for key in content if isinstance(content, dict) else [None]:
-            at: KeyPath = (section,) if key is None else (section, key)
-            found[".".join(map(str, at))] = origins.get(at, DEFAULT)
-    return found

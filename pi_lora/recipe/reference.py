@@ -1,52 +1,42 @@
-"""Every key that a recipe may have, as a page: written from the schema, so that it cannot fall behind."""
+"""The reference page of a recipe's keys, written from the schema so that it is never out of date."""
 
 from collections.abc import Iterator
 from typing import Any, Literal, get_args, get_origin
 
-from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from pi_lora.recipe.schema import Recipe
+from pi_lora.recipe.schema import Recipe, Section, sections_in
 
 HEAD = """# Every key of a recipe
 
-Written by `pi-lora recipes --keys` from the schema. A key without a default is needed. On the command line:
-`pi-lora train RECIPE training.steps=200`. `pi-lora show RECIPE` prints what a recipe resolves to, and from where.
+Written by `pi-lora recipes --keys` from the schema. A key without a default is required. On the command line:
+`pi-lora train RECIPE training.steps=200`. `pi-lora show RECIPE` prints a resolved recipe, and the origin of each value.
 """
 
 
 def reference_page() -> str:
-    """A table for each section of a recipe: key, values, default, what it is."""
-    parts = [HEAD, "\n## Of the recipe itself\n\n", *_table("", Recipe)]
+    """Return a table for each section of a recipe: key, values, default, description."""
+    parts = [HEAD, "\n## The recipe itself\n\n", *_table("", Recipe)]
     for name, field in Recipe.model_fields.items():
-        for section in _sections(field.annotation):
+        for section in sections_in(field.annotation):
             parts += [f"\n## `{name}`\n\n{_summary(section)}\n\n", *_table(f"{name}.", section)]
     return "".join(parts)
 
 
-def _table(prefix: str, section: type[BaseModel]) -> Iterator[str]:
+def _table(prefix: str, section: type[Section]) -> Iterator[str]:
     yield "| key | values | default | |\n|---|---|---|---|\n"
     yield from _rows(prefix, section)
 
 
-def _rows(prefix: str, section: type[BaseModel]) -> Iterator[str]:
+def _rows(prefix: str, section: type[Section]) -> Iterator[str]:
     for name, field in section.model_fields.items():
-        inner = _sections(field.annotation)
-        if inner and not prefix:
-            continue
-        key = f"{prefix}{name}"
-        if inner:
-            kind = "section, or a list of them" if get_origin(field.annotation) is tuple else "section"
-            yield f"| `{key}` | {kind} | {_default(field)} | {_summary(inner[0])} |\n"
-            yield from _rows(f"{key}.", inner[0])
-        else:
+        key, inner = f"{prefix}{name}", next(sections_in(field.annotation), None)
+        if inner is None:
             yield f"| `{key}` | {_values(field.annotation)} | {_default(field)} | {field.description or ''} |\n"
-
-
-def _sections(annotation: Any) -> list[type[BaseModel]]:
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return [annotation]
-    return [section for each in get_args(annotation) for section in _sections(each)]
+        elif prefix:
+            kind = "section, or a list of them" if get_origin(field.annotation) is tuple else "section"
+            yield f"| `{key}` | {kind} | {_default(field)} | {_summary(inner)} |\n"
+            yield from _rows(f"{key}.", inner)
 
 
 def _values(annotation: Any) -> str:
@@ -73,5 +63,5 @@ def _default(field: FieldInfo) -> str:
     return f"`{list(default) if isinstance(default, tuple) else default}`"
 
 
-def _summary(section: type[BaseModel]) -> str:
+def _summary(section: type[Section]) -> str:
     return (section.__doc__ or "").splitlines()[0]

@@ -1,28 +1,33 @@
-"""What a recipe may say: one schema, checked once; defaults stand here and nowhere else."""
+"""The schema of a recipe, checked once; every default stands here and nowhere else."""
 
-from typing import Annotated, Literal, Self, get_args
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 Dtype = Literal["float32", "bfloat16", "float16"]
+# fmt: off
 Schedule = Literal[
-    "constant",
-    "linear",
-    "cosine",
-    "cosine_with_restarts",
-    "cosine_with_min_lr",
-    "polynomial",
-    "inverse_sqrt",
+    "constant", "linear", "cosine", "cosine_with_restarts", "cosine_with_min_lr", "polynomial", "inverse_sqrt",
     "warmup_stable_decay",
 ]
+# fmt: on
 Tracker = Literal["tensorboard", "wandb", "trackio"]
 Benchmark = Literal["boolq", "piqa", "race_middle", "race_high", "winogrande"]
 
 
 class Section(BaseModel):
-    """A part of a recipe: unknown keys and wrong types are errors, values are not changed once read."""
+    """A part of a recipe: unknown keys and wrong types are errors, and values cannot be changed."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+def sections_in(annotation: Any) -> Iterator[type[Section]]:
+    """Yield the sections that a field holds, whether alone, optional or in a tuple."""
+    if isinstance(annotation, type) and issubclass(annotation, Section):
+        yield annotation
+    for inner in get_args(annotation):
+        yield from sections_in(inner)
 
 
 class Model(Section):
@@ -30,18 +35,18 @@ class Model(Section):
 
     name: str = Field(min_length=1, description="hub id, folder of weights, run or adapter folder, or builtin:tiny")
     revision: str = Field("main", description="branch, tag or commit on the hub")
-    dtype: Dtype | None = Field(None, description="of the loaded weights; by default what the method needs")
-    trust_remote_code: bool = Field(False, description="run Python code that the model's repository brings")
+    dtype: Dtype | None = Field(None, description="of the loaded weights; by default what the tuning method needs")
+    trust_remote_code: bool = Field(False, description="run Python code from the model's repository")
     attention: Literal["auto", "sdpa", "flash_attention_2", "eager"] = Field(
-        "auto", description="the kernel; auto: the one made for this GPU if it is installed, else torch's (sdpa)"
+        "auto", description="the kernel; auto: the fastest installed one for this GPU, else torch's (sdpa)"
     )
 
 
 class Context(Section):
     """The windows in tokens: `original` is L, `target` is L'."""
 
-    target: int = Field(gt=0, description="how far the model is to read; with `scaling: keep` the longest example")
-    original: int | None = Field(None, gt=0, description="read from the model's config unless given")
+    target: int = Field(gt=0, description="the window after tuning; with `scaling: keep` the longest example")
+    original: int | None = Field(None, gt=0, description="the model's own window; by default read from its config")
 
     @model_validator(mode="after")
     def _longer(self) -> Self:
@@ -51,35 +56,39 @@ class Context(Section):
 
 
 class Tuning(Section):
-    """What trains, and how the adapter is shaped."""
+    """Which weights train, and the shape of the adapter."""
 
     method: Literal["lora", "qlora", "full"] = Field(
-        "lora", description="an adapter, an adapter on a base in four bits (NF4), or every weight"
+        "lora", description="an adapter, an adapter on a 4-bit (NF4) base, or all weights"
     )
     rank: int = Field(16, gt=0, description="of the adapter's matrices")
-    alpha: float | None = Field(None, gt=0, description="twice the rank unless given")
+    alpha: float | None = Field(None, gt=0, description="by default twice the rank")
     rank_stabilized: bool = Field(False, description="scale by alpha / sqrt(rank) (Kalajdzievski 2023)")
-    dora: bool = Field(False, description="train magnitudes and directions apart (Liu et al. 2024)")
-    dropout: float = Field(0.0, ge=0, lt=1, description="of the adapter's inputs")
-    targets: Literal["attention", "all-linear"] = Field("all-linear", description="the matrices that get an adapter")
-    embeddings_and_norms: bool = Field(True, description="train them in full beside LoRA (LongLoRA's finding)")
+    dora: bool = Field(False, description="train magnitudes and directions separately (DoRA, Liu et al. 2024)")
+    dropout: float = Field(0.0, ge=0, lt=1, description="probability, on the adapter's inputs")
+    targets: Literal["attention", "all-linear"] = Field(
+        "all-linear", description="the linear layers that get an adapter"
+    )
+    embeddings_and_norms: bool = Field(True, description="also train them in full (LongLoRA)")
 
     @property
     def lora_alpha(self) -> float:
-        """Alpha as PEFT takes it: the update is scaled by alpha / rank."""
+        """Alpha in PEFT's sense: the update is scaled by alpha / rank."""
         return 2.0 * self.rank if self.alpha is None else self.alpha
 
 
 class Source(Section):
-    """One place that documents come from, and its share of the training tokens."""
+    """One source of documents, and its share of the training tokens."""
 
     name: str = Field(min_length=1, description="hub id, file, folder, glob, builtin:stdlib or builtin:recall")
-    weight: float = Field(1.0, gt=0, description="its share of the sequences, against the other sources'")
-    column: str = Field("text", description="of a hub data set, .jsonl or .parquet: the one that holds the text")
-    subset: str | None = Field(None, description="of a hub data set that has several (its `name`)")
+    weight: float = Field(1.0, gt=0, description="its share of the sequences, relative to the other sources")
+    column: str = Field("text", description="of a hub data set, .jsonl or .parquet: the column that holds the text")
+    subset: str | None = Field(None, description="of a hub data set that has several (`datasets` calls it `name`)")
     split: str = Field("train", description="of a hub data set")
     revision: str = Field("main", description="of a hub data set: branch, tag or commit")
-    streaming: bool = Field(False, description="read a hub data set as it is needed, without downloading the whole")
+    streaming: bool = Field(
+        False, description="read a hub data set while training data is made, without downloading all of it"
+    )
 
 
 def _as_tuple(value: object) -> object:
@@ -92,107 +101,113 @@ def _as_sources(value: object) -> object:
 
 
 class Data(Section):
-    """What the model is tuned on: documents, packed into sequences of L' tokens, or examples of a task, one a row."""
+    """The training data: documents packed into sequences of L' tokens, or examples of a task, one per row."""
 
     source: Annotated[tuple[Source, ...], BeforeValidator(_as_sources), Field(min_length=1)]
     packing: Literal["wrapped", "bfd_split"] = Field(
-        "wrapped", description="cut one stream of documents, or fit whole ones together and split only what is too long"
+        "wrapped", description="cut one stream of documents, or fit whole ones together and split only long ones"
     )
     positions: Literal["contiguous", "skip"] = Field(
-        "contiguous", description="skip: L tokens whose positions skip ahead over L' (PoSE, Zhu et al. 2023)"
+        "contiguous", description="skip: PoSE (Zhu et al. 2023), L tokens at positions spread over L'"
     )
-    chunks: int = Field(2, ge=2, description="of consecutive positions in a sequence that skips")
+    chunks: int = Field(2, ge=2, description="PoSE: runs of consecutive positions in a sequence")
     min_document_tokens: int = Field(1, gt=0, description="shorter documents are left out")
     document: str | None = Field(
-        None, description="examples: the column that is cut to fit; with `summary`, what to read"
+        None, description="examples: the column that is cut to fit; with `summary`, the one to summarize"
     )
     summary: str | None = Field(
-        None, description="examples of summaries: the column that holds them; the paper's prompt"
+        None, description="examples of summaries, under the paper's prompt: the column that holds them"
     )
     template: str | None = Field(
         None, description="examples of any task: the prompt, with {column} where a column goes"
     )
-    completion: str | None = Field(None, description="with `template`: the column that holds what is to be written")
-    document_tokens: int = Field(15000, gt=0, description="`document` is cut to its first so many, or to what fits")
-    completion_tokens: int = Field(1000, gt=0, description="the summary or completion is cut to its first so many")
-    loss: Literal["completion", "all"] = Field(
-        "completion", description="of examples: what is learned; prompts are not"
+    completion: str | None = Field(None, description="with `template`: the column that holds the answer")
+    document_tokens: int = Field(
+        15000, gt=0, description="the longest `document`; a longer one is cut, or to what fits"
     )
-    epochs: int = Field(1, gt=0, description="how many times the same text may be used")
-    seed: int = Field(0, description="of the order of documents and the mixture")
+    completion_tokens: int = Field(1000, gt=0, description="the longest summary or completion; a longer one is cut")
+    loss: Literal["completion", "all"] = Field(
+        "completion", description="of examples: which tokens count; `all` includes prompts"
+    )
+    epochs: int = Field(1, gt=0, description="how often the same text may be used")
+    seed: int = Field(0, description="of the order of documents, the mixture and PoSE")
 
     @property
     def has_examples(self) -> bool:
-        """Whether each row is a prompt and its completion, rather than text to pack."""
+        """Whether rows are prompts with completions, rather than text to pack."""
         return self.template is not None or self.summary is not None
 
     @model_validator(mode="after")
     def _one_kind(self) -> Self:
         if self.summary is not None and (self.template is not None or self.completion is not None):
-            raise ValueError("summary: has the paper's prompt; with a template of your own call the column completion")
+            raise ValueError("summary: has the paper's prompt; with a template use completion instead")
         if self.summary is not None and self.document is None:
-            raise ValueError("summary: needs document, the column that is to be summarized")
+            raise ValueError("summary: needs document, the column to summarize")
         if (self.template is None) != (self.completion is None):
-            raise ValueError("template, completion: go together, the prompt and the column of what follows it")
+            raise ValueError("template, completion: go together, the prompt and the column of its answer")
         if self.document is not None and not self.has_examples:
             raise ValueError("document: goes with summary, or with template and completion; give them, or leave it out")
         if self.has_examples and self.positions == "skip":
             raise ValueError("positions: skip: is for packed text; examples need contiguous")
         if self.has_examples and any(source.weight != 1.0 for source in self.source):
-            raise ValueError("source: weight is for packed text; every example is used as often")
+            raise ValueError("source: weight is for packed text; all examples are used equally often")
         return self
 
 
 class Training(Section):
-    """The paper's schedule (section 3.1) unless a recipe says otherwise."""
+    """Steps, optimizer and schedule; the defaults are the paper's (section 3.1)."""
 
-    steps: int = Field(1000, gt=0, description="of the optimizer")
-    learning_rate: float = Field(2e-5, gt=0, description="the highest of the schedule")
-    global_batch_size: int = Field(64, gt=0, description="sequences a step, over all processes")
-    per_device_batch_size: int = Field(1, gt=0, description="sequences a forward pass")
-    schedule: Schedule = Field("constant", description="of the rate after the warm-up, by transformers' names")
-    schedule_options: dict[str, float | int] = Field({}, description="as min_lr_rate or num_decay_steps")
-    warmup_steps: int = Field(20, ge=0, description="over which the rate rises along a line")
-    warmup_start: float = Field(0.1, ge=0, le=1, description="share of the maximum rate that step 0 begins with")
-    optimizer: Literal["adamw", "paged_adamw_8bit"] = Field("adamw", description="the second needs a GPU")
+    steps: int = Field(1000, gt=0, description="optimizer steps")
+    learning_rate: float = Field(2e-5, gt=0, description="the maximum of the schedule")
+    global_batch_size: int = Field(64, gt=0, description="sequences per step, over all processes")
+    per_device_batch_size: int = Field(1, gt=0, description="sequences per forward pass")
+    schedule: Schedule = Field("constant", description="of the learning rate after the warm-up, by transformers' names")
+    schedule_options: dict[str, float | int] = Field({}, description="for example min_lr_rate or num_decay_steps")
+    warmup_steps: int = Field(20, ge=0, description="steps over which the rate rises linearly")
+    warmup_start: float = Field(0.1, ge=0, le=1, description="the rate at step 0, as a share of the maximum")
+    optimizer: Literal["adamw", "paged_adamw_8bit"] = Field("adamw", description="paged_adamw_8bit needs a GPU")
     weight_decay: float = Field(0.0, ge=0, description="of AdamW")
     betas: Annotated[tuple[float, float], BeforeValidator(_as_tuple)] = Field((0.9, 0.95), description="of AdamW")
-    max_grad_norm: float = Field(1.0, gt=0, description="gradients are clipped to it")
+    max_grad_norm: float = Field(1.0, gt=0, description="gradients are clipped to this norm")
     precision: Literal["auto", "float32", "bfloat16"] = Field(
-        "auto", description="of the arithmetic; auto: bfloat16 where the hardware has it"
+        "auto", description="of the computation; auto: bfloat16 where the hardware supports it"
     )
-    activation_checkpointing: bool = Field(True, description="recompute layers going backward, to save memory")
+    activation_checkpointing: bool = Field(True, description="recompute layers in the backward pass, to save memory")
     mlp_chunk_tokens: int | None = Field(
-        None, gt=0, description="tokens that an MLP takes at a time, to save memory; all at once unless given"
+        None, gt=0, description="tokens per piece of an MLP's input, to save memory; by default all at once"
     )
-    save_every: int = Field(100, gt=0, description="steps between checkpoints; they go when the run is whole")
+    save_every: int = Field(
+        100, gt=0, description="steps between checkpoints, which are removed when the run is complete"
+    )
     log_every: int = Field(10, gt=0, description="steps between lines of training.jsonl")
-    tracking: Annotated[tuple[Tracker, ...], BeforeValidator(_as_tuple)] = Field((), description="also log there")
-    seed: int = Field(0, description="of the adapter's first values, dropout and the order of sequences")
+    tracking: Annotated[tuple[Tracker, ...], BeforeValidator(_as_tuple)] = Field(
+        (), description="other places to log to"
+    )
+    seed: int = Field(0, description="of the adapter's initial values, dropout and the order of sequences")
 
 
 class Hardware(Section):
-    """What the run is spread over."""
+    """The GPUs, processes and machines of a run."""
 
-    gpus: int | None = Field(None, gt=0, description="of each machine; by default one process on what there is")
-    cpu_processes: int | None = Field(None, gt=0, description="of each machine, where there are no GPUs")
-    machines: int = Field(1, gt=0, description="each is started with its --machine-rank")
+    gpus: int | None = Field(None, gt=0, description="per machine; by default one process on what there is")
+    cpu_processes: int | None = Field(None, gt=0, description="per machine, without GPUs")
+    machines: int = Field(1, gt=0, description="each is started with its own --machine-rank")
     context_parallel: int = Field(1, gt=0, description="GPUs that share one sequence")
     offload_activations: bool = Field(False, description="keep checkpointed activations in host memory")
 
     @property
     def processes_per_machine(self) -> int:
-        """One a GPU, or as many as the CPU is to carry."""
+        """One per GPU, or as many as asked for on CPUs."""
         return self.gpus or self.cpu_processes or 1
 
     @property
     def processes(self) -> int:
-        """Over all machines."""
+        """Processes on all machines."""
         return self.processes_per_machine * self.machines
 
     @property
     def data_parallel(self) -> int:
-        """Sequences that are worked on at once."""
+        """How many sequences are processed in parallel."""
         return self.processes // self.context_parallel
 
 
@@ -201,39 +216,39 @@ class PerplexityEvaluation(Section):
 
     data: str = Field("builtin:stdlib", description="a file, folder, glob or hub id with a column `text`")
     windows: Annotated[tuple[int, ...] | None, BeforeValidator(_as_tuple)] = Field(
-        None, description="lengths in tokens; L' and its halves unless given"
+        None, description="lengths in tokens; by default L' and its halves"
     )
-    stride: int | None = Field(None, gt=0, description="256, or half the shortest window")
-    documents: int | None = Field(None, gt=0, description="only the first so many")
+    stride: int | None = Field(None, gt=0, description="tokens; by default 256, or half the shortest window")
+    documents: int | None = Field(None, gt=0, description="how many; by default all")
 
 
 class PasskeyEvaluation(Section):
     """Passkey retrieval (paper, section 3.3)."""
 
-    target: int | None = Field(None, gt=0, description="tokens of context; L' unless given")
-    depths: int = Field(32, gt=0, description="distances, uniformly spaced to the target")
-    trials: int = Field(10, gt=0, description="random keys at each")
-    seed: int = Field(0, description="of the keys")
+    target: int | None = Field(None, gt=0, description="tokens of context; by default L'")
+    depths: int = Field(32, gt=0, description="number of distances, uniformly spaced up to the target")
+    trials: int = Field(10, gt=0, description="random keys at each distance")
+    seed: int = Field(0, description="of the random keys")
 
 
 class BenchmarksEvaluation(Section):
-    """Short-context benchmarks (paper, table 5), of the finished run alone."""
+    """Short-context benchmarks (paper, table 5), of the finished run only."""
 
     tasks: Annotated[tuple[Benchmark, ...], BeforeValidator(_as_tuple), Field(min_length=1)] = Field(
         get_args(Benchmark), description="zero-shot, at the original window"
     )
-    window: int | None = Field(None, gt=1, description="tokens that an input is cut to; L unless given")
-    limit: int | None = Field(None, gt=0, description="only the first so many examples of each")
-    batch_size: int = Field(8, gt=0, description="inputs a forward pass")
+    window: int | None = Field(None, gt=1, description="tokens that an input is cut to; by default L")
+    limit: int | None = Field(None, gt=0, description="examples of each task; by default all")
+    batch_size: int = Field(8, gt=0, description="inputs per forward pass")
     data: Annotated[tuple[str, ...], BeforeValidator(_as_tuple)] = Field(
-        (), description="files or folders instead of the hub, as `boolq=FILE`, or a folder of such"
+        (), description="local data instead of the hub: `boolq=FILE`, or a folder of such files"
     )
 
 
 class Evaluation(Section):
-    """What is measured of a run, and how often while it trains."""
+    """What is measured of a run, and how often during training."""
 
-    every: int | None = Field(None, gt=0, description="steps between measurements, step 0 among them")
+    every: int | None = Field(None, gt=0, description="steps between measurements, beginning at step 0")
     perplexity: PerplexityEvaluation | None = None
     passkey: PasskeyEvaluation | None = None
     benchmarks: BenchmarksEvaluation | None = None
@@ -246,49 +261,46 @@ class Recipe(Section):
     context: Context
     scaling: Literal["pi", "direct", "dynamic", "yarn", "keep"] = Field(
         "pi",
-        description="Position Interpolation; keep: the model's own, of one that is extended; the others to compare",
+        description="pi: Position Interpolation; keep: that of an extended model; the others for comparison",
     )
     tuning: Tuning = Tuning()
     data: Data
     training: Training = Training()
     hardware: Hardware = Hardware()
     evaluation: Evaluation = Evaluation()
-    paper: str | None = Field(None, description="the row of the paper's tables that this recipe repeats")
+    paper: str | None = Field(None, description="the row of the paper's tables that this recipe reproduces")
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
-        training, hardware = self.training, self.hardware
-        if self.tuning.method == "full" and self.model.dtype not in (None, "float32"):
-            raise ValueError(
-                f"model.dtype: {self.model.dtype} weights would round most updates of full tuning away; leave it out"
-            )
+        dtype, target, training, hardware = self.model.dtype, self.context.target, self.training, self.hardware
+        parallel, sequences = hardware.context_parallel, hardware.data_parallel
+        pose, keep = self.data.positions == "skip", self.scaling == "keep"
+        if self.tuning.method == "full" and dtype not in (None, "float32"):
+            raise ValueError(f"model.dtype: {dtype} weights would round most updates of full tuning away; leave it out")
         if hardware.offload_activations and not training.activation_checkpointing:
             raise ValueError("hardware.offload_activations: needs training.activation_checkpointing: true")
         if training.mlp_chunk_tokens and self.tuning.dropout:
-            raise ValueError("training.mlp_chunk_tokens: cannot repeat what tuning.dropout dropped; leave one out")
+            raise ValueError("training.mlp_chunk_tokens: cannot repeat dropout; leave it or tuning.dropout out")
         if hardware.gpus and hardware.cpu_processes:
             raise ValueError("hardware: gpus and cpu_processes exclude each other; keep one")
-        if hardware.processes % hardware.context_parallel:
+        if hardware.processes % parallel:
+            raise ValueError(f"hardware.context_parallel: {parallel} does not divide {hardware.processes} processes")
+        if training.global_batch_size % (training.per_device_batch_size * sequences):
             raise ValueError(
-                f"hardware.context_parallel: {hardware.context_parallel} does not divide {hardware.processes} processes"
+                f"training.global_batch_size: {training.global_batch_size} is not a multiple of "
+                f"{training.per_device_batch_size * sequences} "
+                f"(per_device_batch_size {training.per_device_batch_size} on {sequences} processes)"
             )
-        at_once = training.per_device_batch_size * hardware.data_parallel
-        if training.global_batch_size % at_once:
-            raise ValueError(
-                f"training.global_batch_size: {training.global_batch_size} is not a multiple of {at_once} "
-                f"(per_device_batch_size {training.per_device_batch_size} on {hardware.data_parallel} processes)"
-            )
-        if hardware.context_parallel > 1 and self.data.has_examples:
-            raise ValueError("hardware.context_parallel: examples have lengths of their own; set it to 1")
-        if self.scaling == "keep" and self.context.original is not None:
-            raise ValueError("context.original: with scaling: keep the model's windows are its own; leave it out")
-        if self.scaling == "keep" and self.data.positions == "skip":
+        if parallel > 1 and self.data.has_examples:
+            raise ValueError("hardware.context_parallel: examples differ in length; set it to 1")
+        if keep and self.context.original is not None:
+            raise ValueError("context.original: with scaling: keep the windows are the model's own; leave it out")
+        if keep and pose:
             raise ValueError("data.positions: skip: is for extending a model; not with scaling: keep")
-        if hardware.context_parallel > 1 and self.data.positions == "skip":
+        if parallel > 1 and pose:
             raise ValueError("data.positions: skip: its sequences are short; set hardware.context_parallel to 1")
-        if hardware.context_parallel > 1 and self.context.target % (2 * hardware.context_parallel):
+        if parallel > 1 and target % (2 * parallel):
             raise ValueError(
-                f"context.target: {self.context.target} is not a multiple of {2 * hardware.context_parallel}, "
-                "twice hardware.context_parallel"
+                f"context.target: {target} is not a multiple of {2 * parallel}, twice hardware.context_parallel"
             )
         return self

@@ -180,7 +180,7 @@ def test_what_is_left_out_is_counted_and_named(tmp_path: Path, tokenizer: Any) -
     [
         ([{"text": "", "gist": "a"}] * 3, {}, "a column is empty in all of 3 rows"),
         (ROWS, {"completion_tokens": 70}, "data.completion_tokens: 70 leave no room for a prompt"),
-        ([{"body": "a", "gist": "b"}], {}, "has no column text; name columns of body, gist"),
+        ([{"body": "a", "gist": "b"}], {}, "has no column text; choose from its columns: body, gist"),
         ([{"text": 3, "gist": "b"}], {}, "column text holds int, not text"),
     ],
 )
@@ -196,10 +196,10 @@ def test_rows_without_an_example_are_refused(
     [
         ("rows.csv", "", "is empty; its first line must name the columns"),
         ("rows.csv", "text,gist\na,b,c\n", "rows.csv:2: has more cells than"),
-        ("rows.csv", 'text,gist\n"a,b\n', "is no whole CSV file"),
+        ("rows.csv", 'text,gist\n"a,b\n', "is not a whole CSV file"),
         ("rows.parquet", "PAR1", "is not a whole Parquet file"),
         ("rows.txt", "text", "holds no rows with columns"),
-        ("rows.jsonl", '{"a": "b"}\n', "has no column text and no gist; name columns of a"),
+        ("rows.jsonl", '{"a": "b"}\n', "has no column text and no gist; choose from its columns: a"),
     ],
 )
 def test_damaged_files_are_seen_before_training(tmp_path: Path, name: str, content: str, message: str) -> None:
@@ -210,7 +210,9 @@ def test_damaged_files_are_seen_before_training(tmp_path: Path, name: str, conte
 
 def test_a_parquet_file_without_the_column_names_those_it_has(tmp_path: Path) -> None:
     file = write(tmp_path / "rows.parquet", [{"body": "a", "gist": "b"}])
-    assert example_problems(data_of(file)) == [f"data.source: {file}: has no column text; name columns of body, gist"]
+    assert example_problems(data_of(file)) == [
+        f"data.source: {file}: has no column text; choose from its columns: body, gist"
+    ]
 
 
 def test_only_the_completion_is_learned_and_padding_never() -> None:
@@ -252,7 +254,10 @@ def test_groups_are_of_like_lengths_and_others_in_each_epoch() -> None:
 @pytest.mark.parametrize(
     ("training", "message"),
     [
-        ({"steps": 5, "global_batch_size": 2}, r"training.steps: 5 of 2 go 2.5 times round .* set data.epochs to 3"),
+        (
+            {"steps": 5, "global_batch_size": 2},
+            r"training.steps: 5 of 2 are 2.5 epochs of 3 examples; set data.epochs to 3",
+        ),
         ({"steps": 1, "global_batch_size": 4}, "training.global_batch_size: 4 is more than the 3 examples"),
     ],
 )
@@ -265,17 +270,20 @@ def test_more_steps_than_examples_are_refused(
 
 
 @needs_reports
-def test_the_reports_at_the_papers_limits(tokenizer: Any) -> None:
+def test_the_reports_at_the_papers_limits(tokenizer: Any, tmp_path: Path) -> None:
     """At 16k documents are cut to 15000 tokens and summaries to 1000, and each example keeps its whole frame."""
-    data = data_of(REPORTS, document="report", summary="summary")
+    # A third of the reports, and no more of each than makes 15000 tokens and some: the rest is cut whatever its length.
+    rows = [json.loads(line) for line in REPORTS.read_text().splitlines()[::3]]
+    short = [{"report": row["report"][:48_000], "summary": row["summary"]} for row in rows]
+    data = data_of(write(tmp_path / "reports.jsonl", short), document="report", summary="summary")
     examples = training_examples(data, tokenizer, 16384)
-    assert examples.account.examples == 24
+    assert (examples.account.examples, examples.account.documents_cut) == (8, 8)
     assert examples.account.left_out == []
     before, after = SUMMARIZE.split("{document}")
     for row in examples.dataset:
-        prompt = tokenizer.decode(row["prompt_ids"], skip_special_tokens=True)
-        assert prompt.startswith(before)
-        assert prompt.endswith(after)
-        assert 14_980 <= len(row["prompt_ids"]) <= 15_060
+        ids = row["prompt_ids"]
+        assert tokenizer.decode(ids[:100], skip_special_tokens=True).startswith(before)
+        assert tokenizer.decode(ids[-100:]).endswith(after)
+        assert 14_980 <= len(ids) <= 15_060
         assert len(row["completion_ids"]) <= 1001
         assert row["completion_ids"][-1] == tokenizer.eos_token_id

@@ -8,9 +8,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from pi_lora.data import hub
+from pi_lora.data import tables
 from pi_lora.data.corpus import evaluation_documents
-from pi_lora.data.hub import HubDataset
+from pi_lora.data.tables import HubDataset
 from pi_lora.errors import DataError
 from pi_lora.recipe.schema import Source
 
@@ -68,7 +68,7 @@ def test_a_streamed_data_set_is_read_as_it_is_needed(repository: Path) -> None:
     source = Source(name=str(repository), column="content", subset="en", streaming=True)
     documents = HubDataset(source).documents()
     assert next(documents).text == "en 0 0"
-    with pytest.raises(DataError, match="cannot be had as a hub data set"):
+    with pytest.raises(DataError, match="nor a hub data set that can be read"):
         list(documents)
 
 
@@ -76,21 +76,22 @@ def test_a_streamed_data_set_is_read_as_it_is_needed(repository: Path) -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"column": "text"}, "has no column text; set column .*: content, n$"),
+        ({"column": "text"}, "has no column text; choose from its columns: content, n$"),
         ({"column": "n"}, "column n holds int, not text"),
-        ({"split": "validation"}, r"cannot be had as a hub data set \(.*split.*validation"),
-        ({"subset": "fr"}, r"cannot be had as a hub data set \(.*fr"),
+        ({"split": "validation"}, r"nor a hub data set that can be read \(.*split.*validation"),
+        ({"subset": "fr"}, r"nor a hub data set that can be read \(.*fr"),
     ],
 )
 def test_what_a_data_set_lacks_is_named(repository: Path, streaming: bool, fields: dict, message: str) -> None:
     with pytest.raises(DataError, match=message) as refused:
         read(repository, streaming=streaming, **fields)
-    assert str(refused.value).startswith(f"{repository}: ")
+    # A row is named by its number.
+    assert str(refused.value).startswith((f"{repository}: ", f"{repository}:1: "))
     assert "\n" not in str(refused.value)
 
 
 def test_a_hub_that_cannot_be_reached_is_named() -> None:
-    with pytest.raises(DataError, match=r"^nobody/nothing: is no file or folder, and cannot be had .*nobody/nothing"):
+    with pytest.raises(DataError, match=r"^nobody/nothing: is neither a file or .*nobody/nothing"):
         list(evaluation_documents("nobody/nothing"))
 
 
@@ -103,8 +104,8 @@ def test_the_commit_is_what_the_revision_stands_for(monkeypatch: pytest.MonkeyPa
             asked.append((name, revision))
             return SimpleNamespace(sha="0123abc")
 
-    monkeypatch.setattr(hub, "HfApi", Api)
-    monkeypatch.setattr(hub, "load_dataset", lambda *names, revision, **options: pytest.fail(revision))
+    monkeypatch.setattr(tables, "HfApi", Api)
+    monkeypatch.setattr(datasets, "load_dataset", lambda *names, revision, **options: pytest.fail(revision))
     found = HubDataset(Source(name="owner/name", revision="v1"))
     assert found.identity() == {"commit": "0123abc"}
     with pytest.raises(pytest.fail.Exception, match="0123abc"):

@@ -89,6 +89,19 @@ def test_bfd_split_does_not_order_sequences_by_size() -> None:
     assert max(alone) > 125
 
 
+def test_trl_packs_sequences_of_uneven_length() -> None:
+    from datasets import Dataset
+    from trl import pack_dataset
+
+    documents = numbered([7, 3, 5, 9, 2, 6, 4, 8])
+    for strategy, ours in {"wrapped": wrapped, "bfd_split": bfd_split}.items():
+        # As from a corpus of more than one batch; only whole in memory is it one.
+        packed = pack_dataset(Dataset.from_dict({"input_ids": documents}), 8, strategy, {"batch_size": 3})
+        assert len({len(sequence) for sequence in packed["input_ids"]}) > 2
+        assert {len(sequence) for sequence in ours(documents, 8)} == {8}
+        assert len(packed) > sum(map(len, documents)) // 8 + 1
+
+
 def test_aligned_sequences_begin_with_a_document() -> None:
     documents = numbered([7, 5, 12, 3, 3, 3, 3])
     assert [sequence[0] for sequence in aligned(iter(documents), 10)] == [0, 2000, 3000]

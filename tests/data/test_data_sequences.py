@@ -1,4 +1,8 @@
+import hashlib
+import json
+import random
 import re
+import sysconfig
 from pathlib import Path
 from typing import Any
 
@@ -7,10 +11,14 @@ import pytest
 from pi_lora.data.cache import cache_folder
 from pi_lora.data.corpus import RECALL, STDLIB
 from pi_lora.data.packing import encoded, encoder, tokenizer_identity
+from pi_lora.data.recall import WORDS
 from pi_lora.data.sequences import drawn_order, training_sequences
 from pi_lora.errors import DataError
 from pi_lora.models.base import BUILTIN_FOLDER, load_tokenizer
+from pi_lora.recipe.files import load_recipe
 from pi_lora.recipe.schema import Data
+
+RECIPES = Path(__file__).parents[2] / "recipes"
 
 
 @pytest.fixture(scope="module")
@@ -18,9 +26,23 @@ def tokenizer() -> Any:
     return load_tokenizer(BUILTIN_FOLDER / "tiny", 1024)
 
 
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small library that is the same under every Python."""
+    folder = tmp_path_factory.mktemp("library")
+    rng = random.Random(0)
+    for number in range(40):
+        lines = (
+            f"{rng.choice(WORDS)} = {rng.randrange(10**6)}  # {' '.join(rng.choices(WORDS, k=6))}" for _ in range(30)
+        )
+        (folder / f"module_{number}.py").write_text("\n".join(lines) + "\n")
+    return folder
+
+
 @pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def own_cache(tmp_path: Path, library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PI_LORA_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(library))
 
 
 @pytest.fixture
@@ -39,6 +61,22 @@ def sequences(tokenizer: Any, target: int, number: int, **data: object) -> list[
 
 def cache_entries() -> int:
     return len(list((cache_folder() / "sequences").glob("*/")))
+
+
+@pytest.mark.parametrize(
+    ("changes", "digest"),
+    [
+        ([], "3df25a85896a8746"),
+        (["data.packing=bfd_split"], "d93aee83a1f55a61"),
+        (["data.positions=skip", "data.chunks=3"], "2c538fef16385830"),
+    ],
+)
+def test_a_recipe_gives_the_sequences_that_it_always_gave(tokenizer: Any, changes: list[str], digest: str) -> None:
+    """Of the demo, on a library of our own. Raise `FORMAT` with these digests if sequences are to change."""
+    data = load_recipe(RECIPES / "demo.yaml", changes).recipe.data
+    found = training_sequences(data, tokenizer, 256, 1024, 12)
+    rows = [{name: row[name].tolist() for name in found.column_names} for row in found]
+    assert hashlib.sha256(json.dumps(rows).encode()).hexdigest()[:16] == digest
 
 
 def test_documents_are_framed_as_the_tokenizer_wants(tokenizer: Any) -> None:

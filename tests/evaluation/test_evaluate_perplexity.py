@@ -172,7 +172,7 @@ def test_proof_pile_is_subsampled_as_in_the_paper(loaded: LoadedModel, hub: Call
 
 
 def test_a_preset_that_cannot_be_fetched_is_one_line(loaded: LoadedModel, hub: Callable[[str], Path]) -> None:
-    with pytest.raises(DataError, match=r"emozilla/pg19-test: .* cannot be had from the hub") as refusal:
+    with pytest.raises(DataError, match=r"emozilla/pg19-test: .* cannot be downloaded from the hub") as refusal:
         choose_documents(loaded, "pg19", Choice(), 64)
     assert "\n" not in str(refusal.value)
 

@@ -256,7 +256,7 @@ def test_the_two_commands(
 
 
 def test_a_pdf_is_read(tmp_path: Path) -> None:
-    from pi_lora.data.tables import read_document
+    from pi_lora.data.documents import read_document
 
     objects = [
         "<</Type/Catalog/Pages 2 0 R>>",
@@ -282,7 +282,7 @@ def test_a_pdf_is_read(tmp_path: Path) -> None:
         (["summarize", "builtin:tiny", "gone.txt"], "gone.txt: cannot be read (No such file or directory)"),
         (["summarize", "builtin:tiny", "empty.txt"], "empty.txt: holds no text"),
         (["summarize", "builtin:tiny", "binary.md"], "binary.md: is a binary file"),
-        (["summarize", "builtin:tiny", "broken.pdf"], "broken.pdf: is no whole PDF"),
+        (["summarize", "builtin:tiny", "broken.pdf"], "broken.pdf: is not a whole PDF"),
         (["summarize", "builtin:tiny", "some.txt"], "--max-new-tokens: 1000 leave no room for a document in the 256"),
         (["eval", "summarization", "builtin:tiny", "--data", "rows.jsonl"], "rows.jsonl:1: has no column document"),
         (
