@@ -30,14 +30,13 @@ def merge(
     """Add an adapter into the weights of its base, with the scaling written for every engine."""
     size = size_in(shard_size) if shard_size else None
     with working("loading libraries"):
-        from pi_lora.merge.merging import merge, merge_lines
+        from pi_lora.merge.facts import read_merge
+        from pi_lora.merge.merging import merge
 
     with progress_bar("merging") as progress:
         folder = merge(run, output or Path("models") / run.resolve().name, base, dtype, onto, size, verify, progress)
-    out.print(*merge_lines(folder), sep="\n", highlight=False, soft_wrap=True)
-    out.print(
-        f"{folder}: merged; it loads like any model, its scaling is in config.json", highlight=False, soft_wrap=True
-    )
+    done = f"{folder}: merged; it loads like any model, its scaling is in config.json"
+    out.print(*read_merge(folder).lines(), done, sep="\n", highlight=False, soft_wrap=True)
 
 
 def size_in(text: str) -> int:
