@@ -4,7 +4,6 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from pi_lora.merge.facts import Agreement, Check
 from pi_lora.merge.layout import Plan, computed_names
 from pi_lora.merge.shards import base_shards
 from pi_lora.models.adapter import load_adapter
-from pi_lora.models.base import device, find_base, load_model, quiet_loading
+from pi_lora.models.base import Placement, device, find_base, load_model, quiet_loading
 from pi_lora.models.load import FoundModel
 from pi_lora.scaling.config import Config
 from pi_lora.types import Progress
@@ -36,6 +35,8 @@ SHARE = 0.7
 FLOAT32_BYTES = 4
 # The attribute in which a PEFT layer keeps the layer that it wraps.
 WRAPPED = "base_layer"
+# A module and its name for a weight, the weight's shape, and what reads its values.
+Weight = tuple[nn.Module, str, torch.Size, Callable[[], torch.Tensor]]
 
 
 def verify_merge(found: FoundModel, merged: Path, plan: Plan, progress: Progress) -> Check:
@@ -46,11 +47,10 @@ def verify_merge(found: FoundModel, merged: Path, plan: Plan, progress: Progress
     Raises:
         ModelError: the merged weights are not the model that was tuned.
     """
-    assert found.adapter
-    fits = sum(tensor.numbers for tensor in plan.tensors) * FLOAT32_BYTES < SHARE * _free_memory()
+    fits = plan.numbers.total() * FLOAT32_BYTES < SHARE * _free_memory()
     how = "whole" if fits else "layer by layer"
     # Weights after NF4 are bfloat16 before anything is added.
-    rounding = "bfloat16" if plan.rounded else str(plan.dtype).removeprefix("torch.")
+    rounding = "bfloat16" if plan.rounded else plan.numbers.most_common(1)[0][0]
     if not fits and plan.joined:
         skipped = "it does not fit in memory, and its layers cannot be read one by one"
         return Check(rounding=rounding, how=how, skipped=skipped)
@@ -58,13 +58,13 @@ def verify_merge(found: FoundModel, merged: Path, plan: Plan, progress: Progress
     sequences = _real_text(found.tokenizer, lengths)
     progress(0, 2, f"checking, {how}")
     with quiet_loading():
-        tuned = _tuned(found, bool(plan.rounded)) if fits else _tuned_by_layer(found, plan)
+        tuned = _tuned(found, plan, fits)
         expected = [_logits(tuned, ids) for ids in sequences]
         with tuned.disable_adapter():
             untuned = [_logits(tuned, ids) for ids in sequences]
         del tuned
         progress(1, 2, f"checking, {how}")
-        full = _merged(merged) if fits else _merged_by_layer(merged)
+        full = _merged(merged, fits)
         logits = [_logits(full, ids) for ids in sequences]
     agreements = map(agreement, map(len, sequences), logits, expected, untuned)
     check = Check(rounding=rounding, how=how, agreements=tuple(agreements))
@@ -124,32 +124,26 @@ def _free_memory() -> int:
     return int(torch.cuda.mem_get_info()[0] if device().type == "cuda" else psutil.virtual_memory().available)
 
 
-def _tuned(found: FoundModel, quantized: bool) -> Any:
-    place = "quantized" if quantized else "device"
-    return load_adapter(load_model(found.base, found.config, torch.float32, place=place), found.adapter)
+def _tuned(found: FoundModel, plan: Plan, whole: bool) -> Any:
+    """Load base and adapter; unless `whole`, the base's weights are read by layer."""
+    assert found.adapter
+    if whole:
+        place: Placement = "quantized" if plan.rounded else "device"
+        return load_adapter(load_model(found.base, found.config, torch.float32, place=place), found.adapter)
+    quantized = {name: partial(after_nf4, plan.sources[name]) for name in plan.rounded}
+    values = {name: tensor.whole for name, tensor in plan.sources.items()}
+    return _by_layer(_without_weights(found.config), values | quantized, found.adapter)
 
 
-def _merged(folder: Path) -> Any:
-    """Load the folder as a user would, with no word about scaling."""
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(device()).eval()
-
-
-def _tuned_by_layer(found: FoundModel, plan: Plan) -> Any:
-    """Return base + adapter that reads the base's weights by layer; the adapter is in memory whole."""
-    values = {
-        name: partial(after_nf4, tensor) if name in plan.rounded else tensor.whole
-        for name, tensor in plan.sources.items()
-    }
-    return _by_layer(_without_weights(found.config), values, found.adapter)
-
-
-def _merged_by_layer(folder: Path) -> Any:
+def _merged(folder: Path, whole: bool) -> Any:
+    """Load the merged folder as a user would: nothing is said about scaling."""
+    if whole:
+        return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(device()).eval()
     base = find_base(str(folder))
     model = _without_weights(base.config)
     tensors = {tensor.name: tensor for shard in base_shards(base) for tensor in shard}
     values = {computed: tensors[name].whole for name, computed in computed_names(model, tensors)[0].items()}
-    values |= {name: values[twin] for name, twin in model.all_tied_weights_keys.items()}
-    return _by_layer(model, values)
+    return _by_layer(model, values | {name: values[twin] for name, twin in model.all_tied_weights_keys.items()})
 
 
 def _without_weights(config: Config) -> PreTrainedModel:
@@ -161,30 +155,6 @@ def _without_weights(config: Config) -> PreTrainedModel:
     return model
 
 
-@dataclass(frozen=True)
-class Weight:
-    """A weight of a module, and what reads its values."""
-
-    module: nn.Module
-    name: str
-    shape: torch.Size
-    values: Callable[[], torch.Tensor]
-
-    def read(self) -> None:
-        """Put the values into the module, in float32."""
-        self._put(self.values().to(device(), torch.float32))
-
-    def forget(self) -> None:
-        """Put a single NaN in their place, repeated without taking memory, so that no forgotten weight is used.
-
-        Weights on the meta device would move PEFT 0.21's adapters there, and torch 2.13 multiplies by them silently.
-        """
-        self._put(torch.tensor(math.nan, device=device()).expand(self.shape))
-
-    def _put(self, values: torch.Tensor) -> None:
-        self.module.register_parameter(self.name, nn.Parameter(values, requires_grad=False))
-
-
 def _by_layer(
     model: PreTrainedModel, values: Mapping[str, Callable[[], torch.Tensor]], adapter: Path | None = None
 ) -> Any:
@@ -192,11 +162,11 @@ def _by_layer(
     begins and forget them when it ends.
     """
     weights = [
-        Weight(module, name, weight.shape, values[f"{path}.{name}"])
+        (module, name, weight.shape, values[f"{path}.{name}"])
         for path, module in model.named_modules()
         for name, weight in module.named_parameters(recurse=False)
     ]
-    _each(weights, Weight.forget)
+    _forget(weights)
     layers = [module for module in model.modules() if type(module).__name__ in (model._no_split_modules or ())]
     whole = load_adapter(model, adapter, weightless=True) if adapter else model.eval()
     # A module outside of the layers reads its weights before its adapter, which uses them (DoRA).
@@ -204,15 +174,28 @@ def _by_layer(
     owners |= {part: layer for layer in layers for part in layer.modules()}
     held: dict[nn.Module, list[Weight]] = defaultdict(list)
     for weight in weights:
-        held[owners.get(weight.module, weight.module)].append(weight)
+        held[owners.get(weight[0], weight[0])].append(weight)
     for owner, its in held.items():
-        owner.register_forward_pre_hook(lambda _module, _inputs, its=its: _each(its, Weight.read))
-        owner.register_forward_hook(lambda _module, _inputs, _output, its=its: _each(its, Weight.forget))
+        owner.register_forward_pre_hook(lambda _module, _inputs, its=its: _read(its))
+        owner.register_forward_hook(lambda _module, _inputs, _output, its=its: _forget(its))
     for buffer in whole.buffers():
         buffer.data = buffer.data.to(device())
     return whole
 
 
-def _each(weights: Iterable[Weight], action: Callable[[Weight], None]) -> None:
-    for weight in weights:
-        action(weight)
+def _read(weights: Iterable[Weight]) -> None:
+    for module, name, _, values in weights:
+        _put(module, name, values().to(device(), torch.float32))
+
+
+def _forget(weights: Iterable[Weight]) -> None:
+    """Replace the values by a single NaN, repeated without taking memory, so that no forgotten weight is used.
+
+    Weights on the meta device would move PEFT 0.21's adapters there, and torch 2.13 multiplies by them silently.
+    """
+    for module, name, shape, _ in weights:
+        _put(module, name, torch.tensor(math.nan, device=device()).expand(shape))
+
+
+def _put(module: nn.Module, name: str, values: torch.Tensor) -> None:
+    module.register_parameter(name, nn.Parameter(values, requires_grad=False))

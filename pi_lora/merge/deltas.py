@@ -40,23 +40,23 @@ class LowRank:
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape of the base's tensor."""
-        shape = (self.b.shape[0], self.a.shape[1])
-        return shape[::-1] if self.transposed else shape
+        outputs, inputs = self.b.shape[0], self.a.shape[1]
+        return (inputs, outputs) if self.transposed else (outputs, inputs)
 
     def blocks(self, rows: Callable[[int, int], torch.Tensor]) -> Iterator[torch.Tensor]:
         """Yield the merged tensor in float32 and the base's orientation, a few rows at a time.
 
         `rows` reads the base's tensor from a first to a last row (exclusive), and may be called twice for each.
         """
-        a, b = whole_in_float32(self.a), whole_in_float32(self.b)
+        a, b = _in_float32(self.a), _in_float32(self.b)
         left, right = (a.T, b.T) if self.transposed else (b, a)
-        magnitude = whole_in_float32(self.magnitude) if self.magnitude else None
+        magnitude = _in_float32(self.magnitude) if self.magnitude else None
 
         def merged(span: tuple[int, int]) -> torch.Tensor:
             return rows(*span).float().addmm_(left[slice(*span)], right, alpha=self.scaling)
 
         if magnitude is not None and self.transposed:
-            # The norms are over all rows, which takes a pass of its own.
+            # Each norm is over all rows, which takes a pass of its own.
             squares = torch.zeros(self.shape[1], dtype=torch.float64)
             for span in spans(self.shape):
                 squares += merged(span).square().sum(0, dtype=torch.float64)
@@ -79,27 +79,15 @@ def finite(block: torch.Tensor) -> bool:
     return bool(block.float().sum().isfinite() or block.float().isfinite().all())
 
 
-def not_finite(tensor: StoredTensor) -> ModelError:
-    """Return the error for a tensor with infinite or NaN values."""
-    return ModelError(f"{tensor.where}: has infinite or NaN values; the file is damaged, download it again")
-
-
-def whole_in_float32(tensor: StoredTensor) -> torch.Tensor:
-    """Read a small tensor.
-
-    Raises:
-        ModelError: it has infinite or NaN values.
-    """
-    values = tensor.whole()
-    if not finite(values):
-        raise not_finite(tensor)
-    return values.float()
+def check_finite(tensor: StoredTensor) -> None:
+    """Raise ModelError if a tensor has infinite or NaN values."""
+    if not all(map(finite, tensor.blocks())):
+        raise ModelError(f"{tensor}: has infinite or NaN values; the file is damaged, download it again")
 
 
 def after_nf4(tensor: StoredTensor) -> torch.Tensor:
-    """Return a whole tensor quantized to NF4 with double quantization (Dettmers et al. 2023) and back, in bfloat16.
-
-    The second quantization is over all of it, so that it cannot be done in blocks.
+    """Return a tensor quantized to NF4 (Dettmers et al. 2023) and back, in bfloat16: whole, as its double quantization
+    is over all blocks.
     """
     from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 
@@ -156,9 +144,9 @@ def read_adapter(folder: Path, settings: AdapterSettings, transposed: frozenset[
         ModelError: the adapter is missing, damaged, pickled or incomplete.
     """
     path = folder / ADAPTER_WEIGHTS_FILE
+    if (pickled := path.with_suffix(".bin")).is_file() and not path.is_file():
+        raise ModelError(f"{pickled}: pickle can run code and is not read; save it as safetensors")
     if not path.is_file():
-        if (pickled := path.with_suffix(".bin")).is_file():
-            raise ModelError(f"{pickled}: pickle can run code and is not read; save it as safetensors")
         raise ModelError(f"{path}: is missing; tune or download it again")
     modules: dict[str, dict[str, StoredTensor]] = defaultdict(dict)
     changes: dict[str, Change] = {}
@@ -197,3 +185,8 @@ def _low_rank(
     if magnitude and magnitude[0].shape != b.shape[:1]:
         return None
     return LowRank(a, b, settings.scaling(module, a.shape[0]), embedding or transposed, *magnitude)
+
+
+def _in_float32(tensor: StoredTensor) -> torch.Tensor:
+    check_finite(tensor)
+    return tensor.whole().float()

@@ -3,23 +3,21 @@
 import math
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 
 MERGE_FILE = "merge.json"
-# The largest accepted difference of logits: its root mean square over that of the logits. Rounding moves each weight by
-# at most half a step of its dtype (2^-8 of it in bfloat16, 2^-11 in float16), and errors grow with depth; float32's come
-# from adding in another order. docs/merging.md has measurements.
+# The largest root mean square of the difference over that of the logits. Rounding moves a weight by at most half a step
+# of its dtype (2^-8 of it in bfloat16, 2^-11 in float16), and errors grow with depth; float32's come from adding in
+# another order. docs/merging.md has measurements.
 TOLERANCES = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 5e-2}
 
 
-class Agreement(BaseModel):
+class Agreement(BaseModel, frozen=True):
     """How far merged logits agree with base + adapter over the last `scored` of `length` tokens.
 
     `largest`: the largest difference; `relative`: its root mean square over that of the logits; `same_first`: the share
     of tokens with the same most likely next token; `tuning`: what the adapter changed, in the unit of `relative`.
     """
-
-    model_config = ConfigDict(frozen=True)
 
     length: int
     scored: int
@@ -29,13 +27,11 @@ class Agreement(BaseModel):
     tuning: float
 
 
-class Check(BaseModel):
+class Check(BaseModel, frozen=True):
     """The agreements at all lengths; `how` is whole or layer by layer, `skipped` the reason for making no check.
 
     `rounding` is the coarsest dtype that the merged weights have gone through.
     """
-
-    model_config = ConfigDict(frozen=True)
 
     rounding: str
     how: str
@@ -72,13 +68,11 @@ class Check(BaseModel):
         ]
 
 
-class Merge(BaseModel):
+class Merge(BaseModel, frozen=True):
     """What was merged: `onto` the stored or the quantized base; `untied` if a tied head became its own tensor.
 
     `scale` is L'/L, `window` L' in tokens; no `check` means that none was asked for.
     """
-
-    model_config = ConfigDict(frozen=True)
 
     base: str
     run: str

@@ -1,5 +1,6 @@
 """Which tensors a merge writes, and from what: names, ties and shapes of the model matched with files and adapter."""
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from transformers.quantizers.base import get_keys_to_not_convert
 from transformers.quantizers.quantizers_utils import should_convert_module
 
 from pi_lora.errors import ModelError
-from pi_lora.merge.deltas import Change, LowRank, after_nf4, finite, not_finite
+from pi_lora.merge.deltas import Change, after_nf4, check_finite, finite
 from pi_lora.merge.shards import Planned, StoredTensor, spans
 
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -44,17 +45,12 @@ class Plan:
         return [tensor for shard in self.shards for tensor in shard]
 
     @property
-    def size(self) -> int:
-        """The size of all tensors in bytes."""
-        return sum(tensor.size for tensor in self.tensors)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype that most numbers are stored in."""
-        count = Counter[torch.dtype]()
+    def numbers(self) -> Counter[str]:
+        """How many numbers are written in each dtype."""
+        count = Counter[str]()
         for tensor in self.tensors:
-            count[tensor.dtype] += tensor.numbers
-        return count.most_common(1)[0][0]
+            count[str(tensor.dtype).removeprefix("torch.")] += math.prod(tensor.shape)
+        return count
 
 
 def plan_merge(
@@ -115,9 +111,8 @@ def computed_names(model: PreTrainedModel, stored: Iterable[str]) -> tuple[dict[
         computed, pattern = rename_source_key(name, renamings, joining, model.base_model_prefix, state)
         if computed not in state and name in state:
             computed, pattern = name, None
-        if pattern is not None:
-            joined = True
-        elif computed in state:
+        joined |= pattern is not None
+        if pattern is None and computed in state:
             found[name] = computed
     return found, joined
 
@@ -130,11 +125,8 @@ def transposed_weights(model: nn.Module) -> frozenset[str]:
 def quantized_weights(model: PreTrainedModel) -> frozenset[str]:
     """Return the names of the weights that transformers stores in four bits if bitsandbytes quantizes `model`."""
     left_out = [*get_keys_to_not_convert(model), *(model._keep_in_fp32_modules or [])]
-    return frozenset(
-        f"{name}.weight"
-        for name, module in model.named_modules()
-        if type(module) is nn.Linear and should_convert_module(name, left_out)
-    )
+    linear = [name for name, module in model.named_modules() if type(module) is nn.Linear]
+    return frozenset(f"{name}.weight" for name in linear if should_convert_module(name, left_out))
 
 
 def _head(model: PreTrainedModel) -> str:
@@ -150,12 +142,12 @@ def _sources(
     expected = {name: tuple(weight.shape) for name, weight in model.state_dict().items()}
     sources: dict[str, StoredTensor] = {}
     for tensor in (tensor for shard in shards for tensor in shard if tensor.name in names):
-        computed = names[tensor.name]
-        if computed in sources:
-            raise ModelError(f"{tensor.where}: is {computed}, and so is {sources[computed].where}; keep one of them")
-        if tensor.shape != expected[computed]:
-            raise ModelError(f"{tensor.where}: is {_by(tensor.shape)} but the config says {_by(expected[computed])}")
-        sources[computed] = tensor
+        name = names[tensor.name]
+        if name in sources:
+            raise ModelError(f"{tensor}: is {name}, and so is {sources[name]}; keep one of them")
+        if tensor.shape != expected[name]:
+            raise ModelError(f"{tensor}: is {_by(tensor.shape)} but the config says {_by(expected[name])}")
+        sources[name] = tensor
     return sources
 
 
@@ -170,13 +162,11 @@ def _settle_ties(
     settled, untied = dict(changes), []
     for weight, twin in tied.items():
         mine, its = changes.get(weight), changes.get(twin)
-        if mine is None and its is None:
-            continue
         if isinstance(mine, StoredTensor) and isinstance(its, StoredTensor) and _equal(mine, its):
             del settled[weight]
-        elif weight == head:
+        elif (mine or its) and weight == head:
             untied.append(weight)
-        else:
+        elif mine or its:
             raise ModelError(f"{adapter}: {weight} and {twin} are tied in this architecture but were tuned apart")
     return settled, untied
 
@@ -198,21 +188,17 @@ def _blocks(
     name: str, stored: StoredTensor, change: Change | None, dtype: torch.dtype, rounded: bool
 ) -> Iterator[torch.Tensor]:
     """Yield the merged tensor, a few rows at a time: added in float32, cast once."""
-    source, blocks = stored, stored.blocks()
+    source, rows = stored, stored.rows
     if isinstance(change, StoredTensor):
-        source, blocks = change, change.blocks()
+        source, rows, change = change, change.rows, None
     elif rounded:
         values = after_nf4(stored)
-        cut = (values[start:stop] for start, stop in spans(stored.shape))
-        blocks = change.blocks(lambda start, stop: values[start:stop]) if change else cut
-    elif change:
-        blocks = change.blocks(stored.rows)
-    for block in blocks:
+        rows = lambda start, stop: values[start:stop]  # noqa: E731
+    for block in change.blocks(rows) if change else (rows(*span) for span in spans(stored.shape)):
         cast = block.to(dtype)
         # Only float16 has a smaller range than float32; of the others, float32 is faster to sum.
         if cast.is_floating_point() and not finite(cast if dtype == torch.float16 else block):
-            if not all(map(finite, source.blocks())):
-                raise not_finite(source)
+            check_finite(source)
             raise ModelError(f"{name}: its merged values do not fit {dtype}; choose another --dtype")
         yield cast
 

@@ -38,8 +38,8 @@ def merge(
     """Write base + adapter of `run` as full weights to `output`, whole or not at all.
 
     Sums are made in float32, a few rows at a time, and cast once, to `dtype` or what the base stores. `onto` says
-    whether the adapter of QLoRA is added to the base as it is stored, or as training saw it, after NF4. Files are divided
-    as the base's are, or by `shard_size` in bytes.
+    whether the adapter of QLoRA is added to the base as it is stored, or as training saw it, after NF4. Files are
+    divided as the base's are, or by `shard_size` in bytes.
 
     Raises:
         ModelError: `run` is no adapter folder, its base is missing, damaged or another one, they do not fit together,
@@ -60,9 +60,9 @@ def merge(
         plan = plan_merge(
             model, base_shards(found.base), run / ADAPTER_WEIGHTS_FILE, changes, cast, onto == "quantized"
         )
-        check_room(output, plan.size)
+        check_room(output, sum(tensor.size for tensor in plan.tensors))
         _write_weights(plan, output, staging, shard_size, report)
-        stored = dtype or str(found.base.config.get("dtype") or plan.dtype).removeprefix("torch.")
+        stored = dtype or str(found.base.config.get("dtype") or plan.numbers.most_common(1)[0][0])
         untied = {"tie_word_embeddings": False} if plan.untied else {}
         config = {**found.config, "dtype": stored, **untied, "architectures": [type(model).__name__]}
         _write_rest(found, config, staging)

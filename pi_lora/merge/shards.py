@@ -1,9 +1,9 @@
 """Safetensors files, read and written a few rows at a time: memory does not grow with the model.
 
-Rows are read by offset (the format: the length of the header in 8 bytes, the header, the tensors without gaps), since
-`safe_open` maps the file and what is mapped counts as resident memory: 953 MB at most instead of 385 for a file of 600 MB
-that is held open. Opened again for each block it stays as small, but parses the header (400 tensors: 0.6 ms) as long as
-it reads the block; and an I/O error under a mapping ends the process without a message.
+Rows are read by offset: the format is 8 bytes with the length of the header, the header, and the tensors without gaps.
+`safe_open` maps the file, and mapped pages count as resident memory: held open on a file of 600 MB it peaks at 953 MB
+instead of 385. Opened for each block it stays as small, but parses the header (0.6 ms for 400 tensors) as long as it
+reads the block, and an I/O error on mapped pages kills the process.
 """
 
 import json
@@ -17,13 +17,9 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 from transformers.modeling_utils import str_to_torch_dtype
-from transformers.utils import (
-    SAFE_WEIGHTS_INDEX_NAME,
-    SAFE_WEIGHTS_NAME,
-    WEIGHTS_INDEX_NAME,
-    WEIGHTS_NAME,
-    cached_file,
-)
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME as INDEX
+from transformers.utils import SAFE_WEIGHTS_NAME as SINGLE
+from transformers.utils import WEIGHTS_INDEX_NAME, WEIGHTS_NAME, cached_file
 
 from pi_lora.errors import ModelError
 from pi_lora.models.base import BaseModel
@@ -36,52 +32,31 @@ DTYPE_NAMES = {dtype: name for name, dtype in str_to_torch_dtype.items()}
 
 
 @dataclass(frozen=True)
-class TensorInfo:
-    """Name, dtype and shape of a tensor."""
+class StoredTensor:
+    """A tensor in a file; `offset` is the position of its first byte."""
 
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
-
-    @property
-    def numbers(self) -> int:
-        """How many numbers it has."""
-        return math.prod(self.shape)
-
-    @property
-    def size(self) -> int:
-        """Its size in bytes."""
-        return self.numbers * self.dtype.itemsize
-
-
-@dataclass(frozen=True)
-class StoredTensor(TensorInfo):
-    """A tensor in a file; `offset` is the position of its first byte."""
-
     path: Path
     offset: int
 
-    @property
-    def where(self) -> str:
-        """File and name, for error messages."""
-        return f"{self.path}: {self.name}"
-
     def rows(self, start: int, stop: int) -> torch.Tensor:
-        """Read rows `start` to `stop` (exclusive) along the first axis into memory of their own; a scalar is one row.
+        """Read rows `start` to `stop` (exclusive) along the first axis; a scalar is one row.
 
         Raises:
             ModelError: the file ends before them or cannot be read.
         """
         data = torch.empty((stop - start, *self.shape[1:]), dtype=self.dtype)
-        buffer = data.view(-1).view(torch.uint8).numpy()
+        buffer = data.view(-1).view(torch.uint8).numpy().data
         try:
             with self.path.open("rb") as file:
                 file.seek(self.offset + start * math.prod(self.shape[1:]) * self.dtype.itemsize)
                 count = file.readinto(buffer)
         except OSError as error:
-            raise ModelError(f"{self.where}: cannot be read ({error.strerror})") from None
+            raise ModelError(f"{self}: cannot be read ({error.strerror})") from None
         if count < len(buffer):
-            raise ModelError(f"{self.where}: the file ends within this tensor; it is truncated, download it again")
+            raise ModelError(f"{self}: the file ends within this tensor; it is truncated, download it again")
         return data
 
     def blocks(self) -> Iterator[torch.Tensor]:
@@ -92,12 +67,23 @@ class StoredTensor(TensorInfo):
         """Read the whole tensor."""
         return self.rows(0, self.shape[0] if self.shape else 1).view(self.shape)
 
+    def __str__(self) -> str:
+        return f"{self.path}: {self.name}"
+
 
 @dataclass(frozen=True)
-class Planned(TensorInfo):
+class Planned:
     """A tensor to be written; `blocks` makes it, a few rows at a time, in `dtype`."""
 
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
     blocks: Callable[[], Iterator[torch.Tensor]]
+
+    @property
+    def size(self) -> int:
+        """The size in bytes."""
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 def spans(shape: tuple[int, ...]) -> Iterator[tuple[int, int]]:
@@ -108,8 +94,7 @@ def spans(shape: tuple[int, ...]) -> Iterator[tuple[int, int]]:
     """
     rows = shape[0] if shape else 1
     step = max(1, BLOCK // max(1, math.prod(shape[1:])))
-    for start in range(0, rows, step):
-        yield start, min(rows, start + step)
+    return ((start, min(rows, start + step)) for start in range(0, rows, step))
 
 
 def read_header(path: Path) -> dict[str, StoredTensor]:
@@ -122,19 +107,17 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
         # The library validates extents, gaps, overlaps and the length of the file.
         with safe_open(path, framework="pt") as file, path.open("rb") as raw:
             offset = LENGTH_BYTES + int.from_bytes(raw.read(LENGTH_BYTES), "little")
-            entries = [(name, file.get_slice(name)) for name in file.offset_keys()]
-            described = [(name, entry.get_dtype(), tuple(entry.get_shape())) for name, entry in entries]
+            slices = {name: file.get_slice(name) for name in file.offset_keys()}
+            described = [(name, each.get_dtype(), tuple(each.get_shape())) for name, each in slices.items()]
     except (SafetensorError, OSError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise ModelError(
-            f"{path}: truncated, damaged or not a safetensors file ({reason}); download it again"
-        ) from None
+        reason = str(error).splitlines()[0]
+        raise ModelError(f"{path}: truncated, damaged or not safetensors ({reason}); download it again") from None
     found = {}
-    for name, dtype, shape in described:
-        if dtype not in str_to_torch_dtype:
-            raise ModelError(f"{path}: {name}: is stored as {dtype}, which cannot be merged; convert it to bfloat16")
-        found[name] = StoredTensor(name, str_to_torch_dtype[dtype], shape, path, offset)
-        offset += found[name].size
+    for name, stored_as, shape in described:
+        if (dtype := str_to_torch_dtype.get(stored_as)) is None:
+            raise ModelError(f"{path}: {name}: is stored as {stored_as}, which cannot be merged")
+        found[name] = StoredTensor(name, dtype, shape, path, offset)
+        offset += math.prod(shape) * dtype.itemsize
     return found
 
 
@@ -144,11 +127,13 @@ def base_shards(base: BaseModel) -> list[list[StoredTensor]]:
     Raises:
         ModelError: a file is missing or damaged, lacks what the index places there, or the weights are pickled.
     """
-    index = find_file(base, SAFE_WEIGHTS_INDEX_NAME)
+    index = find_file(base, INDEX)
     if index is None:
-        if single := find_file(base, SAFE_WEIGHTS_NAME):
+        if single := find_file(base, SINGLE):
             return [list(read_header(single).values())]
-        raise _no_weights(base)
+        if pickled := [name for name in (WEIGHTS_NAME, WEIGHTS_INDEX_NAME) if find_file(base, name)]:
+            raise ModelError(f"{base.name}: {pickled[0]}: pickle can run code and is not read; save it as safetensors")
+        raise ModelError(f"{base.name}: has neither {SINGLE} nor {INDEX}; name a base with its weights")
     try:
         weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         placed = {str(name): str(file) for name, file in weight_map.items()}
@@ -156,9 +141,8 @@ def base_shards(base: BaseModel) -> list[list[StoredTensor]]:
         raise ModelError(f"{index}: is not an index of weights; download it again") from None
     shards = []
     for file in sorted(set(placed.values())):
-        path = find_file(base, file)
         expected = {name for name, place in placed.items() if place == file}
-        if path is None:
+        if (path := find_file(base, file)) is None:
             raise ModelError(f"{base.name}: {file}: is missing (it holds {min(expected)}); download it again")
         found = read_header(path)
         if lacking := sorted(expected - found.keys()):
@@ -169,31 +153,17 @@ def base_shards(base: BaseModel) -> list[list[StoredTensor]]:
 
 
 def find_file(base: BaseModel, name: str) -> Path | None:
-    """Return a file of `base`, downloaded if the base is on the hub, or None if it has no such file.
+    """Return a file of `base`, downloaded from the hub if necessary, or None if it has no such file.
 
     Raises:
         ModelError: the hub or the folder cannot be read.
     """
+    quiet = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
     try:
-        found = cached_file(
-            base.path,
-            name,
-            revision=base.revision,
-            _raise_exceptions_for_missing_entries=False,
-            _raise_exceptions_for_connection_errors=False,
-        )
+        found = cached_file(base.path, name, revision=base.revision, **quiet)
     except (OSError, ValueError) as error:
         raise ModelError(f"{base.name}: {name} cannot be read ({str(error).strip().splitlines()[0]})") from None
     return Path(found) if found else None
-
-
-def _no_weights(base: BaseModel) -> ModelError:
-    for name in (WEIGHTS_NAME, WEIGHTS_INDEX_NAME):
-        if find_file(base, name):
-            return ModelError(f"{base.name}: {name}: pickle can run code and is not read; save the base as safetensors")
-    return ModelError(
-        f"{base.name}: has neither {SAFE_WEIGHTS_NAME} nor {SAFE_WEIGHTS_INDEX_NAME}; name a base with its weights"
-    )
 
 
 def filled_shards(tensors: Iterable[Planned], limit: int) -> list[list[Planned]]:
@@ -215,27 +185,34 @@ def write_shards(shards: Sequence[Sequence[Planned]], folder: Path, progress: Pr
     Raises:
         OSError: the disk is full or fails.
     """
-    total, done = sum(tensor.size for shard in shards for tensor in shard), 0
-    weight_map = {}
+    total, done, count = sum(tensor.size for shard in shards for tensor in shard), 0, len(shards)
+    weight_map: dict[str, str] = {}
     for number, shard in enumerate(shards, start=1):
-        file = f"model-{number:05d}-of-{len(shards):05d}.safetensors" if len(shards) > 1 else SAFE_WEIGHTS_NAME
+        file = f"model-{number:05d}-of-{count:05d}.safetensors" if count > 1 else SINGLE
         weight_map |= {tensor.name: file for tensor in shard}
-        for count in _write(shard, folder / file):
-            done += count
+        for size in _write(shard, folder / file):
+            done += size
             progress(done, total, "writing")
-    if len(shards) > 1:
+    if count > 1:
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        text = json.dumps(index, indent=2, sort_keys=True) + "\n"
-        (folder / SAFE_WEIGHTS_INDEX_NAME).write_text(text, encoding="utf-8")
+        (folder / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def _write(shard: Sequence[Planned], path: Path) -> Iterator[int]:
-    """Write one file and yield the bytes of each block; `safetensors` writes only tensors that are all in memory."""
+    """Write one file and yield the bytes of each block; `safetensors` can only write tensors that are all in memory."""
     # Wider dtypes first, as the library does, which aligns what is mapped from the file.
     ordered = sorted(shard, key=lambda tensor: -tensor.dtype.itemsize)
+    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for tensor in ordered:
+        begin, end = end, end + tensor.size
+        dtype = DTYPE_NAMES[tensor.dtype]
+        entries[tensor.name] = {"dtype": dtype, "shape": tensor.shape, "data_offsets": (begin, end)}
+    header = json.dumps(entries, separators=(",", ":")).encode()
+    header += b" " * (-len(header) % LENGTH_BYTES)
     # One block is written while the next is made: torch and the kernel release Python's lock meanwhile.
     with path.open("wb") as file, ThreadPoolExecutor(1) as writer:
-        writing = writer.submit(file.write, _header(ordered))
+        writing = writer.submit(file.write, len(header).to_bytes(LENGTH_BYTES, "little") + header)
         for tensor in ordered:
             written = 0
             for block in tensor.blocks():
@@ -248,18 +225,3 @@ def _write(shard: Sequence[Planned], path: Path) -> Iterator[int]:
         writing.result()
         file.flush()
         os.fsync(file.fileno())
-
-
-def _header(tensors: Sequence[Planned]) -> bytes:
-    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for tensor in tensors:
-        begin, end = end, end + tensor.size
-        entries[tensor.name] = {
-            "dtype": DTYPE_NAMES[tensor.dtype],
-            "shape": tensor.shape,
-            "data_offsets": (begin, end),
-        }
-    header = json.dumps(entries, separators=(",", ":")).encode()
-    header += b" " * (-len(header) % LENGTH_BYTES)
-    return len(header).to_bytes(LENGTH_BYTES, "little") + header

@@ -61,7 +61,7 @@ def pickled(folder: Path, name: str, new: str) -> None:
 DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "truncated shard": (
         lambda at: (at / "base" / SECOND).write_bytes((at / "base" / SECOND).read_bytes()[:-100]),
-        rf"{SECOND}: truncated, damaged or not a safetensors file \(",
+        rf"{SECOND}: truncated, damaged or not safetensors \(",
     ),
     "bit of the header's length": (lambda at: flip_a_bit(at / "base" / SECOND, 6), rf"{SECOND}: truncated, damaged"),
     "bit of the header": (lambda at: flip_a_bit(at / "base" / SECOND, 9), rf"{SECOND}: (truncated, damaged|lacks)"),
