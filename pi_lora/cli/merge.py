@@ -27,7 +27,6 @@ def merge(
     with working("loading libraries"):
         from pi_lora.merge.facts import read_merge
         from pi_lora.merge.merging import merge
-
     with progress_bar("merging") as progress:
         folder = merge(run, output or Path("models") / run.resolve().name, base, dtype, onto, size, verify, progress)
     done = f"{folder}: merged; it loads like any model, its scaling is in config.json"

@@ -86,8 +86,8 @@ def check_finite(tensor: StoredTensor) -> None:
 
 
 def after_nf4(tensor: StoredTensor) -> torch.Tensor:
-    """Return a tensor quantized to NF4 (Dettmers et al. 2023) and back, in bfloat16: whole, as its double quantization
-    is over all blocks.
+    """Return a tensor quantized to NF4 (Dettmers et al. 2023) and back, in bfloat16: whole, since the quantization of
+    the scales is over all of it.
     """
     from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 
@@ -116,11 +116,7 @@ class AdapterSettings(BaseModel):
 
 
 def read_settings(folder: Path) -> AdapterSettings:
-    """Read the settings of the adapter in `folder`.
-
-    Raises:
-        ModelError: they cannot be read, or the adapter is of a kind that cannot be merged.
-    """
+    """Read the settings of the adapter in `folder`; raise ModelError if its kind cannot be merged."""
     path = folder / ADAPTER_CONFIG_FILE
     try:
         settings = json.loads(path.read_text(encoding="utf-8"))
@@ -144,9 +140,9 @@ def read_adapter(folder: Path, settings: AdapterSettings, transposed: frozenset[
         ModelError: the adapter is missing, damaged, pickled or incomplete.
     """
     path = folder / ADAPTER_WEIGHTS_FILE
-    if (pickled := path.with_suffix(".bin")).is_file() and not path.is_file():
-        raise ModelError(f"{pickled}: pickle can run code and is not read; save it as safetensors")
     if not path.is_file():
+        if (pickled := path.with_suffix(".bin")).is_file():
+            raise ModelError(f"{pickled}: pickle can run code and is not read; save it as safetensors")
         raise ModelError(f"{path}: is missing; tune or download it again")
     modules: dict[str, dict[str, StoredTensor]] = defaultdict(dict)
     changes: dict[str, Change] = {}

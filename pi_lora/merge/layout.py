@@ -75,7 +75,7 @@ def plan_merge(
     if not joined and (lacking := sorted(set(model.state_dict()) - set(sources) - set(tied))):
         raise ModelError(f"{shards[0][0].path.parent}: the base lacks {', '.join(lacking)}; download all of its files")
     sources |= {name: sources[twin] for name, twin in tied.items() if twin in sources}
-    changes, untied = _settle_ties(adapter, changes, tied, _head(model))
+    changes, untied = _settle_ties(adapter, changes, tied, model)
     _check_matches(adapter, changes, sources)
     rounded = quantized_weights(model) if quantized else frozenset[str]()
 
@@ -129,12 +129,6 @@ def quantized_weights(model: PreTrainedModel) -> frozenset[str]:
     return frozenset(f"{name}.weight" for name in linear if should_convert_module(name, left_out))
 
 
-def _head(model: PreTrainedModel) -> str:
-    """Return the name of the weight that computes the logits."""
-    head = model.get_output_embeddings()
-    return next(f"{name}.weight" for name, module in model.named_modules() if module is head)
-
-
 def _sources(
     model: PreTrainedModel, shards: list[list[StoredTensor]], names: Mapping[str, str]
 ) -> dict[str, StoredTensor]:
@@ -152,7 +146,7 @@ def _sources(
 
 
 def _settle_ties(
-    adapter: Path, changes: Mapping[str, Change], tied: Mapping[str, str], head: str
+    adapter: Path, changes: Mapping[str, Change], tied: Mapping[str, str], model: PreTrainedModel
 ) -> tuple[dict[str, Change], list[str]]:
     """Return the changes without those that tying makes redundant, and the tied weights that differ after tuning.
 
@@ -164,7 +158,7 @@ def _settle_ties(
         mine, its = changes.get(weight), changes.get(twin)
         if isinstance(mine, StoredTensor) and isinstance(its, StoredTensor) and _equal(mine, its):
             del settled[weight]
-        elif (mine or its) and weight == head:
+        elif (mine or its) and model.get_submodule(weight.rpartition(".")[0]) is model.get_output_embeddings():
             untied.append(weight)
         elif mine or its:
             raise ModelError(f"{adapter}: {weight} and {twin} are tied in this architecture but were tuned apart")

@@ -44,8 +44,7 @@ class StoredTensor:
     def rows(self, start: int, stop: int) -> torch.Tensor:
         """Read rows `start` to `stop` (exclusive) along the first axis; a scalar is one row.
 
-        Raises:
-            ModelError: the file ends before them or cannot be read.
+        Raise ModelError if the file ends before them or cannot be read.
         """
         data = torch.empty((stop - start, *self.shape[1:]), dtype=self.dtype)
         buffer = data.view(-1).view(torch.uint8).numpy().data
@@ -100,8 +99,7 @@ def spans(shape: tuple[int, ...]) -> Iterator[tuple[int, int]]:
 def read_header(path: Path) -> dict[str, StoredTensor]:
     """Return the tensors of a safetensors file by name, in the order of its data.
 
-    Raises:
-        ModelError: the file is missing or damaged, or has a dtype that cannot be read.
+    Raise ModelError if the file is missing or damaged, or has a dtype that cannot be read.
     """
     try:
         # The library validates extents, gaps, overlaps and the length of the file.
@@ -124,8 +122,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
 def base_shards(base: BaseModel) -> list[list[StoredTensor]]:
     """Return the tensors of each weight file of `base`, in the order of its data; only headers are read.
 
-    Raises:
-        ModelError: a file is missing or damaged, lacks what the index places there, or the weights are pickled.
+    Raise ModelError if a file is missing or damaged, lacks what the index places there, or the weights are pickled.
     """
     index = find_file(base, INDEX)
     if index is None:
@@ -155,8 +152,7 @@ def base_shards(base: BaseModel) -> list[list[StoredTensor]]:
 def find_file(base: BaseModel, name: str) -> Path | None:
     """Return a file of `base`, downloaded from the hub if necessary, or None if it has no such file.
 
-    Raises:
-        ModelError: the hub or the folder cannot be read.
+    Raise ModelError if the hub or the folder cannot be read.
     """
     quiet = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
     try:
@@ -180,11 +176,7 @@ def filled_shards(tensors: Iterable[Planned], limit: int) -> list[list[Planned]]
 
 
 def write_shards(shards: Sequence[Sequence[Planned]], folder: Path, progress: Progress) -> None:
-    """Write the shards to disk (fsync), and an index if there are several; `progress` is in bytes.
-
-    Raises:
-        OSError: the disk is full or fails.
-    """
+    """Write the shards to disk (fsync), and an index if there are several, or raise OSError; `progress` is in bytes."""
     total, done, count = sum(tensor.size for shard in shards for tensor in shard), 0, len(shards)
     weight_map: dict[str, str] = {}
     for number, shard in enumerate(shards, start=1):
