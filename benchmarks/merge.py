@@ -46,7 +46,7 @@ model = AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.bfloat16)
 PeftModel.from_pretrained(model, sys.argv[2]).merge_and_unload().save_pretrained(sys.argv[3], max_shard_size="500MB")
 """
 # What `pi-lora merge --no-verify` imports before it reads anything.
-IMPORTS = "import pi_lora.merge, transformers.models.llama.modeling_llama"
+IMPORTS = "import pi_lora.merge.merging, transformers.models.llama.modeling_llama"
 
 
 def make(size: str, folder: Path) -> None:
@@ -55,9 +55,10 @@ def make(size: str, folder: Path) -> None:
     from peft import LoraConfig
     from transformers import LlamaConfig
 
-    from pi_lora.merge.layout import skeleton
     from pi_lora.merge.shards import Planned, filled_shards, write_shards
     from pi_lora.models.base import BUILTIN_FOLDER, extended_config, find_base, save_config
+    from pi_lora.scaling.verify import build_on_meta
+    from pi_lora.types import silent
 
     base, run = folder / "base", folder / "run"
     for each in (base, run):
@@ -67,20 +68,22 @@ def make(size: str, folder: Path) -> None:
     config = LlamaConfig(**SIZES[size], max_position_embeddings=2048, dtype="bfloat16")
     config.architectures = ["LlamaForCausalLM"]
     config.save_pretrained(base)
-    weights = {name: tuple(weight.shape) for name, weight in skeleton(base).state_dict().items()}
+    found = find_base(str(base))
+    model = build_on_meta(LlamaConfig, found.config)
+    weights = {name: tuple(weight.shape) for name, weight in model.state_dict().items()}
     random = torch.Generator().manual_seed(0)
 
     def planned(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Planned:
         return Planned(name, dtype, shape, lambda: drawn(shape, dtype, random))
 
     shards = filled_shards((planned(name, shape, torch.bfloat16) for name, shape in weights.items()), SHARD)
-    write_shards(shards, base, lambda count: None)
+    write_shards(shards, base, silent)
     adapter = []
     for name, (outputs, inputs) in ((name, shape) for name, shape in weights.items() if "_proj" in name):
         module = f"base_model.model.{name.removesuffix('.weight')}"
         adapter.append(planned(f"{module}.lora_A.weight", (RANK, inputs), torch.float32))
         adapter.append(planned(f"{module}.lora_B.weight", (outputs, RANK), torch.float32))
-    write_shards([adapter], run, lambda count: None)
+    write_shards([adapter], run, silent)
     (run / "model.safetensors").rename(run / "adapter_model.safetensors")
     targets = sorted({name.split(".")[-2] for name in weights if "_proj" in name})
     settings = LoraConfig(
@@ -91,7 +94,6 @@ def make(size: str, folder: Path) -> None:
         base_model_name_or_path=str(base),
     )
     settings.save_pretrained(run)
-    found = find_base(str(base))
     save_config(extended_config(found, found.interpolation("pi", 8192)), run)
 
 

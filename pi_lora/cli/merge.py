@@ -15,33 +15,26 @@ UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 @app.command()
 def merge(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run or adapter folder.")],
-    base: Annotated[str | None, typer.Option(metavar="MODEL", help="The base, where it has moved.")] = None,
+    base: Annotated[str | None, typer.Option(metavar="MODEL", help="The base, if it has moved.")] = None,
     output: Annotated[Path | None, typer.Option(metavar="DIR", help="models/<run> by default.")] = None,
     dtype: Dtype = None,
-    onto: Annotated[
-        Literal["base", "quantized"],
-        typer.Option(help="After QLoRA: add to the base as it is stored, or as training saw it (NF4)."),
-    ] = "base",
-    shard_size: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="Of a file, as 5GB; the base's own division by default.")
-    ] = None,
-    verify: Annotated[bool, typer.Option(help="Compare what was merged with base + adapter.")] = True,
+    onto: Annotated[Literal["base", "quantized"], typer.Option(help="After QLoRA: base as stored, or NF4.")] = "base",
+    shard_size: Annotated[str | None, typer.Option(metavar="SIZE", help="Of a file (5GB); else the base's.")] = None,
+    verify: Annotated[bool, typer.Option(help="Compare the merged weights with base + adapter.")] = True,
 ) -> None:
-    """Add an adapter into the weights of its base, with the scaling written for every engine."""
+    """Add an adapter to the weights of its base, with the scaling written for every engine."""
     size = size_in(shard_size) if shard_size else None
     with working("loading libraries"):
-        from pi_lora.merge.merging import merge, merge_lines
-
+        from pi_lora.merge.facts import read_merge
+        from pi_lora.merge.merging import merge
     with progress_bar("merging") as progress:
         folder = merge(run, output or Path("models") / run.resolve().name, base, dtype, onto, size, verify, progress)
-    out.print(*merge_lines(folder), sep="\n", highlight=False, soft_wrap=True)
-    out.print(
-        f"{folder}: merged; it loads like any model, its scaling is in config.json", highlight=False, soft_wrap=True
-    )
+    done = f"{folder}: merged; it loads like any model, its scaling is in config.json"
+    out.print(*read_merge(folder).lines(), done, sep="\n", highlight=False, soft_wrap=True)
 
 
 def size_in(text: str) -> int:
-    """Bytes, written as 5GB or 500MB.
+    """Return the bytes of a size such as 5GB or 500MB.
 
     >>> size_in("500MB")
     500000000

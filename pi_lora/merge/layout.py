@@ -1,4 +1,4 @@
-"""A model without its weights: what transformers calls each of them, which are tied, transposed or quantized."""
+"""Which tensors a merge writes, and from what: names, ties and shapes of the model matched with files and adapter."""
 
 import math
 from collections import Counter
@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from accelerate import init_empty_weights
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 from transformers.pytorch_utils import Conv1D
@@ -17,79 +16,11 @@ from transformers.quantizers.base import get_keys_to_not_convert
 from transformers.quantizers.quantizers_utils import should_convert_module
 
 from pi_lora.errors import ModelError
-from pi_lora.merge.deltas import Adapter, Change, Dequantized, LowRank, Replacement, finite, not_finite
-from pi_lora.merge.shards import Planned, Rows, StoredTensor, spans
-from pi_lora.models.base import quiet_loading
-
-
-@dataclass(frozen=True)
-class Names:
-    """By stored name: what a tensor is computed under; and those that are computed as parts of others."""
-
-    computed: Mapping[str, str]
-    joined: frozenset[str]
-
-
-def skeleton(folder: Path) -> PreTrainedModel:
-    """The float32 model of a folder's `config.json`; weights take no memory, buffers are real."""
-    with quiet_loading(), init_empty_weights():
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(
-            AutoConfig.from_pretrained(folder), dtype=torch.float32
-        )
-    return model.eval()
-
-
-def computed_names(model: PreTrainedModel, stored: Iterable[str]) -> Names:
-    """What `model` calls the tensors that files call `stored`.
-
-    transformers 5 computes some architectures under other names than it stores them under, and joins tensors (experts);
-    its own mapping says how, the one that PEFT relies on as well.
-    """
-    mapping = get_model_conversion_mapping(model)
-    renamings = [each for each in mapping if isinstance(each, WeightRenaming)]
-    joining = [each for each in mapping if isinstance(each, WeightConverter)]
-    # Tied weights are in it under each of their names.
-    state = model.state_dict()
-    found, joined = {}, set()
-    for name in sorted(stored, key=dot_natural_key):
-        computed, pattern = rename_source_key(name, renamings, joining, model.base_model_prefix, state)
-        if computed not in state and name in state:
-            computed, pattern = name, None
-        if pattern is not None:
-            joined.add(name)
-        elif computed in state:
-            found[name] = computed
-    return Names(found, frozenset(joined))
-
-
-def tied_weights(model: PreTrainedModel) -> dict[str, str]:
-    """The weights that `model` does not store, and which one each of them is."""
-    return dict(model.all_tied_weights_keys)
-
-
-def output_embedding(model: PreTrainedModel) -> str:
-    """The name of the weight that makes logits."""
-    head = model.get_output_embeddings()
-    return next(f"{name}.weight" for name, module in model.named_modules() if module is head)
-
-
-def transposed_weights(model: nn.Module) -> frozenset[str]:
-    """The linear weights that are stored inputs x outputs."""
-    return frozenset(f"{name}.weight" for name, module in model.named_modules() if isinstance(module, Conv1D))
-
-
-def quantized_weights(model: PreTrainedModel) -> frozenset[str]:
-    """The weights that transformers keeps in four bits when it loads `model` quantized by bitsandbytes."""
-    left_out = [*get_keys_to_not_convert(model), *(model._keep_in_fp32_modules or [])]
-    return frozenset(
-        f"{name}.weight"
-        for name, module in model.named_modules()
-        if type(module) is nn.Linear and should_convert_module(name, left_out)
-    )
-
+from pi_lora.merge.deltas import Change, after_nf4, check_finite, finite
+from pi_lora.merge.shards import Planned, StoredTensor, spans
 
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-# Old checkpoints carry the unscaled frequencies of their rope; every reader computes them from the config.
+# Old checkpoints store the unscaled frequencies of their rope; every reader computes them from the config.
 LEFT_OUT = "rotary_emb.inv_freq"
 
 
@@ -97,154 +28,177 @@ LEFT_OUT = "rotary_emb.inv_freq"
 class Plan:
     """The tensors to write, grouped as in the base's files.
 
-    `untied`: a tied head has become a tensor of its own; `joined`: some are stored in parts.
+    `sources` are the base's tensors by the name that the model computes them under, tied ones under both, and `rounded`
+    the names of those that go through NF4. `untied`: a tied head has become a tensor of its own; `joined`: transformers
+    joins some tensors when it loads them.
     """
 
     shards: list[list[Planned]]
+    sources: Mapping[str, StoredTensor]
+    rounded: frozenset[str]
     untied: bool
     joined: bool
 
     @property
-    def size(self) -> int:
-        """In bytes."""
-        return sum(tensor.size for shard in self.shards for tensor in shard)
+    def tensors(self) -> list[Planned]:
+        """All tensors to write."""
+        return [tensor for shard in self.shards for tensor in shard]
 
     @property
-    def numbers(self) -> int:
-        """How many there are in all tensors."""
-        return sum(math.prod(tensor.shape) for shard in self.shards for tensor in shard)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """What most numbers are stored in."""
-        count = Counter[torch.dtype]()
-        for shard in self.shards:
-            for tensor in shard:
-                count[tensor.dtype] += math.prod(tensor.shape)
-        return count.most_common(1)[0][0]
+    def numbers(self) -> Counter[str]:
+        """How many numbers are written in each dtype."""
+        count = Counter[str]()
+        for tensor in self.tensors:
+            count[str(tensor.dtype).removeprefix("torch.")] += math.prod(tensor.shape)
+        return count
 
 
 def plan_merge(
     model: PreTrainedModel,
     shards: list[list[StoredTensor]],
-    adapter: Adapter,
+    adapter: Path,
+    changes: Mapping[str, Change],
     dtype: torch.dtype | None = None,
     quantized: bool = False,
 ) -> Plan:
-    """Match the adapter's changes with the base's tensors; `model` is the base's skeleton.
+    """Match the changes of the adapter in the file `adapter` with the base's tensors; `model` is on the meta device.
 
-    `dtype` is what floating tensors are cast to, each one's own by default; `quantized` puts the adapter on the base's
+    `dtype` is what floating tensors are cast to, by default their own; `quantized` adds the adapter to the base's
     weights after NF4.
 
     Raises:
-        ModelError: a change has no tensor or one of another shape, or the base lacks a tensor: all are named.
+        ModelError: a change has no tensor or one of another shape, or the base lacks a tensor; all are named.
     """
-    names = computed_names(model, (tensor.name for shard in shards for tensor in shard))
-    tied = tied_weights(model)
-    sources = _sources(model, shards, names.computed)
-    if not names.joined and (lacking := sorted(set(model.state_dict()) - set(sources) - set(tied))):
-        raise ModelError(f"{shards[0][0].path.parent}: the base lacks {', '.join(lacking)}; get all of its files")
-    changes, untied = _settle_ties(adapter, tied, output_embedding(model))
-    sources |= {each: sources[tied[each]] for each in untied}
+    names, joined = computed_names(model, (tensor.name for shard in shards for tensor in shard))
+    tied: dict[str, str] = dict(model.all_tied_weights_keys)
+    sources = _sources(model, shards, names)
+    if not joined and (lacking := sorted(set(model.state_dict()) - set(sources) - set(tied))):
+        raise ModelError(f"{shards[0][0].path.parent}: the base lacks {', '.join(lacking)}; download all of its files")
+    sources |= {name: sources[twin] for name, twin in tied.items() if twin in sources}
+    changes, untied = _settle_ties(adapter, changes, tied, model)
     _check_matches(adapter, changes, sources)
-    making = _Making(changes, quantized_weights(model) if quantized else frozenset(), dtype)
+    rounded = quantized_weights(model) if quantized else frozenset[str]()
+
+    def planned(stored: StoredTensor, name: str, computed: str | None) -> Planned:
+        cast = dtype if dtype and stored.dtype in FLOATS else stored.dtype
+        change = changes.get(computed) if computed else None
+        return Planned(name, cast, stored.shape, lambda: _blocks(name, stored, change, cast, computed in rounded))
+
     written = [
         [
-            making.planned(tensor, tensor.name, names.computed.get(tensor.name))
+            planned(tensor, tensor.name, names.get(tensor.name))
             for tensor in shard
-            if names.computed.get(tensor.name) not in tied and not tensor.name.endswith(LEFT_OUT)
+            if names.get(tensor.name) not in tied and not tensor.name.endswith(LEFT_OUT)
         ]
         for shard in shards
     ]
-    written[-1] += [making.planned(sources[each], each, each) for each in untied]
-    return Plan([shard for shard in written if shard], bool(untied), bool(names.joined))
+    written[-1] += [planned(sources[name], name, name) for name in untied]
+    return Plan([shard for shard in written if shard], sources, rounded, bool(untied), joined)
 
 
-@dataclass(frozen=True)
-class _Making:
-    """How tensors come to be: what changes them, which are rounded to NF4 before, and what all are cast to."""
+def computed_names(model: PreTrainedModel, stored: Iterable[str]) -> tuple[dict[str, str], bool]:
+    """Return what `model` calls the tensors that files call `stored`, and whether others are joined into one.
 
-    changes: Mapping[str, Change]
-    rounded: frozenset[str]
-    dtype: torch.dtype | None
+    transformers 5 computes some architectures under other names than it stores them under, and joins tensors (experts);
+    PEFT relies on the same mapping.
+    """
+    mapping = get_model_conversion_mapping(model)
+    renamings = [each for each in mapping if isinstance(each, WeightRenaming)]
+    joining = [each for each in mapping if isinstance(each, WeightConverter)]
+    state = model.state_dict()  # has tied weights under each of their names
+    found, joined = {}, False
+    for name in sorted(stored, key=dot_natural_key):
+        computed, pattern = rename_source_key(name, renamings, joining, model.base_model_prefix, state)
+        if computed not in state and name in state:
+            computed, pattern = name, None
+        joined |= pattern is not None
+        if pattern is None and computed in state:
+            found[name] = computed
+    return found, joined
 
-    def planned(self, stored: StoredTensor, name: str, computed: str | None) -> Planned:
-        """The tensor to be written as `name`, from a stored one that is computed under another name, or not at all."""
-        cast = self.dtype if self.dtype and stored.dtype in FLOATS else stored.dtype
-        change = self.changes.get(computed) if computed else None
-        rounded = computed in self.rounded
-        return Planned(
-            name, cast, stored.shape, lambda: _blocks(Dequantized(stored) if rounded else stored, change, cast, name)
-        )
+
+def transposed_weights(model: nn.Module) -> frozenset[str]:
+    """Return the names of the linear weights that are stored inputs x outputs."""
+    return frozenset(f"{name}.weight" for name, module in model.named_modules() if isinstance(module, Conv1D))
+
+
+def quantized_weights(model: PreTrainedModel) -> frozenset[str]:
+    """Return the names of the weights that transformers stores in four bits if bitsandbytes quantizes `model`."""
+    left_out = [*get_keys_to_not_convert(model), *(model._keep_in_fp32_modules or [])]
+    linear = [name for name, module in model.named_modules() if type(module) is nn.Linear]
+    return frozenset(f"{name}.weight" for name in linear if should_convert_module(name, left_out))
 
 
 def _sources(
     model: PreTrainedModel, shards: list[list[StoredTensor]], names: Mapping[str, str]
 ) -> dict[str, StoredTensor]:
-    """The base's tensors by computed name, each found once and of the shape that the model has."""
+    """Return the base's tensors by computed name; each must be there once and have the model's shape."""
     expected = {name: tuple(weight.shape) for name, weight in model.state_dict().items()}
     sources: dict[str, StoredTensor] = {}
     for tensor in (tensor for shard in shards for tensor in shard if tensor.name in names):
-        computed = names[tensor.name]
-        if computed in sources:
-            raise ModelError(f"{tensor.where}: stands for {computed}, as {sources[computed].where} does; keep one")
-        if tensor.shape != expected[computed]:
-            raise ModelError(f"{tensor.where}: is {_by(tensor.shape)} where the config says {_by(expected[computed])}")
-        sources[computed] = tensor
+        name = names[tensor.name]
+        if name in sources:
+            raise ModelError(f"{tensor}: is {name}, and so is {sources[name]}; keep one of them")
+        if tensor.shape != expected[name]:
+            raise ModelError(f"{tensor}: is {_by(tensor.shape)} but the config says {_by(expected[name])}")
+        sources[name] = tensor
     return sources
 
 
-def _settle_ties(adapter: Adapter, tied: Mapping[str, str], head: str) -> tuple[dict[str, Change], list[str]]:
-    """The changes without what tying makes redundant, and the weights that training has set apart from their twin.
+def _settle_ties(
+    adapter: Path, changes: Mapping[str, Change], tied: Mapping[str, str], model: PreTrainedModel
+) -> tuple[dict[str, Change], list[str]]:
+    """Return the changes without those that tying makes redundant, and the tied weights that differ after tuning.
 
     PEFT trains embeddings through `modules_to_save` as a copy, from which a tied head diverges unless
     `ensure_weight_tying` was set; it then saves the one tensor under both names.
     """
-    changes, untied = dict(adapter.changes), []
+    settled, untied = dict(changes), []
     for weight, twin in tied.items():
         mine, its = changes.get(weight), changes.get(twin)
-        if mine is None and its is None:
-            continue
-        if isinstance(mine, Replacement) and isinstance(its, Replacement) and _equal(mine.source, its.source):
-            del changes[weight]
-        elif weight == head:
+        if isinstance(mine, StoredTensor) and isinstance(its, StoredTensor) and _equal(mine, its):
+            del settled[weight]
+        elif (mine or its) and model.get_submodule(weight.rpartition(".")[0]) is model.get_output_embeddings():
             untied.append(weight)
-        else:
-            raise ModelError(f"{adapter.path}: {weight} and {twin} are one in this architecture, but were tuned apart")
-    return changes, untied
+        elif mine or its:
+            raise ModelError(f"{adapter}: {weight} and {twin} are tied in this architecture but were tuned apart")
+    return settled, untied
 
 
-def _check_matches(adapter: Adapter, changes: Mapping[str, Change], sources: Mapping[str, StoredTensor]) -> None:
+def _check_matches(adapter: Path, changes: Mapping[str, Change], sources: Mapping[str, StoredTensor]) -> None:
     problems = []
     for name, change in changes.items():
-        shape = change.shape() if isinstance(change, LowRank) else change.source.shape
         if name not in sources:
             problems.append(f"{name} is not in the base")
-        elif sources[name].shape != shape:
-            problems.append(f"{name} is {_by(shape)} here and {_by(sources[name].shape)} in the base")
+        elif sources[name].shape != change.shape:
+            problems.append(f"{name} is {_by(change.shape)} here and {_by(sources[name].shape)} in the base")
         elif sources[name].dtype not in FLOATS:
             problems.append(f"{name} is stored as {sources[name].dtype}, to which nothing can be added")
     if problems:
-        raise ModelError(f"{adapter.path}: does not fit its base: {'; '.join(problems)}")
+        raise ModelError(f"{adapter}: does not fit its base: {'; '.join(problems)}")
 
 
-def _blocks(base: Rows, change: Change | None, dtype: torch.dtype, name: str) -> Iterator[torch.Tensor]:
-    """The merged tensor, a few rows at a time: added in float32, cast once."""
-    for block in change.blocks(base) if change else (base.rows(*span) for span in spans(base.shape)):
+def _blocks(
+    name: str, stored: StoredTensor, change: Change | None, dtype: torch.dtype, rounded: bool
+) -> Iterator[torch.Tensor]:
+    """Yield the merged tensor, a few rows at a time: added in float32, cast once."""
+    source, rows = stored, stored.rows
+    if isinstance(change, StoredTensor):
+        source, rows, change = change, change.rows, None
+    elif rounded:
+        values = after_nf4(stored)
+        rows = lambda start, stop: values[start:stop]  # noqa: E731
+    for block in change.blocks(rows) if change else (rows(*span) for span in spans(stored.shape)):
         cast = block.to(dtype)
-        # Only float16 ends long before float32 does; where they are as good, float32 is the faster to look through.
+        # Only float16 has a smaller range than float32; of the others, float32 is faster to sum.
         if cast.is_floating_point() and not finite(cast if dtype == torch.float16 else block):
-            read = change.source if isinstance(change, Replacement) else base
-            if not all(finite(read.rows(*span)) for span in spans(read.shape)):
-                raise not_finite(read)
+            check_finite(source)
             raise ModelError(f"{name}: its merged values do not fit {dtype}; choose another --dtype")
         yield cast
 
 
 def _equal(one: StoredTensor, other: StoredTensor) -> bool:
-    return one.shape == other.shape and all(
-        torch.equal(one.rows(*span), other.rows(*span)) for span in spans(one.shape)
-    )
+    return one.shape == other.shape and all(map(torch.equal, one.blocks(), other.blocks()))
 
 
 def _by(shape: tuple[int, ...]) -> str:

@@ -10,8 +10,9 @@ from safetensors.torch import load_file, save_file
 from test_merge_peft import ALL, MIXTRAL, NEOX, NORMS, TIED, UNTIED, llama
 
 from pi_lora.errors import ModelError
-from pi_lora.merge.check import Agreement, Check, agreement
-from pi_lora.merge.merging import merge, merge_lines
+from pi_lora.merge.check import agreement
+from pi_lora.merge.facts import Agreement, Check, read_merge
+from pi_lora.merge.merging import merge
 
 SETTINGS = {
     "untied": (UNTIED, {"target_modules": ALL, "modules_to_save": ["embed_tokens", *NORMS]}),
@@ -29,7 +30,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def check_of(folder: Path) -> Check:
-    return Check.from_json(json.loads((folder / "merge.json").read_text())["check"])
+    check = read_merge(folder).check
+    assert check
+    return check
 
 
 def test_it_is_printed_and_kept(run: Path, tmp_path: Path) -> None:
@@ -39,7 +42,7 @@ def test_it_is_printed_and_kept(run: Path, tmp_path: Path) -> None:
     assert [each.length for each in check.agreements] == [8, 32, 128]
     assert all(0 < each.relative < each.tuning / 5 for each in check.agreements)
     assert all(each.same_first > 0.9 and each.scored == each.length for each in check.agreements)
-    lines = merge_lines(merged)
+    lines = read_merge(merged).lines()
     assert len(lines) == 3
     card = (merged / "README.md").read_text()
     assert all(f"- {line}\n" in card for line in lines)
@@ -52,7 +55,7 @@ def test_in_float32_nothing_is_lost(run: Path, tmp_path: Path) -> None:
 
 def test_without_it(run: Path, tmp_path: Path) -> None:
     merged = merge(run, tmp_path / "merged", verify=False)
-    assert merge_lines(merged) == ["not checked"]
+    assert read_merge(merged).lines() == ["not checked"]
     assert "Not compared." in (merged / "README.md").read_text()
 
 
@@ -72,7 +75,7 @@ def test_layer_by_layer_says_the_same(case: str, tmp_path: Path, monkeypatch: py
 def test_what_cannot_be_read_layer_by_layer_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = save_run(save_base(MIXTRAL, tmp_path / "base"), tmp_path / "run", r=4, target_modules=["q_proj"])
     monkeypatch.setattr("pi_lora.merge.check._free_memory", lambda: 0)
-    lines = merge_lines(merge(run, tmp_path / "merged"))
+    lines = read_merge(merge(run, tmp_path / "merged")).lines()
     assert lines == ["not checked: it does not fit in memory, and its layers cannot be read one by one"]
 
 
@@ -141,5 +144,6 @@ def test_agreement() -> None:
 
 @pytest.mark.parametrize("relative", [2e-4, float("nan")])
 def test_what_is_no_rounding_fails(relative: float) -> None:
-    check = Check("float32", "whole", (Agreement(8, 8, 0.1, relative, 1.0, 1.0),))
+    different = Agreement(length=8, scored=8, largest=0.1, relative=relative, same_first=1.0, tuning=1.0)
+    check = Check(rounding="float32", how="whole", agreements=(different,))
     assert "which rounding to float32 does not explain" in str(check.problem())

@@ -61,22 +61,22 @@ def pickled(folder: Path, name: str, new: str) -> None:
 DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "truncated shard": (
         lambda at: (at / "base" / SECOND).write_bytes((at / "base" / SECOND).read_bytes()[:-100]),
-        rf"{SECOND}: truncated, damaged or no safetensors file \(",
+        rf"{SECOND}: truncated, damaged or not safetensors \(",
     ),
     "bit of the header's length": (lambda at: flip_a_bit(at / "base" / SECOND, 6), rf"{SECOND}: truncated, damaged"),
     "bit of the header": (lambda at: flip_a_bit(at / "base" / SECOND, 9), rf"{SECOND}: (truncated, damaged|lacks)"),
     "bit that makes no number": (
         lambda at: edit(at / "base" / SECOND, lambda each: each[f"{Q}.weight"].view(-1)[3:4].fill_(torch.nan)),
-        rf"{SECOND}: {Q}\.weight: holds values that are no finite numbers",
+        rf"{SECOND}: {Q}\.weight: has infinite or NaN values",
     ),
-    "missing shard": (lambda at: (at / "base" / SECOND).unlink(), rf"{SECOND}: is missing, and with it model\.layers"),
+    "missing shard": (lambda at: (at / "base" / SECOND).unlink(), rf"{SECOND}: is missing \(it holds model\.layers"),
     "tensor that its shard lacks": (
         lambda at: edit(at / "base" / SECOND, lambda each: each.pop(f"{Q}.weight")),
         rf"{SECOND}: lacks {Q}\.weight, which the index places there",
     ),
     "index that is none": (
         lambda at: (at / "base" / "model.safetensors.index.json").write_text("[]"),
-        "is no index of weights",
+        "is not an index of weights",
     ),
     "pickled base": (
         lambda at: pickled(at / "base", "*.index.json", "pytorch_model.bin.index.json"),
@@ -84,11 +84,11 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "base without weights": (
         lambda at: (at / "base" / "model.safetensors.index.json").unlink(),
-        "holds neither model.safetensors nor",
+        "has neither model.safetensors nor",
     ),
     "base of another shape": (
         lambda at: edit(at / "base" / SECOND, lambda each: each.update({f"{Q}.weight": torch.zeros(8, 32)})),
-        rf"{SECOND}: {Q}\.weight: is 8x32 where the config says 32x32",
+        rf"{SECOND}: {Q}\.weight: is 8x32 but the config says 32x32",
     ),
     "truncated adapter": (
         lambda at: (at / "run" / ADAPTER).write_bytes((at / "run" / ADAPTER).read_bytes()[:-9]),
@@ -101,7 +101,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "missing adapter": (lambda at: (at / "run" / ADAPTER).unlink(), r"adapter_model\.safetensors: is missing"),
     "half an adapter": (
         lambda at: edit(at / "run" / ADAPTER, lambda each: each.pop(f"base_model.model.{Q}.lora_A.weight")),
-        rf"does not add up to whole adapters: base_model\.model\.{Q}\.lora_B\.weight",
+        rf"incomplete or unknown parts: base_model\.model\.{Q}\.lora_B\.weight",
     ),
     "adapter of other layers": (
         lambda at: edit(at / "run" / ADAPTER, rename_layers),
@@ -118,11 +118,11 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda at: edit(
             at / "run" / ADAPTER, lambda each: each[f"base_model.model.{Q}.lora_B.weight"].fill_(torch.inf)
         ),
-        rf"{ADAPTER}: base_model\.model\.{Q}\.lora_B\.weight: holds values that are no finite numbers",
+        rf"{ADAPTER}: base_model\.model\.{Q}\.lora_B\.weight: has infinite or NaN values",
     ),
     "adapter of another kind": (
         lambda at: edit_json(at / "run" / "adapter_config.json", peft_type="LOHA"),
-        r"adapter_config\.json: peft_type LOHA: only LoRA",
+        r"adapter_config\.json: peft_type LOHA: only LoRA adapters can be merged",
     ),
     "adapter that changed its base": (
         lambda at: edit_json(at / "run" / "adapter_config.json", init_lora_weights="pissa"),

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save
 
 from pi_lora.errors import ModelError
-from pi_lora.merge.deltas import LowRank, finite, scaling_of
+from pi_lora.merge.deltas import AdapterSettings, LowRank, finite
 from pi_lora.merge.shards import StoredTensor, read_header
 
 SIDES = st.integers(1, 9)
@@ -46,8 +46,8 @@ def test_blocks_are_the_formula(
     as_stored = weight.T.contiguous() if transposed else weight
     tensors = stored(folder, w=as_stored, a=a, b=b, m=magnitude)
     change = LowRank(tensors["a"], tensors["b"], scaling, transposed, tensors["m"] if dora else None)
-    assert change.shape() == tensors["w"].shape
-    merged = torch.cat(list(change.blocks(tensors["w"])))
+    assert change.shape == tensors["w"].shape
+    merged = torch.cat(list(change.blocks(tensors["w"].rows)))
 
     expected = weight.double() + scaling * b.double() @ a.double()
     if dora:
@@ -59,12 +59,12 @@ def test_blocks_are_the_formula(
 
 @given(st.floats(0.5, 64), st.integers(1, 256))
 def test_scaling(alpha: float, rank: int) -> None:
-    assert scaling_of("x.q_proj", rank, {"lora_alpha": alpha}) == pytest.approx(alpha / rank)
-    stabilized = {"lora_alpha": alpha, "use_rslora": True}
-    assert scaling_of("x.q_proj", rank, stabilized) == pytest.approx(alpha / rank**0.5)
+    assert AdapterSettings(lora_alpha=alpha).scaling("x.q_proj", rank) == pytest.approx(alpha / rank)
+    stabilized = AdapterSettings(lora_alpha=alpha, use_rslora=True)
+    assert stabilized.scaling("x.q_proj", rank) == pytest.approx(alpha / rank**0.5)
     # PEFT's rule: the first pattern that matches the end of the name, from the beginning of a part on.
-    own = {"lora_alpha": alpha, "alpha_pattern": {"proj": 7 * rank, "q_proj": 3 * rank, "x.q_proj": rank}}
-    assert scaling_of("x.q_proj", rank, own) == 3
+    patterns = {"proj": 7 * rank, "q_proj": 3 * rank, "x.q_proj": rank}
+    assert AdapterSettings(lora_alpha=alpha, alpha_pattern=patterns).scaling("x.q_proj", rank) == 3
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -81,5 +81,5 @@ def test_a_damaged_adapter_is_named(folder: Path) -> None:
     a[1, 2] = torch.nan
     tensors = stored(folder, w=torch.ones(30, 4), a=a, b=torch.ones(30, 2))
     change = LowRank(tensors["a"], tensors["b"], 1.0, False)
-    with pytest.raises(ModelError, match=r"tensors\.safetensors: a: holds values that are no finite numbers"):
-        next(change.blocks(tensors["w"]))
+    with pytest.raises(ModelError, match=r"tensors\.safetensors: a: has infinite or NaN values"):
+        next(change.blocks(tensors["w"].rows))

@@ -1,7 +1,6 @@
 """An adapter of QLoRA on the 16-bit base, and on the weights that it was trained on."""
 
 import importlib.util
-import json
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,7 @@ from safetensors.torch import load_file
 from test_merge_peft import TIED
 
 from pi_lora.errors import ModelError
-from pi_lora.merge.check import Check
+from pi_lora.merge.facts import Check, read_merge
 from pi_lora.merge.merging import merge
 from pi_lora.models.base import extended_config, find_base, load_model
 
@@ -37,7 +36,9 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def check_of(folder: Path) -> Check:
-    return Check.from_json(json.loads((folder / "merge.json").read_text())["check"])
+    check = read_merge(folder).check
+    assert check
+    return check
 
 
 def test_onto_the_stored_base(base: Path, run: Path, tmp_path: Path) -> None:

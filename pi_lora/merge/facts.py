@@ -1,0 +1,104 @@
+"""What is written about a merge beside the weights (`merge.json`): what was merged, and how the check came out."""
+
+import math
+from pathlib import Path
+
+from pydantic import BaseModel
+
+MERGE_FILE = "merge.json"
+# The largest root mean square of the difference over that of the logits. Rounding moves a weight by at most half a step
+# of its dtype (2^-8 of it in bfloat16, 2^-11 in float16), and errors grow with depth; float32's come from adding in
+# another order. docs/merging.md has measurements.
+TOLERANCES = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 5e-2}
+
+
+class Agreement(BaseModel, frozen=True):
+    """How far merged logits agree with base + adapter over the last `scored` of `length` tokens.
+
+    `largest`: the largest difference; `relative`: its root mean square over that of the logits; `same_first`: the share
+    of tokens with the same most likely next token; `tuning`: what the adapter changed, in the unit of `relative`.
+    """
+
+    length: int
+    scored: int
+    largest: float
+    relative: float
+    same_first: float
+    tuning: float
+
+
+class Check(BaseModel, frozen=True):
+    """The agreements at all lengths; `how` is whole or layer by layer, `skipped` the reason for making no check.
+
+    `rounding` is the coarsest dtype that the merged weights have gone through.
+    """
+
+    rounding: str
+    how: str
+    agreements: tuple[Agreement, ...] = ()
+    skipped: str | None = None
+
+    def problem(self) -> str | None:
+        """Return why the merged weights are not the tuned model, or None.
+
+        They may differ by rounding, and by less than half of what tuning changed: else the adapter was not added.
+        """
+        for each in self.agreements:
+            if math.isnan(each.relative) or each.relative > TOLERANCES[self.rounding]:
+                return (
+                    f"logits differ by {each.relative:.1e} of their size at {each.length} tokens, which rounding to "
+                    f"{self.rounding} does not explain (at most {TOLERANCES[self.rounding]:.0e})"
+                )
+            if each.relative > max(each.tuning / 2, TOLERANCES["float32"]):
+                return (
+                    f"at {each.length} tokens rounding to {self.rounding} changes logits by {each.relative:.1e} of "
+                    f"their size, tuning by {each.tuning:.1e}: most of it would be lost; choose --dtype float32"
+                )
+        return None
+
+    def lines(self) -> list[str]:
+        """Return the lines for the terminal and the model card."""
+        if self.skipped:
+            return [f"not checked: {self.skipped}"]
+        how = "" if self.how == "whole" else f" {self.how}"
+        return [
+            f"checked{how} at {each.length} tokens: logits differ by {each.largest:.1e} at most, {each.relative:.1e} "
+            f"of their size (tuning: {each.tuning:.1e}); the first choice is the same for {each.same_first:.1%}"
+            for each in self.agreements
+        ]
+
+
+class Merge(BaseModel, frozen=True):
+    """What was merged: `onto` the stored or the quantized base; `untied` if a tied head became its own tensor.
+
+    `scale` is L'/L, `window` L' in tokens; no `check` means that none was asked for.
+    """
+
+    base: str
+    run: str
+    onto: str
+    dtype: str
+    scale: float
+    window: int
+    untied: bool
+    check: Check | None
+    versions: dict[str, str]
+
+    def lines(self) -> list[str]:
+        """Return the lines for the terminal."""
+        untied = ["the head was tied to the embeddings, but they diverged in tuning: it is a tensor of its own now"]
+        return [*(untied if self.untied else []), *(self.check.lines() if self.check else ["not checked"])]
+
+    def card_rows(self) -> dict[str, str]:
+        """Return the rows of the model card that not every merge has."""
+        rows = {}
+        if self.onto == "quantized":
+            rows["added onto"] = "the base after the rounding to NF4 that it was tuned on"
+        if self.untied:
+            rows["head"] = "was tied to the embeddings; they diverged, and are two tensors now"
+        return rows
+
+
+def read_merge(folder: Path) -> Merge:
+    """Read what is written about the merge in `folder`."""
+    return Merge.model_validate_json((folder / MERGE_FILE).read_text(encoding="utf-8"))
