@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-from transformers import CONFIG_MAPPING
 
 from pi_lora.errors import ModelError
 from pi_lora.merge.deltas import read_adapter, read_settings
@@ -54,7 +53,7 @@ def merge(
     found = FoundModel(str(run), *adapter_base(run, base), adapter=run)
     with staged(output) as staging:
         with quiet_loading():
-            model = build_on_meta(CONFIG_MAPPING[found.config["model_type"]], found.config)
+            model = build_on_meta(found.base.kind, found.config)
         changes = read_adapter(run, settings, transposed_weights(model))
         cast = dtype_named(dtype) if dtype else None
         plan = plan_merge(
