@@ -16,7 +16,7 @@ from pi_lora.models.adapter import check_shape
 from pi_lora.models.base import BaseModel, extended_config, find_base
 from pi_lora.models.load import adapter_base, is_adapter
 from pi_lora.planning.gpus import CPU, GPUS, gpu_of_device
-from pi_lora.planning.planning import Plan, plan_recipe
+from pi_lora.planning.planning import Plan, plan_recipe, target_of
 from pi_lora.recipe.schema import Data, Hardware, Recipe
 from pi_lora.run_folder import check_output, check_resumed_recipe
 from pi_lora.scaling.config import Config, scale_of, window_of
@@ -81,7 +81,7 @@ def plan_here(recipe: Recipe) -> Plan | None:
     else:
         device = None
     try:
-        return plan_recipe(recipe, device)
+        return plan_recipe(recipe, target_of(recipe), device)
     except ModelError:
         return None
 

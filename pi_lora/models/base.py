@@ -5,6 +5,7 @@ import json
 from collections.abc import Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,7 +23,7 @@ from transformers import logging as transformers_logging
 from pi_lora.errors import ModelError
 from pi_lora.scaling.config import Config, Interpolation, Method, in_both_dialects, read_rope, window_of
 from pi_lora.scaling.extend import extend_config
-from pi_lora.scaling.verify import check_scaling
+from pi_lora.scaling.verify import build_on_meta, check_scaling
 
 Placement = Literal["device", "quantized", "host"]
 
@@ -47,6 +48,12 @@ class BaseModel:
     def interpolation(self, method: Method, target: int, original: int | None = None) -> Interpolation:
         """The way from this model's window (or `original`) to `target` tokens."""
         return Interpolation(method, original or window_of(self.config), target)
+
+    @cached_property
+    def skeleton(self) -> PreTrainedModel:
+        """The unextended model on the meta device: every module with its shape, no memory for weights."""
+        with quiet_loading():
+            return build_on_meta(_config_class(self), self.config, self.trust_remote_code)
 
 
 def find_base(name: str, revision: str = "main", trust_remote_code: bool = False) -> BaseModel:
