@@ -22,7 +22,10 @@ class Parameters:
 
 
 def count_parameters(shape: Shape, tuning: Tuning) -> Parameters:
-    """Count as PEFT 0.21 trains them: LoRA on `targets`, never on the head; tied embeddings are copied once."""
+    """Count as PEFT 0.21 trains them: LoRA on `targets`, never on the head; tied embeddings are copied once.
+
+    Left out: LoRA on the weights of experts, which PEFT adds under `all-linear` for some types of mixtures.
+    """
     if tuning.method == "full":
         return Parameters(shape.parameters, shape.parameters, 0, 0)
     adapter = sum(

@@ -40,6 +40,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 EXPERTS = {**GROUPED, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16}
+GROUPS = {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
 # Families that the plan was not made for.
 OTHERS: dict[str, dict[str, Any]] = {
     "deepseek_v3": {

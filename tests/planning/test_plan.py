@@ -29,6 +29,13 @@ from pi_lora.recipe.schema import Recipe, Tuning
 REPOSITORY = Path(__file__).parents[2]
 LARGEST = str(REPOSITORY / "recipes" / "paper" / "65b_8k.yaml")
 LLAMA = "huggyllama/llama-7b"
+LLAMA_3_1 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 1024,
+}
 
 
 def recipe(name: str = LLAMA, target: int = 8192, **sections: Any) -> Recipe:
@@ -55,7 +62,8 @@ def test_attention_costs_its_causal_half_and_a_window_less() -> None:
 def test_operations_are_those_that_torch_counts(kind: str) -> None:
     """On families that no figure was made for, with experts among them; `eager` attention is not causal."""
     tokens = 64
-    model = AutoModelForCausalLM.from_config(small_config(kind), attn_implementation="eager", dtype=torch.float32)
+    eager = {"attn_implementation": "eager", "experts_implementation": "eager"}
+    model = AutoModelForCausalLM.from_config(small_config(kind), dtype=torch.float32, **eager)
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         model(torch.zeros(1, tokens, dtype=torch.long), use_cache=False)
     shape = small_shape(kind)
@@ -264,7 +272,7 @@ def test_a_folder_plans_as_the_hub_model_does(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "line"),
     [
-        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "rope_type llama3"),
+        ({"rope_scaling": LLAMA_3_1}, "rope_type llama3"),
         ({"max_position_embeddings": 8192}, r"context\.target: 8192 is not longer"),
     ],
 )

@@ -10,7 +10,7 @@ from transformers import AutoConfig
 from pi_lora.planning.activations import saved_inputs
 from pi_lora.planning.gpus import GIB
 from pi_lora.planning.memory import DeviceMemory, memory, spread_of
-from pi_lora.planning.shape import Shape, find_shape, shape_of
+from pi_lora.planning.shape import Shape, find_shape, shape_of, shipped_config
 from pi_lora.recipe.schema import Recipe
 
 QWEN_8B, QWEN_SMALL, LLAMA = "Qwen/Qwen3-8B-Base", "Qwen/Qwen3-0.6B-Base", "huggyllama/llama-7b"
