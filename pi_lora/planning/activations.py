@@ -19,8 +19,6 @@ LOSS_STATISTICS = 12
 # With offloading, saved inputs on the device at once: one on its way out, one in use, two on their way in
 # (measured in TRL's long-context guide: "only 4 are ever resident at once").
 RESIDENT_WHEN_OFFLOADED = 4
-# Bytes per pair of tokens and head: softmax in float32 and its bfloat16 copy, and one more of each in the backward.
-EAGER_SCORE = 12
 
 
 @dataclass(frozen=True)
@@ -108,21 +106,16 @@ def _norm_bytes(shape: Shape, tuning: Tuning) -> float:
     return _bytes(shape, hidden, 0, of_heads, of_heads)
 
 
-def saved_inputs(shape: Shape, tokens: int, wide_stream: bool, offloaded: bool) -> int:
-    """Return bytes of the layer inputs that checkpointing saves on the device: layers x tokens x hidden.
+def saved_inputs(shape: Shape, tokens: int, wide_stream: bool = False, offloaded: bool = False) -> int:
+    """Return bytes of the layer inputs that checkpointing keeps on the device: layers x tokens x hidden.
 
     >>> from pi_lora.planning.shape import find_shape
     >>> _, shape = find_shape("huggyllama/llama-7b")
-    >>> saved_inputs(shape, 8192, wide_stream=False, offloaded=False) == 32 * 8192 * 4096 * 2
+    >>> saved_inputs(shape, 8192) == 32 * 8192 * 4096 * 2
     True
     """
     resident = min(shape.layers, RESIDENT_WHEN_OFFLOADED) if offloaded else shape.layers
     return resident * tokens * shape.hidden * (FLOAT32 if wide_stream else BFLOAT16)
-
-
-def eager_bytes(shape: Shape, sequences: int, sequence: int) -> int:
-    """Return bytes of the attention weights of one layer, which only the `eager` kernel materializes."""
-    return sequences * shape.heads * sequence * sequence * EAGER_SCORE
 
 
 def loss_bytes(shape: Shape, tuning: Tuning, tokens: int, wide_stream: bool) -> int:

@@ -57,19 +57,16 @@ def _changes(plan: Plan) -> Iterator[Changes]:
     costs_time = {**chunks, **offload, **_ONE_AT_A_TIME}
     yield from ({key: value} for key, value in costs_time.items())
     yield costs_time
-    for changes in _costly_changes(plan):
-        yield changes
-        yield {**costs_time, **changes}
-
-
-def _costly_changes(plan: Plan) -> Iterator[Changes]:
+    costly: list[Changes] = []
     if plan.recipe.tuning.method != "qlora":
-        yield {"tuning.method": "qlora"}
-        yield from _more_gpus(plan.recipe)
+        costly += [{"tuning.method": "qlora"}, *_more_gpus(plan.recipe)]
     shorter = plan.recipe.context.target // 2
     while shorter > plan.target.original:
-        yield {"context.target": shorter}
+        costly.append({"context.target": shorter})
         shorter //= 2
+    for changes in costly:
+        yield changes
+        yield {**costs_time, **changes}
 
 
 def _more_gpus(recipe: Recipe) -> Iterator[Changes]:

@@ -6,7 +6,7 @@ Left out: fragmentation of the allocator, sequences shorter than the longest, wh
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from pi_lora.planning.activations import eager_bytes, layer_bytes, loss_bytes, saved_inputs
+from pi_lora.planning.activations import layer_bytes, loss_bytes, saved_inputs
 from pi_lora.planning.gpus import GIB
 from pi_lora.planning.parameters import BFLOAT16, FLOAT32, base_bytes, count_parameters, head_trains
 from pi_lora.planning.shape import Shape
@@ -19,6 +19,9 @@ COMPONENTS = ("weights", "gradients", "optimizer", "activations", "logits")
 # each 256. Paged ones may leave a full device, which is not counted on.
 ADAMW_MOMENTS = 2
 ADAMW_8BIT = 2 * (1 + 4 / 256)
+
+# Bytes per pair of tokens and head: softmax in float32 and its bfloat16 copy, and one more of each in the backward.
+EAGER_SCORE = 12
 
 
 @dataclass(frozen=True)
@@ -105,18 +108,6 @@ def memory(
     return DeviceMemory(dict(zip(COMPONENTS, most, strict=True)), max(map(sum, moments)))
 
 
-def gathered_bytes(shape: Shape) -> int:
-    """Return what FSDP2 gathers in bfloat16 at once: this layer, the next one, and the head (accelerate 1.15)."""
-    return (2 * shape.layer + shape.embedding) * BFLOAT16
-
-
-def host_bytes(shape: Shape, recipe: Recipe, spread: Spread) -> int:
-    """Return pinned host memory that offloading takes, for each device."""
-    if not recipe.hardware.offload_activations:
-        return 0
-    return saved_inputs(shape, spread.tokens, wide_stream=False, offloaded=False)
-
-
 def _bytes_per_number(recipe: Recipe, on_cpu: bool) -> int:
     """Of the base's weights: float32 where all of them train or on a CPU, else bfloat16, unless the recipe says."""
     if recipe.model.dtype:
@@ -128,7 +119,9 @@ def _weights(shape: Shape, recipe: Recipe, spread: Spread, base_number: int) -> 
     count = count_parameters(shape, recipe.tuning)
     base = base_bytes(shape, recipe.tuning.method == "qlora", base_number)
     stored = (base + (count.adapter + count.copies) * FLOAT32) // spread.shards
-    return stored + (gathered_bytes(shape) if spread.shards > 1 else 0)
+    # FSDP2 gathers in bfloat16 the layer at work, the next one, and the head (accelerate 1.15).
+    gathered = (2 * shape.layer + shape.embedding) * BFLOAT16 if spread.shards > 1 else 0
+    return stored + gathered
 
 
 def _gradients(shape: Shape, recipe: Recipe, spread: Spread, trained_number: int) -> int:
@@ -155,7 +148,9 @@ def _activations(shape: Shape, recipe: Recipe, spread: Spread, wide_stream: bool
     )
     # Float32 arithmetic keeps everything twice as wide.
     width = 2 if recipe.training.precision == "float32" else 1
-    scores = eager_bytes(shape, spread.sequences, spread.sequence) if recipe.model.attention == "eager" else 0
+    # The `eager` kernel alone materializes the attention weights of a layer.
+    eager = spread.sequences if recipe.model.attention == "eager" else 0
+    scores = eager * shape.heads * spread.sequence**2 * EAGER_SCORE
     kept_in_layer, peak_in_layer = (width * per_token * spread.tokens + scores for per_token in in_layer)
     if recipe.tuning.method == "qlora":
         # NF4 unpacks one linear layer at a time to bfloat16.

@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 
-from pi_lora.planning.gpus import CPU, Gpu
 from pi_lora.planning.parameters import count_parameters
 from pi_lora.planning.shape import Shape
 from pi_lora.recipe.schema import Tuning
@@ -51,11 +50,6 @@ def flops_of_sequence(shape: Shape, tuning: Tuning, tokens: int, checkpointing: 
         recomputation=head + (layers + adapter + attention if checkpointing else 0.0),
         backward=layers + head + adapter + 2 * attention + trained,
     )
-
-
-def utilization(gpu: Gpu, tuning: Tuning) -> float:
-    """Return the assumed share of the peak."""
-    return ASSUMED_UTILIZATION_OF_CPU if gpu.name == CPU else ASSUMED_UTILIZATION[tuning.method]
 
 
 def _attention(shape: Shape, tokens: int) -> float:

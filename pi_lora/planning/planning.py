@@ -5,9 +5,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from pi_lora.errors import DataError, PiLoraError
+from pi_lora.planning.activations import saved_inputs
 from pi_lora.planning.gpus import CPU, GPUS, Gpu
-from pi_lora.planning.memory import OVERHEAD, DeviceMemory, host_bytes, memory, spread_of
-from pi_lora.planning.operations import Flops, flops_of_sequence, utilization
+from pi_lora.planning.memory import OVERHEAD, DeviceMemory, memory, spread_of
+from pi_lora.planning.operations import ASSUMED_UTILIZATION, ASSUMED_UTILIZATION_OF_CPU, Flops, flops_of_sequence
 from pi_lora.planning.parameters import count_parameters
 from pi_lora.planning.shape import Shape, find_shape
 from pi_lora.recipe.schema import Recipe
@@ -56,7 +57,8 @@ class Plan:
     @property
     def utilization(self) -> float:
         """The assumed share of the devices' peak."""
-        return utilization(self.gpu, self.recipe.tuning)
+        on_cpu = self.gpu.name == CPU
+        return ASSUMED_UTILIZATION_OF_CPU if on_cpu else ASSUMED_UTILIZATION[self.recipe.tuning.method]
 
     @property
     def hours(self) -> float:
@@ -107,15 +109,10 @@ def plan_recipe(recipe: Recipe, target: Target, gpu: Gpu | None = None) -> Plan:
     Raises:
         PiLoraError: `gpu` is a CPU and the recipe asks for GPUs.
     """
-    if gpu is not None:
-        return _plan_on(recipe, target, gpu)
-    if recipe.hardware.gpus is None:
-        return _plan_on(recipe, target, GPUS[CPU])
-    plans = [_plan_on(recipe, target, each) for each in GPUS.values() if each.name != CPU]
-    return next((plan for plan in plans if plan.fits), plans[-1])
-
-
-def _plan_on(recipe: Recipe, target: Target, gpu: Gpu) -> Plan:
+    if gpu is None:
+        on_gpus = recipe.hardware.gpus is not None
+        plans = [plan_recipe(recipe, target, each) for each in GPUS.values() if (each.name != CPU) == on_gpus]
+        return next((plan for plan in plans if plan.fits), plans[-1])
     on_cpu = gpu.name == CPU
     if on_cpu and recipe.hardware.gpus is not None:
         raise PiLoraError("--gpu: cpu: the recipe asks for hardware.gpus; name a GPU, or set hardware.gpus=null")
@@ -130,7 +127,8 @@ def _plan_on(recipe: Recipe, target: Target, gpu: Gpu) -> Plan:
         parameters=count.base,
         trained=count.trained,
         memory=memory(shape, recipe, spread, on_cpu),
-        host_bytes=host_bytes(shape, recipe, spread),
+        # Offloading pins host memory for each device.
+        host_bytes=saved_inputs(shape, spread.tokens) if recipe.hardware.offload_activations else 0,
         tokens_per_step=training.global_batch_size * spread.sequence,
         flops=one.times(training.steps * training.global_batch_size),
     )

@@ -107,24 +107,21 @@ def shape_of(model: PreTrainedModel) -> Shape:
         ModelError: the model has no decoder layers, or no head, that transformers knows by name.
     """
     config, head = model.config, model.get_output_embeddings()
-    layers = list(_decoder_layers(model))
+    layers = _decoder_layers(model)
     if head is None or not layers:
         raise ModelError(f"model of type {config.model_type}: has no decoder layers with a head; no plan for it")
+    hidden, heads = config.hidden_size, config.num_attention_heads
     per_token = getattr(config, "num_experts_per_tok", None) or getattr(config, "moe_topk", None)
     experts = [_experts(layer, per_token) for layer in layers]
-    heads = config.num_attention_heads
     # `qk_head_dim` is that of multi-head latent attention, whose `head_dim` is the rotary part alone.
-    widths = (getattr(config, name, None) for name in ("qk_head_dim", "head_dim"))
-    head_dim = next(filter(None, widths), config.hidden_size // heads)
+    head_dim = getattr(config, "qk_head_dim", None) or getattr(config, "head_dim", None) or hidden // heads
     sliding, linear, window = _local_layers(config.to_dict(), len(layers))
     return Shape(
         parameters=_numbers(model),
         layers=len(layers),
         layer=max(map(_numbers, layers)),
-        hidden=config.hidden_size,
-        intermediate=max(
-            _mlp_width(layer, config.hidden_size, active) for layer, (_, active) in zip(layers, experts, strict=True)
-        ),
+        hidden=hidden,
+        intermediate=max(_mlp_width(layer, hidden, used) for layer, (_, used) in zip(layers, experts, strict=True)),
         queries=heads * head_dim,
         keys=(getattr(config, "num_key_value_heads", None) or heads) * head_dim,
         heads=heads,
@@ -132,7 +129,7 @@ def shape_of(model: PreTrainedModel) -> Shape:
         tied=head.weight is model.get_input_embeddings().weight,
         linears=tuple(_linears(model, head)),
         experts=sum(stored for stored, _ in experts),
-        active_experts=sum(active for _, active in experts),
+        active_experts=sum(used for _, used in experts),
         norms=max(len([name for name in _norms(layer) if not _in_attention(name)]) for layer in layers),
         norm_weights=_numbers(nn.ModuleList(_norms(model).values())),
         head_normed=any(_in_attention(name) for name in _norms(model)),
@@ -142,11 +139,10 @@ def shape_of(model: PreTrainedModel) -> Shape:
     )
 
 
-def _decoder_layers(model: PreTrainedModel) -> Iterator[nn.Module]:
+def _decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
     kinds = model._no_split_modules or ()
-    for modules in model.modules():
-        if isinstance(modules, nn.ModuleList):
-            yield from (module for module in modules if type(module).__name__ in kinds)
+    lists = (module for module in model.modules() if isinstance(module, nn.ModuleList))
+    return [layer for modules in lists for layer in modules if type(layer).__name__ in kinds]
 
 
 def _numbers(module: nn.Module) -> int:
@@ -172,13 +168,8 @@ def _linears(model: nn.Module, head: nn.Module) -> Iterator[Linear]:
 
 def _experts(layer: nn.Module, per_token: int | None) -> tuple[int, int]:
     """Return the weights of a layer's experts, in tensors of (experts, rows, columns), and those that a token uses."""
-    weights = [
-        weight
-        for module in layer.modules()
-        if not isinstance(module, nn.Conv1d)
-        for weight in module.parameters(recurse=False)
-        if weight.dim() == 3
-    ]
+    owners = [module for module in layer.modules() if not isinstance(module, nn.Conv1d)]
+    weights = [weight for owner in owners for weight in owner.parameters(recurse=False) if weight.dim() == 3]
     active = (weight.numel() // len(weight) * min(per_token or len(weight), len(weight)) for weight in weights)
     return sum(weight.numel() for weight in weights), sum(active)
 

@@ -14,10 +14,13 @@ from pi_lora.recipe.files import load_recipe, recipe_paths, recipe_summary
 
 def plan_lines(plan: Plan) -> list[str]:
     """Return what is tuned, what it needs, how long it takes; and what to change where it does not fit."""
-    recipe = plan.recipe
+    recipe, target = plan.recipe, plan.recipe.context.target
+    windows = f"{plan.target.original} to {target} tokens"
+    if recipe.scaling == "keep":
+        windows = f"{plan.target.original} tokens as it is, examples of at most {target}"
     trained = "all" if recipe.tuning.method == "full" else f"{_count(plan.trained)} beside"
     lines = [
-        f"{recipe.model.name}: {_windows(plan)}, {recipe.scaling}, "
+        f"{recipe.model.name}: {windows}, {recipe.scaling}, "
         f"{recipe.tuning.method}; {trained} {_count(plan.parameters)} parameters train",
         f"memory: {_gib(plan.memory.peak)} of {_gib(plan.gpu.memory)} GiB on {'each of ' if plan.devices > 1 else ''}"
         f"{machinery(plan)}" + (f", {_gib(plan.host_bytes)} GiB of its host" if plan.host_bytes else ""),
@@ -74,13 +77,6 @@ def hours_in_words(hours: float) -> str:
     if hours < 48:
         return f"{hours:.1f} hours" if hours < 10 else f"{hours:.0f} hours"
     return f"{hours / 24:.1f} days"
-
-
-def _windows(plan: Plan) -> str:
-    target = plan.recipe.context.target
-    if plan.recipe.scaling == "keep":
-        return f"{plan.target.original} tokens as it is, examples of at most {target}"
-    return f"{plan.target.original} to {target} tokens"
 
 
 def _gib(size: int) -> str:

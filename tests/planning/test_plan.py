@@ -89,6 +89,11 @@ def test_experts_take_memory_by_their_number_and_time_by_those_of_a_token() -> N
     assert many.intermediate == few.intermediate == 2 * 112
 
 
+@pytest.fixture(scope="module", autouse=True)
+def built_before_any_deadline() -> None:
+    plan_of(recipe())
+
+
 lengths = st.sampled_from([4096, 8192, 16384, 65536, 131072])
 methods = st.sampled_from(["full", "lora", "qlora"])
 counts = st.sampled_from([1, 2, 4, 8])
