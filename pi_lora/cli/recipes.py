@@ -33,10 +33,7 @@ def plan(
     ] = None,
     json: JsonFile = None,
 ) -> None:
-    """Print memory, tokens and hours of RECIPE before any weights are loaded.
-
-    Without --gpu it is planned for the device that its first line names.
-    """
+    """Print memory, tokens and hours of RECIPE before it is run, on --gpu or the device that its first line names."""
     from pi_lora.planning.gpus import find_gpu
     from pi_lora.planning.planning import write_plan
     from pi_lora.planning.text import component_lines, plan_lines, planned
