@@ -16,7 +16,8 @@ from pi_lora.models.adapter import check_shape
 from pi_lora.models.base import extended_config, find_base
 from pi_lora.models.load import adapter_base, is_adapter
 from pi_lora.planning.gpus import CPU, GPUS, gpu_of_device
-from pi_lora.planning.planning import Plan, plan_recipe
+from pi_lora.planning.planning import Plan, Target, plan_recipe
+from pi_lora.planning.shape import shape_of
 from pi_lora.recipe.schema import Data, Hardware, Recipe
 from pi_lora.run_folder import check_output, check_resumed_recipe
 from pi_lora.scaling.config import scale_of, window_of
@@ -66,8 +67,9 @@ def check(recipe: Recipe, output: Path, resume: bool = False) -> Job:
     return job
 
 
-def plan_here(recipe: Recipe) -> Plan | None:
-    """Plan `recipe` on this machine's accelerator, or on its CPU and memory; None for a model that has no plan."""
+def plan_here(job: Job) -> Plan | None:
+    """Plan `job` on this machine's accelerator, or on its CPU and memory; None for a model that has no plan."""
+    recipe = job.recipe
     if torch.cuda.is_available():
         device = gpu_of_device(torch.cuda.get_device_name(), torch.cuda.get_device_properties(0).total_memory)
     elif recipe.hardware.gpus is None:
@@ -75,7 +77,9 @@ def plan_here(recipe: Recipe) -> Plan | None:
     else:
         device = None
     try:
-        return plan_recipe(recipe, device)
+        # Under `keep` the model's own window is the one before.
+        original = job.target if recipe.scaling == "keep" else job.original
+        return plan_recipe(recipe, Target(shape_of(job.base.skeleton), original), device)
     except ModelError:
         return None
 

@@ -47,8 +47,8 @@ def test_recipe_fits_on_the_hardware_that_it_names(path: Path) -> None:
 @pytest.mark.parametrize("path", recipe_paths(RECIPES), ids=str)
 def test_recipe_states_its_models_own_window(path: Path) -> None:
     plan = planned(path)
-    assert plan.recipe.context.original in (None, plan.original)
-    assert planned(path, ["context.original=null"]).original == plan.original
+    assert plan.recipe.context.original in (None, plan.target.original)
+    assert planned(path, ["context.original=null"]).target.original == plan.target.original
 
 
 def test_shapes_are_shipped_for_the_models_of_the_recipes_and_no_others() -> None:

@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from pi_lora.models.base import device, quantization, quiet_loading
 from pi_lora.planning.memory import DeviceMemory, memory, spread_of
 from pi_lora.planning.operations import Flops, flops_of_sequence
-from pi_lora.planning.shape import Shape, find_config, shape_of
+from pi_lora.planning.shape import Shape, find_shape, shape_of
 from pi_lora.recipe.schema import Recipe
 from pi_lora.scaling.config import Interpolation
 from pi_lora.scaling.extend import extend_config
@@ -53,7 +53,8 @@ class Setting:
     @property
     def shape(self) -> Shape:
         """As the plan counts it."""
-        return shape_of(self.config, self.name)
+        with torch.device("meta"):
+            return shape_of(AutoModelForCausalLM.from_config(AutoConfig.for_model(**self.config)))
 
     def with_layers(self, layers: int) -> "Setting":
         """The same widths, less deep."""
@@ -78,7 +79,7 @@ def setting_of(shape: str) -> Setting:
     """`tiny` for a CPU, or a shape that the plan knows by its hub id."""
     if shape == "tiny":
         return Setting("tiny", TINY, lengths=(64, 128), compared=128, tokens_a_step=128, rank=4)
-    config = {"max_position_embeddings": 2048, "rope_theta": 10000.0, **find_config(shape)}
+    config, _ = find_shape(shape)
     lengths = tuple(
         length * 1024 for length in (2, 8, 16, 32, 64) if length * 1024 >= config["max_position_embeddings"]
     )
@@ -94,8 +95,7 @@ def work(setting: Setting, recipe: Recipe) -> Flops:
     """Operations of one step."""
     training = recipe.training
     one = flops_of_sequence(setting.shape, recipe.tuning, recipe.context.target, training.activation_checkpointing)
-    sequences = training.global_batch_size
-    return Flops(one.forward * sequences, one.recomputation * sequences, one.backward * sequences)
+    return one.times(training.global_batch_size)
 
 
 def random_model(setting: Setting, target: int, method: str, attention: str = "sdpa") -> PreTrainedModel:

@@ -33,21 +33,19 @@ def plan(
     ] = None,
     json: JsonFile = None,
 ) -> None:
-    """Memory, tokens and hours of RECIPE before anything is loaded; without --gpu on what its first line names."""
+    """Print memory, tokens and hours of RECIPE before it is run, on --gpu or the device that its first line names."""
     from pi_lora.planning.gpus import find_gpu
-    from pi_lora.planning.planning import plan_recipe, write_plan
-    from pi_lora.planning.text import component_lines, gpu_named_in, plan_lines
-    from pi_lora.recipe.files import load_recipe, recipe_summary
+    from pi_lora.planning.planning import write_plan
+    from pi_lora.planning.text import component_lines, plan_lines, planned
 
-    resolved = load_recipe(recipe, overrides or []).recipe
-    planned = plan_recipe(resolved, find_gpu(gpu) if gpu else gpu_named_in(recipe_summary(recipe)))
+    found = planned(recipe, overrides or [], find_gpu(gpu) if gpu else None)
     table = Table("on each device", "at most", box=None)
-    for row in component_lines(planned):
+    for row in component_lines(found):
         table.add_row(*row)
-    out.print("\n".join(plan_lines(planned)), highlight=False, soft_wrap=True)
+    out.print("\n".join(plan_lines(found)), highlight=False, soft_wrap=True)
     out.print(table, highlight=False)
     if json:
-        write_plan(planned, json)
+        write_plan(found, json)
 
 
 @app.command()
@@ -65,13 +63,12 @@ def recipes(
         from pi_lora.recipe.reference import reference_page
 
         print(reference_page(), end="")
-        return
-    if markdown:
+    elif markdown:
         from pi_lora.planning.text import recipes_page
 
         print(recipes_page(folder), end="")
-        return
-    table = Table("recipe", "what it makes", box=None)
-    for path in recipe_paths(folder):
-        table.add_row(str(path), recipe_summary(path))
-    out.print(table)
+    else:
+        table = Table("recipe", "what it makes", box=None)
+        for path in recipe_paths(folder):
+            table.add_row(str(path), recipe_summary(path))
+        out.print(table)

@@ -48,7 +48,7 @@ def train(
 
         job = check(resolved, output or output_folder(resolved, recipe), resume)
     if not is_launched():
-        _show_plan(resolved, force)
+        _show_plan(job, force)
     if dry_run:
         return
     preparing = "preparing examples" if resolved.data.has_examples else "packing tokens"
@@ -70,14 +70,14 @@ def train(
         out.print(f"{folder}: done; measure it with: pi-lora eval {measure} {folder}", highlight=False, soft_wrap=True)
 
 
-def _show_plan(recipe: Any, force: bool) -> None:
-    """The first lines of a training: what is about to be done, and what it takes; a refusal where that does not fit."""
+def _show_plan(job: Any, force: bool) -> None:
+    """Print what the training takes, or refuse one that does not fit."""
     from pi_lora.planning.text import plan_lines
     from pi_lora.preflight import plan_here
 
-    plan = plan_here(recipe)
+    plan = plan_here(job)
     if plan is None:
-        out.print(f"{recipe.model.name}: no plan for a model of this kind; watch its memory", soft_wrap=True)
+        out.print(f"{job.base.name}: no plan for a model of this kind; watch its memory", soft_wrap=True)
         return
     *lines, last = plan_lines(plan)
     if not plan.fits and not force:

@@ -1,1 +1,1 @@
-"""Memory, tokens and hours of a recipe before anything is loaded."""
+"""Memory, tokens and hours of a recipe before any weights are loaded."""

@@ -6,15 +6,15 @@ from typing import Any
 from pydantic import ValidationError
 
 from pi_lora.planning.gpus import CPU
-from pi_lora.planning.planning import Plan, Target, plan_on, target_of
+from pi_lora.planning.planning import Plan, plan_recipe
 from pi_lora.recipe.schema import Recipe
 
 Changes = Mapping[str, Any]
-# A piece is long enough to keep a GPU busy, and short beside the windows that do not fit.
-_MLP_IN_PIECES: Changes = {"training.mlp_chunk_tokens": 4096}
+# A chunk is long enough to keep a GPU busy, and short compared with the windows that do not fit.
+_MLP_IN_CHUNKS: Changes = {"training.mlp_chunk_tokens": 4096}
 _OFFLOAD: Changes = {"hardware.offload_activations": True}
 _ONE_AT_A_TIME: Changes = {"training.per_device_batch_size": 1}
-# What costs most time to save memory, undone; activations that are not checkpointed are not offloaded either.
+# Undo what costs most time to save memory; activations that are not checkpointed are not offloaded either.
 _FASTER: tuple[Changes, ...] = (
     {"training.activation_checkpointing": False, "hardware.offload_activations": False},
     {"hardware.offload_activations": False},
@@ -26,59 +26,53 @@ MOST_MACHINES = 16
 
 
 def advice(plan: Plan) -> str | None:
-    """The overrides of the cheapest change after which a plan that does not fit does; None where none is known.
+    """Return the overrides of the cheapest change after which a plan fits, or None where none is known.
 
-    Tried in this order, each alone and then with the three that cost only time: MLPs in pieces, offloaded activations,
+    Tried in this order, each alone and then with the three that cost only time: chunked MLPs, offloaded activations,
     one sequence at a time, QLoRA, more GPUs, a shorter target.
     """
-    target = target_of(plan.recipe)
-    for changes in _changes(plan.recipe, target, on_cpu=plan.gpu.name == CPU):
-        changed = _changed(plan.recipe, changes)
-        if changed and plan_on(changed, target, plan.gpu).fits:
+    for changes in _changes(plan):
+        changed = _replan(plan, changes)
+        if changed and changed.fits:
             return _overrides(plan.recipe, changes)
     return None
 
 
 def faster(plan: Plan) -> tuple[str, Plan] | None:
-    """The overrides after which a recipe takes less time and still fits, with `MARGIN` to spare, and their plan.
+    """Return the overrides after which a recipe takes less time and still fits, with `MARGIN` to spare, and their plan.
 
     None where activations are kept on the device already, or have no room there.
     """
-    target = target_of(plan.recipe)
     for changes in _FASTER:
-        changed = _changed(plan.recipe, changes)
-        if changed and (planned := plan_on(changed, target, plan.gpu)).memory.peak * MARGIN <= plan.gpu.memory:
-            return _overrides(plan.recipe, changes), planned
+        changed = _replan(plan, changes)
+        if changed and changed.memory.peak * MARGIN <= plan.gpu.memory:
+            return _overrides(plan.recipe, changes), changed
     return None
 
 
-def _changes(recipe: Recipe, target: Target, on_cpu: bool) -> Iterator[Changes]:
-    # What dropout has dropped cannot be repeated piece by piece; a CPU's activations are in the host's memory already.
-    pieces = {} if recipe.tuning.dropout else _MLP_IN_PIECES
-    costs_time = {**pieces, **({} if on_cpu else _OFFLOAD), **_ONE_AT_A_TIME}
+def _changes(plan: Plan) -> Iterator[Changes]:
+    # A chunk cannot repeat its dropout in the backward; a CPU's activations are in the host's memory already.
+    chunks = {} if plan.recipe.tuning.dropout else _MLP_IN_CHUNKS
+    offload = {} if plan.gpu.name == CPU else _OFFLOAD
+    costs_time = {**chunks, **offload, **_ONE_AT_A_TIME}
     yield from ({key: value} for key, value in costs_time.items())
     yield costs_time
-    for changes in _costly_changes(recipe, target):
+    costly: list[Changes] = []
+    if plan.recipe.tuning.method != "qlora":
+        costly += [{"tuning.method": "qlora"}, *_more_gpus(plan.recipe)]
+    shorter = plan.recipe.context.target // 2
+    while shorter > plan.target.original:
+        costly.append({"context.target": shorter})
+        shorter //= 2
+    for changes in costly:
         yield changes
         yield {**costs_time, **changes}
 
 
-def _costly_changes(recipe: Recipe, target: Target) -> Iterator[Changes]:
-    if recipe.tuning.method != "qlora":
-        yield {"tuning.method": "qlora"}
-    yield from _more_gpus(recipe)
-    shorter = recipe.context.target // 2
-    while shorter > target.original:
-        yield {"context.target": shorter}
-        shorter //= 2
-
-
 def _more_gpus(recipe: Recipe) -> Iterator[Changes]:
-    """Twice as many, and twice again: up to a machine of eight, then machines; spread by weights, then by sequence."""
+    """Double the GPUs up to a machine of eight, then the machines; spread by weights, then by sequence."""
     gpus, machines = recipe.hardware.gpus, recipe.hardware.machines
-    if gpus is None or recipe.tuning.method == "qlora":
-        return
-    while gpus * 2 <= GPUS_OF_A_MACHINE or machines * 2 <= MOST_MACHINES:
+    while gpus and (gpus * 2 <= GPUS_OF_A_MACHINE or machines * 2 <= MOST_MACHINES):
         if gpus * 2 <= GPUS_OF_A_MACHINE:
             gpus *= 2
         else:
@@ -89,9 +83,9 @@ def _more_gpus(recipe: Recipe) -> Iterator[Changes]:
             yield {**more, "hardware.context_parallel": gpus}
 
 
-def _changed(recipe: Recipe, changes: Changes) -> Recipe | None:
-    """The recipe with some keys changed, or None where the schema refuses that or nothing changes."""
-    tree = recipe.model_dump(mode="json")
+def _replan(plan: Plan, changes: Changes) -> Plan | None:
+    """Plan the recipe with some keys changed; None where the schema refuses that or nothing changes."""
+    tree = plan.recipe.model_dump(mode="json")
     for key, value in changes.items():
         section, _, name = key.partition(".")
         tree[section][name] = value
@@ -99,19 +93,14 @@ def _changed(recipe: Recipe, changes: Changes) -> Recipe | None:
         changed = Recipe.model_validate(tree)
     except ValidationError:
         return None
-    return None if changed == recipe else changed
+    return None if changed == plan.recipe else plan_recipe(changed, plan.target, plan.gpu)
 
 
 def _overrides(recipe: Recipe, changes: Changes) -> str:
-    """Those of the changes that change something, as the command line takes them."""
-    news = {key: value for key, value in changes.items() if value != _value(recipe, key)}
-    return " ".join(f"{key}={_yaml(value)}" for key, value in news.items())
-
-
-def _value(recipe: Recipe, key: str) -> Any:
-    section, _, name = key.partition(".")
-    return recipe.model_dump()[section][name]
-
-
-def _yaml(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
+    """Return the changes that change something, as the command line takes them."""
+    overrides = []
+    for key, value in changes.items():
+        section, _, name = key.partition(".")
+        if value != getattr(getattr(recipe, section), name):
+            overrides.append(f"{key}={str(value).lower() if isinstance(value, bool) else value}")
+    return " ".join(overrides)

@@ -1,4 +1,4 @@
-"""What the plan knows of hardware: memory and arithmetic of the devices that it can plan for."""
+"""Memory and arithmetic of the devices that recipes can be planned for."""
 
 from dataclasses import dataclass
 
@@ -34,19 +34,19 @@ GPUS = {gpu.name: gpu for gpu in _KNOWN}
 
 
 def find_gpu(name: str) -> Gpu:
-    """A device of the table, whatever the case of its name.
+    """Return a device of the table; case does not matter.
 
     Raises:
         PiLoraError: it is not in the table.
     """
     found = {known.lower(): gpu for known, gpu in GPUS.items()}.get(name.lower())
     if found is None:
-        raise PiLoraError(f"--gpu: {name}: not one that the plan knows; name one of {', '.join(GPUS)}")
+        raise PiLoraError(f"--gpu: {name}: unknown device; name one of {', '.join(GPUS)}")
     return found
 
 
 def gpu_of_device(device_name: str, memory: int) -> Gpu | None:
-    """The device of the table that torch calls `device_name` and gives `memory` bytes, or None.
+    """Return the device of the table that torch calls `device_name` and gives `memory` bytes, or None.
 
     >>> gpu_of_device("NVIDIA A100-SXM4-80GB", 85_100_000_000).name
     'A100-80'

@@ -2,15 +2,14 @@
 
 from dataclasses import dataclass
 
-from pi_lora.planning.gpus import CPU, Gpu
 from pi_lora.planning.parameters import count_parameters
 from pi_lora.planning.shape import Shape
 from pi_lora.recipe.schema import Tuning
 
-# Assumed: the share of a device's peak that a run reaches, recomputation counted as work. `full` stands between two
-# published runs: Qwen3-8B at 1M tokens on 8 H100 (TRL's long-context guide: 380 s a step, 0.45) and LLaMA-7B at 64k on
-# 8 A100 (EasyContext: 10,240 tokens/s, 0.50). Nobody has published one for LoRA or QLoRA at these lengths: LoRA adds
-# small products and casts, QLoRA unpacks every weight three times. The CPU's makes the demo's 760 steps take the five
+# Assumed: the share of a device's peak that a run reaches, recomputation counted as work. `full` lies between two
+# published runs: Qwen3-8B at 1M tokens on 8 H100 (TRL's long-context guide: 380 s per step, 0.45) and LLaMA-7B at 64k
+# on 8 A100 (EasyContext: 10,240 tokens/s, 0.50). None is published for LoRA or QLoRA at these lengths: LoRA adds small
+# products and casts, QLoRA unpacks every weight three times. The CPU's share gives the demo's 760 steps the five
 # minutes that they take on two cores.
 ASSUMED_UTILIZATION = {"full": 0.45, "lora": 0.40, "qlora": 0.30}
 ASSUMED_UTILIZATION_OF_CPU = 0.38
@@ -18,7 +17,7 @@ ASSUMED_UTILIZATION_OF_CPU = 0.38
 
 @dataclass(frozen=True)
 class Flops:
-    """Operations, a multiplication and an addition counting as two."""
+    """Operations; a multiplication and an addition count as two."""
 
     forward: float
     recomputation: float
@@ -26,18 +25,22 @@ class Flops:
 
     @property
     def total(self) -> float:
-        """Of a training step's work."""
+        """The sum of the three."""
         return self.forward + self.recomputation + self.backward
+
+    def times(self, number: int) -> "Flops":
+        """Return the operations of `number` such sequences."""
+        return Flops(self.forward * number, self.recomputation * number, self.backward * number)
 
 
 def flops_of_sequence(shape: Shape, tuning: Tuning, tokens: int, checkpointing: bool) -> Flops:
-    """For one sequence of `tokens`, forward and backward.
+    """Return the operations of one sequence of `tokens`, forward and backward.
 
-    A product with a weight costs 2 a token forward, 2 backward for its input, and 2 for its own gradient where it
-    trains. Attention's two products see each token's past alone: half of `tokens`. The chunked loss computes the logits
-    again in its backward. Left out: norms, softmax, activation functions, the optimizer.
+    A product with a weight costs 2 per token forward, 2 backward for its input, and 2 for its own gradient where it
+    trains. Attention's two products are causal: half of `tokens` for each token. The chunked loss computes the logits
+    again in its backward. Left out: norms, softmax, activation functions, state-space recurrences, the optimizer.
     """
-    layers = shape.layers * shape.linear_weights * 2.0 * tokens
+    layers = (shape.linear_weights + shape.active_experts) * 2.0 * tokens
     head = shape.embedding * 2.0 * tokens
     adapter = count_parameters(shape, tuning).adapter * 2.0 * tokens
     attention = _attention(shape, tokens)
@@ -49,19 +52,8 @@ def flops_of_sequence(shape: Shape, tuning: Tuning, tokens: int, checkpointing: 
     )
 
 
-def hours(flops: float, gpu: Gpu, devices: int, tuning: Tuning) -> float:
-    """Of training alone, at the assumed share of the devices' peak."""
-    return flops / (gpu.peak * devices * utilization(gpu, tuning)) / 3600
-
-
-def utilization(gpu: Gpu, tuning: Tuning) -> float:
-    """The assumed share of the peak."""
-    return ASSUMED_UTILIZATION_OF_CPU if gpu.name == CPU else ASSUMED_UTILIZATION[tuning.method]
-
-
 def _attention(shape: Shape, tokens: int) -> float:
-    """Queries with keys, and weights with values: 2 x 2 operations a channel for each pair of tokens in reach."""
+    """Queries with keys, and weights with values: 2 x 2 operations per channel for each pair of tokens in reach."""
     full, window = tokens * tokens / 2, min(shape.sliding_window, tokens)
     sliding = tokens * window - window * window / 2
-    pairs = (shape.layers - shape.sliding_layers) * full + shape.sliding_layers * sliding
-    return 4.0 * pairs * shape.queries
+    return 4.0 * (shape.full_layers * full + shape.sliding_layers * sliding) * shape.queries

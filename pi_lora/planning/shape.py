@@ -1,97 +1,53 @@
-"""Where the config of a model comes from when nothing heavy may be imported.
+"""The shape of a model, counted from its modules: built on the meta device, they take no memory for weights."""
 
-The shapes of the models that the recipes name are shipped in `configs/`, so that planning them works at once and
-offline; of any other hub model `config.json` alone is downloaded.
-"""
-
-import json
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
 
 from pi_lora.errors import ModelError
-from pi_lora.scaling.config import Config
+from pi_lora.models.base import find_base
+from pi_lora.scaling.config import FULL_ATTENTION, SLIDING_ATTENTION, Config
+from pi_lora.scaling.extend import LOCAL_ATTENTION
 
+# Configs of the hub models that the recipes name, so that these recipes can be planned offline.
 CONFIGS = Path(__file__).parent / "configs"
-_BUILTIN = "builtin:"
-_BUILTIN_FOLDER = Path(__file__).parents[1] / "builtin"
-
-
-def find_config(name: str, revision: str = "main") -> dict[str, Any]:
-    """The `config.json` of a model: a folder, `builtin:NAME`, a shipped shape, or else a hub id.
-
-    Raises:
-        ModelError: there is none that can be read.
-    """
-    if name.startswith(_BUILTIN):
-        return _read(_BUILTIN_FOLDER / name.removeprefix(_BUILTIN) / "config.json", name)
-    folder = Path(name).expanduser()
-    if folder.is_dir() or name.startswith((".", "/", "~")) or name.count("/") > 1:
-        return _read(folder / "config.json", name)
-    shipped = shipped_config(name)
-    # Another revision than the main one may have another shape.
-    if revision == "main" and shipped.exists():
-        return _read(shipped, name)
-    return _read(_download(name, revision), name)
-
-
-def shipped_config(name: str) -> Path:
-    """Where the shape of a hub model is shipped, if it is.
-
-    >>> shipped_config("huggyllama/llama-7b").name
-    'huggyllama--llama-7b.json'
-    """
-    return CONFIGS / f"{name.replace('/', '--')}.json"
-
-
-def _download(name: str, revision: str) -> Path:
-    from huggingface_hub import hf_hub_download
-
-    try:
-        return Path(hf_hub_download(name, "config.json", revision=revision))
-    except (OSError, ValueError) as error:  # the hub client's errors are of these kinds
-        reason = str(error).strip().splitlines()[0].rstrip(".")
-        raise ModelError(
-            f"{name}: its config.json cannot be had ({reason}); give a model folder, or plan while online"
-        ) from None
-
-
-def _read(path: Path, name: str) -> dict[str, Any]:
-    try:
-        config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ModelError(
-            f"{name}: no such folder with a config.json; give a model folder, a hub id or builtin:tiny"
-        ) from None
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{path}: cannot be read ({error}); give a JSON file") from None
-    return config
+# Layer types without attention weights: their operations grow linearly with the sequence.
+WITHOUT_ATTENTION = {"linear_attention", "conv", "mamba"}
 
 
 @dataclass(frozen=True)
 class Linear:
-    """A linear layer: `outputs x inputs` weights, and `outputs` biases if it has any."""
+    """A linear layer of `outputs x inputs` weights; `in_attention` if LoRA on attention adapts it."""
 
     inputs: int
     outputs: int
-    bias: bool
     in_attention: bool
 
     @property
     def weights(self) -> int:
-        """Without the biases: what is quantized, and what a token is multiplied with."""
+        """Numbers without the biases: what is quantized, and multiplied with each token."""
         return self.inputs * self.outputs
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A decoder: `layers` times attention and MLP, between an embedding and a head that may share their weights.
+    """A decoder: layers between an embedding and a head, which may share their weights (`tied`).
 
-    Widths are numbers per token; `sliding_layers` of the layers look back over `sliding_window` tokens only.
+    `layer` is the number of parameters of the largest layer. `intermediate`, `queries` and `keys` are the widths of
+    the widest layer, in numbers per token, and `norms` counts the norms of its hidden states; `head_normed` if
+    attention has norms of its own. `linears` are those of all layers. The weights of experts are stored in
+    `experts` numbers, of which each token is multiplied with `active_experts`. `sliding_layers` attend to
+    `sliding_window` tokens only, `full_layers` to all.
     """
 
+    parameters: int
     layers: int
+    layer: int
     hidden: int
     intermediate: int
     queries: int
@@ -100,10 +56,12 @@ class Shape:
     vocabulary: int
     tied: bool
     linears: tuple[Linear, ...]
+    experts: int
+    active_experts: int
     norms: int
-    layer_norm_weights: int
-    final_norm_weights: int
+    norm_weights: int
     head_normed: bool
+    full_layers: int
     sliding_layers: int
     sliding_window: int
 
@@ -114,139 +72,125 @@ class Shape:
 
     @property
     def linear_weights(self) -> int:
-        """Of one layer."""
+        """Weights of the linear layers of all decoder layers."""
         return sum(linear.weights for linear in self.linears)
 
-    @property
-    def layer(self) -> int:
-        """All parameters of one layer."""
-        biases = sum(linear.outputs for linear in self.linears if linear.bias)
-        return self.linear_weights + biases + self.layer_norm_weights
 
-    @property
-    def all_norm_weights(self) -> int:
-        """Of every norm in the model."""
-        return self.layers * self.layer_norm_weights + self.final_norm_weights
-
-    @property
-    def parameters(self) -> int:
-        """Of the whole model; shared ones count once."""
-        return self.layers * self.layer + self.final_norm_weights + self.embedding * (1 if self.tied else 2)
-
-
-@dataclass(frozen=True)
-class _Family:
-    """What the code of an architecture fixes and its config leaves out (transformers 5.23).
-
-    A bias is there or not, or as the config says under a key.
-    """
-
-    defaults: Mapping[str, Any] = field(default_factory=dict)
-    qkv_bias: str | bool = "attention_bias"
-    output_bias: str | bool = "attention_bias"
-    mlp_bias: str | bool = False
-    gated: bool = True
-    fused_qkv: bool = False
-    fused_gate: bool = False
-    norms: int = 2
-    norm_bias: bool = False
-    head_norm: Literal["each", "all"] | None = None
-    sliding: Literal["all", "every second", "five of six"] | None = None
-
-
-_FAMILIES = {
-    "llama": _Family(mlp_bias="mlp_bias"),
-    "granite": _Family(mlp_bias="mlp_bias"),
-    "mistral": _Family(qkv_bias=False, output_bias=False, defaults={"num_key_value_heads": 8}, sliding="all"),
-    "qwen2": _Family(qkv_bias=True, output_bias=False),
-    "qwen3": _Family(head_norm="each", defaults={"head_dim": 128}),
-    "smollm3": _Family(mlp_bias="mlp_bias", defaults={"tie_word_embeddings": True}),
-    "gemma": _Family(defaults={"tie_word_embeddings": True, "head_dim": 256}),
-    "gemma2": _Family(
-        norms=4,
-        sliding="every second",
-        defaults={"tie_word_embeddings": True, "head_dim": 256, "sliding_window": 4096},
-    ),
-    "gemma3_text": _Family(
-        norms=4,
-        head_norm="each",
-        sliding="five of six",
-        defaults={"tie_word_embeddings": True, "head_dim": 256, "sliding_window": 4096},
-    ),
-    "phi3": _Family(qkv_bias=False, output_bias=False, fused_qkv=True, fused_gate=True, sliding="all"),
-    "olmo2": _Family(head_norm="all"),
-    "cohere": _Family(norms=1, defaults={"tie_word_embeddings": True}),
-    "stablelm": _Family(qkv_bias="use_qkv_bias", output_bias=False, norm_bias=True),
-    "gpt_neox": _Family(mlp_bias=True, gated=False, fused_qkv=True, norm_bias=True, defaults={"attention_bias": True}),
-}
-
-
-def shape_of(config: Config, name: str) -> Shape:
-    """The shape of the model `name` that `config` describes, as it stands in a `config.json`.
+@cache
+def find_shape(name: str, revision: str = "main", trust_remote_code: bool = False) -> tuple[Config, Shape]:
+    """Return the config and shape of a model: a folder, `builtin:NAME`, a shipped config, or else a hub id.
 
     Raises:
-        ModelError: an architecture whose shape is not known here, or a config that lacks a number.
+        ModelError: there is no such model, or it cannot be planned.
+        ScalingError: it has no rotary position embeddings.
     """
-    kind = config.get("model_type", "unknown")
-    if kind not in _FAMILIES or config.get("qk_layernorm") or config.get("use_qk_norm"):
-        raise ModelError(f"{name}: no plan for models of type {kind}; known are {', '.join(sorted(_FAMILIES))}")
-    family = _FAMILIES[kind]
-    config = {**family.defaults, **config}
-    try:
-        return _build(config, family)
-    except KeyError as missing:
-        raise ModelError(f"{name}: its config.json lacks {missing.args[0]}; without it there is no plan") from None
+    shipped = shipped_config(name)
+    # Another revision than the main one may have another shape.
+    is_shipped = revision == "main" and shipped.is_dir() and not Path(name).is_dir()
+    base = find_base(str(shipped) if is_shipped else name, revision, trust_remote_code)
+    return base.config, shape_of(base.skeleton)
 
 
-def _build(config: Config, family: _Family) -> Shape:
-    hidden, heads = config["hidden_size"], config["num_attention_heads"]
-    head_dim = config.get("head_dim") or hidden // heads
-    queries, keys = heads * head_dim, (config.get("num_key_value_heads") or heads) * head_dim
-    norms = 1 if config.get("use_parallel_residual") and not family.fused_qkv else family.norms
-    norm_width = hidden * (2 if family.norm_bias else 1)
-    head_norms = {None: 0, "each": 2 * head_dim, "all": queries + keys}[family.head_norm]
-    sliding_layers = _sliding_layers(config, family)
+def shipped_config(name: str) -> Path:
+    """Return the folder where the config of a hub model is shipped, if it is.
+
+    >>> shipped_config("huggyllama/llama-7b").name
+    'huggyllama--llama-7b'
+    """
+    return CONFIGS / name.replace("/", "--")
+
+
+def shape_of(model: PreTrainedModel) -> Shape:
+    """Count the shape of a model on any device.
+
+    Raises:
+        ModelError: the model has no decoder layers, or no head, that transformers knows by name.
+    """
+    config, head = model.config, model.get_output_embeddings()
+    layers = _decoder_layers(model)
+    if head is None or not layers:
+        raise ModelError(f"model of type {config.model_type}: has no decoder layers with a head; no plan for it")
+    hidden, heads = config.hidden_size, config.num_attention_heads
+    per_token = getattr(config, "num_experts_per_tok", None) or getattr(config, "moe_topk", None)
+    experts = [_experts(layer, per_token) for layer in layers]
+    # `qk_head_dim` is that of multi-head latent attention, whose `head_dim` is the rotary part alone.
+    head_dim = getattr(config, "qk_head_dim", None) or getattr(config, "head_dim", None) or hidden // heads
+    sliding, linear, window = _local_layers(config.to_dict(), len(layers))
     return Shape(
-        layers=config["num_hidden_layers"],
+        parameters=_numbers(model),
+        layers=len(layers),
+        layer=max(map(_numbers, layers)),
         hidden=hidden,
-        intermediate=config["intermediate_size"],
-        queries=queries,
-        keys=keys,
+        intermediate=max(_mlp_width(layer, hidden, used) for layer, (_, used) in zip(layers, experts, strict=True)),
+        queries=heads * head_dim,
+        keys=(getattr(config, "num_key_value_heads", None) or heads) * head_dim,
         heads=heads,
-        vocabulary=config["vocab_size"],
-        tied=config.get("tie_word_embeddings", False),
-        linears=(*_attention(config, family, queries, keys), *_mlp(config, family)),
-        norms=norms,
-        layer_norm_weights=norms * norm_width + head_norms,
-        final_norm_weights=norm_width,
-        head_normed=family.head_norm is not None,
-        sliding_layers=sliding_layers,
-        sliding_window=config["sliding_window"] if sliding_layers else 0,
+        vocabulary=head.out_features,
+        tied=head.weight is model.get_input_embeddings().weight,
+        linears=tuple(_linears(model, head)),
+        experts=sum(stored for stored, _ in experts),
+        active_experts=sum(used for _, used in experts),
+        norms=max(len([name for name in _norms(layer) if not _in_attention(name)]) for layer in layers),
+        norm_weights=_numbers(nn.ModuleList(_norms(model).values())),
+        head_normed=any(_in_attention(name) for name in _norms(model)),
+        full_layers=len(layers) - sliding - linear,
+        sliding_layers=sliding,
+        sliding_window=window,
     )
 
 
-def _attention(config: Config, family: _Family, queries: int, keys: int) -> list[Linear]:
-    hidden, bias = config["hidden_size"], _switch(config, family.qkv_bias)
-    outputs = [queries + 2 * keys] if family.fused_qkv else [queries, keys, keys]
-    output = Linear(queries, hidden, _switch(config, family.output_bias), True)
-    return [*(Linear(hidden, width, bias, True) for width in outputs), output]
+def _decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
+    kinds = model._no_split_modules or ()
+    lists = (module for module in model.modules() if isinstance(module, nn.ModuleList))
+    return [layer for modules in lists for layer in modules if type(layer).__name__ in kinds]
 
 
-def _mlp(config: Config, family: _Family) -> list[Linear]:
-    hidden, width, bias = config["hidden_size"], config["intermediate_size"], _switch(config, family.mlp_bias)
-    widths = [2 * width] if family.fused_gate else [width] * (2 if family.gated else 1)
-    return [*(Linear(hidden, each, bias, False) for each in widths), Linear(width, hidden, bias, False)]
+def _numbers(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
 
 
-def _switch(config: Config, key: str | bool) -> bool:
-    return key if isinstance(key, bool) else bool(config.get(key, False))
+def _in_attention(name: str) -> bool:
+    return "attn." in name or "attention." in name
 
 
-def _sliding_layers(config: Config, family: _Family) -> int:
-    layers: int = config["num_hidden_layers"]
-    if not config.get("sliding_window") or config.get("use_sliding_window") is False:
-        return 0
-    if config.get("layer_types"):
-        return list(config["layer_types"]).count("sliding_attention")
-    shares = {None: 0, "all": layers, "every second": (layers + 1) // 2, "five of six": layers - layers // 6}
-    return shares[family.sliding]
+def _norms(module: nn.Module) -> dict[str, nn.Module]:
+    return {name: norm for name, norm in module.named_modules() if "Norm" in type(norm).__name__}
+
+
+def _linears(model: nn.Module, head: nn.Module) -> Iterator[Linear]:
+    """Yield every linear layer but the head; PEFT finds those of attention by the last part of their names."""
+    found = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    in_attention = {name.rpartition(".")[2] for name in found if _in_attention(name)}
+    for name, module in found.items():
+        if module is not head:
+            yield Linear(module.in_features, module.out_features, name.rpartition(".")[2] in in_attention)
+
+
+def _experts(layer: nn.Module, per_token: int | None) -> tuple[int, int]:
+    """Return the weights of a layer's experts, in tensors of (experts, rows, columns), and those that a token uses."""
+    owners = [module for module in layer.modules() if not isinstance(module, nn.Conv1d)]
+    weights = [weight for owner in owners for weight in owner.parameters(recurse=False) if weight.dim() == 3]
+    active = (weight.numel() // len(weight) * min(per_token or len(weight), len(weight)) for weight in weights)
+    return sum(weight.numel() for weight in weights), sum(active)
+
+
+def _mlp_width(layer: nn.Module, hidden: int, active_experts: int) -> int:
+    """Return the width inside a layer's MLPs: the inputs of what projects back to hidden states, outside attention.
+
+    An expert has three matrices of hidden x width. Where everything is as wide as the hidden states, so is the MLP.
+    """
+    back = (
+        module.in_features
+        for name, module in layer.named_modules()
+        if isinstance(module, nn.Linear) and not _in_attention(name) and module.out_features == hidden
+    )
+    return sum(width for width in back if width != hidden) + active_experts // (3 * hidden) or hidden
+
+
+def _local_layers(config: dict[str, Any], layers: int) -> tuple[int, int, int]:
+    """Return how many layers slide, how many have no attention weights, and the window in tokens of the first."""
+    window = config.get("sliding_window") or config.get("attention_chunk_size") or 0
+    every = FULL_ATTENTION if not window or config.get("use_sliding_window") is False else SLIDING_ATTENTION
+    kinds = config.get("layer_types") or [every] * layers
+    sliding = sum(kind in LOCAL_ATTENTION for kind in kinds)
+    return sliding, sum(kind in WITHOUT_ATTENTION for kind in kinds), window if sliding else 0

@@ -1,23 +1,26 @@
 """A plan in words: for `pi-lora plan`, and the first lines of every training."""
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from pi_lora.planning.advice import advice, faster
 from pi_lora.planning.gpus import CPU, GIB, GPUS, MIB, Gpu
 from pi_lora.planning.memory import OVERHEAD
 from pi_lora.planning.operations import ASSUMED_UTILIZATION, ASSUMED_UTILIZATION_OF_CPU
-from pi_lora.planning.planning import Plan, plan_recipe
+from pi_lora.planning.planning import Plan, plan_recipe, target_of
 from pi_lora.recipe.files import load_recipe, recipe_paths, recipe_summary
 
 
 def plan_lines(plan: Plan) -> list[str]:
-    """What is tuned, what it needs, how long it takes; and what to change where it does not fit."""
-    recipe = plan.recipe
+    """Return what is tuned, what it needs, how long it takes; and what to change where it does not fit."""
+    recipe, target = plan.recipe, plan.recipe.context.target
+    windows = f"{plan.target.original} to {target} tokens"
+    if recipe.scaling == "keep":
+        windows = f"{plan.target.original} tokens as it is, examples of at most {target}"
     trained = "all" if recipe.tuning.method == "full" else f"{_count(plan.trained)} beside"
     lines = [
-        f"{recipe.model.name}: {_windows(plan)}, {recipe.scaling}, "
+        f"{recipe.model.name}: {windows}, {recipe.scaling}, "
         f"{recipe.tuning.method}; {trained} {_count(plan.parameters)} parameters train",
         f"memory: {_gib(plan.memory.peak)} of {_gib(plan.gpu.memory)} GiB on {'each of ' if plan.devices > 1 else ''}"
         f"{machinery(plan)}" + (f", {_gib(plan.host_bytes)} GiB of its host" if plan.host_bytes else ""),
@@ -27,8 +30,8 @@ def plan_lines(plan: Plan) -> list[str]:
     ]
     if not plan.fits:
         change = advice(plan)
-        mend = f"the cheapest change that fits: {change}" if change else "no change that is known here makes it fit"
-        lines.append(f"it does not fit on {plan.gpu.name}; {mend}")
+        remedy = f"the cheapest change that fits: {change}" if change else "no change that is known here makes it fit"
+        lines.append(f"it does not fit on {plan.gpu.name}; {remedy}")
     elif found := faster(plan):
         change, changed = found
         saved = 1 - changed.flops.total / plan.flops.total
@@ -38,7 +41,7 @@ def plan_lines(plan: Plan) -> list[str]:
 
 
 def component_lines(plan: Plan) -> list[tuple[str, str]]:
-    """Each component's name and the most that it takes; not all of them at the same moment."""
+    """Return each component's name and the most that it takes; not all of them at the same moment."""
     parts = {**plan.memory.components, "overhead (assumed)": OVERHEAD}
     return [
         (name, f"{_gib(size)} GiB" if size >= GIB / 10 else f"{size / MIB:.1f} MiB") for name, size in parts.items()
@@ -46,7 +49,7 @@ def component_lines(plan: Plan) -> list[tuple[str, str]]:
 
 
 def gpu_named_in(text: str) -> Gpu | None:
-    """The first device of the table that a text names, as the first line of a recipe does.
+    """Return the first device of the table that a text names, as the first line of a recipe does.
 
     >>> gpu_named_in("LLaMA-7B, 2k to 16k: QLoRA on one A100-80.").name
     'A100-80'
@@ -56,14 +59,14 @@ def gpu_named_in(text: str) -> Gpu | None:
 
 
 def machinery(plan: Plan) -> str:
-    """How many of which device, on how many machines."""
+    """Return how many of which device, on how many machines."""
     hardware = plan.recipe.hardware
     machines = f" ({hardware.machines} machines)" if hardware.machines > 1 else ""
     return f"{plan.devices} x {plan.gpu.name}{machines}"
 
 
 def hours_in_words(hours: float) -> str:
-    """Minutes below an hour, days above two days.
+    """Return hours rounded for reading: minutes below one hour, days above two days.
 
     >>> hours_in_words(0.001), hours_in_words(0.25), hours_in_words(7.6), hours_in_words(39.1), hours_in_words(100)
     ('a minute', '15 minutes', '7.6 hours', '39 hours', '4.2 days')
@@ -74,13 +77,6 @@ def hours_in_words(hours: float) -> str:
     if hours < 48:
         return f"{hours:.1f} hours" if hours < 10 else f"{hours:.0f} hours"
     return f"{hours / 24:.1f} days"
-
-
-def _windows(plan: Plan) -> str:
-    target = plan.recipe.context.target
-    if plan.recipe.scaling == "keep":
-        return f"{plan.original} tokens as it is, examples of at most {target}"
-    return f"{plan.original} to {target} tokens"
 
 
 def _gib(size: int) -> str:
@@ -94,42 +90,53 @@ def _count(number: int) -> str:
     return f"{number:,}"
 
 
-_HEADER = (
-    "| recipe | what it makes | hardware | memory of each | time | tokens | paper |",
-    "|---|---|---|---|---|---|---|",
-)
+_PAGE_HEADER = """\
+# Recipes
+
+Written by `pi-lora recipes --markdown`. Every figure is planned from a recipe and its model's config,
+none is measured; `pi-lora plan RECIPE` says more, and plans for other hardware.
+"""
+_TABLE_HEADER = """
+## {title}
+
+| recipe | what it makes | hardware | memory of each | time | tokens | paper |
+|---|---|---|---|---|---|---|
+"""
+_SHARES = ", ".join(f"{share:.0%} with {method}" for method, share in ASSUMED_UTILIZATION.items())
+_ASSUMPTIONS = f"""
+## What the figures rest on
+
+Memory is each device's highest moment of a training step, with {OVERHEAD / GIB:.1f} GiB assumed for the
+device's context and its libraries. Time is that of the training steps alone: no loading, evaluation or
+saving. It assumes that a GPU reaches this share of its dense bfloat16 peak: {_SHARES};
+and two CPU cores {ASSUMED_UTILIZATION_OF_CPU:.0%} of theirs. The share of full tuning lies between two
+published runs, that of the CPU is the demo's; those of LoRA and QLoRA have no published run, so take their hours as
+an order of magnitude.
+"""
 
 
-def recipes_page(folder: Path) -> str:
-    """Markdown: a table for each folder of recipes, and what its figures rest on.
-
-    Raises:
-        PiLoraError: a recipe that does not resolve, or cannot be planned.
-    """
-    lines = [
-        "# Recipes",
-        "",
-        "Written by `pi-lora recipes --markdown`. Every figure is planned from a recipe and its model's config,",
-        "none is measured; `pi-lora plan RECIPE` says more, and plans for other hardware.",
-    ]
-    paths = recipe_paths(folder)
-    for parent in sorted({path.parent for path in paths}):
-        lines += ["", f"## {_title(parent, folder)}", "", *_HEADER]
-        lines += [_row(path, folder) for path in paths if path.parent == parent]
-    return "\n".join([*lines, *_assumptions()]) + "\n"
-
-
-def planned(path: Path, overrides: Sequence[str] = ()) -> Plan:
-    """The plan of a recipe file, on the device that its first line names if it names one.
+def planned(path: Path, overrides: Sequence[str] = (), gpu: Gpu | None = None) -> Plan:
+    """Plan a recipe file on `gpu`, or else on the device that its first line names if it names one.
 
     Raises:
         PiLoraError: it does not resolve, or cannot be planned.
     """
-    return plan_recipe(load_recipe(path, overrides).recipe, gpu_named_in(recipe_summary(path)))
+    recipe = load_recipe(path, overrides).recipe
+    return plan_recipe(recipe, target_of(recipe), gpu or gpu_named_in(recipe_summary(path)))
 
 
-def _title(parent: Path, folder: Path) -> str:
-    return str(Path(folder.name) / parent.relative_to(folder))
+def recipes_page(folder: Path) -> str:
+    """Return the Markdown page of a folder of recipes: a table for each folder, and what its figures rest on.
+
+    Raises:
+        PiLoraError: a recipe that does not resolve, or cannot be planned.
+    """
+    paths = recipe_paths(folder)
+    page = _PAGE_HEADER
+    for parent in sorted({path.parent for path in paths}):
+        page += _TABLE_HEADER.format(title=Path(folder.name) / parent.relative_to(folder))
+        page += "".join(_row(path, folder) for path in paths if path.parent == parent)
+    return page + _ASSUMPTIONS
 
 
 def _row(path: Path, folder: Path) -> str:
@@ -144,19 +151,4 @@ def _row(path: Path, folder: Path) -> str:
         f"{plan.tokens / 1e6:,.0f} M",
         plan.recipe.paper or "",
     )
-    return f"| {' | '.join(cells)} |"
-
-
-def _assumptions() -> Iterator[str]:
-    shares = ", ".join(f"{share:.0%} with {method}" for method, share in ASSUMED_UTILIZATION.items())
-    yield from (
-        "",
-        "## What the figures rest on",
-        "",
-        f"Memory is each device's highest moment of a training step, with {OVERHEAD / GIB:.1f} GiB assumed for the",
-        "device's context and its libraries. Time is that of the training steps alone: no loading, evaluation or",
-        f"saving. It assumes that a GPU reaches this share of its dense bfloat16 peak: {shares};",
-        f"and two CPU cores {ASSUMED_UTILIZATION_OF_CPU:.0%} of theirs. The share of full tuning stands between two",
-        "published runs, that of the CPU is the demo's; those of LoRA and QLoRA rest on none, so take their hours as",
-        "an order of magnitude.",
-    )
+    return f"| {' | '.join(cells)} |\n"

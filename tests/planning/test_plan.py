@@ -3,30 +3,39 @@
 import json
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from families import OTHERS, TUNINGS, on_meta, plan_of, small_config, small_plan, small_shape
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoModelForCausalLM, GPT2Config
 
 from pi_lora import cli
 from pi_lora.errors import DataError, ModelError, PiLoraError, ScalingError
-from pi_lora.planning import planning
 from pi_lora.planning.advice import MARGIN, advice, faster
 from pi_lora.planning.gpus import CPU, GPUS, find_gpu, gpu_of_device
 from pi_lora.planning.memory import OVERHEAD
 from pi_lora.planning.operations import flops_of_sequence
 from pi_lora.planning.planning import Plan, plan_recipe, write_plan
-from pi_lora.planning.shape import Shape, find_config, shape_of, shipped_config
+from pi_lora.planning.shape import CONFIGS, find_shape, shape_of, shipped_config
 from pi_lora.planning.text import plan_lines
 from pi_lora.recipe.schema import Recipe, Tuning
 
 REPOSITORY = Path(__file__).parents[2]
 LARGEST = str(REPOSITORY / "recipes" / "paper" / "65b_8k.yaml")
 LLAMA = "huggyllama/llama-7b"
+LLAMA_3_1 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 1024,
+}
 
 
 def recipe(name: str = LLAMA, target: int = 8192, **sections: Any) -> Recipe:
@@ -35,8 +44,8 @@ def recipe(name: str = LLAMA, target: int = 8192, **sections: Any) -> Recipe:
 
 
 def test_flops_are_six_a_parameter_and_token_and_four_where_the_base_is_frozen() -> None:
-    shape = shape_of(find_config(LLAMA), LLAMA)
-    products = shape.layers * shape.linear_weights + shape.embedding
+    _, shape = find_shape(LLAMA)
+    products = shape.linear_weights + shape.embedding
     full = flops_of_sequence(shape, Tuning(method="full"), 1, checkpointing=False)
     assert full.forward + full.backward == pytest.approx(6 * products, rel=1e-3)
     lora = flops_of_sequence(shape, Tuning(rank=1), 1, checkpointing=False)
@@ -44,13 +53,45 @@ def test_flops_are_six_a_parameter_and_token_and_four_where_the_base_is_frozen()
 
 
 def test_attention_costs_its_causal_half_and_a_window_less() -> None:
-    config = find_config("mistralai/Mistral-7B-v0.3")
-    full, sliding = (
-        flops_of_sequence(shape_of({**config, "sliding_window": window}, ""), Tuning(), 8192, True).forward
-        for window in (None, 4096)
-    )
-    shape: Shape = shape_of(config, "")
-    assert full - sliding == pytest.approx(shape.layers * 4 * shape.queries * 4096 * 4096 / 2)
+    shapes = [shape_of(on_meta(small_config("mistral", sliding_window=window))) for window in (None, 4096)]
+    full, sliding = (flops_of_sequence(shape, Tuning(), 8192, True).forward for shape in shapes)
+    assert full - sliding == pytest.approx(3 * 4 * shapes[0].queries * 4096 * 4096 / 2)
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_operations_are_those_that_torch_counts(kind: str) -> None:
+    """On families that no figure was made for, with experts among them; `eager` attention is not causal."""
+    tokens = 64
+    eager = {"attn_implementation": "eager", "experts_implementation": "eager"}
+    model = AutoModelForCausalLM.from_config(small_config(kind), dtype=torch.float32, **eager)
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        model(torch.zeros(1, tokens, dtype=torch.long), use_cache=False)
+    shape = small_shape(kind)
+    forward = flops_of_sequence(shape, Tuning(method="full"), tokens, True).forward
+    other_half = 4 * shape.layers * shape.queries * tokens * tokens / 2
+    assert forward + other_half == pytest.approx(counter.get_total_flops(), rel=0.05)
+
+
+@pytest.mark.parametrize("tuning", TUNINGS)
+@pytest.mark.parametrize("kind", OTHERS)
+def test_any_architecture_has_a_plan(kind: str, tuning: str) -> None:
+    plan = small_plan(kind, tuning, 4)
+    assert plan.parameters == sum(parameter.numel() for parameter in on_meta(small_config(kind)).parameters())
+    assert 0 < plan.trained <= plan.parameters
+    assert all(size > 0 for size in plan.memory.components.values())
+    assert plan.hours > 0
+
+
+def test_experts_take_memory_by_their_number_and_time_by_those_of_a_token() -> None:
+    few, many = (shape_of(on_meta(small_config("mixtral", num_local_experts=number))) for number in (4, 8))
+    assert many.experts == 2 * few.experts == 4 * few.active_experts
+    assert many.active_experts == few.active_experts
+    assert many.intermediate == few.intermediate == 2 * 112
+
+
+@pytest.fixture(scope="module", autouse=True)
+def built_before_any_deadline() -> None:
+    plan_of(recipe())
 
 
 lengths = st.sampled_from([4096, 8192, 16384, 65536, 131072])
@@ -60,7 +101,7 @@ counts = st.sampled_from([1, 2, 4, 8])
 
 def planned(target: int, method: str, gpus: int = 1, **hardware: Any) -> Plan:
     sections = {"tuning": {"method": method}, "hardware": {"gpus": gpus, **hardware}}
-    return plan_recipe(recipe(target=target, **sections), GPUS["H200"])
+    return plan_of(recipe(target=target, **sections), "H200")
 
 
 @given(lengths, methods, counts)
@@ -96,7 +137,7 @@ def test_methods_cost_in_their_order(target: int) -> None:
 
 def test_an_eight_bit_optimizer_saves_three_quarters() -> None:
     plain, small = (
-        plan_recipe(recipe(hardware={"gpus": 1}, training={"optimizer": optimizer}), GPUS["H100"])
+        plan_of(recipe(hardware={"gpus": 1}, training={"optimizer": optimizer}), "H100")
         for optimizer in ("adamw", "paged_adamw_8bit")
     )
     ratio = small.memory.components["optimizer"] / plain.memory.components["optimizer"]
@@ -105,7 +146,7 @@ def test_an_eight_bit_optimizer_saves_three_quarters() -> None:
 
 def test_positions_that_skip_cost_what_the_original_window_costs() -> None:
     skipping, short = (
-        plan_recipe(recipe(target=target, hardware={"gpus": 1}, data=data), GPUS["H100"])
+        plan_of(recipe(target=target, hardware={"gpus": 1}, data=data), "H100")
         for target, data in ((32768, {"source": "text", "positions": "skip"}), (2049, {"source": "text"}))
     )
     assert skipping.tokens_per_step == 64 * 2048
@@ -135,7 +176,7 @@ def test_components_and_overhead_cover_the_peak() -> None:
     ],
 )
 def test_the_cheapest_change_makes_it_fit(sections: dict[str, Any], gpu: str, change: str) -> None:
-    plan = plan_recipe(recipe(**{"hardware": {"gpus": 1}, **sections}), GPUS[gpu])
+    plan = plan_of(recipe(**{"hardware": {"gpus": 1}, **sections}), gpu)
     assert not plan.fits
     found = advice(plan)
     assert found is not None
@@ -145,7 +186,7 @@ def test_the_cheapest_change_makes_it_fit(sections: dict[str, Any], gpu: str, ch
         key, _, value = override.partition("=")
         section, _, name = key.partition(".")
         tree[section][name] = value if value == "qlora" else json.loads(value)
-    assert plan_recipe(Recipe.model_validate(tree), GPUS[gpu]).fits
+    assert plan_of(Recipe.model_validate(tree), gpu).fits
 
 
 def test_more_gpus_are_found_where_nothing_cheaper_helps() -> None:
@@ -153,18 +194,16 @@ def test_more_gpus_are_found_where_nothing_cheaper_helps() -> None:
     asked = recipe("huggyllama/llama-65b", hardware={"gpus": 1}, tuning={"method": "full"})
     cheap = "training.mlp_chunk_tokens=4096 hardware.offload_activations=true"
     change = f"{cheap} hardware.gpus=8 hardware.machines=4 hardware.context_parallel=8"
-    assert advice(plan_recipe(asked, GPUS["A100-40"])) == change
+    assert advice(plan_of(asked, "A100-40")) == change
 
 
 def test_a_cpu_is_not_told_to_offload_what_its_memory_holds_already() -> None:
-    found = advice(plan_recipe(recipe("huggyllama/llama-7b", 16384, tuning={"method": "qlora"}), GPUS[CPU]))
+    found = advice(plan_of(recipe("huggyllama/llama-7b", 16384, tuning={"method": "qlora"}), CPU))
     assert found == "context.target=8192"
 
 
 def test_where_nothing_helps_it_says_so() -> None:
-    plan = plan_recipe(
-        recipe("huggyllama/llama-65b", 4096, hardware={"gpus": 1}, tuning={"method": "qlora"}), GPUS["4090"]
-    )
+    plan = plan_of(recipe("huggyllama/llama-65b", 4096, hardware={"gpus": 1}, tuning={"method": "qlora"}), "4090")
     assert advice(plan) is None
 
 
@@ -182,7 +221,7 @@ def test_where_nothing_helps_it_says_so() -> None:
     ],
 )
 def test_where_there_is_room_it_says_what_would_be_faster(sections: dict[str, Any], change: str | None) -> None:
-    plan = plan_recipe(recipe(**{"hardware": {"gpus": 1}, **sections}), GPUS["H100"])
+    plan = plan_of(recipe(**{"hardware": {"gpus": 1}, **sections}), "H100")
     assert plan.fits
     found = faster(plan)
     said = [line for line in plan_lines(plan) if line.startswith("there is room")]
@@ -200,16 +239,16 @@ def test_where_there_is_room_it_says_what_would_be_faster(sections: dict[str, An
 
 
 def test_room_has_a_margin_for_what_the_plan_may_miss() -> None:
-    plan = plan_recipe(recipe(target=4096, hardware={"gpus": 1}), GPUS["H100"])
+    plan = plan_of(recipe(target=4096, hardware={"gpus": 1}), "H100")
     found = faster(plan)
     assert found
     tight = replace(plan.gpu, memory=int(found[1].memory.peak * (MARGIN - 0.01)))
-    assert faster(plan_recipe(plan.recipe, tight)) is None
+    assert faster(plan_recipe(plan.recipe, plan.target, tight)) is None
 
 
 def test_without_a_gpu_named_it_takes_the_smallest_that_fits() -> None:
-    assert plan_recipe(recipe(hardware={"gpus": 1}, tuning={"method": "qlora"})).gpu.name == "4090"
-    assert plan_recipe(recipe("builtin:tiny", 1024)).gpu.name == CPU
+    assert plan_of(recipe(hardware={"gpus": 1}, tuning={"method": "qlora"})).gpu.name == "4090"
+    assert plan_of(recipe("builtin:tiny", 1024)).gpu.name == CPU
 
 
 def test_gpus_are_known_by_their_own_names() -> None:
@@ -221,71 +260,82 @@ def test_gpus_are_known_by_their_own_names() -> None:
     with pytest.raises(PiLoraError, match="name one of 4090, A100-40"):
         find_gpu("B52")
     with pytest.raises(PiLoraError, match=r"the recipe asks for hardware\.gpus"):
-        plan_recipe(recipe(hardware={"gpus": 1}), GPUS[CPU])
+        plan_of(recipe(hardware={"gpus": 1}), CPU)
 
 
 def write_config(folder: Path, **changes: Any) -> str:
-    config = {**find_config(LLAMA), **changes}
+    config = {**json.loads((CONFIGS / "huggyllama--llama-7b" / "config.json").read_text()), **changes}
     (folder / "config.json").write_text(json.dumps({key: value for key, value in config.items() if value is not None}))
     return str(folder)
 
 
 def test_a_folder_plans_as_the_hub_model_does(tmp_path: Path) -> None:
     name = write_config(tmp_path, rope_theta=None, max_position_embeddings=None, num_key_value_heads=None)
-    assert plan_recipe(recipe(name)).memory == plan_recipe(recipe()).memory
+    assert plan_of(recipe(name)).memory == plan_of(recipe()).memory
 
 
 @pytest.mark.parametrize(
-    ("changes", "error", "line"),
+    ("changes", "line"),
     [
-        ({"model_type": "gpt2"}, ModelError, "no plan for models of type gpt2; known are cohere"),
-        ({"vocab_size": None}, ModelError, "its config.json lacks vocab_size"),
-        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, ScalingError, "rope_type llama3"),
-        ({"max_position_embeddings": 8192}, ScalingError, "context.target: 8192 is not longer"),
+        ({"rope_scaling": LLAMA_3_1}, "rope_type llama3"),
+        ({"max_position_embeddings": 8192}, r"context\.target: 8192 is not longer"),
     ],
 )
-def test_a_model_that_cannot_be_planned_says_why(
-    tmp_path: Path, changes: dict[str, Any], error: type[PiLoraError], line: str
-) -> None:
-    with pytest.raises(error, match=line):
-        plan_recipe(recipe(write_config(tmp_path, **changes)))
+def test_a_model_that_cannot_be_extended_says_why(tmp_path: Path, changes: dict[str, Any], line: str) -> None:
+    with pytest.raises(ScalingError, match=line):
+        plan_of(recipe(write_config(tmp_path, **changes)))
+
+
+def test_a_model_without_rotary_positions_says_so(tmp_path: Path) -> None:
+    GPT2Config().save_pretrained(tmp_path)
+    with pytest.raises(ScalingError, match="model of type gpt2: has no rotary position embeddings"):
+        plan_of(recipe(str(tmp_path)))
+
+
+def test_a_model_without_known_layers_has_no_plan() -> None:
+    model = on_meta(small_config("llama"))
+    model._no_split_modules = None
+    with pytest.raises(ModelError, match="model of type llama: has no decoder layers") as raised:
+        shape_of(model)
+    assert "\n" not in str(raised.value)
 
 
 @pytest.mark.parametrize(
     ("name", "line"),
     [
-        ("./gone", "./gone: no such folder with a config.json"),
-        ("builtin:huge", "builtin:huge: no such folder with a config.json"),
-        ("nobody/nothing", "nobody/nothing: its config.json cannot be had"),
+        ("./gone", "./gone: no such folder"),
+        ("builtin:huge", "builtin:huge: no such built-in model"),
+        ("nobody/nothing", "nobody/nothing: .*; give a hub id, a model folder or builtin:tiny"),
     ],
 )
 def test_a_model_that_is_not_there_is_one_line(name: str, line: str) -> None:
     with pytest.raises(ModelError, match=line) as raised:
-        plan_recipe(recipe(name))
+        plan_of(recipe(name))
     assert "\n" not in str(raised.value)
 
 
 def test_another_revision_is_not_taken_from_what_is_shipped() -> None:
     assert shipped_config(LLAMA).exists()
-    with pytest.raises(ModelError, match="cannot be had"):
-        find_config(LLAMA, revision="other")
+    with pytest.raises(ModelError, match=LLAMA):
+        find_shape(LLAMA, revision="other")
 
 
-def test_the_largest_recipe_plans_in_a_second_without_torch(tmp_path: Path) -> None:
+def test_the_largest_recipe_costs_little_more_than_its_libraries(tmp_path: Path) -> None:
+    """The imports of torch and transformers take most of the time; how much depends on the machine."""
     file = tmp_path / "plan.json"
     probe = (
-        f"import sys; sys.argv = ['pi-lora', 'plan', {LARGEST!r}, '--json', {str(file)!r}]\n"
+        "import sys, time\n"
+        "from transformers import AutoTokenizer, LlamaForCausalLM\n"
+        "imported = time.process_time()\n"
+        f"sys.argv = ['pi-lora', 'plan', {LARGEST!r}, '--json', {str(file)!r}]\n"
         "from pi_lora.cli import main\n"
         "try: main()\n"
-        "finally: print({'torch', 'transformers', 'numpy', 'huggingface_hub'} & set(sys.modules))"
+        "finally: print({'trl', 'peft', 'datasets', 'bitsandbytes'} & set(sys.modules), time.process_time() - imported)"
     )
-    seconds = []
-    for _ in range(3):
-        started = time.perf_counter()
-        answer = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True)
-        seconds.append(time.perf_counter() - started)
-        assert answer.stdout.rstrip().endswith("set()")
-    assert min(seconds) < 1
+    answer = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True)
+    loaded, _, seconds = answer.stdout.splitlines()[-1].rpartition(" ")
+    assert loaded == "set()"
+    assert float(seconds) < 2
     found = json.loads(file.read_text())
     assert set(found["bytes"]) == {"weights", "gradients", "optimizer", "activations", "logits"}
     assert (found["gpu"], found["gpus"], found["fits"], found["steps"]) == ("A100-80", 128, True, 1000)
@@ -306,15 +356,4 @@ def test_the_command_says_what_fits(capsys: pytest.CaptureFixture[str], monkeypa
 
 def test_a_plan_that_cannot_be_written_says_so(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="cannot be written"):
-        write_plan(plan_recipe(recipe()), tmp_path / "gone" / "plan.json")
-
-
-def test_what_config_json_leaves_out_is_what_transformers_fills_in() -> None:
-    from transformers import LlamaConfig
-
-    filled = LlamaConfig()
-    expected = {
-        "rope_theta": filled.rope_parameters["rope_theta"],
-        "max_position_embeddings": filled.max_position_embeddings,
-    }
-    assert expected == planning.DEFAULTS
+        write_plan(plan_of(recipe()), tmp_path / "gone" / "plan.json")

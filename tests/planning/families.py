@@ -1,0 +1,102 @@
+"""Small models of many families, built without weights, and their plans."""
+
+from functools import cache
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+
+from pi_lora.models.base import quiet_loading
+from pi_lora.planning.gpus import GPUS
+from pi_lora.planning.planning import Plan, Target, plan_recipe, target_of
+from pi_lora.planning.shape import Shape, shape_of
+from pi_lora.recipe.schema import Recipe
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "intermediate_size": 112,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 128,
+    "pad_token_id": 0,
+}
+GROUPED = {"num_key_value_heads": 2}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {**GROUPED, "attention_bias": True, "mlp_bias": True},
+    "mistral": {**GROUPED, "head_dim": 24},
+    "qwen2": {**GROUPED, "tie_word_embeddings": True},
+    "qwen3": {**GROUPED, "head_dim": 24},
+    "gemma": {**GROUPED, "head_dim": 24},
+    "gemma2": {**GROUPED, "head_dim": 24},
+    "gemma3_text": {**GROUPED, "head_dim": 24},
+    "phi3": GROUPED,
+    "olmo2": GROUPED,
+    "granite": GROUPED,
+    "smollm3": GROUPED,
+    "cohere": GROUPED,
+    "stablelm": {**GROUPED, "use_qkv_bias": True},
+    "gpt_neox": {},
+}
+EXPERTS = {**GROUPED, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16}
+GROUPS = {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
+# Families that the plan was not made for.
+OTHERS: dict[str, dict[str, Any]] = {
+    "deepseek_v3": {
+        **EXPERTS,
+        **LATENT,
+        "num_key_value_heads": 4,
+        "n_routed_experts": 4,
+        "n_group": 1,
+        "topk_group": 1,
+    },
+    "falcon": {"new_decoder_architecture": True, "num_kv_heads": 2, "ffn_hidden_size": 112},
+    "glm4": {**GROUPED, "head_dim": 16},
+    "mixtral": {**GROUPED, "num_local_experts": 4},
+    "nemotron": GROUPED,
+    "olmo": GROUPED,
+    "phi": {},
+    "qwen3_moe": {**EXPERTS, "head_dim": 16, "num_experts": 4},
+    "qwen2_moe": {**EXPERTS, "num_experts": 4, "shared_expert_intermediate_size": 40},
+    "starcoder2": GROUPED,
+}
+TUNINGS: dict[str, dict[str, Any]] = {
+    "lora": {},
+    "attention": {"rank": 8, "targets": "attention", "embeddings_and_norms": False},
+    "dora": {"rank": 4, "dora": True},
+    "qlora": {"method": "qlora"},
+    "full": {"method": "full"},
+}
+
+
+def small_config(kind: str, **changes: Any) -> PreTrainedConfig:
+    with quiet_loading():
+        return AutoConfig.for_model(kind, **{**SMALL, **{**FAMILIES, **OTHERS}[kind], **changes})
+
+
+def on_meta(config: PreTrainedConfig) -> Any:
+    with torch.device("meta"), quiet_loading():
+        return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+
+
+@cache
+def small_shape(kind: str) -> Shape:
+    return shape_of(on_meta(small_config(kind)))
+
+
+def small_plan(kind: str, tuning: str, gpus: int) -> Plan:
+    recipe = Recipe.model_validate(
+        {
+            "model": {"name": kind},
+            "context": {"target": 512},
+            "data": {"source": "text"},
+            "tuning": TUNINGS[tuning],
+            "hardware": {"gpus": gpus},
+        }
+    )
+    return plan_recipe(recipe, Target(small_shape(kind), 128), GPUS["H100"])
+
+
+def plan_of(recipe: Recipe, gpu: str | None = None) -> Plan:
+    return plan_recipe(recipe, target_of(recipe), GPUS[gpu] if gpu else None)
