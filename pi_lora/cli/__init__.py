@@ -1,7 +1,7 @@
 """The command line: one function a command, heavy imports inside the function."""
 
 import sys
-from typing import Annotated, cast
+from typing import Annotated, NoReturn, cast
 
 import typer
 
@@ -52,20 +52,23 @@ def main() -> None:
     """Run a command; a user's mistake is a line on stderr and exit status 2, an interruption 130."""
     try:
         status = app(standalone_mode=False)
-    except PiLoraError as mistake:
-        from pi_lora.distributed import report_outcome
-
-        if report_outcome(mistake):
-            sys.exit(0)
-        _fail(str(mistake), INTERRUPTED if isinstance(mistake, Interrupted) else 2)
     except UsageError as mistake:
         _fail(f"pi-lora: {mistake.format_message()}; see pi-lora --help", 2)
+    except Exception as ending:
+        from pi_lora.distributed import status_of
+
+        # The process that launched this one may speak for it.
+        if (status := status_of(ending)) is not None:
+            sys.exit(status)
+        if not isinstance(ending, PiLoraError):
+            raise
+        _fail(str(ending), INTERRUPTED if isinstance(ending, Interrupted) else 2)
     # Typer turns Ctrl-C into this status.
     if status == INTERRUPTED:
         _fail("interrupted; nothing was written", INTERRUPTED)
     sys.exit(status)
 
 
-def _fail(message: str, status: int) -> None:
+def _fail(message: str, status: int) -> NoReturn:
     print(message, file=sys.stderr)
     sys.exit(status)
