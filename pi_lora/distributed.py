@@ -108,7 +108,7 @@ def check_launched(recipe: Recipe) -> None:
 
 
 def launch_arguments(recipe: Recipe, command: Sequence[str], rendezvous: Rendezvous) -> list[str]:
-    """What `accelerate launch` is given to run `pi-lora COMMAND` as `recipe.hardware` says.
+    """Return the arguments of `accelerate launch` that run `pi-lora COMMAND` as `recipe.hardware` says.
 
     All weights and LoRA are sharded over GPUs by FSDP2, each transformer layer a unit. A quantized model is small
     enough for every GPU to hold, and each CPU process holds its model whole: plain data parallelism.
@@ -117,6 +117,9 @@ def launch_arguments(recipe: Recipe, command: Sequence[str], rendezvous: Rendezv
         RecipeError: there are several machines, and nothing says where the first one listens.
     """
     hardware = recipe.hardware
+    if hardware.machines > 1 and rendezvous.main_process_ip is None:
+        raise RecipeError(["--main-process-ip: missing; name the machine of rank 0, the same on all of them"])
+    sharded = bool(hardware.gpus) and recipe.tuning.method != "qlora"
     flags: dict[str, object] = {
         "num_processes": hardware.processes,
         "num_machines": hardware.machines,
@@ -126,14 +129,12 @@ def launch_arguments(recipe: Recipe, command: Sequence[str], rendezvous: Rendezv
         "mixed_precision": "bf16" if hardware.gpus and recipe.training.precision != "float32" else "no",
         "dynamo_backend": "no",
         "num_cpu_threads_per_process": max(1, (os.cpu_count() or 1) // hardware.processes_per_machine),
+        "use_fsdp" if sharded else "multi_gpu": None,
     }
     if hardware.machines > 1:
-        if rendezvous.main_process_ip is None:
-            raise RecipeError(["--main-process-ip: missing; name the machine of rank 0, the same on all of them"])
         flags["main_process_ip"] = rendezvous.main_process_ip
-    if hardware.gpus and recipe.tuning.method != "qlora":
+    if sharded:
         flags |= {
-            "use_fsdp": None,
             "fsdp_version": 2,
             "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
             "fsdp_reshard_after_forward": "true",
@@ -141,14 +142,12 @@ def launch_arguments(recipe: Recipe, command: Sequence[str], rendezvous: Rendezv
             # Only one process of a machine reads the weights.
             "fsdp_cpu_ram_efficient_loading": "true",
         }
-        if hardware.context_parallel > 1:
-            flags |= {
-                "use_parallelism_config": None,
-                "parallelism_config_dp_shard_size": hardware.data_parallel,
-                "parallelism_config_cp_size": hardware.context_parallel,
-            }
-    else:
-        flags["multi_gpu"] = None
+    if sharded and hardware.context_parallel > 1:
+        flags |= {
+            "use_parallelism_config": None,
+            "parallelism_config_dp_shard_size": hardware.data_parallel,
+            "parallelism_config_cp_size": hardware.context_parallel,
+        }
     written = [part for name, value in flags.items() for part in (f"--{name}", value) if part is not None]
     return [*map(str, written), "--module", "pi_lora", *command]
 
@@ -171,10 +170,10 @@ def launch(recipe: Recipe, command: Sequence[str], rendezvous: Rendezvous) -> in
     # torch's own handlers of the other signals would kill the workers in the middle of a step.
     arguments.signals_to_handle = "SIGQUIT"
     failures = {}
+    # torch's launcher logs a worker's end in dozens of lines; those that matter follow here, a line each.
+    logging.disable()
     with tempfile.TemporaryDirectory() as folder, patch_environment(**{WORD: folder}):
         arguments.log_dir = folder
-        # torch's launcher logs a worker's end in ten lines; those that matter follow here in one.
-        logging.disable()
         try:
             with _signals_go_to_workers() as received:
                 launch_command(arguments)
@@ -184,33 +183,32 @@ def launch(recipe: Recipe, command: Sequence[str], rendezvous: Rendezvous) -> in
         except BaseException:
             if not received:
                 raise
-        finally:
-            logging.disable(logging.NOTSET)
-        outcome = Path(folder) / OUTCOME
-        if outcome.is_file():
+        if (outcome := Path(folder, OUTCOME)).is_file():
             ending = json.loads(outcome.read_text(encoding="utf-8"))
             raise (Interrupted if ending["interrupted"] else PiLoraError)(ending["message"])
     if received:
         raise Interrupted("interrupted before a step was done; earlier checkpoints are kept: go on with --resume")
-    for rank, failure in failures.items():
-        # A process that ended by itself has shown its traceback.
-        if failure.exitcode < 0:
-            print(f"process {rank}: ended by {failure.signal_name()}; go on with --resume", file=sys.stderr)
-    return 1 if failures else 0
+    if not failures:
+        return 0
+    # The launcher ends those that are left by SIGTERM. A process that ended by itself has shown its traceback.
+    rank, failure = min(failures.items(), key=lambda each: each[1].exitcode == -signal.SIGTERM)
+    if failure.exitcode < 0:
+        print(f"process {rank}: ended by {failure.signal_name()}; go on with --resume", file=sys.stderr)
+    return 1
 
 
 def status_of(ending: BaseException) -> int | None:
-    """In a process of `launch`: leave word of how it ends, for one line in place of one from each process.
+    """In a worker of `launch`, which prints one line for all of them: leave word of how it ends.
 
     Return the exit status, or None if nobody speaks for this process.
     """
     if WORD not in os.environ:
         return None
-    folder = Path(os.environ[WORD])
+    outcome, signalled = (Path(os.environ[WORD], name) for name in (OUTCOME, SIGNALLED))
     if not isinstance(ending, PiLoraError):
         # When one process ends, its connections break in the others.
-        return 1 if any((folder / name).exists() for name in (OUTCOME, SIGNALLED)) else None
-    with contextlib.suppress(FileExistsError), (folder / OUTCOME).open("x", encoding="utf-8") as file:
+        return 1 if outcome.exists() or signalled.exists() else None
+    with contextlib.suppress(FileExistsError), outcome.open("x", encoding="utf-8") as file:
         json.dump({"interrupted": isinstance(ending, Interrupted), "message": str(ending)}, file)
     # All processes end together in these; a mistake may be one's alone, and then the launcher has to end the others.
     return 0 if isinstance(ending, (Interrupted, Diverged)) else 1
@@ -222,7 +220,7 @@ def _signals_go_to_workers() -> Iterator[list[int]]:
 
     def forward(number: int, frame: types.FrameType | None) -> None:
         received.append(number)
-        (Path(os.environ[WORD]) / SIGNALLED).touch()
+        Path(os.environ[WORD], SIGNALLED).touch()
         # torch's launcher starts each worker in a session of its own, which Ctrl-C on the terminal does not reach.
         workers = [each for each in psutil.Process().children() if os.getsid(each.pid) == each.pid]
         for worker in workers:

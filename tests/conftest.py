@@ -10,9 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
-
 from processes import ImportedPython
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from pi_lora.models.base import BUILTIN_FOLDER
 from pi_lora.recipe.schema import Recipe

@@ -142,7 +142,10 @@ def serve(path: str, search: list[str]) -> None:
             size, files, _, _ = socket.recv_fds(connection, 8, 3)
             with connection.makefile("rb") as reader:
                 request = json.loads(reader.read(int.from_bytes(size, "big")))
+            # An exception out of a signal's handler would be lost in what libraries do after a fork.
+            signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
             if child := os.fork():
+                signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
                 for file in files:
                     os.close(file)
                 clients[connection] = child
@@ -171,6 +174,7 @@ def become(arguments: list[str], folder: str, environment: dict[str, str], files
     if arguments[0] == "-u":
         arguments = arguments[1:]
         sys.stdout.reconfigure(write_through=True)  # type: ignore[union-attr]
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     kind = arguments[0]
     sys.argv = arguments[1:] if kind == "-m" else arguments
     sys.path.insert(0, str(Path(kind).parent) if kind not in ("-m", "-c") else folder)

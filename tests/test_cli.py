@@ -46,7 +46,9 @@ def test_help_starts_without_torch_in_half_a_second() -> None:
     assert min(seconds) < 0.5
 
 
-@pytest.mark.parametrize("delay", [0.15, 0.25, 0.5, *[pytest.param(n / 2, marks=pytest.mark.slow) for n in range(1, 20)]])
+@pytest.mark.parametrize(
+    "delay", [0.15, 0.25, 0.5, *[pytest.param(n / 2, marks=pytest.mark.slow) for n in range(1, 20)]]
+)
 def test_ctrl_c_while_it_starts_is_one_line(tmp_path: Path, delay: float) -> None:
     """After so many seconds of the processor, of which Python itself takes the first 0.1 to import its own."""
     command = [sys.executable, "-m", "pi_lora", "train", DEMO, "training.steps=100000", "--output", "run"]

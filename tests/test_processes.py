@@ -20,7 +20,12 @@ def interpreter(request: pytest.FixtureRequest) -> str:
 @pytest.mark.parametrize(
     ("code", "status", "said", "errors"),
     [
-        ("import os, sys; print(sys.argv[1:], os.getcwd(), os.environ['WORD'], input())", 0, "['a b'] {} word text", ""),
+        (
+            "import os, sys; print(sys.argv[1:], os.getcwd(), os.environ['WORD'], input())",
+            0,
+            "['a b'] {} word text",
+            "",
+        ),
         ("import sys; sys.exit('bad')", 1, "", "bad"),
         ("import sys; sys.exit(7)", 7, "", ""),
         ("raise ValueError('bad')", 1, "", "ValueError: bad"),
@@ -55,4 +60,6 @@ def test_a_signal_ends_it(interpreter: str, number: signal.Signals) -> None:
 def test_what_libraries_read_at_import_is_read(python: str) -> None:
     code = "import huggingface_hub.constants as it; print(it.HF_HUB_CACHE)"
     environment = {**os.environ, "HF_HUB_CACHE": "/elsewhere"}
-    assert subprocess.run([python, "-c", code], env=environment, capture_output=True, text=True).stdout == "/elsewhere\n"
+    assert (
+        subprocess.run([python, "-c", code], env=environment, capture_output=True, text=True).stdout == "/elsewhere\n"
+    )

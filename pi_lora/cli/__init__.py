@@ -1,30 +1,19 @@
 """The command line: one function a command, heavy imports inside the function."""
 
+import importlib
+import pkgutil
 import sys
 from typing import Annotated, NoReturn, cast
 
 import typer
 
-from pi_lora.cli import all as all_
-from pi_lora.cli import benchmarks, merge, passkey, perplexity, push, recipes, report, summarization, theory, train
 from pi_lora.cli.app import app, out
 from pi_lora.errors import Interrupted, PiLoraError
 
-__all__ = [
-    "all_",
-    "app",
-    "benchmarks",
-    "main",
-    "merge",
-    "passkey",
-    "perplexity",
-    "push",
-    "recipes",
-    "report",
-    "summarization",
-    "theory",
-    "train",
-]
+__all__ = ["app", "main"]
+
+for file in pkgutil.iter_modules(__path__, f"{__name__}."):
+    importlib.import_module(file.name)
 
 # Typer brings a click of its own; of its usage errors only this subclass has a public name.
 UsageError = cast("type[typer.BadParameter]", typer.BadParameter.__base__)

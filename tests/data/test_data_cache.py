@@ -1,7 +1,6 @@
 import json
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -114,9 +113,9 @@ def test_what_a_killed_process_left_is_no_hindrance(folder: Path) -> None:
     assert not list(folder.rglob("*.partial"))
 
 
-def test_processes_at_once_make_it_once(folder: Path, tmp_path: Path) -> None:
+def test_processes_at_once_make_it_once(python: str, folder: Path, tmp_path: Path) -> None:
     log = tmp_path / "log"
-    command = [sys.executable, "-c", MAKER, str(log)]
+    command = [python, "-c", MAKER, str(log)]
     running = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(3)]
     said = sorted(process.communicate(timeout=120)[0] for process in running)
     assert [process.returncode for process in running] == [0, 0, 0]

@@ -163,7 +163,11 @@ def one_line(process: "subprocess.Popen[str]", folder: Path) -> str:
     [
         "Ctrl-C",
         "SIGTERM",
-        *[pytest.param(f"{how} {number}", marks=pytest.mark.slow) for number in range(10) for how in ("Ctrl-C", "SIGINT")],
+        *[
+            pytest.param(f"{how} {number}", marks=pytest.mark.slow)
+            for number in range(10)
+            for how in ("Ctrl-C", "SIGINT")
+        ],
     ],
 )
 def test_a_signal_ends_all_processes_behind_one_checkpoint(python: str, folder: Path, round_: str) -> None:
@@ -189,9 +193,11 @@ def test_a_second_ctrl_c_does_not_wait_for_the_step(python: str, folder: Path) -
 
 
 @pytest.mark.parametrize("number", [0, 1, *[pytest.param(number, marks=pytest.mark.slow) for number in range(2, 20)]])
-def test_ctrl_c_at_any_moment_of_the_start_is_one_line(python: str, folder: Path, number: int) -> None:
+def test_ctrl_c_at_any_moment_of_the_launch_is_one_line(python: str, folder: Path, number: int) -> None:
     process = start(python, folder, *LONG, "--output", "long")
-    time.sleep(0.05 + 2 * random.Random(number).random())
+    assert process.stdout
+    assert process.stdout.readline()
+    time.sleep(2 * random.Random(number).random())
     os.killpg(process.pid, signal.SIGINT)
     assert "interrupted" in one_line(process, folder)
 

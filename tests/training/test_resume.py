@@ -42,7 +42,7 @@ def whole(small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[s
     return weights(train(recipe_for(small_model), tmp_path_factory.mktemp("whole") / "run"))
 
 
-# Trains to argv[2] as the recipe argv[1] says, and is killed without warning as soon as step argv[3] is done; 0: is not.
+# Trains to argv[2] as the recipe argv[1] says, and is killed as soon as step argv[3] is done; 0: it is not.
 TRAIN_AND_DIE = """
 import os, signal, sys
 from pathlib import Path
