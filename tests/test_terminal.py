@@ -16,7 +16,7 @@ SMALL = ["training.steps=2", "training.global_batch_size=2", "training.per_devic
 
 def errors_of(folder: Path, *command: str) -> str:
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 0, done
     return done.stderr
 
 
@@ -24,9 +24,9 @@ def errors_of(folder: Path, *command: str) -> str:
 def folder(python: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """With a run, texts and questions."""
     folder = tmp_path_factory.mktemp("terminal")
-    document = "The agency found much to mend. It has since mended it. " * 20
-    (folder / "text.txt").write_text(document * 10)
-    rows = [{"report": document, "summary": "Much was mended."}] * 3
+    document = "The agency found much to mend. It has since mended it. "
+    (folder / "text.txt").write_text(document * 200)
+    rows = [{"document": document, "summary": "Much was mended."}] * 3
     (folder / "reports.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     rows = [{"goal": "Open a door.", "sol1": "Turn the handle.", "sol2": "Eat the handle."}] * 2
     (folder / "piqa").mkdir()
@@ -54,7 +54,7 @@ def run(python: str, folder: Path) -> Path:
         "merge run --output merged",
         "plan {demo}",
         "show {demo}",
-        "recipes",
+        "recipes {recipes}",
     ],
 )
 def test_a_command_prints_no_line_of_a_library(python: str, run: Path, command: str) -> None:
@@ -62,12 +62,14 @@ def test_a_command_prints_no_line_of_a_library(python: str, run: Path, command: 
         pytest.importorskip("bitsandbytes", reason="pip install pi-lora[qlora]")
     if "benchmarks" in command:
         pytest.importorskip("lm_eval", reason="pip install pi-lora[eval]")
-    words = command.format(demo=DEMO, small=" ".join(SMALL)).split()
+    words = command.format(demo=DEMO, recipes=Path(DEMO).parent, small=" ".join(SMALL)).split()
     assert errors_of(run.parent, python, "-m", "pi_lora", *words) == ""
 
 
 def test_a_report_prints_only_how_to_measure_what_it_misses(python: str, run: Path) -> None:
     pytest.importorskip("matplotlib")
+    measured = ["--depths", "1", "--trials", "1", "--json", "run/scores/passkey.json"]
+    assert errors_of(run.parent, python, "-m", "pi_lora", "eval", "passkey", "run", *measured) == ""
     first, *others = errors_of(run.parent, python, "-m", "pi_lora", "report", "run").splitlines()
     assert first == "To show the base and step 0 beside it, measure them, then write the report again:"
     assert all(line.startswith("  pi-lora eval ") for line in others)
