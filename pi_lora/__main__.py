@@ -1,5 +1,27 @@
-"""`python -m pi_lora`."""
+"""`pi-lora`, which is `python -m pi_lora`: Ctrl-C is answered in one line from the first moment on."""
 
-from pi_lora.cli import main
+import os
+import signal
+import types
 
-main()
+INTERRUPTED = b"interrupted; nothing was written\n"
+
+
+def leave_at_once(number: int, frame: types.FrameType | None) -> None:
+    """End while libraries are imported, where a KeyboardInterrupt would come out as any error, or not at all."""
+    # On a terminal a spinner may be turning: erase its line and show the cursor again.
+    os.write(2, (b"\r\x1b[K\x1b[?25h" if os.isatty(2) else b"") + INTERRUPTED)
+    os._exit(130)
+
+
+def main() -> None:
+    """Run the command line."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, leave_at_once)
+    from pi_lora.cli import main
+
+    main()
+
+
+if __name__ == "__main__":
+    main()

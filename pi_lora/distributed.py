@@ -4,11 +4,12 @@
 works as well. torch is imported only where it is used, so that the command line starts at once.
 """
 
+import atexit
 import contextlib
 import json
+import logging
 import os
 import signal
-import subprocess
 import sys
 import tempfile
 import types
@@ -29,7 +30,8 @@ def join_processes(cpu: bool) -> None:
     """Meet the other processes of this run, if there are any; `cpu` leaves GPUs alone."""
     from accelerate import PartialState
 
-    PartialState(cpu=cpu)
+    # Threads of torch's process group that outlive the interpreter abort the process (torch 2.13 with gloo).
+    atexit.register(PartialState(cpu=cpu).destroy_process_group)
 
 
 def is_leader() -> bool:
@@ -76,9 +78,8 @@ def from_all(found: Sequence[T]) -> list[T]:
     return list(gather_object(list(found)))
 
 
-# The workers leave here how training ended, when it ended early in all of them together.
-OUTCOME = "PI_LORA_OUTCOME"
-ENDINGS: dict[str, type[PiLoraError]] = {"Interrupted": Interrupted, "Diverged": Diverged}
+# Of the folder where launched processes and the one that launched them leave word of how training ends.
+WORD, OUTCOME, SIGNALLED = "PI_LORA_WORD", "outcome.json", "signalled"
 
 
 @dataclass(frozen=True)
@@ -107,7 +108,7 @@ def check_launched(recipe: Recipe) -> None:
 
 
 def launch_arguments(recipe: Recipe, command: Sequence[str], rendezvous: Rendezvous) -> list[str]:
-    """What `accelerate launch` is given to run `pi-lora COMMAND` as `recipe.hardware` says.
+    """Return the arguments of `accelerate launch` that run `pi-lora COMMAND` as `recipe.hardware` says.
 
     All weights and LoRA are sharded over GPUs by FSDP2, each transformer layer a unit. A quantized model is small
     enough for every GPU to hold, and each CPU process holds its model whole: plain data parallelism.
@@ -116,6 +117,9 @@ def launch_arguments(recipe: Recipe, command: Sequence[str], rendezvous: Rendezv
         RecipeError: there are several machines, and nothing says where the first one listens.
     """
     hardware = recipe.hardware
+    if hardware.machines > 1 and rendezvous.main_process_ip is None:
+        raise RecipeError(["--main-process-ip: missing; name the machine of rank 0, the same on all of them"])
+    sharded = bool(hardware.gpus) and recipe.tuning.method != "qlora"
     flags: dict[str, object] = {
         "num_processes": hardware.processes,
         "num_machines": hardware.machines,
@@ -125,14 +129,12 @@ def launch_arguments(recipe: Recipe, command: Sequence[str], rendezvous: Rendezv
         "mixed_precision": "bf16" if hardware.gpus and recipe.training.precision != "float32" else "no",
         "dynamo_backend": "no",
         "num_cpu_threads_per_process": max(1, (os.cpu_count() or 1) // hardware.processes_per_machine),
+        "use_fsdp" if sharded else "multi_gpu": None,
     }
     if hardware.machines > 1:
-        if rendezvous.main_process_ip is None:
-            raise RecipeError(["--main-process-ip: missing; name the machine of rank 0, the same on all of them"])
         flags["main_process_ip"] = rendezvous.main_process_ip
-    if hardware.gpus and recipe.tuning.method != "qlora":
+    if sharded:
         flags |= {
-            "use_fsdp": None,
             "fsdp_version": 2,
             "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
             "fsdp_reshard_after_forward": "true",
@@ -140,68 +142,92 @@ def launch_arguments(recipe: Recipe, command: Sequence[str], rendezvous: Rendezv
             # Only one process of a machine reads the weights.
             "fsdp_cpu_ram_efficient_loading": "true",
         }
-        if hardware.context_parallel > 1:
-            flags |= {
-                "use_parallelism_config": None,
-                "parallelism_config_dp_shard_size": hardware.data_parallel,
-                "parallelism_config_cp_size": hardware.context_parallel,
-            }
-    else:
-        flags["multi_gpu"] = None
+    if sharded and hardware.context_parallel > 1:
+        flags |= {
+            "use_parallelism_config": None,
+            "parallelism_config_dp_shard_size": hardware.data_parallel,
+            "parallelism_config_cp_size": hardware.context_parallel,
+        }
     written = [part for name, value in flags.items() for part in (f"--{name}", value) if part is not None]
     return [*map(str, written), "--module", "pi_lora", *command]
 
 
 def launch(recipe: Recipe, command: Sequence[str], rendezvous: Rendezvous) -> int:
-    """Run `pi-lora COMMAND` in as many processes as `recipe.hardware` asks for; the exit status.
+    """Run `pi-lora COMMAND` in as many processes as `recipe.hardware` asks for; return the exit status.
 
-    The first SIGINT or SIGTERM lets the workers end their step and write a checkpoint, the second ends them at once.
+    The first SIGINT or SIGTERM lets the workers end their step and write a checkpoint, the second kills them.
 
     Raises:
-        Interrupted, Diverged: what the workers ended with together.
+        Interrupted: a signal came.
+        PiLoraError: the mistake that a worker ended with.
         RecipeError: as `launch_arguments`.
     """
-    arguments = launch_arguments(recipe, command, rendezvous)
-    with tempfile.TemporaryDirectory() as folder:
-        outcome = Path(folder) / "outcome.json"
-        launcher = subprocess.Popen(
-            [sys.executable, "-m", "accelerate.commands.launch", *arguments],
-            env={**os.environ, OUTCOME: str(outcome)},
-            stdin=subprocess.DEVNULL,
-            # Ctrl-C is for this process alone: the launcher would kill its workers in the middle of a step.
-            start_new_session=True,
-        )
-        with _signals_go_to_workers(launcher) as received:
-            status = launcher.wait()
-        if outcome.is_file():
+    from accelerate.commands.launch import launch_command, launch_command_parser
+    from accelerate.utils import patch_environment
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    arguments = launch_command_parser().parse_args(launch_arguments(recipe, command, rendezvous))
+    # torch's own handlers of the other signals would kill the workers in the middle of a step.
+    arguments.signals_to_handle = "SIGQUIT"
+    failures = {}
+    # torch's launcher logs a worker's end in dozens of lines; those that matter follow here, a line each.
+    logging.disable()
+    with tempfile.TemporaryDirectory() as folder, patch_environment(**{WORD: folder}):
+        arguments.log_dir = folder
+        try:
+            with _signals_go_to_workers() as received:
+                launch_command(arguments)
+            received.clear()
+        except ChildFailedError as failed:
+            failures = failed.failures
+        except BaseException:
+            if not received:
+                raise
+        if (outcome := Path(folder, OUTCOME)).is_file():
             ending = json.loads(outcome.read_text(encoding="utf-8"))
-            raise ENDINGS[ending["kind"]](ending["message"])
-    if received and status:
+            raise (Interrupted if ending["interrupted"] else PiLoraError)(ending["message"])
+    if received:
         raise Interrupted("interrupted before a step was done; earlier checkpoints are kept: go on with --resume")
-    return status
+    if not failures:
+        return 0
+    # The launcher ends those that are left by SIGTERM. A process that ended by itself has shown its traceback.
+    rank, failure = min(failures.items(), key=lambda each: each[1].exitcode == -signal.SIGTERM)
+    if failure.exitcode < 0:
+        print(f"process {rank}: ended by {failure.signal_name()}; go on with --resume", file=sys.stderr)
+    return 1
 
 
-def report_outcome(ending: PiLoraError) -> bool:
-    """In a worker: leave word for the launching process of how all processes ended; whether there is one."""
-    if OUTCOME not in os.environ or type(ending).__name__ not in ENDINGS:
-        return False
-    if int(os.environ.get("LOCAL_RANK", "0")) == 0:
-        said = {"kind": type(ending).__name__, "message": str(ending)}
-        Path(os.environ[OUTCOME]).write_text(json.dumps(said), encoding="utf-8")
-    return True
+def status_of(ending: BaseException) -> int | None:
+    """In a worker of `launch`, which prints one line for all of them: leave word of how it ends.
+
+    Return the exit status, or None if nobody speaks for this process.
+    """
+    if WORD not in os.environ:
+        return None
+    outcome, signalled = (Path(os.environ[WORD], name) for name in (OUTCOME, SIGNALLED))
+    if not isinstance(ending, PiLoraError):
+        # When one process ends, its connections break in the others.
+        return 1 if outcome.exists() or signalled.exists() else None
+    with contextlib.suppress(FileExistsError), outcome.open("x", encoding="utf-8") as file:
+        json.dump({"interrupted": isinstance(ending, Interrupted), "message": str(ending)}, file)
+    # All processes end together in these; a mistake may be one's alone, and then the launcher has to end the others.
+    return 0 if isinstance(ending, (Interrupted, Diverged)) else 1
 
 
 @contextlib.contextmanager
-def _signals_go_to_workers(launcher: "subprocess.Popen[bytes]") -> Iterator[list[int]]:
+def _signals_go_to_workers() -> Iterator[list[int]]:
     received: list[int] = []
 
     def forward(number: int, frame: types.FrameType | None) -> None:
         received.append(number)
-        if len(received) > 1:
-            os.killpg(launcher.pid, signal.SIGKILL)
-            return
-        for worker in psutil.Process(launcher.pid).children():
-            worker.send_signal(signal.SIGTERM)
+        Path(os.environ[WORD], SIGNALLED).touch()
+        # torch's launcher starts each worker in a session of its own, which Ctrl-C on the terminal does not reach.
+        workers = [each for each in psutil.Process().children() if os.getsid(each.pid) == each.pid]
+        for worker in workers:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                worker.send_signal(signal.SIGTERM if len(received) == 1 else signal.SIGKILL)
+        if not workers:
+            raise KeyboardInterrupt
 
     before = {each: signal.signal(each, forward) for each in (signal.SIGINT, signal.SIGTERM)}
     try:

@@ -1,6 +1,7 @@
 """Shared models and runs, made once for all tests; nothing is downloaded."""
 
 import os
+import sys
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from processes import ImportedPython
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from pi_lora.models.base import BUILTIN_FOLDER
@@ -26,6 +28,17 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("PI_LORA_CACHE", str(tmp_path_factory.mktemp("cache")))
         yield
+
+
+@pytest.fixture(scope="session")
+def python(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """In place of `sys.executable`: a Python that has imported the heavy libraries (see `processes`), in the processes
+    that torch's launcher starts as well.
+    """
+    with ImportedPython(tmp_path_factory.mktemp("python"), sys.path) as imported, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHON_EXEC", imported.executable)
+        yield imported.executable
+        assert imported.errors.read_text() == ""
 
 
 @pytest.fixture(scope="session")

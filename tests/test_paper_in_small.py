@@ -99,9 +99,9 @@ def test_the_curves_are_a_column_for_each_target(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("option", ["--text", "--held-out"])
-def test_a_text_that_is_not_there_is_found_before_anything_is_made(tmp_path: Path, option: str) -> None:
+def test_a_text_that_is_not_there_is_found_before_anything_is_made(python: str, tmp_path: Path, option: str) -> None:
     script = str(ROOT / "benchmarks" / "paper_in_small.py")
-    command = [sys.executable, script, "--tiny", option, "nowhere.txt", "--output", "made"]
+    command = [python, script, "--tiny", option, "nowhere.txt", "--output", "made"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode
     assert done.stderr.splitlines()[-1].startswith("nowhere.txt: no such file or folder")

@@ -1,6 +1,7 @@
 """What all commands share: the application, its consoles, their options and the progress bar."""
 
 import contextlib
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -15,6 +16,7 @@ app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_
 eval_app = typer.Typer(no_args_is_help=True, help="Measure a model.")
 app.add_typer(eval_app, name="eval")
 out, err = Console(), Console(stderr=True)
+LIBRARIES = "loading libraries"
 
 RecipeFile = Annotated[Path, typer.Argument(metavar="RECIPE", help="A recipe file.")]
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="[key=value ...]", help="Keys to change.")]
@@ -67,8 +69,14 @@ def progress_bar(title: str, quiet: bool = False) -> Iterator[Callable[..., None
 @contextlib.contextmanager
 def working(what: str) -> Iterator[None]:
     """Something turning on stderr, on a terminal, while `what` goes on."""
-    if not err.is_terminal:
+    if what != LIBRARIES:
+        _work_begins()
+    with err.status(what) if err.is_terminal else contextlib.nullcontext():
         yield
-        return
-    with err.status(what):
-        yield
+    _work_begins()
+
+
+def _work_begins() -> None:
+    """Let Ctrl-C unwind from here on: until libraries are loaded there is nothing to clean up."""
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)

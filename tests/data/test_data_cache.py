@@ -1,7 +1,6 @@
 import json
 import shutil
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -113,8 +112,8 @@ def test_what_a_killed_process_left_is_no_hindrance(folder: Path) -> None:
     assert not list(folder.rglob("*.partial"))
 
 
-def test_processes_at_once_make_it_once(folder: Path, tmp_path: Path) -> None:
-    maker = subprocess.Popen([sys.executable, "-c", MAKER, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+def test_processes_at_once_make_it_once(python: str, folder: Path, tmp_path: Path) -> None:
+    maker = subprocess.Popen([python, "-c", MAKER, str(tmp_path)], stdout=subprocess.PIPE, text=True)
     while not (tmp_path / "making").exists():
         assert maker.poll() is None
         time.sleep(0.01)

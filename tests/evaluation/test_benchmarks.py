@@ -464,7 +464,7 @@ def test_the_command_shows_models_side_by_side(
 
 
 @pytest.mark.slow
-def test_two_processes_write_what_one_writes(files: Path, tmp_path: Path) -> None:
+def test_two_processes_write_what_one_writes(python: str, files: Path, tmp_path: Path) -> None:
     command = [
         "-m",
         "pi_lora",
@@ -477,8 +477,8 @@ def test_two_processes_write_what_one_writes(files: Path, tmp_path: Path) -> Non
         "1",
         "--json",
     ]
-    subprocess.run([sys.executable, *command, str(tmp_path / "one.json")], check=True, capture_output=True)
-    launcher = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2"]
+    subprocess.run([python, *command, str(tmp_path / "one.json")], check=True, capture_output=True)
+    launcher = [python, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2"]
     launcher += ["--main_process_port", "0", "--dynamo_backend", "no", "--mixed_precision", "no", "--num_machines", "1"]
     subprocess.run([*launcher, *command, str(tmp_path / "two.json")], check=True, capture_output=True)
     assert (tmp_path / "one.json").read_text() == (tmp_path / "two.json").read_text()

@@ -115,12 +115,12 @@ def test_a_tokenizer_of_another_model_is_refused(stretched: LoadedModel, small_m
 
 
 @pytest.mark.parametrize("extra", [[], ["--k-max-only"]], ids=["whole", "k-max-only"])
-def test_two_processes_write_what_one_writes(kept: Path, tmp_path: Path, extra: list[str]) -> None:
+def test_two_processes_write_what_one_writes(python: str, kept: Path, tmp_path: Path, extra: list[str]) -> None:
     options = ["builtin:tiny", "--original", "256", "--target", "336", "--depths", "5", "--trials", "4", *extra]
     launchers = {"one": [], "two": ["torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m"]}
     said = {}
     for name, launcher in launchers.items():
-        command = [sys.executable, "-m", *launcher, "pi_lora", "eval", "passkey", *options, "--json", f"{name}.json"]
+        command = [python, "-m", *launcher, "pi_lora", "eval", "passkey", *options, "--json", f"{name}.json"]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200)
         assert done.returncode == 0, done.stderr

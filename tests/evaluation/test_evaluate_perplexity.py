@@ -4,7 +4,6 @@ import gzip
 import json
 import os
 import subprocess
-import sys
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -227,7 +226,7 @@ def test_a_changed_model_is_measured_anew(loaded: LoadedModel, folder: Path, int
     assert len(interrupted) == 3 + 5
 
 
-def test_two_processes_write_what_one_does(small_model: Path, folder: Path) -> None:
+def test_two_processes_write_what_one_does(python: str, small_model: Path, folder: Path) -> None:
     options = ["--data", str(folder), "--windows", "32,64", "--stride", "16", "--by-position"]
     command = ["-m", "pi_lora", "eval", "perplexity", str(small_model), *options, "--json"]
     launcher = ["-m", "torch.distributed.run", "--nproc_per_node", "2"]
@@ -235,9 +234,7 @@ def test_two_processes_write_what_one_does(small_model: Path, folder: Path) -> N
     found = []
     for several in ([], launcher):
         file = folder / f"{len(several)}.json"
-        done = subprocess.run(
-            [sys.executable, *several, *command, str(file)], env=environment, capture_output=True, text=True
-        )
+        done = subprocess.run([python, *several, *command, str(file)], env=environment, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
         assert done.stdout.count("every token weighted equally") == 1
         found.append(file.read_text())

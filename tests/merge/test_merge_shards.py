@@ -1,10 +1,11 @@
 """How the merged files are divided and written, and in how much memory."""
 
+import contextlib
 import json
-import multiprocessing
 import shutil
 import signal
 import stat
+import subprocess
 import time
 from pathlib import Path
 
@@ -117,26 +118,22 @@ def test_progress_ends_at_the_size(run: Path, tmp_path: Path) -> None:
     assert told == sorted(told)
 
 
-def merge_until_killed(run: Path, output: Path) -> None:
-    merge(run, output)
+MERGE = "import sys; from pathlib import Path; from pi_lora.merge.merging import merge; merge(*map(Path, sys.argv[1:]))"
 
 
-def test_killed_at_any_moment_nothing_looks_finished(run: Path, tmp_path: Path) -> None:
-    # A server that has imported everything forks each process, which would otherwise take seconds to start.
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["pi_lora.merge", "transformers.models.llama.modeling_llama"])
-
+def test_killed_at_any_moment_nothing_looks_finished(python: str, run: Path, tmp_path: Path) -> None:
     def attempt(output: Path, seconds: float | None) -> float:
         """Merge, and kill so many seconds after something of it is on the disk; how long it had."""
-        process = context.Process(target=merge_until_killed, args=(run, output))
-        process.start()
-        while process.is_alive() and not staging_path(output).exists():
-            time.sleep(0.001)
-        begin = time.monotonic()
-        process.join(seconds)
-        process.kill()
-        process.join()
-        assert process.exitcode in (0, -signal.SIGKILL)
+        with subprocess.Popen([python, "-c", MERGE, str(run), str(output)], stdout=subprocess.PIPE) as process:
+            while process.poll() is None and not staging_path(output).exists():
+                time.sleep(0.001)
+            begin = time.monotonic()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(seconds)
+            process.kill()
+            # The pipe closes when the merging process itself has ended.
+            process.communicate()
+        assert process.returncode in (0, -signal.SIGKILL)
         return time.monotonic() - begin
 
     attempt(tmp_path / "warm", None)

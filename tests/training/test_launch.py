@@ -2,6 +2,8 @@
 
 import json
 import os
+import random
+import re
 import signal
 import socket
 import subprocess
@@ -9,6 +11,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 from accelerate.commands.launch import launch_command_parser
 from conftest import small_recipe, train
@@ -73,11 +76,14 @@ def test_a_launcher_with_another_number_of_processes_is_refused(monkeypatch: pyt
         check_launched(recipe_for("m", CLUSTER))
 
 
-def pi_lora(folder: Path, *arguments: str) -> "subprocess.Popen[str]":
+def start(interpreter: str, folder: Path, *arguments: str) -> "subprocess.Popen[str]":
+    """`pi-lora train recipe.yaml ARGUMENTS` in `folder`, as the foreground process group of a terminal."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "pi_lora", "train", "recipe.yaml", *arguments]
+    if interpreter == sys.executable:
+        environment.pop("PYTHON_EXEC", None)
+    command = [interpreter, "-m", "pi_lora", "train", "recipe.yaml", *arguments]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    return subprocess.Popen(command, cwd=folder, text=True, env=environment, **pipes)
+    return subprocess.Popen(command, cwd=folder, text=True, env=environment, start_new_session=True, **pipes)
 
 
 def losses(run: Path) -> list[float]:
@@ -95,37 +101,118 @@ def alone(small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_two_processes_train_like_one(alone: Path) -> None:
-    process = pi_lora(alone, "hardware.cpu_processes=2", "--output", "two")
+    """The one launch whose processes are all started as a user's are, imports and what they print included."""
+    process = start(sys.executable, alone, "hardware.cpu_processes=2", "--output", "two")
     said = process.communicate(timeout=200)
     assert process.returncode == 0, said
+    assert said[1] == ""
     assert losses(alone / "two") == pytest.approx(losses(alone / "alone"), rel=1e-5)
     assert len({round(loss, 4) for loss in losses(alone / "two")}) == 5
 
 
-def test_two_machines_train_like_one_process(alone: Path) -> None:
+def test_two_machines_train_like_one_process(python: str, alone: Path) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
     where = ["--num-machines", "2", "--main-process-ip", "127.0.0.1", "--main-process-port", port]
-    machines = [pi_lora(alone, "--output", "machines", *where, "--machine-rank", rank) for rank in "01"]
+    machines = [start(python, alone, "--output", "machines", *where, "--machine-rank", rank) for rank in "01"]
     for machine in machines:
         said = machine.communicate(timeout=200)
         assert machine.returncode == 0, said
+        assert said[1] == ""
     assert losses(alone / "machines") == pytest.approx(losses(alone / "alone"), rel=1e-5)
 
 
-def test_ctrl_c_ends_all_processes_behind_one_checkpoint(alone: Path) -> None:
-    process = pi_lora(alone, "hardware.cpu_processes=2", "training.steps=2000", "--output", "long")
-    log = alone / ".long.partial" / "training.jsonl"
+@pytest.fixture
+def folder(alone: Path, tmp_path: Path) -> Path:
+    """A new one with the same recipe."""
+    (tmp_path / "recipe.yaml").write_text((alone / "recipe.yaml").read_text())
+    return tmp_path
+
+
+LONG = ["hardware.cpu_processes=2", "training.steps=400"]
+
+
+def wait_for_steps(process: "subprocess.Popen[str]", run: Path, steps: int) -> None:
+    log = run / "training.jsonl"
     deadline = time.monotonic() + 200
-    while not (log.exists() and log.read_text().count("\n") > 2):
+    while not (log.exists() and log.read_text().count("\n") >= steps):
         assert process.poll() is None, process.communicate()
         assert time.monotonic() < deadline
-        time.sleep(0.1)
-    process.send_signal(signal.SIGINT)
+        time.sleep(0.02)
+
+
+def worker(folder: Path) -> psutil.Process:
+    """One of those that the launching process, the first of this folder, has started."""
+    here = [each for each in psutil.process_iter(["cwd", "cmdline"]) if each.info["cwd"] == str(folder)]
+    forked = [each for each in here if any("processes.serve" in part for part in each.info["cmdline"])]
+    return max(forked, key=lambda each: each.create_time())
+
+
+def one_line(process: "subprocess.Popen[str]", folder: Path) -> str:
+    """The only line on stderr of a run that is interrupted; nothing of it goes on."""
     _, errors = process.communicate(timeout=100)
-    assert process.returncode == 130, errors
-    assert "long: interrupted after step" in errors
-    assert errors.count("\n") == 1, errors
-    checkpoints = list((alone / ".long.partial" / "checkpoints").glob("checkpoint-*"))
+    assert (process.returncode, errors.count("\n")) == (130, 1), errors
+    assert [each for each in psutil.process_iter(["cwd"]) if each.info["cwd"] == str(folder)] == []
+    return errors
+
+
+@pytest.mark.parametrize(
+    "round_",
+    [
+        "Ctrl-C",
+        "SIGTERM",
+        *[
+            pytest.param(f"{how} {number}", marks=pytest.mark.slow)
+            for number in range(10)
+            for how in ("Ctrl-C", "SIGINT")
+        ],
+    ],
+)
+def test_a_signal_ends_all_processes_behind_one_checkpoint(python: str, folder: Path, round_: str) -> None:
+    process = start(python, folder, *LONG, "--output", "long")
+    wait_for_steps(process, folder / ".long.partial", 3)
+    if round_.startswith("Ctrl-C"):
+        os.killpg(process.pid, signal.SIGINT)
+    else:
+        process.send_signal(getattr(signal, round_.split()[0]))
+    assert "long: interrupted after step" in one_line(process, folder)
+    checkpoints = list((folder / ".long.partial" / "checkpoints").glob("checkpoint-*"))
     assert [(path / "complete").is_file() for path in checkpoints] == [True]
+
+
+def test_a_second_ctrl_c_does_not_wait_for_the_step(python: str, folder: Path) -> None:
+    process = start(python, folder, *LONG, "--output", "long")
+    wait_for_steps(process, folder / ".long.partial", 3)
+    worker(folder).suspend()
+    for _ in range(2):
+        os.killpg(process.pid, signal.SIGINT)
+        time.sleep(0.2)
+    assert "interrupted" in one_line(process, folder)
+
+
+@pytest.mark.parametrize("number", [0, 1, *[pytest.param(number, marks=pytest.mark.slow) for number in range(2, 20)]])
+def test_ctrl_c_at_any_moment_of_the_launch_is_one_line(python: str, folder: Path, number: int) -> None:
+    process = start(python, folder, *LONG, "--output", "long")
+    assert process.stdout
+    assert process.stdout.readline()
+    time.sleep(2 * random.Random(number).random())
+    os.killpg(process.pid, signal.SIGINT)
+    assert "interrupted" in one_line(process, folder)
+
+
+def test_a_process_that_is_killed_is_named_and_ends_the_others(python: str, folder: Path) -> None:
+    process = start(python, folder, *LONG, "--output", "long")
+    wait_for_steps(process, folder / ".long.partial", 3)
+    worker(folder).kill()
+    _, errors = process.communicate(timeout=100)
+    assert process.returncode == 1
+    assert re.fullmatch(r"process [01]: ended by SIGKILL; go on with --resume", errors.splitlines()[-1])
+
+
+def test_a_mistake_of_the_workers_is_one_line(python: str, folder: Path) -> None:
+    process = start(python, folder, *LONG, "training.learning_rate=1e30", "training.warmup_steps=0", "--output", "long")
+    _, errors = process.communicate(timeout=100)
+    assert process.returncode == 2
+    assert errors.count("\n") == 1, errors
+    assert "is not a finite number at a rate of 1e+30" in errors

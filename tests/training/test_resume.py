@@ -1,12 +1,10 @@
 """A run that ends early goes on to the weights that it would have had."""
 
 import json
-import multiprocessing
 import os
 import random
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -16,7 +14,7 @@ from conftest import small_recipe, train
 from safetensors.torch import load_file
 
 from pi_lora.errors import Diverged, Interrupted, RecipeError, RunExistsError
-from pi_lora.recipe.files import dump_recipe, load_recipe
+from pi_lora.recipe.files import dump_recipe
 from pi_lora.recipe.schema import Recipe
 from pi_lora.run_folder import last_checkpoint, staging_path
 
@@ -43,32 +41,35 @@ def whole(small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[s
     return weights(train(recipe_for(small_model), tmp_path_factory.mktemp("whole") / "run"))
 
 
-def train_and_die(recipe: str, output: Path, step: int) -> None:
-    """Train in this process, and kill it without warning as soon as `step` is done; 0: do not."""
+# Trains to argv[2] as the recipe argv[1] says, and is killed as soon as step argv[3] is done; 0: it is not.
+TRAIN_AND_DIE = """
+import os, signal, sys
+from pathlib import Path
+from pi_lora.recipe.files import load_recipe
+from pi_lora.run_folder import staging_path
+from pi_lora.training.training import train
 
-    def die(done: int, total: int, note: str) -> None:
-        if step and done == step and total == STEPS:
-            os.kill(os.getpid(), signal.SIGKILL)
+recipe, output, step = load_recipe(Path(sys.argv[1])).recipe, Path(sys.argv[2]), int(sys.argv[3])
 
-    path = output.with_suffix(".yaml")
-    path.write_text(recipe)
-    train(load_recipe(path).recipe, output, resume=staging_path(output).exists(), progress=die)
+def die(done, total, note):
+    if step and done == step and total == recipe.training.steps:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+train(recipe, output, resume=staging_path(output).exists(), progress=die)
+"""
 
 
 def test_killed_at_any_step_it_resumes_to_the_same_weights(
-    small_model: Path, tmp_path: Path, whole: dict[str, torch.Tensor]
+    python: str, small_model: Path, tmp_path: Path, whole: dict[str, torch.Tensor]
 ) -> None:
-    # A server that has imported everything forks each trainer, which would otherwise take seconds to start.
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["pi_lora.training.training"])
-    recipe = dump_recipe(recipe_for(small_model))
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(dump_recipe(recipe_for(small_model)))
     for index, step in enumerate(random.Random(0).choices(range(1, STEPS + 1), k=10)):
         output = tmp_path / f"run-{index}"
         for step_to_die, status in ((step, -signal.SIGKILL), (0, 0)):
-            process = context.Process(target=train_and_die, args=(recipe, output, step_to_die))
-            process.start()
-            process.join()
-            assert process.exitcode == status
+            command = [python, "-c", TRAIN_AND_DIE, str(recipe), str(output), str(step_to_die)]
+            done = subprocess.run(command, capture_output=True, text=True)
+            assert (done.returncode, done.stderr) == (status, "")
             assert output.exists() == (status == 0)
         for name, tensor in weights(output).items():
             assert torch.equal(tensor, whole[name]), (step, name)
@@ -142,16 +143,16 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_last_good_checkpo
     assert not output.exists()
 
 
-def test_ctrl_c_ends_with_130_and_one_line(small_model: Path, tmp_path: Path) -> None:
+def test_ctrl_c_ends_with_130_and_one_line(python: str, small_model: Path, tmp_path: Path) -> None:
     (tmp_path / "recipe.yaml").write_text(dump_recipe(recipe_for(small_model)))
-    command = [sys.executable, "-m", "pi_lora", "train", "recipe.yaml", "training.steps=5000", "--output", "run"]
+    command = [python, "-m", "pi_lora", "train", "recipe.yaml", "training.steps=400", "--output", "run"]
     process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     log = tmp_path / ".run.partial" / "training.jsonl"
     deadline = time.monotonic() + 120
     while not (log.exists() and log.read_text().count("\n") > 3):
         assert process.poll() is None, process.communicate()
         assert time.monotonic() < deadline
-        time.sleep(0.1)
+        time.sleep(0.02)
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 130

@@ -1,0 +1,188 @@
+"""A Python that starts at once: real processes, forked from a server that has imported the heavy libraries.
+
+`ImportedPython.executable` stands for `sys.executable` in a command line: a client of a few milliseconds, which has the
+server fork a process with its arguments, folder, environment and pipes, passes on signals, and ends as that process
+ends. A client that is killed takes its process with it. Only what an import prints or costs cannot be tested so.
+"""
+
+import contextlib
+import importlib
+import json
+import os
+import random
+import runpy
+import select
+import signal
+import socket
+import subprocess
+import sys
+import types
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NoReturn
+
+# Passed on by the client; SIGKILL shows as a connection that breaks.
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
+HEAVY = (
+    "pi_lora.training.training pi_lora.preflight pi_lora.merge.merging pi_lora.planning.text "
+    "pi_lora.evaluation.suite pi_lora.evaluation.perplexity.measure pi_lora.evaluation.passkey.measure "
+    "accelerate.commands.launch torch.distributed.run transformers.models.llama.modeling_llama "
+    "peft.tuners.lora torch._dynamo torch.distributed.fsdp"
+).split()
+
+
+class ImportedPython:
+    """The server, which ends with the `with`; `errors` holds what its imports had to say."""
+
+    def __init__(self, folder: Path, path: list[str]) -> None:
+        address, script, self.errors = str(folder / "socket"), folder / "python", folder / "errors"
+        load = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import processes"
+        call = f"processes.client({address!r}, {settings_of_imports(os.environ)!r})"
+        script.write_text(f"#!{sys.executable} -IS\n{load}; {call}\n")
+        script.chmod(0o755)
+        self.executable = str(script)
+        # Arrow's allocator starts a thread otherwise, and a process of several threads is not safe to fork.
+        environment = {**os.environ, "JE_ARROW_MALLOC_CONF": "background_thread:false", "OMP_NUM_THREADS": "1"}
+        with self.errors.open("wb") as errors:
+            self.server = subprocess.Popen(
+                [sys.executable, "-c", f"{load}; processes.serve({address!r}, {path!r})"],
+                env=environment,
+                start_new_session=True,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+            )
+
+    def __enter__(self) -> "ImportedPython":
+        assert self.server.stdout
+        assert self.server.stdout.readline() == b"ready\n", self.errors.read_text()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """End the server by the end of its standard input."""
+        self.server.communicate()
+
+
+def client(path: str, imported: dict[str, str]) -> NoReturn:
+    """Be the process that the server forks, as far as the process that started this one can tell."""
+    if settings_of_imports(os.environ) != imported:
+        os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
+    child, early = 0, []
+
+    def pass_on(number: int, frame: types.FrameType | None) -> None:
+        if child:
+            send(child, number)
+        else:
+            early.append(number)
+
+    for number in SIGNALS:
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, pass_on)
+    connection = socket.socket(socket.AF_UNIX)
+    connection.connect(path)
+    request = json.dumps([sys.argv[1:], os.getcwd(), dict(os.environ)]).encode()
+    socket.send_fds(connection, [len(request).to_bytes(8, "big")], [0, 1, 2])
+    connection.sendall(request)
+    child = int(connection.recv(64))
+    for number in early:
+        send(child, number)
+    status = int(connection.recv(64))
+    if status < 0:
+        if -status != signal.SIGKILL:
+            signal.signal(-status, signal.SIG_DFL)
+        os.kill(os.getpid(), -status)
+    os._exit(status)
+
+
+def send(process: int, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(process, number)
+
+
+def settings_of_imports(environment: Mapping[str, str]) -> dict[str, str]:
+    """What libraries read when they are imported: where it differs, a process has to import them itself."""
+    return {key: value for key, value in environment.items() if key.startswith(("HF_", "TRANSFORMERS_", "PYTHONW"))}
+
+
+def serve(path: str, search: list[str]) -> None:
+    """Import the heavy libraries, then fork a process for each client until standard input ends."""
+    sys.path[:] = search
+    for name in HEAVY:
+        importlib.import_module(name)
+    assert len(os.listdir("/proc/self/task")) == 1, "a library has started a thread: forking is not safe"
+    woken, wake = os.pipe()
+    os.set_blocking(wake, False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(path)
+    listener.listen(64)
+    clients: dict[socket.socket, int] = {}
+    print("ready", flush=True)
+    while True:
+        ready, _, _ = select.select([0, woken, listener, *clients], [], [])
+        if 0 in ready:
+            for child in clients.values():
+                send(child, signal.SIGKILL)
+            os._exit(0)
+        for connection in ready:
+            # A client that was killed; what it stands for goes with it.
+            if connection in clients:
+                send(clients[connection], signal.SIGKILL)
+        if woken in ready:
+            os.read(woken, 4096)
+        for connection, child in list(clients.items()):
+            pid, status = os.waitpid(child, os.WNOHANG)
+            if pid:
+                del clients[connection]
+                with contextlib.suppress(BrokenPipeError), connection:
+                    connection.sendall(str(os.waitstatus_to_exitcode(status)).encode())
+        if listener in ready:
+            connection, _ = listener.accept()
+            size, files, _, _ = socket.recv_fds(connection, 8, 3)
+            with connection.makefile("rb") as reader:
+                request = json.loads(reader.read(int.from_bytes(size, "big")))
+            # An exception out of a signal's handler would be lost in what libraries do after a fork.
+            signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+            if child := os.fork():
+                signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+                for file in files:
+                    os.close(file)
+                clients[connection] = child
+                connection.sendall(str(child).encode())
+            else:
+                for each in (listener, connection, *clients):
+                    each.close()
+                os.close(woken)
+                os.close(wake)
+                become(*request, files)
+                return
+
+
+def become(arguments: list[str], folder: str, environment: dict[str, str], files: list[int]) -> None:
+    """In the forked process: do what a new interpreter does with `arguments`."""
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    os.setsid()
+    for number, file in enumerate(files):
+        os.dup2(file, number)
+        os.close(file)
+    os.chdir(folder)
+    os.environ.clear()
+    os.environ.update(environment)
+    random.seed()
+    if arguments[0] == "-u":
+        arguments = arguments[1:]
+        sys.stdout.reconfigure(write_through=True)  # type: ignore[union-attr]
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+    kind = arguments[0]
+    sys.argv = arguments[1:] if kind == "-m" else arguments
+    sys.path.insert(0, str(Path(kind).parent) if kind not in ("-m", "-c") else folder)
+    if kind == "-m":
+        sys.modules.pop(arguments[1], None)
+        runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+    elif kind == "-c":
+        sys.argv = ["-c", *arguments[2:]]
+        exec(arguments[1], vars(sys.modules["__main__"]))
+    else:
+        runpy.run_path(kind, run_name="__main__")

@@ -1,0 +1,84 @@
+"""Nothing but our own lines reaches the terminal, whatever the libraries below have to say.
+
+What they say while they are imported is in the errors of the `python` fixture's server, which has to have none.
+"""
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+DEMO = str(ROOT / "recipes" / "demo.yaml")
+SMALL = ["training.steps=2", "training.global_batch_size=2", "training.per_device_batch_size=1", "training.log_every=1"]
+
+
+def errors_of(folder: Path, *command: str) -> str:
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+    assert done.returncode == 0, done
+    return done.stderr
+
+
+@pytest.fixture(scope="module")
+def folder(python: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With a run, texts and questions."""
+    folder = tmp_path_factory.mktemp("terminal")
+    document = "The agency found much to mend. It has since mended it. "
+    (folder / "text.txt").write_text(document * 200)
+    rows = [{"document": document, "summary": "Much was mended."}] * 3
+    (folder / "reports.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    rows = [{"goal": "Open a door.", "sol1": "Turn the handle.", "sol2": "Eat the handle."}] * 2
+    (folder / "piqa").mkdir()
+    (folder / "piqa" / "valid.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "piqa" / "valid-labels.lst").write_text("0\n0\n")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def run(python: str, folder: Path) -> Path:
+    assert errors_of(folder, python, "-m", "pi_lora", "train", DEMO, *SMALL, "--output", "run") == ""
+    return folder / "run"
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "train {demo} {small} tuning.method=full training.save_every=1 --output full",
+        "train {demo} {small} tuning.method=qlora --output qlora",
+        "train {demo} {small} hardware.cpu_processes=2 training.save_every=1 --output two",
+        "eval perplexity run --data text.txt --windows 256,1024",
+        "eval passkey run --depths 2 --trials 1",
+        "eval benchmarks run --data . --tasks piqa",
+        "eval summarization run --data reports.jsonl --max-new-tokens 5",
+        "merge run --output merged",
+        "plan {demo}",
+        "show {demo}",
+        "recipes {recipes}",
+    ],
+)
+def test_a_command_prints_no_line_of_a_library(python: str, run: Path, command: str) -> None:
+    if "qlora" in command:
+        pytest.importorskip("bitsandbytes", reason="pip install pi-lora[qlora]")
+    if "benchmarks" in command:
+        pytest.importorskip("lm_eval", reason="pip install pi-lora[eval]")
+    words = command.format(demo=DEMO, recipes=Path(DEMO).parent, small=" ".join(SMALL)).split()
+    assert errors_of(run.parent, python, "-m", "pi_lora", *words) == ""
+
+
+def test_a_report_prints_only_how_to_measure_what_it_misses(python: str, run: Path) -> None:
+    pytest.importorskip("matplotlib")
+    measured = ["--depths", "1", "--trials", "1", "--json", "run/scores/passkey.json"]
+    assert errors_of(run.parent, python, "-m", "pi_lora", "eval", "passkey", "run", *measured) == ""
+    first, *others = errors_of(run.parent, python, "-m", "pi_lora", "report", "run").splitlines()
+    assert first == "To show the base and step 0 beside it, measure them, then write the report again:"
+    assert all(line.startswith("  pi-lora eval ") for line in others)
+
+
+def test_the_demo_prints_no_line_of_a_library(python: str, folder: Path) -> None:
+    """Its steps, with fewer of each."""
+    pytest.importorskip("matplotlib")
+    less = "demo.DOCUMENTS, demo.DEPTHS, demo.TRIALS = 1, 2, 1"
+    shorter = f"tuned = demo.tuned; demo.tuned = lambda name, *overrides: tuned(name, *{SMALL!r}, *overrides)"
+    code = f"import sys; sys.path.insert(0, {str(ROOT / 'scripts')!r}); import demo; {less}; {shorter}; demo.main()"
+    assert errors_of(folder, python, "-c", code) == ""
