@@ -1,8 +1,14 @@
-"""Shared models and runs, made once for all tests; nothing is downloaded."""
+"""Shared models and runs, made once for all tests; nothing is downloaded.
+
+`PI_LORA_TEST_PROCESSOR=other pytest -m processor` takes this processor for one of the other kind, with or without
+instructions for bfloat16.
+"""
 
 import os
 
 os.environ["HF_HUB_OFFLINE"] = "1"
+
+from as_processor import sitecustomize as processor  # before torch is imported, which reads the limits once
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +22,12 @@ from pi_lora.recipe.schema import Recipe
 from pi_lora.training.training import train
 
 BUILTIN = "builtin:tiny"
+collect_ignore = ["as_processor"]
+
+
+def pytest_report_header() -> str:
+    own, kind = processor.own_kind(), processor.asked_kind()
+    return f"processor: {own}" + (f", taken for {kind}" if kind and kind != own else "")
 
 
 @pytest.fixture(scope="session", autouse=True)

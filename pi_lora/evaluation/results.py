@@ -22,7 +22,7 @@ class Result(BaseModel):
 class Scores(Result):
     """What every result says of the measured model: name, scale L'/L, dtype, attention kernel, window (tokens).
 
-    `step` is that of a training that was still going on.
+    `quantized_kernel` is there for quantized models alone. `step` is that of a training that was still going on.
     """
 
     # The key that tells this result from the others in a file.
@@ -32,6 +32,7 @@ class Scores(Result):
     scale: float = 1.0
     dtype: str | None = None
     kernel: str | None = None
+    quantized_kernel: str | None = None
     window: int | None = None
     step: int | None = None
 
@@ -166,11 +167,15 @@ KINDS: tuple[type[Scores], ...] = (PerplexityScores, PasskeyScores, BenchmarkSco
 
 def described(loaded: "LoadedModel") -> Json:
     """Return what every result says of a loaded model."""
+    from pi_lora.models.nf4 import nf4_kernel
+
+    quantized = getattr(loaded.model, "is_loaded_in_4bit", False)
     return {
         "model": loaded.name,
         "scale": loaded.scale,
         "dtype": str(loaded.model.dtype).removeprefix("torch."),
         "kernel": loaded.model.config._attn_implementation,
+        **({"quantized_kernel": nf4_kernel(loaded.model.device.type)} if quantized else {}),
         "window": loaded.window,
     }
 

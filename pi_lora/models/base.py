@@ -20,6 +20,7 @@ from transformers import (
 from transformers import logging as transformers_logging
 
 from pi_lora.errors import ModelError
+from pi_lora.models.nf4 import keep_as_quantized
 from pi_lora.scaling.config import Config, Interpolation, Method, in_both_dialects, read_rope, window_of
 from pi_lora.scaling.extend import extend_config
 from pi_lora.scaling.verify import check_scaling
@@ -105,6 +106,8 @@ def load_model(
             )
         except Exception as error:  # safetensors, transformers and the hub client raise kinds of their own
             raise ModelError(f"{base.name}: its weights cannot be loaded ({_first_line(error)})") from error
+    if place == "quantized":
+        keep_as_quantized(model)
     loaded: PreTrainedModel = model.to(device()) if place == "device" else model
     return loaded
 

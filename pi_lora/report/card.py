@@ -38,7 +38,7 @@ run = "."  # this folder, or its name on the hub
 config = AutoConfig.from_pretrained({config})  # the base's, stretched
 base = AutoModelForCausalLM.from_pretrained({base})
 model = PeftModel.from_pretrained(base, run).eval()
-tokenizer = AutoTokenizer.from_pretrained(run)
+{prepare}tokenizer = AutoTokenizer.from_pretrained(run)
 ```
 """
 
@@ -60,6 +60,13 @@ NF4 = """BitsAndBytesConfig(
     bnb_4bit_compute_dtype=torch.bfloat16,
 )"""
 
+# As pi_lora.models.nf4.keep_as_quantized.
+KEEP_AS_QUANTIZED = """\
+for layer in model.modules():
+    if isinstance(layer, Linear4bit):  # bitsandbytes 0.50 repacks for CPUs with AVX512-BF16, inexactly or not at all
+        layer.support_avx512bf16_for_cpu = False
+"""
+
 
 def adapter_snippet(model: Model, tuning: Tuning, builtin: bool) -> str:
     """How to load an adapter tuned from `model`, with pi-lora and without; `builtin`: the base comes with pi-lora."""
@@ -73,14 +80,19 @@ def adapter_snippet(model: Model, tuning: Tuning, builtin: bool) -> str:
         *trust,
     ]
     imports = [
-        *(["import torch"] if quantized else []),
+        *(["import torch", "from bitsandbytes.nn import Linear4bit"] if quantized else []),
         "from peft import PeftModel",
         "from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer"
         + (", BitsAndBytesConfig" if quantized else ""),
-        *(["", f"from pi_lora.model import find_base  # {model.name} comes with pi-lora"] if builtin else []),
+        *(["", f"from pi_lora.models.base import find_base  # {model.name} comes with pi-lora"] if builtin else []),
         *(["", f"nf4 = {NF4}"] if quantized else []),
     ]
-    return LOAD_ADAPTER.format(imports="\n".join(imports), config=", ".join(["run", *trust]), base=", ".join(base))
+    return LOAD_ADAPTER.format(
+        imports="\n".join(imports),
+        config=", ".join(["run", *trust]),
+        base=", ".join(base),
+        prepare=KEEP_AS_QUANTIZED if quantized else "",
+    )
 
 
 def positions(config: Config) -> str:
