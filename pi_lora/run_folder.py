@@ -1,6 +1,5 @@
 """Run folders: how one comes to be, whole or not at all, and what is written into it."""
 
-import importlib.metadata
 import json
 import os
 import platform
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from pi_lora.errors import RecipeError, RunExistsError
+from pi_lora.models.machine import hardware, versions
 from pi_lora.recipe.files import RECIPE_FILE, dump_recipe, load_recipe
 from pi_lora.recipe.schema import Recipe
 
@@ -21,7 +21,6 @@ COMPLETE = "complete"
 SPARE_BYTES = 50_000_000  # tokenizer, card, and what else runs on the machine
 SCORES = "scores"
 TRAINING_LOG = "training.jsonl"
-LIBRARIES = ("pi-lora", "torch", "transformers", "trl", "peft", "accelerate", "datasets", "safetensors")
 # What a resumed run may be given anew: where and how it is watched and kept, not what comes of it.
 MAY_CHANGE = ("hardware.", "evaluation.", "training.save_every", "training.log_every", "training.tracking", "paper")
 
@@ -137,10 +136,10 @@ def write_provenance(folder: Path, facts: Mapping[str, Any]) -> None:
     """Write what the run was made with: versions, commit, hardware, and `facts`."""
     made_with = {
         **facts,
-        "versions": {name: importlib.metadata.version(name) for name in LIBRARIES},
+        "versions": versions(),
         "python": platform.python_version(),
         "commit": _commit(),
-        "hardware": f"{platform.machine()}, {os.cpu_count()} cores",
+        "hardware": hardware(),
     }
     (folder / RUN_FILE).write_text(json.dumps(made_with, indent=2) + "\n", encoding="utf-8")
 

@@ -6,9 +6,10 @@ instructions for bfloat16.
 
 import os
 
-os.environ["HF_HUB_OFFLINE"] = "1"
+from as_processor import sitecustomize as processor
 
-from as_processor import sitecustomize as processor  # before torch is imported, which reads the limits once
+# Before torch is imported, as is the processor above: both are looked at once.
+os.environ["HF_HUB_OFFLINE"] = "1"
 
 from collections.abc import Iterator
 from pathlib import Path

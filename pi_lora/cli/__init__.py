@@ -6,7 +6,7 @@ from typing import Annotated, cast
 import typer
 
 from pi_lora.cli import all as all_
-from pi_lora.cli import benchmarks, merge, passkey, perplexity, push, recipes, report, summarization, theory, train
+from pi_lora.cli import benchmarks, env, merge, passkey, perplexity, push, recipes, report, summarization, theory, train
 from pi_lora.cli.app import app, out
 from pi_lora.errors import Interrupted, PiLoraError
 
@@ -14,6 +14,7 @@ __all__ = [
     "all_",
     "app",
     "benchmarks",
+    "env",
     "main",
     "merge",
     "passkey",

@@ -1,6 +1,5 @@
 """What is kept of a merge beside the weights: `merge.json`, and the model card."""
 
-import importlib.metadata
 import json
 import shutil
 from collections.abc import Iterator
@@ -18,8 +17,9 @@ from pi_lora.merge.layout import Plan, plan_merge, skeleton, transposed_weights
 from pi_lora.merge.shards import base_shards, filled_shards, find_file, write_shards
 from pi_lora.models.base import BaseModel, dtype_named, load_tokenizer, save_config, save_tokenizer
 from pi_lora.models.load import adapter_base, is_adapter, tuned_quantized
+from pi_lora.models.machine import versions
 from pi_lora.report.card import CARD, merged_card
-from pi_lora.run_folder import LIBRARIES, check_room, staged
+from pi_lora.run_folder import check_room, staged
 from pi_lora.scaling.config import Config, scale_of, window_of
 from pi_lora.types import Progress
 
@@ -45,7 +45,7 @@ def write_merge(folder: Path, merge: Merge, check: Check | None) -> None:
     Raises:
         ModelError: a result that is kept in the run cannot be read.
     """
-    made_with = {name: importlib.metadata.version(name) for name in LIBRARIES}
+    made_with = versions()
     facts = {**asdict(merge), "check": asdict(check) if check else None, "versions": made_with}
     (folder / MERGE_FILE).write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
     lines = check.lines() if check else []

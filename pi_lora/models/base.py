@@ -173,6 +173,11 @@ def has_fast_bfloat16() -> bool:
     """Whether bfloat16 arithmetic is faster than float32 here: on a GPU, and on a CPU with instructions for it."""
     if device().type == "cuda":
         return bool(torch.cuda.is_bf16_supported())
+    return has_bfloat16_instructions()
+
+
+def has_bfloat16_instructions() -> bool:
+    """Whether the processor multiplies in bfloat16 (AVX512-BF16 or AMX)."""
     capabilities = torch.cpu.get_capabilities()
     return bool(capabilities.get("avx512_bf16") or capabilities.get("amx_bf16"))
 

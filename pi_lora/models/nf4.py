@@ -1,23 +1,16 @@
 """NF4 weights (QLoRA, Dettmers et al. 2023) as bitsandbytes computes with them, alike on every processor."""
 
 import importlib.metadata
-import logging
 
 from torch import nn
-
-# On processors with AVX512-BF16, bitsandbytes 0.50 warns at its import, and so at PEFT's, where the package `kernels` is
-# not installed. Its kernel is for repacked weights alone, and there are none here.
-logging.getLogger("bitsandbytes.backends.cpu.ops").addFilter(
-    lambda record: not str(record.msg).startswith("Failed to load CPU gemm_4bit_forward")
-)
 
 
 def keep_as_quantized(model: nn.Module) -> None:
     """Let the NF4 layers of `model` compute from the weights as they were quantized, whatever the processor.
 
     On processors with AVX512-BF16, bitsandbytes 0.50 repacks a layer at its first forward in evaluation mode. It fails
-    where the inner size is no multiple of the block size of 64 or the outer one of 32, rounds the scales of the blocks to
-    bfloat16, and never undoes it for training, whose gradients then do not pass the layer.
+    where the inner size is no multiple of the block size of 64 or the outer one of 32, rounds the scales of the blocks
+    to bfloat16, and does not undo it for training, whose gradients then do not pass the layer.
     """
     from bitsandbytes.nn import Linear4bit  # an optional package
 

@@ -50,7 +50,7 @@ class TrainingScores(TrainerCallback):
 
 @contextmanager
 def _as_when_loaded(model: Any) -> Iterator[None]:
-    """Let a model that trains compute as it will when `load` reads it back: for evaluation, with SDPA, in its own dtype.
+    """Let a model that trains compute as it will when `load` reads it back: with SDPA, in the dtype of its weights.
 
     accelerate 1.15 puts autocast around the forward of the model that it prepares, and keeps the model's own beside it
     as `_original_forward`. Under FSDP2 there is none: the sharded layers compute as their policy says.

@@ -1,8 +1,8 @@
 """Let tests, and the processes that they start, take this processor for one of another kind.
 
-`PI_LORA_TEST_PROCESSOR` says which: `bf16` (with AVX512-BF16), `plain` (without, and without AVX-512 in torch), or `other`
-than this one. What asks for the instructions is answered accordingly: torch's capabilities, which decide the precision of
-training, and bitsandbytes' library, which decides whether NF4 weights are repacked.
+`PI_LORA_TEST_PROCESSOR` says which: `bf16` (with AVX512-BF16), `plain` (without, nor any AVX-512 for torch), or `other`
+than this one. What asks for the instructions is answered accordingly: torch's capabilities, which decide the precision
+of training, and bitsandbytes' library, which decides whether NF4 weights are repacked.
 
 On a processor without the instructions, `bf16` takes the code paths of those that have them, but not their kernels: a
 product with repacked NF4 weights fails, and bfloat16 arithmetic is torch's own rather than the processor's, so that it
@@ -33,7 +33,7 @@ def own_kind() -> str:
 
 def asked_kind() -> str | None:
     """The kind that the tests are to see; None: whatever is there."""
-    asked = os.environ.get(VARIABLE)
+    asked = os.environ.get(VARIABLE) or None
     if asked == "other":
         return "plain" if own_kind() == "bf16" else "bf16"
     if asked not in (None, "plain", "bf16"):
