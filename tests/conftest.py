@@ -8,7 +8,7 @@ import os
 
 from as_processor import sitecustomize as processor
 
-# Before torch is imported, as is the processor above: both are looked at once.
+# Set before torch and transformers are imported, which read it once; as_processor sets its variables above.
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 from collections.abc import Iterator
