@@ -12,7 +12,7 @@ def keep_as_quantized(model: nn.Module) -> None:
     where the inner size is no multiple of the block size of 64 or the outer one of 32, rounds the scales of the blocks
     to bfloat16, and does not undo it for training, whose gradients then do not pass the layer.
     """
-    from bitsandbytes.nn import Linear4bit  # an optional package
+    from bitsandbytes.nn.modules import Linear4bit  # an optional package
 
     for layer in model.modules():
         if isinstance(layer, Linear4bit):
