@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 export HF_HUB_DISABLE_TELEMETRY := 1
 
-.PHONY: demo results key-sentences recipes test test-slow lint clean
+.PHONY: demo results key-sentences recipes test test-other-processor test-slow lint clean
 
 demo: .venv/installed
 	$(BIN)/python scripts/demo.py
@@ -21,6 +21,11 @@ recipes: .venv/installed
 # A worker for each core, of one thread each.
 test: .venv/installed
 	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --dist worksteal
+
+# Those that depend on whether the processor has instructions for bfloat16, as if it were of the other kind.
+test-other-processor: .venv/installed
+	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 PI_LORA_TEST_PROCESSOR=other \
+		$(BIN)/pytest -n auto --dist worksteal -m 'processor and not slow and not gpu and not network'
 
 test-slow: .venv/installed
 	HF_HUB_OFFLINE=1 $(BIN)/pytest -m slow

@@ -1,6 +1,5 @@
 """Run folders: made whole or not at all, resumed, and what is written into them."""
 
-import importlib.metadata
 import json
 import os
 import platform
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from pi_lora.errors import RecipeError, RunExistsError
+from pi_lora.models.machine import hardware, versions
 from pi_lora.recipe.files import RECIPE_FILE, dump_recipe, load_recipe
 from pi_lora.recipe.schema import Recipe
 
@@ -21,7 +21,6 @@ COMPLETE = "complete"
 SPARE_BYTES = 50_000_000  # for tokenizer, card, and other programs
 SCORES = "scores"
 TRAINING_LOG = "training.jsonl"
-LIBRARIES = ("pi-lora", "torch", "transformers", "trl", "peft", "accelerate", "datasets", "safetensors")
 # Keys that a resumed run may change: they affect where it runs and what it logs, not its result.
 MAY_CHANGE = ("hardware.", "evaluation.", "training.save_every", "training.log_every", "training.tracking", "paper")
 
@@ -137,10 +136,10 @@ def write_provenance(folder: Path, facts: Mapping[str, Any]) -> None:
     """Write what a run was made with: versions, commit, hardware, and `facts`."""
     made_with = {
         **facts,
-        "versions": {name: importlib.metadata.version(name) for name in LIBRARIES},
+        "versions": versions(),
         "python": platform.python_version(),
         "commit": _commit(),
-        "hardware": f"{platform.machine()}, {os.cpu_count()} cores",
+        "hardware": hardware(),
     }
     (folder / RUN_FILE).write_text(json.dumps(made_with, indent=2) + "\n", encoding="utf-8")
 

@@ -1,8 +1,15 @@
-"""Shared models and runs, made once for all tests; nothing is downloaded."""
+"""Shared models and runs, made once for all tests; nothing is downloaded.
+
+`PI_LORA_TEST_PROCESSOR=other pytest -m processor` takes this processor for one of the other kind, with or without
+instructions for bfloat16.
+"""
 
 import os
 import sys
 
+from as_processor import sitecustomize as processor
+
+# Set before torch and transformers are imported, which read it once; as_processor sets its variables above.
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 from collections.abc import Iterator
@@ -20,6 +27,12 @@ from pi_lora.training import training
 from pi_lora.types import Progress, silent
 
 BUILTIN = "builtin:tiny"
+collect_ignore = ["as_processor"]
+
+
+def pytest_report_header() -> str:
+    own, kind = processor.own_kind(), processor.asked_kind()
+    return f"processor: {own}" + (f", taken for {kind}" if kind and kind != own else "")
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -4,15 +4,18 @@ import signal
 import subprocess
 import sys
 import time
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+import torch
 from conftest import small_recipe
 
 from pi_lora import cli
 from pi_lora.errors import Interrupted
+from pi_lora.models.machine import LIBRARIES, hardware
 from pi_lora.recipe.files import dump_recipe
 
 REPOSITORY = Path(__file__).parent.parent
@@ -65,6 +68,28 @@ def test_ctrl_c_while_it_starts_is_one_line(tmp_path: Path, delay: float) -> Non
 
 def test_version(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     assert run(capsys, monkeypatch, "--version") == (0, "pi-lora 0.1.0\n", "")
+
+
+@pytest.mark.parametrize("instructions", [True, False])
+def test_env_says_what_a_report_of_a_bug_needs(
+    instructions: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kind, precision = ("with", "bfloat16") if instructions else ("without", "float32")
+    capabilities = {"cpu_name": "A processor", "avx512_bf16": instructions}
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setenv("PI_LORA_CACHE", "/somewhere")
+    status, out, err = run(capsys, monkeypatch, "env")
+    assert (status, err) == (0, "")
+    said = dict(line.split(maxsplit=1) for line in out.splitlines())
+    assert {*LIBRARIES, "Python", "system", "memory", "GPUs", "CUDA"} < set(said)
+    assert said["torch"] == torch.__version__
+    assert said["processor"].startswith(f"A processor, {hardware()}, {kind} bfloat16 instructions; torch uses ")
+    assert said["precision"] == f"training.precision: auto is {precision}"
+    assert said["attention"].startswith("model.attention: auto is sdpa; there are sdpa, eager")
+    if find_spec("bitsandbytes"):
+        assert said["quantization"] == f"bitsandbytes {said['bitsandbytes']}, NF4, weights dequantized"
+    assert said["cache"] == "/somewhere"
 
 
 def test_show_says_where_values_come_from(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

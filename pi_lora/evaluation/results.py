@@ -30,6 +30,7 @@ class Scores(Result):
     scale: float = 1.0
     dtype: str | None = None
     kernel: str | None = None
+    quantized_kernel: str | None = None
     window: int | None = None
     step: int | None = None
 
@@ -164,11 +165,15 @@ KINDS: tuple[type[Scores], ...] = (PerplexityScores, PasskeyScores, BenchmarkSco
 
 def described(loaded: "LoadedModel") -> Json:
     """Return what every result says of a loaded model."""
+    from pi_lora.models.nf4 import nf4_kernel
+
+    quantized = getattr(loaded.model, "is_loaded_in_4bit", False)
     return {
         "model": loaded.name,
         "scale": loaded.scale,
         "dtype": str(loaded.model.dtype).removeprefix("torch."),
         "kernel": loaded.model.config._attn_implementation,
+        **({"quantized_kernel": nf4_kernel(loaded.model.device.type)} if quantized else {}),
         "window": loaded.window,
     }
 

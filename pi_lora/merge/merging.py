@@ -1,6 +1,5 @@
 """The merge: base + adapter as full weights, written a few rows at a time, checked, whole or not at all."""
 
-import importlib.metadata
 import shutil
 from pathlib import Path
 from typing import Literal
@@ -15,7 +14,7 @@ from pi_lora.merge.shards import base_shards, filled_shards, find_file, write_sh
 from pi_lora.models.base import ADAPTER_WEIGHTS_FILE, dtype_named, quiet_loading, save_config, save_tokenizer
 from pi_lora.models.load import FoundModel, adapter_base, is_adapter, tuned_quantized
 from pi_lora.report.card import CARD, merged_card
-from pi_lora.run_folder import LIBRARIES, check_room, staged
+from pi_lora.run_folder import check_room, staged
 from pi_lora.scaling.config import Config
 from pi_lora.scaling.verify import build_on_meta
 from pi_lora.types import Progress, silent
@@ -80,7 +79,7 @@ def merge(
             window=found.window,
             untied=plan.untied,
             check=check,
-            versions={name: importlib.metadata.version(name) for name in LIBRARIES},
+            versions=versions(),
         )
         (staging / MERGE_FILE).write_text(facts.model_dump_json(indent=2) + "\n", encoding="utf-8")
         card = merged_card(run, staging, check.lines() if check else [], facts.card_rows())

@@ -1,7 +1,7 @@
 """The attention kernel that `model.attention: auto` chooses."""
 
 import torch
-from transformers.utils import is_flash_attn_3_available, is_flash_attn_4_available
+from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available, is_flash_attn_4_available
 
 from pi_lora.models.base import device
 
@@ -27,3 +27,9 @@ def attention_kernel(asked: str, in_bfloat16: bool, context_parallel: int = 1) -
     generation, _ = torch.cuda.get_device_capability()
     name, is_present = _MADE_FOR.get(generation, (SDPA, lambda: True))
     return name if is_present() else SDPA
+
+
+def flash_attention_kernels() -> list[str]:
+    """Return the kernels of FlashAttention that `model.attention` may name here."""
+    made = {"flash_attention_2": is_flash_attn_2_available, **dict(_MADE_FOR.values())}
+    return [name for name, is_present in made.items() if is_present()]

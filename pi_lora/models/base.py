@@ -21,6 +21,7 @@ from transformers import (
 from transformers import logging as transformers_logging
 
 from pi_lora.errors import ModelError
+from pi_lora.models.nf4 import keep_as_quantized
 from pi_lora.scaling.config import Config, Interpolation, Method, in_both_dialects, read_rope, window_of
 from pi_lora.scaling.extend import extend_config
 from pi_lora.scaling.verify import build_on_meta, check_scaling
@@ -114,6 +115,8 @@ def load_model(
             )
         except Exception as error:  # safetensors, transformers and the hub client raise their own kinds
             raise ModelError(f"{base.name}: its weights cannot be loaded ({first_line(error)})") from error
+    if place == "quantized":
+        keep_as_quantized(model)
     loaded: PreTrainedModel = model.to(device()) if place == "device" else model
     return loaded
 
@@ -179,6 +182,11 @@ def has_fast_bfloat16() -> bool:
     """Return whether bfloat16 arithmetic is faster than float32: on a GPU, and on a CPU with instructions for it."""
     if device().type == "cuda":
         return bool(torch.cuda.is_bf16_supported())
+    return has_bfloat16_instructions()
+
+
+def has_bfloat16_instructions() -> bool:
+    """Whether the processor multiplies in bfloat16 (AVX512-BF16 or AMX)."""
     capabilities = torch.cpu.get_capabilities()
     return bool(capabilities.get("avx512_bf16") or capabilities.get("amx_bf16"))
 

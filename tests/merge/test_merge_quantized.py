@@ -15,9 +15,13 @@ from pi_lora.merge.facts import Check, read_merge
 from pi_lora.merge.merging import merge
 from pi_lora.models.base import extended_config, find_base, load_model
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed; pip install pi-lora[qlora]"
-)
+pytestmark = [
+    pytest.mark.processor,
+    pytest.mark.skipif(
+        importlib.util.find_spec("bitsandbytes") is None,
+        reason="bitsandbytes is not installed; pip install pi-lora[qlora]",
+    ),
+]
 
 
 @pytest.fixture(scope="module")

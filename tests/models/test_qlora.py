@@ -1,22 +1,33 @@
 """Tuning on an NF4 base, on a CPU."""
 
+import importlib.metadata
 import importlib.util
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
+from adapters import save_base
 from conftest import small_recipe, train
 from safetensors.torch import load_file
+from transformers import LlamaConfig
 
+from pi_lora.evaluation.results import described
 from pi_lora.models.adapter import prepare_for_tuning
 from pi_lora.models.base import extended_config, find_base, load_model
 from pi_lora.models.load import load
 from pi_lora.recipe.schema import Tuning
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed; pip install pi-lora[qlora]"
-)
+pytestmark = [
+    pytest.mark.processor,
+    pytest.mark.skipif(
+        importlib.util.find_spec("bitsandbytes") is None,
+        reason="bitsandbytes is not installed; pip install pi-lora[qlora]",
+    ),
+]
 
 
 @pytest.fixture(scope="module")
@@ -47,6 +58,53 @@ def test_what_trains_is_float32_and_activations_stay_bfloat16(small_model: Path)
     tuned.get_base_model().model.layers[1].register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].dtype))
     tuned(torch.arange(2, 40)[None])
     assert seen == [torch.bfloat16]
+
+
+@pytest.mark.parametrize("size", [48, 128], ids=["sizes that cannot be repacked", "sizes that can"])
+def test_a_measurement_leaves_weights_and_gradients_as_they_are(
+    size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where bitsandbytes finds AVX512-BF16 it repacks NF4 weights in evaluation mode, and loses the gradients."""
+    monkeypatch.setattr("bitsandbytes.nn.modules.has_avx512bf16", lambda: True)
+    sizes = {"vocab_size": 1024, "hidden_size": size, "intermediate_size": 2 * size}
+    layers = {"num_hidden_layers": 2, "num_attention_heads": 2, "max_position_embeddings": 64}
+    base = save_base(LlamaConfig(**sizes, **layers), tmp_path / "base", torch.bfloat16)
+    tuned = prepare_for_tuning(quantized(base), Tuning(method="qlora", rank=4), str(base))
+    ids = torch.arange(2, 40)[None]
+    weights, gradients = [], []
+    for _ in range(2):
+        tuned.train()(input_ids=ids, labels=ids).loss.backward()
+        gradients.append([weight.grad for weight in tuned.parameters() if weight.requires_grad])
+        tuned.zero_grad()
+        with torch.no_grad():
+            assert tuned.eval()(ids).logits.isfinite().all()
+        weights.append({name: tensor.clone() for name, tensor in tuned.state_dict().items()})
+    assert all(map(torch.equal, *gradients))
+    fresh = quantized(base).state_dict()
+    stored = [name for name in fresh if "proj.weight" in name]
+    assert any("nested_absmax" in name for name in stored)
+    for name in stored:
+        inside = "base_model.model." + name.replace(".weight", ".base_layer.weight", 1)
+        assert all(torch.equal(each[inside], fresh[name]) for each in weights), name
+
+
+def test_bitsandbytes_misses_its_cpu_kernel_in_silence() -> None:
+    """It would tell users of processors with AVX512-BF16 to install `kernels`; what else it logs still comes."""
+    probe = (
+        "import logging, pi_lora.models.adapter, bitsandbytes.functional\n"
+        "print(bitsandbytes.functional.has_avx512bf16())\n"
+        "logging.getLogger('bitsandbytes.backends.cpu.ops').warning('Another warning')"
+    )
+    path = os.pathsep.join([str(Path(__file__).parents[1] / "as_processor"), *sys.path])
+    environment = {**os.environ, "PI_LORA_TEST_PROCESSOR": "bf16", "PYTHONPATH": path}
+    answer = subprocess.run([sys.executable, "-c", probe], env=environment, capture_output=True, text=True, check=True)
+    assert (answer.stdout, answer.stderr) == ("True\n", "Another warning\n")
+
+
+def test_results_say_what_multiplied_by_nf4_weights(qlora_run: Path, lora_run: Path) -> None:
+    said = described(load(str(qlora_run)))["quantized_kernel"]
+    assert said == f"bitsandbytes {importlib.metadata.version('bitsandbytes')}, NF4, weights dequantized"
+    assert "quantized_kernel" not in described(load(str(lora_run)))
 
 
 def test_a_run_trains_saves_and_loads_as_it_was_trained(qlora_run: Path, small_model: Path) -> None:

@@ -69,6 +69,7 @@ def data(folder: Path) -> dict[str, Any]:
     return ModelCard(card(folder)).data.to_dict()
 
 
+@pytest.mark.processor
 @pytest.mark.parametrize(
     ("run", "number"),
     [

@@ -59,6 +59,7 @@ train(recipe, output, resume=staging_path(output).exists(), progress=die)
 """
 
 
+@pytest.mark.processor
 def test_killed_at_any_step_it_resumes_to_the_same_weights(
     python: str, small_model: Path, tmp_path: Path, whole: dict[str, torch.Tensor]
 ) -> None:

@@ -1,3 +1,4 @@
+import importlib.util
 import json
 from pathlib import Path
 
@@ -8,18 +9,53 @@ from safetensors.torch import load_file
 
 from pi_lora.evaluation.results import PerplexityScores, as_json
 from pi_lora.evaluation.suite import measure
-from pi_lora.models.load import Stretch, load
+from pi_lora.models.base import load_model
+from pi_lora.models.load import LoadedModel, Stretch, find, load
+from pi_lora.recipe.files import load_recipe
+from pi_lora.recipe.schema import Evaluation
+
+pytestmark = pytest.mark.processor
 
 EVALUATION = {
     "every": 2,
     "perplexity": {"windows": [64, 128], "stride": 32, "documents": 1},
     "passkey": {"target": 160, "depths": 2, "trials": 1},
 }
+LORA, FULL, QLORA = {"rank": 4}, {"method": "full"}, {"method": "qlora", "rank": 4, "embeddings_and_norms": False}
+NEEDS_BITSANDBYTES = pytest.mark.skipif(
+    importlib.util.find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed; pip install pi-lora[qlora]"
+)
+# What steps compute in, whatever the processor would make of `auto`.
+CASES = [
+    pytest.param(("float32", LORA), id="float32"),
+    pytest.param(("bfloat16", LORA), id="bfloat16"),
+    pytest.param(("bfloat16", FULL), id="full, bfloat16"),
+    pytest.param(("bfloat16", QLORA), id="qlora, bfloat16", marks=NEEDS_BITSANDBYTES),
+]
 
 
-@pytest.fixture(scope="module")
-def measured_run(small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return train(small_recipe(small_model, evaluation=EVALUATION), tmp_path_factory.mktemp("scores") / "run")
+@pytest.fixture(scope="module", params=CASES)
+def measured_run(request: pytest.FixtureRequest, small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that computes otherwise while it trains than when it is loaded: under autocast, and with another kernel."""
+    precision, tuning = request.param
+    recipe = small_recipe(
+        small_model,
+        model={"name": str(small_model), "attention": "eager"},
+        tuning=tuning,
+        training={**small_recipe(small_model).training.model_dump(), "precision": precision},
+        evaluation=EVALUATION,
+    )
+    return train(recipe, tmp_path_factory.mktemp("scores") / "run")
+
+
+def interpolated_base(run: Path) -> LoadedModel:
+    """The base of a run as it is at step 0; after QLoRA in four bits."""
+    recipe = load_recipe(run / "recipe.yaml").recipe
+    if recipe.tuning.method != "qlora":
+        return load(recipe.model.name, Stretch(128))
+    found = find(recipe.model.name, Stretch(128))
+    model = load_model(found.base, found.config, torch.bfloat16, place="quantized").eval()
+    return LoadedModel(found.name, model, found.tokenizer, found.config)
 
 
 def scores(run: Path, name: str, step: int) -> dict[str, object]:
@@ -33,19 +69,24 @@ def test_it_measures_at_step_0_every_so_many_and_at_the_end(measured_run: Path) 
     assert names == {f"{name}-step-{step}.json" for name in ("perplexity", "passkey") for step in (0, 2, 4)}
 
 
-def test_step_0_is_the_interpolated_base_and_the_last_step_the_run(measured_run: Path, small_model: Path) -> None:
-    wanted = small_recipe(small_model, evaluation=EVALUATION).evaluation
-    for step, model in ((0, load(str(small_model), Stretch(128))), (4, load(str(measured_run)))):
-        expected = as_json(measure(model, wanted)["perplexity"])["windows"]
-        found = scores(measured_run, "perplexity", step)["windows"]
-        assert [row["perplexity"] for row in found] == pytest.approx([row["perplexity"] for row in expected], rel=1e-4)
+def test_step_0_is_the_interpolated_base_and_the_last_step_the_run(measured_run: Path) -> None:
+    wanted = load_recipe(measured_run / "recipe.yaml").recipe.evaluation
+    for step, model in ((0, interpolated_base(measured_run)), (4, load(str(measured_run)))):
+        expected, found = as_json(measure(model, wanted)["perplexity"]), scores(measured_run, "perplexity", step)
+        perplexities = ([row["perplexity"] for row in each["windows"]] for each in (found, expected))
+        assert next(perplexities) == pytest.approx(next(perplexities), rel=1e-6)
+        assert (found["dtype"], found["kernel"]) == (expected["dtype"], expected["kernel"])
     assert scores(measured_run, "perplexity", 0)["windows"] != scores(measured_run, "perplexity", 4)["windows"]
 
 
-def test_measuring_changes_nothing_in_the_training(measured_run: Path, lora_run: Path) -> None:
-    undisturbed = load_file(lora_run / "adapter_model.safetensors")
-    for name, tensor in load_file(measured_run / "adapter_model.safetensors").items():
-        assert torch.equal(tensor, undisturbed[name]), name
+def test_measuring_changes_nothing_in_the_training(measured_run: Path, tmp_path: Path) -> None:
+    recipe = load_recipe(measured_run / "recipe.yaml").recipe
+    undisturbed = train(recipe.model_copy(update={"evaluation": Evaluation()}), tmp_path / "run")
+    assert json.loads((undisturbed / "run.json").read_text())["attention"] == "eager"
+    expected, found = (load_file(next(run.glob("*.safetensors"))) for run in (undisturbed, measured_run))
+    assert set(found) == set(expected)
+    for name, tensor in found.items():
+        assert torch.equal(tensor, expected[name]), name
 
 
 def test_what_is_not_said_follows_from_the_window(small_model: Path) -> None:

@@ -121,6 +121,7 @@ def test_a_run_that_is_not_there_yet_is_named(rows: Path, tmp_path: Path) -> Non
         train(further(Path("adapters/none"), rows), tmp_path / "further")
 
 
+@pytest.mark.processor
 def test_a_resumed_run_ends_with_the_same_weights(lora_run: Path, rows: Path, tmp_path: Path) -> None:
     """Groups of like lengths follow from seed and epoch alone, also after an interruption."""
     from pi_lora.errors import Interrupted
