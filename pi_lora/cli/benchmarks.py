@@ -13,8 +13,8 @@ def benchmarks(
         list[str], typer.Argument(metavar="MODEL ...", help="Hub ids, model or run folders, or builtin:tiny.")
     ],
     tasks: Annotated[
-        str | None, typer.Option(help="Of boolq,piqa,race_middle,race_high,winogrande; all by default.")
-    ] = None,
+        str, typer.Option(metavar="NAME,...", help="Tasks or groups of lm-eval.")
+    ] = "boolq,piqa,race_middle,race_high,winogrande",
     data: Annotated[
         list[str] | None,
         typer.Option(metavar="TASK=FILE", help="A task's own file or folder instead of the hub, or a folder of such."),
@@ -32,25 +32,24 @@ def benchmarks(
     stretch = stretch_of(original, target, scaling)
     with working("loading benchmarks"):
         from pi_lora.distributed import is_launched, is_leader, join_processes
-        from pi_lora.evaluation.benchmarks.measure import TASKS, evaluate_benchmarks, prepare
+        from pi_lora.evaluation.benchmarks.measure import evaluate_benchmarks, prepare
         from pi_lora.evaluation.benchmarks.table import benchmarks_table
         from pi_lora.evaluation.results import write_scores
         from pi_lora.models.base import device
-        from pi_lora.models.load import find, load
+        from pi_lora.models.load import find
 
-        for model in models:
-            find(model, stretch)  # Refuses what cannot be loaded before any of them is measured.
-        prepared = prepare(tasks.split(",") if tasks else TASKS, data or [])
+        # What cannot be loaded is refused before any model is measured.
+        found = [find(model, stretch) for model in models]
+        prepared = prepare(tasks.split(","), data or [])
         if is_launched():
             join_processes(cpu=device().type == "cpu")
     scores = []
-    for model in models:
-        with working(f"loading {model}"):
-            loaded = load(model, stretch, dtype)
-        with progress_bar(f"benchmarks {model}", quiet=not is_leader()) as progress:
+    for model in found:
+        with working(f"loading {model.name}"):
+            loaded = model.load(dtype)
+        with progress_bar(f"benchmarks {model.name}", quiet=not is_leader()) as progress:
             scores.append(evaluate_benchmarks(loaded, prepared, limit, batch_size, window, progress))
-    if not is_leader():
-        return
-    out.print(benchmarks_table(*scores))
-    if json:
-        write_scores(scores if len(scores) > 1 else scores[0], json)
+    if is_leader():
+        out.print(benchmarks_table(*scores))
+        if json:
+            write_scores(scores, json)
