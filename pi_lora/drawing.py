@@ -70,6 +70,15 @@ def save(figure: Any, folder: Path, name: str, formats: tuple[str, ...] = BOTH) 
     return files
 
 
+def save_png(figure: Any, file: Path) -> None:
+    """Write a figure as a PNG, whatever the file is called; raise DataError if it cannot be written."""
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(file, format="png", dpi=160)
+    except OSError as error:
+        raise DataError(f"{file}: cannot be written ({error.strerror}); choose another file") from None
+
+
 def svg(figure: Any) -> str:
     """A figure as SVG; the same one gives the same text."""
     from matplotlib import rc_context

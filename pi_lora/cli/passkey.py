@@ -1,11 +1,13 @@
 """`pi-lora eval passkey`."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from pi_lora.cli.app import Dtype, JsonFile, Original, Scaling, err, eval_app, out, progress_bar, stretch_of, working
+from pi_lora.cli.app import Dtype, JsonFile, Original, Scaling, eval_app, out, stretch_of, working
+from pi_lora.cli.measuring import find_all, loaded, measured, warn_of_length
+from pi_lora.drawing import check_can_draw
 
 
 @eval_app.command()
@@ -25,41 +27,28 @@ def passkey(
     json: JsonFile = None,
 ) -> None:
     """Passkey retrieval and k_max (paper, section 3.3); several models side by side."""
-    with working("loading libraries"):
-        from pi_lora.distributed import is_leader, join_processes, number_of_processes
-        from pi_lora.drawing import check_can_draw
-        from pi_lora.evaluation.passkey.measure import evaluate_passkey
-        from pi_lora.evaluation.passkey.table import passkey_picture, passkey_table
-        from pi_lora.evaluation.results import write_scores
-        from pi_lora.models.base import device
-        from pi_lora.models.load import find, load
-
     if plot:
         check_can_draw("--plot")
     stretched = original is not None or scaling is not None
     stretch = stretch_of(original, target if stretched else None, scaling)
-    windows = [find(model, stretch).window for model in models]
-    length = target or max(windows)
-    if number_of_processes() > 1:
-        join_processes(cpu=device().type == "cpu")
-    scores = []
-    for model, window in zip(models, windows, strict=True):
-        if length > window and is_leader():
-            err.print(
-                f"--target: {length} tokens are more than the {window} that {model} covers; measured all the same",
-                highlight=False,
-                soft_wrap=True,
-            )
-        with working(f"loading {model}"):
-            loaded = load(model, stretch, dtype)
-        with progress_bar(f"passkey {model}", quiet=not is_leader()) as progress:
-            scores.append(
-                evaluate_passkey(loaded, length, depths, trials, seed, progress, k_max_only=k_max_only, shared=True)
-            )
+    with working("loading libraries"):
+        from pi_lora.distributed import is_leader
+        from pi_lora.evaluation.passkey.measure import evaluate_passkey
+        from pi_lora.evaluation.passkey.table import passkey_picture, passkey_table
+        from pi_lora.evaluation.results import write_scores
+
+        found = find_all(models, stretch)
+    length = target or max(model.window for model in found)
+    warn_of_length(found, "--target", length)
+
+    def measure(model: Any, progress: Any) -> Any:
+        return evaluate_passkey(model, length, depths, trials, seed, progress, k_max_only=k_max_only, shared=True)
+
+    scores = [measured("passkey", loaded(model, dtype), measure) for model in found]
     if not is_leader():
         return
+    if json:
+        write_scores(scores, json)
     out.print(passkey_table(*scores))
     if plot:
         passkey_picture(scores, plot)
-    if json:
-        write_scores(scores if len(scores) > 1 else scores[0], json)

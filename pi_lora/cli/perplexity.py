@@ -1,25 +1,13 @@
 """`pi-lora eval perplexity`."""
 
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from pi_lora.cli.app import (
-    Dtype,
-    JsonFile,
-    Original,
-    Scaling,
-    err,
-    eval_app,
-    lengths_in,
-    out,
-    progress_bar,
-    stretch_of,
-    working,
-)
-from pi_lora.errors import PiLoraError
+from pi_lora.cli.app import Dtype, JsonFile, Original, Scaling, eval_app, lengths_in, out, stretch_of, working
+from pi_lora.cli.measuring import find_all, loaded, measured, warn_of_length
+from pi_lora.drawing import check_can_draw
 
 
 @eval_app.command()
@@ -52,64 +40,37 @@ def perplexity(
     json: JsonFile = None,
 ) -> None:
     """Sliding-window perplexity (paper, section 3.2), of several models side by side."""
-    if plot and find_spec("matplotlib") is None:
-        raise PiLoraError("--plot: needs matplotlib; pip install 'pi-lora[plots]'")
+    if plot:
+        check_can_draw("--plot")
     lengths = lengths_in(windows) if windows else None
     stretch = stretch_of(original, target, scaling)
     with working("loading libraries"):
         from pi_lora.data.corpus import Choice
-        from pi_lora.distributed import is_launched, is_leader, join_processes
-        from pi_lora.evaluation.perplexity.measure import default_stride, default_windows
-        from pi_lora.models.base import device
-        from pi_lora.models.load import find
+        from pi_lora.distributed import is_leader
+        from pi_lora.evaluation.perplexity.measure import default_stride, default_windows, evaluate_perplexity
+        from pi_lora.evaluation.perplexity.table import perplexity_table, position_picture, position_table
+        from pi_lora.evaluation.results import write_scores
 
-        if is_launched():
-            join_processes(cpu=device().type == "cpu")
-        # All are looked at before any is measured, and all are measured alike.
-        longest = max([find(model, stretch).window for model in models])
-    lengths = lengths or default_windows(longest)
+        found = find_all(models, stretch)
+    # All are measured alike.
+    lengths = lengths or default_windows(max(model.window for model in found))
     step = stride or default_stride(lengths)
     choice = Choice(documents, min_tokens, truncate, seed, split, column)
     by_position = by_position or plot is not None
-    measured = [_measured(model, stretch, dtype, data, choice, lengths, step, by_position) for model in models]
-    if is_leader():
-        _show(measured, json, plot)
+    warn_of_length(found, "--windows", max(lengths))
 
+    def measure(model: Any, progress: Any) -> Any:
+        return evaluate_perplexity(
+            model, data, lengths, step, progress=progress, choice=choice, by_position=by_position, shared=True
+        )
 
-def _measured(
-    name: str,
-    stretch: Any,
-    dtype: str | None,
-    data: str,
-    choice: Any,
-    windows: list[int],
-    stride: int,
-    by_position: bool,
-) -> dict[str, Any]:
-    from pi_lora.distributed import is_leader
-    from pi_lora.evaluation.perplexity.measure import evaluate_perplexity
-    from pi_lora.models.load import load
-
-    def warn(line: str) -> None:
-        if is_leader():
-            err.print(line, highlight=False, soft_wrap=True)
-
-    with working(f"loading {name}"):
-        loaded = load(name, stretch, dtype)
-    with progress_bar("perplexity", quiet=not is_leader()) as progress:
-        how = {"choice": choice, "by_position": by_position, "shared": True, "warn": warn}
-        return evaluate_perplexity(loaded, data, windows, stride, None, progress, **how)
-
-
-def _show(measured: list[dict[str, Any]], json: Path | None, plot: Path | None) -> None:
-    from pi_lora.evaluation.perplexity.table import perplexity_table, position_picture, position_table
-    from pi_lora.evaluation.results import write_scores
-
+    scores = [measured("perplexity", loaded(model, dtype), measure) for model in found]
+    if not is_leader():
+        return
     if json:
-        result: Any = measured if len(measured) > 1 else measured[0]
-        write_scores(result, json)
-    out.print(perplexity_table(*measured))
-    if "by_position" in measured[0]:
-        out.print(position_table(*measured))
+        write_scores(scores, json)
+    out.print(perplexity_table(*scores))
+    if by_position:
+        out.print(position_table(*scores))
     if plot:
-        position_picture(measured, plot)
+        position_picture(scores, plot)

@@ -1,4 +1,4 @@
-"""What all measurements know about forward passes: how many tokens at a time, and what the length of an input changes."""
+"""What all measurements know about forward passes: how many tokens at a time, padding, ids, and input lengths."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -87,7 +87,7 @@ def measure_each(
     if journal is None:
         return {name: measure(name) for name in names}
     for name in to_measure(names, journal):
-        journal.add(name, measure(name).model_dump(mode="json"))
+        journal.add(name, measure(name).model_dump())
     found = dict(from_all([(name, journal.found[name]) for name in share_of(names)]))
     return {name: kind.model_validate(found[name]) for name in names}
 

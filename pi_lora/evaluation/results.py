@@ -21,7 +21,7 @@ class Result(BaseModel):
 
 
 class Scores(Result):
-    """What every result says of its model: name, scale L'/L, dtype, attention kernel, window in tokens, training step."""
+    """What every result says of its model: name, scale L'/L, dtype, attention kernel, window in tokens, step."""
 
     # The key in a file that only this kind of result has.
     told_by: ClassVar[str]

@@ -1,37 +1,81 @@
-"""What the `evaluation` section of a recipe asks for."""
+"""What the `evaluation` section of a recipe asks for: each measurement, how it is made, and its table."""
 
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+from rich.table import Table
 
 from pi_lora.errors import ModelError
-from pi_lora.evaluation.benchmarks.measure import Prepared, evaluate_benchmarks, prepare
+from pi_lora.evaluation.benchmarks.measure import evaluate_benchmarks, prepare
+from pi_lora.evaluation.benchmarks.table import benchmarks_table
 from pi_lora.evaluation.passkey.measure import evaluate_passkey
+from pi_lora.evaluation.passkey.table import passkey_table
 from pi_lora.evaluation.perplexity.measure import default_stride, default_windows, evaluate_perplexity
+from pi_lora.evaluation.perplexity.table import perplexity_table
+from pi_lora.evaluation.results import Scores
 from pi_lora.models.load import LoadedModel
 from pi_lora.recipe.files import RECIPE_FILE, load_recipe
 from pi_lora.recipe.schema import BenchmarksEvaluation, Evaluation, PasskeyEvaluation, PerplexityEvaluation
-from pi_lora.types import Json, Progress
+from pi_lora.types import Progress
 
-# A model, and what moves a progress bar as the measurement does.
-Measurement = Callable[[LoadedModel, Callable[..., None] | None], Json]
+Measure = Callable[[LoadedModel, Progress | None], Scores]
 
 
-def measure(loaded: LoadedModel, evaluation: Evaluation) -> dict[str, Json]:
-    """Perplexity and passkey, as far as `evaluation` asks for them, of a model that trains.
+def _perplexity(asked: PerplexityEvaluation, shared: bool) -> Measure:
+    def measure(loaded: LoadedModel, progress: Progress | None) -> Scores:
+        windows = asked.windows or default_windows(loaded.window)
+        stride = asked.stride or default_stride(windows)
+        return evaluate_perplexity(loaded, asked.data, windows, stride, asked.documents, progress, shared=shared)
 
-    Every process measures the whole, since a sharded model needs them all.
+    return measure
+
+
+def _passkey(asked: PasskeyEvaluation, shared: bool) -> Measure:
+    def measure(loaded: LoadedModel, progress: Progress | None) -> Scores:
+        target = asked.target or loaded.window
+        return evaluate_passkey(loaded, target, asked.depths, asked.trials, asked.seed, progress, shared=shared)
+
+    return measure
+
+
+def _benchmarks(asked: BenchmarksEvaluation, shared: bool) -> Measure:
+    prepared = prepare(asked.tasks, asked.data)
+
+    def measure(loaded: LoadedModel, progress: Progress | None) -> Scores:
+        return evaluate_benchmarks(loaded, prepared, asked.limit, asked.batch_size, asked.window, progress)
+
+    return measure
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """A measurement: `prepare` takes its section of a recipe and reads what it needs before any model is loaded.
+
+    With `shared` every process has the whole model and measures its part.
     """
-    scores: dict[str, Json] = {}
-    if wanted := evaluation.perplexity:
-        scores["perplexity"] = _perplexity(wanted, False, loaded, None)
-    if passkey := evaluation.passkey:
-        scores["passkey"] = _passkey(passkey, False, loaded, None)
-    return scores
+
+    prepare: Callable[[Any, bool], Measure]
+    table: Callable[..., Table]
+    while_training: bool = True
+
+
+# In the order of the paper, named as the sections of a recipe's `evaluation` and the files in a run's scores.
+MEASUREMENTS: Mapping[str, Measurement] = {
+    "perplexity": Measurement(_perplexity, perplexity_table),
+    "passkey": Measurement(_passkey, passkey_table),
+    "benchmarks": Measurement(_benchmarks, benchmarks_table, while_training=False),
+}
+
+
+def asked_for(evaluation: Evaluation) -> dict[str, Any]:
+    """Return the sections of `evaluation` by measurement, of those that it asks for."""
+    return {name: section for name in MEASUREMENTS if (section := getattr(evaluation, name))}
 
 
 def evaluation_of(run: Path) -> tuple[Evaluation, bool]:
-    """What the recipe of a finished run asks for, and whether it names anything; perplexity and passkey if it does not.
+    """Return what a run's recipe asks for, and whether it names anything; perplexity and passkey if it does not.
 
     Raises:
         ModelError: it is no run folder.
@@ -39,52 +83,16 @@ def evaluation_of(run: Path) -> tuple[Evaluation, bool]:
     file = run / RECIPE_FILE
     if not file.is_file():
         raise ModelError(f"{run}: holds no {RECIPE_FILE}; name a run folder that pi-lora train made")
-    asked = load_recipe(file).recipe.evaluation
-    if asked.perplexity or asked.passkey or asked.benchmarks:
-        return asked, True
+    evaluation = load_recipe(file).recipe.evaluation
+    if asked_for(evaluation):
+        return evaluation, True
     return Evaluation(perplexity=PerplexityEvaluation(), passkey=PasskeyEvaluation()), False
 
 
-def names_in(evaluation: Evaluation) -> list[str]:
-    """What `evaluation` asks for, in the order of the paper."""
-    asked = {
-        "perplexity": evaluation.perplexity,
-        "passkey": evaluation.passkey,
-        "benchmarks": evaluation.benchmarks,
+def measure(loaded: LoadedModel, evaluation: Evaluation) -> dict[str, Scores]:
+    """Measure a model that trains; every process measures the whole, since a sharded model needs them all."""
+    return {
+        name: MEASUREMENTS[name].prepare(section, False)(loaded, None)
+        for name, section in asked_for(evaluation).items()
+        if MEASUREMENTS[name].while_training
     }
-    return [name for name, section in asked.items() if section]
-
-
-def measurements(evaluation: Evaluation, names: list[str]) -> dict[str, Measurement]:
-    """How to measure each of `names` on a loaded run; the examples of benchmarks are read here, before any model is.
-
-    Each process measures its part, and what is found is kept until all of it is.
-
-    Raises:
-        DataError: as `prepare`.
-    """
-    found: dict[str, Measurement] = {}
-    if "perplexity" in names and evaluation.perplexity:
-        found["perplexity"] = partial(_perplexity, evaluation.perplexity, True)
-    if "passkey" in names and evaluation.passkey:
-        found["passkey"] = partial(_passkey, evaluation.passkey, True)
-    if "benchmarks" in names and (wanted := evaluation.benchmarks):
-        found["benchmarks"] = partial(_benchmarks, wanted, prepare(wanted.tasks, wanted.data))
-    return found
-
-
-def _perplexity(wanted: PerplexityEvaluation, shared: bool, loaded: LoadedModel, progress: Progress | None) -> Json:
-    windows = list(wanted.windows or default_windows(loaded.window))
-    stride = wanted.stride or default_stride(windows)
-    return evaluate_perplexity(loaded, wanted.data, windows, stride, wanted.documents, progress, shared=shared)
-
-
-def _passkey(wanted: PasskeyEvaluation, shared: bool, loaded: LoadedModel, progress: Progress | None) -> Json:
-    target = wanted.target or loaded.window
-    return evaluate_passkey(loaded, target, wanted.depths, wanted.trials, wanted.seed, progress, shared=shared)
-
-
-def _benchmarks(
-    wanted: BenchmarksEvaluation, prepared: list[Prepared], loaded: LoadedModel, progress: Callable[..., None] | None
-) -> Json:
-    return evaluate_benchmarks(loaded, prepared, wanted.limit, wanted.batch_size, wanted.window, progress)

@@ -41,6 +41,6 @@ class TrainingScores(TrainerCallback):
         self.loaded.model.eval()
         for name, scores in measure(self.loaded, self.evaluation).items():
             if is_leader():
-                write_scores({**scores, "step": step}, self.folder / f"{name}-step-{step}.json")
+                write_scores(scores.model_copy(update={"step": step}), self.folder / f"{name}-step-{step}.json")
         self.loaded.model.train(training)
         self.log.not_training(time.monotonic() - started)

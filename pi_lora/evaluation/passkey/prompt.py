@@ -1,6 +1,4 @@
-"""The passkey prompt (Mohtashami and Jaggi 2023; paper.tex, figure 3) and the trials made from it: tokenizer in, token
-ids out.
-"""
+"""The passkey prompt (Mohtashami and Jaggi 2023; paper.tex, figure 3) and its trials: tokenizer in, token ids out."""
 
 import random
 from dataclasses import dataclass
@@ -34,16 +32,13 @@ class Trial:
 
     @property
     def before_key(self) -> tuple[int, ...]:
-        """The prompt as far as the key."""
+        """The prompt up to the key."""
         return self.prompt[: self.length - self.distance]
 
 
 @dataclass(frozen=True)
 class Grid:
-    """What is asked of a model: `trials` random keys at each of `depths` distances, spaced evenly to `target` tokens.
-
-    The same seed gives the same keys, whichever of them are asked for.
-    """
+    """`trials` random keys at each of `depths` distances, spaced evenly to `target` tokens; the seed gives the keys."""
 
     target: int
     depths: int = 32
@@ -63,7 +58,7 @@ class Grid:
 
 
 def depths(target: int, number: int) -> list[int]:
-    """`number` distances uniformly spaced to `target` tokens.
+    """Return `number` distances uniformly spaced to `target` tokens.
 
     >>> depths(8192, 32)[:3], depths(8192, 32)[-1]
     ([256, 512, 768], 8192)
@@ -72,54 +67,46 @@ def depths(target: int, number: int) -> list[int]:
 
 
 def prompt(key: str, before: int, after: int) -> str:
-    """The paper's prompt (figure 3) with the filler said `before` and `after` times around the key."""
-    fillers = (" ".join([FILLER] * before), " ".join([FILLER] * after))
-    parts = (HEADER, fillers[0], STATEMENT.format(key=key), fillers[1], QUESTION)
+    """Return the paper's prompt (figure 3) with the filler `before` and `after` times around the key."""
+    parts = (HEADER, " ".join([FILLER] * before), STATEMENT.format(key=key), " ".join([FILLER] * after), QUESTION)
     return "\n".join(part for part in parts if part)
 
 
 def make_trial(tokenizer: Any, target: int, k: int, key: str) -> Trial:
-    """A prompt and answer that fill `target` tokens to within one filler, the key as near to `k` tokens from the end as
-    whole fillers allow.
+    """Return a prompt and answer that fill `target` tokens to within one filler, the key about `k` tokens from the end.
 
     Raises:
         DataError: not even the prompt without filler fits.
     """
-
-    def trial(before: int, after: int) -> Trial:
-        text = prompt(key, before, after)
-        prompt_ids = _without_eos(tokenizer, tokenizer(text, verbose=False)["input_ids"])
-        # Encoded together and then split: a tokenizer may treat the blank before the digits as it likes.
-        both = tokenizer(f"{text} {key}", verbose=False)
-        ids = _without_eos(tokenizer, both["input_ids"])
-        return Trial(tuple(prompt_ids), tuple(ids[len(prompt_ids) :]), len(ids) - both.char_to_token(text.index(key)))
-
-    bare, filler = trial(0, 0), trial(1, 2).length - trial(1, 1).length
+    bare = _trial(tokenizer, key, 0, 0)
+    filler = _trial(tokenizer, key, 1, 2).length - _trial(tokenizer, key, 1, 1).length
     fillers = (target - bare.length) // filler
     if fillers < 0:
         raise DataError(
             f"--target: {target} tokens do not hold the passkey prompt, which needs {bare.length}; choose a longer one"
         )
-
-    def placed(fillers: int) -> Trial:
-        after = min(fillers, max(0, round((k - bare.distance) / filler)))
-        return trial(fillers - after, after)
-
-    found = placed(fillers)
-    # Where a line begins, a filler may take more tokens than where a line goes on.
-    while found.length > target and fillers > 0:
+    wanted = max(0, round((k - bare.distance) / filler))
+    # Where a line begins, a filler may take more tokens than inside it: one filler fewer may be needed.
+    while True:
+        after = min(fillers, wanted)
+        found = _trial(tokenizer, key, fillers - after, after)
+        if found.length <= target or fillers == 0:
+            return found
         fillers -= 1
-        found = placed(fillers)
-    return found
 
 
 def trials_at(tokenizer: Any, grid: Grid, depth: int, which: range) -> list[Trial]:
-    """Some of the trials at one depth, by their numbers.
-
-    Raises:
-        DataError: the prompt does not fit into the target.
-    """
+    """Return some of the trials at one depth, by their numbers; raise DataError if the prompt does not fit."""
     return [make_trial(tokenizer, grid.target, grid.ks[depth], grid.keys[depth][number]) for number in which]
+
+
+def _trial(tokenizer: Any, key: str, before: int, after: int) -> Trial:
+    text = prompt(key, before, after)
+    prompt_ids = _without_eos(tokenizer, tokenizer(text, verbose=False)["input_ids"])
+    # Encoded together and then split: a tokenizer may treat the blank before the digits as it likes.
+    both = tokenizer(f"{text} {key}", verbose=False)
+    ids = _without_eos(tokenizer, both["input_ids"])
+    return Trial(tuple(prompt_ids), tuple(ids[len(prompt_ids) :]), len(ids) - both.char_to_token(text.index(key)))
 
 
 def _without_eos(tokenizer: Any, ids: list[int]) -> list[int]:

@@ -1,8 +1,8 @@
-"""Inputs that begin alike: keys and values of what they share are computed once.
+"""Inputs that begin alike: the keys and values of what they share are computed once.
 
 Attention is causal, so the keys and values of an input's first tokens are those of the same tokens in any other input.
-Not so where a model's frequencies follow the length of its input, nor where layers keep something else than the keys
-and values of all tokens (sliding windows, state spaces): those models get every input whole.
+That does not hold where a model's frequencies follow the length of its input, nor where layers keep something else than
+the keys and values of all tokens (sliding windows, state spaces): those models get every input whole.
 """
 
 import contextlib
@@ -13,22 +13,21 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
-# Tokens of a forward pass: enough to keep the hardware busy, few enough to stay in a processor's own caches.
-PASS_TOKENS_ON_CPU = 2048
-PASS_TOKENS_ON_GPU = 16384
+from pi_lora.evaluation.forward import padded, pass_tokens
+
 # Tokens, shared ones included, of the inputs that go through a model together: what bounds the memory of their keys.
 HELD_TOKENS = 16384
 
 
 class FilledError(Exception):
-    """The last layer has its keys and values: what a forward pass would do beyond that is not asked for."""
+    """Ends a forward pass once the last layer has its keys and values: nothing beyond them is needed."""
 
 
 class SharedLayer(DynamicLayer):
     """One layer of a cache: keys and values (1, heads, tokens, size) that all inputs share, and each input's own.
 
-    What is shared is repeated for every input only while the layer attends to it. A forward pass ends with
-    FilledError at a layer that is `closing`.
+    The shared ones are repeated for every input only while the layer attends to them. A `closing` layer ends the
+    forward pass with FilledError.
     """
 
     def __init__(self, keys: torch.Tensor, values: torch.Tensor) -> None:
@@ -37,7 +36,7 @@ class SharedLayer(DynamicLayer):
         self.closing = False
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Keep an input's own keys and values; all of them, the shared first."""
+        """Keep an input's own keys and values; return all of them, the shared first."""
         own = super().update(key_states, value_states, *args, **kwargs)
         if self.closing:
             raise FilledError
@@ -47,12 +46,12 @@ class SharedLayer(DynamicLayer):
         )
 
     def get_seq_length(self) -> int:
-        """Tokens that an input's next ones stand behind."""
+        """Return how many tokens precede an input's next ones."""
         return int(self.shared[0].shape[-2] + super().get_seq_length())
 
 
 class SharedPrefix:
-    """The keys and values of `ids`, with which inputs may begin, for a model that can share them."""
+    """The keys and values of `ids`, with which inputs may begin; none for a model that cannot share them."""
 
     def __init__(self, model: Any, ids: Sequence[int]) -> None:
         self.model, self.ids = model, ids
@@ -64,9 +63,9 @@ class SharedPrefix:
         self.layers: list[DynamicLayer] = cache.layers if plain else []
 
     def length_in(self, rows: Sequence[Sequence[int]]) -> int:
-        """How many tokens every row begins with that `ids` begins with too; 0 if the model cannot share them.
+        """Return how many first tokens all rows have in common with `ids`; 0 if the model cannot share them.
 
-        They are compared, never presumed: what a tokenizer makes of a text may depend on what follows.
+        They are compared, never assumed: how a text is tokenized may depend on what follows it.
         """
         if not self.layers:
             return 0
@@ -74,7 +73,7 @@ class SharedPrefix:
         return sum(1 for _ in same)
 
     def cache(self, length: int) -> Cache:
-        """A cache for inputs that begin with the first `length` tokens."""
+        """Return a cache for inputs that begin with the first `length` tokens."""
         return Cache(
             layers=[SharedLayer(layer.keys[..., :length, :], layer.values[..., :length, :]) for layer in self.layers]
         )
@@ -82,19 +81,19 @@ class SharedPrefix:
 
 @torch.no_grad()
 def last_logits(model: Any, rows: Sequence[Sequence[int]], tail: int, prefix: SharedPrefix | None) -> torch.Tensor:
-    """The logits of the last `tail` positions of token ids: (rows, tail, vocabulary). Short rows end in padding.
+    """Return the logits of the last `tail` positions of token ids: (rows, tail, vocabulary). Short rows are padded.
 
     Every row must have a token of its own before its last `tail - 1`.
     """
-    width = max(map(len, rows))
-    # Causal attention: what is padded on the right changes nothing before it.
-    ids = torch.tensor([[*row, *[0] * (width - len(row))] for row in rows], device=model.device)
-    shared = min(prefix.length_in(rows), width - tail) if prefix else 0
+    ids = padded(model, rows)
+    shared = min(prefix.length_in(rows), ids.shape[1] - tail) if prefix else 0
     if prefix is None or not shared:
         whole: torch.Tensor = model(input_ids=ids, use_cache=False, logits_to_keep=tail).logits
         return whole
     cache = prefix.cache(shared)
-    *others, last = _pieces(ids[:, shared:], max(2 * tail, pass_tokens(model) // len(rows)))
+    own = ids[:, shared:]
+    # Pieces of about equal length: each attends to all before it through a mask whose upper half is computed in vain.
+    *others, last = own.tensor_split(-(-own.shape[1] // max(2 * tail, pass_tokens(model) // len(rows))), dim=1)
     for piece in others:
         _fill(model, piece, cache)
     made: torch.Tensor = model(input_ids=last, past_key_values=cache, use_cache=True, logits_to_keep=tail).logits
@@ -102,28 +101,15 @@ def last_logits(model: Any, rows: Sequence[Sequence[int]], tail: int, prefix: Sh
 
 
 def rows_at_once(model: Any, width: int, prefix: SharedPrefix | None) -> int:
-    """How many inputs of `width` tokens should go through a model together."""
+    """Return how many inputs of `width` tokens go through a model together."""
     whole = prefix is None or not prefix.layers
     return max(1, (pass_tokens(model) if whole else HELD_TOKENS) // width)
 
 
-def pass_tokens(model: Any) -> int:
-    """How many tokens should go through a model at once."""
-    return PASS_TOKENS_ON_CPU if model.device.type == "cpu" else PASS_TOKENS_ON_GPU
-
-
 def _fill(model: Any, piece: torch.Tensor, cache: Cache) -> None:
-    """Put keys and values of a piece of the inputs into `cache`; the rest of the last layer is left out."""
+    """Put the keys and values of a piece of the inputs into `cache`; the rest of the last layer is skipped."""
     last = cache.layers[-1]
     last.closing = True
     with contextlib.suppress(FilledError):
         model(input_ids=piece, past_key_values=cache, use_cache=True, logits_to_keep=1)
     last.closing = False
-
-
-def _pieces(ids: torch.Tensor, length: int) -> Sequence[torch.Tensor]:
-    """`ids` (rows, tokens) cut into pieces of at most `length` tokens, none shorter than half of it but a lone one.
-
-    A piece attends to all before it through a mask whose upper half is computed in vain: the shorter, the smaller.
-    """
-    return ids.tensor_split(-(-ids.shape[1] // length), dim=1)

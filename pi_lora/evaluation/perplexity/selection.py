@@ -1,33 +1,33 @@
-"""The documents that perplexity is measured on: chosen by their length in tokens, cut, and counted."""
+"""The documents that perplexity is measured on: chosen by their length in tokens, truncated, and counted."""
 
 import random
 from array import array
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from pi_lora.data.corpus import PRESETS, Choice, evaluation_documents
 from pi_lora.data.documents import Document
 from pi_lora.data.packing import encoded
-from pi_lora.errors import DataError, ModelError
+from pi_lora.errors import DataError
+from pi_lora.evaluation.forward import check_ids
 from pi_lora.models.load import LoadedModel
 
-# What a tokenizer may add to a text, such as BOS. Of the text itself it makes at most one token of a byte.
+# What a tokenizer may add to a text, such as BOS; of the text itself it makes at most one token per byte.
 FRAME_TOKENS = 16
 
 
 @dataclass(frozen=True)
 class Measured:
-    """A document as it is measured: where it came from, and its token ids, cut if they are to be."""
+    """A document as it is measured: its name, and its token ids, truncated if asked."""
 
     name: str
-    ids: Sequence[int]
+    ids: "array[int]"
 
 
 @dataclass(frozen=True)
 class Chosen:
-    """The documents that are measured, under which choice, and how many were seen that are too short for it."""
+    """The documents that are measured, the choice that was applied, and how many documents were too short for it."""
 
     documents: list[Measured]
     choice: Choice
@@ -35,10 +35,10 @@ class Chosen:
 
 
 def choose_documents(loaded: LoadedModel, source: str, choice: Choice, longest: int) -> Chosen:
-    """The documents of `source` to measure windows of up to `longest` tokens on; a preset completes the `choice`.
+    """Return the documents of `source` for windows of up to `longest` tokens; a preset completes the `choice`.
 
     Raises:
-        DataError: the source cannot be read, no document is long enough, or `choice` cuts all of them too short.
+        DataError: the source cannot be read, no document is long enough, or `choice` truncates all of them too short.
         ModelError: the tokenizer gives ids that the model does not have.
     """
     if source in PRESETS:
@@ -57,7 +57,7 @@ def choose_documents(loaded: LoadedModel, source: str, choice: Choice, longest: 
     for name, ids in _encoded(loaded, documents):
         lengths.append(len(ids))
         if len(ids) >= needed:
-            _check_ids(loaded, ids)
+            check_ids(loaded, ids)
             found.append(Measured(name, array("i", ids[: choice.truncate])))
         if len(found) == choice.documents:
             break
@@ -71,9 +71,9 @@ def choose_documents(loaded: LoadedModel, source: str, choice: Choice, longest: 
 
 
 def _drawn(documents: Iterable[Document], seed: int, needed: int) -> tuple[list[Document], int]:
-    """The documents that may have `needed` tokens, or else the longest, in random order; and how many others there are.
+    """Return the documents that may have `needed` tokens, or else the longest, shuffled, and the number of all others.
 
-    Encoding a large corpus takes far longer than reading it.
+    Judged by their bytes: encoding a large corpus takes far longer than reading it.
     """
     held: list[Document] = []
     longest, seen = Document("", ""), 0
@@ -88,12 +88,7 @@ def _drawn(documents: Iterable[Document], seed: int, needed: int) -> tuple[list[
 
 
 def _encoded(loaded: LoadedModel, documents: Iterable[Document]) -> Iterator[tuple[str, list[int]]]:
-    """Names and token ids; no EOS is added, which a model would be asked to foresee."""
-
-    def encode(texts: Sequence[str]) -> list[list[int]]:
-        ids: list[list[int]] = loaded.tokenizer(list(texts), verbose=False)["input_ids"]
-        return ids
-
+    """Yield names and token ids; without EOS, which the model would be asked to predict."""
     names: deque[str] = deque()
 
     def texts() -> Iterator[str]:
@@ -101,14 +96,9 @@ def _encoded(loaded: LoadedModel, documents: Iterable[Document]) -> Iterator[tup
             names.append(document.name)
             yield document.text
 
+    def encode(texts: Sequence[str]) -> list[list[int]]:
+        ids: list[list[int]] = loaded.tokenizer(list(texts), verbose=False)["input_ids"]
+        return ids
+
     for ids in encoded(texts(), encode):
         yield names.popleft(), ids
-
-
-def _check_ids(loaded: LoadedModel, ids: Sequence[int]) -> None:
-    known: Any = loaded.model.config.get_text_config().vocab_size
-    if max(ids) >= known:
-        raise ModelError(
-            f"{loaded.name}: its tokenizer gives the id {max(ids)}, and the model knows {known} tokens; "
-            "put the tokenizer beside it that it was trained with"
-        )
