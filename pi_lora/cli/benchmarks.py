@@ -1,10 +1,11 @@
 """`pi-lora eval benchmarks`."""
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from pi_lora.cli.app import Dtype, JsonFile, Original, Scaling, eval_app, out, progress_bar, stretch_of, working
+from pi_lora.cli.app import Dtype, JsonFile, Original, Scaling, eval_app, out, stretch_of, working
+from pi_lora.cli.measuring import find_all, loaded, measured
 
 
 @eval_app.command()
@@ -31,24 +32,18 @@ def benchmarks(
     """Short-context benchmarks (paper, table 5) through lm-eval, of several models side by side."""
     stretch = stretch_of(original, target, scaling)
     with working("loading benchmarks"):
-        from pi_lora.distributed import is_launched, is_leader, join_processes
+        from pi_lora.distributed import is_leader
         from pi_lora.evaluation.benchmarks.measure import evaluate_benchmarks, prepare
         from pi_lora.evaluation.benchmarks.table import benchmarks_table
         from pi_lora.evaluation.results import write_scores
-        from pi_lora.models.base import device
-        from pi_lora.models.load import find
 
-        # What cannot be loaded is refused before any model is measured.
-        found = [find(model, stretch) for model in models]
+        found = find_all(models, stretch)
         prepared = prepare(tasks.split(","), data or [])
-        if is_launched():
-            join_processes(cpu=device().type == "cpu")
-    scores = []
-    for model in found:
-        with working(f"loading {model.name}"):
-            loaded = model.load(dtype)
-        with progress_bar(f"benchmarks {model.name}", quiet=not is_leader()) as progress:
-            scores.append(evaluate_benchmarks(loaded, prepared, limit, batch_size, window, progress))
+
+    def measure(model: Any, progress: Any) -> Any:
+        return evaluate_benchmarks(model, prepared, limit, batch_size, window, progress)
+
+    scores = [measured("benchmarks", loaded(model, dtype), measure) for model in found]
     if is_leader():
         out.print(benchmarks_table(*scores))
         if json:

@@ -23,6 +23,7 @@ from pi_lora.evaluation.benchmarks.local_data import FORMATS, articles, read_exa
 from pi_lora.evaluation.benchmarks.measure import PAPER_TASKS, evaluate_benchmarks, prepare
 from pi_lora.evaluation.journal import Journal
 from pi_lora.evaluation.results import as_json
+from pi_lora.models.base import BUILTIN_FOLDER
 from pi_lora.models.load import LoadedModel, Stretch, load
 from pi_lora.recipe.schema import BenchmarksEvaluation
 
@@ -123,11 +124,10 @@ def test_all_names_are_lm_evals() -> None:
         assert definitions()[name] == (entry.yaml_path if "TASK" in entry.kind.name else None), name
 
 
-OTHER_TASKS: dict[str, tuple[str, str, list[dict[str, Any]]]] = {
+OTHER_TASKS: dict[str, tuple[str, list[dict[str, Any]]]] = {
     # By the likeliest choice, by perplexity, by text that is generated: all that lm-eval does.
     "openbookqa": (
         "openbookqa/openbookqa.yaml",
-        "test",
         [
             {
                 "question_stem": stem,
@@ -137,10 +137,9 @@ OTHER_TASKS: dict[str, tuple[str, str, list[dict[str, Any]]]] = {
             for stem, key in (("Light comes from", "A"), ("Wet streets come from", "D"), ("To eat, take", "C"))
         ],
     ),
-    "wikitext": ("wikitext/wikitext.yaml", "test", [{"page": "The cat sat . " * 50}, {"page": " = A dog = \n barks"}]),
+    "wikitext": ("wikitext/wikitext.yaml", [{"page": "The cat sat . " * 50}, {"page": " = A dog = \n barks"}]),
     "triviaqa": (
         "triviaqa/default.yaml",
-        "validation",
         [
             {"question": f"Who was {name}", "answer": {"aliases": [name, "a man"]}}
             for name in ("Ann", "Tom the cat", "Eve who " * 200)
@@ -149,6 +148,13 @@ OTHER_TASKS: dict[str, tuple[str, str, list[dict[str, Any]]]] = {
 }
 
 
+@pytest.fixture
+def without_versions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """lm-eval asks several programs for the versions of everything."""
+    monkeypatch.setattr("lm_eval.evaluator.add_env_info", lambda _: None)
+
+
+@pytest.mark.usefixtures("without_versions")
 def test_made_up_files_score_as_lm_evals_own_tasks_on_them(tiny: LoadedModel, files: Path, tmp_path: Path) -> None:
     own = tmp_path / "own"
     lm_eval_command.write_tasks(own, files)
@@ -161,9 +167,10 @@ def test_made_up_files_score_as_lm_evals_own_tasks_on_them(tiny: LoadedModel, fi
     lm_eval_command.write_task(own, "race_high", "race/race.yaml", own / "race.jsonl", "test")
     names = ["boolq", "piqa", "winogrande", "race_high", *OTHER_TASKS]
     data = [str(files)]
-    for name, (base, split, rows) in OTHER_TASKS.items():
+    split = {"split": "test", "test_split": "test", "validation_split": None}
+    for name, (base, rows) in OTHER_TASKS.items():
         (own / f"{name}.jsonl").write_text(lines(rows))
-        lm_eval_command.write_task(own, name, base, own / f"{name}.jsonl", split)
+        lm_eval_command.write_task(own, name, base, own / f"{name}.jsonl", **split)
         data.append(f"{name}={own / name}.jsonl")
     model = HFLM(tiny.model, tokenizer=load("builtin:tiny").tokenizer, max_length=300, batch_size=BATCH)
     manager = lm_eval.tasks.TaskManager(include_path=str(own), include_defaults=False)
@@ -188,11 +195,25 @@ def test_made_up_files_score_as_lm_evals_own_tasks_on_them(tiny: LoadedModel, fi
     assert written.truncated_inputs == 1
 
 
+def their_own(tasks: Path, limit: int, window: int) -> dict[str, Any]:
+    """What lm-eval's command does: it loads the model itself. Its index of all of its tasks takes half a minute."""
+    arguments = {"pretrained": str(BUILTIN_FOLDER / "tiny"), "dtype": "float32", "max_length": window}
+    manager = lm_eval.tasks.TaskManager(include_path=str(tasks), include_defaults=False)
+    names = [lm_eval_command.PREFIX + name for name in lm_eval_command.NAMES]
+    found = simple_evaluate(
+        "hf", arguments, names, limit=limit, batch_size=BATCH, device="cpu", task_manager=manager, log_samples=False
+    )
+    assert found is not None
+    return {name: found["results"][lm_eval_command.PREFIX + name] for name in lm_eval_command.NAMES}
+
+
 @pytest.mark.skipif(not SHARED.is_dir(), reason=f"needs the data sets in {SHARED}")
-def test_real_data_scores_as_lm_evals_own_command(tiny: LoadedModel, tmp_path: Path) -> None:
-    lm_eval_command.write_tasks(tmp_path / "own", SHARED)
-    limit = 12
-    theirs = lm_eval_command.theirs(tmp_path / "own", limit, BATCH, 256)
+@pytest.mark.usefixtures("without_versions")
+@pytest.mark.parametrize("command", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_real_data_scores_as_lm_evals_own_command(tiny: LoadedModel, tmp_path: Path, command: bool) -> None:
+    own, limit, window = tmp_path / "own", 12, 256
+    lm_eval_command.write_tasks(own, SHARED)
+    theirs = lm_eval_command.theirs(own, limit, BATCH, window) if command else their_own(own, limit, window)
     ours = evaluate_benchmarks(tiny, prepare(lm_eval_command.NAMES, [str(SHARED)]), limit, BATCH).tasks
     for name, scores in theirs.items():
         assert (ours[name].acc, ours[name].stderr) == (scores["acc,none"], scores["acc_stderr,none"])
@@ -269,8 +290,12 @@ def test_what_is_rehearsed_is_shared_as_well(
     alone.progress = lambda *at: done.append(at)
     perplexities, texts = alone.loglikelihood_rolling([ask]), alone.generate_until(prompts)
     assert done == [(1, 2), (2, 2), (1, 2), (2, 2)]
-    monkeypatch.setattr(HFLM, "_model_call", None)
-    monkeypatch.setattr(HFLM, "_model_generate", None)
+
+    def computed(*_: Any, **__: Any) -> None:
+        raise AssertionError("a batch was computed again")
+
+    monkeypatch.setattr(HFLM, "_model_call", computed)
+    monkeypatch.setattr(HFLM, "_model_generate", computed)
     again = Answering(tiny.model, tiny.tokenizer, 256, 2, Journal(tmp_path, {}))
     assert (again.loglikelihood_rolling([ask]), again.generate_until(prompts)) == (perplexities, texts)
 
@@ -294,12 +319,12 @@ def test_an_interrupted_measurement_goes_on(
     monkeypatch.setattr(HFLM, "_model_call", interrupted)
     with pytest.raises(Interrupted, match="builtin:tiny: interrupted after 2 batches; the same command goes on"):
         evaluate_benchmarks(tiny, prepared, batch_size=1)
-    done: list[tuple[int, int, str]] = []
-    again = evaluate_benchmarks(tiny, prepared, batch_size=1, progress=lambda *at: done.append(at))
+    at: list[tuple[int, int, str]] = []
+    again = evaluate_benchmarks(tiny, prepared, batch_size=1, progress=lambda done, total, note="": at.append((done, total, note)))
     assert again == whole
     # Two of the batches were kept, the third was cut off.
-    assert batches - 3 == done[-1][1] - 2
-    assert done[-1] == (done[-1][1], done[-1][1], "BoolQ")
+    assert batches - 3 == at[-1][1] - 2
+    assert at[-1] == (at[-1][1], at[-1][1], "BoolQ")
     assert not list((tmp_path / "cache").glob("evaluations/*"))
 
 
@@ -353,7 +378,7 @@ def test_an_answer_longer_than_the_window_is_refused(tiny: LoadedModel, files: P
 
 
 def test_what_lm_eval_cannot_measure_is_one_line(tiny: LoadedModel, tmp_path: Path) -> None:
-    (tmp_path / "rows.jsonl").write_text(lines(OTHER_TASKS["triviaqa"][2]))
+    (tmp_path / "rows.jsonl").write_text(lines(OTHER_TASKS["triviaqa"][1]))
     prepared = prepare(["triviaqa"], [f"triviaqa={tmp_path / 'rows.jsonl'}"])
     with pytest.raises(DataError, match=r"^triviaqa: lm-eval cannot measure it \(Invalid configuration: .*256.*\); leave"):
         evaluate_benchmarks(tiny, prepared)

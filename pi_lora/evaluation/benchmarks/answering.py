@@ -48,7 +48,7 @@ class Answering(HFLM):
         self.truncated_inputs = 0
         self.answers: dict[str, Any] = {}
         self.rehearsed: dict[str, Job] | None = None
-        self.generated: list[Any] = []
+        self.generated: list[str] = []
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> Any:
         return self._rehearse(partial(super().loglikelihood_rolling, requests))
@@ -108,10 +108,10 @@ class Answering(HFLM):
 
     def _model_generate(self, context: torch.Tensor, max_length: int, stop: list[str], **settings: Any) -> torch.Tensor:
         """Return lm-eval's continuation of one batch of token ids [batch, tokens]; sampling is seeded by the batch."""
-        asked = [context.tolist(), max_length, stop, {name: str(value) for name, value in settings.items()}]
+        asked = _digest([context, max_length, stop, settings])
         # A task may sample several answers to the same prompt.
         self.generated.append(asked)
-        key = _digest([*asked, self.generated.count(asked)])
+        key = _digest([asked, self.generated.count(asked)])
         generate = partial(super()._model_generate, context, max_length, stop, **settings)
 
         def compute() -> list[list[int]]:
@@ -152,7 +152,7 @@ def batches_of(requests: Sequence[Request], size: int) -> list[list[int]]:
 
 
 def _digest(content: Any) -> str:
-    return hashlib.sha256(json.dumps(content).encode()).hexdigest()
+    return hashlib.sha256(json.dumps(content, default=torch.Tensor.tolist).encode()).hexdigest()
 
 
 @contextlib.contextmanager

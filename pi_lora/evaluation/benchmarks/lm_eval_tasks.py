@@ -11,7 +11,7 @@ import random
 import re
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -57,18 +57,21 @@ def definitions() -> dict[str, Path | None]:
     return dict.fromkeys(collections) | tasks | {name: tasks[base] for name, base in OURS.items()}
 
 
+def check_names(names: Sequence[str]) -> None:
+    """Raise DataError unless lm-eval has a task, group or tag of each name."""
+    for name in names:
+        if name not in definitions():
+            close = difflib.get_close_matches(name, [*TITLES, *definitions()])
+            hint = f"did you mean {' or '.join(close)}?" if close else "lm-eval ls tasks lists them"
+            raise DataError(f"--tasks: {name}: no such benchmark in lm-eval {version()}; {hint}")
+
+
 def load_tasks(name: str, path: Path | None) -> dict[str, Any]:
     """Return lm-eval's tasks and groups under a name, on its data set from the hub, or on a file or folder of ours.
 
     Raises:
-        DataError: there is no such task, its data set cannot be had, or a file has another format.
+        DataError: the data set cannot be had, or a file has another format.
     """
-    if name not in definitions():
-        close = difflib.get_close_matches(name, [*TITLES, *definitions()])
-        raise DataError(
-            f"--tasks: {name}: no such benchmark in lm-eval {version()}; "
-            + (f"did you mean {' or '.join(close)}?" if close else "list them with lm-eval ls tasks")
-        )
     file = definitions()[name]
     if file is None and path is not None:
         raise DataError(f"--data: {name}={path}: {name} is a group of several tasks; name one of its tasks")

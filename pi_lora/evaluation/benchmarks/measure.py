@@ -38,8 +38,9 @@ def prepare(tasks: Sequence[str] = PAPER_TASKS, data: Sequence[str] = ()) -> lis
     if importlib.util.find_spec("lm_eval") is None:
         raise PiLoraError("pi-lora eval benchmarks: needs the package lm_eval; pip install 'pi-lora[eval]'")
     # Imported here: it is an extra of this package, and takes seconds.
-    from pi_lora.evaluation.benchmarks.lm_eval_tasks import load_tasks
+    from pi_lora.evaluation.benchmarks.lm_eval_tasks import check_names, load_tasks
 
+    check_names(tasks)
     places = _places(tasks, data)
     prepared: dict[str, Prepared] = {}
     for name in dict.fromkeys(tasks):
