@@ -320,7 +320,9 @@ def test_an_interrupted_measurement_goes_on(
     with pytest.raises(Interrupted, match="builtin:tiny: interrupted after 2 batches; the same command goes on"):
         evaluate_benchmarks(tiny, prepared, batch_size=1)
     at: list[tuple[int, int, str]] = []
-    again = evaluate_benchmarks(tiny, prepared, batch_size=1, progress=lambda done, total, note="": at.append((done, total, note)))
+    again = evaluate_benchmarks(
+        tiny, prepared, batch_size=1, progress=lambda done, total, note="": at.append((done, total, note))
+    )
     assert again == whole
     # Two of the batches were kept, the third was cut off.
     assert batches - 3 == at[-1][1] - 2
@@ -380,7 +382,9 @@ def test_an_answer_longer_than_the_window_is_refused(tiny: LoadedModel, files: P
 def test_what_lm_eval_cannot_measure_is_one_line(tiny: LoadedModel, tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text(lines(OTHER_TASKS["triviaqa"][1]))
     prepared = prepare(["triviaqa"], [f"triviaqa={tmp_path / 'rows.jsonl'}"])
-    with pytest.raises(DataError, match=r"^triviaqa: lm-eval cannot measure it \(Invalid configuration: .*256.*\); leave"):
+    with pytest.raises(
+        DataError, match=r"^triviaqa: lm-eval cannot measure it \(Invalid configuration: .*256.*\); leave"
+    ):
         evaluate_benchmarks(tiny, prepared)
 
 
@@ -461,20 +465,40 @@ MISTAKES = [
     (
         "boolq",
         damaged("boolq/dev.jsonl", '\n{"question": "q", "passage": "p", "answer": "yes"}'),
-        "dev.jsonl:2: answer: Input should be a valid boolean, in \"yes\"; BoolQ has question, passage, answer",
+        'dev.jsonl:2: answer: Input should be a valid boolean, in "yes"; BoolQ has question, passage, answer',
     ),
     ("boolq", damaged("boolq/dev.jsonl", "[1]"), "dev.jsonl:1: Input should be an object, in [1]; BoolQ"),
     ("boolq", damaged("boolq/dev.jsonl", '{"question'), "dev.jsonl:1: Invalid JSON: EOF"),
     ("boolq", damaged("boolq/dev.jsonl", "\n"), "boolq: holds no examples"),
-    ("boolq", lambda folder: (folder / "boolq/dev.jsonl").write_bytes(b"\xff\xfe\x00"), "dev.jsonl: cannot be read as UTF-8 text"),
+    (
+        "boolq",
+        lambda folder: (folder / "boolq/dev.jsonl").write_bytes(b"\xff\xfe\x00"),
+        "dev.jsonl: cannot be read as UTF-8 text",
+    ),
     ("boolq", lambda folder: (folder / "boolq/dev.jsonl").unlink(), "boolq: holds none of dev.jsonl, valid.jsonl"),
     ("piqa", lambda folder: (folder / "piqa/valid-labels.lst").unlink(), "valid-labels.lst: no such file; PIQA"),
     ("piqa", damaged("piqa/valid-labels.lst", "0\n1\n"), "valid-labels.lst: has 2 labels for 3 lines of valid.jsonl"),
     ("piqa", damaged("piqa/valid-labels.lst", "0\n1\n2\n"), "valid-labels.lst:3: is 2; PIQA has 0 or 1"),
-    ("winogrande", damaged("winogrande/dev.jsonl", lines([{**WINOGRANDE[0], "sentence": "No."}])), "sentence: String should match pattern '_'"),
-    ("winogrande", damaged("winogrande/dev.jsonl", lines([{**WINOGRANDE[0], "answer": "3"}])), 'answer: Input should be \'1\' or \'2\', in "3"'),
-    ("race_high", damaged("race_high/test.jsonl", lines([{**RACE[0], "answer": "E"}])), 'test.jsonl:1: answers: Input should be \'A\', \'B\', \'C\' or \'D\', in "E"'),
-    ("race_high", damaged("race_high/test.jsonl", lines([{**RACE[0], "options": ["a"]}])), 'options: List should have at least 4 items after validation, not 1, in ["a"]; RACE-H'),
+    (
+        "winogrande",
+        damaged("winogrande/dev.jsonl", lines([{**WINOGRANDE[0], "sentence": "No."}])),
+        "sentence: String should match pattern '_'",
+    ),
+    (
+        "winogrande",
+        damaged("winogrande/dev.jsonl", lines([{**WINOGRANDE[0], "answer": "3"}])),
+        "answer: Input should be '1' or '2', in \"3\"",
+    ),
+    (
+        "race_high",
+        damaged("race_high/test.jsonl", lines([{**RACE[0], "answer": "E"}])),
+        "test.jsonl:1: answers: Input should be 'A', 'B', 'C' or 'D', in \"E\"",
+    ),
+    (
+        "race_high",
+        damaged("race_high/test.jsonl", lines([{**RACE[0], "options": ["a"]}])),
+        'options: List should have at least 4 items after validation, not 1, in ["a"]; RACE-H',
+    ),
     (
         "race_middle",
         damaged("race_middle/1.txt", '{"article": "a", "questions": ["q"]}'),
@@ -510,12 +534,18 @@ def test_a_file_of_another_schema_is_named_with_line_and_field(
             ["--tasks", "boolq", "--data", "boolq=gone.jsonl"],
             "gone.jsonl: no such file or folder; name one that holds BoolQ",
         ),
-        (["--tasks", "boolq", "--data", "bolq=gone.jsonl"], "--data: bolq=gone.jsonl: bolq is not among the tasks boolq"),
+        (
+            ["--tasks", "boolq", "--data", "bolq=gone.jsonl"],
+            "--data: bolq=gone.jsonl: bolq is not among the tasks boolq",
+        ),
         (["--tasks", "boolq", "--data", "piqa=gone.jsonl"], "--data: piqa=gone.jsonl: piqa is not among the tasks"),
         (["--tasks", "boolq", "--data", "."], "--data: .: holds none of boolq"),
         (["--tasks", "boolq", "--data", "gone"], "--data: gone: is no folder, and no TASK=FILE"),
         (["--tasks", "mmlu", "--data", "mmlu=gone.jsonl"], "--data: mmlu=gone.jsonl: mmlu is a group of several tasks"),
-        (["--tasks", "copa", "--data", "copa=gone.jsonl"], "gone.jsonl: no such file or folder; name one that holds copa"),
+        (
+            ["--tasks", "copa", "--data", "copa=gone.jsonl"],
+            "gone.jsonl: no such file or folder; name one that holds copa",
+        ),
         (["--tasks", "copa"], "copa: cannot be had from the hub ("),
         (["--tasks", "race_middle"], "RACE-M: cannot be had from the hub ("),
         (["--original", "256"], "--original, --scaling: go with --target"),

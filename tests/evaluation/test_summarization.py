@@ -3,6 +3,7 @@
 import importlib.util
 import io
 import json
+import os
 import sys
 import types
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,11 +22,12 @@ from pi_lora.evaluation.summarization import writing as writers
 from pi_lora.evaluation.summarization.measure import evaluate_summarization, evaluation_data
 from pi_lora.evaluation.summarization.rouge import rouge
 from pi_lora.evaluation.summarization.writing import Sampling, Writer, find_writer, write_batched, write_with_vllm
-from pi_lora.models.load import load
+from pi_lora.models.load import find, load
 from pi_lora.recipe.schema import Recipe
 from pi_lora.training.training import train
 
-REPORTS = Path(__file__).parents[3] / "shared" / "data" / "reports" / "gao_reports.jsonl"
+SHARED = Path(os.environ.get("PI_LORA_SHARED", Path(__file__).parents[3] / "shared"))
+REPORTS = SHARED / "data" / "reports" / "gao_reports.jsonl"
 needs_reports = pytest.mark.skipif(not REPORTS.is_file(), reason="the reports are not in this checkout")
 COLUMNS = {"document": "report", "summary": "summary"}
 
@@ -78,7 +80,7 @@ class StopsAfter:
 
 @needs_reports
 def test_from_raw_reports_to_rouge_with_an_interruption(tuned: Path, tmp_path: Path) -> None:
-    writer = find_writer(str(tuned), "transformers")
+    writer = find_writer(find(str(tuned)))
     assert (writer.window, writer.facts["scale"]) == (512, 2.0)
     data = evaluation_data(str(tuned), {}, {})
     assert (data.source[0].name, data.document, data.completion_tokens) == (str(REPORTS), "report", 40)
@@ -102,16 +104,17 @@ def test_from_raw_reports_to_rouge_with_an_interruption(tuned: Path, tmp_path: P
     lines = [json.loads(line) for line in file.read_text().splitlines()]
     reports = [json.loads(line) for line in REPORTS.read_text().splitlines()]
     assert sorted(line["reference"] for line in lines) == sorted(report["summary"] for report in reports)
-    assert scores["examples"] == len(lines) == len({line["id"] for line in lines}) == 24
-    assert scores["documents_cut"] == 24
-    assert scores["left_out"] == {"empty": 0, "too_long": 0}
+    assert scores.examples == len(lines) == len({line["id"] for line in lines}) == 24
+    assert scores.documents_cut == 24
+    assert scores.left_out == {"empty": 0, "too_long": 0}
 
     scorer = RougeScorer(["rouge1", "rouge2", "rougeL"], use_stemmer=True)
     own = [scorer.score(line["reference"], line["prediction"]) for line in lines]
     for name in ("rouge1", "rouge2", "rougeL"):
         mean = 100 * sum(score[name].fmeasure for score in own) / 24
-        assert scores[name] == pytest.approx(mean, abs=1e-9)
-        low, high = scores["intervals"][name]
+        assert getattr(scores, name) == pytest.approx(mean, abs=1e-9)
+        assert scores.intervals
+        low, high = scores.intervals[name]
         assert low <= mean <= high
 
     # Whole: nothing is written again; of another seed: not taken for it.
@@ -198,7 +201,7 @@ def test_vllm_gets_token_ids_and_the_papers_sampling(monkeypatch: pytest.MonkeyP
 
     fake = types.SimpleNamespace(LLM=LLM, SamplingParams=dict)
     monkeypatch.setitem(sys.modules, "vllm", fake)
-    written = dict(write_with_vllm("models/x", 16384, "auto", {"a": [1, 2], "b": [3]}, Sampling(seed=4), end=2))
+    written = dict(write_with_vllm("models/x", 16384, "auto", 2, {"a": [1, 2], "b": [3]}, Sampling(seed=4)))
     assert written == {"a": [2, 1], "b": [3]}
     assert calls["engine"] == {"model": "models/x", "max_model_len": 16384, "dtype": "auto", "seed": 4}
     paper = {"temperature": 0.5, "top_p": 0.95, "max_tokens": 1000, "seed": 4, "stop_token_ids": [2]}
@@ -325,6 +328,6 @@ def test_a_mistake_is_one_line(
 
 
 def test_a_writer_says_what_it_is(extended: Path) -> None:
-    writer: Writer = find_writer(str(extended), "transformers")
+    writer: Writer = find_writer(find(str(extended)))
     assert writer.facts["engine"] == "transformers, continuous batching"
     assert writer.identity["name"] == str(extended)

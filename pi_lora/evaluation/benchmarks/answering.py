@@ -95,7 +95,9 @@ class Answering(HFLM):
                 f"--window: {self.max_length} tokens do not hold an answer of {longest} that is asked about; "
                 "choose a longer one, or fewer examples with --limit"
             )
-        self.truncated_inputs += sum(len(context) + len(answer) > self.max_length + 1 for _, context, answer in requests)
+        self.truncated_inputs += sum(
+            len(context) + len(answer) > self.max_length + 1 for _, context, answer in requests
+        )
         batches, jobs = {}, {}
         for indices in batches_of(requests, self.batch_size):
             batch = [requests[index] for index in indices]

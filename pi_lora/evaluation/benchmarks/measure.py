@@ -76,7 +76,9 @@ def evaluate_benchmarks(
     window = window or original_window(loaded)
     asked = {"lm_eval": version(), "limit": limit, "batch_size": batch_size}
     tasks = {}
-    with journaled(loaded, {**asked, "window": window, "tasks": [each.name for each in prepared]}, "batches") as journal:
+    with journaled(
+        loaded, {**asked, "window": window, "tasks": [each.name for each in prepared]}, "batches"
+    ) as journal:
         with quiet():
             answering = Answering(loaded.model, loaded.tokenizer, window, batch_size, journal)
         for each in prepared:
