@@ -76,9 +76,8 @@ def find_writer(
     if importlib.util.find_spec("vllm") is None:
         raise PiLoraError("--engine vllm: vLLM is not installed; pip install vllm, or use --engine transformers")
     if found.adapter is not None:
-        raise ModelError(
-            f"{found.name}: is an adapter, whose embeddings vLLM cannot load; merge it first: pi-lora merge {found.name}"
-        )
+        how = f"merge it first: pi-lora merge {found.name}"
+        raise ModelError(f"{found.name}: is an adapter, whose embeddings vLLM cannot load; {how}")
     if found.config != extended_config(found.base, None):
         raise ModelError(
             "--engine vllm: reads the scaling of config.json; leave out --original, --target and --scaling"
