@@ -51,9 +51,11 @@ class Answering(HFLM):
         self.generated: list[str] = []
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> Any:
+        """Return what lm-eval does."""
         return self._rehearse(partial(super().loglikelihood_rolling, requests))
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> Any:
+        """Return what lm-eval does."""
         return self._rehearse(partial(super().generate_until, requests))
 
     def _rehearse(self, ask: Callable[[], Any]) -> Any:

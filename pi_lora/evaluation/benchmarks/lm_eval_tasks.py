@@ -1,4 +1,4 @@
-"""Tasks by name, as the installed lm-eval defines them: its prompts, truncation and metrics, on its data sets or ours."""
+"""Tasks by name, with the prompts, truncation and metrics of the installed lm-eval, on its data sets or local files."""
 
 import contextlib
 import difflib

@@ -1,4 +1,4 @@
-"""Local files of the paper's five benchmarks (table 5), in the formats of their authors, as rows for lm-eval's tasks."""
+"""Local files of the paper's five benchmarks (table 5), in the formats of their authors, as rows for lm-eval."""
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
@@ -15,7 +15,7 @@ TITLES = {"boolq": "BoolQ", "piqa": "PIQA", "race_middle": "RACE-M", "race_high"
 FILES = ("dev.jsonl", "valid.jsonl", "validation.jsonl", "test.jsonl")
 
 
-class Example(BaseModel):
+class _Example(BaseModel):
     """A JSON object in a data set's own format."""
 
     model_config = ConfigDict(strict=True)
@@ -25,7 +25,7 @@ class Example(BaseModel):
         return [self.model_dump()]
 
 
-class BoolQ(Example):
+class _BoolQ(_Example):
     question: str
     passage: str
     answer: bool
@@ -34,20 +34,20 @@ class BoolQ(Example):
         return [{"passage": self.passage, "question": self.question, "label": int(self.answer)}]
 
 
-class Piqa(Example):
+class _Piqa(_Example):
     goal: str
     sol1: str
     sol2: str
 
 
-class WinoGrande(Example):
+class _WinoGrande(_Example):
     sentence: str = Field(pattern="_")
     option1: str
     option2: str
     answer: Literal["1", "2"]
 
 
-class Race(Example):
+class _Race(_Example):
     """An article with all of its questions, or with one: `question`, `options` and `answer`."""
 
     article: str
@@ -74,12 +74,12 @@ class Race(Example):
         return [{"article": self.article, "question": q, "options": o, "answer": a} for q, o, a in asked]
 
 
-FORMATS: dict[str, type[Example]] = {
-    "boolq": BoolQ,
-    "piqa": Piqa,
-    "race_middle": Race,
-    "race_high": Race,
-    "winogrande": WinoGrande,
+FORMATS: dict[str, type[_Example]] = {
+    "boolq": _BoolQ,
+    "piqa": _Piqa,
+    "race_middle": _Race,
+    "race_high": _Race,
+    "winogrande": _WinoGrande,
 }
 
 
@@ -89,14 +89,14 @@ def read_examples(task: str, path: Path) -> list[Row]:
     Raises:
         DataError: there are none, or one has another format; file, line and field are named.
     """
-    files = sorted(path.glob("*.txt")) if FORMATS[task] is Race and path.is_dir() else []
+    files = sorted(path.glob("*.txt")) if FORMATS[task] is _Race and path.is_dir() else []
     files = files or [_file_in(path, TITLES[task])]
     rows = [row for file in files for row in _rows(task, file)]
     if not rows:
         raise DataError(f"{path}: holds no examples; name a file of {TITLES[task]} that does")
     if task == "piqa":
         return _with_labels(rows, files[0])
-    return articles(rows) if FORMATS[task] is Race else rows
+    return articles(rows) if FORMATS[task] is _Race else rows
 
 
 def articles(questions: Iterable[Mapping[str, Any]]) -> list[Row]:
