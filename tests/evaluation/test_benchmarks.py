@@ -18,7 +18,7 @@ from test_cli import run
 from pi_lora.errors import DataError, Interrupted, PiLoraError
 from pi_lora.evaluation.benchmarks import answering
 from pi_lora.evaluation.benchmarks.answering import Answering, batches_of
-from pi_lora.evaluation.benchmarks.lm_eval_tasks import definitions, load_tasks
+from pi_lora.evaluation.benchmarks.lm_eval_tasks import definitions, load_tasks, measure
 from pi_lora.evaluation.benchmarks.local_data import FORMATS, articles, read_examples
 from pi_lora.evaluation.benchmarks.measure import PAPER_TASKS, evaluate_benchmarks, prepare
 from pi_lora.evaluation.journal import Journal
@@ -193,6 +193,22 @@ def test_made_up_files_score_as_lm_evals_own_tasks_on_them(tiny: LoadedModel, fi
         name: scores[name] for name in ("exact_match,remove_whitespace", "exact_match_stderr,remove_whitespace")
     }
     assert written.truncated_inputs == 1
+
+
+@pytest.mark.usefixtures("without_versions")
+def test_a_group_scores_as_lm_evals(tiny: LoadedModel, files: Path, tmp_path: Path) -> None:
+    own = tmp_path / "own"
+    lm_eval_command.write_tasks(own, files)
+    group = {"group": "pair", "task": ["own_boolq", "own_piqa"], "aggregate_metric_list": [{"metric": "acc"}]}
+    (own / "pair.yaml").write_text(json.dumps(group))
+    manager = lm_eval.tasks.TaskManager(include_path=str(own), include_defaults=False)
+    model = HFLM(tiny.model, tokenizer=load("builtin:tiny").tokenizer, max_length=256, batch_size=BATCH)
+    theirs = simple_evaluate(model, tasks=["pair"], task_manager=manager)
+    assert theirs is not None
+    score = measure(Answering(tiny.model, tiny.tokenizer, 256, BATCH), "pair", dict(manager.load(["pair"])), None)
+    expected = theirs["results"]["pair"]
+    assert (score.acc, score.stderr) == (expected["acc,none"], expected["acc_stderr,none"])
+    assert score.examples == 6
 
 
 def their_own(tasks: Path, limit: int, window: int) -> dict[str, Any]:
