@@ -21,9 +21,11 @@ from rich.console import Console
 
 from pi_lora.data.recall import NAMES, THINGS, sentence
 from pi_lora.errors import PiLoraError
+from pi_lora.evaluation.results import SummarizationScores, as_json
 from pi_lora.evaluation.summarization.measure import evaluate_summarization, evaluation_data
 from pi_lora.evaluation.summarization.rouge import ROUGES
 from pi_lora.evaluation.summarization.writing import Sampling, find_writer
+from pi_lora.models.load import find
 from pi_lora.report.summary import markdown_table
 
 ROOT = Path(__file__).parent.parent
@@ -85,19 +87,19 @@ def train(name: str, recipe: Path, *overrides: str) -> None:
     subprocess.run([sys.executable, "-m", "pi_lora", *words, *resume], check=True)
 
 
-def measured(name: str) -> dict:
-    writer = find_writer(str(RUNS / name), "transformers")
+def measured(name: str) -> SummarizationScores:
+    writer = find_writer(find(str(RUNS / name)))
     columns = {"document": "report", "summary": "summary"}
     data = evaluation_data(writer.name, {"name": str(RUNS / "held_out.jsonl")}, columns)
     sampling = Sampling(max_new_tokens=SUMMARY_TOKENS)
     return evaluate_summarization(writer, data, sampling, RUNS / f"{name}.predictions.jsonl")
 
 
-def table(rows: dict[str, dict]) -> str:
+def table(rows: dict[str, SummarizationScores]) -> str:
     cells = []
     for name, scores in rows.items():
-        rouge = ["{:.1f} ({:.1f} to {:.1f})".format(scores[each], *scores["intervals"][each]) for each in ROUGES]
-        cells.append([name, *rouge, f"{scores['ended']} of {scores['examples']}"])
+        rouge = ["{:.1f} ({:.1f} to {:.1f})".format(getattr(scores, each), *scores.intervals[each]) for each in ROUGES]
+        cells.append([name, *rouge, f"{scores.ended} of {scores.examples}"])
     return markdown_table(["model", "ROUGE-1", "ROUGE-2", "ROUGE-L", "ended by itself"], cells)
 
 
@@ -118,7 +120,17 @@ def main() -> None:
         train(loss, recipe, f"data.loss={loss}", f"training.steps={options.steps}")
     rows = {title: measured(name) for title, name in ROWS.items()}
     here = machine()
-    RESULTS.write_text(json.dumps({"machine": here, "steps": vars(options), "rows": rows}, indent=2) + "\n")
+    RESULTS.write_text(
+        json.dumps(
+            {
+                "machine": here,
+                "steps": vars(options),
+                "rows": {title: as_json(scores) for title, scores in rows.items()},
+            },
+            indent=2,
+        )
+        + "\n"
+    )
     note = (
         f"\n{HELD_OUT} held-out documents, 95 % intervals by bootstrap; {options.steps} steps of 8 documents after "
         f"{options.extension_steps} of extension; {here['processor']}, {here['cores']} cores; {here['versions']}; "

@@ -1,10 +1,11 @@
 """`pi-lora eval benchmarks`."""
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from pi_lora.cli.app import Dtype, JsonFile, Original, Scaling, eval_app, out, progress_bar, stretch_of, working
+from pi_lora.cli.app import Dtype, JsonFile, Original, Scaling, eval_app, out, stretch_of, working
+from pi_lora.cli.measuring import find_all, loaded, measured
 
 
 @eval_app.command()
@@ -13,8 +14,8 @@ def benchmarks(
         list[str], typer.Argument(metavar="MODEL ...", help="Hub ids, model or run folders, or builtin:tiny.")
     ],
     tasks: Annotated[
-        str | None, typer.Option(help="Of boolq,piqa,race_middle,race_high,winogrande; all by default.")
-    ] = None,
+        str, typer.Option(metavar="NAME,...", help="Tasks or groups of lm-eval.")
+    ] = "boolq,piqa,race_middle,race_high,winogrande",
     data: Annotated[
         list[str] | None,
         typer.Option(metavar="TASK=FILE", help="A task's own file or folder instead of the hub, or a folder of such."),
@@ -31,26 +32,19 @@ def benchmarks(
     """Short-context benchmarks (paper, table 5) through lm-eval, of several models side by side."""
     stretch = stretch_of(original, target, scaling)
     with working("loading benchmarks"):
-        from pi_lora.distributed import is_launched, is_leader, join_processes
-        from pi_lora.evaluation.benchmarks.measure import TASKS, evaluate_benchmarks, prepare
+        from pi_lora.distributed import is_leader
+        from pi_lora.evaluation.benchmarks.measure import evaluate_benchmarks, prepare
         from pi_lora.evaluation.benchmarks.table import benchmarks_table
         from pi_lora.evaluation.results import write_scores
-        from pi_lora.models.base import device
-        from pi_lora.models.load import find, load
 
-        for model in models:
-            find(model, stretch)  # Refuses what cannot be loaded before any of them is measured.
-        prepared = prepare(tasks.split(",") if tasks else TASKS, data or [])
-        if is_launched():
-            join_processes(cpu=device().type == "cpu")
-    scores = []
-    for model in models:
-        with working(f"loading {model}"):
-            loaded = load(model, stretch, dtype)
-        with progress_bar(f"benchmarks {model}", quiet=not is_leader()) as progress:
-            scores.append(evaluate_benchmarks(loaded, prepared, limit, batch_size, window, progress))
-    if not is_leader():
-        return
-    out.print(benchmarks_table(*scores))
-    if json:
-        write_scores(scores if len(scores) > 1 else scores[0], json)
+        found = find_all(models, stretch)
+        prepared = prepare(tasks.split(","), data or [])
+
+    def measure(model: Any, progress: Any) -> Any:
+        return evaluate_benchmarks(model, prepared, limit, batch_size, window, progress)
+
+    scores = [measured("benchmarks", loaded(model, dtype), measure) for model in found]
+    if is_leader():
+        out.print(benchmarks_table(*scores))
+        if json:
+            write_scores(scores, json)

@@ -1,24 +1,12 @@
 """`pi-lora eval summarization` and `pi-lora summarize`."""
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
-from pi_lora.cli.app import (
-    Dtype,
-    JsonFile,
-    ModelName,
-    Original,
-    Scaling,
-    app,
-    err,
-    eval_app,
-    out,
-    progress_bar,
-    stretch_of,
-    working,
-)
+from pi_lora.cli.app import Dtype, JsonFile, ModelName, Original, Scaling, app, eval_app, out, stretch_of, working
+from pi_lora.cli.measuring import find_all, loaded, measured, say
 
 Temperature = Annotated[float, typer.Option(min=0, help="Of sampling; 0 takes the likeliest token.")]
 TopP = Annotated[float, typer.Option(min=0.01, max=1, help="Sample among the likeliest tokens of this share.")]
@@ -60,33 +48,29 @@ def summarization(
     """Summaries of long documents, scored by ROUGE (paper, section 3.5): GovReport's, or as a run was tuned."""
     stretch = stretch_of(original, target, scaling)
     with working("loading libraries"):
-        from pi_lora.data.tables import SCROLLS
-        from pi_lora.distributed import is_launched, is_leader, join_processes
+        from pi_lora.distributed import is_leader
         from pi_lora.evaluation.results import write_scores
         from pi_lora.evaluation.summarization.measure import evaluate_summarization, evaluation_data
         from pi_lora.evaluation.summarization.table import summarization_table
         from pi_lora.evaluation.summarization.writing import Sampling, find_writer
-        from pi_lora.models.base import device
-        from pi_lora.models.load import find
 
-        find(model, stretch)
+        [found] = find_all([model], stretch)
         source = _given(name=data, subset=subset, split=split)
         columns = {"document": document, "summary": summary, "template": template, "completion": completion}
         limits = {"document_tokens": document_tokens, "completion_tokens": max_new_tokens}
         rows = evaluation_data(model, source, _given(**columns, **limits))
         sampling = Sampling(temperature, top_p, rows.completion_tokens, seed)
-        if is_launched():
-            join_processes(cpu=device().type == "cpu")
     with working(f"loading {model}"):
-        writer = find_writer(model, engine, stretch, dtype)
-    say = _say if is_leader() else None
-    with progress_bar("writing", quiet=not is_leader()) as progress:
-        scores = evaluate_summarization(writer, rows, sampling, predictions, limit, progress, say)
-    if not is_leader():
-        return
-    if json:
-        write_scores(scores, json)
-    out.print(summarization_table(scores, beside_the_paper=rows.source[0].name == SCROLLS))
+        writer: Any = find_writer(found, engine, dtype)
+
+    def measure(writer: Any, progress: Any) -> Any:
+        return evaluate_summarization(writer, rows, sampling, predictions, limit, progress, say)
+
+    scores = measured("writing", writer, measure)
+    if is_leader():
+        if json:
+            write_scores(scores, json)
+        out.print(summarization_table(scores))
 
 
 @app.command()
@@ -105,21 +89,14 @@ def summarize(
         from pi_lora.evaluation.summarization.measure import evaluation_data
         from pi_lora.evaluation.summarization.summarize import summarize
         from pi_lora.evaluation.summarization.writing import Sampling
-        from pi_lora.models.load import find, load
 
         text = read_document(file)
-        find(model, None)
+        [found] = find_all([model])
         task = evaluation_data(model, {}, _given(completion_tokens=max_new_tokens))
-    with working(f"loading {model}"):
-        loaded = load(model, None, dtype)
     sampling = Sampling(temperature, top_p, task.completion_tokens, seed)
-    summarize(loaded, file, text, task, sampling, lambda piece: print(piece, end="", flush=True), _say)
+    summarize(loaded(found, dtype), file, text, task, sampling, lambda piece: print(piece, end="", flush=True), say)
     print()
 
 
 def _given(**values: object) -> dict[str, object]:
     return {name: value for name, value in values.items() if value is not None}
-
-
-def _say(line: str) -> None:
-    err.print(line, highlight=False, soft_wrap=True)

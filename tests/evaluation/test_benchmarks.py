@@ -4,6 +4,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import datasets
@@ -14,13 +15,15 @@ from lm_eval import simple_evaluate
 from lm_eval.models.huggingface import HFLM
 from test_cli import run
 
-from pi_lora.errors import DataError, PiLoraError
+from pi_lora.errors import DataError, Interrupted, PiLoraError
 from pi_lora.evaluation.benchmarks import answering
 from pi_lora.evaluation.benchmarks.answering import Answering, batches_of
-from pi_lora.evaluation.benchmarks.lm_eval_tasks import DEFINITIONS, benchmark, load_task
-from pi_lora.evaluation.benchmarks.local_data import SCHEMAS, articles, read_examples
-from pi_lora.evaluation.benchmarks.measure import TASKS, evaluate_benchmarks, prepare
+from pi_lora.evaluation.benchmarks.lm_eval_tasks import definitions, load_tasks, measure
+from pi_lora.evaluation.benchmarks.local_data import FORMATS, articles, read_examples
+from pi_lora.evaluation.benchmarks.measure import PAPER_TASKS, evaluate_benchmarks, prepare
 from pi_lora.evaluation.journal import Journal
+from pi_lora.evaluation.results import as_json
+from pi_lora.models.base import BUILTIN_FOLDER
 from pi_lora.models.load import LoadedModel, Stretch, load
 from pi_lora.recipe.schema import BenchmarksEvaluation
 
@@ -99,11 +102,59 @@ def tiny() -> LoadedModel:
     return load("builtin:tiny")
 
 
-def test_tasks_have_one_list() -> None:
-    assert BenchmarksEvaluation().tasks == TASKS == tuple(SCHEMAS) == tuple(DEFINITIONS)
-    assert all((LM_EVAL_TASKS / each.file).is_file() for each in DEFINITIONS.values())
+def test_the_papers_tasks_have_one_list() -> None:
+    assert BenchmarksEvaluation().tasks == PAPER_TASKS == tuple(FORMATS)
 
 
+def test_names_are_lm_evals() -> None:
+    """The quick look at lm-eval's files finds tasks, groups and tags, each task in the file that lm-eval takes."""
+    assert definitions()["boolq"] == LM_EVAL_TASKS / "super_glue/boolq/default.yaml"
+    assert definitions()["race_middle"] == definitions()["race_high"] == LM_EVAL_TASKS / "race/race.yaml"
+    assert {name: definitions()[name] for name in ("mmlu", "super-glue-lm-eval-v1", "ai2_arc")} == dict.fromkeys(
+        ("mmlu", "super-glue-lm-eval-v1", "ai2_arc")
+    )
+    assert len(definitions()) > 14000
+
+
+@pytest.mark.slow
+def test_all_names_are_lm_evals() -> None:
+    index = lm_eval.tasks.TaskManager().task_index
+    assert set(index) <= set(definitions())
+    for name, entry in index.items():
+        assert definitions()[name] == (entry.yaml_path if "TASK" in entry.kind.name else None), name
+
+
+OTHER_TASKS: dict[str, tuple[str, list[dict[str, Any]]]] = {
+    # By the likeliest choice, by perplexity, by text that is generated: all that lm-eval does.
+    "openbookqa": (
+        "openbookqa/openbookqa.yaml",
+        [
+            {
+                "question_stem": stem,
+                "choices": {"text": ["the sun", "a stone is hard", "a fork", "rain"], "label": list("ABCD")},
+                "answerKey": key,
+            }
+            for stem, key in (("Light comes from", "A"), ("Wet streets come from", "D"), ("To eat, take", "C"))
+        ],
+    ),
+    "wikitext": ("wikitext/wikitext.yaml", [{"page": "The cat sat . " * 50}, {"page": " = A dog = \n barks"}]),
+    "triviaqa": (
+        "triviaqa/default.yaml",
+        [
+            {"question": f"Who was {name}", "answer": {"aliases": [name, "a man"]}}
+            for name in ("Ann", "Tom the cat", "Eve who " * 200)
+        ],
+    ),
+}
+
+
+@pytest.fixture
+def without_versions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """lm-eval asks several programs for the versions of everything."""
+    monkeypatch.setattr("lm_eval.evaluator.add_env_info", lambda _: None)
+
+
+@pytest.mark.usefixtures("without_versions")
 def test_made_up_files_score_as_lm_evals_own_tasks_on_them(tiny: LoadedModel, files: Path, tmp_path: Path) -> None:
     own = tmp_path / "own"
     lm_eval_command.write_tasks(own, files)
@@ -114,31 +165,76 @@ def test_made_up_files_score_as_lm_evals_own_tasks_on_them(tiny: LoadedModel, fi
     ]
     (own / "race.jsonl").write_text(lines(by_hand))
     lm_eval_command.write_task(own, "race_high", "race/race.yaml", own / "race.jsonl", "test")
-    names = ("boolq", "piqa", "winogrande", "race_high")
-    model = HFLM(tiny.model, tokenizer=load("builtin:tiny").tokenizer, max_length=256, batch_size=BATCH)
+    names = ["boolq", "piqa", "winogrande", "race_high", *OTHER_TASKS]
+    data = [str(files)]
+    split = {"split": "test", "test_split": "test", "validation_split": None}
+    for name, (base, rows) in OTHER_TASKS.items():
+        (own / f"{name}.jsonl").write_text(lines(rows))
+        lm_eval_command.write_task(own, name, base, own / f"{name}.jsonl", **split)
+        data.append(f"{name}={own / name}.jsonl")
+    model = HFLM(tiny.model, tokenizer=load("builtin:tiny").tokenizer, max_length=300, batch_size=BATCH)
     manager = lm_eval.tasks.TaskManager(include_path=str(own), include_defaults=False)
+    theirs = simple_evaluate(model, tasks=[f"own_{name}" for name in names], task_manager=manager)
+    assert theirs is not None
+    found = evaluate_benchmarks(tiny, prepare(names, data), batch_size=BATCH, window=300)
     for name in names:
-        theirs = simple_evaluate(model, tasks=[f"own_{name}"], task_manager=manager, num_fewshot=0)
-        assert theirs is not None
-        scores = theirs["results"][f"own_{name}"]
-        ours = evaluate_benchmarks(tiny, prepare([name], [str(files)]), batch_size=BATCH)["tasks"][name]
-        assert ours["acc"] == scores["acc,none"]
-        assert ours["stderr"] == scores["acc_stderr,none"]
-        assert ours.get("acc_norm") == scores.get("acc_norm,none")
-        assert ours["examples"] == len(theirs["samples"][f"own_{name}"])
-    assert ours["examples"] == 2
+        scores, ours = theirs["results"][f"own_{name}"], found.tasks[name]
+        assert ours.examples == len(theirs["samples"][f"own_{name}"])
+        if "acc,none" in scores:
+            assert (ours.acc, ours.stderr) == (scores["acc,none"], scores["acc_stderr,none"])
+            assert (ours.acc_norm, ours.metrics) == (scores.get("acc_norm,none"), None)
+    assert found.tasks["race_high"].examples == 2
+    assert found.tasks["wikitext"].metrics == {
+        name: theirs["results"]["own_wikitext"][f"{name},none"]
+        for name in ("word_perplexity", "byte_perplexity", "bits_per_byte")
+    }
+    written, scores = found.tasks["triviaqa"], theirs["results"]["own_triviaqa"]
+    assert written.metrics == {
+        name: scores[name] for name in ("exact_match,remove_whitespace", "exact_match_stderr,remove_whitespace")
+    }
+    assert written.truncated_inputs == 1
+
+
+@pytest.mark.usefixtures("without_versions")
+def test_a_group_scores_as_lm_evals(tiny: LoadedModel, files: Path, tmp_path: Path) -> None:
+    own = tmp_path / "own"
+    lm_eval_command.write_tasks(own, files)
+    group = {"group": "pair", "task": ["own_boolq", "own_piqa"], "aggregate_metric_list": [{"metric": "acc"}]}
+    (own / "pair.yaml").write_text(json.dumps(group))
+    manager = lm_eval.tasks.TaskManager(include_path=str(own), include_defaults=False)
+    model = HFLM(tiny.model, tokenizer=load("builtin:tiny").tokenizer, max_length=256, batch_size=BATCH)
+    theirs = simple_evaluate(model, tasks=["pair"], task_manager=manager)
+    assert theirs is not None
+    score = measure(Answering(tiny.model, tiny.tokenizer, 256, BATCH), "pair", dict(manager.load(["pair"])), None)
+    expected = theirs["results"]["pair"]
+    assert (score.acc, score.stderr) == (expected["acc,none"], expected["acc_stderr,none"])
+    assert score.examples == 6
+
+
+def their_own(tasks: Path, limit: int, window: int) -> dict[str, Any]:
+    """What lm-eval's command does: it loads the model itself. Its index of all of its tasks takes half a minute."""
+    arguments = {"pretrained": str(BUILTIN_FOLDER / "tiny"), "dtype": "float32", "max_length": window}
+    manager = lm_eval.tasks.TaskManager(include_path=str(tasks), include_defaults=False)
+    names = [lm_eval_command.PREFIX + name for name in lm_eval_command.NAMES]
+    found = simple_evaluate(
+        "hf", arguments, names, limit=limit, batch_size=BATCH, device="cpu", task_manager=manager, log_samples=False
+    )
+    assert found is not None
+    return {name: found["results"][lm_eval_command.PREFIX + name] for name in lm_eval_command.NAMES}
 
 
 @pytest.mark.skipif(not SHARED.is_dir(), reason=f"needs the data sets in {SHARED}")
-def test_real_data_scores_as_lm_evals_own_command(tiny: LoadedModel, tmp_path: Path) -> None:
-    lm_eval_command.write_tasks(tmp_path / "own", SHARED)
-    limit = 12
-    theirs = lm_eval_command.theirs(tmp_path / "own", limit, BATCH, 256)
-    ours = evaluate_benchmarks(tiny, prepare(lm_eval_command.NAMES, [str(SHARED)]), limit, BATCH)["tasks"]
+@pytest.mark.usefixtures("without_versions")
+@pytest.mark.parametrize("command", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_real_data_scores_as_lm_evals_own_command(tiny: LoadedModel, tmp_path: Path, command: bool) -> None:
+    own, limit, window = tmp_path / "own", 12, 256
+    lm_eval_command.write_tasks(own, SHARED)
+    theirs = lm_eval_command.theirs(own, limit, BATCH, window) if command else their_own(own, limit, window)
+    ours = evaluate_benchmarks(tiny, prepare(lm_eval_command.NAMES, [str(SHARED)]), limit, BATCH).tasks
     for name, scores in theirs.items():
-        assert (ours[name]["acc"], ours[name]["stderr"]) == (scores["acc,none"], scores["acc_stderr,none"])
-        assert ours[name]["examples"] == limit
-    assert ours["boolq"]["truncated_inputs"] > 0
+        assert (ours[name].acc, ours[name].stderr) == (scores["acc,none"], scores["acc_stderr,none"])
+        assert ours[name].examples == limit
+    assert ours["boolq"].truncated_inputs
 
 
 REQUESTS = [
@@ -192,9 +288,32 @@ def test_several_processes_share_the_batches(tiny: LoadedModel, monkeypatch: pyt
         Answering(tiny.model, tiny.tokenizer, 256, 2)._loglikelihood_tokens(REQUESTS)
     monkeypatch.setenv("RANK", "0")
     assert Answering(tiny.model, tiny.tokenizer, 256, 2)._loglikelihood_tokens(REQUESTS) == alone
-    numbers = [sorted(number for number, _ in share) for share in shares]
-    assert sorted(numbers[0] + numbers[1]) == list(range(len(batches_of(REQUESTS, 2))))
-    assert abs(len(numbers[0]) - len(numbers[1])) <= 1
+    computed = [{key for key, _ in share} for share in shares]
+    assert len(computed[0] | computed[1]) == len(batches_of(REQUESTS, 2)) == len(computed[0]) + len(computed[1])
+    assert abs(len(computed[0]) - len(computed[1])) <= 1
+
+
+def test_what_is_rehearsed_is_shared_as_well(
+    tiny: LoadedModel, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Perplexities and generated texts: every batch is known before the first is computed, and kept when it is."""
+    ask = SimpleNamespace(args=("The cat sat on the mat. " * 80,))
+    settings = {"until": ["."], "max_gen_toks": 5, "do_sample": True, "temperature": 1.0}
+    prompts = [SimpleNamespace(args=(f"The {each} is", settings)) for each in ("cat", "dog", "dog", "sun")]
+    journal = Journal(tmp_path, {})
+    alone = Answering(tiny.model, tiny.tokenizer, 256, 2, journal)
+    done: list[tuple[int, int]] = []
+    alone.progress = lambda *at: done.append(at)
+    perplexities, texts = alone.loglikelihood_rolling([ask]), alone.generate_until(prompts)
+    assert done == [(1, 2), (2, 2), (1, 2), (2, 2)]
+
+    def computed(*_: Any, **__: Any) -> None:
+        raise AssertionError("a batch was computed again")
+
+    monkeypatch.setattr(HFLM, "_model_call", computed)
+    monkeypatch.setattr(HFLM, "_model_generate", computed)
+    again = Answering(tiny.model, tiny.tokenizer, 256, 2, Journal(tmp_path, {}))
+    assert (again.loglikelihood_rolling([ask]), again.generate_until(prompts)) == (perplexities, texts)
 
 
 def test_an_interrupted_measurement_goes_on(
@@ -214,14 +333,16 @@ def test_an_interrupted_measurement_goes_on(
         return forward(self, *arguments, **others)
 
     monkeypatch.setattr(HFLM, "_model_call", interrupted)
-    with pytest.raises(PiLoraError, match="interrupted; the examples that were measured are kept"):
+    with pytest.raises(Interrupted, match="builtin:tiny: interrupted after 2 batches; the same command goes on"):
         evaluate_benchmarks(tiny, prepared, batch_size=1)
-    done: list[tuple[int, int, str]] = []
-    again = evaluate_benchmarks(tiny, prepared, batch_size=1, progress=lambda *at: done.append(at))
+    at: list[tuple[int, int, str]] = []
+    again = evaluate_benchmarks(
+        tiny, prepared, batch_size=1, progress=lambda done, total, note="": at.append((done, total, note))
+    )
     assert again == whole
     # Two of the batches were kept, the third was cut off.
-    assert batches - 3 == done[-1][1] - 2
-    assert done[-1] == (done[-1][1], done[-1][1], "BoolQ")
+    assert batches - 3 == at[-1][1] - 2
+    assert at[-1] == (at[-1][1], at[-1][1], "BoolQ")
     assert not list((tmp_path / "cache").glob("evaluations/*"))
 
 
@@ -230,7 +351,8 @@ def test_the_journal_is_read_and_written(tiny: LoadedModel, tmp_path: Path) -> N
     first = Answering(tiny.model, tiny.tokenizer, 256, 2, journal)._loglikelihood_tokens(REQUESTS)
     kept = Journal(tmp_path, {})
     assert Answering(tiny.model, tiny.tokenizer, 256, 2, kept)._loglikelihood_tokens(REQUESTS) == first
-    kept.found["0"] = [(-1.0, False)] * len(batches_of(REQUESTS, 2)[0])
+    begun = next(iter(kept.found))
+    kept.found[begun] = [(-1.0, False)] * len(batches_of(REQUESTS, 2)[0])
     changed = Answering(tiny.model, tiny.tokenizer, 256, 2, kept)._loglikelihood_tokens(REQUESTS)
     assert [index for index in range(len(REQUESTS)) if changed[index] != first[index]] == sorted(
         batches_of(REQUESTS, 2)[0]
@@ -254,10 +376,10 @@ def test_the_scaling_is_on_and_the_window_original(files: Path) -> None:
     plain, stretched = (
         evaluate_benchmarks(load("builtin:tiny", stretch), prepared) for stretch in (None, Stretch(target=1024))
     )
-    assert (plain["scale"], plain["window"]) == (1, 256)
-    assert (stretched["scale"], stretched["window"]) == (4, 256)
-    assert plain["tasks"]["boolq"]["truncated_inputs"] == stretched["tasks"]["boolq"]["truncated_inputs"] == 2
-    task = prepared[0].task
+    assert (plain.scale, plain.window) == (1, 256)
+    assert (stretched.scale, stretched.window) == (4, 256)
+    assert plain.tasks["boolq"].truncated_inputs == stretched.tasks["boolq"].truncated_inputs == 2
+    task = prepared[0].tasks["tasks"]["boolq"]
     likelihoods = []
     for stretch in (None, Stretch(target=1024)):
         loaded = load("builtin:tiny", stretch)
@@ -270,13 +392,22 @@ def test_an_answer_longer_than_the_window_is_refused(tiny: LoadedModel, files: P
     prepared = prepare(["piqa"], [str(files)])
     with pytest.raises(DataError, match=r"--window: 4 tokens do not hold an answer of [0-9]+ that is asked about"):
         evaluate_benchmarks(tiny, prepared, window=4)
-    assert evaluate_benchmarks(tiny, prepared, window=32)["window"] == 32
+    assert evaluate_benchmarks(tiny, prepared, window=32).window == 32
+
+
+def test_what_lm_eval_cannot_measure_is_one_line(tiny: LoadedModel, tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text(lines(OTHER_TASKS["triviaqa"][1]))
+    prepared = prepare(["triviaqa"], [f"triviaqa={tmp_path / 'rows.jsonl'}"])
+    with pytest.raises(
+        DataError, match=r"^triviaqa: lm-eval cannot measure it \(Invalid configuration: .*256.*\); leave"
+    ):
+        evaluate_benchmarks(tiny, prepared)
 
 
 def test_one_example_has_no_standard_error(tiny: LoadedModel, files: Path) -> None:
-    task = load_task("winogrande", read_examples("winogrande", files / "winogrande"))
-    score = benchmark(tiny.model, tiny.tokenizer, task, 256, limit=1)
+    score = evaluate_benchmarks(tiny, prepare(["winogrande"], [str(files)]), limit=1).tasks["winogrande"]
     assert (score.examples, score.stderr) == (1, None)
+    assert as_json(score)["stderr"] is None
     assert score.acc in (0, 1)
 
 
@@ -302,7 +433,7 @@ def test_race_is_read_in_every_schema_of_its_own(files: Path, tmp_path: Path) ->
 
 
 def test_race_middle_is_race_high_on_other_articles(files: Path) -> None:
-    middle, high = (load_task(name, read_examples(name, files / "race_high")) for name in ("race_middle", "race_high"))
+    middle, high = (load_tasks(name, files / "race_high")["tasks"][name] for name in ("race_middle", "race_high"))
     assert middle.task_name == "race_middle"
     for document in high.eval_docs:
         assert middle.doc_to_text(document) == high.doc_to_text(document)
@@ -323,7 +454,7 @@ def test_race_middle_from_the_hub_is_put_together_by_article(monkeypatch: pytest
         return {"test": datasets.Dataset.from_list(RACE)}
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    task = load_task("race_middle", None)
+    task = load_tasks("race_middle", None)["tasks"]["race_middle"]
     assert asked == [{"path": "ehovy/race", "name": "middle"}]
     assert list(task.eval_docs) == articles(RACE)
     assert len(task.eval_docs) == 2
@@ -333,7 +464,7 @@ def test_using_local_files_is_reported_to_nobody(files: Path, monkeypatch: pytes
     """`datasets` counts on its servers what its loaders are used for, unless it is offline."""
     counted: list[str] = []
     monkeypatch.setattr("datasets.load.increase_load_count", counted.append)
-    prepare(TASKS, [str(files)])
+    prepare(PAPER_TASKS, [str(files)])
     assert counted == []
 
 
@@ -345,29 +476,49 @@ MISTAKES = [
     (
         "boolq",
         damaged("boolq/dev.jsonl", '{"question": "q", "answer": true}'),
-        "dev.jsonl:1: has no field passage; BoolQ",
+        "dev.jsonl:1: passage: Field required, in",
     ),
     (
         "boolq",
         damaged("boolq/dev.jsonl", '\n{"question": "q", "passage": "p", "answer": "yes"}'),
-        "dev.jsonl:2: answer is",
+        'dev.jsonl:2: answer: Input should be a valid boolean, in "yes"; BoolQ has question, passage, answer',
     ),
-    ("boolq", damaged("boolq/dev.jsonl", "[1]"), "dev.jsonl:1: is no JSON object; BoolQ"),
-    ("boolq", damaged("boolq/dev.jsonl", '{"question'), "dev.jsonl:1: is broken JSON"),
+    ("boolq", damaged("boolq/dev.jsonl", "[1]"), "dev.jsonl:1: Input should be an object, in [1]; BoolQ"),
+    ("boolq", damaged("boolq/dev.jsonl", '{"question'), "dev.jsonl:1: Invalid JSON: EOF"),
     ("boolq", damaged("boolq/dev.jsonl", "\n"), "boolq: holds no examples"),
-    ("boolq", lambda folder: (folder / "boolq/dev.jsonl").write_bytes(b"\xff\xfe\x00"), "dev.jsonl: is not UTF-8"),
+    (
+        "boolq",
+        lambda folder: (folder / "boolq/dev.jsonl").write_bytes(b"\xff\xfe\x00"),
+        "dev.jsonl: cannot be read as UTF-8 text",
+    ),
     ("boolq", lambda folder: (folder / "boolq/dev.jsonl").unlink(), "boolq: holds none of dev.jsonl, valid.jsonl"),
     ("piqa", lambda folder: (folder / "piqa/valid-labels.lst").unlink(), "valid-labels.lst: no such file; PIQA"),
     ("piqa", damaged("piqa/valid-labels.lst", "0\n1\n"), "valid-labels.lst: has 2 labels for 3 lines of valid.jsonl"),
     ("piqa", damaged("piqa/valid-labels.lst", "0\n1\n2\n"), "valid-labels.lst:3: is 2; PIQA has 0 or 1"),
-    ("winogrande", damaged("winogrande/dev.jsonl", lines([{**WINOGRANDE[0], "sentence": "No."}])), "sentence has no _"),
-    ("winogrande", damaged("winogrande/dev.jsonl", lines([{**WINOGRANDE[0], "answer": "3"}])), 'answer is "3"'),
-    ("race_high", damaged("race_high/test.jsonl", lines([{**RACE[0], "answer": "E"}])), 'test.jsonl:1: answer is "E"'),
-    ("race_high", damaged("race_high/test.jsonl", lines([{**RACE[0], "options": ["a"]}])), 'options are ["a"]; RACE'),
+    (
+        "winogrande",
+        damaged("winogrande/dev.jsonl", lines([{**WINOGRANDE[0], "sentence": "No."}])),
+        "sentence: String should match pattern '_'",
+    ),
+    (
+        "winogrande",
+        damaged("winogrande/dev.jsonl", lines([{**WINOGRANDE[0], "answer": "3"}])),
+        "answer: Input should be '1' or '2', in \"3\"",
+    ),
+    (
+        "race_high",
+        damaged("race_high/test.jsonl", lines([{**RACE[0], "answer": "E"}])),
+        "test.jsonl:1: answers: Input should be 'A', 'B', 'C' or 'D', in \"E\"",
+    ),
+    (
+        "race_high",
+        damaged("race_high/test.jsonl", lines([{**RACE[0], "options": ["a"]}])),
+        'options: List should have at least 4 items after validation, not 1, in ["a"]; RACE-H',
+    ),
     (
         "race_middle",
         damaged("race_middle/1.txt", '{"article": "a", "questions": ["q"]}'),
-        "1.txt: has no field options",
+        "1.txt: options: Field required",
     ),
     (
         "race_middle",
@@ -392,16 +543,26 @@ def test_a_file_of_another_schema_is_named_with_line_and_field(
     ("arguments", "line"),
     [
         (
-            ["--tasks", "boolq,race"],
-            "--tasks: race: no such benchmark; there are boolq, piqa, race_middle, race_high, wino",
+            ["--tasks", "boolq,winogrand"],
+            f"--tasks: winogrand: no such benchmark in lm-eval {lm_eval.__version__}; did you mean winogrande or ",
         ),
         (
             ["--tasks", "boolq", "--data", "boolq=gone.jsonl"],
             "gone.jsonl: no such file or folder; name one that holds BoolQ",
         ),
-        (["--tasks", "boolq", "--data", "bolq=gone.jsonl"], "--data: bolq=gone.jsonl: is no folder, and no TASK=FILE"),
+        (
+            ["--tasks", "boolq", "--data", "bolq=gone.jsonl"],
+            "--data: bolq=gone.jsonl: bolq is not among the tasks boolq",
+        ),
         (["--tasks", "boolq", "--data", "piqa=gone.jsonl"], "--data: piqa=gone.jsonl: piqa is not among the tasks"),
         (["--tasks", "boolq", "--data", "."], "--data: .: holds none of boolq"),
+        (["--tasks", "boolq", "--data", "gone"], "--data: gone: is no folder, and no TASK=FILE"),
+        (["--tasks", "mmlu", "--data", "mmlu=gone.jsonl"], "--data: mmlu=gone.jsonl: mmlu is a group of several tasks"),
+        (
+            ["--tasks", "copa", "--data", "copa=gone.jsonl"],
+            "gone.jsonl: no such file or folder; name one that holds copa",
+        ),
+        (["--tasks", "copa"], "copa: cannot be had from the hub ("),
         (["--tasks", "race_middle"], "RACE-M: cannot be had from the hub ("),
         (["--original", "256"], "--original, --scaling: go with --target"),
     ],
@@ -417,7 +578,7 @@ def test_a_mistake_is_one_line_before_a_model_is_loaded(
         raise AssertionError("a model was loaded")
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("pi_lora.models.load.load", loaded)
+    monkeypatch.setattr("pi_lora.models.load.FoundModel.load", loaded)
     status, out, err = run(capsys, monkeypatch, "eval", "benchmarks", "builtin:tiny", *arguments)
     assert (status, out) == (2, "")
     assert err.startswith(line)

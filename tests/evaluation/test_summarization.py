@@ -3,6 +3,7 @@
 import importlib.util
 import io
 import json
+import os
 import sys
 import types
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,10 +22,11 @@ from pi_lora.evaluation.summarization import writing as writers
 from pi_lora.evaluation.summarization.measure import evaluate_summarization, evaluation_data
 from pi_lora.evaluation.summarization.rouge import rouge
 from pi_lora.evaluation.summarization.writing import Sampling, Writer, find_writer, write_batched, write_with_vllm
-from pi_lora.models.load import load
+from pi_lora.models.load import find, load
 from pi_lora.recipe.schema import Recipe
 
-REPORTS = Path(__file__).parents[3] / "shared" / "data" / "reports" / "gao_reports.jsonl"
+SHARED = Path(os.environ.get("PI_LORA_SHARED", Path(__file__).parents[3] / "shared"))
+REPORTS = SHARED / "data" / "reports" / "gao_reports.jsonl"
 needs_reports = pytest.mark.skipif(not REPORTS.is_file(), reason="the reports are not in this checkout")
 COLUMNS = {"document": "report", "summary": "summary"}
 
@@ -35,7 +37,7 @@ def recipe_of(base: Path, source: Path) -> Recipe:
         base,
         context={"target": 512},
         scaling="keep",
-        data={"source": str(source), **COLUMNS, "document_tokens": 400, "completion_tokens": 40},
+        data={"source": str(source), **COLUMNS, "document_tokens": 100, "completion_tokens": 40},
         training={
             "steps": 3,
             "learning_rate": 1e-3,
@@ -77,15 +79,15 @@ class StopsAfter:
 
 @needs_reports
 def test_from_raw_reports_to_rouge_with_an_interruption(tuned: Path, tmp_path: Path) -> None:
-    writer = find_writer(str(tuned), "transformers")
+    writer = find_writer(find(str(tuned)))
     assert (writer.window, writer.facts["scale"]) == (512, 2.0)
     data = evaluation_data(str(tuned), {}, {})
     assert (data.source[0].name, data.document, data.completion_tokens) == (str(REPORTS), "report", 40)
-    sampling, file = Sampling(max_new_tokens=40), tmp_path / "predictions.jsonl"
+    sampling, file, examples = Sampling(max_new_tokens=12), tmp_path / "predictions.jsonl", 6
     with pytest.raises(Interrupted, match="what was written is kept"):
-        evaluate_summarization(replace(writer, write=StopsAfter(writer.write, 7)), data, sampling, file)
+        evaluate_summarization(replace(writer, write=StopsAfter(writer.write, 2)), data, sampling, file, examples)
     begun = file.read_text()
-    assert begun.count("\n") == 7
+    assert begun.count("\n") == 2
     # A crash in the middle of a line.
     file.write_text(begun + '{"id": "half')
 
@@ -95,29 +97,55 @@ def test_from_raw_reports_to_rouge_with_an_interruption(tuned: Path, tmp_path: P
         asked.append(len(prompts))
         return writer.write(prompts, drawn)
 
-    scores = evaluate_summarization(replace(writer, write=counting), data, sampling, file)
-    assert asked == [17]
+    scores = evaluate_summarization(replace(writer, write=counting), data, sampling, file, examples)
+    assert asked == [4]
     assert file.read_text().startswith(begun)
     lines = [json.loads(line) for line in file.read_text().splitlines()]
     reports = [json.loads(line) for line in REPORTS.read_text().splitlines()]
-    assert sorted(line["reference"] for line in lines) == sorted(report["summary"] for report in reports)
-    assert scores["examples"] == len(lines) == len({line["id"] for line in lines}) == 24
-    assert scores["documents_cut"] == 24
-    assert scores["left_out"] == {"empty": 0, "too_long": 0}
+    assert sorted(line["reference"] for line in lines) == sorted(report["summary"] for report in reports[:examples])
+    assert scores.examples == len(lines) == len({line["id"] for line in lines}) == examples
+    assert scores.documents_cut == examples
+    assert scores.left_out == {"empty": 0, "too_long": 0}
 
     scorer = RougeScorer(["rouge1", "rouge2", "rougeL"], use_stemmer=True)
     own = [scorer.score(line["reference"], line["prediction"]) for line in lines]
+    assert scores.intervals
     for name in ("rouge1", "rouge2", "rougeL"):
-        mean = 100 * sum(score[name].fmeasure for score in own) / 24
-        assert scores[name] == pytest.approx(mean, abs=1e-9)
-        low, high = scores["intervals"][name]
+        mean = 100 * sum(score[name].fmeasure for score in own) / examples
+        assert getattr(scores, name) == pytest.approx(mean, abs=1e-9)
+        low, high = scores.intervals[name]
         assert low <= mean <= high
 
     # Whole: nothing is written again; of another seed: not taken for it.
-    assert evaluate_summarization(replace(writer, write=counting), data, sampling, file) == scores
-    assert asked == [17]
+    assert evaluate_summarization(replace(writer, write=counting), data, sampling, file, examples) == scores
+    assert asked == [4]
     with pytest.raises(DataError, match="holds predictions of another model, data or setting"):
-        evaluate_summarization(writer, data, replace(sampling, seed=1), file)
+        evaluate_summarization(writer, data, replace(sampling, seed=1), file, examples)
+
+
+def test_any_text_is_kept_and_scored(tmp_path: Path) -> None:
+    """Separators that Python takes for ends of lines, and halves of surrogate pairs."""
+    loaded = load("builtin:tiny")
+    rows = [{"a": "Text.", "b": f"one{end}two"} for end in ("\u2028", "\x85", "\x0b", "\ud800", "\r", "\n")]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def write(prompts: Mapping[str, Sequence[int]], _: Sampling) -> Iterator[tuple[str, list[int]]]:
+        for name in prompts:
+            yield name, loaded.tokenizer("one\u2028two\x85three")["input_ids"]
+
+    writer = Writer(loaded.name, loaded.tokenizer, loaded.window, {"model": "x"}, {}, write)
+    asked = {"document": "a", "summary": "b"}
+    data = evaluation_data("builtin:tiny", {"name": str(tmp_path / "rows.jsonl")}, asked)
+    file = tmp_path / "predictions.jsonl"
+    scores = [evaluate_summarization(writer, data, Sampling(max_new_tokens=8), file) for _ in range(2)]
+    assert scores[0] == scores[1]
+    assert scores[0].rouge1 == pytest.approx(80)
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [line["reference"] for line in lines] == [row["b"] for row in rows]
+    # An earlier version wrote such texts as they are.
+    kept = [line for line in lines if "\ud800" not in line["reference"]]
+    file.write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in kept))
+    assert evaluate_summarization(writer, data, Sampling(max_new_tokens=8), file) == scores[0]
 
 
 @needs_reports
@@ -169,11 +197,10 @@ def test_writing_is_seeded_and_greedy_is_what_generate_gives(tuned: Path) -> Non
     loaded = load(str(tuned))
     prompts = {str(n): loaded.tokenizer("The report says " * n)["input_ids"] for n in (1, 7, 30)}
     drawn = [
-        dict(write_batched(loaded.model, loaded.tokenizer, prompts, Sampling(0.9, 0.95, 12, seed)))
-        for seed in (0, 0, 1)
+        dict(write_batched(loaded.model, loaded.tokenizer, prompts, Sampling(0.9, 0.95, 8, seed))) for seed in (0, 0, 1)
     ]
     assert drawn[0] == drawn[1] != drawn[2]
-    greedy = Sampling(temperature=0, max_new_tokens=12)
+    greedy = Sampling(temperature=0, max_new_tokens=8)
     for name, ids in write_batched(loaded.model, loaded.tokenizer, prompts, greedy):
         given = torch.tensor([prompts[name]])
         expected = loaded.model.generate(input_ids=given, generation_config=greedy.config(loaded.tokenizer))
@@ -197,7 +224,7 @@ def test_vllm_gets_token_ids_and_the_papers_sampling(monkeypatch: pytest.MonkeyP
 
     fake = types.SimpleNamespace(LLM=LLM, SamplingParams=dict)
     monkeypatch.setitem(sys.modules, "vllm", fake)
-    written = dict(write_with_vllm("models/x", 16384, "auto", {"a": [1, 2], "b": [3]}, Sampling(seed=4), end=2))
+    written = dict(write_with_vllm("models/x", 16384, "auto", 2, {"a": [1, 2], "b": [3]}, Sampling(seed=4)))
     assert written == {"a": [2, 1], "b": [3]}
     assert calls["engine"] == {"model": "models/x", "max_model_len": 16384, "dtype": "auto", "seed": 4}
     paper = {"temperature": 0.5, "top_p": 0.95, "max_tokens": 1000, "seed": 4, "stop_token_ids": [2]}
@@ -232,7 +259,7 @@ def test_the_two_commands(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tuned: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    options = ["--data", str(REPORTS), "--limit", "3", "--max-new-tokens", "20", "--json", "scores.json"]
+    options = ["--data", str(REPORTS), "--limit", "3", "--max-new-tokens", "12", "--json", "scores.json"]
     status, out, err = run(capsys, monkeypatch, "eval", "summarization", str(tuned), *options)
     assert status == 0
     scores = json.loads(Path("scores.json").read_text())
@@ -240,7 +267,7 @@ def test_the_two_commands(
     assert (scores["examples"], len(Path("predictions.jsonl").read_text().splitlines())) == (3, 3)
     assert f"{scores['rougeL']:.1f} (" in out
     assert "table 6" not in out
-    assert "3 of 3 documents" not in err  # The run's own limit of 400 tokens is reached.
+    assert "3 of 3 documents" not in err  # The run's own limit of 100 tokens is reached.
 
     Path("report.md").write_text("The agency found much to mend. " * 200)
     status, out, err = run(capsys, monkeypatch, "summarize", str(tuned), "report.md", "--max-new-tokens", "30")
@@ -324,6 +351,6 @@ def test_a_mistake_is_one_line(
 
 
 def test_a_writer_says_what_it_is(extended: Path) -> None:
-    writer: Writer = find_writer(str(extended), "transformers")
+    writer: Writer = find_writer(find(str(extended)))
     assert writer.facts["engine"] == "transformers, continuous batching"
     assert writer.identity["name"] == str(extended)

@@ -45,17 +45,18 @@ def whole(small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[s
 TRAIN_AND_DIE = """
 import os, signal, sys
 from pathlib import Path
+from pi_lora.preflight import check
 from pi_lora.recipe.files import load_recipe
 from pi_lora.run_folder import staging_path
 from pi_lora.training.training import train
 
 recipe, output, step = load_recipe(Path(sys.argv[1])).recipe, Path(sys.argv[2]), int(sys.argv[3])
 
-def die(done, total, note):
+def die(done, total, note=""):
     if step and done == step and total == recipe.training.steps:
         os.kill(os.getpid(), signal.SIGKILL)
 
-train(recipe, output, resume=staging_path(output).exists(), progress=die)
+train(check(recipe, output, staging_path(output).exists()), die)
 """
 
 

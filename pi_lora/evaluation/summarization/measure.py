@@ -1,10 +1,10 @@
-"""Predictions in a file, a line each as they come, so that an interrupted measurement goes on."""
+"""ROUGE of a model's summaries, which are kept in a file as they come, so that an interrupted measurement continues."""
 
 import hashlib
-import itertools
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +12,26 @@ from pydantic import ValidationError
 
 from pi_lora.data.examples import Account, filled, in_batches
 from pi_lora.data.prompts import Prompt, Prompter, Task
-from pi_lora.data.tables import Table, find_table
+from pi_lora.data.tables import SCROLLS, Table, find_table
 from pi_lora.distributed import share_of, wait_for_all
 from pi_lora.errors import DataError, Interrupted
+from pi_lora.evaluation.results import SummarizationScores
 from pi_lora.evaluation.summarization.rouge import HOW, ROUGES, geometric_mean, rouge
 from pi_lora.evaluation.summarization.writing import Sampling, Writer
 from pi_lora.recipe.files import RECIPE_FILE, load_recipe
 from pi_lora.recipe.schema import Data
-from pi_lora.types import Json, Progress
+from pi_lora.types import Json, Progress, silent
 
-Line = dict[str, Any]
+GOVREPORT = {"source": {"name": SCROLLS, "subset": "gov_report"}, "document": "input", "summary": "output"}
+# Columns of a user's own rows unless they say: the words of the recipe's keys.
+COLUMNS = {"document": "document", "summary": "summary"}
+EVALUATION_SPLIT = "validation"
+# What tokenizing a prompt as a whole may cost of a document's tokens.
+SLACK_TOKENS = 16
+
+Say = Callable[[str], None]
+# A prompt by the name of its row, and the text that its answer is compared with.
+Questions = Mapping[str, tuple[Prompt, str]]
 
 
 class Predictions:
@@ -34,34 +44,20 @@ class Predictions:
         DataError: the file holds other predictions, or cannot be read or written.
     """
 
-    def __init__(self, file: Path, decided_by: Mapping[str, Any]) -> None:
+    def __init__(self, file: Path, decided_by: Json) -> None:
         self.file = file
         self.key = hashlib.sha256(json.dumps(decided_by, sort_keys=True).encode()).hexdigest()[:16]
-        self.found = {line["id"]: line for line in self._lines()}
+        self.found = self.read()
 
-    def read_again(self) -> None:
-        """Take note of what other processes have added."""
-        self.found = {line["id"]: line for line in self._lines()}
-
-    def add(self, name: str, prediction: str, reference: str, **more: Any) -> None:
-        """Keep a prediction."""
-        line = {"id": name, "prediction": prediction, "reference": reference, **more, "key": self.key}
-        self.found[name] = line
-        try:
-            self.file.parent.mkdir(parents=True, exist_ok=True)
-            with self.file.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(line, ensure_ascii=False) + "\n")
-        except OSError as error:
-            raise DataError(f"{self.file}: cannot be written ({error.strerror}); name another --predictions") from None
-
-    def _lines(self) -> list[Line]:
+    def read(self) -> dict[str, Json]:
+        """Return the lines by name, also those that other processes have added."""
         if not self.file.is_file():
-            return []
+            return {}
         try:
-            lines = self.file.read_text(encoding="utf-8").splitlines(keepends=True)
-            whole = [line for line in lines if line.endswith("\n")]
-            found = [json.loads(line) for line in whole]
-            keys = {line["key"] for line in found}
+            # Not splitlines(): it splits at U+2028 and its like, which files of earlier versions hold as they are.
+            *whole, begun = self.file.read_text(encoding="utf-8").split("\n")
+            lines = [json.loads(line) for line in whole]
+            keys = {line["key"] for line in lines}
         except (OSError, ValueError, TypeError, KeyError):
             raise DataError(f"{self.file}: holds something else than predictions; name another --predictions") from None
         if keys - {self.key}:
@@ -69,57 +65,51 @@ class Predictions:
                 f"{self.file}: holds predictions of another model, data or setting; "
                 "remove it, or name another --predictions"
             )
-        if len(whole) < len(lines):
-            self.file.write_text("".join(whole), encoding="utf-8")
-        return found
+        if begun:
+            self.file.write_text("".join(f"{line}\n" for line in whole), encoding="utf-8")
+        return {line["id"]: line for line in lines}
 
-
-GOVREPORT = {
-    "source": {"name": "tau/scrolls", "subset": "gov_report"},
-    "document": "input",
-    "summary": "output",
-}
-# Columns of a user's own rows unless they say: the words of the recipe's keys.
-COLUMNS = {"document": "document", "summary": "summary"}
-EVALUATION_SPLIT = "validation"
-
-
-def task_of(model: str) -> dict[str, Any] | None:
-    """The `data` section of the recipe that a run was tuned under, if it was on examples."""
-    file = Path(model) / RECIPE_FILE
-    data = load_recipe(file).recipe.data if file.is_file() else None
-    return data.model_dump() if data is not None and data.has_examples else None
+    def add(self, name: str, prediction: str, reference: str, **more: Any) -> None:
+        """Keep a prediction."""
+        self.found[name] = {"id": name, "prediction": prediction, "reference": reference, **more, "key": self.key}
+        try:
+            self.file.parent.mkdir(parents=True, exist_ok=True)
+            with self.file.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(self.found[name]) + "\n")
+        except OSError as error:
+            raise DataError(f"{self.file}: cannot be written ({error.strerror}); name another --predictions") from None
 
 
 def evaluation_data(model: str, source: Mapping[str, Any], asked: Mapping[str, Any]) -> Data:
-    """The rows to measure `model` on: those of `source` where it has a name, else those of the run's recipe, else
-    GovReport's; of the validation split unless `source` says. `asked` are keys of a recipe's `data` that go first.
+    """Return the rows to measure `model` on, and their prompts, as a recipe's `data`.
+
+    They are those of `source` where it has a name, else those of the run's recipe if it was tuned on examples, else
+    GovReport's; of the validation split unless `source` says. `asked` are keys of `data` that go first.
 
     Raises:
         DataError: keys that do not go together.
     """
-    tuned_on = task_of(model)
-    own = dict(tuned_on or ({**GOVREPORT} if "name" not in source else COLUMNS))
+    recipe = Path(model) / RECIPE_FILE
+    tuned_on = load_recipe(recipe).recipe.data if recipe.is_file() else None
+    if tuned_on is not None and tuned_on.has_examples:
+        own = tuned_on.model_dump()
+        own["source"] = own["source"][0]
+    else:
+        own = dict(COLUMNS if "name" in source else GOVREPORT)
+    replaced = set()
     if "template" in asked:
-        own = {key: value for key, value in own.items() if key not in ("document", "summary", "completion")}
-    if "document" in asked and "summary" in asked:
-        own = {key: value for key, value in own.items() if key not in ("template", "completion")}
-    first = own["source"][0] if tuned_on else own.get("source", {})
-    rows = {"split": EVALUATION_SPLIT, **source} if "name" in source else {**first, "split": EVALUATION_SPLIT, **source}
+        replaced = {"document", "summary", "completion"}
+    elif "document" in asked and "summary" in asked:
+        replaced = {"template", "completion"}
+    first = {} if "name" in source else own["source"]
+    rows = {**first, "split": EVALUATION_SPLIT, **source}
+    kept = {key: value for key, value in own.items() if key not in replaced}
     try:
-        return Data.model_validate({**own, **asked, "source": rows})
+        return Data.model_validate({**kept, **asked, "source": rows})
     except ValidationError as error:
         problem = error.errors()[0]
         key = ".".join(map(str, problem["loc"]))
         raise DataError(f"--{key or 'data'}: {problem['msg'].removeprefix('Value error, ')}") from None
-
-
-@dataclass(frozen=True)
-class Question:
-    """A prompt that is to be answered, and the text that its answer is compared with."""
-
-    prompt: Prompt
-    reference: str
 
 
 def evaluate_summarization(
@@ -129,9 +119,9 @@ def evaluate_summarization(
     file: Path,
     limit: int | None = None,
     progress: Progress | None = None,
-    say: Callable[[str], None] | None = None,
-) -> Json:
-    """ROUGE of what `writer` writes for the rows of `data`, of which `limit` takes the first.
+    say: Say | None = None,
+) -> SummarizationScores:
+    """Score what `writer` writes for the rows of `data`, of which `limit` takes the first, by ROUGE.
 
     Predictions go into `file` as they come; those that are there are not written again. Every process has the whole
     model and writes its part. `say` is told what a user should know, a line each.
@@ -144,48 +134,52 @@ def evaluate_summarization(
     table = find_table(data.source[0])
     account = Account()
     questions = _questions(table, Prompter(task, writer.tokenizer, writer.window), limit, account)
+    cut = [prompt for prompt, _ in questions.values() if prompt.kept < prompt.document_tokens]
     if say:
-        _tell(say, writer, data, questions, account)
+        for line in [*account.left_out, *_shortened(writer, data, cut, len(questions))]:
+            say(line)
     decided_by = {"data": table.identity(), "source": data.source[0].model_dump(), "task": asdict(task)}
     predictions = Predictions(file, {**decided_by, "sampling": asdict(sampling), "model": writer.identity})
     # No process may begin to add before all have read what there is.
     wait_for_all()
     try:
-        _write(writer, questions, sampling, predictions, progress)
+        _write(writer, questions, sampling, predictions, progress or silent)
     except KeyboardInterrupt:
         raise Interrupted(
             f"{file}: interrupted; what was written is kept, the same command goes on from there"
         ) from None
     wait_for_all()
-    predictions.read_again()
-    lines = [predictions.found[name] for name in questions]
+    written = predictions.read()
+    lines = [written[name] for name in questions]
     scores = rouge([line["prediction"] for line in lines], [line["reference"] for line in lines])
-    return {
-        **writer.facts,
-        "window": writer.window,
-        "data": data.source[0].model_dump(),
-        "task": asdict(task),
-        "sampling": asdict(sampling),
-        "metric": HOW,
-        "examples": len(questions),
-        "left_out": {"empty": len(account.empty), "too_long": len(account.too_long)},
-        "documents_cut": sum(each.prompt.kept < each.prompt.document_tokens for each in questions.values()),
-        "ended": sum(line["ended"] for line in lines),
-        "predictions": str(file),
-        **{name: scores[name].mean for name in ROUGES},
-        "geometric_mean": geometric_mean(scores),
-        "intervals": {name: [scores[name].low, scores[name].high] for name in ROUGES},
-    }
+    return SummarizationScores.model_validate(
+        {
+            **writer.facts,
+            "window": writer.window,
+            "data": data.source[0].model_dump(),
+            "task": asdict(task),
+            "sampling": asdict(sampling),
+            "metric": HOW,
+            "examples": len(questions),
+            "left_out": {"empty": len(account.empty), "too_long": len(account.too_long)},
+            "documents_cut": len(cut),
+            "ended": sum(line["ended"] for line in lines),
+            "predictions": str(file),
+            **{name: scores[name].mean for name in ROUGES},
+            "geometric_mean": geometric_mean(scores),
+            "intervals": {name: (scores[name].low, scores[name].high) for name in ROUGES},
+        }
+    )
 
 
-def _questions(table: Table, prompter: Prompter, limit: int | None, account: Account) -> dict[str, Question]:
-    """By the name of the row; empty rows, and those whose prompt does not fit, go to the account."""
+def _questions(table: Table, prompter: Prompter, limit: int | None, account: Account) -> Questions:
+    """Empty rows, and those whose prompt does not fit, go to the account."""
     task = prompter.task
     found = {}
-    for batch in in_batches(itertools.islice(filled(table.rows(task.columns), account), limit)):
+    for batch in in_batches(islice(filled(table.rows(task.columns), account), limit)):
         for (where, row), prompt in zip(batch, prompter.prompts([row for _, row in batch]), strict=True):
             if prompt.fits:
-                found[where] = Question(prompt, row[task.completion])
+                found[where] = prompt, row[task.completion]
             else:
                 account.too_long.append(where)
     if found:
@@ -200,36 +194,31 @@ def _questions(table: Table, prompter: Prompter, limit: int | None, account: Acc
     raise DataError(f"{table.name}: holds no rows; name a source that does")
 
 
-def _tell(
-    say: Callable[[str], None], writer: Writer, data: Data, questions: dict[str, Question], account: Account
-) -> None:
-    for line in account.left_out:
-        say(line)
-    cut = [each.prompt for each in questions.values() if each.prompt.kept < each.prompt.document_tokens]
-    # A token or two less is what tokenizing the whole prompt costs.
-    short = [prompt.kept for prompt in cut if prompt.kept < data.document_tokens - 16]
-    if short:
-        say(
-            f"{writer.name}: reads {writer.window:,} tokens; {len(short):,} of {len(questions):,} documents are cut to "
-            f"their first {min(short):,} and not to {data.document_tokens:,}"
-        )
+def _shortened(writer: Writer, data: Data, cut: list[Prompt], number: int) -> list[str]:
+    """A line if the window cuts documents shorter than asked for."""
+    short = [prompt.kept for prompt in cut if prompt.kept < data.document_tokens - SLACK_TOKENS]
+    line = (
+        f"{writer.name}: reads {writer.window:,} tokens; {len(short):,} of {number:,} documents are cut to "
+        f"their first {min(short, default=0):,} and not to {data.document_tokens:,}"
+    )
+    return [line] if short else []
 
 
 def _write(
-    writer: Writer, questions: dict[str, Question], sampling: Sampling, predictions: Predictions, progress: Any
+    writer: Writer, questions: Questions, sampling: Sampling, predictions: Predictions, progress: Progress
 ) -> None:
+    """Write this process's share of the predictions that are missing."""
     mine = share_of(list(questions))
     left = [name for name in mine if name not in predictions.found]
-    if progress:
-        progress(len(mine) - len(left), len(mine))
+    done = len(mine) - len(left)
+    progress(done, len(mine))
     if not left:
         return
-    # What is left of an interrupted run is drawn anew.
+    # The rest of an interrupted run has a seed of its own: the same numbers are not drawn twice.
     own = replace(sampling, seed=sampling.seed + len(predictions.found))
-    end = writer.tokenizer.eos_token_id
-    written = writer.write({name: questions[name].prompt.ids for name in left}, own)
-    for done, (name, ids) in enumerate(written, len(mine) - len(left) + 1):
+    for name, ids in writer.write({name: questions[name][0].ids for name in left}, own):
         text = writer.tokenizer.decode(ids, skip_special_tokens=True).strip()
-        predictions.add(name, text, questions[name].reference, tokens=len(ids), ended=end in ids)
-        if progress:
-            progress(done, len(mine))
+        ended = writer.tokenizer.eos_token_id in ids
+        predictions.add(name, text, questions[name][1], tokens=len(ids), ended=ended)
+        done += 1
+        progress(done, len(mine))

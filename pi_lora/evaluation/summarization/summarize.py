@@ -39,10 +39,8 @@ def summarize(
             f"that {loaded.name} reads; choose fewer"
         )
     if prompt.kept < prompt.document_tokens:
-        say(
-            f"{name}: {prompt.document_tokens:,} tokens are longer than the window of {loaded.name}; truncated to the "
-            f"first {prompt.kept:,}"
-        )
+        cut = f"{prompt.document_tokens:,} tokens are longer than the window of {loaded.name}"
+        say(f"{name}: {cut}; truncated to the first {prompt.kept:,}")
     set_seed(sampling.seed)
     ids = torch.tensor([prompt.ids], device=loaded.model.device)
     with torch.no_grad():

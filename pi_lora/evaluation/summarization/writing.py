@@ -1,4 +1,4 @@
-"""What a model writes after many prompts, sampled and seeded: transformers' continuous batching, or vLLM."""
+"""What a model writes after prompts, sampled and seeded: by transformers' continuous batching, or by vLLM."""
 
 import importlib.util
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -11,25 +11,21 @@ from transformers import ContinuousBatchingConfig, GenerationConfig
 from pi_lora.errors import ModelError, PiLoraError
 from pi_lora.evaluation.journal import identity_of
 from pi_lora.evaluation.results import described
-from pi_lora.models.base import extended_config, find_base, load_tokenizer
-from pi_lora.models.load import LoadedModel, Stretch, is_adapter, load
-from pi_lora.scaling.config import scale_of, window_of
+from pi_lora.models.base import extended_config
+from pi_lora.models.load import FoundModel, LoadedModel
 from pi_lora.types import Json
 
-# Of what is computed at once on a CPU, where the library would take most of the memory for keys and values.
+# On a CPU the library would take most of the memory for keys and values: tokens a page, requests and tokens at once.
 PAGE_TOKENS = 256
 REQUESTS_ON_CPU = 8
 BATCH_TOKENS_ON_CPU = 4096
 # How many prompts vLLM is given at a time: what it has written is kept when all of them are done.
 PROMPTS_AT_ONCE = 64
 
-# The name of a prompt, and the token ids that follow it.
-Written = tuple[str, list[int]]
-
 
 @dataclass(frozen=True)
 class Sampling:
-    """How text is drawn; the paper's for summaries (section 3.5). A temperature of 0 is greedy."""
+    """How text is drawn; by default as in the paper (section 3.5). A temperature of 0 is greedy."""
 
     temperature: float = 0.5
     top_p: float = 0.95
@@ -37,27 +33,70 @@ class Sampling:
     seed: int = 0
 
     def config(self, tokenizer: Any) -> GenerationConfig:
-        """As transformers takes it; nothing of the model's own generation config is left."""
-        drawn = (
-            {"do_sample": True, "temperature": self.temperature, "top_p": self.top_p, "top_k": 0}
-            if self.temperature
-            else {"do_sample": False}
-        )
+        """Return it for transformers, with nothing of the model's own generation config."""
+        drawn = {"temperature": self.temperature, "top_p": self.top_p, "top_k": 0} if self.temperature else {}
         end = tokenizer.eos_token_id
-        padding = end if tokenizer.pad_token_id is None else tokenizer.pad_token_id
         return GenerationConfig(
+            do_sample=bool(drawn),
             **drawn,
             max_new_tokens=self.max_new_tokens,
             eos_token_id=end,
-            pad_token_id=padding,
+            pad_token_id=end if tokenizer.pad_token_id is None else tokenizer.pad_token_id,
             bos_token_id=tokenizer.bos_token_id,
         )
 
 
-def write_batched(
-    model: Any, tokenizer: Any, prompts: Mapping[str, Sequence[int]], sampling: Sampling
-) -> Iterator[Written]:
-    """Continue each of `prompts`, token ids, by continuous batching; each result comes as soon as it is whole.
+# Token ids by the name of the prompt: what is read, and in pieces what follows.
+Prompts = Mapping[str, Sequence[int]]
+Written = Iterator[tuple[str, list[int]]]
+
+
+@dataclass(frozen=True)
+class Writer:
+    """A model that writes: its tokenizer, its window in tokens, what a result says of it, and what tells it apart."""
+
+    name: str
+    tokenizer: Any
+    window: int
+    facts: Json
+    identity: Json
+    write: Callable[[Prompts, Sampling], Written]
+
+
+def find_writer(
+    found: FoundModel, engine: Literal["transformers", "vllm"] = "transformers", dtype: str | None = None
+) -> Writer:
+    """Return a model as a writer; its weights are loaded now, by vLLM when it first writes.
+
+    Raises:
+        PiLoraError: as `FoundModel.load`; vLLM is not installed, or cannot take the model as it is.
+    """
+    if engine == "transformers":
+        return _loaded_writer(found.load(dtype))
+    if importlib.util.find_spec("vllm") is None:
+        raise PiLoraError("--engine vllm: vLLM is not installed; pip install vllm, or use --engine transformers")
+    if found.adapter is not None:
+        how = f"merge it first: pi-lora merge {found.name}"
+        raise ModelError(f"{found.name}: is an adapter, whose embeddings vLLM cannot load; {how}")
+    if found.config != extended_config(found.base, None):
+        raise ModelError(
+            "--engine vllm: reads the scaling of config.json; leave out --original, --target and --scaling"
+        )
+    kind = dtype or "auto"
+    facts = {"model": found.name, "scale": found.scale, "dtype": kind, "kernel": "vLLM's", "engine": "vllm"}
+    identity = {"name": found.name, "path": found.base.path, "config": found.config}
+    write = partial(write_with_vllm, found.base.path, found.window, kind, found.tokenizer.eos_token_id)
+    return Writer(found.name, found.tokenizer, found.window, facts, identity, write)
+
+
+def _loaded_writer(loaded: LoadedModel) -> Writer:
+    facts = {**described(loaded), "engine": "transformers, continuous batching"}
+    write = partial(write_batched, loaded.model, loaded.tokenizer)
+    return Writer(loaded.name, loaded.tokenizer, loaded.window, facts, identity_of(loaded), write)
+
+
+def write_batched(model: Any, tokenizer: Any, prompts: Prompts, sampling: Sampling) -> Written:
+    """Continue each of `prompts` by continuous batching; each result comes as soon as it is whole.
 
     All requests wait before the first is computed, so that their order does not depend on timing. They draw from one
     stream of random numbers: what is written depends on the seed and on which prompts are given together.
@@ -89,9 +128,20 @@ def write_batched(
         manager.destroy()
 
 
-def write_with_vllm(
-    model: str, window: int, dtype: str, prompts: Mapping[str, Sequence[int]], sampling: Sampling, end: int
-) -> Iterator[Written]:
+def _batching(model: Any, prompts: Prompts, sampling: Sampling) -> ContinuousBatchingConfig:
+    """On a GPU the library looks how much memory there is."""
+    if model.device.type != "cpu":
+        return ContinuousBatchingConfig(seed=sampling.seed)
+    longest = max(map(len, prompts.values())) + sampling.max_new_tokens
+    return ContinuousBatchingConfig(
+        seed=sampling.seed,
+        page_size=PAGE_TOKENS,
+        num_blocks=(-(-longest // PAGE_TOKENS) + 1) * REQUESTS_ON_CPU,
+        max_batch_tokens=BATCH_TOKENS_ON_CPU,
+    )
+
+
+def write_with_vllm(model: str, window: int, dtype: str, end: int, prompts: Prompts, sampling: Sampling) -> Written:
     """Continue each of `prompts` by vLLM, which must be installed; each has a seed of its own. `end` is EOS."""
     from vllm import LLM, SamplingParams
 
@@ -109,79 +159,3 @@ def write_with_vllm(
         inputs = [{"prompt_token_ids": list(prompts[name])} for name in batch]
         for name, output in zip(batch, engine.generate(inputs, how, use_tqdm=False), strict=True):
             yield name, list(output.outputs[0].token_ids)
-
-
-def _batching(model: Any, prompts: Mapping[str, Sequence[int]], sampling: Sampling) -> ContinuousBatchingConfig:
-    """On a GPU the library looks how much memory there is."""
-    if model.device.type != "cpu":
-        return ContinuousBatchingConfig(seed=sampling.seed)
-    longest = max(map(len, prompts.values())) + sampling.max_new_tokens
-    pages = -(-longest // PAGE_TOKENS) + 1
-    return ContinuousBatchingConfig(
-        seed=sampling.seed,
-        page_size=PAGE_TOKENS,
-        num_blocks=pages * REQUESTS_ON_CPU,
-        max_batch_tokens=BATCH_TOKENS_ON_CPU,
-    )
-
-
-EngineName = Literal["transformers", "vllm"]
-Write = Callable[[Mapping[str, Sequence[int]], Sampling], Iterator[Written]]
-
-
-@dataclass(frozen=True)
-class Writer:
-    """A model that writes: its tokenizer, its window in tokens, what a result says of it, and what tells it apart."""
-
-    name: str
-    tokenizer: Any
-    window: int
-    facts: Json
-    identity: dict[str, Any]
-    write: Write
-
-
-def find_writer(name: str, engine: EngineName, stretch: Stretch | None = None, dtype: str | None = None) -> Writer:
-    """The model `name`, loaded; by vLLM when it first writes.
-
-    Raises:
-        PiLoraError: as `run.load`; vLLM is not installed, or cannot take the model as it is.
-    """
-    if engine == "vllm":
-        return _vllm_writer(name, stretch, dtype)
-    return loaded_writer(load(name, stretch, dtype))
-
-
-def loaded_writer(loaded: LoadedModel) -> Writer:
-    """A loaded model, that writes by continuous batching."""
-    return Writer(
-        loaded.name,
-        loaded.tokenizer,
-        loaded.window,
-        {**described(loaded), "engine": "transformers, continuous batching"},
-        identity_of(loaded),
-        partial(write_batched, loaded.model, loaded.tokenizer),
-    )
-
-
-def _vllm_writer(name: str, stretch: Stretch | None, dtype: str | None) -> Writer:
-    if importlib.util.find_spec("vllm") is None:
-        raise PiLoraError("--engine vllm: vLLM is not installed; pip install vllm, or use --engine transformers")
-    if is_adapter(name):
-        raise ModelError(
-            f"{name}: is an adapter, whose embeddings vLLM cannot load; merge it first: pi-lora merge {name}"
-        )
-    if stretch is not None:
-        raise ModelError(
-            "--engine vllm: reads the scaling of config.json; leave out --original, --target and --scaling"
-        )
-    base = find_base(name)
-    config = extended_config(base, None)
-    tokenizer, window = load_tokenizer(base.path, window_of(config)), window_of(config)
-    kind = dtype or "auto"
-
-    def write(prompts: Mapping[str, Sequence[int]], sampling: Sampling) -> Iterator[Written]:
-        return write_with_vllm(base.path, window, kind, prompts, sampling, tokenizer.eos_token_id)
-
-    facts = {"model": name, "scale": scale_of(config), "dtype": kind, "kernel": "vLLM's", "engine": "vllm"}
-    return Writer(name, tokenizer, window, facts, {"name": name, "path": base.path, "config": config}, write)
