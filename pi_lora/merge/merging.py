@@ -13,6 +13,7 @@ from pi_lora.merge.layout import Plan, plan_merge, transposed_weights
 from pi_lora.merge.shards import base_shards, filled_shards, find_file, write_shards
 from pi_lora.models.base import ADAPTER_WEIGHTS_FILE, dtype_named, quiet_loading, save_config, save_tokenizer
 from pi_lora.models.load import FoundModel, adapter_base, is_adapter, tuned_quantized
+from pi_lora.models.machine import versions
 from pi_lora.report.card import CARD, merged_card
 from pi_lora.run_folder import check_room, staged
 from pi_lora.scaling.config import Config

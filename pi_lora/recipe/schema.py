@@ -1,7 +1,7 @@
 """The schema of a recipe, checked once; every default stands here and nowhere else."""
 
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
