@@ -56,7 +56,6 @@ def train_and_die(recipe: str, output: Path, step: int) -> None:
     train(load_recipe(path).recipe, output, resume=staging_path(output).exists(), progress=die)
 
 
-@pytest.mark.processor
 def test_killed_at_any_step_it_resumes_to_the_same_weights(
     small_model: Path, tmp_path: Path, whole: dict[str, torch.Tensor]
 ) -> None:
