@@ -60,7 +60,6 @@ train(check(recipe, output, staging_path(output).exists()), die)
 """
 
 
-@pytest.mark.processor
 def test_killed_at_any_step_it_resumes_to_the_same_weights(
     python: str, small_model: Path, tmp_path: Path, whole: dict[str, torch.Tensor]
 ) -> None:
