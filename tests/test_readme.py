@@ -1,5 +1,6 @@
 """The README's commands exist, its files are there, and its recipe is one."""
 
+import importlib
 import re
 import shlex
 from pathlib import Path
@@ -87,6 +88,15 @@ def test_the_readmes_recipe_resolves(tmp_path: Path) -> None:
 def test_the_map_names_what_is_there() -> None:
     for name in re.findall(r"^\| `([\w./]+)`", README, re.MULTILINE):
         assert (ROOT / name).exists(), name
+
+
+def test_the_functions_that_the_design_names_are_there() -> None:
+    text = (ROOT / "docs" / "design.md").read_text().partition("## One object per stage")[2].partition("## Rules")[0]
+    named = [name for name in re.findall(r"`([a-z_]+(?:\.\w+)+)`", text) if not name.endswith((".py", ".json"))]
+    assert len(named) > 15
+    for name in named:
+        module, _, attribute = name.rpartition(".")
+        assert hasattr(importlib.import_module(f"pi_lora.{module}"), attribute), name
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
