@@ -5,6 +5,7 @@ server fork a process with its arguments, folder, environment and pipes, passes 
 ends. A client that is killed takes its process with it. Only what an import prints or costs cannot be tested so.
 """
 
+import atexit
 import contextlib
 import importlib
 import json
@@ -16,6 +17,7 @@ import signal
 import socket
 import subprocess
 import sys
+import traceback
 import types
 from collections.abc import Mapping
 from pathlib import Path
@@ -83,10 +85,11 @@ def client(path: str, imported: dict[str, str]) -> NoReturn:
     request = json.dumps([sys.argv[1:], os.getcwd(), dict(os.environ)]).encode()
     socket.send_fds(connection, [len(request).to_bytes(8, "big")], [0, 1, 2])
     connection.sendall(request)
-    child = int(connection.recv(64))
+    answers = connection.makefile("rb")
+    child = int(answers.readline())
     for number in early:
         send(child, number)
-    status = int(connection.recv(64))
+    status = int(answers.readline())
     if status < 0:
         if -status != signal.SIGKILL:
             signal.signal(-status, signal.SIG_DFL)
@@ -136,7 +139,7 @@ def serve(path: str, search: list[str]) -> None:
             if pid:
                 del clients[connection]
                 with contextlib.suppress(BrokenPipeError), connection:
-                    connection.sendall(str(os.waitstatus_to_exitcode(status)).encode())
+                    connection.sendall(b"%d\n" % os.waitstatus_to_exitcode(status))
         if listener in ready:
             connection, _ = listener.accept()
             size, files, _, _ = socket.recv_fds(connection, 8, 3)
@@ -149,13 +152,16 @@ def serve(path: str, search: list[str]) -> None:
                 for file in files:
                     os.close(file)
                 clients[connection] = child
-                connection.sendall(str(child).encode())
+                connection.sendall(b"%d\n" % child)
             else:
                 for each in (listener, connection, *clients):
                     each.close()
                 os.close(woken)
                 os.close(wake)
-                become(*request, files)
+                try:
+                    become(*request, files)
+                except KeyboardInterrupt:
+                    end_by_interrupt()
                 return
 
 
@@ -186,3 +192,12 @@ def become(arguments: list[str], folder: str, environment: dict[str, str], files
         exec(arguments[1], vars(sys.modules["__main__"]))
     else:
         runpy.run_path(kind, run_name="__main__")
+
+
+def end_by_interrupt() -> None:
+    """As an interpreter ends that nobody keeps from it."""
+    traceback.print_exc()
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    os.kill(os.getpid(), signal.SIGINT)
