@@ -9,13 +9,13 @@ import torch
 from perplexity import straightforward
 
 from on_gpu.setting import Setting, random_model
-from on_gpu.training import tokenizer
 from pi_lora.evaluation.passkey.measure import evaluate_passkey
 from pi_lora.evaluation.passkey.prompt import Grid, trials_at
 from pi_lora.evaluation.perplexity.losses import sliding_window_perplexity
+from pi_lora.models.base import BUILTIN_FOLDER, load_tokenizer
 from pi_lora.models.load import LoadedModel
 
-sys.path.append(str(Path(__file__).parents[2] / "tests"))
+sys.path.append(str(Path(__file__).parents[2] / "tests" / "evaluation"))
 # Windows of each length beyond the first one, stride 256: enough to time.
 WINDOWS_TIMED, STRIDE = 15, 256
 # Trials that the plain way is timed on, of the whole grid.
@@ -28,7 +28,7 @@ def evaluation(setting: Setting, windows: list[int], grid: Grid, stride: int = S
     loaded = LoadedModel(
         setting.name,
         random_model(setting, target, "lora").eval(),
-        tokenizer(),
+        load_tokenizer(BUILTIN_FOLDER / "tiny", 256),
         {**setting.config, "max_position_embeddings": target},
     )
     return {

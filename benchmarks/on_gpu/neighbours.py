@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from on_gpu.setting import Setting, random_model
-from on_gpu.training import Clock, Row, about, measured, steps_at, synthetic, tokenizer
+from on_gpu.training import Clock, Row, about, job_of, measured, steps_at, synthetic
 from pi_lora.models.base import device, has_fast_bfloat16
 from pi_lora.recipe.schema import Recipe
 
@@ -75,7 +75,7 @@ def plain(setting: Setting, recipe: Recipe, clock: Clock) -> None:
             model=model,
             args=arguments(recipe, folder),
             train_dataset=with_labels(synthetic(recipe, model.config.vocab_size)),
-            processing_class=tokenizer(),
+            processing_class=job_of(recipe).tokenizer,
             peft_config=None if recipe.tuning.method == "full" else adapter,
             callbacks=[clock],
         ).train()
@@ -88,7 +88,7 @@ def unsloth(setting: Setting, recipe: Recipe, clock: Clock) -> None:
     with tempfile.TemporaryDirectory() as folder:
         base = Path(folder) / "base"
         random_model(setting, recipe.context.target, "lora").save_pretrained(base)
-        tokenizer().save_pretrained(base)
+        job_of(recipe).tokenizer.save_pretrained(base)
         model, reader = FastLanguageModel.from_pretrained(
             str(base), max_seq_length=recipe.context.target, load_in_4bit=recipe.tuning.method == "qlora"
         )
