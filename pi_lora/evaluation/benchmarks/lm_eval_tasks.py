@@ -48,7 +48,7 @@ def check_names(names: Sequence[str]) -> None:
     """Raise DataError unless lm-eval has a task, group or tag of each name."""
     for name in names:
         if name not in TITLES and name not in (known := manager(paper=False).task_index):
-            close = difflib.get_close_matches(name, [*TITLES, *known])
+            close = difflib.get_close_matches(name, {*TITLES, *known})
             hint = f"did you mean {' or '.join(close)}?" if close else "lm-eval ls tasks lists them"
             raise DataError(f"--tasks: {name}: no such benchmark in lm-eval {lm_eval.__version__}; {hint}")
 
