@@ -13,22 +13,19 @@ TopP = Annotated[float, typer.Option(min=0.01, max=1, help="Sample among the lik
 MaxNewTokens = Annotated[
     int | None, typer.Option(min=1, help="The longest summary; the run's data.completion_tokens, or 1000.")
 ]
+PREDICTIONS = Path("predictions.jsonl")
 
 
 @eval_app.command()
 def summarization(
     model: ModelName,
-    data: Annotated[
-        str | None, typer.Option(metavar="SOURCE", help="A .jsonl, .parquet or .csv file, a folder, glob or hub id.")
-    ] = None,
+    data: Annotated[str | None, typer.Option(metavar="SOURCE", help="Files, a folder, a glob or a hub id.")] = None,
     subset: Annotated[str | None, typer.Option(help="Of a hub data set.")] = None,
     split: Annotated[str | None, typer.Option(help="Of a hub data set; validation by default.")] = None,
     document: Annotated[str | None, typer.Option(metavar="COLUMN", help="What is to be read.")] = None,
     summary: Annotated[str | None, typer.Option(metavar="COLUMN", help="What it is compared with.")] = None,
     template: Annotated[str | None, typer.Option(help="Another prompt than the paper's, with {column}s.")] = None,
-    completion: Annotated[
-        str | None, typer.Option(metavar="COLUMN", help="With --template, instead of --summary.")
-    ] = None,
+    completion: Annotated[str | None, typer.Option(metavar="COLUMN", help="--summary of a --template.")] = None,
     document_tokens: Annotated[int | None, typer.Option(min=1, help="Cut documents to them; 15000.")] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Only the first N examples.")] = None,
     temperature: Temperature = 0.5,
@@ -36,9 +33,7 @@ def summarization(
     max_new_tokens: MaxNewTokens = None,
     seed: int = 0,
     engine: Annotated[Literal["transformers", "vllm"], typer.Option(help="What generates.")] = "transformers",
-    predictions: Annotated[Path, typer.Option(metavar="FILE", help="Where they are kept as they come.")] = Path(
-        "predictions.jsonl"
-    ),
+    predictions: Annotated[Path, typer.Option(metavar="FILE", help="Kept there as they come.")] = PREDICTIONS,
     original: Original = None,
     target: Annotated[int | None, typer.Option(help="L', the window to stretch to.")] = None,
     scaling: Scaling = None,
@@ -55,18 +50,18 @@ def summarization(
         from pi_lora.evaluation.summarization.writing import Sampling, find_writer
 
         [found] = find_all([model], stretch)
-        source = _given(name=data, subset=subset, split=split)
+        source = {"name": data, "subset": subset, "split": split}
         columns = {"document": document, "summary": summary, "template": template, "completion": completion}
         limits = {"document_tokens": document_tokens, "completion_tokens": max_new_tokens}
-        rows = evaluation_data(model, source, _given(**columns, **limits))
+        rows = evaluation_data(model, source, {**columns, **limits})
         sampling = Sampling(temperature, top_p, rows.completion_tokens, seed)
     with working(f"loading {model}"):
         writer: Any = find_writer(found, engine, dtype)
-
-    def measure(writer: Any, progress: Any) -> Any:
-        return evaluate_summarization(writer, rows, sampling, predictions, limit, progress, say)
-
-    scores = measured("writing", writer, measure)
+    scores = measured(
+        "writing",
+        writer,
+        lambda _, progress: evaluate_summarization(writer, rows, sampling, predictions, limit, progress, say),
+    )
     if is_leader():
         if json:
             write_scores(scores, json)
@@ -92,11 +87,7 @@ def summarize(
 
         text = read_document(file)
         [found] = find_all([model])
-        task = evaluation_data(model, {}, _given(completion_tokens=max_new_tokens))
+        task = evaluation_data(model, {}, {"completion_tokens": max_new_tokens})
     sampling = Sampling(temperature, top_p, task.completion_tokens, seed)
     summarize(loaded(found, dtype), file, text, task, sampling, lambda piece: print(piece, end="", flush=True), say)
     print()
-
-
-def _given(**values: object) -> dict[str, object]:
-    return {name: value for name, value in values.items() if value is not None}

@@ -18,7 +18,7 @@ from test_cli import run
 from pi_lora.errors import DataError, Interrupted, PiLoraError
 from pi_lora.evaluation.benchmarks import answering
 from pi_lora.evaluation.benchmarks.answering import Answering, batches_of
-from pi_lora.evaluation.benchmarks.lm_eval_tasks import definitions, load_tasks, measure
+from pi_lora.evaluation.benchmarks.lm_eval_tasks import FOLDERS, load_tasks, manager, measure
 from pi_lora.evaluation.benchmarks.local_data import FORMATS, articles, read_examples
 from pi_lora.evaluation.benchmarks.measure import PAPER_TASKS, evaluate_benchmarks, prepare
 from pi_lora.evaluation.journal import Journal
@@ -66,6 +66,20 @@ RACE = [
 ] + [{"article": "It rained.", "question": "What fell?", "options": ["rain", "snow", "ash", "tea"], "answer": "A"}]
 
 
+class Memory(Journal):
+    """A journal that is kept nowhere."""
+
+    def __init__(self) -> None:
+        self.found = {}
+
+    def add(self, name: str, result: Any) -> None:
+        self.found[name] = result
+
+
+def answering_with(loaded: LoadedModel, window: int, size: int, journal: Journal | None = None) -> Answering:
+    return Answering(loaded.model, loaded.tokenizer, window, size, journal or Memory())
+
+
 def lines(rows: list[Any]) -> str:
     return "".join(f"{json.dumps(row, ensure_ascii=False)}\n" for row in rows)
 
@@ -106,22 +120,12 @@ def test_the_papers_tasks_have_one_list() -> None:
     assert BenchmarksEvaluation().tasks == PAPER_TASKS == tuple(FORMATS)
 
 
-def test_names_are_lm_evals() -> None:
-    """The quick look at lm-eval's files finds tasks, groups and tags, each task in the file that lm-eval takes."""
-    assert definitions()["boolq"] == LM_EVAL_TASKS / "super_glue/boolq/default.yaml"
-    assert definitions()["race_middle"] == definitions()["race_high"] == LM_EVAL_TASKS / "race/race.yaml"
-    assert {name: definitions()[name] for name in ("mmlu", "super-glue-lm-eval-v1", "ai2_arc")} == dict.fromkeys(
-        ("mmlu", "super-glue-lm-eval-v1", "ai2_arc")
-    )
-    assert len(definitions()) > 14000
-
-
-@pytest.mark.slow
-def test_all_names_are_lm_evals() -> None:
-    index = lm_eval.tasks.TaskManager().task_index
-    assert set(index) <= set(definitions())
-    for name, entry in index.items():
-        assert definitions()[name] == (entry.yaml_path if "TASK" in entry.kind.name else None), name
+def test_the_papers_folders_hold_what_lm_eval_finds() -> None:
+    few, all_of_them = manager(paper=True).task_index, manager(paper=False).task_index
+    assert len(all_of_them) > 14000
+    for name in ("boolq", "piqa", "race", "winogrande"):
+        assert few[name].yaml_path == all_of_them[name].yaml_path
+        assert few[name].yaml_path.parent in [LM_EVAL_TASKS / folder for folder in FOLDERS]
 
 
 OTHER_TASKS: dict[str, tuple[str, list[dict[str, Any]]]] = {
@@ -205,7 +209,7 @@ def test_a_group_scores_as_lm_evals(tiny: LoadedModel, files: Path, tmp_path: Pa
     model = HFLM(tiny.model, tokenizer=load("builtin:tiny").tokenizer, max_length=256, batch_size=BATCH)
     theirs = simple_evaluate(model, tasks=["pair"], task_manager=manager)
     assert theirs is not None
-    score = measure(Answering(tiny.model, tiny.tokenizer, 256, BATCH), "pair", dict(manager.load(["pair"])), None)
+    score = measure(answering_with(tiny, 256, BATCH), "pair", dict(manager.load(["pair"])), None)
     expected = theirs["results"]["pair"]
     assert (score.acc, score.stderr) == (expected["acc,none"], expected["acc_stderr,none"])
     assert score.examples == 6
@@ -257,7 +261,7 @@ def test_batches_are_lm_evals(tiny: LoadedModel, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(HFLM, "_model_call", counted)
     for size in (1, 3, 20):
         theirs = HFLM(tiny.model, tokenizer=load("builtin:tiny").tokenizer, max_length=256, batch_size=size)
-        ours = Answering(tiny.model, tiny.tokenizer, 256, size)
+        ours = answering_with(tiny, 256, size)
         expected = theirs._loglikelihood_tokens(REQUESTS, disable_tqdm=True)
         assert ours._loglikelihood_tokens(REQUESTS) == expected
         assert ours.truncated_inputs == 1
@@ -272,7 +276,7 @@ class Gathered(Exception):
 
 
 def test_several_processes_share_the_batches(tiny: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    alone = Answering(tiny.model, tiny.tokenizer, 256, 2)._loglikelihood_tokens(REQUESTS)
+    alone = answering_with(tiny, 256, 2)._loglikelihood_tokens(REQUESTS)
     monkeypatch.setenv("WORLD_SIZE", "2")
     shares: list[list[Any]] = []
 
@@ -285,35 +289,50 @@ def test_several_processes_share_the_batches(tiny: LoadedModel, monkeypatch: pyt
     monkeypatch.setattr(answering, "from_all", gather)
     monkeypatch.setenv("RANK", "1")
     with pytest.raises(Gathered):
-        Answering(tiny.model, tiny.tokenizer, 256, 2)._loglikelihood_tokens(REQUESTS)
+        answering_with(tiny, 256, 2)._loglikelihood_tokens(REQUESTS)
     monkeypatch.setenv("RANK", "0")
-    assert Answering(tiny.model, tiny.tokenizer, 256, 2)._loglikelihood_tokens(REQUESTS) == alone
+    assert answering_with(tiny, 256, 2)._loglikelihood_tokens(REQUESTS) == alone
     computed = [{key for key, _ in share} for share in shares]
     assert len(computed[0] | computed[1]) == len(batches_of(REQUESTS, 2)) == len(computed[0]) + len(computed[1])
     assert abs(len(computed[0]) - len(computed[1])) <= 1
 
 
-def test_what_is_rehearsed_is_shared_as_well(
+def test_rolling_perplexities_are_kept_and_shared(
     tiny: LoadedModel, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Perplexities and generated texts: every batch is known before the first is computed, and kept when it is."""
     ask = SimpleNamespace(args=("The cat sat on the mat. " * 80,))
-    settings = {"until": ["."], "max_gen_toks": 5, "do_sample": True, "temperature": 1.0}
-    prompts = [SimpleNamespace(args=(f"The {each} is", settings)) for each in ("cat", "dog", "dog", "sun")]
-    journal = Journal(tmp_path, {})
-    alone = Answering(tiny.model, tiny.tokenizer, 256, 2, journal)
+    alone = answering_with(tiny, 256, 2, Journal(tmp_path, {}))
     done: list[tuple[int, int]] = []
-    alone.progress = lambda *at: done.append(at)
-    perplexities, texts = alone.loglikelihood_rolling([ask]), alone.generate_until(prompts)
-    assert done == [(1, 2), (2, 2), (1, 2), (2, 2)]
+    alone.progress = lambda *at: done.append(at)  # type: ignore[assignment,misc]
+    perplexities = alone.loglikelihood_rolling([ask])
+    theirs = HFLM(tiny.model, tokenizer=load("builtin:tiny").tokenizer, max_length=256, batch_size=2)
+    assert perplexities == theirs.loglikelihood_rolling([ask])  # type: ignore[list-item]
+    assert done == [(2, 0), (3, 0)]
 
     def computed(*_: Any, **__: Any) -> None:
         raise AssertionError("a batch was computed again")
 
     monkeypatch.setattr(HFLM, "_model_call", computed)
-    monkeypatch.setattr(HFLM, "_model_generate", computed)
-    again = Answering(tiny.model, tiny.tokenizer, 256, 2, Journal(tmp_path, {}))
-    assert (again.loglikelihood_rolling([ask]), again.generate_until(prompts)) == (perplexities, texts)
+    assert answering_with(tiny, 256, 2, Journal(tmp_path, {})).loglikelihood_rolling([ask]) == perplexities
+
+
+def test_texts_are_lm_evals_and_the_same_in_every_process(
+    tiny: LoadedModel, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    settings = {"until": ["."], "max_gen_toks": 5, "do_sample": True, "temperature": 1.0}
+    prompts: list[Any] = [
+        SimpleNamespace(args=(f"The {each} is", settings)) for each in ("cat", "dog", "dog", "sun " * 300)
+    ]
+    theirs = HFLM(tiny.model, tokenizer=load("builtin:tiny").tokenizer, max_length=256, batch_size=2)
+    torch.manual_seed(3)
+    expected = theirs.generate_until(prompts)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for rank in ("0", "1"):
+        monkeypatch.setenv("RANK", rank)
+        ours = answering_with(tiny, 256, 2)
+        torch.manual_seed(3)
+        assert ours.generate_until(prompts) == expected
+        assert (ours.truncated_inputs, ours.asked) == (1, 4)
 
 
 def test_an_interrupted_measurement_goes_on(
@@ -348,12 +367,12 @@ def test_an_interrupted_measurement_goes_on(
 
 def test_the_journal_is_read_and_written(tiny: LoadedModel, tmp_path: Path) -> None:
     journal = Journal(tmp_path, {})
-    first = Answering(tiny.model, tiny.tokenizer, 256, 2, journal)._loglikelihood_tokens(REQUESTS)
+    first = answering_with(tiny, 256, 2, journal)._loglikelihood_tokens(REQUESTS)
     kept = Journal(tmp_path, {})
-    assert Answering(tiny.model, tiny.tokenizer, 256, 2, kept)._loglikelihood_tokens(REQUESTS) == first
+    assert answering_with(tiny, 256, 2, kept)._loglikelihood_tokens(REQUESTS) == first
     begun = next(iter(kept.found))
     kept.found[begun] = [(-1.0, False)] * len(batches_of(REQUESTS, 2)[0])
-    changed = Answering(tiny.model, tiny.tokenizer, 256, 2, kept)._loglikelihood_tokens(REQUESTS)
+    changed = answering_with(tiny, 256, 2, kept)._loglikelihood_tokens(REQUESTS)
     assert [index for index in range(len(REQUESTS)) if changed[index] != first[index]] == sorted(
         batches_of(REQUESTS, 2)[0]
     )
@@ -365,7 +384,7 @@ def test_a_run_keeps_its_weights(lora_run: Path) -> None:
     ids = torch.arange(2, 40)[None]
     with torch.no_grad():
         before = loaded.model(input_ids=ids).logits
-        Answering(loaded.model, loaded.tokenizer, 64, 1)
+        answering_with(loaded, 64, 1)
         assert torch.equal(loaded.model(input_ids=ids).logits, before)
     assert "tie_weights" not in vars(loaded.model)
     assert loaded.tokenizer.model_max_length == 128
@@ -379,11 +398,11 @@ def test_the_scaling_is_on_and_the_window_original(files: Path) -> None:
     assert (plain.scale, plain.window) == (1, 256)
     assert (stretched.scale, stretched.window) == (4, 256)
     assert plain.tasks["boolq"].truncated_inputs == stretched.tasks["boolq"].truncated_inputs == 2
-    task = prepared[0].tasks["tasks"]["boolq"]
+    task = prepared["boolq"].tasks["tasks"]["boolq"]
     likelihoods = []
     for stretch in (None, Stretch(target=1024)):
         loaded = load("builtin:tiny", stretch)
-        model = Answering(loaded.model, loaded.tokenizer, 256, 1)
+        model = answering_with(loaded, 256, 1)
         likelihoods.append(model.loglikelihood(task.instances))
     assert likelihoods[0] != likelihoods[1]
 
@@ -433,8 +452,7 @@ def test_race_is_read_in_every_schema_of_its_own(files: Path, tmp_path: Path) ->
 
 
 def test_race_middle_is_race_high_on_other_articles(files: Path) -> None:
-    middle, high = (load_tasks(name, files / "race_high")["tasks"][name] for name in ("race_middle", "race_high"))
-    assert middle.task_name == "race_middle"
+    middle, high = (load_tasks(name, files / "race_high")[name]["tasks"][name] for name in ("race_middle", "race_high"))
     for document in high.eval_docs:
         assert middle.doc_to_text(document) == high.doc_to_text(document)
         assert middle.doc_to_choice(document) == high.doc_to_choice(document)
@@ -454,7 +472,7 @@ def test_race_middle_from_the_hub_is_put_together_by_article(monkeypatch: pytest
         return {"test": datasets.Dataset.from_list(RACE)}
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    task = load_tasks("race_middle", None)["tasks"]["race_middle"]
+    task = load_tasks("race_middle", None)["race_middle"]["tasks"]["race_middle"]
     assert asked == [{"path": "ehovy/race", "name": "middle"}]
     assert list(task.eval_docs) == articles(RACE)
     assert len(task.eval_docs) == 2

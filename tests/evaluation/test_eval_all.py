@@ -126,7 +126,7 @@ def test_that_it_names_nothing_is_said(
     [
         (None, "gone: holds no recipe.yaml; name a run folder"),
         ({"benchmarks": {**BENCHMARKS, "data": ["boolq=gone.jsonl"]}}, "gone.jsonl: no such file or folder"),
-        ({"benchmarks": {"tasks": ["bolq"]}}, "run/recipe.yaml:"),
+        ({"benchmarks": {"tasks": ["bolq"]}}, "--tasks: bolq: no such benchmark in lm-eval"),
     ],
 )
 def test_a_mistake_is_one_line_before_the_model_is_loaded(

@@ -2,31 +2,29 @@
 
 import importlib.util
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from pi_lora.errors import DataError, PiLoraError
 from pi_lora.evaluation.benchmarks.local_data import TITLES
 from pi_lora.evaluation.journal import journaled
 from pi_lora.evaluation.results import BenchmarkScores, described
 from pi_lora.models.load import LoadedModel
-from pi_lora.types import Progress
+from pi_lora.types import Progress, silent
 
 PAPER_TASKS = tuple(TITLES)
 
 
-@dataclass(frozen=True)
-class Prepared:
+class Prepared(NamedTuple):
     """A task or group of lm-eval that is ready to be measured, and the file, folder or hub ids of its examples."""
 
-    name: str
     source: str
     tasks: dict[str, Any]
 
 
-def prepare(tasks: Sequence[str] = PAPER_TASKS, data: Sequence[str] = ()) -> list[Prepared]:
+def prepare(tasks: Sequence[str] = PAPER_TASKS, data: Sequence[str] = ()) -> dict[str, Prepared]:
     """Return the tasks with their examples: from `data`, as `boolq=FILE` or a folder of folders by task, or the hub's.
 
     A group that lm-eval gives no score of its own becomes its tasks.
@@ -42,20 +40,17 @@ def prepare(tasks: Sequence[str] = PAPER_TASKS, data: Sequence[str] = ()) -> lis
 
     check_names(tasks)
     places = _places(tasks, data)
-    prepared: dict[str, Prepared] = {}
+    prepared = {}
     for name in dict.fromkeys(tasks):
-        loaded = load_tasks(name, places.get(name))
-        group = loaded["groups"].get(name)
-        whole = {name: loaded} if group is not None and group.has_aggregation else {}
-        for each, part in (whole or {key: {"tasks": {key: task}} for key, task in loaded["tasks"].items()}).items():
+        for each, part in load_tasks(name, places.get(name)).items():
             ids = dict.fromkeys(str(task.DATASET_PATH) for task in part["tasks"].values())
-            prepared[each] = Prepared(each, str(places.get(name) or ", ".join(ids)), part)
-    return list(prepared.values())
+            prepared[each] = Prepared(str(places.get(name) or ", ".join(ids)), part)
+    return prepared
 
 
 def evaluate_benchmarks(
     loaded: LoadedModel,
-    prepared: Sequence[Prepared],
+    prepared: dict[str, Prepared],
     limit: int | None = None,
     batch_size: int = 8,
     window: int | None = None,
@@ -71,51 +66,41 @@ def evaluate_benchmarks(
         Interrupted: by Ctrl-C; the batches that were done are kept.
     """
     from pi_lora.evaluation.benchmarks.answering import Answering
-    from pi_lora.evaluation.benchmarks.lm_eval_tasks import measure, quiet, version
+    from pi_lora.evaluation.benchmarks.lm_eval_tasks import measure, quiet
 
-    window = window or original_window(loaded)
-    asked = {"lm_eval": version(), "limit": limit, "batch_size": batch_size}
+    # The config of a model tuned with `scaling: direct` tells only L'.
+    window = window or round(loaded.window / loaded.scale)
+    asked: dict[str, Any] = {"lm_eval": version("lm_eval"), "limit": limit, "batch_size": batch_size}
     tasks = {}
-    with journaled(
-        loaded, {**asked, "window": window, "tasks": [each.name for each in prepared]}, "batches"
-    ) as journal:
+    with journaled(loaded, {**asked, "window": window, "tasks": list(prepared)}, "batches") as journal:
         with quiet():
             answering = Answering(loaded.model, loaded.tokenizer, window, batch_size, journal)
-        for each in prepared:
-            if progress:
-                answering.progress = partial(progress, note=TITLES.get(each.name, each.name))
-            tasks[each.name] = measure(answering, each.name, each.tasks, limit)
-    return BenchmarkScores.model_validate(
-        {
-            **described(loaded),
-            "window": window,
-            "shots": 0,
-            "metric": "acc, lm-eval's: the likeliest choice, its likelihood not divided by its length",
-            **asked,
-            "data": {each.name: each.source for each in prepared},
-            "tasks": tasks,
-        }
+        for name, (_, parts) in prepared.items():
+            answering.progress = partial(progress or silent, note=TITLES.get(name, name))
+            tasks[name] = measure(answering, name, parts, limit)
+    return BenchmarkScores(
+        **{**described(loaded), "window": window},
+        shots=0,
+        metric="acc, lm-eval's: the likeliest choice, its likelihood not divided by its length",
+        **asked,
+        data={name: each.source for name, each in prepared.items()},
+        tasks=tasks,
     )
 
 
-def original_window(loaded: LoadedModel) -> int:
-    """Return L in tokens; the config of a model tuned with `scaling: direct` tells only L'."""
-    return round(loaded.window / loaded.scale)
-
-
 def _places(tasks: Sequence[str], data: Sequence[str]) -> dict[str, Path]:
-    """Where the examples of each task are, as far as `data` says."""
+    """Return where the examples of each task are, as far as `data` says."""
     places: dict[str, Path] = {}
     for given in data:
         name, equals, path = given.partition("=")
         folder = Path(given).expanduser()
+        inside = {each: folder / each for each in tasks if (folder / each).exists()}
         if equals and name in tasks:
             places[name] = Path(path).expanduser()
-        elif folder.is_dir():
-            inside = {each: folder / each for each in tasks if (folder / each).exists()}
-            if not inside:
-                raise DataError(f"--data: {given}: holds none of {', '.join(tasks)}; name each as TASK=FILE")
+        elif inside:
             places = inside | places
+        elif folder.is_dir():
+            raise DataError(f"--data: {given}: holds none of {', '.join(tasks)}; name each as TASK=FILE")
         elif equals:
             raise DataError(f"--data: {given}: {name} is not among the tasks {', '.join(tasks)}; correct either")
         else:

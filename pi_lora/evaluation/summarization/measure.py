@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from itertools import islice
@@ -16,20 +17,18 @@ from pi_lora.data.tables import SCROLLS, Table, find_table
 from pi_lora.distributed import share_of, wait_for_all
 from pi_lora.errors import DataError, Interrupted
 from pi_lora.evaluation.results import SummarizationScores
-from pi_lora.evaluation.summarization.rouge import HOW, ROUGES, geometric_mean, rouge
+from pi_lora.evaluation.summarization.rouge import HOW, ROUGES, rouge
 from pi_lora.evaluation.summarization.writing import Sampling, Writer
 from pi_lora.recipe.files import RECIPE_FILE, load_recipe
 from pi_lora.recipe.schema import Data
 from pi_lora.types import Json, Progress, silent
 
-GOVREPORT = {"source": {"name": SCROLLS, "subset": "gov_report"}, "document": "input", "summary": "output"}
+GOVREPORT: Json = {"source": {"name": SCROLLS, "subset": "gov_report"}, "document": "input", "summary": "output"}
 # Columns of a user's own rows unless they say: the words of the recipe's keys.
-COLUMNS = {"document": "document", "summary": "summary"}
-EVALUATION_SPLIT = "validation"
+COLUMNS: Json = {"source": {}, "document": "document", "summary": "summary"}
 # What tokenizing a prompt as a whole may cost of a document's tokens.
 SLACK_TOKENS = 16
 
-Say = Callable[[str], None]
 # A prompt by the name of its row, and the text that its answer is compared with.
 Questions = Mapping[str, tuple[Prompt, str]]
 
@@ -56,26 +55,23 @@ class Predictions:
         try:
             # Not splitlines(): it splits at U+2028 and its like, which files of earlier versions hold as they are.
             *whole, begun = self.file.read_text(encoding="utf-8").split("\n")
-            lines = [json.loads(line) for line in whole]
-            keys = {line["key"] for line in lines}
+            lines = {line["id"]: line for line in map(json.loads, whole)}
+            others = {line["key"] for line in lines.values()} - {self.key}
         except (OSError, ValueError, TypeError, KeyError):
             raise DataError(f"{self.file}: holds something else than predictions; name another --predictions") from None
-        if keys - {self.key}:
-            raise DataError(
-                f"{self.file}: holds predictions of another model, data or setting; "
-                "remove it, or name another --predictions"
-            )
+        if others:
+            other = "holds predictions of another model, data or setting"
+            raise DataError(f"{self.file}: {other}; remove it, or name another --predictions")
         if begun:
             self.file.write_text("".join(f"{line}\n" for line in whole), encoding="utf-8")
-        return {line["id"]: line for line in lines}
+        return lines
 
-    def add(self, name: str, prediction: str, reference: str, **more: Any) -> None:
+    def add(self, name: str, **line: Any) -> None:
         """Keep a prediction."""
-        self.found[name] = {"id": name, "prediction": prediction, "reference": reference, **more, "key": self.key}
         try:
             self.file.parent.mkdir(parents=True, exist_ok=True)
             with self.file.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(self.found[name]) + "\n")
+                file.write(json.dumps({"id": name, **line, "key": self.key}) + "\n")
         except OSError as error:
             raise DataError(f"{self.file}: cannot be written ({error.strerror}); name another --predictions") from None
 
@@ -85,27 +81,25 @@ def evaluation_data(model: str, source: Mapping[str, Any], asked: Mapping[str, A
 
     They are those of `source` where it has a name, else those of the run's recipe if it was tuned on examples, else
     GovReport's; of the validation split unless `source` says. `asked` are keys of `data` that go first.
+    Values of None are ignored.
 
     Raises:
         DataError: keys that do not go together.
     """
+    source, asked = ({key: x for key, x in given.items() if x is not None} for given in (source, asked))
     recipe = Path(model) / RECIPE_FILE
     tuned_on = load_recipe(recipe).recipe.data if recipe.is_file() else None
+    own = dict(COLUMNS if "name" in source else GOVREPORT)
     if tuned_on is not None and tuned_on.has_examples:
         own = tuned_on.model_dump()
-        own["source"] = own["source"][0]
-    else:
-        own = dict(COLUMNS if "name" in source else GOVREPORT)
-    replaced = set()
+        own["source"] = {} if "name" in source else own["source"][0]
     if "template" in asked:
-        replaced = {"document", "summary", "completion"}
+        own |= {"document": None, "summary": None, "completion": None}
     elif "document" in asked and "summary" in asked:
-        replaced = {"template", "completion"}
-    first = {} if "name" in source else own["source"]
-    rows = {**first, "split": EVALUATION_SPLIT, **source}
-    kept = {key: value for key, value in own.items() if key not in replaced}
+        own |= {"template": None, "completion": None}
+    rows = {**own["source"], "split": "validation", **source}
     try:
-        return Data.model_validate({**kept, **asked, "source": rows})
+        return Data.model_validate({**own, **asked, "source": rows})
     except ValidationError as error:
         problem = error.errors()[0]
         key = ".".join(map(str, problem["loc"]))
@@ -118,8 +112,8 @@ def evaluate_summarization(
     sampling: Sampling,
     file: Path,
     limit: int | None = None,
-    progress: Progress | None = None,
-    say: Say | None = None,
+    progress: Progress = silent,
+    say: Callable[[str], object] = lambda line: None,
 ) -> SummarizationScores:
     """Score what `writer` writes for the rows of `data`, of which `limit` takes the first, by ROUGE.
 
@@ -134,48 +128,45 @@ def evaluate_summarization(
     table = find_table(data.source[0])
     account = Account()
     questions = _questions(table, Prompter(task, writer.tokenizer, writer.window), limit, account)
-    cut = [prompt for prompt, _ in questions.values() if prompt.kept < prompt.document_tokens]
-    if say:
-        for line in [*account.left_out, *_shortened(writer, data, cut, len(questions))]:
-            say(line)
-    decided_by = {"data": table.identity(), "source": data.source[0].model_dump(), "task": asdict(task)}
-    predictions = Predictions(file, {**decided_by, "sampling": asdict(sampling), "model": writer.identity})
+    cut = [prompt.kept for prompt, _ in questions.values() if prompt.kept < prompt.document_tokens]
+    for line in account.left_out:
+        say(line)
+    if short := [kept for kept in cut if kept < data.document_tokens - SLACK_TOKENS]:
+        say(
+            f"{writer.name}: reads {writer.window:,} tokens; {len(short):,} of {len(questions):,} documents are cut to "
+            f"their first {min(short):,} and not to {data.document_tokens:,}"
+        )
+    made_from = {"data": table.identity(), "source": data.source[0].model_dump(), "task": asdict(task)}
+    predictions = Predictions(file, {**made_from, "sampling": asdict(sampling), "model": writer.identity})
     # No process may begin to add before all have read what there is.
     wait_for_all()
-    try:
-        _write(writer, questions, sampling, predictions, progress or silent)
-    except KeyboardInterrupt:
-        raise Interrupted(
-            f"{file}: interrupted; what was written is kept, the same command goes on from there"
-        ) from None
+    _write(writer, questions, sampling, predictions, progress)
     wait_for_all()
     written = predictions.read()
     lines = [written[name] for name in questions]
     scores = rouge([line["prediction"] for line in lines], [line["reference"] for line in lines])
-    return SummarizationScores.model_validate(
-        {
-            **writer.facts,
-            "window": writer.window,
-            "data": data.source[0].model_dump(),
-            "task": asdict(task),
-            "sampling": asdict(sampling),
-            "metric": HOW,
-            "examples": len(questions),
-            "left_out": {"empty": len(account.empty), "too_long": len(account.too_long)},
-            "documents_cut": len(cut),
-            "ended": sum(line["ended"] for line in lines),
-            "predictions": str(file),
-            **{name: scores[name].mean for name in ROUGES},
-            "geometric_mean": geometric_mean(scores),
-            "intervals": {name: (scores[name].low, scores[name].high) for name in ROUGES},
-        }
+    means = {name: scores[name].mean for name in ROUGES}
+    return SummarizationScores(
+        **{**writer.facts, "window": writer.window},
+        data=data.source[0].model_dump(),
+        task=asdict(task),
+        sampling=asdict(sampling),
+        metric=HOW,
+        examples=len(questions),
+        left_out={"empty": len(account.empty), "too_long": len(account.too_long)},
+        documents_cut=len(cut),
+        ended=sum(line["ended"] for line in lines),
+        predictions=str(file),
+        **means,
+        # By which SCROLLS ranks.
+        geometric_mean=math.prod(means.values()) ** (1 / len(means)),
+        intervals={name: (scores[name].low, scores[name].high) for name in ROUGES},
     )
 
 
 def _questions(table: Table, prompter: Prompter, limit: int | None, account: Account) -> Questions:
     """Empty rows, and those whose prompt does not fit, go to the account."""
-    task = prompter.task
-    found = {}
+    task, found = prompter.task, {}
     for batch in in_batches(islice(filled(table.rows(task.columns), account), limit)):
         for (where, row), prompt in zip(batch, prompter.prompts([row for _, row in batch]), strict=True):
             if prompt.fits:
@@ -194,31 +185,21 @@ def _questions(table: Table, prompter: Prompter, limit: int | None, account: Acc
     raise DataError(f"{table.name}: holds no rows; name a source that does")
 
 
-def _shortened(writer: Writer, data: Data, cut: list[Prompt], number: int) -> list[str]:
-    """A line if the window cuts documents shorter than asked for."""
-    short = [prompt.kept for prompt in cut if prompt.kept < data.document_tokens - SLACK_TOKENS]
-    line = (
-        f"{writer.name}: reads {writer.window:,} tokens; {len(short):,} of {number:,} documents are cut to "
-        f"their first {min(short, default=0):,} and not to {data.document_tokens:,}"
-    )
-    return [line] if short else []
-
-
 def _write(
     writer: Writer, questions: Questions, sampling: Sampling, predictions: Predictions, progress: Progress
 ) -> None:
     """Write this process's share of the predictions that are missing."""
     mine = share_of(list(questions))
-    left = [name for name in mine if name not in predictions.found]
-    done = len(mine) - len(left)
-    progress(done, len(mine))
-    if not left:
-        return
+    left = {name: questions[name][0].ids for name in mine if name not in predictions.found}
+    progress(len(mine) - len(left), len(mine))
     # The rest of an interrupted run has a seed of its own: the same numbers are not drawn twice.
     own = replace(sampling, seed=sampling.seed + len(predictions.found))
-    for name, ids in writer.write({name: questions[name][0].ids for name in left}, own):
-        text = writer.tokenizer.decode(ids, skip_special_tokens=True).strip()
-        ended = writer.tokenizer.eos_token_id in ids
-        predictions.add(name, text, questions[name][1], tokens=len(ids), ended=ended)
-        done += 1
-        progress(done, len(mine))
+    try:
+        for done, (name, ids) in enumerate(writer.write(left, own) if left else (), len(mine) - len(left) + 1):
+            text = writer.tokenizer.decode(ids, skip_special_tokens=True).strip()
+            ended = writer.tokenizer.eos_token_id in ids
+            predictions.add(name, prediction=text, reference=questions[name][1], tokens=len(ids), ended=ended)
+            progress(done, len(mine))
+    except KeyboardInterrupt:
+        kept = "interrupted; what was written is kept, the same command goes on from there"
+        raise Interrupted(f"{predictions.file}: {kept}") from None

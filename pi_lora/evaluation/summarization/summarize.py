@@ -24,15 +24,14 @@ def summarize(
         DataError: the task needs more than a document, or the window has no room for one.
     """
     task = Task.of(data)
-    column = task.document
-    if column is None or task.read != [column]:
+    if task.document is None or task.read != [task.document]:
         raise DataError(
             f"{loaded.name}: was tuned on prompts of {' and '.join(task.read)}, not of a document alone; "
             "write such rows and measure them with pi-lora eval summarization"
         )
     # All that fits is read, also where examples of training were cut shorter.
     task = replace(task, document_tokens=loaded.window, completion_tokens=sampling.max_new_tokens)
-    [prompt] = Prompter(task, loaded.tokenizer, loaded.window).prompts([{column: text}])
+    [prompt] = Prompter(task, loaded.tokenizer, loaded.window).prompts([{task.read[0]: text}])
     if not prompt.fits:
         raise DataError(
             f"--max-new-tokens: {sampling.max_new_tokens} leave no room for a document in the {loaded.window} tokens "
@@ -43,12 +42,10 @@ def summarize(
         say(f"{name}: {cut}; truncated to the first {prompt.kept:,}")
     set_seed(sampling.seed)
     ids = torch.tensor([prompt.ids], device=loaded.model.device)
+    config, streamer = sampling.config(loaded.tokenizer), _Pieces(loaded.tokenizer, write)
     with torch.no_grad():
         loaded.model.generate(
-            input_ids=ids,
-            attention_mask=torch.ones_like(ids),
-            generation_config=sampling.config(loaded.tokenizer),
-            streamer=_Pieces(loaded.tokenizer, write),
+            input_ids=ids, attention_mask=torch.ones_like(ids), generation_config=config, streamer=streamer
         )
 
 
@@ -57,12 +54,10 @@ class _Pieces(TextStreamer):
 
     def __init__(self, tokenizer: object, write: Tell) -> None:
         super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
-        self.write = write
-        self.begun = False
+        self.write, self.begun = write, False
 
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
         """Called by transformers for each piece; the space before the first word is the prompt's."""
-        piece = text if self.begun else text.lstrip()
-        self.begun = self.begun or bool(piece)
-        if piece:
+        if piece := text if self.begun else text.lstrip():
+            self.begun = True
             self.write(piece)

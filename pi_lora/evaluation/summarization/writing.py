@@ -12,15 +12,17 @@ from pi_lora.errors import ModelError, PiLoraError
 from pi_lora.evaluation.journal import identity_of
 from pi_lora.evaluation.results import described
 from pi_lora.models.base import extended_config
-from pi_lora.models.load import FoundModel, LoadedModel
+from pi_lora.models.load import FoundModel
 from pi_lora.types import Json
 
 # On a CPU the library would take most of the memory for keys and values: tokens a page, requests and tokens at once.
-PAGE_TOKENS = 256
-REQUESTS_ON_CPU = 8
-BATCH_TOKENS_ON_CPU = 4096
+PAGE_TOKENS, REQUESTS_ON_CPU, BATCH_TOKENS_ON_CPU = 256, 8, 4096
 # How many prompts vLLM is given at a time: what it has written is kept when all of them are done.
 PROMPTS_AT_ONCE = 64
+
+# Token ids by the name of the prompt: what is read, and in pieces what follows.
+Prompts = Mapping[str, Sequence[int]]
+Written = Iterator[tuple[str, list[int]]]
 
 
 @dataclass(frozen=True)
@@ -46,11 +48,6 @@ class Sampling:
         )
 
 
-# Token ids by the name of the prompt: what is read, and in pieces what follows.
-Prompts = Mapping[str, Sequence[int]]
-Written = Iterator[tuple[str, list[int]]]
-
-
 @dataclass(frozen=True)
 class Writer:
     """A model that writes: its tokenizer, its window in tokens, what a result says of it, and what tells it apart."""
@@ -72,7 +69,10 @@ def find_writer(
         PiLoraError: as `FoundModel.load`; vLLM is not installed, or cannot take the model as it is.
     """
     if engine == "transformers":
-        return _loaded_writer(found.load(dtype))
+        loaded = found.load(dtype)
+        facts = {**described(loaded), "engine": "transformers, continuous batching"}
+        write = partial(write_batched, loaded.model, loaded.tokenizer)
+        return Writer(found.name, found.tokenizer, found.window, facts, identity_of(loaded), write)
     if importlib.util.find_spec("vllm") is None:
         raise PiLoraError("--engine vllm: vLLM is not installed; pip install vllm, or use --engine transformers")
     if found.adapter is not None:
@@ -89,12 +89,6 @@ def find_writer(
     return Writer(found.name, found.tokenizer, found.window, facts, identity, write)
 
 
-def _loaded_writer(loaded: LoadedModel) -> Writer:
-    facts = {**described(loaded), "engine": "transformers, continuous batching"}
-    write = partial(write_batched, loaded.model, loaded.tokenizer)
-    return Writer(loaded.name, loaded.tokenizer, loaded.window, facts, identity_of(loaded), write)
-
-
 def write_batched(model: Any, tokenizer: Any, prompts: Prompts, sampling: Sampling) -> Written:
     """Continue each of `prompts` by continuous batching; each result comes as soon as it is whole.
 
@@ -104,7 +98,13 @@ def write_batched(model: Any, tokenizer: Any, prompts: Prompts, sampling: Sampli
     Raises:
         PiLoraError: the library gave up, as where memory is short.
     """
-    manager = model.init_continuous_batching(sampling.config(tokenizer), _batching(model, prompts, sampling))
+    memory: dict[str, int] = {}
+    if model.device.type == "cpu":  # on a GPU the library looks how much memory there is
+        pages = -(-(max(map(len, prompts.values())) + sampling.max_new_tokens) // PAGE_TOKENS) + 1
+        memory = {"page_size": PAGE_TOKENS, "num_blocks": pages * REQUESTS_ON_CPU}
+        memory["max_batch_tokens"] = BATCH_TOKENS_ON_CPU
+    batching = ContinuousBatchingConfig(seed=sampling.seed, **memory)
+    manager = model.init_continuous_batching(sampling.config(tokenizer), batching)
     for name, ids in prompts.items():
         manager.add_request(list(ids), request_id=name)
     manager.start()
@@ -114,10 +114,8 @@ def write_batched(model: Any, tokenizer: Any, prompts: Prompts, sampling: Sampli
             result = manager.get_result(timeout=1)
             if result is None:
                 if not manager.is_running():
-                    raise PiLoraError(
-                        f"continuous batching ended with {len(left)} summaries to write; free memory and "
-                        "go on with the same command"
-                    )
+                    lost = f"continuous batching ended with {len(left)} summaries to write"
+                    raise PiLoraError(f"{lost}; free memory and go on with the same command")
             elif result.error is not None:
                 raise PiLoraError(f"{result.request_id}: could not be written ({result.error})")
             elif result.is_finished():
@@ -126,19 +124,6 @@ def write_batched(model: Any, tokenizer: Any, prompts: Prompts, sampling: Sampli
     finally:
         manager.stop(block=True, hard_stop=True)
         manager.destroy()
-
-
-def _batching(model: Any, prompts: Prompts, sampling: Sampling) -> ContinuousBatchingConfig:
-    """On a GPU the library looks how much memory there is."""
-    if model.device.type != "cpu":
-        return ContinuousBatchingConfig(seed=sampling.seed)
-    longest = max(map(len, prompts.values())) + sampling.max_new_tokens
-    return ContinuousBatchingConfig(
-        seed=sampling.seed,
-        page_size=PAGE_TOKENS,
-        num_blocks=(-(-longest // PAGE_TOKENS) + 1) * REQUESTS_ON_CPU,
-        max_batch_tokens=BATCH_TOKENS_ON_CPU,
-    )
 
 
 def write_with_vllm(model: str, window: int, dtype: str, end: int, prompts: Prompts, sampling: Sampling) -> Written:
