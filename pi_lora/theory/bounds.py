@@ -147,7 +147,7 @@ def setting_of(config: Config, original: int | None = None, target: int | None =
     """
     rope = full_attention_rope(config)
     if (kind := rope.get("rope_type", "default")) not in ("default", "linear"):
-        raise ScalingError(f"rope_type {kind}: its frequencies are not those of the bounds; give another model")
+        raise ScalingError(f"rope_type {kind}: its frequencies are not those of the bounds; take default or linear")
     own = original or round(window_of(config) / scale_of(config))
     extended = window_of(config) if method_of(config) == "pi" else 2 * own
     head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
