@@ -61,8 +61,7 @@ def theory(
         out.print(attention_table(attention))
         result["measured"] = {key: value for key, value in asdict(attention).items() if key != "example"}
         files += draw_attention(attention, setting, output)
-    for file in files:
-        out.print(str(file), highlight=False, soft_wrap=True)
+    out.print(*map(str, files), sep="\n", highlight=False, soft_wrap=True)
     if json:
         from pi_lora.evaluation.results import write_json
 

@@ -25,11 +25,8 @@ IMAGE = re.compile(rf'<img src="{PICTURES}/(\w+)\.png" alt="([^"]*)" />')
 def write_report(runs: Sequence[Run], output: Path | None = None, html: bool = False) -> list[Path]:
     """Write the card of one run, or the comparison of several, with pictures, and as an HTML page if asked.
 
-    The card of one run goes into its folder, a comparison into `report/`, unless `output` names another folder.
-
-    Raises:
-        DataError: the folder cannot be written.
-        ModelError: two runs have the same name, or pi-lora did not write the card that is there.
+    The card of one run goes into its folder, a comparison into `report/`, unless `output` names another folder. Raises
+    DataError if it cannot be written, ModelError if two runs have one name or the card there is not pi-lora's.
     """
     names = [run.name for run in runs]
     if doubled := sorted({name for name in names if names.count(name) > 1}):

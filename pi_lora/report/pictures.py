@@ -32,15 +32,13 @@ def drawings_of(runs: Sequence[Run]) -> Drawings:
     """
     originals = {run.original for run in runs}
     original = originals.pop() if len(originals) == 1 else None
-    perplexity = _scores(runs, "perplexity", PerplexityScores)
-    passkey = _scores(runs, "passkey", PasskeyScores)
     losses = {run.name: [(line["step"], line["loss"]) for line in run.log] for run in runs if run.log}
-    panels: dict[str, tuple[object, Callable[[Any], None]]] = {
-        "perplexity": (perplexity, partial(_perplexity, perplexity, original)),
-        "passkey": (passkey, partial(_passkey, passkey, original)),
-        "loss": (losses, partial(_loss, losses)),
+    panels = {
+        "perplexity": partial(_perplexity, _scores(runs, "perplexity", PerplexityScores), original),
+        "passkey": partial(_passkey, _scores(runs, "passkey", PasskeyScores), original),
+        "loss": partial(_loss, losses),
     }
-    return {name: partial(_figure, panel) for name, (curves, panel) in panels.items() if curves}
+    return {name: partial(_figure, panel) for name, panel in panels.items() if panel.args[0]}  # has curves
 
 
 def write_pictures(drawings: Drawings, folder: Path) -> list[Path]:

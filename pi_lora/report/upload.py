@@ -27,12 +27,8 @@ def push(
 ) -> str:
     """Upload the run or model in `folder` with its card to `repo` on the hub, and return the repository's address.
 
-    The repository and the branch `revision` are created if they do not exist. Checkpoints, optimizer states and pickle
-    files are not uploaded.
-
-    Raises:
-        ModelError: the folder lacks a part, holds damaged weights, or is an unfinished run.
-        PushError: nobody is logged in, or the hub refuses.
+    The repository and the branch `revision` are created if they do not exist. `LEFT_OUT` is not uploaded. Raises
+    ModelError if the folder is not whole or an unfinished run, PushError if nobody is logged in or the hub refuses.
     """
     _check_whole(folder)
     if get_token() is None:

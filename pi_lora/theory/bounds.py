@@ -173,21 +173,16 @@ def distances(setting: Setting) -> tuple[Reals, Reals, Reals]:
 
 @dataclass(frozen=True)
 class Bounds:
-    """The bounds in numbers, for `max_j |h_j|` of 1 and the distances 0, 1, ... L'; `papers_` marks the paper's own.
+    """The bounds in numbers, for `max_j |h_j|` of 1 and the distances 0, 1, ... L'; `papers_` marks the paper's own."""
 
-    `divisor`: what `d max|h|` is divided by in the middle between distances (Eqn. 7). `factor`: twice that, the paper's
-    "about 600", which supposes `B(s) = d`. `ratio`: extrapolation over interpolation bound where they are closest.
-    `lowest`: the smallest `B(s) / d`, at `lowest_at` tokens.
-    """
-
-    papers_divisor: float
+    papers_divisor: float  # of `d max|h|` in the middle between distances (Eqn. 7)
     divisor: float
-    papers_factor: float
+    papers_factor: float  # twice that; "about 600" in the paper, which supposes `B(s) = d`
     factor: float
-    papers_ratio: float
+    papers_ratio: float  # extrapolation over interpolation bound where they are closest
     ratio: float
-    lowest: float
-    lowest_at: int
+    lowest: float  # the smallest `B(s) / d`
+    lowest_at: int  # its distance in tokens
 
 
 def bounds_of(setting: Setting) -> Bounds:

@@ -30,27 +30,18 @@ Positions = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class HeadScores:
-    """The scores of one head, each number the largest over its pairs and distances.
-
-    `coefficient`: `max |h|`. `inside`, `beyond`: `|a(s)|` at whole distances in [0, L) and [L, L'). `between`:
-    `|a - a_linear|` at the distances under PI. The shares are of the bound for the same pair and distance: Eqn. 8, the
-    interpolation bound, and the paper's (Eqn. 5). `growth`: largest score beyond over largest inside, of one pair.
-    """
+    """The scores of one head, each number the largest over its pairs and distances."""
 
     layer: int
     head: int
-    coefficient: float
-    inside: float
-    beyond: float
-    between: float
-    beyond_share: float
-    between_share: float
-    papers_share: float
-    growth: float
-
-
-# The `h` [d / 2] of the pair whose score grows most beyond the window, and the scores of its head.
-Example = tuple[HeadScores, Complexes]
+    coefficient: float  # `max |h|`
+    inside: float  # `|a(s)|` at whole distances in [0, L)
+    beyond: float  # and in [L, L')
+    between: float  # `|a - a_linear|` at the distances under PI
+    beyond_share: float  # of the bound for the same pair and distance (Eqn. 8)
+    between_share: float  # of the interpolation bound
+    papers_share: float  # of the paper's (Eqn. 5)
+    growth: float  # largest score beyond over largest inside, of one pair
 
 
 @dataclass(frozen=True)
@@ -62,7 +53,7 @@ class Attention:
     tokens: int
     pairs: int
     heads: list[HeadScores]
-    example: Example
+    example: tuple[HeadScores, Complexes]  # the `h` [d / 2] of the pair that grows most beyond, and its head
 
 
 def measure_attention(loaded: LoadedModel, text: Path, setting: Setting, progress: Progress = silent) -> Attention:
@@ -78,17 +69,19 @@ def measure_attention(loaded: LoadedModel, text: Path, setting: Setting, progres
     if len(ids) < 2:
         raise DataError(f"{text}: holds {len(ids)} tokens; give a text of two or more")
     layers = layer_coefficients(loaded.model, ids, sampled_pairs(len(ids), PAIRS), setting, loaded.scale)
-    heads, examples = [], []
+    heads: list[HeadScores] = []
+    examples: list[tuple[HeadScores, Complexes]] = []
     for done, (layer, h) in enumerate(layers.items(), 1):
-        measured, example = _measure_layer(layer, h, setting)
-        heads += measured
-        examples.append(example)
+        scores, growth = _measure_layer(layer, h, setting)
+        head, pair = np.unravel_index(growth.argmax(), growth.shape)
+        heads += scores
+        examples.append((scores[head], h[head, pair]))
         progress(done, len(layers))
     return Attention(loaded.name, str(text), len(ids), PAIRS, heads, max(examples, key=lambda each: each[0].growth))
 
 
-def _measure_layer(layer: int, h: Complexes, setting: Setting) -> tuple[list[HeadScores], Example]:
-    """Return the scores of a layer's pairs, `h` [heads, pairs, d / 2], and the pair that grows most."""
+def _measure_layer(layer: int, h: Complexes, setting: Setting) -> tuple[list[HeadScores], Reals]:
+    """Return the scores of a layer's pairs, `h` [heads, pairs, d / 2], and the growth of each pair."""
     inside, beyond, between = bounds.distances(setting)
     d, c = setting.head_dim, setting.theta
     largest = np.abs(h).max(-1)[..., None]
@@ -107,8 +100,7 @@ def _measure_layer(layer: int, h: Complexes, setting: Setting) -> tuple[list[Hea
     }
     by_head = {name: values.max((1, 2)).tolist() for name, values in columns.items()}
     heads = [HeadScores(layer, head, **{name: by_head[name][head] for name in by_head}) for head in range(len(h))]
-    head, pair = np.unravel_index(growth.argmax(), growth.shape)
-    return heads, (heads[head], h[head, pair])
+    return heads, growth
 
 
 def sampled_pairs(tokens: int, number: int) -> tuple[Positions, Positions]:
