@@ -12,7 +12,6 @@ from pi_lora.errors import DataError, PiLoraError
 # Colours that the colour-blind tell apart (Okabe and Ito), each with its own marker for print.
 BLUE, VERMILION, GREEN, ORANGE, PURPLE, GREY = "#0072B2", "#D55E00", "#009E73", "#E69F00", "#CC79A7", "#999999"
 STYLES = ((VERMILION, "o"), (GREY, "s"), (BLUE, "^"), (ORANGE, "D"), (GREEN, "v"), (PURPLE, "P"))
-BOTH = ("png", "svg")
 
 
 def check_can_draw(option: str) -> None:
@@ -56,20 +55,17 @@ def round_levels(low: float, high: float) -> list[float]:
     return [level for level in levels if low <= level <= high]
 
 
-def save(figure: Any, folder: Path, name: str, formats: tuple[str, ...] = BOTH) -> list[Path]:
+def save(figure: Any, folder: Path, name: str, formats: tuple[str, ...] = ("png", "svg")) -> list[Path]:
     """Write a figure as `folder/name.png` and `.svg`; raise DataError if the folder cannot be written."""
-    files = [folder / f"{name}.{kind}" for kind in formats]
-    for file in files:
-        _write(figure, file, file.suffix[1:], folder, "another --output")
-    return files
+    return [_written(figure, folder / f"{name}.{kind}", kind, folder) for kind in formats]
 
 
 def save_png(figure: Any, file: Path) -> None:
     """Write a figure as a PNG, whatever the file is called; raise DataError if it cannot be written."""
-    _write(figure, file, "png", file, "another file")
+    _written(figure, file, "png", file)
 
 
-def _write(figure: Any, file: Path, kind: str, where: Path, instead: str) -> None:
+def _written(figure: Any, file: Path, kind: str, where: Path) -> Path:
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         if kind == "svg":
@@ -77,7 +73,8 @@ def _write(figure: Any, file: Path, kind: str, where: Path, instead: str) -> Non
         else:
             figure.savefig(file, format=kind, dpi=160)
     except OSError as error:
-        raise DataError(f"{where}: cannot be written ({error.strerror}); choose {instead}") from None
+        raise DataError(f"{where}: cannot be written ({error.strerror}); choose another place") from None
+    return file
 
 
 def svg(figure: Any) -> str:

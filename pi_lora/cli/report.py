@@ -26,9 +26,7 @@ def report(
 
         read = [measured_run(run) for run in runs]
         files = write_report(read, output, html)
-    for file in files:
-        out.print(str(file), highlight=False, soft_wrap=True)
+    out.print(*map(str, files), sep="\n", highlight=False, soft_wrap=True)
     if len(read) == 1 and (commands := list(missing_baselines(read[0]))):
-        err.print("To compare with the base and step 0, measure them and write the report again:", soft_wrap=True)
-        for command in commands:
-            err.print(f"  {command}", highlight=False, soft_wrap=True)
+        what = "To compare with the base and step 0, measure them and write the report again:"
+        err.print(what, *commands, sep="\n  ", highlight=False, soft_wrap=True)

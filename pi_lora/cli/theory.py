@@ -2,12 +2,13 @@
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from pi_lora.cli.app import JsonFile, app, out, progress_bar, working
 from pi_lora.errors import PiLoraError
+from pi_lora.types import Json
 
 
 @app.command()
@@ -36,34 +37,31 @@ def theory(
         raise PiLoraError("--head-dim, --theta: come with --model; leave them out")
     with working("computing the bounds"):
         from pi_lora.theory.bounds import Setting, bounds_of, setting_of
-        from pi_lora.theory.figures import bounds_table, draw_theory
+        from pi_lora.theory.figures import attention_table, bounds_table, draw_attention, draw_theory
 
         if model:
             from pi_lora.models.load import find
 
-            found = find(model)
-            setting = setting_of(found.config, original, target)
+            setting = setting_of((found := find(model)).config, original, target)
         else:
             window = original or Setting.original
             setting = Setting(head_dim or Setting.head_dim, theta or Setting.theta, window, target or 2 * window)
         bounds = bounds_of(setting)
     out.print(bounds_table(setting, bounds))
-    result: dict[str, Any] = {"setting": asdict(setting), "bounds": asdict(bounds)}
+    result: Json = {"setting": asdict(setting), "bounds": asdict(bounds)}
     with working("drawing"):
         files = draw_theory(setting, output)
     if model and text:
-        from pi_lora.theory.figures import attention_table, draw_attention
-        from pi_lora.theory.watching import measure_attention
+        from pi_lora.theory.heads import measure_attention
 
         with working(f"loading {model}"):
             loaded = found.load()
         with progress_bar("layers") as progress:
             attention = measure_attention(loaded, text, setting, progress)
         out.print(attention_table(attention))
-        result["measured"] = attention.as_json()
+        result["measured"] = {key: value for key, value in asdict(attention).items() if key != "example"}
         files += draw_attention(attention, setting, output)
-    for file in files:
-        out.print(str(file), highlight=False, soft_wrap=True)
+    out.print(*map(str, files), sep="\n", highlight=False, soft_wrap=True)
     if json:
         from pi_lora.evaluation.results import write_json
 

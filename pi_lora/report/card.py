@@ -9,7 +9,6 @@ from huggingface_hub import ModelCard, ModelCardData
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
-from pi_lora.errors import ModelError
 from pi_lora.models.base import read_config
 from pi_lora.recipe.schema import Recipe
 from pi_lora.report.paper import paper_section
@@ -23,14 +22,13 @@ CARD = "README.md"
 SCORES_BEGIN, SCORES_END = "<!-- scores -->", "<!-- end of scores -->"
 
 
-def write_card(folder: Path) -> None:
-    """Write the card of the run in `folder`; raise ModelError if its config or a result cannot be read."""
-    run_card(Run(folder), folder).save(folder / CARD)
+def write_card(folder: Path, run: Run | None = None) -> None:
+    """Write into `folder` the card of `run`, by default the run that it is, with the pictures that are there.
 
-
-def run_card(run: Run, pictures: Path) -> ModelCard:
-    """Return the card of a run, with the pictures in a folder; raise ModelError as `write_card`."""
-    return _card(run, run.recipe.tuning.method == "full", pictures=pictures)
+    Raises ModelError if its config or a result cannot be read.
+    """
+    run = run or Run(folder)
+    _card(run, run.recipe.tuning.method == "full", folder, None, {}).save(folder / CARD)
 
 
 def merged_card(run: Path, merged: Path, checks: Sequence[str], facts: Mapping[str, str] | None = None) -> str:
@@ -41,7 +39,7 @@ def merged_card(run: Path, merged: Path, checks: Sequence[str], facts: Mapping[s
     """
     dtype = read_config(merged).get("dtype", "float32")
     rows = {"weights": f"base and adapter added in float32, stored in {dtype}", **(facts or {})}
-    return str(_card(Run(run), True, rows, checks))
+    return str(_card(Run(run), True, None, checks, rows))
 
 
 def refresh_scores(run: Run) -> None:
@@ -60,13 +58,6 @@ def refresh_scores(run: Run) -> None:
         file.write_text(after, encoding="utf-8")
 
 
-def check_own_card(folder: Path) -> None:
-    """Raise ModelError if there is a card in `folder` that pi-lora did not write, so that has no section of scores."""
-    file = folder / CARD
-    if file.is_file() and SCORES_BEGIN not in file.read_text(encoding="utf-8"):
-        raise ModelError(f"{file}: has no section for scores, so pi-lora did not write it; move it away")
-
-
 def is_hub_id(name: str) -> bool:
     """Whether a name can be that of a model or data set on the hub, which rejects cards that link to anything else.
 
@@ -83,11 +74,7 @@ def is_hub_id(name: str) -> bool:
 
 
 def _card(
-    run: Run,
-    full: bool,
-    facts: Mapping[str, str] | None = None,
-    checks: Sequence[str] | None = None,
-    pictures: Path | None = None,
+    run: Run, full: bool, pictures: Path | None, checks: Sequence[str] | None, facts: Mapping[str, str]
 ) -> ModelCard:
     """The card of a run, or of the weights merged from it, for which `checks` are given."""
     recipe = run.recipe if run.has_recipe else None
@@ -101,7 +88,7 @@ def _card(
         window=window_of(run.config),
         method=method_of(run.config),
         scale=scale_of(run.config),
-        facts=facts or {},
+        facts=facts,
         checks=checks,
         scores=_scores_section(run, pictures, "" if checks is None else "With the adapter, before it was merged:\n\n"),
         paper=paper_section(recipe) if recipe else "",

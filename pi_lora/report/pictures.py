@@ -8,6 +8,7 @@ from typing import Any
 
 from pi_lora.drawing import STYLES, new_figure, plain, round_levels, save, save_png, themed
 from pi_lora.evaluation.results import PasskeyScores, PerplexityScores
+from pi_lora.report.run import Run, S
 
 PICTURES = "pictures"
 # What each picture shows, for those who do not see it.
@@ -19,28 +20,25 @@ CAPTIONS = {
 # Inches; narrow enough that the letters can be read on a phone.
 WIDTH, HEIGHT = 5.0, 3.7
 
+Points = Sequence[tuple[float, float]]
 # The name of a picture to a function that draws it, in the colours of the moment.
 Drawings = dict[str, Callable[[], Any]]
-TrainingLog = Sequence[Mapping[str, Any]]
 
 
-def drawings_of(
-    perplexity: Mapping[str, PerplexityScores],
-    passkey: Mapping[str, PasskeyScores],
-    losses: Mapping[str, TrainingLog],
-    original: int | None,
-) -> Drawings:
+def drawings_of(runs: Sequence[Run]) -> Drawings:
     """Return what draws `perplexity`, `passkey` and `loss`, as far as there are results.
 
-    The mappings are from the label of a curve to what it shows; `original` is the window before it was extended, in
-    tokens.
+    The curves are the stages of one run, or the tuned models of several.
     """
-    panels: dict[str, tuple[Callable[[Any], None], Mapping[str, object]]] = {
-        "perplexity": (partial(_perplexity, perplexity, original), perplexity),
-        "passkey": (partial(_passkey, passkey, original), passkey),
-        "loss": (partial(_loss, losses), losses),
+    originals = {run.original for run in runs}
+    original = originals.pop() if len(originals) == 1 else None
+    losses = {run.name: [(line["step"], line["loss"]) for line in run.log] for run in runs if run.log}
+    panels = {
+        "perplexity": partial(_perplexity, _scores(runs, "perplexity", PerplexityScores), original),
+        "passkey": partial(_passkey, _scores(runs, "passkey", PasskeyScores), original),
+        "loss": partial(_loss, losses),
     }
-    return {name: partial(_figure, panel) for name, (panel, curves) in panels.items() if any(curves.values())}
+    return {name: partial(_figure, panel) for name, panel in panels.items() if panel.args[0]}  # has curves
 
 
 def write_pictures(drawings: Drawings, folder: Path) -> list[Path]:
@@ -76,38 +74,41 @@ def _figure(*panels: Callable[[Any], None]) -> Any:
     return figure
 
 
+def _scores(runs: Sequence[Run], name: str, kind: type[S]) -> dict[str, S]:
+    """By label: each stage of one run, or the tuned model of each of several."""
+    if len(runs) == 1:
+        return runs[0].main_stages(name, kind)
+    return {run.name: found for run in runs if (found := run.tuned(name, kind))}
+
+
 def _perplexity(models: Mapping[str, PerplexityScores], original: int | None, axes: Any) -> None:
-    _curves(axes, {name: [(row.window, row.perplexity) for row in each.windows] for name, each in models.items()})
+    points = {name: [(row.window, row.perplexity) for row in each.windows] for name, each in models.items()}
+    _curves(axes, points, original)
     axes.set(xscale="log", yscale="log", xlabel="window (tokens)", ylabel="perplexity (lower is better)")
-    ticks = sorted({row.window for scores in models.values() for row in scores.windows})
+    ticks = sorted({window for curve in points.values() for window, _ in curve})
     axes.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
     levels = round_levels(*axes.get_ylim())
     axes.set_yticks(levels, [f"{level:g}" for level in levels])
     axes.minorticks_off()
-    _mark_original(axes, original)
 
 
 def _passkey(models: Mapping[str, PasskeyScores], original: int | None, axes: Any) -> None:
-    labels = {name: f"{name}: k_max {each.k_max:,}" for name, each in models.items()}
-    _curves(
-        axes, {labels[name]: [(row.k, 100 * row.success_rate) for row in each.depths] for name, each in models.items()}
-    )
+    points = {
+        f"{name}: k_max {each.k_max:,}": [(row.k, 100 * row.success_rate) for row in each.depths]
+        for name, each in models.items()
+    }
+    _curves(axes, points, original)
     axes.set(xlabel="distance of the passkey (tokens)", ylabel="retrieved (%)", ylim=(-4, 104))
-    _mark_original(axes, original)
 
 
-def _loss(runs: Mapping[str, TrainingLog], axes: Any) -> None:
-    _curves(
-        axes, {name: [(line["step"], line["loss"]) for line in lines] for name, lines in runs.items()}, marked=False
-    )
+def _loss(points: Mapping[str, Points], axes: Any) -> None:
+    _curves(axes, points, marked=False)
     axes.set(xlabel="step", ylabel="training loss (nats per token)")
 
 
-def _curves(axes: Any, curves: Mapping[str, Sequence[tuple[float, float]]], marked: bool = True) -> None:
+def _curves(axes: Any, curves: Mapping[str, Points], original: int | None = None, marked: bool = True) -> None:
+    """Draw a line for each label, and one at the original window."""
     for (label, points), (colour, marker) in zip(curves.items(), cycle(STYLES), strict=False):
         axes.plot(*zip(*points, strict=True), color=colour, marker=marker if marked else "", markersize=5, label=label)
-
-
-def _mark_original(axes: Any, original: int | None) -> None:
     if original:
         axes.axvline(original, color="0.55", linestyle=":", linewidth=1.2, label="original window")

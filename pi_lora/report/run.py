@@ -118,10 +118,11 @@ def measured_run(path: Path) -> Run:
 
 def missing_baselines(run: Run) -> Iterator[str]:
     """Yield the commands that measure what the curves of a run are compared with: base and step 0."""
+    stages = {BASE: BASE} if run.recipe.scaling == "direct" else {BASE: BASE, STEP_0: "step-0"}
     for name in ("perplexity", "passkey"):
         tuned = run.tuned(name, Scores)
-        for stage, suffix in ((BASE, BASE), (STEP_0, "step-0")):
-            if tuned and stage not in run.scores[name] and not (stage == STEP_0 and run.recipe.scaling == "direct"):
+        for stage, suffix in stages.items():
+            if tuned and stage not in run.scores[name]:
                 options = _options(tuned, run if stage == STEP_0 else None)
                 file = run.path / SCORES / f"{name}-{suffix}.json"
                 yield " ".join(["pi-lora eval", name, run.recipe.model.name, *options, f"--json {file}"])

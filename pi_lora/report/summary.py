@@ -3,19 +3,12 @@
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import singledispatch
 from typing import NamedTuple
 
 from huggingface_hub import EvalResult
 
-from pi_lora.evaluation.results import (
-    BenchmarkScores,
-    PasskeyScores,
-    PerplexityScores,
-    Scores,
-    SummarizationScores,
-    TaskScore,
-)
+from pi_lora.evaluation import results
+from pi_lora.evaluation.results import Scores
 from pi_lora.report.run import TUNED, Run, Stages
 from pi_lora.run_folder import SCORES
 
@@ -40,54 +33,39 @@ class Summary(NamedTuple):
     figures: list[Figure]
 
 
-@singledispatch
 def summary(scores: Scores) -> Summary:
     """Return what cards, tables and the hub show of a result."""
-    raise TypeError(type(scores).__name__)
+    figures: list[Figure] = []
+    end = ""
+    match scores:
+        case results.PerplexityScores(data=data, stride=stride, windows=rows):
+            for window, value in ((row.window, row.perplexity) for row in rows):
+                about = f"perplexity at {window} tokens, stride {stride}"
+                figures.append(Figure(f"{window:,} tokens", f"{value:.2f}", value, data, "perplexity", about, window))
+            found = ", ".join(f"{row.perplexity:.3f} at {row.window:,}" for row in rows)
+            return Summary(f"perplexity {found} tokens; stride {stride}", figures)
+        case results.PasskeyScores(k_max=k_max, target=target, depths=depths):
+            found, data = f"{k_max:,} of {target:,}", f"passkey retrieval in {target} tokens"
+            figure = Figure("k_max", found, k_max, data, "k_max", "k_max in tokens")
+            return Summary(f"passkey k_max {found} tokens, {len(depths)} depths", [figure])
+        case results.BenchmarkScores(tasks=tasks):
+            figures = [figure for task, score in tasks.items() for figure in _task(task, score)]
+        case results.SummarizationScores(data=source):
+            data = source if isinstance(source, str) else str(source.get("name", ""))
+            rouge = {name: getattr(scores, name) for name in ("rouge1", "rouge2", "rougeL")}
+            figures = [Figure(name, f"{value:.2f}", value, data, name, name) for name, value in rouge.items()]
+            end = f" over {scores.examples:,} examples"
+        case _:
+            raise TypeError(type(scores).__name__)
+    return Summary(", ".join(f"{each.heading} {each.cell}" for each in figures) + end, figures)
 
 
-@summary.register
-def _(scores: PerplexityScores) -> Summary:
-    figures = []
-    for row in scores.windows:
-        value, about = row.perplexity, f"perplexity at {row.window} tokens, stride {scores.stride}"
-        figures.append(
-            Figure(f"{row.window:,} tokens", f"{value:.2f}", value, scores.data, "perplexity", about, row.window)
-        )
-    found = ", ".join(f"{row.perplexity:.3f} at {row.window:,}" for row in scores.windows)
-    return Summary(f"perplexity {found} tokens; stride {scores.stride}", figures)
-
-
-@summary.register
-def _(scores: PasskeyScores) -> Summary:
-    found, data = f"{scores.k_max:,} of {scores.target:,}", f"passkey retrieval in {scores.target} tokens"
-    figure = Figure("k_max", found, scores.k_max, data, "k_max", "k_max in tokens")
-    return Summary(f"passkey k_max {found} tokens, {len(scores.depths)} depths", [figure])
-
-
-@summary.register
-def _(scores: BenchmarkScores) -> Summary:
-    return _listed([figure for task, score in scores.tasks.items() for figure in _task(task, score)])
-
-
-def _task(task: str, score: TaskScore) -> Iterator[Figure]:
+def _task(task: str, score: results.TaskScore) -> Iterator[Figure]:
     if score.acc is not None:
         error = "" if score.stderr is None else f" ± {score.stderr:.3f}"
         yield Figure(task, f"{score.acc:.3f}{error}", score.acc, task, "accuracy", "accuracy, zero-shot")
     for metric, value in (score.metrics or {}).items():
         yield Figure(f"{task} {metric}", f"{value:.3f}", value, task, metric, f"{metric}, zero-shot")
-
-
-@summary.register
-def _(scores: SummarizationScores) -> Summary:
-    data = scores.data if isinstance(scores.data, str) else str(scores.data.get("name", ""))
-    rouge = {"rouge1": scores.rouge1, "rouge2": scores.rouge2, "rougeL": scores.rougeL}
-    figures = [Figure(name, f"{value:.2f}", value, data, name, name) for name, value in rouge.items()]
-    return _listed(figures, f" over {scores.examples:,} examples")
-
-
-def _listed(figures: list[Figure], conditions: str = "") -> Summary:
-    return Summary(", ".join(f"{each.heading} {each.cell}" for each in figures) + conditions, figures)
 
 
 def score_lines(run: Run) -> Iterator[str]:

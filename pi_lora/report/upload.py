@@ -1,8 +1,6 @@
 """Upload of a run or model to the hub: what is checked first, what goes up, and what stays."""
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from huggingface_hub import HfApi, get_token
@@ -29,15 +27,15 @@ def push(
 ) -> str:
     """Upload the run or model in `folder` with its card to `repo` on the hub, and return the repository's address.
 
-    The repository and the branch `revision` are created if they do not exist. Checkpoints, optimizer states and pickle
-    files are not uploaded. Raises ModelError as `check_whole`, PushError if nobody is logged in or the hub refuses.
+    The repository and the branch `revision` are created if they do not exist. `LEFT_OUT` is not uploaded. Raises
+    ModelError if the folder is not whole or an unfinished run, PushError if nobody is logged in or the hub refuses.
     """
-    check_whole(folder)
+    _check_whole(folder)
     if get_token() is None:
         raise PushError("not logged in to the hub; run `hf auth login`, or set HF_TOKEN")
     refresh_scores(Run(folder))
     hub = HfApi()
-    with _errors_in_one_line(repo):
+    try:
         url = hub.create_repo(repo, private=private or None, exist_ok=True)
         if private and not hub.model_info(url.repo_id).private:
             raise PushError(f"{url}: is public already; make it private in its settings, or leave out --private")
@@ -50,11 +48,21 @@ def push(
             commit_message=message or f"Upload {folder.resolve().name} with pi-lora",
             ignore_patterns=LEFT_OUT,
         )
+    except PiLoraError:
+        raise
+    except OfflineModeIsEnabled:
+        raise PushError("HF_HUB_OFFLINE switches the hub off; unset it to push") from None
+    except HFValidationError:
+        raise PushError(f"{repo}: is no name of a repository; write it as you/name") from None
+    except Exception as error:  # of the HTTP library that the client builds on, of Xet, and plain ones
+        if isinstance(error, HfHubHTTPError) and error.response.status_code == 401:
+            raise PushError("the hub does not know your token; log in again with `hf auth login`") from error
+        problem = f"the hub refused it ({_reason(error)})"
+        raise PushError(f"{repo}: {problem}; check the name, your rights there, the network") from error
     return str(url)
 
 
-def check_whole(folder: Path) -> None:
-    """Raise ModelError if a run or model folder lacks a part, holds damaged weights, or is an unfinished run."""
+def _check_whole(folder: Path) -> None:
     if not folder.is_dir():
         unfinished = f"; an unfinished run is kept in {part}" if (part := staging_path(folder)).is_dir() else ""
         raise ModelError(f"{folder}: no such folder{unfinished}; name a run or model folder")
@@ -65,7 +73,10 @@ def check_whole(folder: Path) -> None:
     read_config(folder)
     if not (folder / CARD).is_file():
         raise ModelError(f"{folder}: has no {CARD}; write the model card first")
-    for file in _weights(folder):
+    weights = {ADAPTER_WEIGHTS_FILE if (folder / ADAPTER_CONFIG_FILE).is_file() else SAFETENSORS_SINGLE_FILE}
+    if ADAPTER_WEIGHTS_FILE not in weights and (index := folder / SAFETENSORS_INDEX_FILE).is_file():
+        weights = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+    for file in sorted(folder / name for name in weights):
         try:
             with safe_open(file, framework="pt"):
                 pass
@@ -73,36 +84,6 @@ def check_whole(folder: Path) -> None:
             raise ModelError(f"{file}: is missing; the folder is not whole") from None
         except SafetensorError as error:
             raise ModelError(f"{file}: is damaged ({error}); write it again") from None
-
-
-def _weights(folder: Path) -> list[Path]:
-    """The weight files that a whole folder has."""
-    if (folder / ADAPTER_CONFIG_FILE).is_file():
-        return [folder / ADAPTER_WEIGHTS_FILE]
-    index = folder / SAFETENSORS_INDEX_FILE
-    if not index.is_file():
-        return [folder / SAFETENSORS_SINGLE_FILE]
-    shards: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-    return [folder / name for name in sorted(set(shards.values()))]
-
-
-@contextmanager
-def _errors_in_one_line(repo: str) -> Iterator[None]:
-    """Turn what the hub or its client raises into a PushError of one line."""
-    try:
-        yield
-    except OfflineModeIsEnabled:
-        raise PushError("HF_HUB_OFFLINE switches the hub off; unset it to push") from None
-    except HFValidationError:
-        raise PushError(f"{repo}: is no name of a repository; write it as you/name") from None
-    except Exception as error:  # of the HTTP library that the client builds on, of Xet, and plain ones
-        if isinstance(error, PiLoraError):
-            raise
-        if isinstance(error, HfHubHTTPError) and error.response.status_code == 401:
-            raise PushError("the hub does not know your token; log in again with `hf auth login`") from error
-        raise PushError(
-            f"{repo}: the hub refused it ({_reason(error)}); check the name, your rights there, the network"
-        ) from error
 
 
 def _reason(error: BaseException) -> str:

@@ -17,6 +17,8 @@ from pi_lora.scaling.config import Config, full_attention_rope, method_of, scale
 Reals: TypeAlias = NDArray[np.float64]
 Complexes: TypeAlias = NDArray[np.complex128]
 
+DISTANCES = 2048  # at most as many are looked at inside the window, beyond it and in between
+
 
 def frequencies(head_dim: int, theta: float) -> Reals:
     """Return the `d / 2` frequencies `theta_j = c^(-2j / d)` in radians per token (Eqn. 1).
@@ -66,36 +68,26 @@ def linear_score(h: ArrayLike, s: ArrayLike, theta: float) -> Reals:
     return (1 - share) * attention_score(h, below, theta) + share * attention_score(h, below + 1, theta)
 
 
-def papers_interpolation_bound(head_dim: int, theta: float, largest: ArrayLike, s: ArrayLike) -> Reals:
-    """Return the paper's bound on `|a - a_linear|` (Eqn. 5): `d max|h| (s - s1) (s2 - s) / (8 ln c)`.
+def interpolation_bound(head_dim: int, theta: float, largest: ArrayLike, s: ArrayLike, papers: bool = False) -> Reals:
+    """Return the bound on `|a - a_linear|` that holds, `max|h| sum_j theta_j^2 (s - s1) (s2 - s) / 2`, or the paper's.
 
-    `largest` is `max_j |h_j|`, `s1` and `s2` are the whole distances around `s`. In the middle, in the paper's setting,
-    it is `d max|h| / 294.73` (Eqn. 7). Its proof reverses an inequality (see `curvature`), and the difference can be
-    larger, for `h_j = e^(-i theta_j / 2)` and for real queries and keys; `interpolation_bound` holds.
+    `largest` is `max_j |h_j|`, `s1` and `s2` are the whole distances around `s`. The paper's, `d max|h| (s - s1)
+    (s2 - s) / (8 ln c)` (Eqn. 5; Eqn. 7 in the middle), is 13 % lower. Its proof reverses an inequality (see
+    `curvature`), and the difference exceeds it for `h_j = e^(-i theta_j / 2)` and for real queries and keys.
 
-    >>> round(float(128 / papers_interpolation_bound(128, 1e4, 1.0, 0.5)), 2)
-    294.73
+    >>> [round(float(128 / interpolation_bound(128, 1e4, 1.0, 0.5, papers)), 2) for papers in (False, True)]
+    [256.11, 294.73]
     """
-    return np.asarray(largest) * head_dim * _between(s) / (8 * float(np.log(theta)))
-
-
-def interpolation_bound(head_dim: int, theta: float, largest: ArrayLike, s: ArrayLike) -> Reals:
-    """Return the bound on `|a - a_linear|` that holds: `max|h| sum_j theta_j^2 (s - s1) (s2 - s) / 2`.
-
-    The sound part of the paper's proof: `|a''| <= max|h| sum_j theta_j^2`. In the middle, in the paper's setting, it is
-    `d max|h| / 256.11`, 15 % above Eqn. 7.
-
-    >>> round(float(128 / interpolation_bound(128, 1e4, 1.0, 0.5)), 2)
-    256.11
-    """
-    return np.asarray(largest) * curvature(head_dim, theta) * _between(s) / 2
+    share = np.asarray(s, dtype=np.float64) % 1.0
+    bend, divisor = (head_dim, 8 * float(np.log(theta))) if papers else (curvature(head_dim, theta), 2)
+    return np.asarray(np.asarray(largest) * bend * (share * (1 - share)) / divisor)
 
 
 def curvature(head_dim: int, theta: float) -> float:
     """Return the largest `|a''|` for `max|h|` of 1: `sum_j theta_j^2 = (1 - c^-2) / (1 - c^(-4/d))`.
 
     The paper's appendix continues with `1 / (1 - c^(-4/d)) <= d / (4 ln c)`, from `c^x <= 1 + x ln c`. But an
-    exponential lies above its tangent, `c^x >= 1 + x ln c`, so `d / (4 ln c)` is the smaller one and no bound.
+    exponential lies above its tangent, so `d / (4 ln c)` is the smaller one and no bound.
 
     >>> round(curvature(128, 1e4), 3), round(float(128 / (4 * np.log(1e4))), 3)
     (3.998, 3.474)
@@ -128,12 +120,6 @@ def extrapolation_bound(head_dim: int, theta: float, largest: ArrayLike, s: Arra
     return 2 * np.asarray(largest) * partial_sums(head_dim, theta, s)
 
 
-def _between(s: ArrayLike) -> Reals:
-    """`(s - s1) (s2 - s)` for the whole distances around `s`; at most 1/4."""
-    share = np.asarray(s, dtype=np.float64) % 1.0
-    return np.asarray(share * (1 - share), dtype=np.float64)
-
-
 @dataclass(frozen=True)
 class Setting:
     """`head_dim` (d), `theta` (c), and the windows L and L' in tokens; by default LLaMA-7B's, as in the figures."""
@@ -151,23 +137,17 @@ class Setting:
         if self.original < 2:
             raise ScalingError(f"--original: {self.original}: is no window; give 2 tokens or more")
         if self.target <= self.original:
-            raise ScalingError(
-                f"--target: {self.target} is not longer than the window of {self.original}; give a longer one"
-            )
+            raise ScalingError(f"--target: {self.target} is not longer than the window of {self.original}; give more")
 
 
 def setting_of(config: Config, original: int | None = None, target: int | None = None) -> Setting:
     """Return the setting of a model; L' is its own if it was extended by PI, or else twice L, unless given.
 
-    Raises:
-        ScalingError: the model has no rotary embeddings, or its frequencies are not `c^(-2j / d)` over one scale.
+    Raises ScalingError if it has no rotary embeddings, or frequencies that are not `c^(-2j / d)` over one scale.
     """
     rope = full_attention_rope(config)
-    if rope.get("rope_type", "default") not in ("default", "linear"):
-        raise ScalingError(
-            f"rope_type {rope['rope_type']}: its frequencies are not those of the bounds; "
-            "give a model with default or linear ropes"
-        )
+    if (kind := rope.get("rope_type", "default")) not in ("default", "linear"):
+        raise ScalingError(f"rope_type {kind}: its frequencies are not those of the bounds; take default or linear")
     own = original or round(window_of(config) / scale_of(config))
     extended = window_of(config) if method_of(config) == "pi" else 2 * own
     head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
@@ -175,23 +155,34 @@ def setting_of(config: Config, original: int | None = None, target: int | None =
     return Setting(int(head_dim * share), float(rope["rope_theta"]), own, target or extended)
 
 
+def distances(setting: Setting) -> tuple[Reals, Reals, Reals]:
+    """Return whole distances inside the window and beyond it, and the fractional ones that PI makes of whole ones.
+
+    Of each at most `DISTANCES`, evenly spread from the first to the last.
+    """
+    extended = np.arange(setting.target)
+    # The remainder is exact where a division is not: it is 0 for a whole distance.
+    fractional = extended[extended * setting.original % setting.target != 0]
+    parts = extended[: setting.original], extended[setting.original :], fractional
+    inside, beyond, between = (
+        part if len(part) <= DISTANCES else part[np.linspace(0, len(part) - 1, DISTANCES).round().astype(np.int64)]
+        for part in parts
+    )
+    return inside.astype(float), beyond.astype(float), between * setting.original / setting.target
+
+
 @dataclass(frozen=True)
 class Bounds:
-    """The bounds in numbers, for `max_j |h_j|` of 1 and the distances 0, 1, ... L'; `papers_` marks the paper's own.
+    """The bounds in numbers, for `max_j |h_j|` of 1 and the distances 0, 1, ... L'; `papers_` marks the paper's own."""
 
-    `divisor`: what `d max|h|` is divided by in the middle between distances (Eqn. 7). `factor`: twice that, the paper's
-    "about 600", which supposes `B(s) = d`. `ratio`: extrapolation over interpolation bound where they are closest.
-    `lowest`: the smallest `B(s) / d`, at `lowest_at` tokens.
-    """
-
-    papers_divisor: float
+    papers_divisor: float  # of `d max|h|` in the middle between distances (Eqn. 7)
     divisor: float
-    papers_factor: float
+    papers_factor: float  # twice that; "about 600" in the paper, which supposes `B(s) = d`
     factor: float
-    papers_ratio: float
+    papers_ratio: float  # extrapolation over interpolation bound where they are closest
     ratio: float
-    lowest: float
-    lowest_at: int
+    lowest: float  # the smallest `B(s) / d`
+    lowest_at: int  # its distance in tokens
 
 
 def bounds_of(setting: Setting) -> Bounds:
@@ -202,20 +193,11 @@ def bounds_of(setting: Setting) -> Bounds:
     (294.73, 589.5, 512.2, 1.116)
     """
     d, c = setting.head_dim, setting.theta
-    papers, proven = (float(bound(d, c, 1.0, 0.5)) for bound in (papers_interpolation_bound, interpolation_bound))
+    papers, proven = (float(interpolation_bound(d, c, 1.0, 0.5, each)) for each in (True, False))
     sums = partial_sums(d, c, np.arange(setting.target + 1))
     at = int(sums.argmin())
-    beyond = float(extrapolation_bound(d, c, 1.0, at))
-    return Bounds(
-        d / papers,
-        d / proven,
-        2 * d / papers,
-        2 * d / proven,
-        beyond / papers,
-        beyond / proven,
-        float(sums[at]) / d,
-        at,
-    )
+    beyond, lowest = float(extrapolation_bound(d, c, 1.0, at)), float(sums[at]) / d
+    return Bounds(d / papers, d / proven, 2 * d / papers, 2 * d / proven, beyond / papers, beyond / proven, lowest, at)
 
 
 @dataclass(frozen=True)
@@ -234,9 +216,8 @@ class Fit:
 def fit_noise(head_dim: int, theta: float, original: int, ridge: float = 0.0, seed: int = 0) -> Fit:
     """Fit a score to standard normal noise at every distance inside the window, as in figure 2 (appendix C.1).
 
-    `ridge` times `sum_j |h_j|^2` is added to the sum of squares (the last remark of section 2.3). Solved in float64 by
-    singular values: the basis is so nearly dependent (condition number 1e16 in the paper's setting) that rounding
-    decides how far the fit goes beyond the window.
+    `ridge` times `sum_j |h_j|^2` is added to the sum of squares (last remark of section 2.3). Solved by singular
+    values: the basis is so nearly dependent (condition 1e16) that rounding decides how far the fit goes beyond.
 
     >>> calm, wild = fit_noise(16, 100.0, 64, ridge=1.0), fit_noise(16, 100.0, 64)
     >>> bool(np.abs(calm.h).max() < np.abs(wild.h).max())

@@ -1,48 +1,47 @@
-"""How large the scores of a model's queries and keys become, by head: inside the window, beyond it, and under PI."""
+"""Queries and keys taken from a model while it reads a text, and how large their scores become at any distance."""
 
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
 
-from pi_lora.theory.bounds import (
-    Complexes,
-    Reals,
-    Setting,
-    attention_score,
-    extrapolation_bound,
-    interpolation_bound,
-    linear_score,
-    papers_interpolation_bound,
-)
-from pi_lora.types import Json
+from pi_lora.data.corpus import evaluation_documents
+from pi_lora.errors import DataError, ScalingError
+from pi_lora.models.load import LoadedModel
+from pi_lora.scaling.config import method_of
+from pi_lora.theory import bounds
+from pi_lora.theory.bounds import Complexes, Reals, Setting
+from pi_lora.types import Progress, silent
 
-DISTANCES = 2048  # at most as many inside, beyond and in between, evenly spread
+WATCHED = "pi_lora_watched"
+TOKENS, PAIRS = 2048, 64  # of the text, at most the model's window; of each head
+REPEATS = 64  # of one token, to see how a layer rotates
+TOLERANCE = 0.05  # relative; rounding to bfloat16 gives 0.01, a wrong layout or frequency tenths
+
+Positions = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
 class HeadScores:
-    """The scores of one head, each number the largest over its pairs and distances.
-
-    `coefficient`: `max |h|`. `inside`, `beyond`: `|a(s)|` at whole distances in [0, L) and [L, L'). `between`:
-    `|a - a_linear|` at the distances under PI. The shares are of the bound for the same pair and distance: Eqn. 8, the
-    interpolation bound, and the paper's (Eqn. 5). `growth`: largest score beyond over largest inside, of one pair.
-    """
+    """The scores of one head, each number the largest over its pairs and distances."""
 
     layer: int
     head: int
-    coefficient: float
-    inside: float
-    beyond: float
-    between: float
-    beyond_share: float
-    between_share: float
-    papers_share: float
-    growth: float
-
-
-# The `h` [d / 2] of the pair whose score grows most beyond the window, and the scores of its head.
-Example = tuple[HeadScores, Complexes]
+    coefficient: float  # `max |h|`
+    inside: float  # `|a(s)|` at whole distances in [0, L)
+    beyond: float  # and in [L, L')
+    between: float  # `|a - a_linear|` at the distances under PI
+    beyond_share: float  # of the bound for the same pair and distance (Eqn. 8)
+    between_share: float  # of the interpolation bound
+    papers_share: float  # of the paper's (Eqn. 5)
+    growth: float  # largest score beyond over largest inside, of one pair
 
 
 @dataclass(frozen=True)
@@ -54,61 +53,127 @@ class Attention:
     tokens: int
     pairs: int
     heads: list[HeadScores]
-    example: Example
-
-    def as_json(self) -> Json:
-        """Return all but the example."""
-        content = {key: value for key, value in vars(self).items() if key != "example"}
-        return {**content, "heads": [asdict(each) for each in self.heads]}
+    example: tuple[HeadScores, Complexes]  # the `h` [d / 2] of the pair that grows most beyond, and its head
 
 
-def measure_layer(layer: int, h: Complexes, setting: Setting) -> tuple[list[HeadScores], Example]:
-    """Return the scores of a layer's pairs, `h` [heads, pairs, d / 2], and the pair that grows most."""
-    inside, beyond, between = distances(setting)
+def measure_attention(loaded: LoadedModel, text: Path, setting: Setting, progress: Progress = silent) -> Attention:
+    """Take queries and keys from a model while it reads a text, and measure the scores they have at any distance.
+
+    It reads no further than its own window, so that only the distance is beyond it. Raises DataError if the text holds
+    fewer than two tokens, ScalingError if the model is extended by another method than PI.
+    """
+    if method_of(loaded.config) not in (None, "pi"):
+        raise ScalingError(f"{loaded.name}: is not stretched by PI; the bounds are for its frequencies alone")
+    first = next(iter(evaluation_documents(str(text))))
+    ids = loaded.tokenizer(first.text, verbose=False)["input_ids"][: min(TOKENS, loaded.window)]
+    if len(ids) < 2:
+        raise DataError(f"{text}: holds {len(ids)} tokens; give a text of two or more")
+    layers = layer_coefficients(loaded.model, ids, sampled_pairs(len(ids), PAIRS), setting, loaded.scale)
+    heads: list[HeadScores] = []
+    examples: list[tuple[HeadScores, Complexes]] = []
+    for done, (layer, h) in enumerate(layers.items(), 1):
+        scores, growth = _measure_layer(layer, h, setting)
+        head, pair = np.unravel_index(growth.argmax(), growth.shape)
+        heads += scores
+        examples.append((scores[head], h[head, pair]))
+        progress(done, len(layers))
+    return Attention(loaded.name, str(text), len(ids), PAIRS, heads, max(examples, key=lambda each: each[0].growth))
+
+
+def _measure_layer(layer: int, h: Complexes, setting: Setting) -> tuple[list[HeadScores], Reals]:
+    """Return the scores of a layer's pairs, `h` [heads, pairs, d / 2], and the growth of each pair."""
+    inside, beyond, between = bounds.distances(setting)
     d, c = setting.head_dim, setting.theta
     largest = np.abs(h).max(-1)[..., None]
-    at_home = np.abs(attention_score(h, inside, c))
-    away = np.abs(attention_score(h, beyond, c))
-    off = np.abs(attention_score(h, between, c) - linear_score(h, between, c))
+    at_home, away = (np.abs(bounds.attention_score(h, s, c)) for s in (inside, beyond))
+    off = np.abs(bounds.attention_score(h, between, c) - bounds.linear_score(h, between, c))
     growth = away.max(-1) / at_home.max(-1)
     columns = {
         "coefficient": largest,
         "inside": at_home,
         "beyond": away,
         "between": off,
-        "beyond_share": away / extrapolation_bound(d, c, largest, beyond),
-        "between_share": off / interpolation_bound(d, c, largest, between),
-        "papers_share": off / papers_interpolation_bound(d, c, largest, between),
+        "beyond_share": away / bounds.extrapolation_bound(d, c, largest, beyond),
+        "between_share": off / bounds.interpolation_bound(d, c, largest, between),
+        "papers_share": off / bounds.interpolation_bound(d, c, largest, between, papers=True),
         "growth": growth[..., None],
     }
-    by_head = {name: values.max((1, 2)) for name, values in columns.items()}
-    heads = [
-        HeadScores(layer, head, **{name: float(values[head]) for name, values in by_head.items()})
-        for head in range(len(h))
-    ]
-    head, pair = np.unravel_index(growth.argmax(), growth.shape)
-    return heads, (heads[head], h[head, pair])
+    by_head = {name: values.max((1, 2)).tolist() for name, values in columns.items()}
+    heads = [HeadScores(layer, head, **{name: by_head[name][head] for name in by_head}) for head in range(len(h))]
+    return heads, growth
 
 
-def distances(setting: Setting) -> tuple[Reals, Reals, Reals]:
-    """Return whole distances inside the window and beyond it, and the fractional ones that PI makes of whole ones."""
-    inside = _spread(np.arange(setting.original))
-    beyond = _spread(np.arange(setting.original, setting.target))
-    # The remainder is exact where a division is not: it is 0 for a whole distance.
-    extended = np.arange(setting.target)
-    fractional = extended[extended * setting.original % setting.target != 0]
-    return inside.astype(float), beyond.astype(float), _spread(fractional) * setting.original / setting.target
-
-
-def sampled_pairs(tokens: int, number: int, seed: int = 0) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return positions of `number` queries, and of a key at or before each."""
-    random = np.random.default_rng(seed)
+def sampled_pairs(tokens: int, number: int) -> tuple[Positions, Positions]:
+    """Return positions of `number` queries, and of a key at or before each; always the same."""
+    random = np.random.default_rng(0)
     queries = random.integers(0, tokens, number)
     return queries, random.integers(0, queries + 1)
 
 
-def _spread(values: NDArray[np.int64]) -> NDArray[np.int64]:
-    """All of `values`, or `DISTANCES` of them from the first to the last."""
-    if len(values) <= DISTANCES:
-        return values
-    return values[np.linspace(0, len(values) - 1, DISTANCES).round().astype(np.int64)]
+def layer_coefficients(
+    model: Any, ids: Sequence[int], pairs: tuple[Positions, Positions], setting: Setting, scale: float = 1.0
+) -> dict[int, Complexes]:
+    """Return the `h` of pairs of tokens in a text by layer, [heads, pairs, d / 2].
+
+    `pairs` are the positions of queries and of keys. Layers that do not rotate by `setting` and `scale` (sliding ones
+    with a rope of their own, those without) are left out; raises ScalingError if none is left.
+    """
+    speeds = bounds.frequencies(setting.head_dim, setting.theta) / scale
+    layouts = _layouts(model, ids[0], speeds)
+    if not layouts:
+        raise ScalingError(
+            f"model of type {model.config.model_type}: no layer rotates its queries as the config says; give another"
+        )
+    found: dict[int, Complexes] = {}
+
+    def saw(layer: int, *vectors: torch.Tensor) -> None:
+        if order := layouts.get(layer):
+            query, key = (_rotated_back(each, at, order, speeds) for each, at in zip(vectors, pairs, strict=True))
+            found[layer] = bounds.coefficients(query, np.repeat(key, len(query) // len(key), axis=0))
+
+    _read(model, ids, saw)
+    return dict(sorted(found.items()))
+
+
+def _layouts(model: Any, token: int, speeds: Reals) -> dict[int, list[int]]:
+    """By layer, the order in which the numbers of a head form pairs.
+
+    In a text of one repeated token attention averages equal values, so a layer's queries differ by rotation only.
+    """
+    numbers = list(range(2 * len(speeds)))
+    halves_apart = np.reshape(numbers, (2, -1)).T.ravel().tolist()  # LLaMA in transformers
+    found: dict[int, list[int]] = {}
+
+    def saw(layer: int, query: torch.Tensor, key: torch.Tensor) -> None:
+        for order in (halves_apart, numbers):
+            first, last = (_rotated_back(query, np.array([at]), order, speeds) for at in (0, REPEATS - 1))
+            if np.linalg.norm(last - first) < TOLERANCE * np.linalg.norm(first):
+                found[layer] = order
+
+    _read(model, [token] * REPEATS, saw)
+    return found
+
+
+def _rotated_back(vectors: torch.Tensor, at: Positions, order: list[int], speeds: Reals) -> Reals:
+    """Queries or keys [heads, tokens, width] at some positions before their rotation, in the paper's order."""
+    numbers = vectors[:, at].to("cpu", torch.float64).numpy()[..., order]
+    plain = (numbers[..., ::2] + 1j * numbers[..., 1::2]) * np.exp(-1j * np.outer(at, speeds))
+    return np.stack([plain.real, plain.imag], axis=-1).reshape(numbers.shape)
+
+
+@torch.no_grad()
+def _read(model: Any, ids: Sequence[int], saw: Callable[..., None]) -> None:
+    """Let the model read, and pass each layer's number, rotated queries and keys [heads, tokens, width] to `saw`."""
+
+    def attend(module: Any, query: torch.Tensor, key: torch.Tensor, value: Any, mask: Any, **options: Any) -> Any:
+        saw(module.layer_idx, query[0], key[0])
+        return sdpa_attention_forward(module, query, key, value, mask, scaling=options.get("scaling"))
+
+    AttentionInterface.register(WATCHED, attend)
+    AttentionMaskInterface.register(WATCHED, sdpa_mask)
+    before = model.config._attn_implementation
+    model.set_attn_implementation(WATCHED)
+    try:
+        model(input_ids=torch.tensor([list(ids)], device=model.device), use_cache=False, logits_to_keep=1)
+    finally:
+        model.set_attn_implementation(before)

@@ -14,9 +14,8 @@ from transformers.models.auto import CONFIG_MAPPING
 
 from pi_lora.errors import PiLoraError, ScalingError
 from pi_lora.models.load import Stretch, load
-from pi_lora.theory.bounds import Setting, attention_score, setting_of
-from pi_lora.theory.heads import distances, sampled_pairs
-from pi_lora.theory.watching import layer_coefficients, measure_attention
+from pi_lora.theory.bounds import Setting, attention_score, distances, setting_of
+from pi_lora.theory.heads import layer_coefficients, measure_attention, sampled_pairs
 
 TEXT = Path(__file__).parents[2] / "README.md"
 IDS = torch.randint(2, 60, (40,), generator=torch.Generator().manual_seed(1)).tolist()

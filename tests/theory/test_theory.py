@@ -70,7 +70,7 @@ def test_the_papers_interpolation_bound_is_exceeded(head_dim: int, theta: float)
     """By coefficients whose score bends most between the distances 0 and 1, with its peak half-way."""
     h = np.exp(-0.5j * bounds.frequencies(head_dim, theta))
     difference = float(abs(bounds.attention_score(h, [0.5], theta) - bounds.linear_score(h, [0.5], theta))[0])
-    papers = float(bounds.papers_interpolation_bound(head_dim, theta, abs(h).max(), 0.5))
+    papers = float(bounds.interpolation_bound(head_dim, theta, abs(h).max(), 0.5, papers=True))
     proven = float(bounds.interpolation_bound(head_dim, theta, abs(h).max(), 0.5))
     assert papers < difference < proven
     if (head_dim, theta) == (128, 1e4):
@@ -174,6 +174,6 @@ def test_mistakes_are_one_line(
 def test_bounds_need_no_torch() -> None:
     """`pi-lora theory` without a model answers in seconds."""
     pytest.importorskip("matplotlib")
-    modules = "pi_lora.theory.bounds, pi_lora.theory.heads, pi_lora.theory.figures, pi_lora.evaluation.results"
+    modules = "pi_lora.theory.bounds, pi_lora.theory.figures, pi_lora.evaluation.results"
     code = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
