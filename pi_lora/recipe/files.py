@@ -56,8 +56,8 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> ResolvedRecipe:
         if not isinstance(parent, str) or not Path(parent).name.startswith("_"):
             raise RecipeError([f"{where}: extends: {parent}: a parent's file name begins with _; name such a file"])
         base, base_origins = _read(path.parent / parent)
-        if where := base_origins.get((EXTENDS,)):
-            raise RecipeError([f"{where}: extends: a parent cannot extend another; write its keys here"])
+        if own := base_origins.get((EXTENDS,)):
+            raise RecipeError([f"{own}: extends: a parent cannot extend another; write its keys here"])
         tree, origins = _merge(base, tree), {**base_origins, **origins}
     for override in overrides:
         _apply_override(tree, origins, override)
@@ -109,7 +109,7 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[KeyPath, str]]:
         raise RecipeError([f"{path}:{line}: {error.problem}; correct the YAML"]) from None
     except yaml.YAMLError as error:
         raise RecipeError([f"{path}: not YAML ({str(error).splitlines()[0]}); give a YAML file"]) from None
-    if tree is None:
+    if node is None or tree is None:
         raise RecipeError([f"{path}: is empty; a recipe needs at least model, context and data"])
     if not isinstance(tree, dict):
         raise RecipeError([f"{path}: holds a {type(tree).__name__}, not keys; write `key: value` lines"])
