@@ -22,8 +22,7 @@ from pi_lora.types import Json
 DOCUMENT_SUFFIXES = (*TEXT_SUFFIXES, *JSON_LINES, PARQUET)
 TABLE_SUFFIXES = (*JSON_LINES, PARQUET, CSV)
 SHUFFLE_CHARACTERS = 32_000_000
-# `datasets` shuffles a streamed data set in a buffer that counts rows, however long they are. Few of them suffice,
-# since `shuffled`, which counts characters, comes after it.
+# Of the buffer in which `datasets` shuffles a stream; few suffice, since `shuffled` comes after it.
 STREAMED_ROWS = 100
 # Its loader is a script, which `datasets` no longer runs; the script reads `SPLIT.jsonl` out of `SUBSET.zip`.
 SCROLLS = "tau/scrolls"
@@ -40,10 +39,7 @@ class Table(ABC):
 
     @abstractmethod
     def rows(self, columns: Sequence[str], seed: int | None = None) -> Iterator[NamedRow]:
-        """Yield the texts in `columns` of every row, in a fixed order or in the one that `seed` gives.
-
-        Raises DataError while reading: the source cannot be read, lacks a column, or one holds something but text.
-        """
+        """Yield the texts in `columns` of every row, in a fixed order or in the one that `seed` gives."""
 
     @abstractmethod
     def identity(self) -> Json:
@@ -64,8 +60,8 @@ def texts(rows: Iterable[tuple[str, Json]], columns: Sequence[str]) -> Iterator[
     for where, row in rows:
         documents.check_columns(where, columns, row)
         for column in columns:
-            if not isinstance(text := row[column], str | None):
-                kind = type(text).__name__
+            if not isinstance(row[column], str | None):
+                kind = type(row[column]).__name__
                 raise DataError(f"{where}: column {column} holds {kind}, not text; name a column that does")
         yield where, {column: row[column] or "" for column in columns}
 
@@ -116,8 +112,7 @@ class LocalFiles(Table):
 class HubDataset(Table):
     """A split of a hub data set; nothing is fetched before it is read.
 
-    The seeded order permutes all rows of a data set that is on disk. Of a streamed one it permutes the files, reads
-    several in turns, and their rows go through a buffer.
+    The seeded order permutes all rows on disk; of a stream the files, several of which are read in turns into a buffer.
     """
 
     def __init__(self, source: Source) -> None:
@@ -153,7 +148,7 @@ class HubDataset(Table):
         try:
             dataset = self._dataset
             # What is not needed is not decoded. A streamed data set may not know its columns before its first row.
-            if dataset.column_names and set(columns) <= set(dataset.column_names):
+            if set(columns) <= set(dataset.column_names or ()):
                 dataset = dataset.select_columns(list(columns))
             if seed is not None:
                 dataset = dataset.shuffle(seed, **({"buffer_size": STREAMED_ROWS} if self.source.streaming else {}))
