@@ -24,17 +24,15 @@ Batch = dict[str, torch.Tensor]
 Collate = Callable[[Sequence[Mapping[str, Any]]], Batch]
 # The label that the loss ignores (torch's `ignore_index`).
 IGNORED = -100
-# How far, as a share of its length, an example may move in the order of lengths; without it the same examples would
-# share a batch in every epoch.
+# How far, as a share of its length, an example moves in the order of lengths, so that each epoch has other batches.
 JITTER = 0.1
 
 
 def collate(rows: Sequence[Mapping[str, Any]]) -> Batch:
     """Stack rows of equal length into int64 tensors, `(batch, length)` each, and add `labels` and `attention_mask`.
 
-    The mask of ones says that a row is one sequence. Without any mask, transformers (5.23,
-    `masking_utils.find_packed_sequence_indices`) starts another sequence wherever `position_ids` do not rise by one,
-    and nothing attends across it: PoSE would train each chunk alone.
+    The mask of ones says that a row is one sequence. Without it transformers (5.23, `find_packed_sequence_indices`)
+    starts another wherever `position_ids` do not rise by one: PoSE would train each chunk alone.
     """
     batch = {column: torch.from_numpy(np.array([row[column] for row in rows], np.int64)) for column in rows[0]}
     # A tensor of its own: context parallelism cuts each one in place.
@@ -69,9 +67,8 @@ class CollateExamples:
 class LengthGroups(Sampler[int]):
     """Indices of examples so that the `at_once` that are computed together have about the same length.
 
-    The groups come in random order, another one in each epoch, so that a step of several groups has all lengths. Unlike
-    with transformers' `LengthGroupedSampler` (5.23), which draws from torch's global generator, the order follows from
-    seed and epoch alone, so that a resumed run continues it; and few examples are grouped too.
+    The groups come in random order, another one in each epoch. Unlike that of transformers' `LengthGroupedSampler`
+    (5.23), it follows from seed and epoch alone, so that a resumed run continues it; and few examples are grouped too.
     """
 
     def __init__(self, lengths: Sequence[int], at_once: int, seed: int) -> None:

@@ -75,10 +75,9 @@ class StandardLibrary(Table):
 
 @dataclass(frozen=True)
 class Choice:
-    """Which documents of a source are measured, and how much of each.
+    """The first `documents` of at least `min_tokens`, or with a `seed` as many at random, `truncate`d to that length.
 
-    The first `documents` that have at least `min_tokens`, or with a `seed` as many drawn at random, `truncate`d to
-    their first so many tokens. `split` and `column` are of hub data sets, `column` also of rows in local files.
+    `split` and `column` are of hub data sets, `column` also of rows in local files.
     """
 
     documents: int | None = None

@@ -40,12 +40,8 @@ def looks_local(name: str) -> bool:
     >>> [looks_local(name) for name in ("./books", "~/x", "books/*.txt", "gone.jsonl", "owner/books")]
     [True, True, True, True, False]
     """
-    return (
-        name.startswith((".", "~", "/"))
-        or not GLOB_CHARACTERS.isdisjoint(name)
-        or name.lower().endswith((*TEXT_SUFFIXES, *JSON_LINES, PARQUET, CSV))
-        or Path(name).exists()
-    )
+    named = name.startswith((".", "~", "/")) or name.lower().endswith((*TEXT_SUFFIXES, *JSON_LINES, PARQUET, CSV))
+    return named or not GLOB_CHARACTERS.isdisjoint(name) or Path(name).exists()
 
 
 def files_named(name: str, suffixes: tuple[str, ...]) -> tuple[Path, ...]:
@@ -58,12 +54,10 @@ def files_named(name: str, suffixes: tuple[str, ...]) -> tuple[Path, ...]:
         return (path,)
     if path.is_dir():
         found = list(path.rglob("*"))
-    elif not GLOB_CHARACTERS.isdisjoint(name):
-        found = [Path(match) for match in glob.iglob(str(path), recursive=True)]
-        if not found:
-            raise DataError(f"{name}: matches no file; check the pattern")
-    else:
+    elif GLOB_CHARACTERS.isdisjoint(name):
         raise DataError(f"{name}: no such file or folder; name a file, a folder, a glob, or builtin:stdlib")
+    elif not (found := [Path(match) for match in glob.iglob(str(path), recursive=True)]):
+        raise DataError(f"{name}: matches no file; check the pattern")
     files = sorted(file for file in found if file.name.lower().endswith(suffixes) and file.is_file())
     if not files:
         raise DataError(f"{name}: holds no text files ({', '.join(suffixes)}); name a folder or glob that does")
@@ -141,8 +135,7 @@ def _parquet_rows(file: Path, columns: Sequence[str]) -> Iterator[tuple[str, Jso
 
 
 def _csv_rows(file: Path) -> Iterator[tuple[str, Json]]:
-    """Read CSV (RFC 4180) whose first line names the columns; a row is named by the line that it ends on."""
-    # A whole report may stand in one cell; by default `csv` stops at 128 KiB.
+    # A row is named by the line that it ends on; a cell may hold a whole report (the default limit is 128 KiB).
     csv.field_size_limit(sys.maxsize)
     try:
         with file.open(encoding="utf-8-sig", newline="") as lines:

@@ -115,12 +115,10 @@ def in_batches(rows: Iterable[NamedRow]) -> Iterator[list[NamedRow]]:
 
 
 def _no_examples(data: Data, account: Account) -> DataError:
-    names = ", ".join(source.name for source in data.source)
-    if account.too_long:
-        return DataError(
-            f"data.completion_tokens: {data.completion_tokens} leave no room for a prompt of {names} in the window "
-            f"({len(account.too_long):,} rows are too long); lower it, or choose a longer context.target"
-        )
-    if account.empty:
-        return DataError(f"data.source: {names}: a column is empty in all of {len(account.empty):,} rows; name others")
+    names, empty, too_long = ", ".join(source.name for source in data.source), len(account.empty), len(account.too_long)
+    if too_long:
+        cause = f"data.completion_tokens: {data.completion_tokens} leave no room for a prompt of {names} in the window"
+        return DataError(f"{cause} ({too_long:,} rows are too long); lower it, or choose a longer context.target")
+    if empty:
+        return DataError(f"data.source: {names}: a column is empty in all of {empty:,} rows; name others")
     return DataError(f"data.source: {names}: holds no rows; name a source that does")
