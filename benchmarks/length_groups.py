@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from pi_lora.data.batches import Batch, CollateExamples, LengthGroups, example_lengths
+from pi_lora.data.batches import Batch, CollateExamples, LengthGroups
 from pi_lora.data.tables import find_table
 from pi_lora.models.load import LoadedModel, Stretch, load
 from pi_lora.recipe.schema import Source
@@ -34,6 +34,10 @@ WINDOW, SUMMARY_TOKENS, CUT = 1024, 40, 60_000
 sys.path[:0] = [str(ROOT / "scripts")]
 
 Rows = Sequence[Mapping[str, Any]]
+
+
+def example_lengths(rows: Rows) -> list[int]:
+    return [len(row["prompt_ids"]) + len(row["completion_ids"]) for row in rows]
 
 
 def rows_in_proportion(texts: Sequence[tuple[str, str]], loaded: LoadedModel, cut: int | None) -> Rows:

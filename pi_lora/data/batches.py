@@ -1,5 +1,6 @@
 """Training batches from packed sequences or from examples, and which examples share one."""
 
+import itertools
 import math
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,22 +24,17 @@ Batch = dict[str, torch.Tensor]
 Collate = Callable[[Sequence[Mapping[str, Any]]], Batch]
 # The label that the loss ignores (torch's `ignore_index`).
 IGNORED = -100
-# How far, as a share of its length, an example may move in the order of lengths; without it the same examples would
-# share a batch in every epoch.
+# How far, as a share of its length, an example moves in the order of lengths, so that each epoch has other batches.
 JITTER = 0.1
 
 
 def collate(rows: Sequence[Mapping[str, Any]]) -> Batch:
     """Stack rows of equal length into int64 tensors, `(batch, length)` each, and add `labels` and `attention_mask`.
 
-    The mask of ones says that a row is one sequence. Without any mask, transformers (5.23,
-    `masking_utils.find_packed_sequence_indices`) starts another sequence wherever `position_ids` do not rise by one,
-    and nothing attends across it: PoSE would train each chunk alone.
+    The mask of ones says that a row is one sequence. Without it transformers (5.23, `find_packed_sequence_indices`)
+    starts another wherever `position_ids` do not rise by one: PoSE would train each chunk alone.
     """
-    batch = {
-        column: torch.from_numpy(np.stack([np.asarray(row[column], dtype=np.int64) for row in rows]))
-        for column in rows[0]
-    }
+    batch = {column: torch.from_numpy(np.array([row[column] for row in rows], np.int64)) for column in rows[0]}
     # A tensor of its own: context parallelism cuts each one in place.
     batch["labels"] = batch["input_ids"].clone()
     batch["attention_mask"] = torch.ones_like(batch["input_ids"])
@@ -47,7 +43,7 @@ def collate(rows: Sequence[Mapping[str, Any]]) -> Batch:
 
 @dataclass(frozen=True)
 class CollateExamples:
-    """Make a batch of rows of `prompt_ids` and `completion_ids`, as long as the longest of them, padded on the right.
+    """Batch rows of `prompt_ids` and `completion_ids`, padded on the right to the longest of them.
 
     What is not learned has the label -100: padding always, the prompt unless `learn_prompts`.
     """
@@ -58,11 +54,9 @@ class CollateExamples:
     def __call__(self, rows: Sequence[Mapping[str, Any]]) -> Batch:
         """Return `input_ids`, `labels` and `attention_mask`, int64, `(batch, length)` each."""
         wholes = [np.concatenate([row["prompt_ids"], row["completion_ids"]]).astype(np.int64) for row in rows]
-        ids = [torch.from_numpy(whole) for whole in wholes]
-        labels = [each.clone() for each in ids]
-        if not self.learn_prompts:
-            for row, label in zip(rows, labels, strict=True):
-                label[: len(row["prompt_ids"])] = IGNORED
+        ids, labels = [torch.from_numpy(whole) for whole in wholes], [torch.tensor(whole) for whole in wholes]
+        for row, label in zip(rows, labels, strict=True):
+            label[: 0 if self.learn_prompts else len(row["prompt_ids"])] = IGNORED
         return {
             "input_ids": pad_sequence(ids, batch_first=True, padding_value=self.padding),
             "labels": pad_sequence(labels, batch_first=True, padding_value=IGNORED),
@@ -70,17 +64,11 @@ class CollateExamples:
         }
 
 
-def example_lengths(rows: Sequence[Mapping[str, Any]]) -> list[int]:
-    """Return how many tokens each example has, prompt and completion."""
-    return [len(row["prompt_ids"]) + len(row["completion_ids"]) for row in rows]
-
-
 class LengthGroups(Sampler[int]):
     """Indices of examples so that the `at_once` that are computed together have about the same length.
 
-    The groups come in random order, another one in each epoch, so that a step of several groups has all lengths. Unlike
-    with transformers' `LengthGroupedSampler` (5.23), which draws from torch's global generator, the order follows from
-    seed and epoch alone, so that a resumed run continues it; and few examples are grouped too.
+    The groups come in random order, another one in each epoch. Unlike that of transformers' `LengthGroupedSampler`
+    (5.23), it follows from seed and epoch alone, so that a resumed run continues it; and few examples are grouped too.
     """
 
     def __init__(self, lengths: Sequence[int], at_once: int, seed: int) -> None:
@@ -99,17 +87,14 @@ class LengthGroups(Sampler[int]):
         order = sorted(range(len(near)), key=near.__getitem__)
         groups = [order[start : start + self.at_once] for start in range(0, len(order), self.at_once)]
         # A group that is not full comes last; it would shift those after it.
-        rest = [groups.pop()] if len(groups[-1]) < self.at_once else []
+        rest = groups.pop() if len(groups[-1]) < self.at_once else []
         rng.shuffle(groups)
-        return iter([index for group in [*groups, *rest] for index in group])
+        return itertools.chain(*groups, rest)
 
 
 @dataclass(frozen=True)
 class TrainingData:
-    """Rows, and what makes a batch of them.
-
-    `tokens` is how many each row has; `said` is what a user should know of them.
-    """
+    """Rows, what makes a batch of them, the tokens of each or of every row, and what a user should know of them."""
 
     rows: Dataset
     collate: Collate
@@ -127,16 +112,13 @@ class TrainingData:
 
 
 def training_data(
-    data: Data, training: Training, tokenizer: Any, original: int, target: int, progress: Progress | None = None
+    data: Data, training: Training, tokenizer: Any, original: int, target: int, progress: Progress = silent
 ) -> TrainingData:
     """Return what the sections of a recipe ask for, from the cache where it was made before.
 
     Under PoSE sequences have `original` (L) tokens, otherwise `target` (L'), which is also the limit of an example.
-
-    Raises:
-        DataError: a source cannot be read, or holds too little for the steps.
+    Raises DataError if a source cannot be read, or holds too little for the steps.
     """
-    progress = progress or silent
     if data.has_examples:
         return _examples(data, training, tokenizer, target, progress)
     number = training.steps * training.global_batch_size
@@ -147,26 +129,23 @@ def training_data(
 
 
 def _examples(data: Data, training: Training, tokenizer: Any, window: int, progress: Progress) -> TrainingData:
-    examples = training_examples(data, tokenizer, window, progress)
-    rows, account, number = examples.dataset, examples.account, len(examples.dataset)
-    if number < training.global_batch_size:
-        raise DataError(
-            f"training.global_batch_size: {training.global_batch_size} is more than the {number:,} examples; lower it"
-        )
+    rows, account = training_examples(data, tokenizer, window, progress)
+    number, per_step = len(rows), training.global_batch_size
+    if number < per_step:
+        raise DataError(f"training.global_batch_size: {per_step} is more than the {number:,} examples; lower it")
     # As the Trainer counts: the last step of an epoch takes what is left.
-    epoch_steps = math.ceil(number / training.global_batch_size)
-    epochs = training.steps / epoch_steps
+    epochs = training.steps / math.ceil(number / per_step)
     if epochs > data.epochs:
         raise DataError(
-            f"training.steps: {training.steps:,} of {training.global_batch_size} are {epochs:.1f} epochs "
-            f"of {number:,} examples; set data.epochs to {math.ceil(epochs)}, or lower it"
+            f"training.steps: {training.steps:,} of {per_step} are {epochs:.1f} epochs of {number:,} examples; "
+            f"set data.epochs to {math.ceil(epochs)}, or lower it"
         )
-    columns = [rows.data.column(name) for name in ("prompt_ids", "completion_ids")]
+    columns = (rows.data.column(name) for name in ("prompt_ids", "completion_ids"))
     prompts, completions = (pyarrow.compute.list_value_length(column).to_pylist() for column in columns)
-    tokens = [sum(each) for each in zip(prompts, completions, strict=True)]
+    tokens = [sum(both) for both in zip(prompts, completions, strict=True)]
     learned = sum(tokens if data.loss == "all" else completions)
     said = (
-        f"{account.examples:,} examples of {min(tokens):,} to {max(tokens):,} tokens; {learned:,} of {sum(tokens):,} "
+        f"{number:,} examples of {min(tokens):,} to {max(tokens):,} tokens; {learned:,} of {sum(tokens):,} "
         f"tokens are learned; {account.documents_cut:,} documents and {account.completions_cut:,} completions were cut"
     )
     padding = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id

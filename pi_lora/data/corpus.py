@@ -33,8 +33,8 @@ def is_held_out(relative_path: str) -> bool:
     return int.from_bytes(digest[:8], "big") / 2**64 < HELD_OUT_SHARE
 
 
-def stdlib_files(split: str) -> Iterator[tuple[str, Path]]:
-    """Yield `(name, file)` of every standard-library file in `split` (one of `SPLITS`), in a fixed order."""
+def stdlib_files(split: str) -> dict[str, Path]:
+    """Return every standard-library file in `split` (one of `SPLITS`) by its name, in a fixed order."""
     if split not in SPLITS:
         raise ValueError(f"split must be one of {SPLITS}, not {split!r}")
     root = Path(sysconfig.get_path("stdlib"))
@@ -43,18 +43,14 @@ def stdlib_files(split: str) -> Iterator[tuple[str, Path]]:
         # Not entered at all: what is installed beside the library is often a hundred times as much.
         folders[:] = (name for name in folders if name not in SKIPPED_FOLDERS)
         found += (Path(folder, name) for name in files if name.endswith(".py"))
-    for path in sorted(found):
-        name = path.relative_to(root).as_posix()
-        if is_held_out(name) == (split == "held-out"):
-            yield name, path
+    named = {path.relative_to(root).as_posix(): path for path in sorted(found)}
+    return {name: path for name, path in named.items() if is_held_out(name) == (split == "held-out")}
 
 
 def stdlib_documents(split: str) -> Iterator[tuple[str, str]]:
     """Yield `(name, text)` of every file of `stdlib_files` that is not blank."""
-    for name, path in stdlib_files(split):
-        text = path.read_text(encoding="utf-8", errors="replace")
-        if text.strip():
-            yield name, text
+    read = ((name, path.read_text(encoding="utf-8", errors="replace")) for name, path in stdlib_files(split).items())
+    yield from ((name, text) for name, text in read if text.strip())
 
 
 @dataclass(frozen=True)
@@ -74,16 +70,14 @@ class StandardLibrary(Table):
 
     def identity(self) -> Json:
         """Return the Python that it belongs to, and a digest of its files."""
-        files = fingerprint(path for _, path in stdlib_files(self.split))
-        return {"python": platform.python_version(), "sha256": files}
+        return {"python": platform.python_version(), "sha256": fingerprint(stdlib_files(self.split).values())}
 
 
 @dataclass(frozen=True)
 class Choice:
-    """Which documents of a source are measured, and how much of each.
+    """The first `documents` of at least `min_tokens`, or with a `seed` as many at random, `truncate`d to that length.
 
-    The first `documents` that have at least `min_tokens`, or with a `seed` as many drawn at random, `truncate`d to
-    their first so many tokens. `split` and `column` are of hub data sets, `column` also of rows in local files.
+    `split` and `column` are of hub data sets, `column` also of rows in local files.
     """
 
     documents: int | None = None
@@ -106,32 +100,22 @@ class Preset:
         return replace(self.choice, **{key: value for key, value in asdict(asked).items() if value is not None})
 
 
+PG19_FILE = "data/test-00000-of-00001-29a571947c0b5ccc.parquet"
+PG19 = HubFile("emozilla/pg19-test", PG19_FILE, "c5e39bf32e33f9111323aa68d7d9000d22722035")
+PROOF_PILE_COMMIT = "490b980249446f2f3bd2df3a8cf085d0f2de240a"
+PROOF_PILE = HubFile("hoskinson-center/proof-pile", "test/proofpile_test.jsonl.gz", PROOF_PILE_COMMIT)
 PRESETS = {
     # All 100 books of the test split; `deepmind/pg19` itself needs a script.
-    "pg19": Preset(
-        HubFile(
-            "emozilla/pg19-test",
-            "data/test-00000-of-00001-29a571947c0b5ccc.parquet",
-            "c5e39bf32e33f9111323aa68d7d9000d22722035",
-        ),
-        Choice(),
-    ),
+    "pg19": Preset(PG19, Choice()),
     # 128 documents drawn from those of 32768 tokens and more; which the paper drew is not known.
-    "proof-pile": Preset(
-        HubFile(
-            "hoskinson-center/proof-pile",
-            "test/proofpile_test.jsonl.gz",
-            "490b980249446f2f3bd2df3a8cf085d0f2de240a",
-        ),
-        Choice(documents=128, min_tokens=32768, truncate=32768, seed=0),
-    ),
+    "proof-pile": Preset(PROOF_PILE, Choice(documents=128, min_tokens=32768, truncate=32768, seed=0)),
 }
 
 
 def find_corpus(source: Source, split: str = "train") -> Table:
-    """Find the documents that `source` names; raise DataError if they are not there (for the hub, when they are read).
+    """Find the documents that `source` names, of `builtin:stdlib` those of `split`; DataError if they are not there.
 
-    `split` is of `builtin:stdlib`.
+    Whether a data set is on the hub shows when it is read.
     """
     name = source.name
     if name == STDLIB:
@@ -146,10 +130,8 @@ def find_corpus(source: Source, split: str = "train") -> Table:
 def evaluation_documents(source: str, split: str = "test", column: str = "text") -> Iterator[Document]:
     """Return the documents to measure on, in a fixed order, read as they are asked for.
 
-    Of `builtin:stdlib` they are the held-out files. `split` is of hub data sets; `PRESETS` know their own.
-
-    Raises:
-        DataError: the source does not exist, or (while reading) holds no readable text.
+    Of `builtin:stdlib` they are the held-out files. `split` is of hub data sets; `PRESETS` know their own. Raises
+    DataError if the source does not exist, or while reading if it holds no readable text.
     """
     if source == RECALL:
         raise DataError(f"{RECALL}: is for training; measure recall with `pi-lora eval passkey`")
@@ -160,18 +142,16 @@ def evaluation_documents(source: str, split: str = "test", column: str = "text")
 
 def source_problems(data: Data) -> list[str]:
     """Return what is wrong with the sources as far as their first documents tell, a line each, without the hub."""
-    return [f"data.source: {problem}" for source in data.source for problem in _problems(source)]
-
-
-def _problems(source: Source) -> Iterator[str]:
-    if not source.name.startswith("builtin:") and not looks_local(source.name):
-        return
-    for field in HUB_FIELDS:
-        if getattr(source, field) != Source.model_fields[field].default:
-            yield f"{source.name}: {field} is for data sets of the hub, and this is not one; remove it"
-    if source.name == RECALL:
-        return
-    try:
-        next(find_corpus(source).documents())
-    except DataError as problem:
-        yield str(problem)
+    problems = []
+    for source in data.source:
+        name = source.name
+        if not name.startswith("builtin:") and not looks_local(name):
+            continue
+        given = (field for field in HUB_FIELDS if getattr(source, field) != Source.model_fields[field].default)
+        problems += [f"{name}: {field} is for data sets of the hub, and this is not one; remove it" for field in given]
+        try:
+            if name != RECALL:
+                next(find_corpus(source).documents())
+        except DataError as problem:
+            problems.append(str(problem))
+    return [f"data.source: {problem}" for problem in problems]

@@ -8,7 +8,6 @@ import glob
 import gzip
 import hashlib
 import importlib.util
-import itertools
 import json
 import sys
 import zlib
@@ -41,31 +40,24 @@ def looks_local(name: str) -> bool:
     >>> [looks_local(name) for name in ("./books", "~/x", "books/*.txt", "gone.jsonl", "owner/books")]
     [True, True, True, True, False]
     """
-    return (
-        name.startswith((".", "~", "/"))
-        or not GLOB_CHARACTERS.isdisjoint(name)
-        or name.lower().endswith((*TEXT_SUFFIXES, *JSON_LINES, PARQUET, CSV))
-        or Path(name).exists()
-    )
+    named = name.startswith((".", "~", "/")) or name.lower().endswith((*TEXT_SUFFIXES, *JSON_LINES, PARQUET, CSV))
+    return named or not GLOB_CHARACTERS.isdisjoint(name) or Path(name).exists()
 
 
 def files_named(name: str, suffixes: tuple[str, ...]) -> tuple[Path, ...]:
-    """The files that `name` stands for: itself, those of a folder and its subfolders, or those of a glob.
+    """Return the files that `name` stands for: itself, those of a folder and its subfolders, or those of a glob.
 
-    Raises:
-        DataError: nothing is there, or nothing whose name ends in one of `suffixes`.
+    Raises DataError if nothing is there, or nothing whose name ends in one of `suffixes`.
     """
     path = Path(name).expanduser()
     if path.is_file():
         return (path,)
     if path.is_dir():
         found = list(path.rglob("*"))
-    elif not GLOB_CHARACTERS.isdisjoint(name):
-        found = [Path(match) for match in glob.iglob(str(path), recursive=True)]
-        if not found:
-            raise DataError(f"{name}: matches no file; check the pattern")
-    else:
+    elif GLOB_CHARACTERS.isdisjoint(name):
         raise DataError(f"{name}: no such file or folder; name a file, a folder, a glob, or builtin:stdlib")
+    elif not (found := [Path(match) for match in glob.iglob(str(path), recursive=True)]):
+        raise DataError(f"{name}: matches no file; check the pattern")
     files = sorted(file for file in found if file.name.lower().endswith(suffixes) and file.is_file())
     if not files:
         raise DataError(f"{name}: holds no text files ({', '.join(suffixes)}); name a folder or glob that does")
@@ -73,7 +65,7 @@ def files_named(name: str, suffixes: tuple[str, ...]) -> tuple[Path, ...]:
 
 
 def fingerprint(files: Iterable[Path]) -> str:
-    """SHA-256 of the paths, sizes and modification times of files; their content is not read."""
+    """Return a SHA-256 of the paths, sizes and modification times of files; their content is not read."""
     digest = hashlib.sha256()
     for file in files:
         state = file.stat()
@@ -122,14 +114,11 @@ def json_rows(lines: Iterable[bytes], name: str, column: str) -> Iterator[tuple[
 
 def check_columns(where: str, columns: Sequence[str], there: Sequence[str] | Mapping[str, object]) -> None:
     """Raise DataError if one of `columns` is not `there`."""
-    if missing := [column for column in columns if column not in there]:
-        raise DataError(
-            f"{where}: has no column {' and no '.join(missing)}; choose from its columns: {', '.join(there)}"
-        )
+    if missing := " and no ".join(column for column in columns if column not in there):
+        raise DataError(f"{where}: has no column {missing}; choose from its columns: {', '.join(there)}")
 
 
 def _parquet_rows(file: Path, columns: Sequence[str]) -> Iterator[tuple[str, Json]]:
-    """Read `columns` alone, a few hundred rows at a time."""
     # Imported here, since most sources need no Parquet, and it takes a tenth of a second.
     import pyarrow
     import pyarrow.parquet
@@ -137,18 +126,16 @@ def _parquet_rows(file: Path, columns: Sequence[str]) -> Iterator[tuple[str, Jso
     try:
         with pyarrow.parquet.ParquetFile(file) as table:
             check_columns(str(file), columns, table.schema_arrow.names)
-            number = itertools.count(1)
-            for batch in table.iter_batches(PARQUET_ROWS_AT_ONCE, columns=list(columns)):
-                for row in batch.to_pylist():
-                    yield f"{file}:{next(number)}", row
+            batches = table.iter_batches(PARQUET_ROWS_AT_ONCE, columns=list(columns))
+            for number, row in enumerate((row for batch in batches for row in batch.to_pylist()), 1):
+                yield f"{file}:{number}", row
     except pyarrow.ArrowException as error:
         reason = str(error).splitlines()[0]
         raise DataError(f"{file}: is not a whole Parquet file ({reason}); download or write it again") from None
 
 
 def _csv_rows(file: Path) -> Iterator[tuple[str, Json]]:
-    """Read CSV (RFC 4180) whose first line names the columns; a row is named by the line that it ends on."""
-    # A whole report may stand in one cell; by default `csv` stops at 128 KiB.
+    # A row is named by the line that it ends on; a cell may hold a whole report (the default limit is 128 KiB).
     csv.field_size_limit(sys.maxsize)
     try:
         with file.open(encoding="utf-8-sig", newline="") as lines:
@@ -177,22 +164,18 @@ def _decoded(content: bytes, name: str, kinds: str) -> str:
 
 
 def read_document(name: str) -> str:
-    """Return the text of a text or PDF file, or of standard input for `-`.
+    """Return the text of a text or PDF file, or of standard input for `-`; raise DataError if there is none.
 
-    Raises:
-        DataError: it is not there, holds no text, or is neither UTF-8 nor a PDF.
-        PiLoraError: it is a PDF, and pypdf is not installed.
+    A PDF needs pypdf; its pages are separated by blank lines.
     """
     file, is_pdf = Path(name).expanduser(), name.lower().endswith(PDF)
     try:
         content = sys.stdin.buffer.read() if name == STDIN else file.read_bytes()
     except OSError as error:
         raise DataError(f"{file}: cannot be read ({error.strerror}); name a .txt, .md or .pdf file, or - ") from None
-    if is_pdf:
-        text = _pdf(file)
-    else:
-        named = "standard input" if name == STDIN else name
-        text = _decoded(content, named, "a .txt, .md or .pdf file").removeprefix("\N{BYTE ORDER MARK}")
+    named = "standard input" if name == STDIN else name
+    text = _pdf(file) if is_pdf else _decoded(content, named, "a .txt, .md or .pdf file")
+    text = text.removeprefix("\N{BYTE ORDER MARK}")
     if not text.strip():
         more = "; its pages may be scanned pictures: recognize their text (OCR) first" if is_pdf else ""
         raise DataError(f"{name}: holds no text{more}")
@@ -200,7 +183,6 @@ def read_document(name: str) -> str:
 
 
 def _pdf(file: Path) -> str:
-    """Return the text of all pages, with a blank line between them."""
     if importlib.util.find_spec("pypdf") is None:
         raise PiLoraError(f"{file}: PDF needs the package pypdf; pip install 'pi-lora[pdf]'")
     import pypdf

@@ -74,9 +74,8 @@ def skip_positions(rng: random.Random, original: int, target: int, chunks: int) 
     """Draw positions for `original` (L) tokens within `[0, target)` (L'): consecutive runs with gaps between them.
 
     PoSE (Zhu et al. 2023, section 3.2): L tokens are divided into `chunks` of random lengths, and chunk i is shifted by
-    a bias u_i drawn uniformly from u_(i-1) ... L' - L, with u_0 = 0. The text itself stays contiguous (their v_i = 0),
-    which they found to make little difference. Needs chunks <= L <= L'. Where two neighbours draw the same bias, fewer
-    runs show. Returns L strictly increasing positions that begin at 0.
+    a bias u_i drawn uniformly from u_(i-1) ... L' - L, with u_0 = 0. The text itself stays contiguous (their v_i = 0).
+    Needs chunks <= L <= L'. Returns L strictly increasing positions that begin at 0.
 
     >>> skip_positions(random.Random(0), original=6, target=24, chunks=2)
     [0, 1, 2, 3, 17, 18]
@@ -94,8 +93,7 @@ def skip_positions(rng: random.Random, original: int, target: int, chunks: int) 
 def wrapped(documents: Iterable[Tokens], length: int) -> Iterator[Tokens]:
     """Cut the continuous stream of `documents` into sequences of exactly `length` tokens; only the last rest is lost.
 
-    `trl.pack_dataset` (1.16) loads the whole data set, and its `wrapped` and `bfd_split` return sequences of uneven
-    length: see test_trl_packs_sequences_of_uneven_length.
+    Not with `trl.pack_dataset` (1.16): see test_trl_packs_sequences_of_uneven_length.
 
     >>> list(wrapped([[1, 2, 3], [4, 5], [6, 7]], length=3))
     [[1, 2, 3], [4, 5, 6]]
@@ -114,11 +112,9 @@ def aligned(documents: Iterator[Tokens], length: int) -> Iterator[Tokens]:
 def bfd_split(documents: Iterable[Tokens], length: int, seed: int = 0, buffer: int | None = None) -> Iterator[Tokens]:
     """Fit whole documents together into sequences of exactly `length` tokens; only the last rest is lost.
 
-    "Fewer Truncations Improve Language Modeling" (Ding et al. 2024), as TRL's packing of that name: what is longer than
-    a sequence is split into pieces of its length and a rest, and pieces are placed in order of decreasing size where
-    they fit best. TRL leaves gaps, which take an attention kernel for sequences of uneven length; here the emptiest
-    sequences are taken apart to fill the gaps of the others. That costs at most one cut per sequence, where `wrapped`
-    cuts at nearly every one.
+    "Fewer Truncations Improve Language Modeling" (Ding et al. 2024), as TRL's packing of that name: pieces of at most
+    `length` tokens are placed in order of decreasing size where they fit best. TRL leaves gaps; here the emptiest
+    sequences are taken apart to fill them, at the cost of at most one cut per sequence.
 
     Documents are read until there are `buffer` tokens to fit together; what does not fill a sequence is carried on. The
     order of sequences, and of the pieces in each, follows `seed`, since it would follow their size otherwise.
@@ -142,14 +138,14 @@ def bfd_split(documents: Iterable[Tokens], length: int, seed: int = 0, buffer: i
 
 def _fitted(pieces: list[Tokens], length: int, rng: random.Random) -> tuple[list[Tokens], Tokens]:
     """Return full sequences made of pieces of at most `length` tokens, and the rest that does not fill one."""
-    bins = sorted(_best_fit_decreasing(pieces, length), key=_size, reverse=True)
+    bins = sorted(_best_fit_decreasing(pieces, length), key=lambda fitted: sum(map(len, fitted)), reverse=True)
     number = sum(map(len, pieces)) // length
     # Large pieces first: fewer documents are cut when one fills several gaps.
     spare = sorted(itertools.chain.from_iterable(bins[number:]), key=len, reverse=True)
     filling = itertools.chain.from_iterable(spare)
     sequences = []
     for fitted in bins[:number]:
-        if gap := length - _size(fitted):
+        if gap := length - sum(map(len, fitted)):
             fitted.append(list(itertools.islice(filling, gap)))
         rng.shuffle(fitted)
         sequences.append(list(itertools.chain.from_iterable(fitted)))
@@ -171,7 +167,3 @@ def _best_fit_decreasing(pieces: list[Tokens], length: int) -> list[list[Tokens]
         if free > len(piece):
             bisect.insort(spaces, (free - len(piece), index))
     return bins
-
-
-def _size(pieces: list[Tokens]) -> int:
-    return sum(map(len, pieces))

@@ -95,11 +95,20 @@ class Prompter:
         if column is None:
             return [Prompt(ids, fits=len(ids) <= self.longest) for ids in self._framed(rows)]
         frames = self._framed([{**row, column: ""} for row in rows])
-        documents = _Document.of_each([row[column] for row in rows], self.tokenizer)
-        most = [min(self.task.document_tokens, self.longest - len(frame)) for frame in frames]
-        kept = [max(0, min(len(document.ids), each)) for document, each in zip(documents, most, strict=True)]
+        documents = self._documents([row[column] for row in rows])
+        most = [max(0, min(self.task.document_tokens, self.longest - len(frame))) for frame in frames]
+        kept = [min(len(document.ids), each) for document, each in zip(documents, most, strict=True)]
         cut = [{**row, column: each.first(n)} for row, each, n in zip(rows, documents, kept, strict=True)]
-        return [self._fitted(*each) for each in zip(cut, documents, self._framed(cut), kept, strict=True)]
+        found = []
+        for row, document, ids, number in zip(rows, documents, self._framed(cut), kept, strict=True):
+            for _ in range(ATTEMPTS):
+                if len(ids) <= self.longest or number == 0:
+                    break
+                number = max(0, number - (len(ids) - self.longest))
+                [ids] = self._framed([{**row, column: document.first(number)}])
+            fits = len(ids) <= self.longest and (number > 0 or not document.ids)
+            found.append(Prompt(ids, len(document.ids), number, fits))
+        return found
 
     def completions(self, rows: Sequence[Texts]) -> list[list[int]]:
         """Return what follows the prompts, cut to `completion_tokens`, and EOS, which the model has to learn too.
@@ -107,10 +116,10 @@ class Prompter:
         A space joins it to a prompt that does not end in one. It is tokenized after the prompt's last words, since
         tokenizers treat the start of a text differently.
         """
-        tail = self.task.pieces[-1][0][-20:] if self.task.pieces[-1][1] is None else ""
-        space = "" if tail[-1:].isspace() else " "
-        texts = [space + row[self.task.completion].strip() for row in rows]
-        [before], after = self._plain([tail]), self._plain([tail + text for text in texts])
+        last, column = self.task.pieces[-1]
+        tail = last[-20:] if column is None else ""
+        texts = [("" if tail[-1:].isspace() else " ") + row[self.task.completion].strip() for row in rows]
+        before, *after = self._plain([tail, *(tail + text for text in texts)])
         found = []
         for text, ids in zip(texts, after, strict=True):
             # Where the two merged into one token, the text is tokenized by itself.
@@ -118,50 +127,36 @@ class Prompter:
             found.append([*own[: self.task.completion_tokens], self.tokenizer.eos_token_id])
         return found
 
-    def _fitted(self, row: Texts, document: "_Document", ids: list[int], kept: int) -> Prompt:
-        column = self.task.document or ""
-        for _ in range(ATTEMPTS):
-            if len(ids) <= self.longest or kept == 0:
-                break
-            kept = max(0, kept - (len(ids) - self.longest))
-            [ids] = self._framed([{**row, column: document.first(kept)}])
-        return Prompt(ids, len(document.ids), kept, len(ids) <= self.longest and (kept > 0 or not document.ids))
-
     def _framed(self, rows: Sequence[Texts]) -> list[list[int]]:
         """Encode with the tokenizer's own BOS, but without the EOS that some add."""
-        texts = [self.task.prompt(row) for row in rows]
-        encoded: list[list[int]] = self.tokenizer(texts, verbose=False)["input_ids"]
-        end = self.tokenizer.eos_token_id
-        return [ids[:-1] if ids[-1:] == [end] else ids for ids in encoded]
+        encoded: list[list[int]] = self.tokenizer([self.task.prompt(row) for row in rows], verbose=False)["input_ids"]
+        return [ids[:-1] if ids[-1:] == [self.tokenizer.eos_token_id] else ids for ids in encoded]
 
-    def _plain(self, texts: Sequence[str]) -> list[list[int]]:
-        encoded: list[list[int]] = self.tokenizer(list(texts), add_special_tokens=False, verbose=False)["input_ids"]
+    def _plain(self, texts: list[str]) -> list[list[int]]:
+        encoded: list[list[int]] = self.tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
         return encoded
+
+    def _documents(self, texts: list[str]) -> "list[_Document]":
+        fast = self.tokenizer.is_fast
+        found = self.tokenizer(texts, add_special_tokens=False, return_offsets_mapping=fast, verbose=False)
+        offsets = found["offset_mapping"] if fast else [None] * len(texts)
+        return [_Document(*each, self.tokenizer) for each in zip(texts, found["input_ids"], offsets, strict=True)]
 
 
 @dataclass(frozen=True)
 class _Document:
-    """A text, its token ids, and where each of them ends in it; None where the tokenizer cannot tell."""
-
     text: str
     ids: list[int]
-    ends: list[int] | None
+    offsets: list[tuple[int, int]] | None  # where each token lies in the text; None if the tokenizer cannot tell
     tokenizer: Any
-
-    @classmethod
-    def of_each(cls, texts: list[str], tokenizer: Any) -> "list[_Document]":
-        found = tokenizer(texts, add_special_tokens=False, return_offsets_mapping=tokenizer.is_fast, verbose=False)
-        offsets = found["offset_mapping"] if tokenizer.is_fast else [None] * len(texts)
-        ends = [each and [end for _, end in each] for each in offsets]
-        return [cls(*each, tokenizer) for each in zip(texts, found["input_ids"], ends, strict=True)]
 
     def first(self, number: int) -> str:
         """Return the text of the first `number` tokens."""
         if number == len(self.ids):
             return self.text
-        if self.ends is None:
+        if self.offsets is None:
             return str(self.tokenizer.decode(self.ids[:number]))
-        return self.text[: self.ends[number - 1]] if number else ""
+        return self.text[: self.offsets[number - 1][1]] if number else ""
 
 
 def _pieces(template: str) -> tuple[tuple[str, str | None], ...]:
@@ -170,14 +165,12 @@ def _pieces(template: str) -> tuple[tuple[str, str | None], ...]:
     >>> _pieces("German: {german} English:")
     (('German: ', 'german'), (' English:', None))
     """
-    pieces: list[tuple[str, str | None]] = []
     try:
-        for text, column, form, conversion in Formatter().parse(template):
-            if column == "" or form or conversion:
-                raise ValueError("has braces with something else than the name of a column")
-            pieces.append((text, column))
+        parsed = list(Formatter().parse(template))
+        if any(column == "" or form or conversion for _, column, form, conversion in parsed):
+            raise ValueError("has braces with something else than the name of a column")
     except ValueError as error:
         raise DataError(f"data.template: {error}; write {{column}} for a column, and {{{{ }}}} for braces") from None
-    if not any(column for _, column in pieces):
+    if not any(column for _, column, _, _ in parsed):
         raise DataError("data.template: names no column; write {column} where one goes")
-    return tuple(pieces)
+    return tuple((text, column) for text, column, _, _ in parsed)

@@ -73,8 +73,7 @@ class Filler:
 
     def __init__(self, rng: random.Random, lines: Sequence[str]) -> None:
         self.rng, self.lines = rng, lines
-        kinds = ("refrain", "refrain", "sentences", "lines", "lines") if lines else ("refrain", "sentences")
-        self.kind = rng.choice(kinds)
+        self.kind = rng.choice("refrain refrain sentences lines lines".split() if lines else ["refrain", "sentences"])
         self.refrain = " ".join(sentence(rng) for _ in range(rng.randint(2, 6)))
         self.line = rng.randrange(len(lines)) if lines else 0
 
@@ -98,11 +97,10 @@ class Page:
     def say(self, text: str, reserve: int = 0) -> bool:
         """Add a line if that leaves `reserve` tokens, and return whether it did."""
         cost = self.count(text + "\n")
-        if cost > self.left - reserve:
-            return False
-        self.left -= cost
-        self.lines.append(text)
-        return True
+        if fits := cost <= self.left - reserve:
+            self.left -= cost
+            self.lines.append(text)
+        return fits
 
 
 def facts_document(rng: random.Random, budget: int, count: Counter, lines: Sequence[str]) -> str:
@@ -116,10 +114,9 @@ def facts_document(rng: random.Random, budget: int, count: Counter, lines: Seque
         # Where a form leaves a name out, the thing alone must tell its facts apart.
         if any(thing == old["thing"] and (name == old["name"] or "{name}" not in state) for old in known):
             return True
-        if not page.say(state.format(**fact), closing):
-            return False
-        known.append(fact)
-        return True
+        if said := page.say(state.format(**fact), closing):
+            known.append(fact)
+        return said
 
     def question(reserve: int, among: int) -> bool:
         return page.say(ask.format(**rng.choice(known[:among])), reserve)
@@ -147,10 +144,8 @@ def copy_document(rng: random.Random, budget: int, count: Counter, lines: Sequen
     joint = " " if len(pool) > 20 else rng.choice(("", " ", ", "))
     apart = rng.random() < 0.6
     size = rng.randint(6, max(8, budget // (16 if apart else 3)))
-    text = joint.join(rng.choices(pool, k=size))
-    while count(text) > budget * 0.45:
+    while count(text := joint.join(rng.choices(pool, k=size))) > budget * 0.45:
         size = size * 3 // 4
-        text = joint.join(rng.choices(pool, k=size))
     page, filler = Page(budget, count), Filler(rng, lines)
     page.say(text)
     if apart:

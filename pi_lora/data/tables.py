@@ -22,8 +22,7 @@ from pi_lora.types import Json
 DOCUMENT_SUFFIXES = (*TEXT_SUFFIXES, *JSON_LINES, PARQUET)
 TABLE_SUFFIXES = (*JSON_LINES, PARQUET, CSV)
 SHUFFLE_CHARACTERS = 32_000_000
-# `datasets` shuffles a streamed data set in a buffer that counts rows, however long they are. Few of them suffice,
-# since `shuffled`, which counts characters, comes after it.
+# Of the buffer in which `datasets` shuffles a stream; few suffice, since `shuffled` comes after it.
 STREAMED_ROWS = 100
 # Its loader is a script, which `datasets` no longer runs; the script reads `SPLIT.jsonl` out of `SUBSET.zip`.
 SCROLLS = "tau/scrolls"
@@ -40,11 +39,7 @@ class Table(ABC):
 
     @abstractmethod
     def rows(self, columns: Sequence[str], seed: int | None = None) -> Iterator[NamedRow]:
-        """Yield the texts in `columns` of every row, in a fixed order or in the one that `seed` gives.
-
-        Raises:
-            DataError: (while reading) the source cannot be read, lacks a column, or one holds something but text.
-        """
+        """Yield the texts in `columns` of every row, in a fixed order or in the one that `seed` gives."""
 
     @abstractmethod
     def identity(self) -> Json:
@@ -52,13 +47,12 @@ class Table(ABC):
 
     def documents(self, seed: int | None = None) -> Iterator[Document]:
         """Yield the texts of `column` that are not blank, ordered as `rows`; raise DataError if there is none."""
-        empty = True
-        for where, row in self.rows([self.column], seed):
-            if (text := row[self.column]).strip():
-                empty = False
-                yield Document(where, text)
-        if empty:
+        found = (Document(where, row[self.column]) for where, row in self.rows([self.column], seed))
+        filled = (document for document in found if document.text.strip())
+        if (first := next(filled, None)) is None:
             raise DataError(f"{self.name}: holds no text, it is empty; name a source with text")
+        yield first
+        yield from filled
 
 
 def texts(rows: Iterable[tuple[str, Json]], columns: Sequence[str]) -> Iterator[NamedRow]:
@@ -66,8 +60,8 @@ def texts(rows: Iterable[tuple[str, Json]], columns: Sequence[str]) -> Iterator[
     for where, row in rows:
         documents.check_columns(where, columns, row)
         for column in columns:
-            if not isinstance(text := row[column], str | None):
-                kind = type(text).__name__
+            if not isinstance(row[column], str | None):
+                kind = type(row[column]).__name__
                 raise DataError(f"{where}: column {column} holds {kind}, not text; name a column that does")
         yield where, {column: row[column] or "" for column in columns}
 
@@ -118,8 +112,7 @@ class LocalFiles(Table):
 class HubDataset(Table):
     """A split of a hub data set; nothing is fetched before it is read.
 
-    The seeded order permutes all rows of a data set that is on disk. Of a streamed one it permutes the files, reads
-    several in turns, and their rows go through a buffer.
+    The seeded order permutes all rows on disk; of a stream the files, several of which are read in turns into a buffer.
     """
 
     def __init__(self, source: Source) -> None:
@@ -148,16 +141,14 @@ class HubDataset(Table):
         # `datasets` takes a second to import, and local text does without.
         from datasets import load_dataset
 
-        source = self.source
-        return load_dataset(
-            source.name, source.subset, split=source.split, revision=self.commit, streaming=source.streaming
-        )
+        its = self.source
+        return load_dataset(its.name, its.subset, split=its.split, revision=self.commit, streaming=its.streaming)
 
     def _read(self, columns: Sequence[str], seed: int | None) -> Iterator[tuple[str, Json]]:
         try:
             dataset = self._dataset
             # What is not needed is not decoded. A streamed data set may not know its columns before its first row.
-            if dataset.column_names and set(columns) <= set(dataset.column_names):
+            if set(columns) <= set(dataset.column_names or ()):
                 dataset = dataset.select_columns(list(columns))
             if seed is not None:
                 dataset = dataset.shuffle(seed, **({"buffer_size": STREAMED_ROWS} if self.source.streaming else {}))
@@ -181,9 +172,20 @@ class HubFile(Table):
     revision: str
     column: str = "text"
 
+    def downloaded(self) -> Path:
+        """Download the file, or find it in the hub's cache; raise DataError if neither works."""
+        try:
+            return Path(hf_hub_download(self.name, self.file, repo_type="dataset", revision=self.revision))
+        except (OSError, HfHubHTTPError) as error:
+            reason = str(error).strip().splitlines()[0].rstrip(".")
+            raise DataError(
+                f"{self.name}: {self.file} cannot be downloaded from the hub ({reason}); "
+                "check the name and the network, or download it elsewhere and name the local file"
+            ) from None
+
     def rows(self, columns: Sequence[str], seed: int | None = None) -> Iterator[NamedRow]:
         """Yield row after row, named by where they are on the hub."""
-        path = downloaded(self.name, self.file, self.revision)
+        path = self.downloaded()
         for where, row in LocalFiles(self.name, (path,)).rows(columns, seed):
             yield where.replace(str(path), f"{self.name}/{self.file}", 1), row
 
@@ -192,38 +194,21 @@ class HubFile(Table):
         return {"revision": self.revision}
 
 
-class ScrollsTable(Table):
+@dataclass(frozen=True)
+class Scrolls(HubFile):
     """A task of SCROLLS (Shaham et al. 2022) in its own version, as the paper uses GovReport: `input` and `output`."""
 
-    def __init__(self, source: Source) -> None:
-        if source.subset is None:
-            raise DataError(f"{SCROLLS}: has several subsets; set subset, as gov_report")
-        self.name, self.column, self.source = f"{SCROLLS}/{source.subset}", source.column, source
+    split: str = "train"
 
     def rows(self, columns: Sequence[str], seed: int | None = None) -> Iterator[NamedRow]:
         """Yield line after line of the split's file, in this order alone."""
-        subset, split = self.source.subset, self.source.split
-        with zipfile.ZipFile(downloaded(SCROLLS, f"{subset}.zip", self.source.revision)) as archive:
-            if f"{subset}/{split}.jsonl" not in archive.namelist():
-                raise DataError(f"{self.name}: has no split {split}; there are train, validation and test")
-            with archive.open(f"{subset}/{split}.jsonl") as lines:
-                yield from texts(documents.json_rows(lines, f"{self.name}/{split}", columns[0]), columns)
-
-    def identity(self) -> Json:
-        """Return the revision; a branch may move, a commit does not."""
-        return {"revision": self.source.revision}
-
-
-def downloaded(name: str, file: str, revision: str) -> Path:
-    """Download a file of a hub data set, or find it in the hub's cache; raise DataError if neither works."""
-    try:
-        return Path(hf_hub_download(name, file, repo_type="dataset", revision=revision))
-    except (OSError, HfHubHTTPError) as error:
-        reason = str(error).strip().splitlines()[0].rstrip(".")
-        raise DataError(
-            f"{name}: {file} cannot be downloaded from the hub ({reason}); "
-            "check the name and the network, or download it elsewhere and name the local file"
-        ) from None
+        task = self.file.removesuffix(".zip")
+        where, member = f"{self.name}/{task}", f"{task}/{self.split}.jsonl"
+        with zipfile.ZipFile(self.downloaded()) as archive:
+            if member not in archive.namelist():
+                raise DataError(f"{where}: has no split {self.split}; there are train, validation and test")
+            with archive.open(member) as lines:
+                yield from texts(documents.json_rows(lines, f"{where}/{self.split}", columns[0]), columns)
 
 
 def find_table(source: Source) -> Table:
@@ -232,7 +217,9 @@ def find_table(source: Source) -> Table:
     if name.startswith("builtin:"):
         raise DataError(f"{name}: is text to pack, without columns; name files or a data set with rows")
     if name == SCROLLS:
-        return ScrollsTable(source)
+        if source.subset is None:
+            raise DataError(f"{SCROLLS}: has several subsets; set subset, as gov_report")
+        return Scrolls(SCROLLS, f"{source.subset}.zip", source.revision, source.column, source.split)
     if not documents.looks_local(name):
         return HubDataset(source)
     files = documents.files_named(name, TABLE_SUFFIXES)

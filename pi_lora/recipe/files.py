@@ -26,20 +26,16 @@ class _Loader(yaml.SafeLoader):
     """SafeLoader that reads `2e-5` as a number (YAML 1.2) and refuses a key that is given twice."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen: set[Any] = set()
-        for key_node, _ in node.value:
-            key = self.construct_object(key_node, deep=True)
-            if key in seen:
-                raise yaml.MarkedYAMLError(problem=f"{key}: given twice", problem_mark=key_node.start_mark)
-            seen.add(key)
+        seen = set()
+        for key, _ in node.value:
+            if key.value in seen:
+                raise yaml.MarkedYAMLError(problem=f"{key.value}: given twice", problem_mark=key.start_mark)
+            seen.add(key.value)
         return super().construct_mapping(node, deep)
 
 
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"^[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+$"),
-    list("-+0123456789."),
-)
+_EXPONENT = re.compile(r"^[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+$")
+_Loader.add_implicit_resolver("tag:yaml.org,2002:float", _EXPONENT, list("-+0123456789."))
 
 
 @dataclass(frozen=True)
@@ -51,22 +47,17 @@ class ResolvedRecipe:
 
 
 def load_recipe(path: Path, overrides: Sequence[str] = ()) -> ResolvedRecipe:
-    """Read `path` over what it extends, apply `key=value` overrides, and check the result.
-
-    Raises:
-        RecipeError: the file is missing, not YAML or empty, or has mistakes; all of them, a line each.
-    """
+    """Read `path` over what it extends, apply `key=value` overrides, and check; RecipeError has all mistakes."""
     if path.name.startswith("_"):
         raise RecipeError([f"{path}: is a parent for other recipes (its name begins with _); run one that extends it"])
     tree, origins = _read(path)
     if (parent := tree.pop(EXTENDS, None)) is not None:
+        where = origins[(EXTENDS,)]
         if not isinstance(parent, str) or not Path(parent).name.startswith("_"):
-            where = origins[(EXTENDS,)]
             raise RecipeError([f"{where}: extends: {parent}: a parent's file name begins with _; name such a file"])
         base, base_origins = _read(path.parent / parent)
-        if EXTENDS in base:
-            where = base_origins[(EXTENDS,)]
-            raise RecipeError([f"{where}: extends: a parent cannot extend another; write its keys here"])
+        if own := base_origins.get((EXTENDS,)):
+            raise RecipeError([f"{own}: extends: a parent cannot extend another; write its keys here"])
         tree, origins = _merge(base, tree), {**base_origins, **origins}
     for override in overrides:
         _apply_override(tree, origins, override)
@@ -74,10 +65,12 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> ResolvedRecipe:
         recipe = Recipe.model_validate(tree)
     except ValidationError as error:
         raise RecipeError([_problem(path, each, origins) for each in error.errors()]) from None
-    keys: list[KeyPath] = []
+    found = {}
     for section, content in recipe:
-        keys += [(section, key) for key in type(content).model_fields] if isinstance(content, Section) else [(section,)]
-    return ResolvedRecipe(recipe, {".".join(map(str, key)): origins.get(key, DEFAULT) for key in keys})
+        for key in type(content).model_fields if isinstance(content, Section) else [""]:
+            at = (section, key) if key else (section,)
+            found[".".join(at)] = origins.get(at, DEFAULT)
+    return ResolvedRecipe(recipe, found)
 
 
 def dump_recipe(recipe: Recipe) -> str:
@@ -116,32 +109,28 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[KeyPath, str]]:
         raise RecipeError([f"{path}:{line}: {error.problem}; correct the YAML"]) from None
     except yaml.YAMLError as error:
         raise RecipeError([f"{path}: not YAML ({str(error).splitlines()[0]}); give a YAML file"]) from None
-    finally:
-        loader.dispose()
     if node is None or tree is None:
         raise RecipeError([f"{path}: is empty; a recipe needs at least model, context and data"])
     if not isinstance(tree, dict):
         raise RecipeError([f"{path}: holds a {type(tree).__name__}, not keys; write `key: value` lines"])
-    return tree, dict(_lines(node, path, ()))
+    return tree, dict(_lines(node, path))
 
 
-def _lines(node: yaml.Node, path: Path, at: KeyPath) -> Iterator[tuple[KeyPath, str]]:
-    if isinstance(node, yaml.MappingNode):
-        for key, value in node.value:
-            yield (*at, key.value), f"{path}:{key.start_mark.line + 1}"
-            yield from _lines(value, path, (*at, key.value))
-    elif isinstance(node, yaml.SequenceNode):
-        for index, value in enumerate(node.value):
-            yield (*at, index), f"{path}:{value.start_mark.line + 1}"
-            yield from _lines(value, path, (*at, index))
+def _lines(node: yaml.Node, path: Path, at: KeyPath = ()) -> Iterator[tuple[KeyPath, str]]:
+    entries = node.value if isinstance(node, yaml.CollectionNode) else []
+    for index, entry in enumerate(entries):
+        key, value = entry if isinstance(entry, tuple) else (entry, entry)
+        inner = (*at, key.value if isinstance(entry, tuple) else index)
+        yield inner, f"{path}:{key.start_mark.line + 1}"
+        yield from _lines(value, path, inner)
 
 
 def _merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     """Put `over` on `base`: sections key by key, everything else (lists too) as a whole."""
-    merged = dict(base)
+    merged = {**base, **over}
     for key, value in over.items():
-        both = isinstance(value, dict) and isinstance(merged.get(key), dict)
-        merged[key] = _merge(merged[key], value) if both else value
+        if isinstance(value, dict) and isinstance(base.get(key), dict):
+            merged[key] = _merge(base[key], value)
     return merged
 
 
@@ -174,8 +163,7 @@ def _problem(path: Path, error: Any, origins: Mapping[KeyPath, str]) -> str:
     elif error["type"] == "missing":
         what = "missing; every recipe needs it"
     else:
-        message = error["msg"].removeprefix("Value error, ")
-        given = error["input"]
+        message, given = error["msg"].removeprefix("Value error, "), error["input"]
         shown = "" if isinstance(given, dict) or error["type"] == "value_error" else f", not {given!r}"
         what = (message[0].lower() + message[1:] if key else message) + shown
     return f"{known}: {key}: {what}" if key else f"{known}: {what}"

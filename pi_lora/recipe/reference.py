@@ -1,5 +1,6 @@
 """The reference page of a recipe's keys, written from the schema so that it is never out of date."""
 
+import json
 from collections.abc import Iterator
 from typing import Any, Literal, get_args, get_origin
 
@@ -12,20 +13,16 @@ HEAD = """# Every key of a recipe
 Written by `pi-lora recipes --keys` from the schema. A key without a default is required. On the command line:
 `pi-lora train RECIPE training.steps=200`. `pi-lora show RECIPE` prints a resolved recipe, and the origin of each value.
 """
+TABLE_HEAD = "| key | values | default | |\n|---|---|---|---|\n"
 
 
 def reference_page() -> str:
     """Return a table for each section of a recipe: key, values, default, description."""
-    parts = [HEAD, "\n## The recipe itself\n\n", *_table("", Recipe)]
+    parts = [HEAD, "\n## The recipe itself\n\n", TABLE_HEAD, *_rows("", Recipe)]
     for name, field in Recipe.model_fields.items():
         for section in sections_in(field.annotation):
-            parts += [f"\n## `{name}`\n\n{_summary(section)}\n\n", *_table(f"{name}.", section)]
+            parts += [f"\n## `{name}`\n\n{_summary(section)}\n\n", TABLE_HEAD, *_rows(f"{name}.", section)]
     return "".join(parts)
-
-
-def _table(prefix: str, section: type[Section]) -> Iterator[str]:
-    yield "| key | values | default | |\n|---|---|---|---|\n"
-    yield from _rows(prefix, section)
 
 
 def _rows(prefix: str, section: type[Section]) -> Iterator[str]:
@@ -55,12 +52,9 @@ def _values(annotation: Any) -> str:
 def _default(field: FieldInfo) -> str:
     if field.is_required():
         return ""
-    default = field.default
-    if isinstance(default, bool):
-        return f"`{str(default).lower()}`"
-    if default is None or default == () or default == {}:
+    if field.default in (None, (), {}):
         return "none"
-    return f"`{list(default) if isinstance(default, tuple) else default}`"
+    return f"`{json.dumps(field.default)}`".replace('"', "")
 
 
 def _summary(section: type[Section]) -> str:

@@ -13,6 +13,19 @@ Schedule = Literal[
 ]
 # fmt: on
 Tracker = Literal["tensorboard", "wandb", "trackio"]
+Kernel = Literal["auto", "sdpa", "flash_attention_2", "eager"]
+Method = Literal["lora", "qlora", "full"]
+Scaling = Literal["pi", "direct", "dynamic", "yarn", "keep"]
+
+
+def _as_sources(value: object) -> object:
+    entries = value if isinstance(value, list) else [value]
+    return tuple({"name": entry} if isinstance(entry, str) else entry for entry in entries)
+
+
+# YAML has lists only; a recipe is frozen and holds tuples.
+_LIST = BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)
+_SOURCES = BeforeValidator(_as_sources)
 
 
 class Section(BaseModel):
@@ -36,9 +49,7 @@ class Model(Section):
     revision: str = Field("main", description="branch, tag or commit on the hub")
     dtype: Dtype | None = Field(None, description="of the loaded weights; by default what the tuning method needs")
     trust_remote_code: bool = Field(False, description="run Python code from the model's repository")
-    attention: Literal["auto", "sdpa", "flash_attention_2", "eager"] = Field(
-        "auto", description="the kernel; auto: the fastest installed one for this GPU, else torch's (sdpa)"
-    )
+    attention: Kernel = Field("auto", description="auto: the fastest installed one for this GPU, else torch's (sdpa)")
 
 
 class Context(Section):
@@ -57,17 +68,13 @@ class Context(Section):
 class Tuning(Section):
     """Which weights train, and the shape of the adapter."""
 
-    method: Literal["lora", "qlora", "full"] = Field(
-        "lora", description="an adapter, an adapter on a 4-bit (NF4) base, or all weights"
-    )
+    method: Method = Field("lora", description="an adapter, an adapter on a 4-bit (NF4) base, or all weights")
     rank: int = Field(16, gt=0, description="of the adapter's matrices")
     alpha: float | None = Field(None, gt=0, description="by default twice the rank")
     rank_stabilized: bool = Field(False, description="scale by alpha / sqrt(rank) (Kalajdzievski 2023)")
     dora: bool = Field(False, description="train magnitudes and directions separately (DoRA, Liu et al. 2024)")
     dropout: float = Field(0.0, ge=0, lt=1, description="probability, on the adapter's inputs")
-    targets: Literal["attention", "all-linear"] = Field(
-        "all-linear", description="the linear layers that get an adapter"
-    )
+    targets: Literal["attention", "all-linear"] = Field("all-linear", description="linear layers that get an adapter")
     embeddings_and_norms: bool = Field(True, description="also train them in full (LongLoRA)")
 
     @property
@@ -85,49 +92,24 @@ class Source(Section):
     subset: str | None = Field(None, description="of a hub data set that has several (`datasets` calls it `name`)")
     split: str = Field("train", description="of a hub data set")
     revision: str = Field("main", description="of a hub data set: branch, tag or commit")
-    streaming: bool = Field(
-        False, description="read a hub data set while training data is made, without downloading all of it"
-    )
-
-
-def _as_tuple(value: object) -> object:
-    return tuple(value) if isinstance(value, list) else value
-
-
-def _as_sources(value: object) -> object:
-    entries = value if isinstance(value, list) else [value]
-    return tuple({"name": entry} if isinstance(entry, str) else entry for entry in entries)
+    streaming: bool = Field(False, description="read a hub data set as it is needed, without downloading all of it")
 
 
 class Data(Section):
     """The training data: documents packed into sequences of L' tokens, or examples of a task, one per row."""
 
-    source: Annotated[tuple[Source, ...], BeforeValidator(_as_sources), Field(min_length=1)]
-    packing: Literal["wrapped", "bfd_split"] = Field(
-        "wrapped", description="cut one stream of documents, or fit whole ones together and split only long ones"
-    )
-    positions: Literal["contiguous", "skip"] = Field(
-        "contiguous", description="skip: PoSE (Zhu et al. 2023), L tokens at positions spread over L'"
-    )
-    chunks: int = Field(2, ge=2, description="PoSE: runs of consecutive positions in a sequence")
+    source: Annotated[tuple[Source, ...], _SOURCES, Field(min_length=1)]
+    packing: Literal["wrapped", "bfd_split"] = Field("wrapped", description="cut one stream, or fit documents together")
+    positions: Literal["contiguous", "skip"] = Field("contiguous", description="skip: PoSE, L tokens spread over L'")
+    chunks: int = Field(2, ge=2, description="PoSE (Zhu et al. 2023): runs of consecutive positions in a sequence")
     min_document_tokens: int = Field(1, gt=0, description="shorter documents are left out")
-    document: str | None = Field(
-        None, description="examples: the column that is cut to fit; with `summary`, the one to summarize"
-    )
-    summary: str | None = Field(
-        None, description="examples of summaries, under the paper's prompt: the column that holds them"
-    )
-    template: str | None = Field(
-        None, description="examples of any task: the prompt, with {column} where a column goes"
-    )
+    document: str | None = Field(None, description="examples: the column to summarize, or that is cut to fit")
+    summary: str | None = Field(None, description="examples under the paper's prompt: the column of summaries")
+    template: str | None = Field(None, description="examples of any task: a prompt with {column} for a column")
     completion: str | None = Field(None, description="with `template`: the column that holds the answer")
-    document_tokens: int = Field(
-        15000, gt=0, description="the longest `document`; a longer one is cut, or to what fits"
-    )
+    document_tokens: int = Field(15000, gt=0, description="a longer `document` is cut, or to what fits")
     completion_tokens: int = Field(1000, gt=0, description="the longest summary or completion; a longer one is cut")
-    loss: Literal["completion", "all"] = Field(
-        "completion", description="of examples: which tokens count; `all` includes prompts"
-    )
+    loss: Literal["completion", "all"] = Field("completion", description="which tokens count; `all`: prompts too")
     epochs: int = Field(1, gt=0, description="how often the same text may be used")
     seed: int = Field(0, description="of the order of documents, the mixture and PoSE")
 
@@ -166,22 +148,14 @@ class Training(Section):
     warmup_start: float = Field(0.1, ge=0, le=1, description="the rate at step 0, as a share of the maximum")
     optimizer: Literal["adamw", "paged_adamw_8bit"] = Field("adamw", description="paged_adamw_8bit needs a GPU")
     weight_decay: float = Field(0.0, ge=0, description="of AdamW")
-    betas: Annotated[tuple[float, float], BeforeValidator(_as_tuple)] = Field((0.9, 0.95), description="of AdamW")
+    betas: Annotated[tuple[float, float], _LIST] = Field((0.9, 0.95), description="of AdamW")
     max_grad_norm: float = Field(1.0, gt=0, description="gradients are clipped to this norm")
-    precision: Literal["auto", "float32", "bfloat16"] = Field(
-        "auto", description="of the computation; auto: bfloat16 where the hardware supports it"
-    )
+    precision: Literal["auto", "float32", "bfloat16"] = Field("auto", description="auto: bfloat16 if supported")
     activation_checkpointing: bool = Field(True, description="recompute layers in the backward pass, to save memory")
-    mlp_chunk_tokens: int | None = Field(
-        None, gt=0, description="tokens per piece of an MLP's input, to save memory; by default all at once"
-    )
-    save_every: int = Field(
-        100, gt=0, description="steps between checkpoints, which are removed when the run is complete"
-    )
+    mlp_chunk_tokens: int | None = Field(None, gt=0, description="tokens per piece of an MLP's input; by default all")
+    save_every: int = Field(100, gt=0, description="steps between checkpoints; a complete run keeps none")
     log_every: int = Field(10, gt=0, description="steps between lines of training.jsonl")
-    tracking: Annotated[tuple[Tracker, ...], BeforeValidator(_as_tuple)] = Field(
-        (), description="other places to log to"
-    )
+    tracking: Annotated[tuple[Tracker, ...], _LIST] = Field((), description="also log to these")
     seed: int = Field(0, description="of the adapter's initial values, dropout and the order of sequences")
 
 
@@ -214,9 +188,7 @@ class PerplexityEvaluation(Section):
     """Sliding-window perplexity (paper, section 3.2)."""
 
     data: str = Field("builtin:stdlib", description="a file, folder, glob or hub id with a column `text`")
-    windows: Annotated[tuple[int, ...] | None, BeforeValidator(_as_tuple)] = Field(
-        None, description="lengths in tokens; by default L' and its halves"
-    )
+    windows: Annotated[tuple[int, ...] | None, _LIST] = Field(None, description="in tokens; by default L', L'/2, ...")
     stride: int | None = Field(None, gt=0, description="tokens; by default 256, or half the shortest window")
     documents: int | None = Field(None, gt=0, description="how many; by default all")
 
@@ -233,16 +205,13 @@ class PasskeyEvaluation(Section):
 class BenchmarksEvaluation(Section):
     """Short-context benchmarks (paper, table 5), of the finished run only."""
 
-    tasks: Annotated[tuple[str, ...], BeforeValidator(_as_tuple), Field(min_length=1)] = Field(
-        ("boolq", "piqa", "race_middle", "race_high", "winogrande"),
-        description="tasks or groups of lm-eval, at the original window",
+    tasks: Annotated[tuple[str, ...], _LIST, Field(min_length=1)] = Field(
+        ("boolq", "piqa", "race_middle", "race_high", "winogrande"), description="tasks or groups of lm-eval"
     )
     window: int | None = Field(None, gt=1, description="tokens that an input is cut to; by default L")
     limit: int | None = Field(None, gt=0, description="examples of each task; by default all")
     batch_size: int = Field(8, gt=0, description="inputs per forward pass")
-    data: Annotated[tuple[str, ...], BeforeValidator(_as_tuple)] = Field(
-        (), description="local data instead of the hub: `boolq=FILE`, or a folder of such files"
-    )
+    data: Annotated[tuple[str, ...], _LIST] = Field((), description="local data: `boolq=FILE`, or a folder of them")
 
 
 class Evaluation(Section):
@@ -259,10 +228,7 @@ class Recipe(Section):
 
     model: Model
     context: Context
-    scaling: Literal["pi", "direct", "dynamic", "yarn", "keep"] = Field(
-        "pi",
-        description="pi: Position Interpolation; keep: that of an extended model; the others for comparison",
-    )
+    scaling: Scaling = Field("pi", description="pi: interpolate; keep: that of an extended model; others to compare")
     tuning: Tuning = Tuning()
     data: Data
     training: Training = Training()
@@ -274,6 +240,7 @@ class Recipe(Section):
     def _fits_together(self) -> Self:
         dtype, target, training, hardware = self.model.dtype, self.context.target, self.training, self.hardware
         parallel, sequences = hardware.context_parallel, hardware.data_parallel
+        batch, at_once = training.global_batch_size, training.per_device_batch_size
         pose, keep = self.data.positions == "skip", self.scaling == "keep"
         if self.tuning.method == "full" and dtype not in (None, "float32"):
             raise ValueError(f"model.dtype: {dtype} weights would round most updates of full tuning away; leave it out")
@@ -285,12 +252,9 @@ class Recipe(Section):
             raise ValueError("hardware: gpus and cpu_processes exclude each other; keep one")
         if hardware.processes % parallel:
             raise ValueError(f"hardware.context_parallel: {parallel} does not divide {hardware.processes} processes")
-        if training.global_batch_size % (training.per_device_batch_size * sequences):
-            raise ValueError(
-                f"training.global_batch_size: {training.global_batch_size} is not a multiple of "
-                f"{training.per_device_batch_size * sequences} "
-                f"(per_device_batch_size {training.per_device_batch_size} on {sequences} processes)"
-            )
+        if batch % (at_once * sequences):
+            multiple = f"{at_once * sequences} (per_device_batch_size {at_once} on {sequences} processes)"
+            raise ValueError(f"training.global_batch_size: {batch} is not a multiple of {multiple}")
         if parallel > 1 and self.data.has_examples:
             raise ValueError("hardware.context_parallel: examples differ in length; set it to 1")
         if keep and self.context.original is not None:
@@ -300,7 +264,6 @@ class Recipe(Section):
         if parallel > 1 and pose:
             raise ValueError("data.positions: skip: its sequences are short; set hardware.context_parallel to 1")
         if parallel > 1 and target % (2 * parallel):
-            raise ValueError(
-                f"context.target: {target} is not a multiple of {2 * parallel}, twice hardware.context_parallel"
-            )
+            multiple = f"{2 * parallel}, twice hardware.context_parallel"
+            raise ValueError(f"context.target: {target} is not a multiple of {multiple}")
         return self

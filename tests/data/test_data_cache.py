@@ -1,3 +1,4 @@
+import itertools
 import json
 import shutil
 import subprocess
@@ -8,14 +9,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pi_lora.data.cache import MADE_FROM, Layout, Row, cache_folder, cached, read_shards, write_shards
+from pi_lora.data.cache import MADE_FROM, ROWS_AT_ONCE, Row, cache_folder, cached, columns_of, read_rows, write_rows
 from pi_lora.errors import DataError
 
-LAYOUT = Layout({"input_ids": "uint16", "position_ids": "int32"}, length=4, number=10)
+COLUMNS = columns_of({"input_ids": "uint16", "position_ids": "int32"}, length=4)
+OTHER_COLUMNS = columns_of({"input_ids": "int32"}, length=4)
 MAKER = """
 import sys, time
 from pathlib import Path
-from pi_lora.data.cache import Layout, cached
+from pi_lora.data.cache import cached, columns_of
 
 def rows():
     Path(sys.argv[1], "making").touch()
@@ -23,7 +25,7 @@ def rows():
         time.sleep(0.01)
     yield from ({"input_ids": [index] * 4} for index in range(10))
 
-found = cached({"of": "all"}, Layout({"input_ids": "int32"}, 4, 10), rows, lambda: print("waited"))
+found, _ = cached({"of": "all"}, columns_of({"input_ids": "int32"}, 4), rows, lambda: print("waited"))
 print(found["input_ids"][9].tolist())
 """
 
@@ -47,10 +49,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_sequences_are_made_once_and_read_back(folder: Path) -> None:
-    made = cached({"of": "this"}, LAYOUT, rows, nobody_waits)
-    again = cached({"of": "this"}, LAYOUT, never, nobody_waits)
+    made, _ = cached({"of": "this"}, COLUMNS, rows, nobody_waits)
+    again, _ = cached({"of": "this"}, COLUMNS, never, nobody_waits)
     for found in (made, again):
-        assert found.features == LAYOUT.features
+        assert found.features == COLUMNS
         assert [row["input_ids"].tolist() for row in found] == [[index, 65535, 0, index] for index in range(10)]
         assert found[3]["position_ids"].tolist() == [0, 1, 2, 2**31 - 1]
         assert found[3]["position_ids"].dtype == np.int64
@@ -59,16 +61,18 @@ def test_sequences_are_made_once_and_read_back(folder: Path) -> None:
 
 
 def test_other_origins_are_other_sequences(folder: Path) -> None:
-    cached({"of": "this"}, LAYOUT, rows, nobody_waits)
+    cached({"of": "this"}, COLUMNS, rows, nobody_waits)
     with pytest.raises(pytest.fail.Exception, match="made again"):
-        cached({"of": "that"}, LAYOUT, never, nobody_waits)
+        cached({"of": "that"}, COLUMNS, never, nobody_waits)
 
 
-@pytest.mark.parametrize("tokens", [1, 4, 12, 16, 1000])
-def test_shards_hold_the_sequences_in_order(tmp_path: Path, tokens: int) -> None:
-    write_shards(tmp_path, rows(), LAYOUT, tokens)
-    assert len(list(tmp_path.iterdir())) == -(-10 // max(1, tokens // 4))
-    assert [row["input_ids"][0] for row in read_shards(tmp_path, LAYOUT)] == list(range(10))
+@pytest.mark.parametrize("number", [1, ROWS_AT_ONCE, 3 * ROWS_AT_ONCE + 1])
+def test_rows_stay_in_order_and_notes_beside_them(folder: Path, number: int) -> None:
+    counted = [{"input_ids": [index] * (index % 3)} for index in range(number)]
+    for make in (lambda: iter(counted), never):
+        found, notes = cached({"of": "this"}, columns_of({"input_ids": "int32"}), make, nobody_waits, lambda: {"a": 1})
+        assert [row["input_ids"].tolist() for row in found] == [row["input_ids"] for row in counted]
+        assert notes == {"a": 1}
 
 
 DAMAGE: dict[str, Callable[[Path], object]] = {
@@ -78,19 +82,20 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
     "cut after the schema": lambda shard: shard.write_bytes(shard.read_bytes()[:400]),
     "overwritten": lambda shard: shard.write_bytes(b"x" * shard.stat().st_size),
     "without its folder": lambda shard: shutil.rmtree(shard.parent),
-    "of another layout": lambda shard: write_shards(shard.parent, rows(), Layout({"input_ids": "int32"}, 4, 10)),
+    "short of a row": lambda shard: write_rows(shard, COLUMNS, itertools.islice(rows(), 9)),
+    "of other columns": lambda shard: write_rows(shard, OTHER_COLUMNS, rows()),
 }
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_a_damaged_cache_is_made_again(folder: Path, damage: str) -> None:
-    cached({"of": "this"}, LAYOUT, rows, nobody_waits)
+    cached({"of": "this"}, COLUMNS, rows, nobody_waits)
     [shard] = folder.rglob("*.arrow")
     DAMAGE[damage](shard)
-    assert read_shards(shard.parent, LAYOUT) is None
-    found = cached({"of": "this"}, LAYOUT, rows, nobody_waits)
+    assert read_rows(shard.parent, COLUMNS) is None
+    found, _ = cached({"of": "this"}, COLUMNS, rows, nobody_waits)
     assert found["input_ids"][9].tolist() == [9, 65535, 0, 9]
-    cached({"of": "this"}, LAYOUT, never, nobody_waits)
+    cached({"of": "this"}, COLUMNS, never, nobody_waits)
 
 
 def test_what_breaks_off_leaves_nothing(folder: Path) -> None:
@@ -99,16 +104,16 @@ def test_what_breaks_off_leaves_nothing(folder: Path) -> None:
         raise DataError("books: hold too little")
 
     with pytest.raises(DataError, match="too little"):
-        cached({"of": "this"}, LAYOUT, breaking, nobody_waits)
+        cached({"of": "this"}, COLUMNS, breaking, nobody_waits)
     assert not [path for path in (folder / "sequences").iterdir() if path.is_dir()]
-    assert len(cached({"of": "this"}, LAYOUT, rows, nobody_waits)) == 10
+    assert len(cached({"of": "this"}, COLUMNS, rows, nobody_waits)[0]) == 10
 
 
 def test_what_a_killed_process_left_is_no_hindrance(folder: Path) -> None:
-    cached({"of": "this"}, LAYOUT, rows, nobody_waits)
+    cached({"of": "this"}, COLUMNS, rows, nobody_waits)
     [entry] = (path for path in (folder / "sequences").iterdir() if path.is_dir())
     entry.rename(entry.with_suffix(".partial"))
-    assert len(cached({"of": "this"}, LAYOUT, rows, nobody_waits)) == 10
+    assert len(cached({"of": "this"}, COLUMNS, rows, nobody_waits)[0]) == 10
     assert not list(folder.rglob("*.partial"))
 
 
@@ -118,7 +123,7 @@ def test_processes_at_once_make_it_once(python: str, folder: Path, tmp_path: Pat
         assert maker.poll() is None
         time.sleep(0.01)
     # The other process goes on once this one says that it waits.
-    found = cached({"of": "all"}, Layout({"input_ids": "int32"}, 4, 10), never, (tmp_path / "waited").touch)
+    found, _ = cached({"of": "all"}, OTHER_COLUMNS, never, (tmp_path / "waited").touch)
     assert (tmp_path / "waited").exists()
     assert found["input_ids"][9].tolist() == [9, 9, 9, 9]
     assert maker.communicate(timeout=120)[0] == "[9, 9, 9, 9]\n"
@@ -140,4 +145,4 @@ def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: py
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("PI_LORA_CACHE", str(tmp_path / "file"))
     with pytest.raises(DataError, match=r"the cache cannot be written .* name another folder .* PI_LORA_CACHE"):
-        cached({"of": "this"}, LAYOUT, rows, nobody_waits)
+        cached({"of": "this"}, COLUMNS, rows, nobody_waits)

@@ -163,15 +163,15 @@ def test_a_completion_is_what_stands_behind_the_prompt_and_ends(tokenizer: Any) 
 def test_what_is_left_out_is_counted_and_named(tmp_path: Path, tokenizer: Any) -> None:
     rows = [*ROWS, {"text": " ", "gist": "x"}, {"text": "x", "gist": None}, {"text": "Fine.", "gist": "Good."}]
     file = write(tmp_path / "rows.jsonl", rows)
-    examples = training_examples(data_of(file, completion_tokens=8), tokenizer, 90)
-    assert (examples.account.examples, len(examples.dataset)) == (4, 4)
-    assert examples.account.documents_cut == 2
-    assert examples.account.left_out == [f"2 rows left out, empty: {file}:4, {file}:5"]
+    examples, account = training_examples(data_of(file, completion_tokens=8), tokenizer, 90)
+    assert (account.examples, len(examples)) == (4, 4)
+    assert account.documents_cut == 2
+    assert account.left_out == [f"2 rows left out, empty: {file}:4, {file}:5"]
     # From the cache with the same account.
-    assert training_examples(data_of(file, completion_tokens=8), tokenizer, 90).account == examples.account
+    assert training_examples(data_of(file, completion_tokens=8), tokenizer, 90)[1] == account
 
     keys = {"template": "Say {text}:", "completion": "gist", "document": None, "summary": None, "completion_tokens": 8}
-    whole = training_examples(data_of(file, **keys), tokenizer, 90).account
+    _, whole = training_examples(data_of(file, **keys), tokenizer, 90)
     assert (whole.examples, whole.documents_cut, whole.too_long) == (3, 0, [f"{file}:1"])
 
 
@@ -276,11 +276,11 @@ def test_the_reports_at_the_papers_limits(tokenizer: Any, tmp_path: Path) -> Non
     rows = [json.loads(line) for line in REPORTS.read_text().splitlines()[::3]]
     short = [{"report": row["report"][:48_000], "summary": row["summary"]} for row in rows]
     data = data_of(write(tmp_path / "reports.jsonl", short), document="report", summary="summary")
-    examples = training_examples(data, tokenizer, 16384)
-    assert (examples.account.examples, examples.account.documents_cut) == (8, 8)
-    assert examples.account.left_out == []
+    examples, account = training_examples(data, tokenizer, 16384)
+    assert (account.examples, account.documents_cut) == (8, 8)
+    assert account.left_out == []
     before, after = SUMMARIZE.split("{document}")
-    for row in examples.dataset:
+    for row in examples:
         ids = row["prompt_ids"]
         assert tokenizer.decode(ids[:100], skip_special_tokens=True).startswith(before)
         assert tokenizer.decode(ids[-100:]).endswith(after)
