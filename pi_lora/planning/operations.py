@@ -1,8 +1,8 @@
-"""Floating-point operations of a run, and the hours that they take."""
+"""Floating-point operations of a run; a multiplication and an addition count as two."""
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
-from pi_lora.planning.parameters import count_parameters
+from pi_lora.planning.memory import adapter_parameters
 from pi_lora.planning.shape import Shape
 from pi_lora.recipe.schema import Tuning
 
@@ -15,9 +15,8 @@ ASSUMED_UTILIZATION = {"full": 0.45, "lora": 0.40, "qlora": 0.30}
 ASSUMED_UTILIZATION_OF_CPU = 0.38
 
 
-@dataclass(frozen=True)
-class Flops:
-    """Operations; a multiplication and an addition count as two."""
+class Flops(NamedTuple):
+    """Operations by the part of a training step that they belong to."""
 
     forward: float
     recomputation: float
@@ -28,13 +27,9 @@ class Flops:
         """The sum of the three."""
         return self.forward + self.recomputation + self.backward
 
-    def times(self, number: int) -> "Flops":
-        """Return the operations of `number` such sequences."""
-        return Flops(self.forward * number, self.recomputation * number, self.backward * number)
 
-
-def flops_of_sequence(shape: Shape, tuning: Tuning, tokens: int, checkpointing: bool) -> Flops:
-    """Return the operations of one sequence of `tokens`, forward and backward.
+def flops_of_sequences(shape: Shape, tuning: Tuning, tokens: int, checkpointing: bool, sequences: int = 1) -> Flops:
+    """Return the operations of `sequences` of `tokens` each, forward and backward.
 
     A product with a weight costs 2 per token forward, 2 backward for its input, and 2 for its own gradient where it
     trains. Attention's two products are causal: half of `tokens` for each token. The chunked loss computes the logits
@@ -42,18 +37,13 @@ def flops_of_sequence(shape: Shape, tuning: Tuning, tokens: int, checkpointing: 
     """
     layers = (shape.linear_weights + shape.active_experts) * 2.0 * tokens
     head = shape.embedding * 2.0 * tokens
-    adapter = count_parameters(shape, tuning).adapter * 2.0 * tokens
-    attention = _attention(shape, tokens)
+    adapter = adapter_parameters(shape, tuning) * 2.0 * tokens
+    # 2 x 2 operations per channel for each pair of tokens in reach: queries with keys, and weights with values.
+    window = min(shape.sliding_window, tokens)
+    full, sliding = tokens * tokens / 2, tokens * window - window * window / 2
+    attention = 4.0 * (shape.full_layers * full + shape.sliding_layers * sliding) * shape.queries
+    forward = layers + head + adapter + attention
+    recomputation = head + (layers + adapter + attention if checkpointing else 0.0)
     trained = layers + head if tuning.method == "full" else adapter
-    return Flops(
-        forward=layers + head + adapter + attention,
-        recomputation=head + (layers + adapter + attention if checkpointing else 0.0),
-        backward=layers + head + adapter + 2 * attention + trained,
-    )
-
-
-def _attention(shape: Shape, tokens: int) -> float:
-    """Queries with keys, and weights with values: 2 x 2 operations per channel for each pair of tokens in reach."""
-    full, window = tokens * tokens / 2, min(shape.sliding_window, tokens)
-    sliding = tokens * window - window * window / 2
-    return 4.0 * (shape.full_layers * full + shape.sliding_layers * sliding) * shape.queries
+    backward = layers + head + adapter + 2 * attention + trained
+    return Flops(forward * sequences, recomputation * sequences, backward * sequences)
