@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from pi_lora.models.base import device, quantization, quiet_loading
 from pi_lora.planning.memory import DeviceMemory, memory
-from pi_lora.planning.operations import Flops, flops_of_sequences
+from pi_lora.planning.planning import Flops, flops_of_sequences
 from pi_lora.planning.shape import Shape, find_shape, shape_of
 from pi_lora.recipe.schema import Recipe
 from pi_lora.scaling.config import Interpolation

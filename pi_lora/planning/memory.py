@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from pi_lora.planning.gpus import GIB
-from pi_lora.planning.shape import Shape
+from pi_lora.planning.shape import Shape, trained_parameters
 from pi_lora.recipe.schema import Recipe, Tuning
 
 FLOAT32, BFLOAT16 = 4, 2
@@ -138,24 +138,6 @@ def tokens_at_once(recipe: Recipe, original: int) -> int:
     """Return the tokens that one device holds in a forward pass."""
     share = -(-sequence_length(recipe, original) // recipe.hardware.context_parallel)
     return recipe.training.per_device_batch_size * share
-
-
-def adapter_parameters(shape: Shape, tuning: Tuning) -> int:
-    """Count LoRA's matrices as PEFT 0.21 makes them: on `targets`, never on the head.
-
-    Left out: LoRA on the weights of experts, which PEFT adds under `all-linear` for some types of mixtures.
-    """
-    adapted = [each for each in shape.linears if each.in_attention or tuning.targets == "all-linear"]
-    counts = (tuning.rank * (each.inputs + each.outputs) + (each.outputs if tuning.dora else 0) for each in adapted)
-    return 0 if tuning.method == "full" else sum(counts)
-
-
-def trained_parameters(shape: Shape, tuning: Tuning) -> int:
-    """Count what trains: all weights, or LoRA's and copies of norms and embeddings, of tied ones once."""
-    if tuning.method == "full":
-        return shape.parameters
-    copies = shape.embedding + shape.norm_weights if tuning.embeddings_and_norms else 0
-    return adapter_parameters(shape, tuning) + copies
 
 
 def base_bytes(shape: Shape, quantized: bool, bytes_per_number: int) -> int:

@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 from pi_lora.errors import ModelError
 from pi_lora.models.base import find_base
+from pi_lora.recipe.schema import Tuning
 from pi_lora.scaling.config import FULL_ATTENTION, SLIDING_ATTENTION, Config
 from pi_lora.scaling.extend import LOCAL_ATTENTION
 
@@ -123,6 +124,24 @@ def shape_of(model: PreTrainedModel) -> Shape:
         head_normed=any(map(_in_attention, norms)),
         **local,
     )
+
+
+def adapter_parameters(shape: Shape, tuning: Tuning) -> int:
+    """Count LoRA's matrices as PEFT 0.21 makes them: on `targets`, never on the head.
+
+    Left out: LoRA on the weights of experts, which PEFT adds under `all-linear` for some types of mixtures.
+    """
+    adapted = [each for each in shape.linears if each.in_attention or tuning.targets == "all-linear"]
+    counts = (tuning.rank * (each.inputs + each.outputs) + (each.outputs if tuning.dora else 0) for each in adapted)
+    return 0 if tuning.method == "full" else sum(counts)
+
+
+def trained_parameters(shape: Shape, tuning: Tuning) -> int:
+    """Count what trains: all weights, or LoRA's and copies of norms and embeddings, of tied ones once."""
+    if tuning.method == "full":
+        return shape.parameters
+    copies = shape.embedding + shape.norm_weights if tuning.embeddings_and_norms else 0
+    return adapter_parameters(shape, tuning) + copies
 
 
 def _numbers(module: nn.Module) -> int:

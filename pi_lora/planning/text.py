@@ -7,8 +7,7 @@ from pathlib import Path
 from pi_lora.planning.advice import advice, faster
 from pi_lora.planning.gpus import CPU, GIB, GPUS, MIB, Gpu
 from pi_lora.planning.memory import OVERHEAD
-from pi_lora.planning.operations import ASSUMED_UTILIZATION, ASSUMED_UTILIZATION_OF_CPU
-from pi_lora.planning.planning import Plan, plan_recipe, target_of
+from pi_lora.planning.planning import ASSUMED_UTILIZATION, ASSUMED_UTILIZATION_OF_CPU, Plan, plan_recipe, target_of
 from pi_lora.recipe.files import load_recipe, recipe_paths, recipe_summary
 
 
@@ -42,10 +41,8 @@ def plan_lines(plan: Plan) -> list[str]:
 
 def component_lines(plan: Plan) -> list[tuple[str, str]]:
     """Return each component's name and the most that it takes; not all of them at the same moment."""
-    parts = {**plan.memory.components, "overhead (assumed)": OVERHEAD}
-    return [
-        (name, f"{_gib(size)} GiB" if size >= GIB / 10 else f"{size / MIB:.1f} MiB") for name, size in parts.items()
-    ]
+    parts = {**plan.memory.components, "overhead (assumed)": OVERHEAD}.items()
+    return [(name, f"{_gib(size)} GiB" if size >= GIB / 10 else f"{size / MIB:.1f} MiB") for name, size in parts]
 
 
 def gpu_named_in(text: str) -> Gpu | None:
@@ -84,10 +81,9 @@ def _gib(size: int) -> str:
 
 
 def _count(number: int) -> str:
-    for unit, name in ((1e9, " B"), (1e6, " M")):
-        if number >= unit:
-            return f"{number / unit:.3g}{name}"
-    return f"{number:,}"
+    if number < 1e6:
+        return f"{number:,}"
+    return f"{number / 1e9:.3g} B" if number >= 1e9 else f"{number / 1e6:.3g} M"
 
 
 _PAGE_HEADER = """\

@@ -20,8 +20,7 @@ from pi_lora.errors import ModelError, PiLoraError, ScalingError
 from pi_lora.planning.advice import MARGIN, advice, faster
 from pi_lora.planning.gpus import CPU, GPUS, find_gpu, gpu_of_device
 from pi_lora.planning.memory import OVERHEAD
-from pi_lora.planning.operations import flops_of_sequences
-from pi_lora.planning.planning import Plan, plan_recipe
+from pi_lora.planning.planning import Plan, flops_of_sequences, plan_recipe
 from pi_lora.planning.shape import CONFIGS, find_shape, shape_of, shipped_config
 from pi_lora.planning.text import plan_lines
 from pi_lora.recipe.schema import Recipe, Tuning

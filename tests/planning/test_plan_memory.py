@@ -13,8 +13,8 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qwen3Config
 
 from pi_lora.models.adapter import prepare_for_tuning, trainable_parameters
-from pi_lora.planning.memory import NF4, base_bytes, layer_bytes, loss_bytes, trained_parameters
-from pi_lora.planning.shape import find_shape, shape_of
+from pi_lora.planning.memory import NF4, base_bytes, layer_bytes, loss_bytes
+from pi_lora.planning.shape import find_shape, shape_of, trained_parameters
 from pi_lora.recipe.schema import Tuning
 from pi_lora.training.chunked_mlp import chunk_mlps
 
