@@ -8,8 +8,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from pi_lora.models.base import device, quantization, quiet_loading
-from pi_lora.planning.memory import DeviceMemory, memory, spread_of
-from pi_lora.planning.operations import Flops, flops_of_sequence
+from pi_lora.planning.memory import DeviceMemory, memory
+from pi_lora.planning.planning import Flops, flops_of_sequences
 from pi_lora.planning.shape import Shape, find_shape, shape_of
 from pi_lora.recipe.schema import Recipe
 from pi_lora.scaling.config import Interpolation
@@ -88,14 +88,14 @@ def setting_of(shape: str) -> Setting:
 
 def planned(setting: Setting, recipe: Recipe) -> DeviceMemory:
     """The plan's bytes for one GPU."""
-    return memory(setting.shape, recipe, spread_of(recipe, setting.original))
+    return memory(setting.shape, recipe, setting.original)
 
 
 def work(setting: Setting, recipe: Recipe) -> Flops:
     """Operations of one step."""
     training = recipe.training
-    one = flops_of_sequence(setting.shape, recipe.tuning, recipe.context.target, training.activation_checkpointing)
-    return one.times(training.global_batch_size)
+    checkpointing, sequences = training.activation_checkpointing, training.global_batch_size
+    return flops_of_sequences(setting.shape, recipe.tuning, recipe.context.target, checkpointing, sequences)
 
 
 def random_model(setting: Setting, target: int, method: str, attention: str = "sdpa") -> PreTrainedModel:

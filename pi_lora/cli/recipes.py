@@ -34,8 +34,8 @@ def plan(
     json: JsonFile = None,
 ) -> None:
     """Print memory, tokens and hours of RECIPE before it is run, on --gpu or the device that its first line names."""
+    from pi_lora.evaluation.results import write_json
     from pi_lora.planning.gpus import find_gpu
-    from pi_lora.planning.planning import write_plan
     from pi_lora.planning.text import component_lines, plan_lines, planned
 
     found = planned(recipe, overrides or [], find_gpu(gpu) if gpu else None)
@@ -45,7 +45,7 @@ def plan(
     out.print("\n".join(plan_lines(found)), highlight=False, soft_wrap=True)
     out.print(table, highlight=False)
     if json:
-        write_plan(found, json)
+        write_json(found.as_json(), json)
 
 
 @app.command()

@@ -5,6 +5,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import psutil
 import torch
 from accelerate import init_empty_weights
 from torch import nn
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from pi_lora.data.corpus import stdlib_documents
 from pi_lora.errors import ModelError
@@ -21,7 +22,7 @@ from pi_lora.merge.facts import Agreement, Check
 from pi_lora.merge.layout import Plan, computed_names
 from pi_lora.merge.shards import base_shards
 from pi_lora.models.adapter import load_adapter
-from pi_lora.models.base import Placement, device, find_base, load_model, quiet_loading
+from pi_lora.models.base import BaseModel, Placement, device, find_base, load_model, quiet_loading
 from pi_lora.models.load import FoundModel
 from pi_lora.scaling.config import Config
 from pi_lora.types import Progress
@@ -35,17 +36,16 @@ SHARE = 0.7
 FLOAT32_BYTES = 4
 # The attribute in which a PEFT layer keeps the layer that it wraps.
 WRAPPED = "base_layer"
+Read = Callable[[], torch.Tensor]
 # A module and its name for a weight, the weight's shape, and what reads its values.
-Weight = tuple[nn.Module, str, torch.Size, Callable[[], torch.Tensor]]
+Weight = tuple[nn.Module, str, torch.Size, Read]
 
 
 def verify_merge(found: FoundModel, merged: Path, plan: Plan, progress: Progress) -> Check:
     """Compare logits of the folder `merged` with those of `found`, a base and its adapter, both in float32.
 
-    One model is in memory at a time, and if it does not fit, one of its layers at a time.
-
-    Raises:
-        ModelError: the merged weights are not the model that was tuned.
+    One model is in memory at a time, and if it does not fit, one of its layers at a time. Raises ModelError if the
+    merged weights are not the model that was tuned.
     """
     fits = plan.numbers.total() * FLOAT32_BYTES < SHARE * _free_memory()
     how = "whole" if fits else "layer by layer"
@@ -110,17 +110,12 @@ def _logits(model: Any, ids: torch.Tensor) -> torch.Tensor:
 
 def _real_text(tokenizer: Any, lengths: Sequence[int]) -> list[torch.Tensor]:
     """Return token ids of Python's own sources, different ones for each length."""
-    ids: list[int] = []
-    for _, text in stdlib_documents("held-out"):
-        ids += tokenizer(text, verbose=False)["input_ids"]
-        if len(ids) >= sum(lengths):
-            break
-    starts = [sum(lengths[:index]) for index in range(len(lengths))]
-    return [torch.tensor(ids[start : start + length]) for start, length in zip(starts, lengths, strict=True)]
+    texts = (text for _, text in stdlib_documents("held-out"))
+    ids = (token for text in texts for token in tokenizer(text, verbose=False)["input_ids"])
+    return [torch.tensor(list(islice(ids, length))) for length in lengths]
 
 
 def _free_memory() -> int:
-    """Return the free memory of the device in bytes."""
     return int(torch.cuda.mem_get_info()[0] if device().type == "cuda" else psutil.virtual_memory().available)
 
 
@@ -130,9 +125,9 @@ def _tuned(found: FoundModel, plan: Plan, whole: bool) -> Any:
     if whole:
         place: Placement = "quantized" if plan.rounded else "device"
         return load_adapter(load_model(found.base, found.config, torch.float32, place=place), found.adapter)
-    quantized = {name: partial(after_nf4, plan.sources[name]) for name in plan.rounded}
     values = {name: tensor.whole for name, tensor in plan.sources.items()}
-    return _by_layer(_without_weights(found.config), values | quantized, found.adapter)
+    values |= {name: partial(after_nf4, plan.sources[name]) for name in plan.rounded}
+    return _by_layer(_without_weights(found.base, found.config), values, found.adapter)
 
 
 def _merged(folder: Path, whole: bool) -> Any:
@@ -140,33 +135,30 @@ def _merged(folder: Path, whole: bool) -> Any:
     if whole:
         return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(device()).eval()
     base = find_base(str(folder))
-    model = _without_weights(base.config)
+    model = _without_weights(base, base.config)
     tensors = {tensor.name: tensor for shard in base_shards(base) for tensor in shard}
     values = {computed: tensors[name].whole for name, computed in computed_names(model, tensors)[0].items()}
     return _by_layer(model, values | {name: values[twin] for name, twin in model.all_tied_weights_keys.items()})
 
 
-def _without_weights(config: Config) -> PreTrainedModel:
-    """Build the model of a config with real buffers and weights that take no memory."""
+def _without_weights(base: BaseModel, config: Config) -> PreTrainedModel:
+    """Build a model with real buffers and weights that take no memory."""
     with init_empty_weights():
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(
-            CONFIG_MAPPING[config["model_type"]].from_dict(deepcopy(dict(config))), dtype=torch.float32
-        )
+        own = base.kind.from_dict(deepcopy(dict(config)))
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(own, dtype=torch.float32)
     return model
 
 
-def _by_layer(
-    model: PreTrainedModel, values: Mapping[str, Callable[[], torch.Tensor]], adapter: Path | None = None
-) -> Any:
-    """Put `adapter` on `model`, and make each decoder layer, and each module outside of them, read its weights when it
-    begins and forget them when it ends.
+def _by_layer(model: PreTrainedModel, values: Mapping[str, Read], adapter: Path | None = None) -> Any:
+    """Put `adapter` on `model`; each decoder layer, and each module outside of them, reads its weights when it begins
+    and forgets them when it ends.
     """
     weights = [
         (module, name, weight.shape, values[f"{path}.{name}"])
         for path, module in model.named_modules()
         for name, weight in module.named_parameters(recurse=False)
     ]
-    _forget(weights)
+    _fill(weights, forget=True)
     layers = [module for module in model.modules() if type(module).__name__ in (model._no_split_modules or ())]
     whole = load_adapter(model, adapter, weightless=True) if adapter else model.eval()
     # A module outside of the layers reads its weights before its adapter, which uses them (DoRA).
@@ -176,26 +168,19 @@ def _by_layer(
     for weight in weights:
         held[owners.get(weight[0], weight[0])].append(weight)
     for owner, its in held.items():
-        owner.register_forward_pre_hook(lambda _module, _inputs, its=its: _read(its))
-        owner.register_forward_hook(lambda _module, _inputs, _output, its=its: _forget(its))
+        owner.register_forward_pre_hook(lambda _module, _inputs, its=its: _fill(its))
+        owner.register_forward_hook(lambda _module, _inputs, _output, its=its: _fill(its, forget=True))
     for buffer in whole.buffers():
         buffer.data = buffer.data.to(device())
     return whole
 
 
-def _read(weights: Iterable[Weight]) -> None:
-    for module, name, _, values in weights:
-        _put(module, name, values().to(device(), torch.float32))
-
-
-def _forget(weights: Iterable[Weight]) -> None:
-    """Replace the values by a single NaN, repeated without taking memory, so that no forgotten weight is used.
+def _fill(weights: Iterable[Weight], forget: bool = False) -> None:
+    """Read the values of weights, or replace them by a single NaN, repeated without taking memory.
 
     Weights on the meta device would move PEFT 0.21's adapters there, and torch 2.13 multiplies by them silently.
     """
-    for module, name, shape, _ in weights:
-        _put(module, name, torch.tensor(math.nan, device=device()).expand(shape))
-
-
-def _put(module: nn.Module, name: str, values: torch.Tensor) -> None:
-    module.register_parameter(name, nn.Parameter(values, requires_grad=False))
+    for module, name, shape, read in weights:
+        empty = torch.tensor(math.nan, device=device()).expand(shape)
+        values = empty if forget else read().to(device(), torch.float32)
+        module.register_parameter(name, nn.Parameter(values, requires_grad=False))

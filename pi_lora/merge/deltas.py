@@ -4,7 +4,7 @@ import json
 import math
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,7 +12,7 @@ import torch
 from pydantic import BaseModel
 
 from pi_lora.errors import ModelError
-from pi_lora.merge.shards import StoredTensor, read_header, spans
+from pi_lora.merge.shards import PICKLED, StoredTensor, read_header, spans
 from pi_lora.models.base import ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILE, device
 
 PREFIX = "base_model.model."
@@ -52,21 +52,20 @@ class LowRank:
         left, right = (a.T, b.T) if self.transposed else (b, a)
         magnitude = _in_float32(self.magnitude) if self.magnitude else None
 
-        def merged(span: tuple[int, int]) -> torch.Tensor:
-            return rows(*span).float().addmm_(left[slice(*span)], right, alpha=self.scaling)
+        def merged() -> Iterator[tuple[torch.Tensor, slice]]:
+            for start, stop in spans(self.shape):
+                span = slice(start, stop)
+                yield rows(start, stop).float().addmm_(left[span], right, alpha=self.scaling), span
 
         if magnitude is not None and self.transposed:
             # Each norm is over all rows, which takes a pass of its own.
-            squares = torch.zeros(self.shape[1], dtype=torch.float64)
-            for span in spans(self.shape):
-                squares += merged(span).square().sum(0, dtype=torch.float64)
-            magnitude /= squares.sqrt().float()
-        for span in spans(self.shape):
-            block = merged(span)
+            squares = (block.square().sum(0, dtype=torch.float64) for block, _ in merged())
+            magnitude /= sum(squares, torch.zeros(self.shape[1], dtype=torch.float64)).sqrt().float()
+        for block, span in merged():
             if magnitude is not None and self.transposed:
                 block *= magnitude
             elif magnitude is not None:
-                block *= (magnitude[slice(*span)] / torch.linalg.vector_norm(block, dim=1))[:, None]
+                block *= (magnitude[span] / torch.linalg.vector_norm(block, dim=1))[:, None]
             yield block
 
 
@@ -86,9 +85,7 @@ def check_finite(tensor: StoredTensor) -> None:
 
 
 def after_nf4(tensor: StoredTensor) -> torch.Tensor:
-    """Return a tensor quantized to NF4 (Dettmers et al. 2023) and back, in bfloat16: whole, since the quantization of
-    the scales is over all of it.
-    """
+    """Return a tensor in bfloat16 after NF4 (Dettmers et al. 2023), whose scales are quantized over all of it."""
     from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 
     weight = tensor.whole().to(device(), torch.bfloat16)
@@ -131,18 +128,16 @@ def read_settings(folder: Path) -> AdapterSettings:
     return AdapterSettings.model_validate(settings)
 
 
-def read_adapter(folder: Path, settings: AdapterSettings, transposed: frozenset[str]) -> dict[str, Change]:
+def read_adapter(folder: Path, settings: AdapterSettings, transposed: Set[str]) -> dict[str, Change]:
     """Return the changes of the adapter in `folder` by the name that transformers computes a weight under.
 
-    `transposed` names the linear weights that are stored inputs x outputs.
-
-    Raises:
-        ModelError: the adapter is missing, damaged, pickled or incomplete.
+    `transposed` names the linear weights that are stored inputs x outputs. Raises ModelError if the adapter is missing,
+    damaged, pickled or incomplete.
     """
     path = folder / ADAPTER_WEIGHTS_FILE
     if not path.is_file():
         if (pickled := path.with_suffix(".bin")).is_file():
-            raise ModelError(f"{pickled}: pickle can run code and is not read; save it as safetensors")
+            raise ModelError(f"{pickled}: {PICKLED}")
         raise ModelError(f"{path}: is missing; tune or download it again")
     modules: dict[str, dict[str, StoredTensor]] = defaultdict(dict)
     changes: dict[str, Change] = {}

@@ -43,17 +43,14 @@ class Check(BaseModel, frozen=True):
 
         They may differ by rounding, and by less than half of what tuning changed: else the adapter was not added.
         """
+        tolerance = TOLERANCES[self.rounding]
         for each in self.agreements:
-            if math.isnan(each.relative) or each.relative > TOLERANCES[self.rounding]:
-                return (
-                    f"logits differ by {each.relative:.1e} of their size at {each.length} tokens, which rounding to "
-                    f"{self.rounding} does not explain (at most {TOLERANCES[self.rounding]:.0e})"
-                )
+            size = f"at {each.length} tokens logits differ by {each.relative:.1e} of their size"
+            if math.isnan(each.relative) or each.relative > tolerance:
+                return f"{size}, which rounding to {self.rounding} does not explain (at most {tolerance:.0e})"
             if each.relative > max(each.tuning / 2, TOLERANCES["float32"]):
-                return (
-                    f"at {each.length} tokens rounding to {self.rounding} changes logits by {each.relative:.1e} of "
-                    f"their size, tuning by {each.tuning:.1e}: most of it would be lost; choose --dtype float32"
-                )
+                tuning = f"after rounding to {self.rounding}, and tuning changes them by {each.tuning:.1e}"
+                return f"{size} {tuning}: most of it would be lost; choose --dtype float32"
         return None
 
     def lines(self) -> list[str]:

@@ -16,8 +16,9 @@ from transformers.quantizers.base import get_keys_to_not_convert
 from transformers.quantizers.quantizers_utils import should_convert_module
 
 from pi_lora.errors import ModelError
-from pi_lora.merge.deltas import Change, after_nf4, check_finite, finite
+from pi_lora.merge.deltas import AdapterSettings, Change, after_nf4, check_finite, finite, read_adapter
 from pi_lora.merge.shards import Planned, StoredTensor, spans
+from pi_lora.models.base import ADAPTER_WEIGHTS_FILE
 
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 # Old checkpoints store the unscaled frequencies of their rope; every reader computes them from the config.
@@ -56,42 +57,39 @@ class Plan:
 def plan_merge(
     model: PreTrainedModel,
     shards: list[list[StoredTensor]],
-    adapter: Path,
-    changes: Mapping[str, Change],
+    run: Path,
+    settings: AdapterSettings,
     dtype: torch.dtype | None = None,
     quantized: bool = False,
 ) -> Plan:
-    """Match the changes of the adapter in the file `adapter` with the base's tensors; `model` is on the meta device.
+    """Match the changes of the adapter in the folder `run` with the base's tensors; `model` is on the meta device.
 
     `dtype` is what floating tensors are cast to, by default their own; `quantized` adds the adapter to the base's
-    weights after NF4.
-
-    Raises:
-        ModelError: a change has no tensor or one of another shape, or the base lacks a tensor; all are named.
+    weights after NF4. Raises ModelError with all that the base lacks, or all changes that do not fit it.
     """
-    names, joined = computed_names(model, (tensor.name for shard in shards for tensor in shard))
+    # transformers' Conv1D stores its weights inputs x outputs.
+    transposed = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, Conv1D)}
+    adapter, changes = run / ADAPTER_WEIGHTS_FILE, read_adapter(run, settings, transposed)
+    stored = [tensor for shard in shards for tensor in shard]
+    names, joined = computed_names(model, (tensor.name for tensor in stored))
     tied: dict[str, str] = dict(model.all_tied_weights_keys)
-    sources = _sources(model, shards, names)
+    sources = _sources(model, stored, names)
     if not joined and (lacking := sorted(set(model.state_dict()) - set(sources) - set(tied))):
-        raise ModelError(f"{shards[0][0].path.parent}: the base lacks {', '.join(lacking)}; download all of its files")
+        raise ModelError(f"{stored[0].path.parent}: the base lacks {', '.join(lacking)}; download all of its files")
     sources |= {name: sources[twin] for name, twin in tied.items() if twin in sources}
     changes, untied = _settle_ties(adapter, changes, tied, model)
     _check_matches(adapter, changes, sources)
-    rounded = quantized_weights(model) if quantized else frozenset[str]()
+    rounded = _quantized_weights(model) if quantized else frozenset[str]()
 
-    def planned(stored: StoredTensor, name: str, computed: str | None) -> Planned:
-        cast = dtype if dtype and stored.dtype in FLOATS else stored.dtype
+    def planned(tensor: StoredTensor, name: str, computed: str | None) -> Planned:
+        cast = dtype if dtype and tensor.dtype in FLOATS else tensor.dtype
         change = changes.get(computed) if computed else None
-        return Planned(name, cast, stored.shape, lambda: _blocks(name, stored, change, cast, computed in rounded))
+        return Planned(name, cast, tensor.shape, lambda: _blocks(name, tensor, change, cast, computed in rounded))
 
-    written = [
-        [
-            planned(tensor, tensor.name, names.get(tensor.name))
-            for tensor in shard
-            if names.get(tensor.name) not in tied and not tensor.name.endswith(LEFT_OUT)
-        ]
-        for shard in shards
-    ]
+    written = []
+    for shard in shards:
+        kept = [each for each in shard if names.get(each.name) not in tied and not each.name.endswith(LEFT_OUT)]
+        written.append([planned(tensor, tensor.name, names.get(tensor.name)) for tensor in kept])
     written[-1] += [planned(sources[name], name, name) for name in untied]
     return Plan([shard for shard in written if shard], sources, rounded, bool(untied), joined)
 
@@ -117,12 +115,7 @@ def computed_names(model: PreTrainedModel, stored: Iterable[str]) -> tuple[dict[
     return found, joined
 
 
-def transposed_weights(model: nn.Module) -> frozenset[str]:
-    """Return the names of the linear weights that are stored inputs x outputs."""
-    return frozenset(f"{name}.weight" for name, module in model.named_modules() if isinstance(module, Conv1D))
-
-
-def quantized_weights(model: PreTrainedModel) -> frozenset[str]:
+def _quantized_weights(model: PreTrainedModel) -> frozenset[str]:
     """Return the names of the weights that transformers stores in four bits if bitsandbytes quantizes `model`."""
     left_out = [*get_keys_to_not_convert(model), *(model._keep_in_fp32_modules or [])]
     linear = [name for name, module in model.named_modules() if type(module) is nn.Linear]
@@ -130,12 +123,12 @@ def quantized_weights(model: PreTrainedModel) -> frozenset[str]:
 
 
 def _sources(
-    model: PreTrainedModel, shards: list[list[StoredTensor]], names: Mapping[str, str]
+    model: PreTrainedModel, stored: Iterable[StoredTensor], names: Mapping[str, str]
 ) -> dict[str, StoredTensor]:
     """Return the base's tensors by computed name; each must be there once and have the model's shape."""
     expected = {name: tuple(weight.shape) for name, weight in model.state_dict().items()}
     sources: dict[str, StoredTensor] = {}
-    for tensor in (tensor for shard in shards for tensor in shard if tensor.name in names):
+    for tensor in (tensor for tensor in stored if tensor.name in names):
         name = names[tensor.name]
         if name in sources:
             raise ModelError(f"{tensor}: is {name}, and so is {sources[name]}; keep one of them")
@@ -156,7 +149,7 @@ def _settle_ties(
     settled, untied = dict(changes), []
     for weight, twin in tied.items():
         mine, its = changes.get(weight), changes.get(twin)
-        if isinstance(mine, StoredTensor) and isinstance(its, StoredTensor) and _equal(mine, its):
+        if isinstance(mine, StoredTensor) and isinstance(its, StoredTensor) and mine.equals(its):
             del settled[weight]
         elif (mine or its) and model.get_submodule(weight.rpartition(".")[0]) is model.get_output_embeddings():
             untied.append(weight)
@@ -195,10 +188,6 @@ def _blocks(
             check_finite(source)
             raise ModelError(f"{name}: its merged values do not fit {dtype}; choose another --dtype")
         yield cast
-
-
-def _equal(one: StoredTensor, other: StoredTensor) -> bool:
-    return one.shape == other.shape and all(map(torch.equal, one.blocks(), other.blocks()))
 
 
 def _by(shape: tuple[int, ...]) -> str:

@@ -1,22 +1,20 @@
 """The merge: base + adapter as full weights, written a few rows at a time, checked, whole or not at all."""
 
+import importlib.util
 import shutil
 from pathlib import Path
 from typing import Literal
 
-import torch
-
 from pi_lora.errors import ModelError
-from pi_lora.merge.deltas import read_adapter, read_settings
+from pi_lora.merge.deltas import read_settings
 from pi_lora.merge.facts import MERGE_FILE, Merge
-from pi_lora.merge.layout import Plan, plan_merge, transposed_weights
+from pi_lora.merge.layout import plan_merge
 from pi_lora.merge.shards import base_shards, filled_shards, find_file, write_shards
-from pi_lora.models.base import ADAPTER_WEIGHTS_FILE, dtype_named, quiet_loading, save_config, save_tokenizer
+from pi_lora.models.base import dtype_named, quiet_loading, save_config, save_tokenizer
 from pi_lora.models.load import FoundModel, adapter_base, is_adapter, tuned_quantized
 from pi_lora.models.machine import versions
 from pi_lora.report.card import CARD, merged_card
 from pi_lora.run_folder import check_room, staged
-from pi_lora.scaling.config import Config
 from pi_lora.scaling.verify import build_on_meta
 from pi_lora.types import Progress, silent
 
@@ -32,7 +30,7 @@ def merge(
     onto: Onto = "base",
     shard_size: int | None = None,
     verify: bool = True,
-    progress: Progress | None = None,
+    progress: Progress = silent,
 ) -> Path:
     """Write base + adapter of `run` as full weights to `output`, whole or not at all.
 
@@ -49,28 +47,30 @@ def merge(
         raise ModelError(f"{run}: holds no adapter; name a run of lora tuning (full tuning needs no merge)")
     if onto == "quantized":
         _check_quantized(run)
-    settings, report = read_settings(run), progress or silent
+    settings = read_settings(run)
     found = FoundModel(str(run), *adapter_base(run, base), adapter=run)
     with staged(output) as staging:
         with quiet_loading():
             model = build_on_meta(found.base.kind, found.config)
-        changes = read_adapter(run, settings, transposed_weights(model))
         cast = dtype_named(dtype) if dtype else None
-        plan = plan_merge(
-            model, base_shards(found.base), run / ADAPTER_WEIGHTS_FILE, changes, cast, onto == "quantized"
-        )
+        plan = plan_merge(model, base_shards(found.base), run, settings, cast, onto == "quantized")
         check_room(output, sum(tensor.size for tensor in plan.tensors))
-        _write_weights(plan, output, staging, shard_size, report)
         stored = dtype or str(found.base.config.get("dtype") or plan.numbers.most_common(1)[0][0])
         untied = {"tie_word_embeddings": False} if plan.untied else {}
-        config = {**found.config, "dtype": stored, **untied, "architectures": [type(model).__name__]}
-        _write_rest(found, config, staging)
+        save_config({**found.config, "dtype": stored, **untied, "architectures": [type(model).__name__]}, staging)
+        save_tokenizer(found.tokenizer, staging)
+        if generation := find_file(found.base, GENERATION_CONFIG):
+            shutil.copyfile(generation, staging / GENERATION_CONFIG)
+        try:
+            write_shards(filled_shards(plan.tensors, shard_size) if shard_size else plan.shards, staging, progress)
+        except OSError as error:
+            raise ModelError(f"{output}: cannot be written ({error.strerror}); nothing is left there") from None
         check = None
         if verify:
             # Imported here: PEFT takes seconds, and merging does without.
             from pi_lora.merge.check import verify_merge
 
-            check = verify_merge(found, staging, plan, report)
+            check = verify_merge(found, staging, plan, progress)
         facts = Merge(
             base=found.base.name,
             run=str(run),
@@ -91,27 +91,5 @@ def merge(
 def _check_quantized(run: Path) -> None:
     if not tuned_quantized(run):
         raise ModelError(f"{run}: was not tuned by qlora; --onto quantized is for adapters that were")
-    try:
-        import bitsandbytes  # noqa: F401
-    except ImportError:
-        raise ModelError("--onto quantized: needs bitsandbytes; pip install pi-lora[qlora]") from None
-
-
-def _write_weights(plan: Plan, output: Path, staging: Path, shard_size: int | None, progress: Progress) -> None:
-    # Blocks are too small to share: on a busy machine, threads that wait for each other took ten times as long.
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        write_shards(filled_shards(plan.tensors, shard_size) if shard_size else plan.shards, staging, progress)
-    except OSError as error:
-        raise ModelError(f"{output}: cannot be written ({error.strerror}); nothing is left there") from None
-    finally:
-        torch.set_num_threads(threads)
-
-
-def _write_rest(found: FoundModel, config: Config, folder: Path) -> None:
-    """Write config, tokenizer and the base's generation settings."""
-    save_config(config, folder)
-    save_tokenizer(found.tokenizer, folder)
-    if generation := find_file(found.base, GENERATION_CONFIG):
-        shutil.copyfile(generation, folder / GENERATION_CONFIG)
+    if importlib.util.find_spec("bitsandbytes") is None:
+        raise ModelError("--onto quantized: needs bitsandbytes; pip install pi-lora[qlora]")

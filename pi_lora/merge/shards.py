@@ -2,13 +2,14 @@
 
 Rows are read by offset: the format is 8 bytes with the length of the header, the header, and the tensors without gaps.
 `safe_open` maps the file, and mapped pages count as resident memory: held open on a file of 600 MB it peaks at 953 MB
-instead of 385. Opened for each block it stays as small, but parses the header (0.6 ms for 400 tensors) as long as it
-reads the block, and an I/O error on mapped pages kills the process.
+instead of 385. Opened for each block it parses the header for as long as it reads the block, and an I/O error on mapped
+pages kills the process.
 """
 
 import json
 import math
 import os
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ from pi_lora.models.base import BaseModel
 from pi_lora.types import Progress
 
 LENGTH_BYTES = 8
+PICKLED = "pickle can run code and is not read; save it as safetensors"
 # The numbers in a block: 2 MB in float32 stay in a processor's cache, which is twice as fast as 16 MB.
 BLOCK = 500_000
 DTYPE_NAMES = {dtype: name for name, dtype in str_to_torch_dtype.items()}
@@ -42,10 +44,7 @@ class StoredTensor:
     offset: int
 
     def rows(self, start: int, stop: int) -> torch.Tensor:
-        """Read rows `start` to `stop` (exclusive) along the first axis; a scalar is one row.
-
-        Raise ModelError if the file ends before them or cannot be read.
-        """
+        """Read rows `start` to `stop` (exclusive) along the first axis; a scalar is one row."""
         data = torch.empty((stop - start, *self.shape[1:]), dtype=self.dtype)
         buffer = data.view(-1).view(torch.uint8).numpy().data
         try:
@@ -61,6 +60,10 @@ class StoredTensor:
     def blocks(self) -> Iterator[torch.Tensor]:
         """Read all rows, a block at a time."""
         return (self.rows(*span) for span in spans(self.shape))
+
+    def equals(self, other: "StoredTensor") -> bool:
+        """Return whether two tensors have the same shape and values."""
+        return self.shape == other.shape and all(map(torch.equal, self.blocks(), other.blocks()))
 
     def whole(self) -> torch.Tensor:
         """Read the whole tensor."""
@@ -97,10 +100,7 @@ def spans(shape: tuple[int, ...]) -> Iterator[tuple[int, int]]:
 
 
 def read_header(path: Path) -> dict[str, StoredTensor]:
-    """Return the tensors of a safetensors file by name, in the order of its data.
-
-    Raise ModelError if the file is missing or damaged, or has a dtype that cannot be read.
-    """
+    """Return the tensors of a safetensors file by name, in the order of its data; raise ModelError if it is damaged."""
     try:
         # The library validates extents, gaps, overlaps and the length of the file.
         with safe_open(path, framework="pt") as file, path.open("rb") as raw:
@@ -124,21 +124,20 @@ def base_shards(base: BaseModel) -> list[list[StoredTensor]]:
 
     Raise ModelError if a file is missing or damaged, lacks what the index places there, or the weights are pickled.
     """
-    index = find_file(base, INDEX)
-    if index is None:
+    if (index := find_file(base, INDEX)) is None:
         if single := find_file(base, SINGLE):
             return [list(read_header(single).values())]
         if pickled := [name for name in (WEIGHTS_NAME, WEIGHTS_INDEX_NAME) if find_file(base, name)]:
-            raise ModelError(f"{base.name}: {pickled[0]}: pickle can run code and is not read; save it as safetensors")
+            raise ModelError(f"{base.name}: {pickled[0]}: {PICKLED}")
         raise ModelError(f"{base.name}: has neither {SINGLE} nor {INDEX}; name a base with its weights")
+    placed: dict[str, set[str]] = defaultdict(set)
     try:
-        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        placed = {str(name): str(file) for name, file in weight_map.items()}
+        for name, file in json.loads(index.read_text(encoding="utf-8"))["weight_map"].items():
+            placed[str(file)].add(str(name))
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         raise ModelError(f"{index}: is not an index of weights; download it again") from None
     shards = []
-    for file in sorted(set(placed.values())):
-        expected = {name for name, place in placed.items() if place == file}
+    for file, expected in sorted(placed.items()):
         if (path := find_file(base, file)) is None:
             raise ModelError(f"{base.name}: {file}: is missing (it holds {min(expected)}); download it again")
         found = read_header(path)
@@ -150,10 +149,7 @@ def base_shards(base: BaseModel) -> list[list[StoredTensor]]:
 
 
 def find_file(base: BaseModel, name: str) -> Path | None:
-    """Return a file of `base`, downloaded from the hub if necessary, or None if it has no such file.
-
-    Raise ModelError if the hub or the folder cannot be read.
-    """
+    """Return a file of `base`, downloaded from the hub if necessary, or None if it has no such file."""
     quiet = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
     try:
         found = cached_file(base.path, name, revision=base.revision, **quiet)
@@ -179,12 +175,18 @@ def write_shards(shards: Sequence[Sequence[Planned]], folder: Path, progress: Pr
     """Write the shards to disk (fsync), and an index if there are several, or raise OSError; `progress` is in bytes."""
     total, done, count = sum(tensor.size for shard in shards for tensor in shard), 0, len(shards)
     weight_map: dict[str, str] = {}
-    for number, shard in enumerate(shards, start=1):
-        file = f"model-{number:05d}-of-{count:05d}.safetensors" if count > 1 else SINGLE
-        weight_map |= {tensor.name: file for tensor in shard}
-        for size in _write(shard, folder / file):
-            done += size
-            progress(done, total, "writing")
+    # Blocks are too small to share: on a busy machine, threads that wait for each other took ten times as long.
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        for number, shard in enumerate(shards, start=1):
+            file = f"model-{number:05d}-of-{count:05d}.safetensors" if count > 1 else SINGLE
+            weight_map |= {tensor.name: file for tensor in shard}
+            for size in _write(shard, folder / file):
+                done += size
+                progress(done, total, "writing")
+    finally:
+        torch.set_num_threads(threads)
     if count > 1:
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         (folder / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
@@ -197,9 +199,8 @@ def _write(shard: Sequence[Planned], path: Path) -> Iterator[int]:
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
     for tensor in ordered:
-        begin, end = end, end + tensor.size
-        dtype = DTYPE_NAMES[tensor.dtype]
-        entries[tensor.name] = {"dtype": dtype, "shape": tensor.shape, "data_offsets": (begin, end)}
+        place = (end, end := end + tensor.size)
+        entries[tensor.name] = {"dtype": DTYPE_NAMES[tensor.dtype], "shape": tensor.shape, "data_offsets": place}
     header = json.dumps(entries, separators=(",", ":")).encode()
     header += b" " * (-len(header) % LENGTH_BYTES)
     # One block is written while the next is made: torch and the kernel release Python's lock meanwhile.

@@ -1,6 +1,6 @@
 """What to change when a recipe does not fit, or when there is room to be faster: found by planning the changes."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from pydantic import ValidationError
@@ -21,8 +21,7 @@ _FASTER: tuple[Changes, ...] = (
 )
 # How far a measured peak may lie above the planned one; room is what is left beyond it.
 MARGIN = 1.15
-GPUS_OF_A_MACHINE = 8
-MOST_MACHINES = 16
+GPUS_OF_A_MACHINE, MOST_MACHINES = 8, 16
 
 
 def advice(plan: Plan) -> str | None:
@@ -31,11 +30,7 @@ def advice(plan: Plan) -> str | None:
     Tried in this order, each alone and then with the three that cost only time: chunked MLPs, offloaded activations,
     one sequence at a time, QLoRA, more GPUs, a shorter target.
     """
-    for changes in _changes(plan):
-        changed = _replan(plan, changes)
-        if changed and changed.fits:
-            return _overrides(plan.recipe, changes)
-    return None
+    return next((overrides for overrides, changed in _replanned(plan, _changes(plan)) if changed.fits), None)
 
 
 def faster(plan: Plan) -> tuple[str, Plan] | None:
@@ -43,11 +38,8 @@ def faster(plan: Plan) -> tuple[str, Plan] | None:
 
     None where activations are kept on the device already, or have no room there.
     """
-    for changes in _FASTER:
-        changed = _replan(plan, changes)
-        if changed and changed.memory.peak * MARGIN <= plan.gpu.memory:
-            return _overrides(plan.recipe, changes), changed
-    return None
+    found = _replanned(plan, _FASTER)
+    return next((each for each in found if each[1].memory.peak * MARGIN <= plan.gpu.memory), None)
 
 
 def _changes(plan: Plan) -> Iterator[Changes]:
@@ -57,16 +49,19 @@ def _changes(plan: Plan) -> Iterator[Changes]:
     costs_time = {**chunks, **offload, **_ONE_AT_A_TIME}
     yield from ({key: value} for key, value in costs_time.items())
     yield costs_time
-    costly: list[Changes] = []
-    if plan.recipe.tuning.method != "qlora":
-        costly += [{"tuning.method": "qlora"}, *_more_gpus(plan.recipe)]
-    shorter = plan.recipe.context.target // 2
-    while shorter > plan.target.original:
-        costly.append({"context.target": shorter})
-        shorter //= 2
-    for changes in costly:
+    for changes in _costly(plan):
         yield changes
         yield {**costs_time, **changes}
+
+
+def _costly(plan: Plan) -> Iterator[Changes]:
+    if plan.recipe.tuning.method != "qlora":
+        yield {"tuning.method": "qlora"}
+        yield from _more_gpus(plan.recipe)
+    shorter = plan.recipe.context.target // 2
+    while shorter > plan.target.original:
+        yield {"context.target": shorter}
+        shorter //= 2
 
 
 def _more_gpus(recipe: Recipe) -> Iterator[Changes]:
@@ -83,24 +78,18 @@ def _more_gpus(recipe: Recipe) -> Iterator[Changes]:
             yield {**more, "hardware.context_parallel": gpus}
 
 
-def _replan(plan: Plan, changes: Changes) -> Plan | None:
-    """Plan the recipe with some keys changed; None where the schema refuses that or nothing changes."""
-    tree = plan.recipe.model_dump(mode="json")
-    for key, value in changes.items():
-        section, _, name = key.partition(".")
-        tree[section][name] = value
-    try:
-        changed = Recipe.model_validate(tree)
-    except ValidationError:
-        return None
-    return None if changed == plan.recipe else plan_recipe(changed, plan.target, plan.gpu)
-
-
-def _overrides(recipe: Recipe, changes: Changes) -> str:
-    """Return the changes that change something, as the command line takes them."""
-    overrides = []
-    for key, value in changes.items():
-        section, _, name = key.partition(".")
-        if value != getattr(getattr(recipe, section), name):
-            overrides.append(f"{key}={str(value).lower() if isinstance(value, bool) else value}")
-    return " ".join(overrides)
+def _replanned(plan: Plan, alternatives: Iterable[Changes]) -> Iterator[tuple[str, Plan]]:
+    """Yield the overrides and plan of each change that the schema allows and that changes something."""
+    for changes in alternatives:
+        tree, overrides = plan.recipe.model_dump(mode="json"), []
+        for key, value in changes.items():
+            section, _, name = key.partition(".")
+            if value != tree[section][name]:
+                tree[section][name] = value
+                overrides.append(f"{key}={str(value).lower() if isinstance(value, bool) else value}")
+        try:
+            changed = Recipe.model_validate(tree)
+        except ValidationError:
+            continue
+        if changed != plan.recipe:
+            yield " ".join(overrides), plan_recipe(changed, plan.target, plan.gpu)

@@ -34,15 +34,11 @@ GPUS = {gpu.name: gpu for gpu in _KNOWN}
 
 
 def find_gpu(name: str) -> Gpu:
-    """Return a device of the table; case does not matter.
-
-    Raises:
-        PiLoraError: it is not in the table.
-    """
-    found = {known.lower(): gpu for known, gpu in GPUS.items()}.get(name.lower())
-    if found is None:
-        raise PiLoraError(f"--gpu: {name}: unknown device; name one of {', '.join(GPUS)}")
-    return found
+    """Return a device of the table by its name in any case; raise PiLoraError if it is not there."""
+    for known, gpu in GPUS.items():
+        if known.lower() == name.lower():
+            return gpu
+    raise PiLoraError(f"--gpu: {name}: unknown device; name one of {', '.join(GPUS)}")
 
 
 def gpu_of_device(device_name: str, memory: int) -> Gpu | None:
@@ -51,5 +47,5 @@ def gpu_of_device(device_name: str, memory: int) -> Gpu | None:
     >>> gpu_of_device("NVIDIA A100-SXM4-80GB", 85_100_000_000).name
     'A100-80'
     """
-    alike = [gpu for gpu in _KNOWN if gpu.name.split("-")[0] in device_name.replace("-", " ").split()]
+    alike = [gpu for gpu in GPUS.values() if gpu.name.split("-")[0] in device_name.replace("-", " ").split()]
     return min(alike, key=lambda gpu: abs(gpu.memory - memory), default=None)

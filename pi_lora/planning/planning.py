@@ -1,20 +1,37 @@
 """Recipe to plan: memory of each device, tokens, operations and hours, from the shape of the model alone."""
 
-import json
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
+from typing import NamedTuple
 
-from pi_lora.errors import DataError, PiLoraError
-from pi_lora.planning.activations import saved_inputs
+from pi_lora.errors import PiLoraError
 from pi_lora.planning.gpus import CPU, GPUS, Gpu
-from pi_lora.planning.memory import OVERHEAD, DeviceMemory, memory, spread_of
-from pi_lora.planning.operations import ASSUMED_UTILIZATION, ASSUMED_UTILIZATION_OF_CPU, Flops, flops_of_sequence
-from pi_lora.planning.parameters import count_parameters
-from pi_lora.planning.shape import Shape, find_shape
-from pi_lora.recipe.schema import Recipe
+from pi_lora.planning.memory import OVERHEAD, DeviceMemory, memory, sequence_length
+from pi_lora.planning.shape import Shape, adapter_parameters, find_shape, trained_parameters
+from pi_lora.recipe.schema import Recipe, Tuning
 from pi_lora.scaling.config import Interpolation, window_of
 from pi_lora.scaling.extend import check_extendable, check_reach
 from pi_lora.types import Json
+
+# Assumed: the share of a device's peak that a run reaches, recomputation counted as work. `full` lies between two
+# published runs: Qwen3-8B at 1M tokens on 8 H100 (TRL's long-context guide: 380 s per step, 0.45) and LLaMA-7B at 64k
+# on 8 A100 (EasyContext: 10,240 tokens/s, 0.50). None is published for LoRA or QLoRA at these lengths: LoRA adds small
+# products and casts, QLoRA unpacks every weight three times. The CPU's share gives the demo's 760 steps the five
+# minutes that they take on two cores.
+ASSUMED_UTILIZATION = {"full": 0.45, "lora": 0.40, "qlora": 0.30}
+ASSUMED_UTILIZATION_OF_CPU = 0.38
+
+
+class Flops(NamedTuple):
+    """Floating-point operations of each part of training; a multiplication and an addition count as two."""
+
+    forward: float
+    recomputation: float
+    backward: float
+
+    @property
+    def total(self) -> float:
+        """The sum of the three."""
+        return self.forward + self.recomputation + self.backward
 
 
 @dataclass(frozen=True)
@@ -32,10 +49,8 @@ class Plan:
     recipe: Recipe
     target: Target
     gpu: Gpu
-    parameters: int
     trained: int
     memory: DeviceMemory
-    host_bytes: int
     tokens_per_step: int
     flops: Flops
 
@@ -53,6 +68,11 @@ class Plan:
     def tokens(self) -> int:
         """Tokens that the run trains on."""
         return self.tokens_per_step * self.recipe.training.steps
+
+    @property
+    def parameters(self) -> int:
+        """Parameters of the base."""
+        return self.target.shape.parameters
 
     @property
     def utilization(self) -> float:
@@ -75,25 +95,21 @@ class Plan:
             "overhead_bytes": OVERHEAD,
             "peak_bytes_per_gpu": self.memory.peak,
             "memory_bytes_per_gpu": self.gpu.memory,
-            "host_bytes_per_gpu": self.host_bytes,
+            "host_bytes_per_gpu": self.memory.host,
             "fits": self.fits,
             "parameters": self.parameters,
             "trained_parameters": self.trained,
             "tokens_per_step": self.tokens_per_step,
             "tokens": self.tokens,
             "steps": self.recipe.training.steps,
-            "flops": asdict(self.flops),
+            "flops": self.flops._asdict(),
             "assumed_utilization": self.utilization,
             "hours": self.hours,
         }
 
 
 def target_of(recipe: Recipe) -> Target:
-    """Find the model of `recipe`, build it on the meta device, and check that it can be extended as the recipe says.
-
-    Raises:
-        PiLoraError: there is no such model, no plan for it, or a scaling that cannot be extended.
-    """
+    """Find the model of `recipe`, build it on the meta device, and check that it can be extended as the recipe says."""
     config, shape = find_shape(recipe.model.name, recipe.model.revision, recipe.model.trust_remote_code)
     if recipe.scaling == "keep":
         check_reach(recipe.model.name, config, recipe.context.target)
@@ -104,11 +120,7 @@ def target_of(recipe: Recipe) -> Target:
 
 
 def plan_recipe(recipe: Recipe, target: Target, gpu: Gpu | None = None) -> Plan:
-    """Plan `recipe` on `gpu`, or on the smallest device of the table that fits it (the CPU without GPUs).
-
-    Raises:
-        PiLoraError: `gpu` is a CPU and the recipe asks for GPUs.
-    """
+    """Plan `recipe` on `gpu`, or on the smallest device of the table that fits it (the CPU without GPUs)."""
     if gpu is None:
         on_gpus = recipe.hardware.gpus is not None
         plans = [plan_recipe(recipe, target, each) for each in GPUS.values() if (each.name != CPU) == on_gpus]
@@ -116,31 +128,35 @@ def plan_recipe(recipe: Recipe, target: Target, gpu: Gpu | None = None) -> Plan:
     on_cpu = gpu.name == CPU
     if on_cpu and recipe.hardware.gpus is not None:
         raise PiLoraError("--gpu: cpu: the recipe asks for hardware.gpus; name a GPU, or set hardware.gpus=null")
-    shape, training = target.shape, recipe.training
-    spread = spread_of(recipe, target.original)
-    count = count_parameters(shape, recipe.tuning)
-    one = flops_of_sequence(shape, recipe.tuning, spread.sequence, training.activation_checkpointing)
+    shape, training, tokens = target.shape, recipe.training, sequence_length(recipe, target.original)
+    sequences = training.steps * training.global_batch_size
     return Plan(
         recipe=recipe,
         target=target,
         gpu=gpu,
-        parameters=count.base,
-        trained=count.trained,
-        memory=memory(shape, recipe, spread, on_cpu),
-        # Offloading pins host memory for each device.
-        host_bytes=saved_inputs(shape, spread.tokens) if recipe.hardware.offload_activations else 0,
-        tokens_per_step=training.global_batch_size * spread.sequence,
-        flops=one.times(training.steps * training.global_batch_size),
+        trained=trained_parameters(shape, recipe.tuning),
+        memory=memory(shape, recipe, target.original, on_cpu),
+        tokens_per_step=training.global_batch_size * tokens,
+        flops=flops_of_sequences(shape, recipe.tuning, tokens, training.activation_checkpointing, sequences),
     )
 
 
-def write_plan(plan: Plan, file: Path) -> None:
-    """Write a plan as JSON.
+def flops_of_sequences(shape: Shape, tuning: Tuning, tokens: int, checkpointing: bool, sequences: int = 1) -> Flops:
+    """Return the operations of training on `sequences` of `tokens` each.
 
-    Raises:
-        DataError: the file cannot be written.
+    A product with a weight costs 2 per token forward, 2 backward for its input, and 2 for its own gradient where it
+    trains. Attention's two products are causal: half of `tokens` for each token. The chunked loss computes the logits
+    again in its backward. Left out: norms, softmax, activation functions, state-space recurrences, the optimizer.
     """
-    try:
-        file.write_text(json.dumps(plan.as_json(), indent=2) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise DataError(f"{file}: cannot be written ({error.strerror}); choose another file") from None
+    layers = (shape.linear_weights + shape.active_experts) * 2.0 * tokens
+    head = shape.embedding * 2.0 * tokens
+    adapter = adapter_parameters(shape, tuning) * 2.0 * tokens
+    # 2 x 2 operations per channel for each pair of tokens in reach: queries with keys, and weights with values.
+    window = min(shape.sliding_window, tokens)
+    full, sliding = tokens * tokens / 2, tokens * window - window * window / 2
+    attention = 4.0 * (shape.full_layers * full + shape.sliding_layers * sliding) * shape.queries
+    forward = layers + head + adapter + attention
+    recomputation = head + (layers + adapter + attention if checkpointing else 0.0)
+    trained = layers + head if tuning.method == "full" else adapter
+    backward = layers + head + adapter + 2 * attention + trained
+    return Flops(forward * sequences, recomputation * sequences, backward * sequences)

@@ -4,13 +4,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
 
 from pi_lora.errors import ModelError
 from pi_lora.models.base import find_base
+from pi_lora.recipe.schema import Tuning
 from pi_lora.scaling.config import FULL_ATTENTION, SLIDING_ATTENTION, Config
 from pi_lora.scaling.extend import LOCAL_ATTENTION
 
@@ -30,7 +30,7 @@ class Linear:
 
     @property
     def weights(self) -> int:
-        """Numbers without the biases: what is quantized, and multiplied with each token."""
+        """How many there are without the biases: what is quantized, and multiplied with each token."""
         return self.inputs * self.outputs
 
 
@@ -41,8 +41,7 @@ class Shape:
     `layer` is the number of parameters of the largest layer. `intermediate`, `queries` and `keys` are the widths of
     the widest layer, in numbers per token, and `norms` counts the norms of its hidden states; `head_normed` if
     attention has norms of its own. `linears` are those of all layers. The weights of experts are stored in
-    `experts` numbers, of which each token is multiplied with `active_experts`. `sliding_layers` attend to
-    `sliding_window` tokens only, `full_layers` to all.
+    `experts` numbers, of which each token is multiplied with `active_experts`.
     """
 
     parameters: int
@@ -78,12 +77,7 @@ class Shape:
 
 @cache
 def find_shape(name: str, revision: str = "main", trust_remote_code: bool = False) -> tuple[Config, Shape]:
-    """Return the config and shape of a model: a folder, `builtin:NAME`, a shipped config, or else a hub id.
-
-    Raises:
-        ModelError: there is no such model, or it cannot be planned.
-        ScalingError: it has no rotary position embeddings.
-    """
+    """Return the config and shape of a model: a folder, `builtin:NAME`, a shipped config, or else a hub id."""
     shipped = shipped_config(name)
     # Another revision than the main one may have another shape.
     is_shipped = revision == "main" and shipped.is_dir() and not Path(name).is_dir()
@@ -92,22 +86,16 @@ def find_shape(name: str, revision: str = "main", trust_remote_code: bool = Fals
 
 
 def shipped_config(name: str) -> Path:
-    """Return the folder where the config of a hub model is shipped, if it is.
-
-    >>> shipped_config("huggyllama/llama-7b").name
-    'huggyllama--llama-7b'
-    """
+    """Return the folder where the config of a hub model is shipped, if it is."""
     return CONFIGS / name.replace("/", "--")
 
 
 def shape_of(model: PreTrainedModel) -> Shape:
-    """Count the shape of a model on any device.
-
-    Raises:
-        ModelError: the model has no decoder layers, or no head, that transformers knows by name.
-    """
+    """Count the shape of a model on any device; raise ModelError if transformers knows no layers, or no head, of it."""
     config, head = model.config, model.get_output_embeddings()
-    layers = _decoder_layers(model)
+    kinds = model._no_split_modules or ()
+    lists = (module for module in model.modules() if isinstance(module, nn.ModuleList))
+    layers = [layer for modules in lists for layer in modules if type(layer).__name__ in kinds]
     if head is None or not layers:
         raise ModelError(f"model of type {config.model_type}: has no decoder layers with a head; no plan for it")
     hidden, heads = config.hidden_size, config.num_attention_heads
@@ -115,7 +103,8 @@ def shape_of(model: PreTrainedModel) -> Shape:
     experts = [_experts(layer, per_token) for layer in layers]
     # `qk_head_dim` is that of multi-head latent attention, whose `head_dim` is the rotary part alone.
     head_dim = getattr(config, "qk_head_dim", None) or getattr(config, "head_dim", None) or hidden // heads
-    sliding, linear, window = _local_layers(config.to_dict(), len(layers))
+    local = _local_layers(config.to_dict(), len(layers))
+    norms = _norms(model)
     return Shape(
         parameters=_numbers(model),
         layers=len(layers),
@@ -130,19 +119,29 @@ def shape_of(model: PreTrainedModel) -> Shape:
         linears=tuple(_linears(model, head)),
         experts=sum(stored for stored, _ in experts),
         active_experts=sum(used for _, used in experts),
-        norms=max(len([name for name in _norms(layer) if not _in_attention(name)]) for layer in layers),
-        norm_weights=_numbers(nn.ModuleList(_norms(model).values())),
-        head_normed=any(_in_attention(name) for name in _norms(model)),
-        full_layers=len(layers) - sliding - linear,
-        sliding_layers=sliding,
-        sliding_window=window,
+        norms=max(sum(not _in_attention(name) for name in _norms(layer)) for layer in layers),
+        norm_weights=_numbers(nn.ModuleList(norms.values())),
+        head_normed=any(map(_in_attention, norms)),
+        **local,
     )
 
 
-def _decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
-    kinds = model._no_split_modules or ()
-    lists = (module for module in model.modules() if isinstance(module, nn.ModuleList))
-    return [layer for modules in lists for layer in modules if type(layer).__name__ in kinds]
+def adapter_parameters(shape: Shape, tuning: Tuning) -> int:
+    """Count LoRA's matrices as PEFT 0.21 makes them: on `targets`, never on the head.
+
+    Left out: LoRA on the weights of experts, which PEFT adds under `all-linear` for some types of mixtures.
+    """
+    adapted = [each for each in shape.linears if each.in_attention or tuning.targets == "all-linear"]
+    counts = (tuning.rank * (each.inputs + each.outputs) + (each.outputs if tuning.dora else 0) for each in adapted)
+    return 0 if tuning.method == "full" else sum(counts)
+
+
+def trained_parameters(shape: Shape, tuning: Tuning) -> int:
+    """Count what trains: all weights, or LoRA's and copies of norms and embeddings, of tied ones once."""
+    if tuning.method == "full":
+        return shape.parameters
+    copies = shape.embedding + shape.norm_weights if tuning.embeddings_and_norms else 0
+    return adapter_parameters(shape, tuning) + copies
 
 
 def _numbers(module: nn.Module) -> int:
@@ -187,10 +186,11 @@ def _mlp_width(layer: nn.Module, hidden: int, active_experts: int) -> int:
     return sum(width for width in back if width != hidden) + active_experts // (3 * hidden) or hidden
 
 
-def _local_layers(config: dict[str, Any], layers: int) -> tuple[int, int, int]:
-    """Return how many layers slide, how many have no attention weights, and the window in tokens of the first."""
+def _local_layers(config: Config, layers: int) -> dict[str, int]:
+    """Return how many layers attend to everything, how many to a window, and its length in tokens."""
     window = config.get("sliding_window") or config.get("attention_chunk_size") or 0
     every = FULL_ATTENTION if not window or config.get("use_sliding_window") is False else SLIDING_ATTENTION
     kinds = config.get("layer_types") or [every] * layers
     sliding = sum(kind in LOCAL_ATTENTION for kind in kinds)
-    return sliding, sum(kind in WITHOUT_ATTENTION for kind in kinds), window if sliding else 0
+    full = layers - sliding - sum(kind in WITHOUT_ATTENTION for kind in kinds)
+    return {"full_layers": full, "sliding_layers": sliding, "sliding_window": window if sliding else 0}

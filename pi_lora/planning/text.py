@@ -7,8 +7,7 @@ from pathlib import Path
 from pi_lora.planning.advice import advice, faster
 from pi_lora.planning.gpus import CPU, GIB, GPUS, MIB, Gpu
 from pi_lora.planning.memory import OVERHEAD
-from pi_lora.planning.operations import ASSUMED_UTILIZATION, ASSUMED_UTILIZATION_OF_CPU
-from pi_lora.planning.planning import Plan, plan_recipe, target_of
+from pi_lora.planning.planning import ASSUMED_UTILIZATION, ASSUMED_UTILIZATION_OF_CPU, Plan, plan_recipe, target_of
 from pi_lora.recipe.files import load_recipe, recipe_paths, recipe_summary
 
 
@@ -23,7 +22,7 @@ def plan_lines(plan: Plan) -> list[str]:
         f"{recipe.model.name}: {windows}, {recipe.scaling}, "
         f"{recipe.tuning.method}; {trained} {_count(plan.parameters)} parameters train",
         f"memory: {_gib(plan.memory.peak)} of {_gib(plan.gpu.memory)} GiB on {'each of ' if plan.devices > 1 else ''}"
-        f"{machinery(plan)}" + (f", {_gib(plan.host_bytes)} GiB of its host" if plan.host_bytes else ""),
+        f"{machinery(plan)}" + (f", {_gib(plan.memory.host)} GiB of its host" if plan.memory.host else ""),
         f"time: {recipe.training.steps} steps of {plan.tokens_per_step:,} tokens, {_count(plan.tokens)} in all, "
         f"{plan.flops.total:.1e} FLOPs: about {hours_in_words(plan.hours)} "
         f"at {plan.utilization:.0%} of the peak (assumed)",
@@ -42,10 +41,8 @@ def plan_lines(plan: Plan) -> list[str]:
 
 def component_lines(plan: Plan) -> list[tuple[str, str]]:
     """Return each component's name and the most that it takes; not all of them at the same moment."""
-    parts = {**plan.memory.components, "overhead (assumed)": OVERHEAD}
-    return [
-        (name, f"{_gib(size)} GiB" if size >= GIB / 10 else f"{size / MIB:.1f} MiB") for name, size in parts.items()
-    ]
+    parts = {**plan.memory.components, "overhead (assumed)": OVERHEAD}.items()
+    return [(name, f"{_gib(size)} GiB" if size >= GIB / 10 else f"{size / MIB:.1f} MiB") for name, size in parts]
 
 
 def gpu_named_in(text: str) -> Gpu | None:
@@ -84,10 +81,9 @@ def _gib(size: int) -> str:
 
 
 def _count(number: int) -> str:
-    for unit, name in ((1e9, " B"), (1e6, " M")):
-        if number >= unit:
-            return f"{number / unit:.3g}{name}"
-    return f"{number:,}"
+    if number < 1e6:
+        return f"{number:,}"
+    return f"{number / 1e9:.3g} B" if number >= 1e9 else f"{number / 1e6:.3g} M"
 
 
 _PAGE_HEADER = """\
@@ -116,39 +112,20 @@ an order of magnitude.
 
 
 def planned(path: Path, overrides: Sequence[str] = (), gpu: Gpu | None = None) -> Plan:
-    """Plan a recipe file on `gpu`, or else on the device that its first line names if it names one.
-
-    Raises:
-        PiLoraError: it does not resolve, or cannot be planned.
-    """
+    """Plan a recipe file on `gpu`, or else on the device that its first line names if it names one."""
     recipe = load_recipe(path, overrides).recipe
     return plan_recipe(recipe, target_of(recipe), gpu or gpu_named_in(recipe_summary(path)))
 
 
 def recipes_page(folder: Path) -> str:
-    """Return the Markdown page of a folder of recipes: a table for each folder, and what its figures rest on.
-
-    Raises:
-        PiLoraError: a recipe that does not resolve, or cannot be planned.
-    """
-    paths = recipe_paths(folder)
+    """Return the Markdown page of a folder of recipes: a table for each folder, and what its figures rest on."""
     page = _PAGE_HEADER
+    paths = recipe_paths(folder)
     for parent in sorted({path.parent for path in paths}):
         page += _TABLE_HEADER.format(title=Path(folder.name) / parent.relative_to(folder))
-        page += "".join(_row(path, folder) for path in paths if path.parent == parent)
+        for path in (each for each in paths if each.parent == parent):
+            plan, relative = planned(path), path.relative_to(folder)
+            page += f"| [{relative.with_suffix('')}]({relative}) | {recipe_summary(path)} | {machinery(plan)} "
+            page += f"| {plan.memory.peak / GIB:.0f} of {plan.gpu.memory / GIB:.0f} GiB | {hours_in_words(plan.hours)} "
+            page += f"| {plan.tokens / 1e6:,.0f} M | {plan.recipe.paper or ''} |\n"
     return page + _ASSUMPTIONS
-
-
-def _row(path: Path, folder: Path) -> str:
-    plan = planned(path)
-    relative = path.relative_to(folder)
-    cells = (
-        f"[{relative.with_suffix('')}]({relative})",
-        recipe_summary(path),
-        machinery(plan),
-        f"{plan.memory.peak / GIB:.0f} of {plan.gpu.memory / GIB:.0f} GiB",
-        hours_in_words(plan.hours),
-        f"{plan.tokens / 1e6:,.0f} M",
-        plan.recipe.paper or "",
-    )
-    return f"| {' | '.join(cells)} |\n"

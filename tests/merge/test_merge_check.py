@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -84,12 +85,11 @@ def test_what_cannot_be_read_layer_by_layer_is_said(tmp_path: Path, monkeypatch:
 def test_a_merge_gone_wrong_is_not_kept(
     damage: str, free: int, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from pi_lora.merge import merging
+    from pi_lora.merge import check
 
-    finish = merging._write_rest
+    verify = check.verify_merge
 
-    def finish_badly(*arguments: object) -> None:
-        finish(*arguments)
+    def damage_first(*arguments: Any) -> Check:
         folder = tmp_path / ".merged.partial"
         path = next(path for path in sorted(folder.glob("*.safetensors")) if "layers.1.mlp" in str(load_file(path)))
         tensors = load_file(path)
@@ -105,7 +105,9 @@ def test_a_merge_gone_wrong_is_not_kept(
             for original in (run.parent / "base").glob("*.safetensors"):
                 (folder / original.name).write_bytes(original.read_bytes())
 
-    monkeypatch.setattr(merging, "_write_rest", finish_badly)
+        return verify(*arguments)
+
+    monkeypatch.setattr(check, "verify_merge", damage_first)
     monkeypatch.setattr("pi_lora.merge.check._free_memory", lambda: free)
     with pytest.raises(ModelError, match="failed the check and are not kept: ") as raised:
         merge(run, tmp_path / "merged")

@@ -16,12 +16,11 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, GPT2Config
 
 from pi_lora import cli
-from pi_lora.errors import DataError, ModelError, PiLoraError, ScalingError
+from pi_lora.errors import ModelError, PiLoraError, ScalingError
 from pi_lora.planning.advice import MARGIN, advice, faster
 from pi_lora.planning.gpus import CPU, GPUS, find_gpu, gpu_of_device
 from pi_lora.planning.memory import OVERHEAD
-from pi_lora.planning.operations import flops_of_sequence
-from pi_lora.planning.planning import Plan, plan_recipe, write_plan
+from pi_lora.planning.planning import Plan, flops_of_sequences, plan_recipe
 from pi_lora.planning.shape import CONFIGS, find_shape, shape_of, shipped_config
 from pi_lora.planning.text import plan_lines
 from pi_lora.recipe.schema import Recipe, Tuning
@@ -46,15 +45,15 @@ def recipe(name: str = LLAMA, target: int = 8192, **sections: Any) -> Recipe:
 def test_flops_are_six_a_parameter_and_token_and_four_where_the_base_is_frozen() -> None:
     _, shape = find_shape(LLAMA)
     products = shape.linear_weights + shape.embedding
-    full = flops_of_sequence(shape, Tuning(method="full"), 1, checkpointing=False)
+    full = flops_of_sequences(shape, Tuning(method="full"), 1, checkpointing=False)
     assert full.forward + full.backward == pytest.approx(6 * products, rel=1e-3)
-    lora = flops_of_sequence(shape, Tuning(rank=1), 1, checkpointing=False)
+    lora = flops_of_sequences(shape, Tuning(rank=1), 1, checkpointing=False)
     assert lora.forward + lora.backward == pytest.approx(4 * products, rel=1e-3)
 
 
 def test_attention_costs_its_causal_half_and_a_window_less() -> None:
     shapes = [shape_of(on_meta(small_config("mistral", sliding_window=window))) for window in (None, 4096)]
-    full, sliding = (flops_of_sequence(shape, Tuning(), 8192, True).forward for shape in shapes)
+    full, sliding = (flops_of_sequences(shape, Tuning(), 8192, True).forward for shape in shapes)
     assert full - sliding == pytest.approx(3 * 4 * shapes[0].queries * 4096 * 4096 / 2)
 
 
@@ -67,7 +66,7 @@ def test_operations_are_those_that_torch_counts(kind: str) -> None:
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         model(torch.zeros(1, tokens, dtype=torch.long), use_cache=False)
     shape = small_shape(kind)
-    forward = flops_of_sequence(shape, Tuning(method="full"), tokens, True).forward
+    forward = flops_of_sequences(shape, Tuning(method="full"), tokens, True).forward
     other_half = 4 * shape.layers * shape.queries * tokens * tokens / 2
     assert forward + other_half == pytest.approx(counter.get_total_flops(), rel=0.05)
 
@@ -354,6 +353,12 @@ def test_the_command_says_what_fits(capsys: pytest.CaptureFixture[str], monkeypa
     assert all(component in out for component in ("weights", "gradients", "optimizer", "activations", "logits"))
 
 
-def test_a_plan_that_cannot_be_written_says_so(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="cannot be written"):
-        write_plan(plan_of(recipe()), tmp_path / "gone" / "plan.json")
+def test_a_plan_that_cannot_be_written_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(sys, "argv", ["pi-lora", "plan", LARGEST, "--json", str(tmp_path / "file" / "plan.json")])
+    with pytest.raises(SystemExit) as exit_:
+        cli.main()
+    assert exit_.value.code == 2
+    assert "plan.json: cannot be written (" in capsys.readouterr().err.replace("\n", "")

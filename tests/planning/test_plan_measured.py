@@ -7,9 +7,8 @@ import pytest
 from families import on_meta, plan_of
 from transformers import AutoConfig
 
-from pi_lora.planning.activations import saved_inputs
 from pi_lora.planning.gpus import GIB
-from pi_lora.planning.memory import DeviceMemory, memory, spread_of
+from pi_lora.planning.memory import DeviceMemory, memory, saved_inputs
 from pi_lora.planning.shape import Shape, find_shape, shape_of, shipped_config
 from pi_lora.recipe.schema import Recipe
 
@@ -43,7 +42,7 @@ def shape(name: str) -> Shape:
 
 
 def planned(name: str, recipe: Recipe, bytes_per_number: int | None) -> DeviceMemory:
-    return memory(shape(name), recipe, spread_of(recipe, original=32768), bytes_per_number=bytes_per_number)
+    return memory(shape(name), recipe, original=32768, bytes_per_number=bytes_per_number)
 
 
 @pytest.mark.parametrize(

@@ -13,9 +13,8 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qwen3Config
 
 from pi_lora.models.adapter import prepare_for_tuning, trainable_parameters
-from pi_lora.planning.activations import layer_bytes, loss_bytes
-from pi_lora.planning.parameters import NF4, base_bytes, count_parameters
-from pi_lora.planning.shape import find_shape, shape_of
+from pi_lora.planning.memory import NF4, base_bytes, layer_bytes, loss_bytes
+from pi_lora.planning.shape import find_shape, shape_of, trained_parameters
 from pi_lora.recipe.schema import Tuning
 from pi_lora.training.chunked_mlp import chunk_mlps
 
@@ -28,7 +27,7 @@ def trained_by_peft(kind: str, tuning: Tuning) -> int:
 @pytest.mark.parametrize("kind", OTHERS)
 def test_trained_parameters_on_attention_are_those_that_peft_trains(kind: str) -> None:
     tuning = Tuning(rank=8, targets="attention", embeddings_and_norms=False)
-    assert count_parameters(small_shape(kind), tuning).trained == trained_by_peft(kind, tuning)
+    assert trained_parameters(small_shape(kind), tuning) == trained_by_peft(kind, tuning)
 
 
 # PEFT 0.21 warns of what it does to other mixtures under all-linear.
@@ -46,7 +45,7 @@ def test_trained_parameters_on_attention_are_those_that_peft_trains(kind: str) -
     ids=["all", "attention", "dora", "full"],
 )
 def test_trained_parameters_are_those_that_peft_trains(kind: str, tuning: Tuning) -> None:
-    assert count_parameters(small_shape(kind), tuning).trained == trained_by_peft(kind, tuning)
+    assert trained_parameters(small_shape(kind), tuning) == trained_by_peft(kind, tuning)
 
 
 @pytest.mark.parametrize(
