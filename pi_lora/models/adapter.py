@@ -9,7 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model, get_peft_model_state_dict
+from peft import (
+    LoraConfig,
+    PeftConfig,
+    PeftModel,
+    get_peft_model,
+    get_peft_model_state_dict,
+    load_peft_weights,
+    set_peft_model_state_dict,
+)
 from peft.utils import ModulesToSaveWrapper
 from safetensors import safe_open
 from torch import nn
@@ -41,11 +49,8 @@ def prepare_for_tuning(
 def tune_further(model: PreTrainedModel, folder: Path, tuning: Tuning) -> PeftModel:
     """Load the adapter in `folder` onto its base `model` to train it further; the result is one adapter of that base.
 
-    A second adapter on top of the first would need both to be loaded, and merging the first into a quantized base would
-    round it to four bits.
-
-    Raises:
-        ModelError: the adapter is damaged, or `tuning` describes another shape.
+    A second adapter on top of the first would need both to be loaded, and merging the first into a quantized base
+    would round it to four bits.
     """
     config = PeftConfig.from_pretrained(str(folder))
     config.lora_dropout = tuning.dropout
@@ -53,17 +58,12 @@ def tune_further(model: PreTrainedModel, folder: Path, tuning: Tuning) -> PeftMo
     on_attention_alone = {name.rpartition(".")[2] for name in config.target_modules} <= _attention_names(model)
     if on_attention_alone != (tuning.targets == "attention"):
         raise _other_shape(folder, {"targets": "attention" if on_attention_alone else "all-linear"})
-    _keep_the_dtype_of_activations(tuned)
     train_in_float32(tuned)
     return tuned
 
 
 def check_shape(folder: Path, tuning: Tuning) -> None:
-    """Refuse to tune the adapter in `folder` further if `tuning` describes another shape.
-
-    Raises:
-        ModelError: the keys that differ, and what to set them to.
-    """
+    """Raise ModelError, with the keys to change, if `tuning` describes another adapter than the one in `folder`."""
     saved = json.loads((folder / ADAPTER_CONFIG_FILE).read_text(encoding="utf-8"))
     pairs = {
         "rank": (saved["r"], tuning.rank),
@@ -124,11 +124,7 @@ def trainable_parameters(model: nn.Module) -> int:
 
 
 def save_adapter(model: PeftModel, folder: Path, weights: Mapping[str, torch.Tensor] | None = None) -> None:
-    """Write the adapter and check that the trained parameters were saved; `weights` are those gathered from FSDP.
-
-    Raises:
-        ModelError: the file lacks a trained tensor, or has one that was not trained.
-    """
+    """Write the adapter and check that the trained parameters were saved; `weights` are those gathered from FSDP."""
     # Trained embeddings are in modules_to_save; to decide whether to add them PEFT would ask the hub for the base.
     model.save_pretrained(folder, save_embedding_layers=False, state_dict=weights)
     with safe_open(folder / ADAPTER_WEIGHTS_FILE, framework="pt") as file:
@@ -145,9 +141,6 @@ def save_full(model: PreTrainedModel, folder: Path, weights: Mapping[str, torch.
     """Write all weights and check that the number of saved parameters is that of the trained ones.
 
     Names are not compared: transformers 5 stores some architectures under other names than it computes with.
-
-    Raises:
-        ModelError: the files have fewer or more parameters.
     """
     model.save_pretrained(folder, state_dict=weights)
     saved = 0
@@ -159,12 +152,9 @@ def save_full(model: PreTrainedModel, folder: Path, weights: Mapping[str, torch.
 
 
 def load_adapter(model: PreTrainedModel, folder: Path, weightless: bool = False) -> PeftModel:
-    """Load the adapter in `folder` onto its base, whose scaling the caller has restored.
+    """Load the adapter in `folder` onto its base, whose scaling the caller has restored, to compute as in training.
 
     `weightless` says that the base has no values yet, so that PEFT does not copy them.
-
-    Raises:
-        ModelError: the adapter is damaged, or its base has another shape.
     """
     return _put_on(model, folder, low_cpu_mem_usage=weightless).eval()
 
@@ -173,11 +163,13 @@ def _put_on(model: PreTrainedModel, folder: Path, **options: Any) -> PeftModel:
     try:
         with without_known_warnings():
             adapted = PeftModel.from_pretrained(model, str(folder), **options)
+            _keep_whole_modules_in_float32(adapted, folder)
     except Exception as error:  # peft, safetensors and torch raise their own kinds
         reason = str(error).strip().splitlines()
         raise ModelError(
             f"{folder}: the adapter does not fit its base ({reason[-1] if reason else error!r})"
         ) from error
+    _keep_the_dtype_of_activations(adapted)
     expected = set(get_peft_model_state_dict(adapted, save_embedding_layers=False))
     with safe_open(folder / ADAPTER_WEIGHTS_FILE, framework="pt") as file:
         if missing := sorted(expected - set(file.keys())):
@@ -196,6 +188,15 @@ def without_known_warnings() -> Iterator[None]:
         warnings.filterwarnings("ignore", message=".*gradient_checkpointing` is deprecated", category=FutureWarning)
         warnings.filterwarnings("ignore", message="Could not find a config file in builtin:", category=UserWarning)
         yield
+
+
+def _keep_whole_modules_in_float32(model: PeftModel, folder: Path) -> None:
+    """Read embeddings and norms again in float32: PEFT 0.21 rounds them to the dtype of the base."""
+    wrappers = [module for module in model.modules() if isinstance(module, ModulesToSaveWrapper)]
+    if any(weight.dtype != torch.float32 for wrapper in wrappers for weight in wrapper.modules_to_save.parameters()):
+        for wrapper in wrappers:
+            wrapper.modules_to_save.float()
+        set_peft_model_state_dict(model, load_peft_weights(str(folder), device="cpu"))
 
 
 def _keep_the_dtype_of_activations(model: PeftModel) -> None:
@@ -229,7 +230,8 @@ def _embedding_and_norm_names(model: PreTrainedModel) -> list[str]:
         {
             name.rpartition(".")[2]
             for name, module in model.named_modules()
-            if module is embedding or "Norm" in type(module).__name__
+            # The norms of OLMo have no parameters.
+            if module is embedding or ("Norm" in type(module).__name__ and any(True for _ in module.parameters()))
         }
     )
 
