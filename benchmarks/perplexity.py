@@ -109,7 +109,7 @@ def prepare(folder: Path, options: argparse.Namespace) -> dict[str, Path]:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from pi_lora.data.corpus import Choice
-    from pi_lora.evaluation.perplexity.selection import choose_documents
+    from pi_lora.evaluation.perplexity.measure import choose_documents
     from pi_lora.models.base import BUILTIN_FOLDER
     from pi_lora.models.load import Stretch, load
 

@@ -1,7 +1,5 @@
-"""One process among several: which one leads, and what all agree on. With a single process all of it is free.
-
-`launch` starts the processes through accelerate's launcher; any other that sets the variables of `torch.distributed`
-works as well. torch is imported only where it is used, so that the command line starts at once.
+"""One process among several, started by `launch` or another launcher that sets the variables of `torch.distributed`:
+which one leads, and what all agree on. torch is imported where it is used, so that the command line starts at once.
 """
 
 import atexit
@@ -45,7 +43,7 @@ def number_of_processes() -> int:
 
 
 def wait_for_all() -> None:
-    """Go on when every process has come this far."""
+    """Continue when every process has come this far."""
     if number_of_processes() > 1:
         from accelerate import PartialState
 
@@ -97,24 +95,16 @@ def is_launched() -> bool:
 
 
 def check_launched(recipe: Recipe) -> None:
-    """Refuse a launcher that started another number of processes than the recipe counts on.
-
-    Raises:
-        RecipeError: the numbers differ.
-    """
+    """Raise RecipeError if the launcher started another number of processes than the recipe asks for."""
     started, wanted = int(os.environ["WORLD_SIZE"]), recipe.hardware.processes
     if started != wanted:
         raise RecipeError([f"hardware: asks for {wanted} processes, the launcher started {started}; make them agree"])
 
 
 def launch_arguments(recipe: Recipe, command: Sequence[str], rendezvous: Rendezvous) -> list[str]:
-    """Return the arguments of `accelerate launch` that run `pi-lora COMMAND` as `recipe.hardware` says.
-
-    All weights and LoRA are sharded over GPUs by FSDP2, each transformer layer a unit. A quantized model is small
-    enough for every GPU to hold, and each CPU process holds its model whole: plain data parallelism.
-
-    Raises:
-        RecipeError: there are several machines, and nothing says where the first one listens.
+    """Return the arguments of `accelerate launch` that run `pi-lora COMMAND` as `recipe.hardware` says. All weights and
+    LoRA are sharded over GPUs by FSDP2, each transformer layer a unit. A quantized model is small enough for every GPU
+    to hold, and each CPU process holds its model whole: plain data parallelism.
     """
     hardware = recipe.hardware
     if hardware.machines > 1 and rendezvous.main_process_ip is None:
@@ -134,33 +124,19 @@ def launch_arguments(recipe: Recipe, command: Sequence[str], rendezvous: Rendezv
     if hardware.machines > 1:
         flags["main_process_ip"] = rendezvous.main_process_ip
     if sharded:
-        flags |= {
-            "fsdp_version": 2,
-            "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
-            "fsdp_reshard_after_forward": "true",
-            "fsdp_state_dict_type": "SHARDED_STATE_DICT",
-            # Only one process of a machine reads the weights.
-            "fsdp_cpu_ram_efficient_loading": "true",
-        }
+        flags |= {"fsdp_version": 2, "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}
+        flags |= {"fsdp_reshard_after_forward": "true", "fsdp_state_dict_type": "SHARDED_STATE_DICT"}
+        flags |= {"fsdp_cpu_ram_efficient_loading": "true"}  # only one process of a machine reads the weights
     if sharded and hardware.context_parallel > 1:
-        flags |= {
-            "use_parallelism_config": None,
-            "parallelism_config_dp_shard_size": hardware.data_parallel,
-            "parallelism_config_cp_size": hardware.context_parallel,
-        }
+        sizes = {"dp_shard_size": hardware.data_parallel, "cp_size": hardware.context_parallel}
+        flags |= {"use_parallelism_config": None, **{f"parallelism_config_{key}": size for key, size in sizes.items()}}
     written = [part for name, value in flags.items() for part in (f"--{name}", value) if part is not None]
     return [*map(str, written), "--module", "pi_lora", *command]
 
 
 def launch(recipe: Recipe, command: Sequence[str], rendezvous: Rendezvous) -> int:
-    """Run `pi-lora COMMAND` in as many processes as `recipe.hardware` asks for; return the exit status.
-
-    The first SIGINT or SIGTERM lets the workers end their step and write a checkpoint, the second kills them.
-
-    Raises:
-        Interrupted: a signal came.
-        PiLoraError: the mistake that a worker ended with.
-        RecipeError: as `launch_arguments`.
+    """Run `pi-lora COMMAND` in as many processes as `recipe.hardware` asks for; return the exit status. The first
+    SIGINT or SIGTERM lets the workers end their step and write a checkpoint, the second kills them.
     """
     from accelerate.commands.launch import launch_command, launch_command_parser
     from accelerate.utils import patch_environment
@@ -198,9 +174,8 @@ def launch(recipe: Recipe, command: Sequence[str], rendezvous: Rendezvous) -> in
 
 
 def status_of(ending: BaseException) -> int | None:
-    """In a worker of `launch`, which prints one line for all of them: leave word of how it ends.
-
-    Return the exit status, or None if nobody speaks for this process.
+    """In a worker of `launch`, which prints one line for all of them: leave word of how it ends. Return the exit
+    status, or None if nobody speaks for this process.
     """
     if WORD not in os.environ:
         return None

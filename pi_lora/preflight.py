@@ -1,10 +1,10 @@
 """Recipe to job: every mistake that shows before anything is downloaded, tokenized or loaded, reported together."""
 
 import importlib.util
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, TypeVar
 
 import psutil
 import torch
@@ -18,47 +18,37 @@ from pi_lora.models.load import adapter_base, is_adapter
 from pi_lora.planning.gpus import CPU, GPUS, gpu_of_device
 from pi_lora.planning.planning import Plan, Target, plan_recipe
 from pi_lora.planning.shape import shape_of
-from pi_lora.recipe.schema import Data, Hardware, Recipe
+from pi_lora.recipe.schema import Data, Recipe
 from pi_lora.run_folder import check_output, check_resumed_recipe
 from pi_lora.scaling.config import scale_of, window_of
 from pi_lora.scaling.extend import check_reach
 from pi_lora.training.job import Job
 from pi_lora.training.schedule import rate_share
 
+T = TypeVar("T")
 # Where runs go by default; no repository on the hub has such a name.
 OUTPUTS = ("adapters/", "models/")
 
 
 def check(recipe: Recipe, output: Path, resume: bool = False) -> Job:
-    """Find the base of `recipe` and every mistake that shows before weights or texts are read.
-
-    Raises:
-        PiLoraError: the mistake, or a RecipeError with all of them, a line each.
-    """
+    """Return the job of `recipe`; raise all mistakes that show before weights or texts are read, a line each."""
     mistakes: list[PiLoraError] = []
 
-    @contextmanager
-    def noted() -> Iterator[None]:
+    def attempt(step: Callable[..., T], *arguments: Any) -> T | None:
         try:
-            yield
+            return step(*arguments)
         except PiLoraError as mistake:
             mistakes.append(mistake)
+            return None
 
-    job = None
-    with noted():
-        job = _extended_model(recipe, output) if recipe.scaling == "keep" else _extendable_base(recipe, output)
-    with noted():
-        in_data = example_problems if recipe.data.has_examples else source_problems
-        _raise_all([*in_data(recipe.data), *_evaluation_problems(recipe)])
-    with noted():
-        _raise_all([*_hardware_problems(recipe), *_missing_packages(recipe)])
-    with noted():
-        rate_share(recipe.training)
-    with noted():
-        check_output(output, resume)
+    in_data = example_problems if recipe.data.has_examples else source_problems
+    job = attempt(_extended_model if recipe.scaling == "keep" else _extendable_base, recipe, output)
+    attempt(lambda: _raise_all(in_data(recipe.data), _evaluation_problems(recipe)))
+    attempt(_raise_all, _hardware_problems(recipe), _missing_packages(recipe))
+    attempt(rate_share, recipe.training)
+    attempt(check_output, output, resume)
     if resume:
-        with noted():
-            check_resumed_recipe(output, recipe)
+        attempt(check_resumed_recipe, output, recipe)
     if len(mistakes) == 1:
         raise mistakes[0]
     if mistakes or job is None:
@@ -70,12 +60,11 @@ def check(recipe: Recipe, output: Path, resume: bool = False) -> Job:
 def plan_here(job: Job) -> Plan | None:
     """Plan `job` on this machine's accelerator, or on its CPU and memory; None for a model that has no plan."""
     recipe = job.recipe
+    device = None
     if torch.cuda.is_available():
         device = gpu_of_device(torch.cuda.get_device_name(), torch.cuda.get_device_properties(0).total_memory)
     elif recipe.hardware.gpus is None:
         device = replace(GPUS[CPU], memory=psutil.virtual_memory().total)
-    else:
-        device = None
     try:
         # Under `keep` the model's own window is the one before.
         original = job.target if recipe.scaling == "keep" else job.original
@@ -87,10 +76,9 @@ def plan_here(job: Job) -> Plan | None:
 def _extendable_base(recipe: Recipe, output: Path) -> Job:
     model, context = recipe.model, recipe.context
     if is_adapter(model.name):
-        raise ModelError(
-            f"model.name: {model.name} is an adapter of an extended model; tune it further with scaling: keep, or "
-            f"merge it first (pi-lora merge {model.name}) and extend the merged model"
-        )
+        merged = f"merge it first (pi-lora merge {model.name}) and extend the merged model"
+        kept = f"{model.name} is an adapter of an extended model; tune it further with scaling: keep"
+        raise ModelError(f"model.name: {kept}, or {merged}")
     assert recipe.scaling != "keep"
     base = find_base(model.name, model.revision, model.trust_remote_code)
     interpolation = base.interpolation(recipe.scaling, context.target, context.original)
@@ -127,13 +115,10 @@ def _evaluation_problems(recipe: Recipe) -> Iterator[str]:
 
 
 def _hardware_problems(recipe: Recipe) -> Iterator[str]:
-    hardware: Hardware = recipe.hardware
-    here = torch.cuda.device_count()
+    hardware, here = recipe.hardware, torch.cuda.device_count()
     if hardware.gpus and hardware.gpus > here:
-        yield (
-            f"hardware.gpus: {hardware.gpus} needed on each machine, {here} here; "
-            "run it on such machines, or change hardware.gpus (pi-lora plan shows what fits)"
-        )
+        what = f"{hardware.gpus} needed on each machine, {here} here"
+        yield f"hardware.gpus: {what}; run it on such machines, or change hardware.gpus (pi-lora plan shows what fits)"
     if hardware.context_parallel > 1 and not hardware.gpus:
         yield "hardware.context_parallel: needs GPUs; set hardware.gpus"
     if hardware.context_parallel > 1 and recipe.model.attention not in ("auto", "sdpa"):
@@ -147,28 +132,21 @@ def _hardware_problems(recipe: Recipe) -> Iterator[str]:
 
 
 def _missing_packages(recipe: Recipe) -> Iterator[str]:
-    wanted = {
-        "bitsandbytes": (
-            recipe.tuning.method == "qlora" or recipe.training.optimizer == "paged_adamw_8bit",
-            "tuning.method: qlora" if recipe.tuning.method == "qlora" else "training.optimizer: paged_adamw_8bit",
-            "'pi-lora[qlora]'",
-        ),
-        "flash_attn": (
-            recipe.model.attention == "flash_attention_2",
-            "model.attention: flash_attention_2",
-            "'pi-lora[flash-attn]'",
-        ),
-        "lm_eval": (recipe.evaluation.benchmarks is not None, "evaluation.benchmarks", "'pi-lora[eval]'"),
-        **{
-            tracker: (tracker in recipe.training.tracking, f"training.tracking: {tracker}", tracker)
-            for tracker in ("tensorboard", "wandb", "trackio")
-        },
-    }
-    for package, (needed, where, install) in wanted.items():
-        if needed and importlib.util.find_spec(package) is None:
+    wanted = []
+    if recipe.tuning.method == "qlora":
+        wanted.append(("bitsandbytes", "tuning.method: qlora", "'pi-lora[qlora]'"))
+    elif recipe.training.optimizer == "paged_adamw_8bit":
+        wanted.append(("bitsandbytes", "training.optimizer: paged_adamw_8bit", "'pi-lora[qlora]'"))
+    if recipe.model.attention == "flash_attention_2":
+        wanted.append(("flash_attn", "model.attention: flash_attention_2", "'pi-lora[flash-attn]'"))
+    if recipe.evaluation.benchmarks is not None:
+        wanted.append(("lm_eval", "evaluation.benchmarks", "'pi-lora[eval]'"))
+    wanted += [(tracker, f"training.tracking: {tracker}", tracker) for tracker in recipe.training.tracking]
+    for package, where, install in wanted:
+        if importlib.util.find_spec(package) is None:
             yield f"{where}: needs the package {package}; pip install {install}"
 
 
-def _raise_all(problems: list[str]) -> None:
-    if problems:
+def _raise_all(*kinds: Iterable[str]) -> None:
+    if problems := [problem for kind in kinds for problem in kind]:
         raise RecipeError(problems)

@@ -31,34 +31,23 @@ def output_folder(recipe: Recipe, recipe_path: Path) -> Path:
 
 
 def check_output(output: Path, resume: bool = False) -> None:
-    """Refuse an `output` that exists, or an interrupted run that is neither resumed nor removed.
-
-    Raises:
-        RunExistsError: which of these, and what to do.
-    """
+    """Raise RunExistsError if `output` exists, or holds an interrupted run that is neither resumed nor removed."""
     staging = staging_path(output)
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise RunExistsError(f"{output}: already exists and is not overwritten; choose another --output or remove it")
     if resume and not staging.is_dir():
         raise RunExistsError(f"{output}: no interrupted run to resume; start it without --resume")
     if not resume and last_checkpoint(staging) is not None:
-        raise RunExistsError(
-            f"{output}: an interrupted run is kept in {staging}; continue with --resume, or remove that folder"
-        )
+        kept = f"an interrupted run is kept in {staging}"
+        raise RunExistsError(f"{output}: {kept}; continue with --resume, or remove that folder")
 
 
 def check_room(output: Path, needed: int) -> None:
-    """Refuse to start if the disk has no room for `needed` bytes and a reserve.
-
-    Raises:
-        RunExistsError: there is less room where `output` goes.
-    """
+    """Raise RunExistsError if the disk has no room for `needed` bytes and a reserve."""
     free = shutil.disk_usage(staging_path(output).parent).free
     if free < needed + SPARE_BYTES:
-        raise RunExistsError(
-            f"{output}: takes {needed / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free; make room, or choose another "
-            "--output"
-        )
+        sizes = f"takes {needed / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free"
+        raise RunExistsError(f"{output}: {sizes}; make room, or choose another --output")
 
 
 def staging_path(output: Path) -> Path:
@@ -68,12 +57,8 @@ def staging_path(output: Path) -> Path:
 
 @contextmanager
 def staged(output: Path, resume: bool = False) -> Iterator[Path]:
-    """Make `output` whole or not at all: the body fills the staging folder, which is then renamed.
-
-    If the body fails, the staging folder is removed unless it holds a checkpoint to resume from.
-
-    Raises:
-        RunExistsError: as `check_output`, or the folder cannot be made.
+    """Make `output` whole or not at all: the body fills the staging folder, which is then renamed. If the body fails,
+    the staging folder is removed unless it holds a checkpoint to resume from.
     """
     check_output(output, resume)
     staging = staging_path(output)
@@ -89,15 +74,16 @@ def staged(output: Path, resume: bool = False) -> Iterator[Path]:
         if last_checkpoint(staging) is None:
             shutil.rmtree(staging, ignore_errors=True)
         raise
-    _finish(staging, output)
+    for file in staging.rglob("*"):
+        if file.is_file():
+            file.chmod(0o644)  # transformers 5 writes 0600
+    if output.is_dir():
+        output.rmdir()  # empty, or check_output would have refused it
+    os.replace(staging, output)
 
 
 def check_resumed_recipe(output: Path, recipe: Recipe) -> None:
-    """Refuse to resume an interrupted run under a recipe with another result.
-
-    Raises:
-        RecipeError: the keys that differ and affect the result, a line each.
-    """
+    """Raise RecipeError with the keys that differ from the interrupted run and affect the result."""
     kept = staging_path(output) / RECIPE_FILE
     if not kept.is_file():
         return
@@ -134,24 +120,9 @@ def write_recipe(folder: Path, recipe: Recipe) -> None:
 
 def write_provenance(folder: Path, facts: Mapping[str, Any]) -> None:
     """Write what a run was made with: versions, commit, hardware, and `facts`."""
-    made_with = {
-        **facts,
-        "versions": versions(),
-        "python": platform.python_version(),
-        "commit": _commit(),
-        "hardware": hardware(),
-    }
+    machine = {"python": platform.python_version(), "commit": _commit(), "hardware": hardware()}
+    made_with = {**facts, "versions": versions(), **machine}
     (folder / RUN_FILE).write_text(json.dumps(made_with, indent=2) + "\n", encoding="utf-8")
-
-
-def _finish(staging: Path, output: Path) -> None:
-    """Rename a complete run to its final name."""
-    for file in staging.rglob("*"):
-        if file.is_file():
-            file.chmod(0o644)  # transformers 5 writes 0600
-    if output.is_dir():
-        output.rmdir()  # empty, or check_output would have refused it
-    os.replace(staging, output)
 
 
 def _commit() -> str | None:
@@ -159,12 +130,8 @@ def _commit() -> str | None:
     here = Path(__file__).parent.parent
     if not (here / ".git").exists():
         return None
-    answer = subprocess.run(
-        ["git", "-C", str(here), "describe", "--always", "--dirty", "--abbrev=12"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    describe = ["git", "-C", str(here), "describe", "--always", "--dirty", "--abbrev=12"]
+    answer = subprocess.run(describe, capture_output=True, text=True, check=False)
     return answer.stdout.strip() or None
 
 
@@ -172,9 +139,6 @@ def _flat(tree: Mapping[str, Any]) -> dict[str, Any]:
     """Flatten `{"a": {"b": 1}}` to `{"a.b": 1}`, one level deep like a recipe's sections."""
     flat: dict[str, Any] = {}
     for section, content in tree.items():
-        flat |= (
-            {f"{section}.{key}": each for key, each in content.items()}
-            if isinstance(content, dict)
-            else {section: content}
-        )
+        nested = isinstance(content, dict)
+        flat |= {f"{section}.{key}": content[key] for key in content} if nested else {section: content}
     return flat

@@ -1,6 +1,6 @@
 """The command line: one function a command, heavy imports inside the function."""
 
-import importlib
+import importlib.metadata
 import pkgutil
 import sys
 from typing import Annotated, NoReturn, cast
@@ -22,18 +22,15 @@ INTERRUPTED = 130
 
 def _version(value: bool) -> None:
     if value:
-        import importlib.metadata
-
         out.print(f"pi-lora {importlib.metadata.version('pi-lora')}", highlight=False)
         raise typer.Exit
 
 
+Version = Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print it and exit.")]
+
+
 @app.callback()
-def options(
-    version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print it and exit.")
-    ] = False,
-) -> None:
+def options(version: Version = False) -> None:
     """Stretch the context window of a RoPE language model by Position Interpolation: train, eval, merge."""
 
 

@@ -40,9 +40,7 @@ def everything(
             scores = measured(name, model, measure)
             if is_leader():
                 write_scores(scores, files[name])
-    if not is_leader():
-        return
-    for name, file in files.items():
+    for name, file in files.items() if is_leader() else ():
         if name not in missing:
             say(f"{file}: measured before; measure again with --again")
         kept = read_scores(file)

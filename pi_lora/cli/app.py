@@ -26,6 +26,10 @@ Original = Annotated[
     int | None, typer.Option(help="L, with --target: stretch a plain base first (the paper's step 0).")
 ]
 Scaling = Annotated[Method | None, typer.Option(help="How a plain base is to read --target tokens.")]
+Models = Annotated[
+    list[str], typer.Argument(metavar="MODEL ...", help="Hub ids, model or run folders, or builtin:tiny.")
+]
+Target = Annotated[int | None, typer.Option(help="L', the window to stretch to.")]
 Dtype = Annotated[Literal["float32", "bfloat16", "float16"] | None, typer.Option(help="Of the weights.")]
 
 
@@ -38,29 +42,13 @@ def stretch_of(original: int | None, target: int | None, scaling: Method | None)
     return Stretch(target, original, scaling or "pi") if target else None
 
 
-def lengths_in(text: str) -> list[int]:
-    """Lengths in tokens, written as 2048,4096."""
-    try:
-        lengths = sorted({int(part) for part in text.split(",")})
-    except ValueError:
-        lengths = [0]
-    if lengths[0] < 2:
-        raise PiLoraError(f"--windows: {text}: not lengths in tokens; write them as 2048,4096")
-    return lengths
-
-
 @contextlib.contextmanager
 def progress_bar(title: str, quiet: bool = False) -> Iterator[Callable[..., None]]:
     """A progress bar on stderr, on a terminal; yields the function that moves it."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-        TextColumn("{task.fields[note]}"),
-    )
+    name, last = TextColumn("{task.description}"), TextColumn("{task.fields[note]}")
+    columns = (name, BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), last)
     with Progress(*columns, console=err, disable=quiet or not err.is_terminal) as bar:
         task = bar.add_task(title, total=None, note="")
         yield lambda done, total, note="": bar.update(task, completed=done, total=total, note=note)

@@ -1,22 +1,21 @@
 """What the commands that measure models share: all are found before one is measured, and one process reports."""
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from pi_lora.cli.app import err, progress_bar, working
+from pi_lora.cli.app import err, out, progress_bar, working
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from pi_lora.models.load import FoundModel, LoadedModel, Stretch
 
 S = TypeVar("S")
 
 
 def find_all(names: Sequence[str], stretch: "Stretch | None" = None) -> "list[FoundModel]":
-    """Find every model, and meet the other processes of this command if a launcher started several.
-
-    Raises:
-        ModelError, ScalingError: one of them cannot be loaded or stretched.
-    """
+    """Find every model, and meet the other processes of this command if a launcher started several."""
     from pi_lora.distributed import is_launched, join_processes
     from pi_lora.models.base import device
     from pi_lora.models.load import find
@@ -31,8 +30,7 @@ def warn_of_length(models: "Sequence[FoundModel]", option: str, tokens: int) -> 
     """Warn of models that are measured beyond the window that their scaling covers."""
     for each in models:
         if tokens > each.window:
-            covered = f"the {each.window} that {each.name} covers"
-            say(f"{option}: {tokens} tokens are more than {covered}; measured all the same")
+            say(f"{option}: {tokens} tokens are more than the {each.window} that {each.name} covers; measured anyway")
 
 
 def loaded(model: "FoundModel", dtype: str | None) -> "LoadedModel":
@@ -47,6 +45,27 @@ def measured(title: str, model: "LoadedModel", measure: "Callable[[LoadedModel, 
 
     with progress_bar(f"{title} {model.name}", quiet=not is_leader()) as progress:
         return measure(model, progress)
+
+
+def report(
+    scores: "Sequence[Any]",
+    json: Path | None,
+    *tables: "Callable[..., Table]",
+    picture: "Callable[[Any, Path], None] | None" = None,
+    plot: Path | None = None,
+) -> None:
+    """Write, print and draw the scores of several models, in one process of several."""
+    from pi_lora.distributed import is_leader
+    from pi_lora.evaluation.results import write_scores
+
+    if not is_leader():
+        return
+    if json:
+        write_scores(scores, json)
+    for table in tables:
+        out.print(table(*scores))
+    if plot and picture:
+        picture(scores, plot)
 
 
 def say(line: str) -> None:

@@ -5,16 +5,14 @@ from typing import Annotated, Any
 
 import typer
 
-from pi_lora.cli.app import Dtype, JsonFile, Original, Scaling, eval_app, out, stretch_of, working
-from pi_lora.cli.measuring import find_all, loaded, measured, warn_of_length
+from pi_lora.cli.app import Dtype, JsonFile, Models, Original, Scaling, eval_app, stretch_of, working
+from pi_lora.cli.measuring import find_all, loaded, measured, report, warn_of_length
 from pi_lora.drawing import check_can_draw
 
 
 @eval_app.command()
 def passkey(
-    models: Annotated[
-        list[str], typer.Argument(metavar="MODEL ...", help="Hub ids, model folders, run folders or builtin:tiny.")
-    ],
+    models: Models,
     target: Annotated[int | None, typer.Option(help="L', tokens of context; the longest window by default.")] = None,
     depths: Annotated[int, typer.Option(min=1, help="Distances, uniformly spaced to the target.")] = 32,
     trials: Annotated[int, typer.Option(min=1, help="Random keys at each.")] = 10,
@@ -32,10 +30,8 @@ def passkey(
     stretched = original is not None or scaling is not None
     stretch = stretch_of(original, target if stretched else None, scaling)
     with working("loading libraries"):
-        from pi_lora.distributed import is_leader
         from pi_lora.evaluation.passkey.measure import evaluate_passkey
         from pi_lora.evaluation.passkey.table import passkey_picture, passkey_table
-        from pi_lora.evaluation.results import write_scores
 
         found = find_all(models, stretch)
     length = target or max(model.window for model in found)
@@ -45,10 +41,4 @@ def passkey(
         return evaluate_passkey(model, length, depths, trials, seed, progress, k_max_only=k_max_only, shared=True)
 
     scores = [measured("passkey", loaded(model, dtype), measure) for model in found]
-    if not is_leader():
-        return
-    if json:
-        write_scores(scores, json)
-    out.print(passkey_table(*scores))
-    if plot:
-        passkey_picture(scores, plot)
+    report(scores, json, passkey_table, picture=passkey_picture, plot=plot)

@@ -5,27 +5,21 @@ from typing import Annotated, Any
 
 import typer
 
-from pi_lora.cli.app import Dtype, JsonFile, Original, Scaling, eval_app, lengths_in, out, stretch_of, working
-from pi_lora.cli.measuring import find_all, loaded, measured, warn_of_length
+from pi_lora.cli.app import Dtype, JsonFile, Models, Original, Scaling, Target, eval_app, stretch_of, working
+from pi_lora.cli.measuring import find_all, loaded, measured, report, warn_of_length
 from pi_lora.drawing import check_can_draw
+from pi_lora.errors import PiLoraError
 
 
 @eval_app.command()
 def perplexity(
-    models: Annotated[
-        list[str], typer.Argument(metavar="MODEL ...", help="Hub ids, model or run folders, or builtin:tiny.")
-    ],
+    models: Models,
     data: Annotated[
-        str,
-        typer.Option(
-            metavar="SOURCE", help="A file, folder, glob or hub id; builtin:stdlib; pg19 or proof-pile, as the paper."
-        ),
+        str, typer.Option(metavar="SOURCE", help="A file, folder, glob or hub id; builtin:stdlib; pg19 or proof-pile.")
     ] = "builtin:stdlib",
     windows: Annotated[str | None, typer.Option(help="Lengths in tokens, as 2048,4096.")] = None,
     stride: Annotated[int | None, typer.Option(min=1, help="Tokens a window moves; 256, or half the shortest.")] = None,
-    documents: Annotated[
-        int | None, typer.Option(min=1, help="Measure only the first N, or N drawn by --seed.")
-    ] = None,
+    documents: Annotated[int | None, typer.Option(min=1, help="Only the first N, or N drawn by --seed.")] = None,
     truncate: Annotated[int | None, typer.Option(min=2, help="Cut documents to their first N tokens.")] = None,
     min_tokens: Annotated[int | None, typer.Option(min=1, help="Leave out documents of fewer.")] = None,
     seed: Annotated[int | None, typer.Option(help="Draw documents at random.")] = None,
@@ -34,7 +28,7 @@ def perplexity(
     by_position: Annotated[bool, typer.Option("--by-position", help="Also the loss by position in a window.")] = False,
     plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw that as a PNG.")] = None,
     original: Original = None,
-    target: Annotated[int | None, typer.Option(help="L', the window to stretch to.")] = None,
+    target: Target = None,
     scaling: Scaling = None,
     dtype: Dtype = None,
     json: JsonFile = None,
@@ -46,10 +40,8 @@ def perplexity(
     stretch = stretch_of(original, target, scaling)
     with working("loading libraries"):
         from pi_lora.data.corpus import Choice
-        from pi_lora.distributed import is_leader
         from pi_lora.evaluation.perplexity.measure import default_stride, default_windows, evaluate_perplexity
         from pi_lora.evaluation.perplexity.table import perplexity_table, position_picture, position_table
-        from pi_lora.evaluation.results import write_scores
 
         found = find_all(models, stretch)
     # All are measured alike.
@@ -57,7 +49,6 @@ def perplexity(
     step = stride or default_stride(lengths)
     choice = Choice(documents, min_tokens, truncate, seed, split, column)
     by_position = by_position or plot is not None
-    warn_of_length(found, "--windows", max(lengths))
 
     def measure(model: Any, progress: Any) -> Any:
         return evaluate_perplexity(
@@ -65,12 +56,17 @@ def perplexity(
         )
 
     scores = [measured("perplexity", loaded(model, dtype), measure) for model in found]
-    if not is_leader():
-        return
-    if json:
-        write_scores(scores, json)
-    out.print(perplexity_table(*scores))
-    if by_position:
-        out.print(position_table(*scores))
-    if plot:
-        position_picture(scores, plot)
+    warn_of_length(found, "--windows", max(lengths))
+    tables = (perplexity_table, position_table) if by_position else (perplexity_table,)
+    report(scores, json, *tables, picture=position_picture, plot=plot)
+
+
+def lengths_in(text: str) -> list[int]:
+    """Lengths in tokens, written as 2048,4096."""
+    try:
+        lengths = sorted({int(part) for part in text.split(",")})
+    except ValueError:
+        lengths = [0]
+    if lengths[0] < 2:
+        raise PiLoraError(f"--windows: {text}: not lengths in tokens; write them as 2048,4096")
+    return lengths

@@ -14,10 +14,8 @@ from pi_lora.errors import PiLoraError
 def train(
     recipe: RecipeFile,
     overrides: Overrides = None,
-    output: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="The run folder; adapters/<recipe> by default.")
-    ] = None,
-    resume: Annotated[bool, typer.Option(help="Go on with an interrupted run.")] = False,
+    output: Annotated[Path | None, typer.Option(metavar="DIR", help="The run; adapters/<recipe> by default.")] = None,
+    resume: Annotated[bool, typer.Option(help="Continue an interrupted run.")] = False,
     dry_run: Annotated[bool, typer.Option(help="Check recipe, model, data and output, then stop.")] = False,
     force: Annotated[bool, typer.Option(help="Train even what the plan says does not fit.")] = False,
     print_launch: Annotated[bool, typer.Option(help="Print the accelerate launch line instead of running it.")] = False,
@@ -30,12 +28,12 @@ def train(
     from pi_lora.distributed import Rendezvous, check_launched, is_launched, launch, launch_arguments
     from pi_lora.recipe.files import load_recipe
 
-    changes = [*(overrides or []), *([f"hardware.machines={num_machines}"] if num_machines else [])]
+    changes = (overrides or []) + ([f"hardware.machines={num_machines}"] if num_machines else [])
     resolved = load_recipe(recipe, changes).recipe
     rendezvous = Rendezvous(machine_rank, main_process_ip, main_process_port)
     several = resolved.hardware.processes > 1 and not is_launched()
     worker = ["train", str(recipe), *changes, *(["--output", str(output)] if output else [])]
-    worker += ["--resume"] if resume else []
+    worker += ["--resume"] * resume
     if print_launch:
         print(shlex.join(["accelerate", "launch", *launch_arguments(resolved, worker, rendezvous)]))
         return
@@ -54,9 +52,8 @@ def train(
     preparing = "preparing examples" if resolved.data.has_examples else "packing tokens"
     with progress_bar(preparing, quiet=not is_leader()) as progress:
         data = job.prepare(progress)
-    if not is_launched():
-        for line in data.said:
-            out.print(f"data: {line}", highlight=False, soft_wrap=True)
+    for line in () if is_launched() else data.said:
+        out.print(f"data: {line}", highlight=False, soft_wrap=True)
     if several:
         if status := launch(resolved, worker, rendezvous):
             raise typer.Exit(status)

@@ -9,20 +9,14 @@ from pi_lora.errors import ModelError
 from pi_lora.models.load import LoadedModel
 from pi_lora.scaling.config import Config, constant_longrope, full_attention_rope
 
-# Tokens of a forward pass: enough to keep the hardware busy, few enough to stay in a processor's caches.
-PASS_TOKENS_ON_CPU, PASS_TOKENS_ON_GPU = 2048, 16384
-
 
 def pass_tokens(model: Any) -> int:
-    """Return how many tokens go through a model at once."""
-    return PASS_TOKENS_ON_CPU if model.device.type == "cpu" else PASS_TOKENS_ON_GPU
+    """Return how many tokens keep the hardware busy in a forward pass, and stay in a processor's caches."""
+    return 2048 if model.device.type == "cpu" else 16384
 
 
 def padded(model: Any, rows: Sequence[Sequence[int]]) -> torch.Tensor:
-    """Return token ids (rows, longest) on the model's device, padded on the right.
-
-    Attention is causal: padding on the right changes nothing before it, so no attention mask is needed.
-    """
+    """Return token ids (rows, longest) padded on the right, which needs no mask: attention is causal."""
     width = max(map(len, rows))
     return torch.tensor([[*row, *[0] * (width - len(row))] for row in rows], device=model.device)
 
@@ -43,7 +37,5 @@ def check_ids(loaded: LoadedModel, ids: Sequence[int]) -> None:
     """Raise ModelError if the tokenizer gives ids that the model does not have."""
     known: Any = loaded.model.config.get_text_config().vocab_size
     if max(ids) >= known:
-        raise ModelError(
-            f"{loaded.name}: its tokenizer gives the id {max(ids)}, and the model knows {known} tokens; "
-            "put the tokenizer beside it that it was trained with"
-        )
+        given = f"its tokenizer gives the id {max(ids)}, and the model knows {known} tokens"
+        raise ModelError(f"{loaded.name}: {given}; put the tokenizer beside it that it was trained with")

@@ -24,10 +24,8 @@ R = TypeVar("R", bound=BaseModel)
 
 
 class Journal:
-    """Results by name, in a folder of `cache` named after everything that decides them, one file per process.
-
-    A line is written as soon as its result is known; one that was cut off is ignored, and measured again. `finish`
-    removes the folder once the measurement is complete.
+    """Results by name, in a folder of `cache` named after everything that decides them, one file per process. A line is
+    written as soon as its result is known; one that was cut off is ignored, and measured again.
     """
 
     def __init__(self, cache: Path, decided_by: Mapping[str, Any]) -> None:
@@ -58,18 +56,13 @@ class Journal:
 
 @contextmanager
 def journaled(loaded: LoadedModel, decided_by: Mapping[str, Any], what: str) -> Iterator[Journal]:
-    """Keep what is measured of a model until all of it is; `what` says what the entries are: "of 5 documents".
-
-    Raises:
-        Interrupted: by Ctrl-C.
-    """
+    """Keep what is measured of a model until all is, `what` ("of 5 documents"); Ctrl-C becomes Interrupted."""
     journal = Journal(cache_folder(), {**decided_by, "model": identity_of(loaded)})
     try:
         yield journal
     except KeyboardInterrupt:
-        raise Interrupted(
-            f"{loaded.name}: interrupted after {len(journal.found)} {what}; the same command goes on from there"
-        ) from None
+        done = f"{len(journal.found)} {what}"
+        raise Interrupted(f"{loaded.name}: interrupted after {done}; the same command goes on from there") from None
     from_all([])  # Until here another process may read the journal.
     if is_leader():
         journal.finish()

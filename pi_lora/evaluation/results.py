@@ -23,8 +23,7 @@ class Result(BaseModel):
 class Scores(Result):
     """What every result says of its model: name, scale L'/L, dtype, attention kernel, window in tokens, step."""
 
-    # The key in a file that only this kind of result has.
-    told_by: ClassVar[str]
+    told_by: ClassVar[str]  # the key that only this kind of result has
 
     model: str
     scale: float = 1.0
@@ -111,10 +110,7 @@ class PasskeyScores(Scores):
 
 
 class TaskScore(Result):
-    """Accuracy of one benchmark over `examples`; `stderr` is None for a single example.
-
-    `metrics` holds what lm-eval reports of a task that has no accuracy.
-    """
+    """Accuracy over `examples` (`stderr` None for one), or the `metrics` that lm-eval reports of other tasks."""
 
     acc: float | None = None
     stderr: float | None = None
@@ -180,9 +176,7 @@ def described(loaded: "LoadedModel") -> Json:
 
 def parse_scores(content: Any, where: str) -> Scores | None:
     """Return the typed result in a JSON value, or None if it holds none; raise ModelError if a field is wrong."""
-    if not isinstance(content, dict):
-        return None
-    kind = next((kind for kind in KINDS if kind.told_by in content), None)
+    kind = next((kind for kind in KINDS if isinstance(content, dict) and kind.told_by in content), None)
     try:
         return kind.model_validate(content) if kind else None
     except ValidationError as error:

@@ -18,13 +18,13 @@ from pi_lora.evaluation.results import Scores
 from pi_lora.models.load import LoadedModel
 from pi_lora.recipe.files import RECIPE_FILE, load_recipe
 from pi_lora.recipe.schema import BenchmarksEvaluation, Evaluation, PasskeyEvaluation, PerplexityEvaluation
-from pi_lora.types import Progress
+from pi_lora.types import Progress, silent
 
-Measure = Callable[[LoadedModel, Progress | None], Scores]
+Measure = Callable[[LoadedModel, Progress], Scores]
 
 
 def _perplexity(asked: PerplexityEvaluation, shared: bool) -> Measure:
-    def measure(loaded: LoadedModel, progress: Progress | None) -> Scores:
+    def measure(loaded: LoadedModel, progress: Progress) -> Scores:
         windows = asked.windows or default_windows(loaded.window)
         stride = asked.stride or default_stride(windows)
         return evaluate_perplexity(loaded, asked.data, windows, stride, asked.documents, progress, shared=shared)
@@ -47,9 +47,8 @@ def _benchmarks(asked: BenchmarksEvaluation, shared: bool) -> Measure:
 
 @dataclass(frozen=True)
 class Measurement:
-    """A measurement: `prepare` takes its section of a recipe and reads what it needs before any model is loaded.
-
-    With `shared` every process has the whole model and measures its part.
+    """A measurement: `prepare` reads what a recipe's section needs before any model is loaded; the processes of a
+    `shared` one have the whole model each, and measure their part.
     """
 
     prepare: Callable[[Any, bool], Measure]
@@ -71,11 +70,7 @@ def asked_for(evaluation: Evaluation) -> dict[str, Any]:
 
 
 def evaluation_of(run: Path) -> tuple[Evaluation, bool]:
-    """Return what a run's recipe asks for, and whether it names anything; perplexity and passkey if it does not.
-
-    Raises:
-        ModelError: it is no run folder.
-    """
+    """Return what a run's recipe asks for, and whether it names anything; perplexity and passkey if it does not."""
     file = run / RECIPE_FILE
     if not file.is_file():
         raise ModelError(f"{run}: holds no {RECIPE_FILE}; name a run folder that pi-lora train made")
@@ -88,7 +83,7 @@ def evaluation_of(run: Path) -> tuple[Evaluation, bool]:
 def measure(loaded: LoadedModel, evaluation: Evaluation) -> dict[str, Scores]:
     """Measure a model that trains; every process measures the whole, since a sharded model needs them all."""
     return {
-        name: MEASUREMENTS[name].prepare(section, False)(loaded, None)
+        name: MEASUREMENTS[name].prepare(section, False)(loaded, silent)
         for name, section in asked_for(evaluation).items()
         if MEASUREMENTS[name].while_training
     }

@@ -8,8 +8,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import peft
 import torch
-from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model, get_peft_model_state_dict
+from peft import LoraConfig, PeftModel
 from peft.utils import ModulesToSaveWrapper
 from safetensors import safe_open
 from torch import nn
@@ -23,89 +24,12 @@ from pi_lora.recipe.schema import Tuning
 def prepare_for_tuning(
     model: PreTrainedModel, tuning: Tuning, base_name: str, revision: str = "main"
 ) -> PreTrainedModel | PeftModel:
-    """Make trainable what `tuning` names and nothing else: every weight, or a float32 LoRA adapter around `model`.
-
-    An adapter names `base_name` at `revision` as its base.
-    """
+    """Make trainable what `tuning` names: every weight, or a float32 LoRA adapter of `base_name` at `revision`."""
     if tuning.method == "full":
         return model.requires_grad_(True)
-    with without_known_warnings():
-        tuned = get_peft_model(model, lora_config(model, tuning))
-    tuned.peft_config["default"].base_model_name_or_path = base_name
-    tuned.peft_config["default"].revision = revision
-    _keep_the_dtype_of_activations(tuned)
-    train_in_float32(tuned)
-    return tuned
-
-
-def tune_further(model: PreTrainedModel, folder: Path, tuning: Tuning) -> PeftModel:
-    """Load the adapter in `folder` onto its base `model` to train it further; the result is one adapter of that base.
-
-    A second adapter on top of the first would need both to be loaded, and merging the first into a quantized base would
-    round it to four bits.
-
-    Raises:
-        ModelError: the adapter is damaged, or `tuning` describes another shape.
-    """
-    config = PeftConfig.from_pretrained(str(folder))
-    config.lora_dropout = tuning.dropout
-    tuned = _put_on(model, folder, is_trainable=True, config=config)
-    on_attention_alone = {name.rpartition(".")[2] for name in config.target_modules} <= _attention_names(model)
-    if on_attention_alone != (tuning.targets == "attention"):
-        raise _other_shape(folder, {"targets": "attention" if on_attention_alone else "all-linear"})
-    _keep_the_dtype_of_activations(tuned)
-    train_in_float32(tuned)
-    return tuned
-
-
-def check_shape(folder: Path, tuning: Tuning) -> None:
-    """Refuse to tune the adapter in `folder` further if `tuning` describes another shape.
-
-    Raises:
-        ModelError: the keys that differ, and what to set them to.
-    """
-    saved = json.loads((folder / ADAPTER_CONFIG_FILE).read_text(encoding="utf-8"))
-    pairs = {
-        "rank": (saved["r"], tuning.rank),
-        "alpha": (saved["lora_alpha"], tuning.lora_alpha),
-        "rank_stabilized": (bool(saved.get("use_rslora")), tuning.rank_stabilized),
-        "dora": (bool(saved.get("use_dora")), tuning.dora),
-        "embeddings_and_norms": (bool(saved.get("modules_to_save")), tuning.embeddings_and_norms),
-    }
-    if tuning.method == "full":
-        raise ModelError(
-            f"model.name: {folder} is an adapter, which tuning.method: full cannot tune; "
-            f"merge it first (pi-lora merge {folder}), or use lora or qlora"
-        )
-    if differing := {key: has for key, (has, asked) in pairs.items() if has != asked}:
-        raise _other_shape(folder, differing)
-
-
-def _other_shape(folder: Path, differing: Mapping[str, Any]) -> ModelError:
-    settings = " ".join(f"tuning.{key}={str(value).lower()}" for key, value in differing.items())
-    return ModelError(
-        f"tuning: the adapter in {folder} has another shape, which tuning further does not change; "
-        f"set {settings}, or merge it first (pi-lora merge {folder}) and tune a new one"
-    )
-
-
-def train_in_float32(model: nn.Module) -> None:
-    """Cast all trainable parameters to float32; bfloat16 would round most updates at a small learning rate to zero.
-
-    PEFT 0.21 does so for LoRA's matrices but copies embeddings and norms in the base's dtype; TRL 1.16 casts the
-    adapter of a quantized model to bfloat16.
-    """
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            parameter.data = parameter.data.float()
-
-
-def lora_config(model: PreTrainedModel, tuning: Tuning) -> LoraConfig:
-    """Return the LoRA (Hu et al. 2021) that a recipe asks for, with embeddings and norms trained in full if it says so
-    (LongLoRA finds plain LoRA worse without them at long context).
-    """
+    # LongLoRA finds plain LoRA (Hu et al. 2021) worse at long context without embeddings and norms trained in full.
     whole = _embedding_and_norm_names(model) if tuning.embeddings_and_norms else None
-    return LoraConfig(
+    config = LoraConfig(
         r=tuning.rank,
         lora_alpha=tuning.lora_alpha,
         use_rslora=tuning.rank_stabilized,
@@ -116,6 +40,60 @@ def lora_config(model: PreTrainedModel, tuning: Tuning) -> LoraConfig:
         ensure_weight_tying=bool(whole) and model.config.tie_word_embeddings,
         task_type="CAUSAL_LM",
     )
+    with without_known_warnings():
+        tuned = peft.get_peft_model(model, config)
+    tuned.peft_config["default"].base_model_name_or_path = base_name
+    tuned.peft_config["default"].revision = revision
+    _keep_the_dtype_of_activations(tuned)
+    train_in_float32(tuned)
+    return tuned
+
+
+def tune_further(model: PreTrainedModel, folder: Path, tuning: Tuning) -> PeftModel:
+    """Load the adapter in `folder` onto its base `model` to train it further; the result is one adapter of that base. A
+    second adapter would need both to be loaded, and merging the first into a quantized base would round it.
+    """
+    config = peft.PeftConfig.from_pretrained(str(folder))
+    config.lora_dropout = tuning.dropout
+    tuned = _put_on(model, folder, is_trainable=True, config=config)
+    on_attention_alone = {name.rpartition(".")[2] for name in config.target_modules} <= _attention_names(model)
+    if on_attention_alone != (tuning.targets == "attention"):
+        raise _other_shape(folder, {"targets": "attention" if on_attention_alone else "all-linear"})
+    train_in_float32(tuned)
+    return tuned
+
+
+def check_shape(folder: Path, tuning: Tuning) -> None:
+    """Raise ModelError, with the keys to change, if `tuning` describes another adapter than the one in `folder`."""
+    saved = json.loads((folder / ADAPTER_CONFIG_FILE).read_text(encoding="utf-8"))
+    pairs = {
+        "rank": (saved["r"], tuning.rank),
+        "alpha": (saved["lora_alpha"], tuning.lora_alpha),
+        "rank_stabilized": (bool(saved.get("use_rslora")), tuning.rank_stabilized),
+        "dora": (bool(saved.get("use_dora")), tuning.dora),
+        "embeddings_and_norms": (bool(saved.get("modules_to_save")), tuning.embeddings_and_norms),
+    }
+    if tuning.method == "full":
+        why = f"{folder} is an adapter, which tuning.method: full cannot tune"
+        raise ModelError(f"model.name: {why}; merge it first (pi-lora merge {folder}), or use lora or qlora")
+    if differing := {key: has for key, (has, asked) in pairs.items() if has != asked}:
+        raise _other_shape(folder, differing)
+
+
+def _other_shape(folder: Path, differing: Mapping[str, Any]) -> ModelError:
+    settings = " ".join(f"tuning.{key}={str(value).lower()}" for key, value in differing.items())
+    other = f"the adapter in {folder} has another shape, which tuning further does not change"
+    return ModelError(f"tuning: {other}; set {settings}, or merge it first (pi-lora merge {folder}) and tune a new one")
+
+
+def train_in_float32(model: nn.Module) -> None:
+    """Cast all trainable parameters to float32; bfloat16 would round most updates at a small learning rate to zero.
+    PEFT 0.21 does so for LoRA's matrices but copies embeddings and norms in the base's dtype; TRL 1.16 casts the
+    adapter of a quantized model to bfloat16.
+    """
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.float()
 
 
 def trainable_parameters(model: nn.Module) -> int:
@@ -124,11 +102,7 @@ def trainable_parameters(model: nn.Module) -> int:
 
 
 def save_adapter(model: PeftModel, folder: Path, weights: Mapping[str, torch.Tensor] | None = None) -> None:
-    """Write the adapter and check that the trained parameters were saved; `weights` are those gathered from FSDP.
-
-    Raises:
-        ModelError: the file lacks a trained tensor, or has one that was not trained.
-    """
+    """Write the adapter and check that the trained parameters were saved; `weights` are those gathered from FSDP."""
     # Trained embeddings are in modules_to_save; to decide whether to add them PEFT would ask the hub for the base.
     model.save_pretrained(folder, save_embedding_layers=False, state_dict=weights)
     with safe_open(folder / ADAPTER_WEIGHTS_FILE, framework="pt") as file:
@@ -142,13 +116,7 @@ def save_adapter(model: PeftModel, folder: Path, weights: Mapping[str, torch.Ten
 
 
 def save_full(model: PreTrainedModel, folder: Path, weights: Mapping[str, torch.Tensor] | None = None) -> None:
-    """Write all weights and check that the number of saved parameters is that of the trained ones.
-
-    Names are not compared: transformers 5 stores some architectures under other names than it computes with.
-
-    Raises:
-        ModelError: the files have fewer or more parameters.
-    """
+    """Write all weights and count what was saved; transformers 5 stores some under other names than it computes."""
     model.save_pretrained(folder, state_dict=weights)
     saved = 0
     for path in folder.glob("*.safetensors"):
@@ -159,12 +127,8 @@ def save_full(model: PreTrainedModel, folder: Path, weights: Mapping[str, torch.
 
 
 def load_adapter(model: PreTrainedModel, folder: Path, weightless: bool = False) -> PeftModel:
-    """Load the adapter in `folder` onto its base, whose scaling the caller has restored.
-
+    """Load the adapter in `folder` onto its base, whose scaling the caller has restored, to compute as in training.
     `weightless` says that the base has no values yet, so that PEFT does not copy them.
-
-    Raises:
-        ModelError: the adapter is damaged, or its base has another shape.
     """
     return _put_on(model, folder, low_cpu_mem_usage=weightless).eval()
 
@@ -173,17 +137,15 @@ def _put_on(model: PreTrainedModel, folder: Path, **options: Any) -> PeftModel:
     try:
         with without_known_warnings():
             adapted = PeftModel.from_pretrained(model, str(folder), **options)
+            _keep_whole_modules_in_float32(adapted, folder)
     except Exception as error:  # peft, safetensors and torch raise their own kinds
-        reason = str(error).strip().splitlines()
-        raise ModelError(
-            f"{folder}: the adapter does not fit its base ({reason[-1] if reason else error!r})"
-        ) from error
-    expected = set(get_peft_model_state_dict(adapted, save_embedding_layers=False))
+        reason = (str(error).strip() or repr(error)).splitlines()[-1]
+        raise ModelError(f"{folder}: the adapter does not fit its base ({reason})") from error
+    _keep_the_dtype_of_activations(adapted)
+    expected = set(peft.get_peft_model_state_dict(adapted, save_embedding_layers=False))
     with safe_open(folder / ADAPTER_WEIGHTS_FILE, framework="pt") as file:
         if missing := sorted(expected - set(file.keys())):
-            raise ModelError(
-                f"{folder / ADAPTER_WEIGHTS_FILE}: lacks {', '.join(missing)}, so it is incomplete; tune again"
-            )
+            raise ModelError(f"{folder / ADAPTER_WEIGHTS_FILE}: lacks {', '.join(missing)}; tune again")
     return adapted
 
 
@@ -198,6 +160,15 @@ def without_known_warnings() -> Iterator[None]:
         yield
 
 
+def _keep_whole_modules_in_float32(model: PeftModel, folder: Path) -> None:
+    """Read embeddings and norms again in float32: PEFT 0.21 rounds them to the dtype of the base."""
+    wrappers = [module for module in model.modules() if isinstance(module, ModulesToSaveWrapper)]
+    if any(weight.dtype != torch.float32 for wrapper in wrappers for weight in wrapper.modules_to_save.parameters()):
+        for wrapper in wrappers:
+            wrapper.modules_to_save.float()
+        peft.set_peft_model_state_dict(model, peft.load_peft_weights(str(folder), device="cpu"))
+
+
 def _keep_the_dtype_of_activations(model: PeftModel) -> None:
     """Make float32 embeddings and norms take and return the base's dtype, since a float32 residual stream doubles the
     memory of every saved activation. Logits stay in float32.
@@ -206,14 +177,10 @@ def _keep_the_dtype_of_activations(model: PeftModel) -> None:
         if isinstance(module, ModulesToSaveWrapper):
             # The RMS norms of transformers take any dtype; torch's own modules take only their weight's.
             if isinstance(module.original_module, (nn.Linear, nn.LayerNorm)):
-                module.register_forward_pre_hook(_inputs_in_float32)
+                module.register_forward_pre_hook(lambda _module, inputs: tuple(each.float() for each in inputs))
             if not isinstance(module.original_module, nn.Linear):
                 dtype = next(module.original_module.parameters()).dtype
                 module.register_forward_hook(lambda _module, _inputs, output, dtype=dtype: output.to(dtype))
-
-
-def _inputs_in_float32(_module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-    return tuple(each.float() if each.is_floating_point() else each for each in inputs)
 
 
 def _saved_name(name: str) -> str:
@@ -225,13 +192,13 @@ def _saved_name(name: str) -> str:
 
 def _embedding_and_norm_names(model: PreTrainedModel) -> list[str]:
     embedding = model.get_input_embeddings()
-    return sorted(
-        {
-            name.rpartition(".")[2]
-            for name, module in model.named_modules()
-            if module is embedding or "Norm" in type(module).__name__
-        }
-    )
+    names = {
+        name.rpartition(".")[2]
+        for name, module in model.named_modules()
+        # The norms of OLMo have no parameters.
+        if module is embedding or ("Norm" in type(module).__name__ and any(True for _ in module.parameters()))
+    }
+    return sorted(names)
 
 
 def _attention_names(model: nn.Module) -> set[str]:

@@ -16,9 +16,8 @@ _MADE_FOR = {
 
 def attention_kernel(asked: str, in_bfloat16: bool, context_parallel: int = 1) -> str:
     """Return the kernel by transformers' name: the one asked for, or for `auto` the one written for this GPU if it is
-    installed, else torch's, which chooses between cuDNN's and its own.
-
-    FlashAttention does not support float32, and context parallelism supports only torch's kernel (accelerate 1.15).
+    installed, else torch's, which chooses between cuDNN's and its own. FlashAttention does not support float32, and
+    context parallelism supports only torch's kernel (accelerate 1.15).
     """
     if asked != "auto":
         return asked

@@ -10,14 +10,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    BitsAndBytesConfig,
-    PreTrainedConfig,
-    PreTrainedModel,
-)
+import transformers
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
 from transformers import logging as transformers_logging
 
 from pi_lora.errors import ModelError
@@ -59,12 +53,7 @@ class BaseModel:
 
 
 def find_base(name: str, revision: str = "main", trust_remote_code: bool = False) -> BaseModel:
-    """Find a model by hub id, folder or `builtin:NAME` and read its config.
-
-    Raises:
-        ModelError: there is no such model, or its config cannot be read.
-        ScalingError: it has no rotary position embeddings.
-    """
+    """Find a model by hub id, folder or `builtin:NAME` and read its config."""
     path = _locate(name)
     try:
         config = AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=trust_remote_code)
@@ -76,11 +65,7 @@ def find_base(name: str, revision: str = "main", trust_remote_code: bool = False
 
 
 def extended_config(base: BaseModel, interpolation: Interpolation | None) -> dict[str, Any]:
-    """Return the config of `base` extended by `interpolation` (or as it is), in both dialects.
-
-    Raises:
-        ScalingError: the model cannot be extended this way, or transformers would not apply the scaling.
-    """
+    """Return the config of `base` extended by `interpolation` (or as it is), in both dialects."""
     if interpolation is None:
         return in_both_dialects(base.config)
     extended = extend_config(base.config, interpolation)
@@ -93,13 +78,9 @@ def extended_config(base: BaseModel, interpolation: Interpolation | None) -> dic
 def load_model(
     base: BaseModel, config: Config, dtype: torch.dtype, attention: str = "sdpa", place: Placement = "device"
 ) -> PreTrainedModel:
-    """Load the weights of `base` under `config`, an extended one or its own.
-
-    `place` is `device`, the accelerator if there is one; `quantized`, the same as NF4 with double quantization (QLoRA,
-    Dettmers et al. 2023) that computes in `dtype`; or `host`, from where FSDP spreads it over several GPUs.
-
-    Raises:
-        ModelError: the weights are missing, damaged, not safetensors, or have other shapes.
+    """Load the weights of `base` under `config`, an extended one or its own. `place` is `device`, the accelerator if
+    there is one; `quantized`, the same as NF4 with double quantization (QLoRA, Dettmers et al. 2023) that computes in
+    `dtype`; or `host`, from where FSDP spreads it over several GPUs.
     """
     with quiet_loading():
         try:
@@ -122,11 +103,7 @@ def load_model(
 
 
 def load_tokenizer(path: str | Path, window: int) -> Any:
-    """Load the tokenizer of a model or run, with `window` tokens as its longest input.
-
-    Raises:
-        ModelError: there is none, or it cannot be read.
-    """
+    """Load the tokenizer of a model or run, with `window` tokens as its longest input."""
     try:
         tokenizer = AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError, KeyError) as error:
@@ -152,18 +129,13 @@ def save_config(config: Config, folder: Path) -> None:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Read the `config.json` of a run or model folder.
-
-    Raises:
-        ModelError: it is missing or not JSON.
-    """
+    """Read the `config.json` of a run or model folder; raise ModelError if it is missing or not JSON."""
     try:
-        config: dict[str, Any] = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
+        return dict(json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8")))
     except FileNotFoundError:
         raise ModelError(f"{folder}: has no {CONFIG_FILE}; without it the scaling is unknown") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, TypeError) as error:
         raise ModelError(f"{folder / CONFIG_FILE}: cannot be read ({first_line(error)})") from None
-    return config
 
 
 def device() -> torch.device:
@@ -173,38 +145,29 @@ def device() -> torch.device:
 
 def default_dtype(stored: object) -> torch.dtype:
     """Return the dtype that a model is measured in: as stored on an accelerator, float32 on a CPU."""
-    if device().type == "cpu" or stored is None:
-        return torch.float32
-    return stored if isinstance(stored, torch.dtype) else dtype_named(str(stored))
+    return torch.float32 if device().type == "cpu" or stored is None else dtype_named(str(stored).split(".")[-1])
 
 
 def has_fast_bfloat16() -> bool:
     """Return whether bfloat16 arithmetic is faster than float32: on a GPU, and on a CPU with instructions for it."""
-    if device().type == "cuda":
-        return bool(torch.cuda.is_bf16_supported())
-    return has_bfloat16_instructions()
+    return bool(torch.cuda.is_bf16_supported()) if device().type == "cuda" else has_bfloat16_instructions()
 
 
 def has_bfloat16_instructions() -> bool:
     """Whether the processor multiplies in bfloat16 (AVX512-BF16 or AMX)."""
-    capabilities = torch.cpu.get_capabilities()
-    return bool(capabilities.get("avx512_bf16") or capabilities.get("amx_bf16"))
+    return any(torch.cpu.get_capabilities().get(each) for each in ("avx512_bf16", "amx_bf16"))
 
 
 def dtype_named(name: str) -> torch.dtype:
-    """Return torch's `float32`, `bfloat16` or `float16`."""
-    found: torch.dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[name]
+    """Return torch's dtype of that name, such as `bfloat16`."""
+    found: torch.dtype = getattr(torch, name)
     return found
 
 
 def quantization(dtype: torch.dtype) -> dict[str, Any]:
     """Return the options with which `from_pretrained` quantizes on the device; a quantized model cannot be moved."""
-    how = BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type="nf4",
-        bnb_4bit_use_double_quant=True,
-        bnb_4bit_compute_dtype=dtype,
-    )
+    nf4 = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True, "bnb_4bit_compute_dtype": dtype}
+    how = transformers.BitsAndBytesConfig(load_in_4bit=True, **nf4)
     here = device() if device().type == "cpu" else torch.cuda.current_device()
     return {"quantization_config": how, "device_map": {"": here}}
 
@@ -223,12 +186,8 @@ def quiet_loading() -> Iterator[None]:
 
 def _own_entries(config: PreTrainedConfig) -> dict[str, Any]:
     """Return a config as a dictionary, without common defaults and the path it was read from."""
-    common = PreTrainedConfig().to_dict()
-    return {
-        key: value
-        for key, value in config.to_dict().items()
-        if key != "_name_or_path" and (key not in common or common[key] != value)
-    }
+    common, own = PreTrainedConfig().to_dict(), config.to_dict()
+    return {key: own[key] for key in own if key != "_name_or_path" and (key not in common or common[key] != own[key])}
 
 
 def _locate(name: str) -> str:

@@ -34,6 +34,7 @@ def facts() -> dict[str, str]:
     from pi_lora.models.nf4 import nf4_kernel
 
     libraries, in_bfloat16 = versions(LIBRARIES + OPTIONAL), has_fast_bfloat16()
+    kernels = ", ".join([SDPA, "eager", *flash_attention_kernels()])
     instructions = "with" if has_bfloat16_instructions() else "without"
     name = torch.cpu.get_capabilities().get("cpu_name") or platform.processor()
     memory = psutil.virtual_memory()
@@ -47,8 +48,7 @@ def facts() -> dict[str, str]:
         "GPUs": "; ".join(_gpus()) or "none",
         "CUDA": torch.version.cuda or "none: torch is built for CPUs",
         "precision": f"training.precision: auto is {'bfloat16' if in_bfloat16 else 'float32'}",
-        "attention": f"model.attention: auto is {attention_kernel('auto', in_bfloat16)}; there are "
-        + ", ".join([SDPA, "eager", *flash_attention_kernels()]),
+        "attention": f"model.attention: auto is {attention_kernel('auto', in_bfloat16)}; there are {kernels}",
         "quantization": nf4_kernel(device().type) if "bitsandbytes" in libraries else "none: no bitsandbytes",
     }
 

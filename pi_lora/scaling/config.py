@@ -22,17 +22,15 @@ SLIDING_ATTENTION = "sliding_attention"
 LAYERED_IN_4 = {"gemma3_text", "gemma3n_text", "olmo3"}
 # Their configs in transformers 4 reject a `rope_scaling` with fields other than `type` and `factor`.
 TWO_FIELDS_IN_4 = {"olmo", "olmo2"}
-# Where transformers 4 (and the `rope_scaling` path of 5) has other names for theta and the rotary share of a head.
+# Whose names for theta and the rotary share of a head are others in transformers 4 (and the `rope_scaling` path of 5).
+GPT_NEOX = {"gpt_neox", "gpt_neox_japanese"}
 GPT_NEOX_IN_4 = {"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"}
-NAMES_IN_4 = {"gpt_neox": GPT_NEOX_IN_4, "gpt_neox_japanese": GPT_NEOX_IN_4}
 
 
 @dataclass(frozen=True)
 class Interpolation:
-    """An extension from the `original` window (L, tokens) to the `target` window (L', tokens).
-
-    `pi` rescales the position indices; `dynamic` and `yarn` change the frequencies; `direct` changes nothing and is the
-    baseline that the paper calls FT.
+    """An extension from the `original` window (L, tokens) to the `target` window (L', tokens). `pi` rescales positions;
+    `dynamic` and `yarn` change frequencies; `direct` changes nothing (FT in the paper).
     """
 
     method: Method
@@ -41,10 +39,8 @@ class Interpolation:
 
     def __post_init__(self) -> None:
         if self.target <= self.original:
-            raise ScalingError(
-                f"context.target: {self.target} is not longer than the model's own window of {self.original}; "
-                "nothing to extend"
-            )
+            window = f"the model's own window of {self.original}"
+            raise ScalingError(f"context.target: {self.target} is not longer than {window}; nothing to extend")
 
     @property
     def scale(self) -> float:
@@ -53,23 +49,16 @@ class Interpolation:
 
 
 def read_rope(config: Config) -> dict[str, Any]:
-    """Return the complete `rope_parameters` of a config in either dialect, per layer type where the model has several.
-
-    Raises:
-        ScalingError: the model has no rotary embeddings, or none that its config describes.
-    """
-    kind = config.get("model_type", "unknown")
+    """Return the complete `rope_parameters` of a config in either dialect, per layer type where it has several."""
     if config.get("alibi"):
-        raise ScalingError(f"model of type {kind}: has ALiBi, no rotary position embeddings; nothing to interpolate")
+        raise _refused(config, "has ALiBi, no rotary position embeddings; nothing to interpolate")
     nested = config.get("rope_parameters")
     if isinstance(nested, Mapping) and nested:
         return deepcopy(dict(nested))  # the config classes of transformers change what they are given in place
     if isinstance(config.get("text_config"), Mapping):
-        raise ScalingError(f"model of type {kind}: is made of several models; give its language model alone")
+        raise _refused(config, "is made of several models; give its language model alone")
     if config.get("rope_theta") is None:
-        raise ScalingError(
-            f"model of type {kind}: has no rotary position embeddings that its config describes; nothing to interpolate"
-        )
+        raise _refused(config, "has no rotary position embeddings that its config describes; nothing to interpolate")
     scaling = dict(config.get("rope_scaling") or {})
     rope_type = scaling.pop("rope_type", scaling.pop("type", "default"))
     scaling.pop("type", None)
@@ -80,21 +69,18 @@ def read_rope(config: Config) -> dict[str, Any]:
     return {FULL_ATTENTION: full, SLIDING_ATTENTION: sliding}
 
 
-def full_attention_rope(config: Config) -> dict[str, Any]:
-    """Return the rope parameters of the layers that attend to the whole window.
+def _refused(config: Config, why: str) -> ScalingError:
+    return ScalingError(f"model of type {config.get('model_type', 'unknown')}: {why}")
 
-    Raises:
-        ScalingError: the model has no rotary embeddings, or not on those layers.
-    """
+
+def full_attention_rope(config: Config) -> dict[str, Any]:
+    """Return the rope parameters of the layers that attend to the whole window."""
     rope = read_rope(config)
     if "rope_theta" in rope:
         return rope
     if not isinstance(rope.get(FULL_ATTENTION), Mapping):
         named = ", ".join(sorted(name for name, each in rope.items() if each))
-        raise ScalingError(
-            f"model of type {config.get('model_type')}: has ropes for {named}, none for {FULL_ATTENTION}; "
-            "which of them to interpolate is not known"
-        )
+        raise _refused(config, f"has ropes for {named}, none for {FULL_ATTENTION}; give a model that has one")
     return dict(rope[FULL_ATTENTION])
 
 
@@ -120,8 +106,6 @@ def method_of(config: Config) -> Method | None:
 def scale_of(config: Config) -> float:
     """Return the factor L'/L by which a model is extended, by any method; 1 if it is not, and for `direct`.
 
-    Under `pi` it is also what every position is divided by.
-
     >>> scale_of({"rope_theta": 1e4, "rope_scaling": {"type": "linear", "factor": 8.0}})
     8.0
     """
@@ -130,41 +114,30 @@ def scale_of(config: Config) -> float:
 
 
 def window_of(config: Config) -> int:
-    """Return the context window of a model in tokens, by vLLM's rule.
-
-    A `linear` or `dynamic` rope multiplies `max_position_embeddings`, `yarn` its `original_max_position_embeddings`;
-    with other types (`llama3`, `longrope`) the window is as declared.
-
-    Raises:
-        ScalingError: the config has no window.
+    """Return the context window of a model in tokens, by vLLM's rule. A `linear` or `dynamic` rope multiplies
+    `max_position_embeddings`, `yarn` its `original_max_position_embeddings`; with other types (`llama3`, `longrope`)
+    the window is as declared.
     """
     if config.get("max_position_embeddings") is None:
-        raise ScalingError(
-            f"model of type {config.get('model_type')}: its config has no max_position_embeddings, "
-            "so its context window is not known; add it to config.json"
-        )
-    multiplied: int = config["max_position_embeddings"]
+        raise _refused(config, "its config has no max_position_embeddings, the context window; add it to config.json")
     rope = full_attention_rope(config)
-    if rope.get("rope_type") == "yarn":
-        multiplied = rope["original_max_position_embeddings"]
-    factor: float = rope["factor"] if rope.get("rope_type") in ("linear", "dynamic", "yarn") else 1
+    kind = rope.get("rope_type")
+    multiplied: int = rope["original_max_position_embeddings"] if kind == "yarn" else config["max_position_embeddings"]
+    factor: float = rope["factor"] if kind in ("linear", "dynamic", "yarn") else 1
     return round(multiplied * factor)
 
 
 def in_both_dialects(config: Config) -> dict[str, Any]:
     """Return a copy of a config whose scaling is read by transformers 5 and, at the top level, by 4, vLLM and SGLang.
-
     transformers 4 loads a config with `rope_parameters` alone silently unscaled. Models with ropes per layer type that
     only transformers 5 knows get no top level, which 5 would apply to the sliding layers too.
     """
-    both = dict(config)
-    nested = read_rope(config)
-    rope = full_attention_rope(config)
-    both["rope_parameters"] = nested
+    nested, rope = read_rope(config), full_attention_rope(config)
+    both = {**config, "rope_parameters": nested}
     model_type = str(config.get("model_type"))
     if FULL_ATTENTION in nested and model_type not in LAYERED_IN_4:
         return {key: value for key, value in both.items() if key not in ("rope_theta", "rope_scaling")}
-    names = NAMES_IN_4.get(model_type, {})
+    names = GPT_NEOX_IN_4 if model_type in GPT_NEOX else {}
     for key in ("rope_theta", "partial_rotary_factor"):
         if key in rope:
             both[key] = both[names.get(key, key)] = rope[key]
@@ -175,7 +148,6 @@ def in_both_dialects(config: Config) -> dict[str, Any]:
 
 
 def _rope_scaling(rope: Config, model_type: str) -> dict[str, Any] | None:
-    """Return `rope_scaling` as transformers 4 reads it."""
     kind = rope.get("rope_type", "default")
     if kind == "default":
         return None

@@ -3,18 +3,8 @@
 from typing import Any
 
 from pi_lora.errors import ScalingError
-from pi_lora.scaling.config import (
-    FULL_ATTENTION,
-    SLIDING_ATTENTION,
-    Config,
-    Interpolation,
-    full_attention_rope,
-    in_both_dialects,
-    method_of,
-    read_rope,
-    scale_of,
-    window_of,
-)
+from pi_lora.scaling import config as rules
+from pi_lora.scaling.config import FULL_ATTENTION, SLIDING_ATTENTION, Config, Interpolation, full_attention_rope
 
 LOCAL_ATTENTION = {SLIDING_ATTENTION, "chunked_attention"}
 # Their configs accept only `longrope`, which divides each frequency by its own number; the same one for all is PI.
@@ -26,85 +16,59 @@ LOCAL_ROPE_ONLY = set("afmoe cohere2 cohere2_moe exaone4 exaone_moe flint kolibr
 def extend_config(config: Config, interpolation: Interpolation) -> dict[str, Any]:
     """Return a copy of a model config with a window of `interpolation.target` tokens, in both dialects.
 
-    `pi` makes the rope `linear`, or multiplies the factor of one that is. `dynamic` and `yarn` are written as
-    transformers computes them. Ropes per layer type change on full-attention layers only. `direct` declares the
-    longer window and changes nothing else. `max_position_embeddings` is what every reader needs:
+    Ropes per layer type change on full-attention layers only; `direct` declares the longer window alone.
+    `max_position_embeddings` is what every reader needs:
 
     - L under `linear` and `dynamic`: engines multiply it by the factor, and `dynamic` scales inputs longer than it;
     - L' under `yarn`: transformers 4 computes the factor from it, and SGLang takes it as the window.
-
-    Raises:
-        ScalingError: the model cannot be extended this way, with the reason.
     """
     check_extendable(config, interpolation)
-    nested = read_rope(config)
+    nested = rules.read_rope(config)
     rope, declared = _stretched_rope(config, interpolation)
     extended = dict(config)
     extended["rope_parameters"] = {**nested, FULL_ATTENTION: rope} if FULL_ATTENTION in nested else rope
     extended["max_position_embeddings"] = declared
     if rope.get("rope_type") == "longrope":
         extended["original_max_position_embeddings"] = declared
-    return in_both_dialects(extended)
+    return rules.in_both_dialects(extended)
 
 
 def check_extendable(config: Config, interpolation: Interpolation) -> None:
-    """Refuse a model that `interpolation` cannot extend.
-
-    Raises:
-        ScalingError: the rope has another type, or no layer both has positions and attends to the target window.
-    """
+    """Raise ScalingError if the rope has another type, or no layer has positions and attends to the target window."""
     model_type, method = config.get("model_type"), interpolation.method
     rope = full_attention_rope(config)
     kind = rope.get("rope_type", "default")
-    own = method_of(config)
+    own = rules.method_of(config)
+    problem, target, reach = None, interpolation.target, local_window(config)
     if kind != "default" and own != "pi":
-        raise ScalingError(
-            f"rope_type {kind}: this model's positions are already extended in another way; "
-            "start from an unextended base (only default and linear can be interpolated)"
-        )
-    if own == "pi" and method in ("dynamic", "yarn"):
-        raise ScalingError(
-            f"scaling: {method}: this model is already interpolated ({kind}); start from its unextended base, or use pi"
-        )
-    if model_type in LONGROPE_ONLY and method in ("dynamic", "yarn"):
-        raise ScalingError(
-            f"scaling: {method}: transformers does not support it for models of type {model_type}; use pi"
-        )
-    if model_type in LOCAL_ROPE_ONLY:
-        raise ScalingError(
-            f"model of type {model_type}: only its local-attention layers have rotary positions, and layers with full "
-            "attention have none; nothing to interpolate"
-        )
-    reach = local_window(config)
-    if reach is not None and reach < interpolation.target:
-        raise ScalingError(
-            f"context.target: {interpolation.target}: every layer of this model attends to at most {reach} tokens, "
-            "which scaling positions does not change; choose a model with full attention"
-        )
+        problem = f"rope_type {kind}: positions are already extended in another way; start from an unextended base"
+    elif own == "pi" and method in ("dynamic", "yarn"):
+        problem = f"scaling: {method}: this model is already interpolated ({kind}); use pi, or its unextended base"
+    elif model_type in LONGROPE_ONLY and method in ("dynamic", "yarn"):
+        problem = f"scaling: {method}: transformers does not support it for models of type {model_type}; use pi"
+    elif model_type in LOCAL_ROPE_ONLY:
+        problem = f"model of type {model_type}: only its local-attention layers are rotary; nothing to interpolate"
+    elif reach is not None and reach < target:
+        limit = f"every layer of this model attends to at most {reach} tokens"
+        problem = f"context.target: {target}: {limit}; choose a model with full attention"
+    if problem:
+        raise ScalingError(problem)
 
 
 def check_reach(name: str, config: Config, target: int) -> None:
-    """Refuse a model whose own window is shorter than `target` tokens (`scaling: keep`).
-
-    Raises:
-        ScalingError: it is shorter.
-    """
-    if (window := window_of(config)) < target:
-        raise ScalingError(
-            f"context.target: {target} is longer than the window of {name}, {window} tokens, which scaling: keep does "
-            "not change; extend it first, or lower the target"
-        )
+    """Raise ScalingError if a model's own window is shorter than `target` tokens (`scaling: keep`)."""
+    if (window := rules.window_of(config)) < target:
+        beyond = f"{target} is longer than the window of {name}, {window} tokens, which scaling: keep does not change"
+        raise ScalingError(f"context.target: {beyond}; extend it first, or lower the target")
 
 
 def local_window(config: Config) -> int | None:
     """Return the longest attention span of any layer in tokens, or None where a layer attends to the whole window.
 
-    transformers follows `layer_types` where a config has them, else `sliding_window` in every layer, unless
-    `use_sliding_window` turns it off.
-
     >>> local_window({"sliding_window": 4096}), local_window({"sliding_window": 4096, "use_sliding_window": False})
     (4096, None)
     """
+    # transformers follows `layer_types` where a config has them, else `sliding_window` in every layer.
     kinds = set(config.get("layer_types") or [SLIDING_ATTENTION])
     if kinds - LOCAL_ATTENTION or config.get("use_sliding_window") is False:
         return None
@@ -115,7 +79,7 @@ def leads_to(base: Config, run: Config) -> bool:
     """Return whether `run` can be an extension of `base`: by any method of a plain rope, by `pi` of a `linear` one."""
     if full_attention_rope(base).get("rope_type", "default") == "default":
         return True
-    return method_of(base) == method_of(run) == "pi" and scale_of(run) >= scale_of(base)
+    return rules.method_of(base) == rules.method_of(run) == "pi" and rules.scale_of(run) >= rules.scale_of(base)
 
 
 def _stretched_rope(config: Config, interpolation: Interpolation) -> tuple[dict[str, Any], int]:
@@ -126,7 +90,7 @@ def _stretched_rope(config: Config, interpolation: Interpolation) -> tuple[dict[
     if interpolation.method == "yarn":
         of_yarn = {"factor": scale, "original_max_position_embeddings": interpolation.original}
         return {**rope, "rope_type": "yarn", **of_yarn}, interpolation.target
-    factor = scale_of(config) * scale
+    factor = rules.scale_of(config) * scale
     if factor == 1.0:
         return {**rope, "rope_type": "default"}, interpolation.target
     if config.get("model_type") in LONGROPE_ONLY:
@@ -135,10 +99,7 @@ def _stretched_rope(config: Config, interpolation: Interpolation) -> tuple[dict[
 
 
 def _as_longrope(config: Config, rope: Config, factor: float, window: int) -> dict[str, Any]:
-    """Return PI as a `longrope`: every frequency is divided by the same `factor`, attention is not scaled.
-
-    The window is also declared as the original one, since readers derive a factor on attention from their ratio.
-    """
+    """Return PI as a `longrope`: every frequency is divided by the same `factor`, attention is not scaled."""
     head_dim = config["hidden_size"] // config["num_attention_heads"]
     factors = [factor] * (int(head_dim * rope.get("partial_rotary_factor", 1.0)) // 2)
     return {
@@ -146,7 +107,7 @@ def _as_longrope(config: Config, rope: Config, factor: float, window: int) -> di
         "rope_type": "longrope",
         "short_factor": factors,
         "long_factor": factors,
-        "original_max_position_embeddings": window,
+        "original_max_position_embeddings": window,  # readers derive a factor on attention from the two windows
         "factor": 1.0,
         "attention_factor": 1.0,
     }

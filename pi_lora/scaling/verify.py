@@ -16,11 +16,7 @@ FREQUENCIES = "inv_freq"
 def build_on_meta(
     kind: type[PreTrainedConfig], config: Config, trust_remote_code: bool = False, dtype: torch.dtype | None = None
 ) -> PreTrainedModel:
-    """Build the model of `config` on the meta device: every module with its shape, no memory for weights.
-
-    Raises:
-        ScalingError: transformers rejects the config.
-    """
+    """Build the model of `config` on the meta device: every module with its shape, no memory for weights."""
     try:
         with torch.device("meta"):
             model: PreTrainedModel = AutoModelForCausalLM.from_config(
@@ -38,9 +34,6 @@ def check_scaling(plain: PreTrainedModel, config: Config, interpolation: Interpo
     positions have a rope in their config all the same, so what the model's own rotary modules compute is compared.
     Under `pi` each frequency is the plain one divided by the scale, or unchanged on sliding layers; under `yarn` it
     lies between these two. `dynamic` scales long inputs only, so its model is asked about `pi`.
-
-    Raises:
-        ScalingError: the frequencies differ from these, or the model has none.
     """
     if interpolation.method == "direct":
         return
@@ -49,23 +42,15 @@ def check_scaling(plain: PreTrainedModel, config: Config, interpolation: Interpo
     frequencies = rotary_frequencies(plain)
     scaled = rotary_frequencies(build_on_meta(kind, extend_config(config, asked), trust))
     if not frequencies:
-        raise ScalingError(
-            f"model of type {kind.model_type}: is built without rotary embeddings; nothing to interpolate"
-        )
+        raise ScalingError(f"model of type {kind.model_type}: is built without rotary embeddings; choose another")
     if not _follows(frequencies, scaled, asked):
-        raise ScalingError(
-            f"model of type {kind.model_type}: transformers does not apply the scaling of its config, so it would be "
-            "tuned and measured unscaled; choose another model"
-        )
+        unscaled = "transformers does not apply the scaling of its config"
+        raise ScalingError(f"model of type {kind.model_type}: {unscaled}; choose another model")
 
 
 def rotary_frequencies(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """Return the frequencies (radians a token) of each rotary module of a model on the meta device, by name.
-
-    The meta device leaves its buffers without values, so the rotary modules are built again by themselves.
-
-    Raises:
-        ScalingError: a rotary module cannot be built by itself.
+    """Return the frequencies (radians a token) of each rotary module of a model on the meta device, by name. The meta
+    device leaves its buffers without values, so the rotary modules are built again by themselves.
     """
     found = {}
     try:
@@ -89,11 +74,10 @@ def _follows(plain: dict[str, torch.Tensor], scaled: dict[str, torch.Tensor], in
     changed = [name for name in plain if not torch.equal(plain[name], scaled[name])]
     if not changed or any(SLIDING_ATTENTION in name for name in changed):
         return False
-    lowest = {name: plain[name] / interpolation.scale for name in changed}
-    if interpolation.method == "pi":
-        return all(torch.allclose(scaled[name], lowest[name], rtol=1e-5, atol=0) for name in changed)
     slack = 1 + 1e-5
+    highest = {name: plain[name] / (interpolation.scale if interpolation.method == "pi" else 1) for name in changed}
     return all(
-        bool((scaled[name] * slack >= lowest[name]).all() and (scaled[name] <= plain[name] * slack).all())
+        bool((scaled[name] * slack >= plain[name] / interpolation.scale).all())
+        and bool((scaled[name] <= highest[name] * slack).all())
         for name in changed
     )

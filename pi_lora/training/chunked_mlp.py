@@ -1,7 +1,5 @@
-"""Chunked MLPs: the same numbers from a few tokens at a time, in a fraction of the memory.
-
-An MLP computes each token independently, so a long sequence can go through it in pieces. Its four tensors of
-`tokens x intermediate`, the largest of a layer under activation checkpointing, then exist for one piece only.
+"""Chunked MLPs: the same numbers from a few tokens at a time. Its four tensors of `tokens x intermediate`, the largest
+of a layer under activation checkpointing, then exist for one piece of the sequence only.
 """
 
 from collections.abc import Callable, Iterator
@@ -12,27 +10,17 @@ from torch import nn
 
 from pi_lora.errors import ModelError
 
-NAMES = ("mlp", "feed_forward")
-
 Run = Callable[[torch.Tensor], torch.Tensor]
 
 
 def chunk_mlps(model: nn.Module, tokens: int) -> None:
-    """Make the MLPs of `model` compute at most `tokens` tokens at a time, forward and backward.
-
-    Raises:
-        ModelError: the model has no dense MLP (a mixture of experts routes all tokens together).
-    """
-    found = [module for name, module in model.named_modules() if name.rpartition(".")[2] in NAMES]
-    dense = [module for module in found if not _has_experts(module)]
+    """Make the MLPs of `model` compute at most `tokens` tokens at a time, forward and backward."""
+    found = [module for name, module in model.named_modules() if name.rpartition(".")[2] in ("mlp", "feed_forward")]
+    dense = [mlp for mlp in found if not any(name.rpartition(".")[2] == "experts" for name, _ in mlp.named_modules())]
     if not dense:
         raise ModelError("training.mlp_chunk_tokens: the model has no dense MLP; leave the key out")
     for mlp in dense:
         mlp.forward = _in_pieces(mlp, mlp.forward, tokens)
-
-
-def _has_experts(mlp: nn.Module) -> bool:
-    return any(name.rpartition(".")[2] == "experts" for name, _ in mlp.named_modules())
 
 
 def _in_pieces(mlp: nn.Module, run: Run, tokens: int) -> Run:
@@ -51,11 +39,8 @@ def _in_pieces(mlp: nn.Module, run: Run, tokens: int) -> Run:
 
 
 class _Kept(torch.autograd.Function):
-    """Save the input of `_Pieces` before its forward.
-
-    Checkpointing recomputes a layer until it has the last tensor that the backward needs (`early_stop` of torch 2.13's
-    `checkpoint`). What `_Pieces` itself saves would come after its forward; saving the input before it ends the
-    recomputation ahead of the MLP, which the backward of `_Pieces` recomputes in any case.
+    """Save the input of `_Pieces` before its forward, which ends the recomputation of a checkpointed layer ahead of the
+    MLP (`early_stop` of torch 2.13's `checkpoint`); the backward of `_Pieces` recomputes the MLP in any case.
     """
 
     @staticmethod
@@ -87,7 +72,9 @@ class _Pieces(torch.autograd.Function):
         into_weights = [torch.zeros_like(weight, dtype=torch.float32) for weight in ctx.weights]
         for here in _slices(hidden.shape[1], ctx.tokens):
             piece = hidden[:, here].detach().requires_grad_()
-            output = _recomputed(ctx.run, piece, *ctx.autocast)
+            enabled, dtype = ctx.autocast  # as in the forward, without its cache of casted weights
+            with torch.enable_grad(), torch.autocast(piece.device.type, dtype, enabled=enabled, cache_enabled=False):
+                output = ctx.run(piece)
             found = torch.autograd.grad(output, [piece, *ctx.weights], gradients[0][:, here])
             into_hidden[:, here] = found[0]
             for total, part in zip(into_weights, found[1:], strict=True):
@@ -98,12 +85,6 @@ class _Pieces(torch.autograd.Function):
 
 def _joined(run: Run, hidden: torch.Tensor, tokens: int) -> torch.Tensor:
     return torch.cat([run(hidden[:, here]) for here in _slices(hidden.shape[1], tokens)], dim=1)
-
-
-def _recomputed(run: Run, piece: torch.Tensor, enabled: bool, dtype: torch.dtype) -> torch.Tensor:
-    """Run with gradients under the forward's autocast, without its cache of casted weights."""
-    with torch.enable_grad(), torch.autocast(piece.device.type, dtype, enabled=enabled, cache_enabled=False):
-        return run(piece)
 
 
 def _slices(length: int, tokens: int) -> Iterator[slice]:

@@ -17,9 +17,8 @@ from pi_lora.types import Progress, silent
 
 @dataclass
 class Job:
-    """A recipe, its base model and the config that it is tuned under, its windows L and L' in tokens, and its output.
-
-    `adapter` is the folder of an adapter that is tuned further, `resume` whether an interrupted run goes on.
+    """A recipe, its base, the config that it is tuned under, its windows L and L' in tokens, its output, the folder of
+    an adapter that is tuned further, and whether an interrupted run continues.
     """
 
     recipe: Recipe
@@ -50,20 +49,12 @@ class Job:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The base's dtype: float32 master weights where every weight trains, else bfloat16 under a float32 adapter.
-
-        On a CPU a LoRA base is float32 as well, which is faster without bfloat16 instructions.
+        """The base's dtype: float32 master weights where every weight trains, else bfloat16 under a float32 adapter. On
+        a CPU a LoRA base is float32 as well, which is faster without bfloat16 instructions.
         """
-        if self.recipe.model.dtype:
-            return dtype_named(self.recipe.model.dtype)
-        if self.recipe.tuning.method == "qlora":
-            return torch.bfloat16
-        return torch.float32 if self.recipe.tuning.method == "full" or device().type == "cpu" else torch.bfloat16
-
-    @property
-    def sequences_per_step(self) -> int:
-        """Sequences of one step of the optimizer, over all processes."""
-        return self.recipe.training.global_batch_size
+        method = self.recipe.tuning.method
+        in_float32 = method == "full" or (method == "lora" and device().type == "cpu")
+        return dtype_named(self.recipe.model.dtype or ("float32" if in_float32 else "bfloat16"))
 
     @property
     def sequences_at_once(self) -> int:
@@ -71,11 +62,7 @@ class Job:
         return self.recipe.training.per_device_batch_size * self.recipe.hardware.data_parallel
 
     def prepare(self, progress: Progress = silent) -> TrainingData:
-        """Return the packed sequences or the examples of the recipe; made once, then read from the cache.
-
-        Raises:
-            DataError: a source cannot be read, or holds too little.
-        """
+        """Return the packed sequences or the examples of the recipe; made once, then read from the cache."""
         if self.data is None:
             recipe, target = self.recipe, self.recipe.context.target
             self.data = training_data(recipe.data, recipe.training, self.tokenizer, self.original, target, progress)

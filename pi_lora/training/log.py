@@ -22,23 +22,17 @@ from pi_lora.types import Progress, silent
 
 class TrainingLog(TrainerCallback):
     """Write training.jsonl, report progress, and end training after the step in which a signal came or the loss became
-    infinite or NaN.
-
-    Without `tokens_per_step` the trainer counts tokens, padding excluded.
+    infinite or NaN. Without `tokens_per_step` the trainer counts tokens, padding excluded.
     """
 
     def __init__(self, folder: Path, tokens_per_step: int | None, progress: Progress = silent) -> None:
         self.path = folder / TRAINING_LOG
-        self.tokens_per_step = tokens_per_step
-        self.progress = progress
-        self.signalled = False
-        self.stopped = False
+        self.tokens_per_step, self.progress = tokens_per_step, progress
+        self.signalled = self.stopped = False
         self.finite: torch.Tensor | None = None
-        self.step = 0
+        self.step = self.last_tokens = 0
         self.started = self.last_time = time.monotonic()
-        self.last_tokens = 0
-        self.seconds_before = 0.0
-        self.line = ""
+        self.seconds_before, self.line = 0.0, ""
 
     def saw(self, loss: torch.Tensor) -> None:
         """Record whether a loss is finite, without waiting for the device."""
@@ -60,22 +54,16 @@ class TrainingLog(TrainerCallback):
             self.path.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Report the step; log the last one; stop after a checkpoint if any process received a signal.
-
-        Raises:
-            Diverged: the loss of this step is infinite or NaN; earlier checkpoints are kept.
-        """
+        """Report the step; log the last one; stop after a checkpoint if any process received a signal."""
         self.step = state.global_step
         finite = self.finite is None or bool(self.finite)
         # All processes act on this answer; a signal that comes later counts from the next step on.
         asked_to_stop, diverged = any_process(self.signalled, not finite)
         if diverged:
             good = last_checkpoint(self.path.parent)
-            raise Diverged(
-                f"training.learning_rate: the loss of step {self.step} is not a finite number at a rate of "
-                f"{args.learning_rate:g}; lower it and start again"
-                + (f" (the last good checkpoint is kept: {good})" if good else "")
-            )
+            kept = f" (the last good checkpoint is kept: {good})" if good else ""
+            at = f"the loss of step {self.step} is not a finite number at a rate of {args.learning_rate:g}"
+            raise Diverged(f"training.learning_rate: {at}; lower it and start again{kept}")
         self.progress(state.global_step, state.max_steps, self.line)
         if state.global_step == state.max_steps:
             # The finished run is saved next; it needs no checkpoint.
@@ -107,7 +95,6 @@ class TrainingLog(TrainerCallback):
         self.line = f"loss {logs['loss']:.3f}  {speed:,.0f} tokens/s  {line['peak_memory'] / 2**30:.1f} GiB"
 
     def _tokens(self, state: TrainerState) -> int:
-        """Return the tokens so far, over all processes."""
         if self.tokens_per_step is None:
             return int(state.num_input_tokens_seen)
         return int(state.global_step * self.tokens_per_step)
@@ -123,9 +110,8 @@ def peak_memory() -> int:
 
 @contextmanager
 def ends_after_the_step(log: TrainingLog) -> Iterator[None]:
-    """Let the current step end after SIGINT or SIGTERM; a second SIGINT ends at once.
-
-    A second SIGTERM does not: a cluster sends it to a worker and to its launchers, which forward it.
+    """Let the current step end after SIGINT or SIGTERM; a second SIGINT ends at once. A second SIGTERM does not: a
+    cluster sends it to a worker and to its launchers, which forward it.
     """
 
     def note(number: int, frame: types.FrameType | None) -> None:

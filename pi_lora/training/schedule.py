@@ -16,9 +16,6 @@ def rate_share(training: Training) -> Callable[[int], float]:
     >>> rate = rate_share(Training(steps=100, schedule="constant", warmup_steps=20, warmup_start=0.1))
     >>> [round(rate(step), 3) for step in (0, 10, 20, 99)]
     [0.1, 0.55, 1.0, 1.0]
-
-    Raises:
-        RecipeError: the schedule does not accept these `schedule_options`, or needs others.
     """
     # transformers needs an optimizer for a schedule; only its maximum rate is read.
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=training.learning_rate)
@@ -32,9 +29,8 @@ def rate_share(training: Training) -> Callable[[int], float]:
             scheduler_specific_kwargs=dict(training.schedule_options),
         )
     except (TypeError, ValueError) as error:
-        raise RecipeError(
-            [f"training.schedule_options: {training.schedule} does not accept them ({error}); correct them"]
-        ) from None
+        problem = f"{training.schedule} does not accept them ({error})"
+        raise RecipeError([f"training.schedule_options: {problem}; correct them"]) from None
     after_warmup: Callable[[int], float] = scheduler.lr_lambdas[0]
 
     def share(step: int) -> float:

@@ -19,9 +19,8 @@ from pi_lora.training.log import TrainingLog
 
 
 class TrainingScores(TrainerCallback):
-    """Measures the model at step 0, every `evaluation.every` steps and the last, into `scores/NAME-step-N.json`.
-
-    All processes measure the same, since a sharded model needs them all; the leader writes.
+    """Measures the model at step 0, every `evaluation.every` steps and the last, into `scores/NAME-step-N.json`. All
+    processes measure the same, since a sharded model needs them all; the leader writes.
     """
 
     def __init__(self, evaluation: Evaluation, loaded: LoadedModel, folder: Path, log: TrainingLog) -> None:
@@ -51,7 +50,6 @@ class TrainingScores(TrainerCallback):
 @contextmanager
 def _as_when_loaded(model: Any) -> Iterator[None]:
     """Let a model that trains compute as it will when `load` reads it back: with SDPA, in the dtype of its weights.
-
     accelerate 1.15 puts autocast around the forward of the model that it prepares, and keeps the model's own beside it
     as `_original_forward`. Under FSDP2 there is none: the sharded layers compute as their policy says.
     """

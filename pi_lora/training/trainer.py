@@ -30,11 +30,7 @@ TENSORBOARD = "tensorboard"
 def make_trainer(
     job: Job, model: Any, staging: Path, log: TrainingLog, others: Sequence[TrainerCallback] = ()
 ) -> SFTTrainer:
-    """Return a trainer for `model` on the data of `job`, which keeps its checkpoints in `staging`.
-
-    Raises:
-        ModelError: the recipe asks for chunks of an MLP that cannot be chunked.
-    """
+    """Return a trainer for `model` on the data of `job`, which keeps its checkpoints in `staging`."""
     training, data = job.recipe.training, job.prepare()
     if training.mlp_chunk_tokens:
         chunk_mlps(model, training.mlp_chunk_tokens)
@@ -90,8 +86,7 @@ def trainer_arguments(job: Job, staging: Path) -> SFTConfig:
         report_to=[tracker for tracker in training.tracking if tracker != TENSORBOARD] or "none",
         run_name=job.output.name,
         disable_tqdm=True,
-        log_level="error",
-        log_level_replica="error",
+        **dict.fromkeys(("log_level", "log_level_replica"), "error"),
     )
     # A machine may have more GPUs than the recipe asks for; the Trainer would spread a single process over all of them.
     arguments._n_gpu = min(1, arguments.n_gpu)
@@ -99,14 +94,10 @@ def trainer_arguments(job: Job, staging: Path) -> SFTConfig:
 
 
 class _Trainer(SFTTrainer):
-    """SFTTrainer with the paper's schedule, whose warm-up does not start at zero, with batches of similar lengths, a
-    check that losses are finite, and a mark on complete checkpoints.
-    """
+    """SFTTrainer with our schedule, batches of similar lengths, a check on losses, and a mark on whole checkpoints."""
 
     def __init__(self, training: Training, log: TrainingLog, groups: Sampler[int] | None, **arguments: Any) -> None:
-        self.training = training
-        self.log_of_losses = log
-        self.groups = groups
+        self.training, self.log_of_losses, self.groups = training, log, groups
         super().__init__(**arguments)
 
     def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> LambdaLR:

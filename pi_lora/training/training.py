@@ -8,30 +8,13 @@ from typing import Any
 
 from transformers import set_seed
 
+import pi_lora.run_folder as run_folder
 from pi_lora.distributed import is_leader, join_processes, number_of_processes, wait_for_all
 from pi_lora.errors import Interrupted
-from pi_lora.models.adapter import (
-    prepare_for_tuning,
-    save_adapter,
-    save_full,
-    train_in_float32,
-    trainable_parameters,
-    tune_further,
-    without_known_warnings,
-)
+from pi_lora.models import adapter as adapters
 from pi_lora.models.base import Placement, device, load_model, quiet_loading, save_config, save_tokenizer
 from pi_lora.models.load import LoadedModel
 from pi_lora.report.card import write_card
-from pi_lora.run_folder import (
-    CHECKPOINTS,
-    TRAINING_LOG,
-    last_checkpoint,
-    read_training_log,
-    staged,
-    staging_path,
-    write_provenance,
-    write_recipe,
-)
 from pi_lora.training.job import Job
 from pi_lora.training.log import TrainingLog, ends_after_the_step
 from pi_lora.training.scores import TrainingScores
@@ -40,37 +23,41 @@ from pi_lora.types import Progress, silent
 
 
 def train(job: Job, progress: Progress = silent) -> Path:
-    """Extend the base model of `job` to its target window, tune it, and save the run whole or not at all.
-
-    `progress` is called with the step, the number of steps, and a line about the loss and speed.
-
-    Raises:
-        PiLoraError: mistakes in the recipe's data or weights, before any training; nothing is left.
-        Interrupted: SIGINT or SIGTERM came; a checkpoint was written, from which `job.resume` continues.
-        Diverged: the loss is no longer a finite number.
+    """Extend the base model of `job` to its target window, tune it, and save the run whole or not at all. `progress` is
+    called with the step, the number of steps, and a line about the loss and speed.
     """
     join_processes(cpu=device().type == "cpu")
     data = job.prepare(progress)
     with _staged_by_the_leader(job) as staging:
         if is_leader():
-            write_recipe(staging, job.recipe)
+            run_folder.write_recipe(staging, job.recipe)
         set_seed(job.recipe.training.seed)
         model = _prepared_model(job)
-        log = TrainingLog(staging, data.tokens_per_row and data.tokens_per_row * job.sequences_per_step, progress)
+        per_step = data.tokens_per_row and data.tokens_per_row * job.recipe.training.global_batch_size
+        log = TrainingLog(staging, per_step, progress)
         loaded = LoadedModel(str(job.output), model, job.tokenizer, job.config)
         scores = [TrainingScores(job.recipe.evaluation, loaded, staging, log)] if job.recipe.evaluation.every else []
-        with quiet_loading(), without_known_warnings(), ends_after_the_step(log):
+        with quiet_loading(), adapters.without_known_warnings(), ends_after_the_step(log):
             trainer = make_trainer(job, model, staging, log, scores)
-            train_in_float32(model)
-            start = last_checkpoint(staging) if job.resume else None
+            adapters.train_in_float32(model)
+            start = run_folder.last_checkpoint(staging) if job.resume else None
             trainer.train(resume_from_checkpoint=str(start) if start else None)
         if log.stopped:
-            raise Interrupted(
-                f"{job.output}: interrupted after step {log.step}, a checkpoint is kept; continue with --resume"
-            )
+            kept = f"interrupted after step {log.step}, a checkpoint is kept"
+            raise Interrupted(f"{job.output}: {kept}; continue with --resume")
         _save_weights(job, trainer, staging)
         if is_leader():
-            _save_rest(job, model, staging)
+            save_config(job.config, staging)
+            save_tokenizer(job.tokenizer, staging)
+            facts = {
+                "original": job.original,
+                "trainable_parameters": adapters.trainable_parameters(model),
+                "attention": job.attention,
+                **run_folder.read_training_log(staging / run_folder.TRAINING_LOG)[-1],
+            }
+            run_folder.write_provenance(staging, facts)
+            write_card(staging)
+            shutil.rmtree(staging / run_folder.CHECKPOINTS, ignore_errors=True)
     return job.output
 
 
@@ -79,43 +66,27 @@ def _staged_by_the_leader(job: Job) -> Iterator[Path]:
     """`staged`, once for all processes; several machines need an output folder that they share."""
     if not is_leader():
         wait_for_all()
-        yield staging_path(job.output)
+        yield run_folder.staging_path(job.output)
         return
-    with staged(job.output, job.resume) as staging:
+    with run_folder.staged(job.output, job.resume) as staging:
         wait_for_all()
         yield staging
 
 
 def _prepared_model(job: Job) -> Any:
-    """Load the base with what trains: a new adapter, every weight, or the adapter that the recipe starts from."""
     recipe = job.recipe
     # A quantized model is copied to every process; others are spread over them by FSDP, from host memory.
     place: Placement = "device" if number_of_processes() == 1 else "host"
-    model = load_model(
-        job.base, job.config, job.dtype, job.attention, "quantized" if recipe.tuning.method == "qlora" else place
-    )
+    place = "quantized" if recipe.tuning.method == "qlora" else place
+    model = load_model(job.base, job.config, job.dtype, job.attention, place)
     if job.adapter is not None:
-        return tune_further(model, job.adapter, recipe.tuning)
-    return prepare_for_tuning(model, recipe.tuning, recipe.model.name, recipe.model.revision)
+        return adapters.tune_further(model, job.adapter, recipe.tuning)
+    return adapters.prepare_for_tuning(model, recipe.tuning, recipe.model.name, recipe.model.revision)
 
 
 def _save_weights(job: Job, trainer: Any, folder: Path) -> None:
     # Gathering what FSDP has spread takes every process; writing it takes one.
     weights = trainer.accelerator.get_state_dict(trainer.model) if trainer.is_fsdp_enabled else None
     if is_leader():
-        save = save_full if job.recipe.tuning.method == "full" else save_adapter
+        save = adapters.save_full if job.recipe.tuning.method == "full" else adapters.save_adapter
         save(trainer.model, folder, weights)
-
-
-def _save_rest(job: Job, model: Any, folder: Path) -> None:
-    save_config(job.config, folder)
-    save_tokenizer(job.tokenizer, folder)
-    facts = {
-        "original": job.original,
-        "trainable_parameters": trainable_parameters(model),
-        "attention": job.attention,
-        **read_training_log(folder / TRAINING_LOG)[-1],
-    }
-    write_provenance(folder, facts)
-    write_card(folder)
-    shutil.rmtree(folder / CHECKPOINTS, ignore_errors=True)

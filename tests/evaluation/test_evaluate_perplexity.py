@@ -18,9 +18,8 @@ from test_cli import run
 
 from pi_lora.data.corpus import PRESETS, Choice
 from pi_lora.errors import DataError, Interrupted, ModelError
-from pi_lora.evaluation.perplexity import measure as sweep
-from pi_lora.evaluation.perplexity.measure import evaluate_perplexity
-from pi_lora.evaluation.perplexity.selection import choose_documents
+from pi_lora.evaluation.perplexity import losses as sweep
+from pi_lora.evaluation.perplexity.measure import choose_documents, evaluate_perplexity
 from pi_lora.evaluation.results import as_json
 from pi_lora.models import load as models_load
 from pi_lora.models.load import LoadedModel, load
@@ -253,14 +252,14 @@ def test_several_models_stand_side_by_side(
     monkeypatch.chdir(folder)
     options = ["--data", ".", "--truncate", "150", "--stride", "32", "--json", "both.json", "--plot", "curve.png"]
     models = [str(small_model), str(lora_run)]
-    monkeypatch.setattr("pi_lora.cli.perplexity.out.width", 300)
+    monkeypatch.setattr("pi_lora.cli.measuring.out.width", 300)
     status, out, err = run(capsys, monkeypatch, "eval", "perplexity", *models, *options)
     assert status == 0
     both = json.loads(Path("both.json").read_text())
     assert [(each["model"], each["scale"]) for each in both] == [(models[0], 1.0), (models[1], 2.0)]
     # Without --windows, all are measured up to the longest that one of them reads.
     assert [[row["window"] for row in each["windows"]] for each in both] == [[128], [128]]
-    assert err == (f"--windows: 128 tokens are more than the 64 that {models[0]} covers; measured all the same\n")
+    assert err == (f"--windows: 128 tokens are more than the 64 that {models[0]} covers; measured anyway\n")
     for each in both:
         assert f"{each['windows'][0]['perplexity']:.3f}" in out
         assert len(each["by_position"]["bins"]) == 32

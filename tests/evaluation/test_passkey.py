@@ -8,10 +8,8 @@ from oracle_passkey import outcomes
 from pi_lora.errors import DataError
 from pi_lora.evaluation.passkey.measure import (
     PasskeyTest,
-    depth_score,
     k_max,
     measure_depths,
-    outcomes_of,
     passkey_retrieval,
     trials_until_certain,
 )
@@ -34,7 +32,7 @@ OUTCOMES = st.integers(1, 12).flatmap(
 
 
 def score(k: int, outcomes: list[bool]) -> PasskeyDepth:
-    return depth_score(k, k, outcomes)
+    return PasskeyDepth(k=k, success_rate=sum(outcomes) / len(outcomes), trials=len(outcomes))
 
 
 def rate(successes: int) -> list[bool]:
@@ -56,14 +54,11 @@ def test_k_max_is_the_papers_and_the_same_when_only_it_is_wanted(table: list[lis
     grid = Grid(10_000, len(table), len(table[0]))
     made = []
 
-    def measure(depth: int) -> PasskeyDepth:
-        def ask(which: range) -> list[bool]:
-            made.extend((depth, trial) for trial in which)
-            return [table[depth][trial] for trial in which]
+    def ask(depth: int, which: range) -> list[bool]:
+        made.extend((depth, trial) for trial in which)
+        return [table[depth][trial] for trial in which]
 
-        return score(grid.ks[depth], outcomes_of(ask, grid.trials, until_certain=only))
-
-    found = measure_depths(grid, measure, k_max_only=only)
+    found = measure_depths(grid, ask, lambda depth: grid.ks[depth], k_max_only=only)
     assert k_max(found) == plain_k_max(grid.target, table)
     assert made == sorted(set(made))
     if not only:
@@ -105,7 +100,6 @@ def test_trials_fill_the_window_and_put_the_key_where_asked() -> None:
             assert tokenizer.decode(trial.answer).strip() == "90817"
             first_digit = tokenizer.convert_tokens_to_ids("9")
             assert len(ids) - ids.index(first_digit) == trial.distance
-            assert trial.before_key == tuple(ids[: ids.index(first_digit)])
             distances.append(trial.distance)
             if 64 <= k <= target - 100:
                 assert abs(trial.distance - k) <= filler / 2 + 1
@@ -165,7 +159,7 @@ def test_text_ahead_of_the_key_goes_through_the_model_once(stretched: LoadedMode
     trials = [trials_at(stretched.tokenizer, grid, depth, range(2)) for depth in range(4)]
     behind = sum(trial.distance for each in trials for trial in each)
     # What precedes the key, and up to a token a trial that is not the same in all of a batch.
-    ahead = len(trials[0][0].before_key)
+    ahead = trials[0][0].length - trials[0][0].distance
     assert sum(tokens) == pytest.approx(ahead + behind, abs=4 * 8)
 
 

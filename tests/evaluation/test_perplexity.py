@@ -24,7 +24,7 @@ from pi_lora.evaluation.perplexity.losses import (
     sliding_window_perplexity,
     token_losses,
 )
-from pi_lora.evaluation.perplexity.selection import choose_documents
+from pi_lora.evaluation.perplexity.measure import choose_documents
 from pi_lora.models.load import LoadedModel, Stretch, load
 
 BOOKS = Path(os.environ.get("PI_LORA_SHARED", Path(__file__).parents[3] / "shared")) / "data" / "books"

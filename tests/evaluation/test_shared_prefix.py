@@ -5,7 +5,7 @@ import torch
 from architectures import PROMISED, small_config
 from transformers import AutoModelForCausalLM
 
-from pi_lora.evaluation import forward
+from pi_lora.evaluation.passkey import shared_prefix
 from pi_lora.evaluation.passkey.shared_prefix import SharedPrefix, last_logits
 
 LENGTH, TAIL = 60, 5
@@ -30,7 +30,7 @@ def rows() -> list[list[int]]:
 
 @pytest.mark.parametrize("model_type", sorted({*PROMISED} | CANNOT))
 def test_logits_are_those_of_whole_inputs(model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(forward, "PASS_TOKENS_ON_CPU", 36)
+    monkeypatch.setattr(shared_prefix, "pass_tokens", lambda model: 36)
     model = small(model_type)
     with torch.no_grad():
         prefix = SharedPrefix(model, rows()[0][:50])

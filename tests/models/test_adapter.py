@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, OlmoConfig
 
 from pi_lora.errors import ModelError
 from pi_lora.models.adapter import load_adapter, prepare_for_tuning, save_adapter, trainable_parameters
@@ -35,6 +35,15 @@ def test_lora_trains_matrices_and_with_them_embeddings_and_norms(small_model: Pa
     assert sum("embed_tokens" in name for name in beside) >= 1
     assert sum("layernorm" in name for name in beside) == 4
     assert any(".norm." in name for name in beside)
+
+
+def test_norms_without_parameters_are_left_alone() -> None:
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = AutoModelForCausalLM.from_config(OlmoConfig(vocab_size=64, pad_token_id=0, **sizes))
+    names = trained_names(prepare_for_tuning(model, Tuning(rank=4, embeddings_and_norms=True), "olmo"))
+    assert {name.split(".modules_to_save")[0].rpartition(".")[2] for name in names if "lora_" not in name} == {
+        "embed_tokens"
+    }
 
 
 def test_attention_targets_leave_the_mlp_alone(small_model: Path) -> None:

@@ -9,6 +9,7 @@ from safetensors.torch import load_file
 
 from pi_lora.evaluation.results import PerplexityScores, as_json
 from pi_lora.evaluation.suite import measure
+from pi_lora.models.adapter import prepare_for_tuning
 from pi_lora.models.base import load_model
 from pi_lora.models.load import LoadedModel, Stretch, find, load
 from pi_lora.recipe.files import load_recipe
@@ -21,7 +22,7 @@ EVALUATION = {
     "perplexity": {"windows": [64, 128], "stride": 32, "documents": 1},
     "passkey": {"target": 160, "depths": 2, "trials": 1},
 }
-LORA, FULL, QLORA = {"rank": 4}, {"method": "full"}, {"method": "qlora", "rank": 4, "embeddings_and_norms": False}
+LORA, FULL, QLORA = {"rank": 4}, {"method": "full"}, {"method": "qlora", "rank": 4}
 NEEDS_BITSANDBYTES = pytest.mark.skipif(
     importlib.util.find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed; pip install pi-lora[qlora]"
 )
@@ -30,7 +31,12 @@ CASES = [
     pytest.param(("float32", LORA), id="float32"),
     pytest.param(("bfloat16", LORA), id="bfloat16"),
     pytest.param(("bfloat16", FULL), id="full, bfloat16"),
-    pytest.param(("bfloat16", QLORA), id="qlora, bfloat16", marks=NEEDS_BITSANDBYTES),
+    pytest.param(
+        ("bfloat16", {**QLORA, "embeddings_and_norms": False}), id="qlora, bfloat16", marks=NEEDS_BITSANDBYTES
+    ),
+    pytest.param(
+        ("bfloat16", {**QLORA, "embeddings_and_norms": True}), id="qlora, all, bfloat16", marks=NEEDS_BITSANDBYTES
+    ),
 ]
 
 
@@ -54,8 +60,10 @@ def interpolated_base(run: Path) -> LoadedModel:
     if recipe.tuning.method != "qlora":
         return load(recipe.model.name, Stretch(128))
     found = find(recipe.model.name, Stretch(128))
-    model = load_model(found.base, found.config, torch.bfloat16, place="quantized").eval()
-    return LoadedModel(found.name, model, found.tokenizer, found.config)
+    model = load_model(found.base, found.config, torch.bfloat16, place="quantized")
+    if recipe.tuning.embeddings_and_norms:  # which compute in float32, the tied head as well
+        model = prepare_for_tuning(model, recipe.tuning, found.name)
+    return LoadedModel(found.name, model.eval(), found.tokenizer, found.config)
 
 
 def scores(run: Path, name: str, step: int) -> dict[str, object]:

@@ -1,7 +1,5 @@
-"""Passkey retrieval (Mohtashami and Jaggi 2023; paper.tex, section 3.3): model and tokenizer in, typed result out.
-
-Five random digits are hidden in a text of `target` tokens and asked for at its end. The success rate by their distance
-from the end measures the effective context window.
+"""Passkey retrieval (Mohtashami and Jaggi 2023; paper.tex, section 3.3): five random digits are hidden in a text and
+asked for at its end; the success rate by their distance from the end measures the effective context window.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -45,26 +43,32 @@ def trials_until_certain(outcomes: Sequence[bool], trials: int) -> int:
     return max(0, min(required - sum(outcomes), bearable + 1 - outcomes.count(False)))
 
 
-def outcomes_of(ask: Callable[[range], list[bool]], trials: int, until_certain: bool) -> list[bool]:
-    """Return the outcomes of all trials at one depth, or of as many as settle whether 20 % of all succeed."""
-    found: list[bool] = []
-    while more := trials_until_certain(found, trials) if until_certain else trials - len(found):
-        found += ask(range(len(found), len(found) + more))
-    return found
-
-
 def measure_depths(
-    grid: Grid, measure: Callable[[int], PasskeyDepth], k_max_only: bool = False, journal: Journal | None = None
+    grid: Grid,
+    ask: Callable[[int, range], list[bool]],
+    distance: Callable[[int], int],
+    k_max_only: bool = False,
+    journal: Journal | None = None,
 ) -> list[PasskeyDepth]:
-    """Return the results of `measure` at every depth of the grid, by its number, the nearest first.
-
-    `k_max_only` ends at the first failure. With a journal each process measures its share; all return the same.
+    """Return the results at every depth, the nearest first; `ask` takes a depth by its number and some of its trials.
+    `k_max_only` asks for no more than settles whether 20 % succeed, and ends at the first depth where they do not. With
+    a journal each process measures its share; all return the same.
     """
+
+    def measure(name: str) -> PasskeyDepth:
+        depth, found = int(name), list[bool]()
+        while more := trials_until_certain(found, grid.trials) if k_max_only else grid.trials - len(found):
+            found += ask(depth, range(len(found), len(found) + more))
+        rate = sum(found) / len(found)
+        return PasskeyDepth(
+            k=grid.ks[depth], distance=distance(depth), success_rate=rate, trials=len(found), outcomes=found
+        )
+
     at_once = (number_of_processes() if journal else 1) if k_max_only else grid.depths
     found: list[PasskeyDepth] = []
     for start in range(0, grid.depths, at_once):
         names = [str(depth) for depth in range(grid.depths)[start : start + at_once]]
-        for depth in measure_each(PasskeyDepth, names, lambda name: measure(int(name)), journal).values():
+        for depth in measure_each(PasskeyDepth, names, measure, journal).values():
             found.append(depth)
             if k_max_only and depth.success_rate < REQUIRED_SUCCESS:
                 return found
@@ -76,8 +80,7 @@ class PasskeyTest:
 
     A trial succeeds if greedy decoding gives the digits. One forward pass over prompt and answer decides it: each
     answer token must be the model's first choice given the true ones before it. Text ahead of the key is computed once
-    for all trials and depths. `apart` gives each trial a pass of its own, for models whose frequencies follow the
-    length of the input.
+    for all trials and depths, unless trials go `apart`, for models whose frequencies follow the length of the input.
     """
 
     def __init__(self, model: Any, tokenizer: Any, grid: Grid, apart: bool = False) -> None:
@@ -85,7 +88,7 @@ class PasskeyTest:
 
     @torch.no_grad()
     def ask(self, depth: int, which: range) -> list[bool]:
-        """Return whether each of some trials at one depth succeeds; raise DataError if the target is too short."""
+        """Return whether each of some trials at one depth succeeds."""
         trials = trials_at(self.tokenizer, self.grid, depth, which)
         size = 1 if self.apart else rows_at_once(self.model, max(trial.length for trial in trials), self._prefix)
         batches = (trials[start : start + size] for start in range(0, len(trials), size))
@@ -96,7 +99,8 @@ class PasskeyTest:
         """The text ahead of the key where it stands nearest to the end: the longest. The same in every process."""
         if self.apart:
             return None
-        return SharedPrefix(self.model, trials_at(self.tokenizer, self.grid, 0, range(1))[0].before_key)
+        (first,) = trials_at(self.tokenizer, self.grid, 0, range(1))
+        return SharedPrefix(self.model, first.prompt[: first.length - first.distance])
 
     def _succeed(self, batch: Sequence[Trial]) -> Iterator[bool]:
         if self.apart:
@@ -124,22 +128,15 @@ def passkey_retrieval(
     """Measure a grid, or with `k_max_only` no more of it than decides k_max; raise DataError if the target is short."""
     test = PasskeyTest(model, tokenizer, grid, apart)
 
-    def measure(depth: int) -> PasskeyDepth:
-        def ask(which: range) -> list[bool]:
-            found = test.ask(depth, which)
-            progress(depth * grid.trials + which.stop, grid.depths * grid.trials)
-            return found
+    def ask(depth: int, which: range) -> list[bool]:
+        found = test.ask(depth, which)
+        progress(depth * grid.trials + which.stop, grid.depths * grid.trials)
+        return found
 
-        (first,) = trials_at(tokenizer, grid, depth, range(1))
-        return depth_score(grid.ks[depth], first.distance, outcomes_of(ask, grid.trials, k_max_only))
+    def distance(depth: int) -> int:
+        return trials_at(tokenizer, grid, depth, range(1))[0].distance
 
-    return measure_depths(grid, measure, k_max_only, journal)
-
-
-def depth_score(k: int, distance: int, outcomes: list[bool]) -> PasskeyDepth:
-    """Return the result of the trials at one depth."""
-    rate = sum(outcomes) / len(outcomes)
-    return PasskeyDepth(k=k, distance=distance, success_rate=rate, trials=len(outcomes), outcomes=outcomes)
+    return measure_depths(grid, ask, distance, k_max_only, journal)
 
 
 def evaluate_passkey(
@@ -148,20 +145,14 @@ def evaluate_passkey(
     depths: int,
     trials: int,
     seed: int,
-    progress: Progress | None = None,
+    progress: Progress = silent,
     *,
     k_max_only: bool = False,
     shared: bool = False,
 ) -> PasskeyScores:
-    """Measure passkey retrieval over `target` tokens of context; `k_max_only` measures no more than decides k_max.
-
-    With `shared`, where every process has the whole model, each measures its part of the depths, and an interrupted
-    evaluation continues when it is called again.
-
-    Raises:
-        DataError: the prompt does not fit into `target` tokens.
-        ModelError: the tokenizer does not fit the model.
-        Interrupted: by Ctrl-C, when `shared`.
+    """Measure passkey retrieval over `target` tokens of context; `k_max_only` measures no more than decides k_max. With
+    `shared` each process measures its part of the depths, with the whole model, and an interrupted evaluation continues
+    when it is called again.
     """
     grid = Grid(target, depths, trials, seed)
     first = make_trial(loaded.tokenizer, target, grid.ks[0], grid.keys[0][0])
@@ -176,7 +167,7 @@ def evaluate_passkey(
             k_max_only=k_max_only,
             apart=depends_on_length(loaded.config),
             journal=journal,
-            progress=progress or silent,
+            progress=progress,
         )
     left_out = {"depths": grid.ks[len(found) :], "trials": depths * trials - sum(depth.trials for depth in found)}
     return PasskeyScores(

@@ -30,11 +30,6 @@ class Trial:
         """Tokens of prompt and answer together."""
         return len(self.prompt) + len(self.answer)
 
-    @property
-    def before_key(self) -> tuple[int, ...]:
-        """The prompt up to the key."""
-        return self.prompt[: self.length - self.distance]
-
 
 @dataclass(frozen=True)
 class Grid:
@@ -73,18 +68,13 @@ def prompt(key: str, before: int, after: int) -> str:
 
 
 def make_trial(tokenizer: Any, target: int, k: int, key: str) -> Trial:
-    """Return a prompt and answer that fill `target` tokens to within one filler, the key about `k` tokens from the end.
-
-    Raises:
-        DataError: not even the prompt without filler fits.
-    """
+    """Return a trial of `target` tokens to within one filler, the key about `k` tokens from the end."""
     bare = _trial(tokenizer, key, 0, 0)
     filler = _trial(tokenizer, key, 1, 2).length - _trial(tokenizer, key, 1, 1).length
     fillers = (target - bare.length) // filler
     if fillers < 0:
-        raise DataError(
-            f"--target: {target} tokens do not hold the passkey prompt, which needs {bare.length}; choose a longer one"
-        )
+        needed = f"{target} tokens do not hold the passkey prompt, which needs {bare.length}"
+        raise DataError(f"--target: {needed}; choose a longer one")
     wanted = max(0, round((k - bare.distance) / filler))
     # Where a line begins, a filler may take more tokens than inside it: one filler fewer may be needed.
     while True:

@@ -1,14 +1,12 @@
-"""Inputs that begin alike: the keys and values of what they share are computed once.
-
-Attention is causal, so the keys and values of an input's first tokens are those of the same tokens in any other input.
-That does not hold where a model's frequencies follow the length of its input, nor where layers keep something else than
-the keys and values of all tokens (sliding windows, state spaces): those models get every input whole.
+"""Inputs that begin alike: the keys and values of what they share are computed once, as attention is causal. Models
+get every input whole where frequencies follow its length, or layers keep something else than the keys and values of all
+tokens (sliding windows, state spaces).
 """
 
 import contextlib
 from collections.abc import Sequence
 from itertools import takewhile
-from typing import Any
+from typing import Any, cast
 
 import torch
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
@@ -24,10 +22,8 @@ class FilledError(Exception):
 
 
 class SharedLayer(DynamicLayer):
-    """One layer of a cache: keys and values (1, heads, tokens, size) that all inputs share, and each input's own.
-
-    The shared ones are repeated for every input only while the layer attends to them. A `closing` layer ends the
-    forward pass with FilledError.
+    """One layer of a cache: keys and values (1, heads, tokens, size) that all inputs share, repeated for each only
+    while the layer attends to them, and each input's own. A `closing` layer ends the forward pass with FilledError.
     """
 
     def __init__(self, keys: torch.Tensor, values: torch.Tensor) -> None:
@@ -63,53 +59,39 @@ class SharedPrefix:
         self.layers: list[DynamicLayer] = cache.layers if plain else []
 
     def length_in(self, rows: Sequence[Sequence[int]]) -> int:
-        """Return how many first tokens all rows have in common with `ids`; 0 if the model cannot share them.
-
-        They are compared, never assumed: how a text is tokenized may depend on what follows it.
-        """
-        if not self.layers:
-            return 0
+        """Return how many first tokens all rows share with `ids`: compared, as what follows may change tokens."""
         same = takewhile(lambda column: len(set(column)) == 1, zip(self.ids, *rows, strict=False))
-        return sum(1 for _ in same)
+        return sum(1 for _ in same) if self.layers else 0
 
     def cache(self, length: int) -> Cache:
         """Return a cache for inputs that begin with the first `length` tokens."""
-        return Cache(
-            layers=[SharedLayer(layer.keys[..., :length, :], layer.values[..., :length, :]) for layer in self.layers]
-        )
+        shared = ((layer.keys[..., :length, :], layer.values[..., :length, :]) for layer in self.layers)
+        return Cache(layers=[SharedLayer(*each) for each in shared])
 
 
 @torch.no_grad()
 def last_logits(model: Any, rows: Sequence[Sequence[int]], tail: int, prefix: SharedPrefix | None) -> torch.Tensor:
     """Return the logits of the last `tail` positions of token ids: (rows, tail, vocabulary). Short rows are padded.
-
     Every row must have a token of its own before its last `tail - 1`.
     """
     ids = padded(model, rows)
     shared = min(prefix.length_in(rows), ids.shape[1] - tail) if prefix else 0
     if prefix is None or not shared:
-        whole: torch.Tensor = model(input_ids=ids, use_cache=False, logits_to_keep=tail).logits
-        return whole
+        return cast(torch.Tensor, model(input_ids=ids, use_cache=False, logits_to_keep=tail).logits)
     cache = prefix.cache(shared)
     own = ids[:, shared:]
     # Pieces of about equal length: each attends to all before it through a mask whose upper half is computed in vain.
     *others, last = own.tensor_split(-(-own.shape[1] // max(2 * tail, pass_tokens(model) // len(rows))), dim=1)
-    for piece in others:
-        _fill(model, piece, cache)
-    made: torch.Tensor = model(input_ids=last, past_key_values=cache, use_cache=True, logits_to_keep=tail).logits
-    return made
+    for piece in others:  # the rest of the last layer is skipped
+        cache.layers[-1].closing = True
+        with contextlib.suppress(FilledError):
+            model(input_ids=piece, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        cache.layers[-1].closing = False
+    made = model(input_ids=last, past_key_values=cache, use_cache=True, logits_to_keep=tail)
+    return cast(torch.Tensor, made.logits)
 
 
 def rows_at_once(model: Any, width: int, prefix: SharedPrefix | None) -> int:
     """Return how many inputs of `width` tokens go through a model together."""
     whole = prefix is None or not prefix.layers
     return max(1, (pass_tokens(model) if whole else HELD_TOKENS) // width)
-
-
-def _fill(model: Any, piece: torch.Tensor, cache: Cache) -> None:
-    """Put the keys and values of a piece of the inputs into `cache`; the rest of the last layer is skipped."""
-    last = cache.layers[-1]
-    last.closing = True
-    with contextlib.suppress(FilledError):
-        model(input_ids=piece, past_key_values=cache, use_cache=True, logits_to_keep=1)
-    last.closing = False

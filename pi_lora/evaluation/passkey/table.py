@@ -31,11 +31,7 @@ def passkey_table(*models: PasskeyScores) -> Table:
 
 
 def passkey_picture(models: Sequence[PasskeyScores], file: Path) -> None:
-    """Draw success by distance as a PNG: a heat map, of one model's trials or several models' rates, and the curves.
-
-    Raises:
-        DataError: the file cannot be written.
-    """
+    """Draw success by distance as a PNG: a heat map, of one model's trials or several models' rates, and the curves."""
     figure = new_figure(9, 6)
     above, below = figure.subplots(2, 1, sharex=True)
     _heat_map(above, models)

@@ -1,11 +1,10 @@
 """Sliding-window perplexity (Press et al. 2022): which tokens of a document each window scores, and their losses.
-
-Windows of every length start at the same offsets, so a shorter one is a prefix of the longest, and one pass of the
-model over the longest serves a whole sweep.
+Windows of every length start at the same offsets: one pass of the model over the longest serves a whole sweep.
 """
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,10 +23,8 @@ LOGITS_ON_CPU, LOGITS_ON_GPU = 2**25, 2**28
 
 @dataclass(frozen=True)
 class Piece:
-    """Tokens `start` to `stop` of a document, which go through the model once.
-
-    `scored` says, by window length, which tokens of the document that window scores here. Of a piece that is `whole`,
-    the loss of every token but its first is wanted.
+    """Tokens `start` to `stop` of a document, which go through the model once; `scored` are those that each window
+    scores here. Of a piece that is `whole`, the loss of every token but its first is wanted.
     """
 
     start: int
@@ -46,10 +43,9 @@ class Piece:
 def pieces(length: int, windows: Sequence[int], stride: int, by_position: bool = False) -> list[Piece]:
     """Return the passes that a sweep of `windows` takes over a document of `length` tokens.
 
-    The first window scores all its tokens, every later one, `stride` further on, its last `stride`: those that no
-    window before it has scored. With a stride as long as the window, a window's first token has no context and is not
-    scored. A piece is no longer than the longest window that still has something to score in it. `by_position` asks
-    for every loss of the longest windows that fit without overlap.
+    The first window scores all its tokens, every later one, `stride` further on, its last `stride`. With a stride as
+    long as the window, a window's first token has no context and is not scored. A piece is as long as the longest
+    window that scores in it. `by_position` asks for every loss of the longest windows that fit without overlap.
 
     >>> [(piece.start, piece.stop, dict(piece.scored)) for piece in pieces(10, [4, 6], stride=2)]
     ... # doctest: +NORMALIZE_WHITESPACE
@@ -60,18 +56,15 @@ def pieces(length: int, windows: Sequence[int], stride: int, by_position: bool =
     apart = -(-longest // stride) * stride
     found = []
     for start in (0, *range(stride, length - min(windows) + stride, stride)):
-        scored = {window: _scored(start, window, stride, length) for window in sorted(windows)}
-        scored = {window: tokens for window, tokens in scored.items() if tokens}
+        scored = {
+            window: tokens
+            for window in sorted(windows)
+            if (tokens := range(max(start + window - stride, start + 1) if start else 1, min(start + window, length)))
+        }
         whole = start == 0 or (by_position and start % apart == 0 and start + longest <= length)
         if scored or whole:
             found.append(Piece(start, min(start + (longest if whole else max(scored)), length), scored, whole))
     return found
-
-
-def _scored(start: int, window: int, stride: int, length: int) -> range:
-    if start == 0:
-        return range(1, min(window, length))
-    return range(max(start + window - stride, start + 1), min(start + window, length))
 
 
 def batches(all_pieces: Iterable[Piece], size: int) -> Iterator[list[Piece]]:
@@ -86,36 +79,24 @@ def batches(all_pieces: Iterable[Piece], size: int) -> Iterator[list[Piece]]:
 @torch.no_grad()
 def token_losses(model: Any, ids: torch.Tensor, tokens: Sequence[int], at_once: int | None = None) -> torch.Tensor:
     """Return the losses in nats of the tokens at `tokens` of `ids` (rows, length): (rows, tokens), on the CPU.
-
     `at_once` logits are in memory at a time, or those of one position of every row where that is more.
     """
     places = torch.tensor(tokens, device=ids.device)
     at_once = at_once or (LOGITS_ON_CPU if ids.device.type == "cpu" else LOGITS_ON_GPU)
     size = max(1, at_once // (len(ids) * model.config.get_text_config().vocab_size))
-    parts = [places[start : start + size] for start in range(0, len(places), size)]
     # What ModernBERT's decoder calls its decoder is its head (transformers 5.23).
-    if len(parts) == 1 or not isinstance(model.get_decoder(), PreTrainedModel):
-        parts, logits = [places], iter([_logits(model, ids, places)])
-    else:
-        logits = _logits_in_parts(model, ids, parts)
+    parts = torch.split(places, size if isinstance(model.get_decoder(), PreTrainedModel) else len(places))
     losses = [
-        cross_entropy(some.float().flatten(0, 1), ids[:, part].flatten(), reduction="none").view(len(ids), -1)
-        for part, some in zip(parts, logits, strict=True)
+        cross_entropy(logits.float().flatten(0, 1), ids[:, part].flatten(), reduction="none").view(len(ids), -1)
+        for part, logits in zip(parts, _logits(model, ids, parts), strict=True)
     ]
     return torch.cat(losses, dim=1).cpu()
 
 
-def _logits(model: Any, ids: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-    """Return the logits that predict the tokens at `places`: those of the positions before them."""
-    logits: torch.Tensor = model(input_ids=ids, use_cache=False, logits_to_keep=places - 1).logits
-    return logits
-
-
-def _logits_in_parts(model: Any, ids: torch.Tensor, parts: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """Yield the logits for each of `parts` in turn.
-
-    The first call runs the layers. Each later one gives the model a single token and replaces the decoder's output by
-    that of the first: the head, with any scaling and capping, stays the model's own.
+def _logits(model: Any, ids: torch.Tensor, parts: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """Yield the logits that predict the tokens at each of `parts`: those of the positions before them. The first call
+    runs the layers. Each later one gives the model a single token and replaces the decoder's output by that of the
+    first: the head, with any scaling and capping, stays the model's own.
     """
     made: list[torch.Tensor] = []
 
@@ -125,22 +106,16 @@ def _logits_in_parts(model: Any, ids: torch.Tensor, parts: Sequence[torch.Tensor
         output.last_hidden_state = made[0]
         return output
 
-    hook = model.get_decoder().register_forward_hook(reuse_output)
-    try:
+    hook = model.get_decoder().register_forward_hook(reuse_output) if len(parts) > 1 else nullcontext()
+    with hook:
         for part in parts:
-            yield _logits(model, ids[:, :1] if made else ids, part)
-    finally:
-        hook.remove()
+            yield model(input_ids=ids[:, :1] if made else ids, use_cache=False, logits_to_keep=part - 1).logits
 
 
 @dataclass(frozen=True)
 class Sweep:
-    """What is measured of every document: windows and their stride in tokens; `bins` of losses by position, if any.
-
-    `apart` gives every window a forward pass of its own, for models whose frequencies follow the length of the input.
-
-    Raises:
-        DataError: the stride is longer than the shortest window, and would leave tokens between windows.
+    """What is measured of every document: windows and their stride in tokens; `bins` of losses by position, if any;
+    windows `apart`, each with its own forward pass, where a model's frequencies follow the length of the input.
     """
 
     windows: tuple[int, ...]
@@ -151,9 +126,7 @@ class Sweep:
     def __post_init__(self) -> None:
         shortest = min(self.windows)
         if not 1 <= self.stride <= shortest:
-            raise DataError(
-                f"--stride: {self.stride} must be from 1 to the shortest window, {shortest}; choose a smaller one"
-            )
+            raise DataError(f"--stride: {self.stride} must be from 1 to the shortest window, {shortest}; lower it")
 
     def plan(self, length: int) -> list[list[Piece]]:
         """Return the pieces of a document that share forward passes; only the longest window counts by position."""
@@ -175,10 +148,7 @@ class LossSum(BaseModel):
 
 
 class DocumentLosses(BaseModel):
-    """The losses of one document by window length, and by how many tokens precede a token in the longest window.
-
-    Bin `i` of `by_position` is of tokens with `position_bounds[i]` to `position_bounds[i + 1] - 1` tokens before them.
-    """
+    """The losses of one document by window length, and of the longest window in the bins of `position_bounds`."""
 
     by_window: dict[int, LossSum]
     by_position: list[LossSum]
@@ -233,8 +203,8 @@ def position_bounds(window: int, bins: int) -> list[int]:
 
 def added(sums: Iterable[LossSum]) -> LossSum:
     """Return several sums as one, exact whatever their order."""
-    together = list(sums)
-    return LossSum(loss=math.fsum(each.loss for each in together), tokens=sum(each.tokens for each in together))
+    losses, tokens = zip(*((each.loss, each.tokens) for each in sums), strict=True)
+    return LossSum(loss=math.fsum(losses), tokens=sum(tokens))
 
 
 def window_scores(found: Sequence[DocumentLosses]) -> list[WindowPerplexity]:
@@ -253,11 +223,7 @@ def sliding_window_perplexity(
     stride: int = 256,
     batch_tokens: int | None = None,
 ) -> list[WindowPerplexity]:
-    """Return the perplexity of `model` on `documents` (token ids) at every length in `windows`, token-weighted.
-
-    Raises:
-        DataError: the stride is longer than a window, or a document is shorter than the longest one.
-    """
+    """Return the perplexity of `model` on `documents` (token ids) at every length in `windows`, token-weighted."""
     sweep, longest = Sweep(tuple(windows), stride), max(windows)
     if not documents or min(map(len, documents)) < longest:
         raise DataError(f"--windows: {longest} is longer than a document to be measured; choose a shorter window")

@@ -2,38 +2,55 @@
 
 import hashlib
 import math
-from collections.abc import Sequence
+import random
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, replace
+from itertools import tee
+from typing import NamedTuple
 
-from pi_lora.data.corpus import Choice
-from pi_lora.errors import ModelError
-from pi_lora.evaluation.forward import depends_on_length
+from pi_lora.data.corpus import PRESETS, Choice, evaluation_documents
+from pi_lora.data.documents import Document
+from pi_lora.data.packing import encoded
+from pi_lora.errors import DataError, ModelError
+from pi_lora.evaluation.forward import check_ids, depends_on_length
 from pi_lora.evaluation.journal import Journal, journaled, measure_each, to_measure
-from pi_lora.evaluation.perplexity.losses import (
-    DocumentLosses,
-    Sweep,
-    added,
-    document_losses,
-    position_bounds,
-    window_scores,
-)
-from pi_lora.evaluation.perplexity.selection import Measured, choose_documents
+from pi_lora.evaluation.perplexity import losses
+from pi_lora.evaluation.perplexity.losses import DocumentLosses, Sweep, window_scores
 from pi_lora.evaluation.results import DocumentPerplexity, LossByPosition, PerplexityScores, PositionLoss, described
 from pi_lora.models.load import LoadedModel
 from pi_lora.types import Progress, silent
 
+# What a tokenizer may add to a text, such as BOS; of the text itself it makes at most one token per byte.
+FRAME_TOKENS = 16
 BINS = 32
+ALL_DOCUMENTS = Choice()
 
 
-def default_windows(window: int, shortest: int = 256) -> list[int]:
-    """Return the model's window and its halves, down to `shortest` tokens.
+class Measured(NamedTuple):
+    """A document as it is measured: its name, and its token ids, truncated if asked."""
+
+    name: str
+    ids: "array[int]"
+
+
+class Chosen(NamedTuple):
+    """The documents that are measured, the choice that was applied, and how many documents were too short for it."""
+
+    documents: list[Measured]
+    choice: Choice
+    too_short: int
+
+
+def default_windows(window: int) -> list[int]:
+    """Return the model's window and its halves, down to 256 tokens.
 
     >>> default_windows(1024)
     [256, 512, 1024]
     """
     halves = [window]
-    while halves[0] // 2 >= shortest:
+    while halves[0] // 2 >= 256:
         halves.insert(0, halves[0] // 2)
     return halves
 
@@ -49,32 +66,26 @@ def evaluate_perplexity(
     windows: Sequence[int],
     stride: int,
     documents: int | None = None,
-    progress: Progress | None = None,
+    progress: Progress = silent,
     *,
-    choice: Choice | None = None,
+    choice: Choice = ALL_DOCUMENTS,
     by_position: bool = False,
     shared: bool = False,
 ) -> PerplexityScores:
     """Measure the documents of `source` that are at least as long as the longest window.
 
-    `documents` limits their number, `choice` says more. `by_position` adds the mean loss by the number of tokens before
-    a token, in the longest window. With `shared`, where every process has the whole model, each measures its part of
-    the documents, and an interrupted evaluation continues when it is called again.
-
-    Raises:
-        DataError: the source cannot be read, no document is long enough, or the stride is too long.
-        ModelError: the tokenizer does not fit the model, or the model's losses are not finite.
-        Interrupted: by Ctrl-C, when `shared`.
+    `documents` limits their number, `choice` says more. `by_position` adds the mean loss by the tokens before a token
+    in the longest window. With `shared` each process measures its part of the documents, with the whole model, and an
+    interrupted evaluation continues when it is called again.
     """
     longest = max(windows)
     bins = min(BINS, longest - 1) if by_position else 0
     sweep = Sweep(tuple(sorted(windows)), stride, bins, depends_on_length(loaded.config))
-    choice = choice or Choice()
     chosen = choose_documents(loaded, source, replace(choice, documents=documents or choice.documents), longest)
     decided_by, what = {"data": source, **asdict(sweep)}, f"of {len(chosen.documents)} documents"
     with journaled(loaded, decided_by, what) if shared else nullcontext() as journal:
-        found = _measure(loaded, chosen.documents, sweep, journal, progress or silent)
-    if not math.isfinite(added(loss for each in found for loss in each.by_window.values()).loss):
+        found = _measure(loaded, chosen.documents, sweep, journal, progress)
+    if not math.isfinite(losses.added(loss for each in found for loss in each.by_window.values()).loss):
         dtype = str(loaded.model.dtype).removeprefix("torch.")
         raise ModelError(f"{loaded.name}: its losses are no numbers in {dtype}; try another --dtype")
     return PerplexityScores(
@@ -90,8 +101,8 @@ def evaluate_perplexity(
         weighting="token",
         windows=window_scores(found),
         per_document=[
-            DocumentPerplexity(name=document.name, tokens=len(document.ids), windows=window_scores([losses]))
-            for document, losses in zip(chosen.documents, found, strict=True)
+            DocumentPerplexity(name=document.name, tokens=len(document.ids), windows=window_scores([its]))
+            for document, its in zip(chosen.documents, found, strict=True)
         ],
         **({"by_position": _by_position(found, longest)} if by_position else {}),
     )
@@ -100,7 +111,6 @@ def evaluate_perplexity(
 def _measure(
     loaded: LoadedModel, documents: Sequence[Measured], sweep: Sweep, journal: Journal | None, progress: Progress
 ) -> list[DocumentLosses]:
-    """Return the losses of each document; progress counts the pieces that this process sends through the model."""
     names = [hashlib.sha256(document.ids).hexdigest() for document in documents]
     ids = {name: document.ids for name, document in zip(names, documents, strict=True)}
     total = sum(len(piece) for name in to_measure(list(ids), journal) for piece in sweep.plan(len(ids[name])))
@@ -112,17 +122,69 @@ def _measure(
         progress(done, total)
 
     def measure(name: str) -> DocumentLosses:
-        return document_losses(loaded.model, ids[name], sweep, done=count)
+        return losses.document_losses(loaded.model, ids[name], sweep, done=count)
 
     found = measure_each(DocumentLosses, list(ids), measure, journal)
     return [found[name] for name in names]
 
 
 def _by_position(found: Sequence[DocumentLosses], window: int) -> LossByPosition:
-    sums = [added(each) for each in zip(*(each.by_position for each in found), strict=True)]
-    bounds = position_bounds(window, len(sums))
+    sums = [losses.added(each) for each in zip(*(each.by_position for each in found), strict=True)]
+    bounds = losses.position_bounds(window, len(sums))
     bins = [
         PositionLoss(first=first, last=last, loss=each.loss / each.tokens, tokens=each.tokens)
         for each, first, last in zip(sums, bounds, bounds[1:], strict=False)
     ]
     return LossByPosition(window=window, bins=bins)
+
+
+def choose_documents(loaded: LoadedModel, source: str, choice: Choice, longest: int) -> Chosen:
+    """Return the documents of `source` for windows of up to `longest` tokens; a preset completes the `choice`."""
+    if source in PRESETS:
+        choice = PRESETS[source].completed(choice)
+    if choice.truncate is not None and choice.truncate < longest:
+        raise DataError(f"--truncate: {choice.truncate} tokens do not hold a window of {longest}; choose more")
+    needed = max(longest, choice.min_tokens or 0)
+    documents: Iterable[Document] = evaluation_documents(source, choice.split, choice.column)
+    passed_over = 0
+    if choice.seed is not None:
+        documents, passed_over = _drawn(documents, choice.seed, needed)
+    found: list[Measured] = []
+    lengths: list[int] = []
+    for name, ids in _encoded(loaded, documents):
+        lengths.append(len(ids))
+        if len(ids) >= needed:
+            check_ids(loaded, ids)
+            found.append(Measured(name, array("i", ids[: choice.truncate])))
+        if len(found) == choice.documents:
+            break
+    if not found:
+        option = "--windows" if needed == longest else "--min-tokens"
+        longer = f"{needed} tokens is longer than every document of {source} (the longest has {max(lengths)})"
+        raise DataError(f"{option}: {longer}; choose a shorter window")
+    return Chosen(found, choice, passed_over + len(lengths) - len(found))
+
+
+def _drawn(documents: Iterable[Document], seed: int, needed: int) -> tuple[list[Document], int]:
+    """Return what may have `needed` tokens by its bytes, or else the longest, shuffled, and how many others came."""
+    held: list[Document] = []
+    longest, seen = Document("", ""), 0
+    for document in documents:
+        seen += 1
+        longest = max(longest, document, key=lambda each: len(each.text))
+        if len(document.text.encode()) + FRAME_TOKENS >= needed:
+            held.append(document)
+    held = held or [longest]
+    random.Random(seed).shuffle(held)
+    return held, seen - len(held)
+
+
+def _encoded(loaded: LoadedModel, documents: Iterable[Document]) -> Iterator[tuple[str, list[int]]]:
+    """Return names and token ids; without EOS, which the model would be asked to predict."""
+
+    def encode(texts: Sequence[str]) -> list[list[int]]:
+        ids: list[list[int]] = loaded.tokenizer(list(texts), verbose=False)["input_ids"]
+        return ids
+
+    named, read = tee(documents)
+    return zip((each.name for each in named), encoded((each.text for each in read), encode), strict=False)

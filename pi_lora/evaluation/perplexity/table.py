@@ -48,11 +48,7 @@ def position_table(*models: PerplexityScores) -> Table:
 
 
 def position_picture(models: Sequence[PerplexityScores], file: Path) -> None:
-    """Draw the mean loss by position in the longest window as a PNG, a curve for each model.
-
-    Raises:
-        DataError: the file cannot be written.
-    """
+    """Draw the mean loss by position in the longest window as a PNG, a curve for each model."""
     curves = _curves(models)
     figure = new_figure(7, 4.2)
     axes = figure.subplots()
