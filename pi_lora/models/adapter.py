@@ -161,8 +161,8 @@ def without_known_warnings() -> Iterator[None]:
 
 
 def _keep_whole_modules_in_float32(model: PeftModel, folder: Path) -> None:
-    """Read embeddings and norms again in float32: PEFT 0.21 rounds them to the dtype of the base."""
-    wrappers = [module for module in model.modules() if isinstance(module, ModulesToSaveWrapper)]
+    """Read embeddings, norms and the head again in float32: PEFT 0.21 rounds them to the dtype of the base."""
+    wrappers = _trained_whole(model)
     if any(weight.dtype != torch.float32 for wrapper in wrappers for weight in wrapper.modules_to_save.parameters()):
         for wrapper in wrappers:
             wrapper.modules_to_save.float()
@@ -173,14 +173,24 @@ def _keep_the_dtype_of_activations(model: PeftModel) -> None:
     """Make float32 embeddings and norms take and return the base's dtype, since a float32 residual stream doubles the
     memory of every saved activation. Logits stay in float32.
     """
-    for module in model.modules():
-        if isinstance(module, ModulesToSaveWrapper):
-            # The RMS norms of transformers take any dtype; torch's own modules take only their weight's.
-            if isinstance(module.original_module, (nn.Linear, nn.LayerNorm)):
-                module.register_forward_pre_hook(lambda _module, inputs: tuple(each.float() for each in inputs))
-            if not isinstance(module.original_module, nn.Linear):
-                dtype = next(module.original_module.parameters()).dtype
-                module.register_forward_hook(lambda _module, _inputs, output, dtype=dtype: output.to(dtype))
+    for module in _trained_whole(model):
+        # The RMS norms of transformers take any dtype; torch's own modules take only their weight's.
+        if isinstance(module.original_module, (nn.Linear, nn.LayerNorm)):
+            module.register_forward_pre_hook(lambda _module, inputs: tuple(each.float() for each in inputs))
+        if not isinstance(module.original_module, nn.Linear):
+            dtype = next(module.original_module.parameters()).dtype
+            module.register_forward_hook(lambda _module, _inputs, output, dtype=dtype: output.to(dtype))
+
+
+def _trained_whole(model: PeftModel) -> list[ModulesToSaveWrapper]:
+    """Return the embeddings, norms and head that train beside LoRA; adapters made elsewhere may have other modules."""
+    wrappers = (module for module in model.modules() if isinstance(module, ModulesToSaveWrapper))
+    kinds = (nn.Embedding, nn.Linear)
+    return [
+        each
+        for each in wrappers
+        if isinstance(each.original_module, kinds) or "Norm" in type(each.original_module).__name__
+    ]
 
 
 def _saved_name(name: str) -> str:

@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from pi_lora.errors import ModelError
 from pi_lora.evaluation.results import read_scores
+from pi_lora.merge.facts import TOLERANCES
 from pi_lora.merge.merging import merge
 from pi_lora.models.adapter import without_known_warnings
 from pi_lora.models.load import load
@@ -94,7 +95,12 @@ def test_each_snippet_gives_the_model(
         model = names["model"]
         own = load(str(folder), dtype=str(model.dtype).removeprefix("torch."))
         with torch.no_grad():
-            torch.testing.assert_close(model(IDS).logits, own.model(IDS).logits, rtol=1e-5, atol=1e-5)
+            logits, expected = model(IDS).logits, own.model(IDS).logits
+        if model.dtype == torch.float32:
+            torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
+        else:  # plain PEFT rounds trained embeddings and norms to the base's dtype, pi-lora keeps them in float32
+            difference = (logits.float() - expected.float()).norm() / expected.float().norm()
+            assert difference <= TOLERANCES[str(model.dtype).removeprefix("torch.")]
         assert names["tokenizer"].model_max_length == own.window
 
 
