@@ -1,6 +1,7 @@
 """The floors of docs/design.md: a file imports only from floors below its own."""
 
 import ast
+from collections import Counter
 from pathlib import Path
 
 import pi_lora
@@ -109,3 +110,13 @@ def test_recipes_and_configs_need_no_torch() -> None:
 
 def test_no_drawer_for_odds_and_ends() -> None:
     assert not [path for path in sources() if path.name in FORBIDDEN_NAMES]
+
+
+def test_file_names_are_unique() -> None:
+    """But for the same part of parallel things: the driver and the table of each measurement."""
+    names = Counter(path.name for path in ROOT.rglob("*.py"))
+    assert {name for name, number in names.items() if number > 1} <= {"__init__.py", "measure.py", "table.py"}
+
+
+def test_the_root_holds_few_modules() -> None:
+    assert len([path for path in ROOT.glob("*.py") if not path.name.startswith("__")]) <= 6
