@@ -5,12 +5,16 @@ instructions for bfloat16.
 """
 
 import os
+import signal
 import sys
 
 from as_processor import sitecustomize as processor
 
 # Set before torch and transformers are imported, which read it once; as_processor sets its variables above.
 os.environ["HF_HUB_OFFLINE"] = "1"
+# A shell starts what runs in its background with Ctrl-C ignored, and so would be every process that a test starts.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 from collections.abc import Iterator
 from pathlib import Path
