@@ -28,7 +28,7 @@ GRID = Grid(target=1024, depths=32, trials=10, seed=0)
 # Trials at each distance that `generate` is timed on.
 WITH_CACHE, WITHOUT_CACHE = 2, 1
 
-sys.path[:0] = [str(ROOT / "scripts"), str(ROOT / "tests")]
+sys.path[:0] = [str(ROOT / "scripts"), str(ROOT / "tests" / "evaluation")]
 
 
 def seconds_of(work: Callable[[], object]) -> float:
