@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 export HF_HUB_DISABLE_TELEMETRY := 1
 
-.PHONY: demo results key-sentences recipes test test-other-processor test-slow lint clean
+.PHONY: demo results key-sentences recipes test test-other-processor test-slow faults lint clean
 
 demo: .venv/installed
 	$(BIN)/python scripts/demo.py
@@ -15,6 +15,7 @@ key-sentences: .venv/installed
 	$(BIN)/python scripts/key_sentences.py
 
 recipes: .venv/installed
+	$(BIN)/python scripts/count_shapes.py
 	$(BIN)/pi-lora recipes --markdown > recipes/README.md
 	$(BIN)/pi-lora recipes --keys > docs/recipes.md
 
@@ -29,6 +30,10 @@ test-other-processor: .venv/installed
 
 test-slow: .venv/installed
 	HF_HUB_OFFLINE=1 $(BIN)/pytest -m slow
+
+# What docs/reliability.md promises, the slow part included.
+faults: .venv/installed
+	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 PI_LORA_FAULTS=$(or $(FAULTS),1000) $(BIN)/pytest tests/faults -m 'slow or not slow' -n auto --dist worksteal
 
 lint: .venv/installed
 	$(BIN)/ruff check .

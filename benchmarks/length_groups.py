@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from pi_lora.data.batches import Batch, CollateExamples, LengthGroups
-from pi_lora.data.tables import find_table
+from pi_lora.data.sources import find_table
 from pi_lora.models.load import LoadedModel, Stretch, load
 from pi_lora.recipe.schema import Source
 

@@ -28,7 +28,7 @@ def reproduce(options: argparse.Namespace) -> dict:
     from small.setting import TINY, Setting
 
     from pi_lora.cli.app import progress_bar
-    from pi_lora.data.corpus import find_corpus
+    from pi_lora.data.sources import find_corpus
     from pi_lora.recipe.schema import Source
 
     for source in [*options.text, options.held_out]:

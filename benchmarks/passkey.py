@@ -54,7 +54,7 @@ def generate_seconds(loaded: LoadedModel, outcomes: list[list[bool]], per_depth:
 
 
 def measure(loaded: LoadedModel, k_max_only: bool = False) -> PasskeyScores:
-    return evaluate_passkey(loaded, GRID.target, GRID.depths, GRID.trials, GRID.seed, k_max_only=k_max_only)
+    return evaluate_passkey(loaded, GRID, k_max_only=k_max_only)
 
 
 def one_round(loaded: LoadedModel, outcomes: list[list[bool]]) -> dict[str, float]:

@@ -51,9 +51,11 @@ def straightforward(model, documents: list[list[int]], windows: list[int], strid
 
 def ours(model, documents: list[list[int]], windows: list[int]) -> dict[int, float]:
     """Perplexity by window, as `pi-lora eval perplexity` measures it."""
-    from pi_lora.evaluation.perplexity.losses import sliding_window_perplexity
+    from pi_lora.evaluation.perplexity.losses import Sweep, document_losses, window_scores
 
-    return {row.window: row.perplexity for row in sliding_window_perplexity(model, documents, windows, STRIDE)}
+    sweep = Sweep(tuple(windows), STRIDE)
+    scores = window_scores([document_losses(model, document, sweep) for document in documents])
+    return {row.window: row.perplexity for row in scores}
 
 
 CONTENDERS = {
@@ -108,7 +110,7 @@ def prepare(folder: Path, options: argparse.Namespace) -> dict[str, Path]:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from pi_lora.data.corpus import Choice
+    from pi_lora.data.sources import Choice
     from pi_lora.evaluation.perplexity.measure import choose_documents
     from pi_lora.models.base import BUILTIN_FOLDER
     from pi_lora.models.load import Stretch, load

@@ -11,11 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from on_gpu import page as gpu_page
+from small import novels
 from small import page as small_page
 
 HERE = Path(__file__).parent
 PERFORMANCE = HERE.parent / "docs" / "performance.md"
 PAPER_IN_SMALL = HERE.parent / "docs" / "results.md"
+README = HERE.parent / "README.md"
+NOVELS = HERE.parent / "docs" / "smollm2.png"
 sys.path.append(str(HERE.parent / "scripts"))
 from pages import write_block  # noqa: E402
 
@@ -168,6 +171,21 @@ def paper_in_small(result: Result) -> Iterator[str]:
     yield "The tables: [docs/results.md](../docs/results.md#the-papers-tables-in-small)."
 
 
+def plan_memory(result: Result) -> Iterator[str]:
+    """A setting a row: what the plan says, the peak that was measured, and how far the plan is from it."""
+    rows = [
+        (name, f"{row['planned'] / 2**30:.2f} GiB", f"{row['measured'] / 2**30:.2f} GiB", f"{row['ratio'] - 1:+.0%}")
+        for name, row in result["rows"].items()
+    ]
+    yield f"{result['model']}, where no other model is named.\n"
+    yield from table(("setting", "planned", "measured", "planned over measured"), *rows)
+
+
+def smollm2(result: Result) -> Iterator[str]:
+    """They stand among the results."""
+    yield "The tables: [docs/results.md](../docs/results.md#a-model-that-others-trained)."
+
+
 def block_of(script: str, write: Callable[[Result], Iterator[str]], nothing: str) -> str:
     """What a page of docs says of the last result of a script, or that there is none."""
     file = HERE / "results" / f"{script}.json"
@@ -181,6 +199,8 @@ def blocks() -> Iterator[tuple[Path, str, str]]:
     """Pages of docs, the blocks in them that are written here, and their texts."""
     yield PERFORMANCE, "gpu", block_of("gpu", gpu_page.tables, gpu_page.NOTHING)
     yield PAPER_IN_SMALL, "paper in small", block_of("paper_in_small", small_page.tables, small_page.NOTHING)
+    yield PAPER_IN_SMALL, "smollm2", block_of("smollm2", novels.tables, novels.NOTHING)
+    yield README, "smollm2", block_of("smollm2", novels.short_table, novels.NOTHING)
 
 
 TABLES: dict[str, Callable[[Result], Iterator[str]]] = {
@@ -191,6 +211,8 @@ TABLES: dict[str, Callable[[Result], Iterator[str]]] = {
     "paper_in_small": paper_in_small,
     "passkey": passkey,
     "perplexity": perplexity,
+    "plan_memory": plan_memory,
+    "smollm2": smollm2,
     "train_overhead": train_overhead,
 }
 
@@ -199,3 +221,6 @@ if __name__ == "__main__":
     (HERE / "README.md").write_text(page(), encoding="utf-8")
     for place, name, text in blocks():
         write_block(place, name, text)
+    novel_scores = HERE / "results" / "smollm2.json"
+    if novel_scores.is_file():
+        novels.picture(json.loads(novel_scores.read_text()), NOVELS)

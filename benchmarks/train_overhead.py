@@ -29,7 +29,7 @@ def bare(steps: int) -> float:
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, TrainerCallback
     from trl import SFTConfig, SFTTrainer
 
-    from pi_lora.data.sequences import training_sequences
+    from pi_lora.data.packing import training_sequences
     from pi_lora.models.base import BUILTIN_FOLDER, has_fast_bfloat16
     from pi_lora.recipe.files import load_recipe
 

@@ -18,9 +18,13 @@ def main() -> None:
     """Run the command line."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, leave_at_once)
-    from pi_lora.cli import main
+    try:
+        from pi_lora.cli import main
 
-    main()
+        main()
+    except KeyboardInterrupt:
+        os.write(2, b"interrupted\n")
+        os._exit(130)
 
 
 if __name__ == "__main__":

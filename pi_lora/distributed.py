@@ -7,12 +7,13 @@ import contextlib
 import json
 import logging
 import os
+import select
 import signal
 import sys
 import tempfile
 import types
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import TypeVar
 
@@ -22,6 +23,9 @@ from pi_lora.errors import Diverged, Interrupted, PiLoraError, RecipeError
 from pi_lora.recipe.schema import Recipe
 
 T = TypeVar("T")
+# One process may work alone for long, on the scores of the longest document or a large cache; a process that dies is
+# noticed by the launcher, not by waiting for it.
+PATIENCE = timedelta(days=7)
 
 
 def join_processes(cpu: bool) -> None:
@@ -29,7 +33,7 @@ def join_processes(cpu: bool) -> None:
     from accelerate import PartialState
 
     # Threads of torch's process group that outlive the interpreter abort the process (torch 2.13 with gloo).
-    atexit.register(PartialState(cpu=cpu).destroy_process_group)
+    atexit.register(PartialState(cpu=cpu, timeout=PATIENCE).destroy_process_group)
 
 
 def is_leader() -> bool:
@@ -50,18 +54,6 @@ def wait_for_all() -> None:
         PartialState().wait_for_everyone()
 
 
-def any_process(*flags: bool) -> list[bool]:
-    """Each flag, raised if it is in any process: what must not be decided differently by two of them."""
-    if number_of_processes() == 1:
-        return list(flags)
-    import torch
-    from accelerate import PartialState
-
-    raised = torch.tensor(flags, dtype=torch.int32, device=PartialState().device)
-    torch.distributed.all_reduce(raised, torch.distributed.ReduceOp.MAX)
-    return [bool(flag) for flag in raised.tolist()]
-
-
 def share_of(items: Sequence[T]) -> list[T]:
     """What this process works on of what all are to work on: every n-th of `items`, so that neighbours are spread."""
     return list(items[int(os.environ.get("RANK", "0")) :: number_of_processes()])
@@ -76,17 +68,15 @@ def from_all(found: Sequence[T]) -> list[T]:
     return list(gather_object(list(found)))
 
 
+def any_process(*flags: bool) -> list[bool]:
+    """Each flag, raised if it is in any process: what must not be decided differently by two of them."""
+    return [any(each) for each in zip(*from_all([flags]), strict=True)]
+
+
 # Of the folder where launched processes and the one that launched them leave word of how training ends.
 WORD, OUTCOME, SIGNALLED = "PI_LORA_WORD", "outcome.json", "signalled"
-
-
-@dataclass(frozen=True)
-class Rendezvous:
-    """Which of several machines this is, and where machine 0 listens; accelerate's names and meanings."""
-
-    machine_rank: int = 0
-    main_process_ip: str | None = None
-    main_process_port: int | None = None
+# Ctrl-C, a cluster's end of a job, and a connection that dropped.
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def is_launched() -> bool:
@@ -101,48 +91,49 @@ def check_launched(recipe: Recipe) -> None:
         raise RecipeError([f"hardware: asks for {wanted} processes, the launcher started {started}; make them agree"])
 
 
-def launch_arguments(recipe: Recipe, command: Sequence[str], rendezvous: Rendezvous) -> list[str]:
-    """Return the arguments of `accelerate launch` that run `pi-lora COMMAND` as `recipe.hardware` says. All weights and
-    LoRA are sharded over GPUs by FSDP2, each transformer layer a unit. A quantized model is small enough for every GPU
-    to hold, and each CPU process holds its model whole: plain data parallelism.
+def launch_arguments(
+    recipe: Recipe, command: Sequence[str], rank: int = 0, address: str | None = None, port: int | None = None
+) -> list[str]:
+    """Return the arguments of `accelerate launch` that run `pi-lora COMMAND` as `recipe.hardware` says. `rank` is this
+    machine's among several, the first of which listens at `address` and `port`. What FSDP2 does not shard, each process
+    holds whole: plain data parallelism. Workers choose their precision by the hardware that they find.
     """
     hardware = recipe.hardware
-    if hardware.machines > 1 and rendezvous.main_process_ip is None:
+    if hardware.machines > 1 and address is None:
         raise RecipeError(["--main-process-ip: missing; name the machine of rank 0, the same on all of them"])
-    sharded = bool(hardware.gpus) and recipe.tuning.method != "qlora"
     flags: dict[str, object] = {
         "num_processes": hardware.processes,
         "num_machines": hardware.machines,
-        "machine_rank": rendezvous.machine_rank,
+        "machine_rank": rank,
         # Port 0: any that is free.
-        "main_process_port": rendezvous.main_process_port or (29500 if hardware.machines > 1 else 0),
-        "mixed_precision": "bf16" if hardware.gpus and recipe.training.precision != "float32" else "no",
+        "main_process_port": port or (29500 if hardware.machines > 1 else 0),
+        "mixed_precision": "no",
         "dynamo_backend": "no",
         "num_cpu_threads_per_process": max(1, (os.cpu_count() or 1) // hardware.processes_per_machine),
-        "use_fsdp" if sharded else "multi_gpu": None,
+        "use_fsdp" if recipe.sharded else "multi_gpu": None,
     }
     if hardware.machines > 1:
-        flags["main_process_ip"] = rendezvous.main_process_ip
-    if sharded:
+        flags["main_process_ip"] = address
+    if recipe.sharded:
         flags |= {"fsdp_version": 2, "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}
         flags |= {"fsdp_reshard_after_forward": "true", "fsdp_state_dict_type": "SHARDED_STATE_DICT"}
-        flags |= {"fsdp_cpu_ram_efficient_loading": "true"}  # only one process of a machine reads the weights
-    if sharded and hardware.context_parallel > 1:
+        flags |= {"fsdp_cpu_ram_efficient_loading": "true"}  # the first process sends them
+    if recipe.sharded and hardware.context_parallel > 1:
         sizes = {"dp_shard_size": hardware.data_parallel, "cp_size": hardware.context_parallel}
         flags |= {"use_parallelism_config": None, **{f"parallelism_config_{key}": size for key, size in sizes.items()}}
     written = [part for name, value in flags.items() for part in (f"--{name}", value) if part is not None]
     return [*map(str, written), "--module", "pi_lora", *command]
 
 
-def launch(recipe: Recipe, command: Sequence[str], rendezvous: Rendezvous) -> int:
-    """Run `pi-lora COMMAND` in as many processes as `recipe.hardware` asks for; return the exit status. The first
-    SIGINT or SIGTERM lets the workers end their step and write a checkpoint, the second kills them.
+def launch(command: Sequence[str]) -> int:
+    """Run `accelerate launch COMMAND`; return the exit status. The first signal of `ENDING` lets the workers end their
+    step and write a checkpoint, the second kills them.
     """
     from accelerate.commands.launch import launch_command, launch_command_parser
     from accelerate.utils import patch_environment
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    arguments = launch_command_parser().parse_args(launch_arguments(recipe, command, rendezvous))
+    arguments = launch_command_parser().parse_args(command)
     # torch's own handlers of the other signals would kill the workers in the middle of a step.
     arguments.signals_to_handle = "SIGQUIT"
     failures = {}
@@ -189,12 +180,23 @@ def status_of(ending: BaseException) -> int | None:
     return 0 if isinstance(ending, (Interrupted, Diverged)) else 1
 
 
+def leave_lost_terminals() -> None:
+    """Discard what is written to a terminal that hung up, or to a program that ended: every write would fail."""
+    for number in (1, 2):
+        watched = select.poll()
+        watched.register(number, 0)
+        if watched.poll(0):  # of an error or a hang-up, which are told unasked
+            os.dup2(os.open(os.devnull, os.O_WRONLY), number)
+
+
 @contextlib.contextmanager
 def _signals_go_to_workers() -> Iterator[list[int]]:
     received: list[int] = []
 
     def forward(number: int, frame: types.FrameType | None) -> None:
         received.append(number)
+        if number == signal.SIGHUP:
+            leave_lost_terminals()
         Path(os.environ[WORD], SIGNALLED).touch()
         # torch's launcher starts each worker in a session of its own, which Ctrl-C on the terminal does not reach.
         workers = [each for each in psutil.Process().children() if os.getsid(each.pid) == each.pid]
@@ -204,7 +206,9 @@ def _signals_go_to_workers() -> Iterator[list[int]]:
         if not workers:
             raise KeyboardInterrupt
 
-    before = {each: signal.signal(each, forward) for each in (signal.SIGINT, signal.SIGTERM)}
+    # What is ignored stays so: nohup does it to SIGHUP, a shell to the SIGINT of what runs in its background.
+    heard = [each for each in ENDING if signal.getsignal(each) is not signal.SIG_IGN]
+    before = {each: signal.signal(each, forward) for each in heard}
     try:
         yield received
     finally:

@@ -40,10 +40,14 @@ def themed(dark: bool) -> Iterator[None]:
         yield
 
 
-def plain(axes: Any) -> None:
-    """Give axes a faint grid, and no frame at the top and on the right."""
+def plain(axes: Any, title: str = "", **legend: Any) -> None:
+    """Give axes a title, a faint grid, no frame at the top and on the right, and a legend in the style of `legend`."""
+    if title:
+        axes.set_title(title, fontsize=11)
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
+    if legend:
+        axes.legend(**legend)
 
 
 def round_levels(low: float, high: float) -> list[float]:
@@ -55,33 +59,21 @@ def round_levels(low: float, high: float) -> list[float]:
     return [level for level in levels if low <= level <= high]
 
 
-def save(figure: Any, folder: Path, name: str, formats: tuple[str, ...] = ("png", "svg")) -> list[Path]:
-    """Write a figure as `folder/name.png` and `.svg`; raise DataError if the folder cannot be written."""
-    return [_written(figure, folder / f"{name}.{kind}", kind, folder) for kind in formats]
-
-
-def save_png(figure: Any, file: Path) -> None:
-    """Write a figure as a PNG, whatever the file is called; raise DataError if it cannot be written."""
-    _written(figure, file, "png", file)
-
-
-def _written(figure: Any, file: Path, kind: str, where: Path) -> Path:
+def save(figure: Any, file: Path, kind: str = "png") -> Path:
+    """Write a figure, as a PNG whatever the file is called; raise DataError if it cannot be written."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        if kind == "svg":
-            file.write_text(svg(figure), encoding="utf-8")
-        else:
-            figure.savefig(file, format=kind, dpi=160)
+        file.write_bytes(drawn(figure, kind))
     except OSError as error:
-        raise DataError(f"{where}: cannot be written ({error.strerror}); choose another place") from None
+        raise DataError(f"{error.filename}: cannot be written ({error.strerror}); choose another place") from None
     return file
 
 
-def svg(figure: Any) -> str:
-    """Return a figure as SVG; the same figure gives the same text."""
+def drawn(figure: Any, kind: str) -> bytes:
+    """Return a figure as `png` or `svg`; the same figure gives the same bytes."""
     from matplotlib import rc_context
 
-    drawn = io.StringIO()
+    file = io.BytesIO()
     with rc_context({"svg.hashsalt": "pi-lora"}):
-        figure.savefig(drawn, format="svg", dpi=160, metadata={"Date": None})
-    return drawn.getvalue()
+        figure.savefig(file, format=kind, dpi=160, metadata={"Date": None})
+    return file.getvalue()

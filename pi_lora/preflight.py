@@ -1,6 +1,8 @@
 """Recipe to job: every mistake that shows before anything is downloaded, tokenized or loaded, reported together."""
 
 import importlib.util
+import os
+import shlex
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -9,28 +11,26 @@ from typing import Any, TypeVar
 import psutil
 import torch
 
-from pi_lora.data.corpus import RECALL, source_problems
-from pi_lora.data.examples import example_problems
+from pi_lora.data.examples import data_problems
+from pi_lora.data.sources import RECALL
 from pi_lora.errors import ModelError, PiLoraError, RecipeError
 from pi_lora.models.adapter import check_shape
-from pi_lora.models.base import extended_config, find_base
+from pi_lora.models.base import extended_config, find_base, has_fast_bfloat16
 from pi_lora.models.load import adapter_base, is_adapter
-from pi_lora.planning.gpus import CPU, GPUS, gpu_of_device
-from pi_lora.planning.planning import Plan, Target, plan_recipe
-from pi_lora.planning.shape import shape_of
+from pi_lora.planning.counting import shape_of
+from pi_lora.planning.planning import CPU, GPUS, Plan, Target, gpu_of_device, plan_recipe
 from pi_lora.recipe.schema import Data, Recipe
 from pi_lora.run_folder import check_output, check_resumed_recipe
-from pi_lora.scaling.config import scale_of, window_of
-from pi_lora.scaling.extend import check_reach
-from pi_lora.training.job import Job
-from pi_lora.training.schedule import rate_share
+from pi_lora.scaling.config import check_reach, scale_of, window_of
+from pi_lora.training.job import Job, rate_share
+from pi_lora.types import NOTHING, Allowed
 
 T = TypeVar("T")
 # Where runs go by default; no repository on the hub has such a name.
 OUTPUTS = ("adapters/", "models/")
 
 
-def check(recipe: Recipe, output: Path, resume: bool = False) -> Job:
+def check(recipe: Recipe, output: Path, resume: bool = False, allowed: Allowed = NOTHING) -> Job:
     """Return the job of `recipe`; raise all mistakes that show before weights or texts are read, a line each."""
     mistakes: list[PiLoraError] = []
 
@@ -41,9 +41,8 @@ def check(recipe: Recipe, output: Path, resume: bool = False) -> Job:
             mistakes.append(mistake)
             return None
 
-    in_data = example_problems if recipe.data.has_examples else source_problems
-    job = attempt(_extended_model if recipe.scaling == "keep" else _extendable_base, recipe, output)
-    attempt(lambda: _raise_all(in_data(recipe.data), _evaluation_problems(recipe)))
+    job = attempt(_extended_model if recipe.scaling == "keep" else _extendable_base, recipe, output, allowed)
+    attempt(lambda: _raise_all(data_problems(recipe.data), _evaluation_problems(recipe)))
     attempt(_raise_all, _hardware_problems(recipe), _missing_packages(recipe))
     attempt(rate_share, recipe.training)
     attempt(check_output, output, resume)
@@ -53,7 +52,7 @@ def check(recipe: Recipe, output: Path, resume: bool = False) -> Job:
         raise mistakes[0]
     if mistakes or job is None:
         raise RecipeError([str(mistake) for mistake in mistakes])
-    job.resume = resume
+    job.resume, job.allowed = resume, allowed
     return job
 
 
@@ -62,7 +61,8 @@ def plan_here(job: Job) -> Plan | None:
     recipe = job.recipe
     device = None
     if torch.cuda.is_available():
-        device = gpu_of_device(torch.cuda.get_device_name(), torch.cuda.get_device_properties(0).total_memory)
+        gpu = torch.cuda.get_device_properties(0)
+        device = gpu_of_device(gpu.name, gpu.total_memory, has_fast_bfloat16())
     elif recipe.hardware.gpus is None:
         device = replace(GPUS[CPU], memory=psutil.virtual_memory().total)
     try:
@@ -73,30 +73,30 @@ def plan_here(job: Job) -> Plan | None:
         return None
 
 
-def _extendable_base(recipe: Recipe, output: Path) -> Job:
+def _extendable_base(recipe: Recipe, output: Path, allowed: Allowed) -> Job:
     model, context = recipe.model, recipe.context
     if is_adapter(model.name):
-        merged = f"merge it first (pi-lora merge {model.name}) and extend the merged model"
+        merged = f"merge it first (pi-lora merge {shlex.quote(model.name)}) and extend the merged model"
         kept = f"{model.name} is an adapter of an extended model; tune it further with scaling: keep"
         raise ModelError(f"model.name: {kept}, or {merged}")
     assert recipe.scaling != "keep"
-    base = find_base(model.name, model.revision, model.trust_remote_code)
+    base = find_base(model.name, model.revision, allowed)
     interpolation = base.interpolation(recipe.scaling, context.target, context.original)
     config = extended_config(base, interpolation)
     return Job(recipe, output, base, config, interpolation.original, interpolation.target)
 
 
-def _extended_model(recipe: Recipe, output: Path) -> Job:
+def _extended_model(recipe: Recipe, output: Path, allowed: Allowed) -> Job:
     """Find a model that is tuned under its own scaling: full weights, or an adapter with its base."""
     name, adapter = recipe.model.name, None
     if is_adapter(name):
         adapter = Path(name)
-        base, config = adapter_base(adapter)
-        check_shape(adapter, recipe.tuning)
+        base, config = adapter_base(adapter, allowed=allowed)
+        check_shape(adapter, recipe.tuning, base.skeleton)
     elif name.startswith(OUTPUTS) and not Path(name).exists():
         raise ModelError(f"model.name: {name}: no such run yet; train its recipe first, or name an extended model")
     else:
-        base = find_base(name, recipe.model.revision, recipe.model.trust_remote_code)
+        base = find_base(name, recipe.model.revision, allowed)
         config = extended_config(base, None)
     check_reach(name, config, recipe.context.target)
     window = window_of(config)
@@ -105,12 +105,15 @@ def _extended_model(recipe: Recipe, output: Path) -> Job:
 
 def _evaluation_problems(recipe: Recipe) -> Iterator[str]:
     if measured := recipe.evaluation.perplexity:
-        for problem in source_problems(Data.model_validate({"source": measured.data})):
+        if measured.windows is None and (measured.stride or 0) > recipe.context.target:
+            longer = f"{measured.stride} is longer than the target window of {recipe.context.target}"
+            yield f"evaluation.perplexity.stride: {longer}; lower it"
+        for problem in data_problems(Data.model_validate({"source": measured.data})):
             yield problem.replace("data.source", "evaluation.perplexity.data", 1)
         if measured.data == RECALL:
             yield f"evaluation.perplexity.data: {RECALL} is for training; measure recall with evaluation.passkey"
     for entry in recipe.evaluation.benchmarks.data if recipe.evaluation.benchmarks else ():
-        if not Path(entry.partition("=")[2] or entry).expanduser().exists():
+        if not os.path.exists(os.path.expanduser(entry.partition("=")[2] or entry)):
             yield f"evaluation.benchmarks.data: {entry}: no such file or folder; correct it, or leave it out"
 
 
@@ -125,6 +128,9 @@ def _hardware_problems(recipe: Recipe) -> Iterator[str]:
         yield f"model.attention: {recipe.model.attention} cannot share a sequence between GPUs; use sdpa"
     if recipe.training.optimizer == "paged_adamw_8bit" and not here:
         yield "training.optimizer: paged_adamw_8bit needs a GPU; use adamw"
+    if recipe.training.optimizer == "paged_adamw_8bit" and recipe.sharded and hardware.processes > 1:
+        # bitsandbytes 0.50 takes the local part of no sharded tensor (DTensor).
+        yield "training.optimizer: paged_adamw_8bit cannot train weights that are sharded over GPUs; use adamw"
     if hardware.offload_activations and not here:
         yield "hardware.offload_activations: needs a GPU; leave it out"
     if recipe.model.attention == "flash_attention_2" and not here:

@@ -1,23 +1,35 @@
-"""Run folders: made whole or not at all, resumed, and what is written into them."""
+"""Run folders: made whole or not at all, by one process at a time, resumed, and what is written into them."""
 
+import contextlib
+import hashlib
 import json
 import os
 import platform
 import shutil
+import socket
 import subprocess
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from itertools import count
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from pi_lora.errors import RecipeError, RunExistsError
+import psutil
+from filelock import FileLock, SoftFileLock, Timeout
+from pydantic import BaseModel, ValidationError
+
+from pi_lora.distributed import is_leader
+from pi_lora.errors import ModelError, RecipeError, RunExistsError
+from pi_lora.files.reading import read_json
 from pi_lora.models.machine import hardware, versions
+from pi_lora.models.origin import RUN_FILE, Origin
 from pi_lora.recipe.files import RECIPE_FILE, dump_recipe, load_recipe
 from pi_lora.recipe.schema import Recipe
 
-RUN_FILE = "run.json"
 CHECKPOINTS = "checkpoints"
 COMPLETE = "complete"
+LOCK = "lock"
 SPARE_BYTES = 50_000_000  # for tokenizer, card, and other programs
 SCORES = "scores"
 TRAINING_LOG = "training.jsonl"
@@ -31,15 +43,41 @@ def output_folder(recipe: Recipe, recipe_path: Path) -> Path:
 
 
 def check_output(output: Path, resume: bool = False) -> None:
-    """Raise RunExistsError if `output` exists, or holds an interrupted run that is neither resumed nor removed."""
+    """Raise RunExistsError if `output` cannot become a run: it exists, is a place that no folder can be renamed to, is
+    being made by another process, or holds an interrupted run that is neither resumed nor removed.
+    """
+    if output.name in ("", ".."):
+        raise RunExistsError(f"{output}: is not the name of a new folder; choose another --output")
+    _check_place(output)
     staging = staging_path(output)
-    if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise RunExistsError(f"{output}: already exists and is not overwritten; choose another --output or remove it")
+    if staging.is_symlink():
+        raise RunExistsError(f"{staging}: is a link, where a run was to be made; remove it")
+    if is_leader() and (staging / LOCK).exists():
+        with _locked(output):  # what a killed process left locks nothing
+            pass
     if resume and not staging.is_dir():
         raise RunExistsError(f"{output}: no interrupted run to resume; start it without --resume")
     if not resume and last_checkpoint(staging) is not None:
         kept = f"an interrupted run is kept in {staging}"
         raise RunExistsError(f"{output}: {kept}; continue with --resume, or remove that folder")
+
+
+def _check_place(output: Path) -> None:
+    place = _place(output)
+    try:
+        if place.exists() and (not place.is_dir() or any(place.iterdir())):
+            raise RunExistsError(
+                f"{output}: already exists and is not overwritten; choose another --output or remove it"
+            )
+    except OSError as error:
+        raise RunExistsError(f"{output}: cannot be read ({error.strerror}); choose another --output") from None
+    # A bind mount from the same file system has its device number, and is only in the system's table.
+    if os.path.ismount(place) or str(place) in {each.mountpoint for each in psutil.disk_partitions(all=True)}:
+        raise RunExistsError(
+            f"{output}: is a mount point, which no folder can be renamed to; name one in it: {output}/run"
+        )
+    if place == Path.cwd():
+        raise RunExistsError(f"{output}: is the current folder, which would be replaced; name one in it")
 
 
 def check_room(output: Path, needed: int) -> None:
@@ -51,35 +89,121 @@ def check_room(output: Path, needed: int) -> None:
 
 
 def staging_path(output: Path) -> Path:
-    """Return the folder beside `output` in which a run is made and which is renamed to `output` when it is complete."""
-    return output.with_name(f".{output.name}.partial")
+    """Return the folder beside `output` in which a run is made and which is renamed to `output` when it is complete;
+    if `output` is a link, beside where it leads.
+    """
+    place = _place(output)
+    return place.with_name(f".{place.name}.partial")
+
+
+def _place(output: Path) -> Path:
+    return Path(os.path.realpath(output))
 
 
 @contextmanager
 def staged(output: Path, resume: bool = False) -> Iterator[Path]:
-    """Make `output` whole or not at all: the body fills the staging folder, which is then renamed. If the body fails,
-    the staging folder is removed unless it holds a checkpoint to resume from.
+    """Make `output` whole or not at all: the body fills the staging folder, which no other process takes meanwhile and
+    which is then renamed. If the body fails, the staging folder is removed unless it holds a checkpoint to resume from.
     """
     check_output(output, resume)
     staging = staging_path(output)
-    if not resume:
-        shutil.rmtree(staging, ignore_errors=True)
     try:
         staging.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise RunExistsError(f"{output}: cannot be written ({error.strerror}); choose another --output") from None
+    with _locked(output):
+        try:
+            _check_place(output)  # another process may have finished it meanwhile
+            if not resume:
+                _empty(staging)
+            yield staging
+        except BaseException:
+            if last_checkpoint(staging) is None:
+                shutil.rmtree(staging, ignore_errors=True)
+            raise
+        made = _publish(staging, output)
+        for file in made.rglob("*"):
+            if file.is_file() and not file.is_symlink():
+                file.chmod(0o644)  # transformers 5 writes 0600
+        (made / LOCK).unlink(missing_ok=True)
+    if made != _place(output):
+        raise RunExistsError(f"{output}: came into being while it was made, and is not overwritten; look in {made}")
+
+
+@contextmanager
+def _locked(output: Path) -> Iterator[None]:
+    """Hold the lock of the staging folder of `output`, in which the owner leaves its name. The kernel releases the lock
+    of a process that was killed, and the file alone locks nothing.
+    """
+    file = staging_path(output) / LOCK
+    lock = FileLock(file, timeout=0)
     try:
-        yield staging
-    except BaseException:
-        if last_checkpoint(staging) is None:
-            shutil.rmtree(staging, ignore_errors=True)
-        raise
-    for file in staging.rglob("*"):
-        if file.is_file():
-            file.chmod(0o644)  # transformers 5 writes 0600
-    if output.is_dir():
-        output.rmdir()  # empty, or check_output would have refused it
-    os.replace(staging, output)
+        lock.acquire()
+    except Timeout:
+        raise RunExistsError(
+            f"{output}: is being made by {_owner(file)}; wait for it, or choose another --output"
+        ) from None
+    except OSError as error:
+        raise RunExistsError(f"{output}: cannot be written ({error.strerror}); choose another --output") from None
+    try:
+        if not isinstance(lock, SoftFileLock):  # which writes the same itself, where the file system has no locks
+            file.write_text(f"{os.getpid()}\n{socket.gethostname()}\n", encoding="utf-8")
+        mine = file.stat()
+        yield
+    finally:
+        # Removed while it is locked: whoever opened it meanwhile holds a file without a name, and filelock tries again.
+        with contextlib.suppress(OSError):
+            if os.path.samestat(mine, file.stat()):
+                file.unlink()
+        lock.release()
+
+
+def _owner(lock: Path) -> str:
+    try:
+        process, host, *_ = lock.read_text(encoding="utf-8").split()
+    except (OSError, ValueError):
+        return "another process"
+    return f"process {process} on {host}"
+
+
+def _empty(staging: Path) -> None:
+    for each in staging.iterdir():
+        if each.is_dir() and not each.is_symlink():
+            shutil.rmtree(each)
+        elif each.name != LOCK:
+            each.unlink()
+
+
+def _publish(staging: Path, output: Path) -> Path:
+    """Rename what is finished to `output`, or beside it under a name that is free; return the folder that it became."""
+    place = _place(output)
+    names = (place.with_name(f"{place.name}-{number}") for number in count(2))
+    while True:
+        try:
+            os.replace(staging, place)  # takes the place of an empty folder
+        except OSError:
+            if not os.path.lexists(place):
+                raise
+            place = next(names)
+        else:
+            return place
+
+
+def remove(output: Path) -> None:
+    """Remove what was made, so that at no time a part of it stands under the name of the whole."""
+    staging = staging_path(output)
+    os.replace(_place(output), staging)
+    shutil.rmtree(staging, ignore_errors=True)
+
+
+def write_whole(file: Path, text: str) -> None:
+    """Write a file whole or not at all, also if the machine loses power."""
+    part = file.with_name(f".{file.name}.part")
+    with part.open("w", encoding="utf-8") as out:
+        out.write(text)
+        out.flush()
+        os.fsync(out.fileno())
+    os.replace(part, file)
 
 
 def check_resumed_recipe(output: Path, recipe: Recipe) -> None:
@@ -87,42 +211,139 @@ def check_resumed_recipe(output: Path, recipe: Recipe) -> None:
     kept = staging_path(output) / RECIPE_FILE
     if not kept.is_file():
         return
-    begun, now = (_flat(each.model_dump()) for each in (load_recipe(kept).recipe, recipe))
+    begun = load_recipe(kept)
+    pairs = {key: (attrgetter(key)(begun.recipe), attrgetter(key)(recipe)) for key in begun.origins}
     if problems := [
-        f"{key}: {now[key]} given, but the interrupted run began with {begun[key]}; use that, or start a new run"
-        for key in begun
-        if begun[key] != now[key] and not key.startswith(MAY_CHANGE)
+        f"{key}: {now} given, but the interrupted run began with {before}; use that, or start a new run"
+        for key, (before, now) in pairs.items()
+        if before != now and not key.startswith(MAY_CHANGE)
     ]:
         raise RecipeError(problems)
 
 
 def last_checkpoint(staging: Path) -> Path | None:
     """Return the newest complete checkpoint of an unfinished run."""
-    found = [path for path in (staging / CHECKPOINTS).glob("checkpoint-*") if (path / COMPLETE).is_file()]
-    return max(found, key=lambda path: int(path.name.rpartition("-")[2]), default=None)
+    return next((path for path in _checkpoints(staging) if (path / COMPLETE).is_file()), None)
+
+
+def _checkpoints(staging: Path) -> list[Path]:
+    """All checkpoints, the newest first, complete or not."""
+    found = [path for path in (staging / CHECKPOINTS).glob("checkpoint-*") if path.name.rpartition("-")[2].isdecimal()]
+    return sorted(found, key=lambda path: int(path.name.rpartition("-")[2]), reverse=True)
 
 
 def mark_complete(checkpoint: Path) -> None:
-    """Mark a checkpoint as complete; a process may be killed while it writes one."""
-    (checkpoint / COMPLETE).touch()
+    """Mark a checkpoint as complete, with the training log up to it and the SHA-256 sums of its files; a process may be
+    killed while it writes one, and a disk may return other bits than were written.
+    """
+    shutil.copyfile(checkpoint.parent.parent / TRAINING_LOG, checkpoint / TRAINING_LOG)
+    write_whole(checkpoint / COMPLETE, json.dumps(_sums(checkpoint), indent=2) + "\n")
+
+
+def checkpoint_to_resume(staging: Path) -> tuple[Path | None, list[str]]:
+    """Return the newest checkpoint whose files are as they were written, with the training log as it was then, and say
+    which newer ones are damaged; these are removed. None if there was no complete one yet. Raises ModelError if there
+    is none but damaged ones.
+    """
+    newer: list[Path] = []
+    damaged: list[str] = []
+    for checkpoint in _checkpoints(staging):
+        if not (checkpoint / COMPLETE).is_file():
+            newer.append(checkpoint)
+        elif (problem := _damage(checkpoint)) is not None:
+            newer.append(checkpoint)
+            damaged.append(f"{checkpoint}: {problem}")
+        else:
+            for each in newer:
+                shutil.rmtree(each)
+            said = [f"{each}; resuming from {checkpoint.name}" for each in damaged]
+            if _has_sums(checkpoint):
+                write_whole(staging / TRAINING_LOG, (checkpoint / TRAINING_LOG).read_text(encoding="utf-8"))
+            else:
+                said.append(f"{checkpoint}: has no sums, as an earlier version wrote it; resuming from it unchecked")
+            return checkpoint, said
+    if damaged:
+        raise ModelError(f"{'; '.join(damaged)}; no checkpoint before is left: remove {staging} and start again")
+    return None, []
+
+
+def _has_sums(checkpoint: Path) -> bool:
+    return (checkpoint / COMPLETE).stat().st_size > 0
+
+
+def _sums(checkpoint: Path) -> dict[str, str]:
+    """The SHA-256 sums of a checkpoint's files, which are on the disk afterwards and not only in memory."""
+    sums = {}
+    for path in sorted(checkpoint.rglob("*")):
+        if path.is_file() and path.name != COMPLETE:
+            with path.open("rb") as file:
+                sums[path.relative_to(checkpoint).as_posix()] = hashlib.file_digest(file, "sha256").hexdigest()
+                os.fsync(file.fileno())
+    return sums
+
+
+def _damage(checkpoint: Path) -> str | None:
+    """Return what is wrong with a complete checkpoint, or None."""
+    if not _has_sums(checkpoint):
+        return None
+    try:
+        expected, found = json.loads((checkpoint / COMPLETE).read_text(encoding="utf-8")), _sums(checkpoint)
+    except (OSError, ValueError) as error:
+        return f"cannot be read ({error})"
+    if not isinstance(expected, dict) or TRAINING_LOG not in expected:
+        return f"{COMPLETE} is damaged"
+    differing = sorted(name for name, sum_ in expected.items() if found.get(name) != sum_)
+    return f"{', '.join(differing)} changed since they were written" if differing else None
+
+
+class LogLine(BaseModel, extra="allow", strict=True):
+    """A line of training.jsonl: what is read of it here."""
+
+    step: int
+    loss: float
+
+
+class Provenance(BaseModel, extra="allow", strict=True, frozen=True):
+    """What run.json says of a run, as far as it is read here."""
+
+    tokens: int
+    seconds: float
+    peak_memory: int
+    loss: float
+    versions: dict[str, str]
+    python: str
+    commit: str | None
+    hardware: str
+    original: int | None = None
+
+
+def read_provenance(folder: Path) -> Provenance | None:
+    """Return what a run was made with, or None if it does not say so."""
+    file = folder / RUN_FILE
+    return read_json(file, Provenance, "correct it or remove it") if file.is_file() else None
 
 
 def read_training_log(path: Path) -> list[dict[str, Any]]:
-    """Return the lines of a training.jsonl, without one that a crash cut off; none if there is no file yet."""
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.is_file() else []
-    return [json.loads(line) for line in lines if line.endswith("\n")]
+    """Return the lines of a training.jsonl, without those that a crash cut off or a disk damaged; none if there is no
+    file yet.
+    """
+    lines = []
+    for line in path.read_bytes().split(b"\n") if path.is_file() else ():
+        with contextlib.suppress(ValidationError):
+            lines.append(LogLine.model_validate_json(line).model_dump())
+    return lines
 
 
 def write_recipe(folder: Path, recipe: Recipe) -> None:
     """Write the resolved recipe."""
-    (folder / RECIPE_FILE).write_text(dump_recipe(recipe), encoding="utf-8")
+    write_whole(folder / RECIPE_FILE, dump_recipe(recipe))
 
 
-def write_provenance(folder: Path, facts: Mapping[str, Any]) -> None:
-    """Write what a run was made with: versions, commit, hardware, and `facts`."""
+def write_provenance(folder: Path, origin: Origin, facts: Mapping[str, Any]) -> None:
+    """Write what a run was made from and with: its base and data, versions, commit, hardware, and `facts`."""
     machine = {"python": platform.python_version(), "commit": _commit(), "hardware": hardware()}
-    made_with = {**facts, "versions": versions(), **machine}
-    (folder / RUN_FILE).write_text(json.dumps(made_with, indent=2) + "\n", encoding="utf-8")
+    made_with = {"origin": origin.model_dump(), **facts, "versions": versions(), **machine}
+    write_whole(folder / RUN_FILE, json.dumps(made_with, indent=2) + "\n")
 
 
 def _commit() -> str | None:
@@ -131,14 +352,8 @@ def _commit() -> str | None:
     if not (here / ".git").exists():
         return None
     describe = ["git", "-C", str(here), "describe", "--always", "--dirty", "--abbrev=12"]
-    answer = subprocess.run(describe, capture_output=True, text=True, check=False)
+    try:
+        answer = subprocess.run(describe, capture_output=True, text=True, check=False)
+    except OSError:  # no git
+        return None
     return answer.stdout.strip() or None
-
-
-def _flat(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Flatten `{"a": {"b": 1}}` to `{"a.b": 1}`, one level deep like a recipe's sections."""
-    flat: dict[str, Any] = {}
-    for section, content in tree.items():
-        nested = isinstance(content, dict)
-        flat |= {f"{section}.{key}": content[key] for key in content} if nested else {section: content}
-    return flat

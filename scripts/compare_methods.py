@@ -15,8 +15,10 @@ from machine import machine
 from pages import write_block
 from rich.console import Console
 
+from pi_lora.data.sources import Choice
 from pi_lora.errors import PiLoraError
 from pi_lora.evaluation.passkey.measure import evaluate_passkey
+from pi_lora.evaluation.passkey.prompt import Grid
 from pi_lora.evaluation.perplexity.measure import evaluate_perplexity
 from pi_lora.models.load import load
 from pi_lora.report.summary import markdown_table
@@ -52,8 +54,8 @@ def tuned(name: str, overrides: list[str]) -> Path:
 
 def measured(run: Path) -> dict:
     loaded = load(str(run))
-    perplexity = evaluate_perplexity(loaded, "builtin:stdlib", WINDOWS, STRIDE, DOCUMENTS)
-    passkey = evaluate_passkey(loaded, TARGET, DEPTHS, TRIALS, seed=0)
+    perplexity = evaluate_perplexity(loaded, "builtin:stdlib", WINDOWS, STRIDE, Choice(DOCUMENTS))
+    passkey = evaluate_passkey(loaded, Grid(TARGET, DEPTHS, TRIALS))
     made_with = json.loads((run / "run.json").read_text())
     kept = ("trainable_parameters", "seconds", "peak_memory", "tokens")
     return {

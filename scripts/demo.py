@@ -14,8 +14,10 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from pi_lora.data.sources import Choice
 from pi_lora.errors import Interrupted, PiLoraError
 from pi_lora.evaluation.passkey.measure import evaluate_passkey
+from pi_lora.evaluation.passkey.prompt import Grid
 from pi_lora.evaluation.perplexity.measure import evaluate_perplexity
 from pi_lora.evaluation.results import PasskeyScores, PerplexityScores, write_scores
 from pi_lora.merge.merging import merge
@@ -82,10 +84,10 @@ def measured(name: str, model: str, stretch: Stretch | None = None) -> tuple[Per
     console.print(f"$ pi-lora eval perplexity {model}{options} {sweep}", soft_wrap=True)
     loaded = load(model, stretch)
     with Bar("documents") as bar:
-        perplexity = evaluate_perplexity(loaded, "builtin:stdlib", WINDOWS, STRIDE, DOCUMENTS, bar)
+        perplexity = evaluate_perplexity(loaded, "builtin:stdlib", WINDOWS, STRIDE, Choice(DOCUMENTS), bar)
     console.print(f"$ pi-lora eval passkey {model}{options or f' --target {TARGET}'}", soft_wrap=True)
     with Bar("trials") as bar:
-        passkey = evaluate_passkey(loaded, TARGET, DEPTHS, TRIALS, seed=0, progress=bar)
+        passkey = evaluate_passkey(loaded, Grid(TARGET, DEPTHS, TRIALS), bar)
     write_scores(perplexity, DEMO / "scores" / f"{name}-perplexity.json")
     write_scores(passkey, DEMO / "scores" / f"{name}-passkey.json")
     return perplexity, passkey

@@ -21,8 +21,17 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from pi_lora.errors import ScalingError
 from pi_lora.models.base import BaseModel, extended_config, find_base
-from pi_lora.scaling.config import FULL_ATTENTION, Method, full_attention_rope, in_both_dialects, read_rope, window_of
-from pi_lora.scaling.extend import LOCAL_ATTENTION, local_window
+from pi_lora.scaling.config import (
+    FULL_ATTENTION,
+    LOCAL_ATTENTION,
+    WINDOW_DECLARED,
+    Method,
+    full_attention_rope,
+    in_both_dialects,
+    local_window,
+    read_rope,
+    window_of,
+)
 
 PAGE = Path(__file__).parent.parent / "docs" / "models.md"
 MODEL_TYPES = tuple(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
@@ -224,6 +233,7 @@ def rope_layout(model_type: str) -> str:
     words = ["one rope"]
     if FULL_ATTENTION in read_rope(default):
         words = ["per layer type; sliding layers unchanged"]
+        words += ["`max_position_embeddings` is L'"] * (model_type in WINDOW_DECLARED)
     elif layers & LOCAL_ATTENTION and layers - LOCAL_ATTENTION:
         words = ["one rope for sliding and full layers"]
     rotated = full_attention_rope(default).get("partial_rotary_factor", 1.0)
@@ -288,6 +298,8 @@ model uses its new window after tuning is what `pi-lora eval` measures.
 {verified}
 
 - *Per layer type*: full-attention layers are rescaled; sliding-window layers are unchanged.
+- *`max_position_embeddings` is L'*: everywhere else it is L, which readers multiply by the factor. A published model
+  that declares L' all the same (DeepSeek-Coder) is known by its tokenizer, whose `model_max_length` is that number.
 - *One rope for sliding and full layers*: transformers has one setting for both, so both are rescaled.
 - *Every layer slides*: such a model is refused for targets beyond its `sliding_window` (Mistral-7B-v0.1: 4096,
   Phi-3-mini: 2047), because scaling positions does not widen a sliding window. Configs with `"sliding_window": null`

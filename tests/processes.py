@@ -11,6 +11,7 @@ import importlib
 import json
 import os
 import random
+import re
 import runpy
 import select
 import signal
@@ -23,6 +24,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NoReturn
 
+# What a command that goes on for a while prints where stderr is no terminal.
+PROGRESS = re.compile(r"^.+: [\d,]+ of [\d,]+, \d.* left(, .*)?\n", re.MULTILINE)
 # Passed on by the client; SIGKILL shows as a connection that breaks.
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 HEAVY = (
@@ -31,6 +34,11 @@ HEAVY = (
     "accelerate.commands.launch torch.distributed.run transformers.models.llama.modeling_llama "
     "peft.tuners.lora torch._dynamo torch.distributed.fsdp"
 ).split()
+
+
+def without_progress(errors: str) -> str:
+    """Return what a command printed on stderr but its lines of progress, which depend on how fast it goes."""
+    return PROGRESS.sub("", errors)
 
 
 class ImportedPython:

@@ -12,6 +12,7 @@ import psutil
 import pytest
 import torch
 from conftest import small_recipe
+from processes import without_progress
 
 from pi_lora import cli
 from pi_lora.errors import Interrupted
@@ -28,7 +29,30 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *ar
     with pytest.raises(SystemExit) as exit_:
         cli.main()
     captured = capsys.readouterr()
-    return int(exit_.value.code or 0), captured.out, captured.err
+    return int(exit_.value.code or 0), captured.out, without_progress(captured.err)
+
+
+@pytest.mark.parametrize("name", [None, "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+def test_gpu_memory_is_allocated_expandably_unless_the_user_says_how(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, name: str | None
+) -> None:
+    # Set first, so that what the command sets is undone.
+    for each in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.setenv(each, "")
+        monkeypatch.delenv(each)
+    if name:
+        monkeypatch.setenv(name, "backend:native")
+    assert run(capsys, monkeypatch, "--version")[0] == 0
+    if name:
+        assert os.environ[name] == "backend:native"
+    assert (
+        os.environ.get("PYTORCH_ALLOC_CONF")
+        == {
+            None: "expandable_segments:True",
+            "PYTORCH_ALLOC_CONF": "backend:native",
+            "PYTORCH_CUDA_ALLOC_CONF": None,
+        }[name]
+    )
 
 
 def test_help_starts_without_torch_in_half_a_second() -> None:

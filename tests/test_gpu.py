@@ -8,10 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from adapters import save_base
 from conftest import small_recipe, train
 from safetensors.torch import load_file
+from transformers import LlamaConfig
 
-from pi_lora.distributed import Rendezvous, launch_arguments
+from pi_lora.distributed import launch_arguments
 from pi_lora.recipe.files import dump_recipe
 from pi_lora.recipe.schema import Recipe
 
@@ -42,7 +44,7 @@ def in_a_process(recipe: Recipe, folder: Path, launcher: list[str], **environmen
 
 def launched(recipe: Recipe, folder: Path) -> Path:
     """Through accelerate's launcher, even where one process would do."""
-    arguments = launch_arguments(recipe, COMMAND, Rendezvous())
+    arguments = launch_arguments(recipe, COMMAND)
     return in_a_process(recipe, folder, ["-m", "accelerate.commands.launch", *arguments])
 
 
@@ -88,9 +90,14 @@ def test_losses_in_bfloat16_are_near_those_of_float32_on_a_cpu(small_model: Path
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "paged_adamw_8bit"])
-def test_qlora_trains_on_a_gpu(small_model: Path, tmp_path: Path, optimizer: str) -> None:
+def test_qlora_trains_on_a_gpu(tmp_path: Path, optimizer: str) -> None:
     pytest.importorskip("bitsandbytes", reason="pip install pi-lora[qlora]")
-    training = {**recipe_for(small_model).training.model_dump(), "optimizer": optimizer, "steps": 20}
-    run = train(recipe_for(small_model, tuning={"method": "qlora", "rank": 4}, training=training), tmp_path / "run")
+    # bitsandbytes 0.50 warns of widths that are no multiples of 64.
+    sizes = {"vocab_size": 1024, "hidden_size": 64, "intermediate_size": 128, "max_position_embeddings": 64}
+    base = save_base(
+        LlamaConfig(**sizes, num_hidden_layers=2, num_attention_heads=2), tmp_path / "base", torch.bfloat16
+    )
+    training = {**recipe_for(base).training.model_dump(), "optimizer": optimizer, "steps": 20}
+    run = train(recipe_for(base, tuning={"method": "qlora", "rank": 4}, training=training), tmp_path / "run")
     assert losses(run)[-1] < losses(run)[0]
     assert {tensor.dtype for tensor in load_file(run / "adapter_model.safetensors").values()} == {torch.float32}

@@ -107,5 +107,5 @@ def test_merge(lora_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         ("config", "model"): 1,
         ("weights", "model"): 1,
         ("tokenizer", "lora"): 1,
-        ("weights", ".merged.partial"): 1,
+        ("weights", "merged"): 1,
     }

@@ -9,12 +9,13 @@ import pytest
 from pydantic import BaseModel
 
 import pi_lora
+from pi_lora.evaluation.perplexity.losses import Sweep
+from pi_lora.evaluation.perplexity.measure import default_windows
 from pi_lora.evaluation.suite import MEASUREMENTS
-from pi_lora.planning.shape import CONFIGS, shipped_config
+from pi_lora.planning.planning import CONFIGS, shipped_config
 from pi_lora.planning.text import gpu_named_in, planned, recipes_page
 from pi_lora.recipe.files import load_recipe, recipe_paths, recipe_summary
-from pi_lora.recipe.reference import reference_page
-from pi_lora.recipe.schema import Recipe
+from pi_lora.recipe.schema import Recipe, reference_page
 
 RECIPES = Path(__file__).parent.parent / "recipes"
 
@@ -39,10 +40,19 @@ def test_recipe_fits_on_the_hardware_that_it_names(path: Path) -> None:
     if plan.recipe.hardware.gpus is None:
         assert "two CPU cores" in recipe_summary(path)
     else:
-        gpus = "one" if plan.devices == 1 else str(plan.devices)
+        gpus = "one" if plan.recipe.hardware.processes == 1 else str(plan.recipe.hardware.processes)
         assert gpu_named_in(recipe_summary(path)) is plan.gpu
         assert f"on {gpus} {plan.gpu.name}" in recipe_summary(path)
         assert "Not run here" in recipe_summary(path)
+
+
+@pytest.mark.parametrize("path", recipe_paths(RECIPES), ids=str)
+def test_what_a_recipe_measures_can_be_measured(path: Path) -> None:
+    recipe = load_recipe(path).recipe
+    if asked := recipe.evaluation.perplexity:
+        windows = asked.windows or default_windows(recipe.context.target, asked.stride)
+        sweep = Sweep(tuple(windows), asked.stride or min(256, min(windows) // 2))
+        assert max(sweep.windows) == recipe.context.target
 
 
 @pytest.mark.parametrize("path", recipe_paths(RECIPES), ids=str)

@@ -5,9 +5,13 @@ What they say while they are imported is in the errors of the `python` fixture's
 
 import json
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
+from processes import without_progress
+
+from pi_lora.cli.app import progress_bar
 
 ROOT = Path(__file__).parent.parent
 DEMO = str(ROOT / "recipes" / "demo.yaml")
@@ -17,7 +21,7 @@ SMALL = ["training.steps=2", "training.global_batch_size=2", "training.per_devic
 def errors_of(folder: Path, *command: str) -> str:
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
     assert done.returncode == 0, done
-    return done.stderr
+    return without_progress(done.stderr)
 
 
 @pytest.fixture(scope="module")
@@ -82,3 +86,23 @@ def test_the_demo_prints_no_line_of_a_library(python: str, folder: Path) -> None
     shorter = f"tuned = demo.tuned; demo.tuned = lambda name, *overrides: tuned(name, *{SMALL!r}, *overrides)"
     code = f"import sys; sys.path.insert(0, {str(ROOT / 'scripts')!r}); import demo; {less}; {shorter}; demo.main()"
     assert errors_of(folder, python, "-c", code) == ""
+
+
+def test_progress_is_lines_where_there_is_no_terminal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One a note, at most one a second, and one a minute."""
+    now = 0.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    with progress_bar("training") as progress:
+        calls = (0, 0, ""), (10, 1, "loss 2"), (10.5, 2, "loss 1"), (69, 10, "loss 2"), (71, 11, "loss 2")
+        for seconds, done, note in calls:
+            now = seconds
+            progress(done, 1011, note)
+    with progress_bar("training", quiet=True) as progress:
+        now = 1000
+        progress(1, 2)
+    lines = ["training: 1 of 1,011, 2:48:20 left, loss 2", "training: 11 of 1,011, 1:47:35 left, loss 2"]
+    errors = capsys.readouterr().err
+    assert errors.splitlines() == lines
+    assert without_progress(errors) == ""

@@ -11,7 +11,7 @@ from perplexity import straightforward
 from on_gpu.setting import Setting, random_model
 from pi_lora.evaluation.passkey.measure import evaluate_passkey
 from pi_lora.evaluation.passkey.prompt import Grid, trials_at
-from pi_lora.evaluation.perplexity.losses import sliding_window_perplexity
+from pi_lora.evaluation.perplexity.losses import Sweep, document_losses
 from pi_lora.models.base import BUILTIN_FOLDER, load_tokenizer
 from pi_lora.models.load import LoadedModel
 
@@ -45,7 +45,7 @@ def perplexity_at(model: torch.nn.Module, window: int, stride: int) -> dict[str,
     documents = [document.tolist()]
     straightforward(model, [documents[0][:window]], [window], stride)  # the first time chooses kernels
     plain = seconds_of(lambda: straightforward(model, documents, [window], stride))
-    mine = seconds_of(lambda: sliding_window_perplexity(model, documents, [window], stride))
+    mine = seconds_of(lambda: document_losses(model, documents[0], Sweep((window,), stride)))
     # Beyond the first window, every one scores `stride` tokens.
     scored = window - 1 + WINDOWS_TIMED * stride
     return {"window": window, "pi_lora": scored / mine, "yarn": scored / plain}
@@ -58,7 +58,7 @@ def passkey(loaded: LoadedModel, grid: Grid) -> dict[str, float]:
     timed = [trials_at(loaded.tokenizer, grid, depth, range(1))[0] for depth in range(TRIALS_TIMED)]
     generated(loaded.model, loaded.tokenizer, timed[0], use_cache=False)
     plain = seconds_of(lambda: [generated(loaded.model, loaded.tokenizer, trial, use_cache=False) for trial in timed])
-    mine = seconds_of(lambda: evaluate_passkey(loaded, grid.target, grid.depths, grid.trials, grid.seed))
+    mine = seconds_of(lambda: evaluate_passkey(loaded, grid))
     return {
         "target": grid.target,
         "depths": grid.depths,

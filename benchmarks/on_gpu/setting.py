@@ -8,12 +8,12 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from pi_lora.models.base import device, quantization, quiet_loading
+from pi_lora.planning.counting import shape_of
 from pi_lora.planning.memory import DeviceMemory, memory
-from pi_lora.planning.planning import Flops, flops_of_sequences
-from pi_lora.planning.shape import Shape, find_shape, shape_of
+from pi_lora.planning.planning import Flops, find_shape, flops_of_sequences
+from pi_lora.planning.shape import Shape
 from pi_lora.recipe.schema import Recipe
-from pi_lora.scaling.config import Interpolation
-from pi_lora.scaling.extend import extend_config
+from pi_lora.scaling.config import Interpolation, extend_config
 
 Changes = Mapping[str, Mapping[str, Any]]
 

@@ -15,9 +15,9 @@ from pi_lora.data.batches import TrainingData, collate
 from pi_lora.models.adapter import prepare_for_tuning, train_in_float32, without_known_warnings
 from pi_lora.models.base import find_base, quiet_loading
 from pi_lora.recipe.schema import Recipe
+from pi_lora.training.callbacks import TrainingLog
 from pi_lora.training.job import Job
-from pi_lora.training.log import TrainingLog
-from pi_lora.training.trainer import make_trainer
+from pi_lora.training.training import Trainer
 
 Row = dict[str, Any]
 LONG = 32768
@@ -109,7 +109,7 @@ def train_here(recipe: Recipe, tuned: Any, clock: Clock, steps: int | None = Non
         log = TrainingLog(Path(folder), recipe.training.global_batch_size * recipe.context.target)
         job = job_of(recipe)
         job.data = TrainingData(synthetic(recipe, tuned.config.vocab_size), collate, recipe.context.target, [])
-        trainer = make_trainer(job, tuned, Path(folder), log, [clock])
+        trainer = Trainer(job, tuned, Path(folder), log, [clock])
         train_in_float32(tuned)
         trainer.train()
 

@@ -14,7 +14,7 @@ def draw(result: Result, folder: Path, name: str) -> Path:
         DataError: the folder cannot be written.
     """
     with themed(dark=False):
-        return save(figure_of(result), folder, name, ("png",))[0]
+        return save(figure_of(result), folder / f"{name}.png")
 
 
 def figure_of(result: Result) -> Any:

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pi_lora.data.sources import Choice
 from pi_lora.evaluation.passkey.measure import evaluate_passkey
+from pi_lora.evaluation.passkey.prompt import Grid
 from pi_lora.evaluation.perplexity.measure import evaluate_perplexity
 from pi_lora.models.base import device
 from pi_lora.models.load import load
@@ -107,7 +109,8 @@ def base_row(setting: Setting, base: Path, held_out: str) -> Row:
     loaded = load(str(base))
     windows = setting.windows(max(setting.scales) * setting.window)
     loaded.model.to(device())
-    perplexity = evaluate_perplexity(loaded, held_out, windows, setting.window // 2, setting.documents)
-    passkey = evaluate_passkey(loaded, min(setting.scales) * setting.window, setting.depths, setting.trials, seed=0)
+    perplexity = evaluate_perplexity(loaded, held_out, windows, setting.window // 2, Choice(setting.documents))
+    grid = Grid(min(setting.scales) * setting.window, setting.depths, setting.trials)
+    passkey = evaluate_passkey(loaded, grid)
     found = {str(each.window): each.perplexity for each in perplexity.windows}
     return {"perplexity": found, "k_max": passkey.k_max}

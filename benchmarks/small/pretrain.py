@@ -9,7 +9,7 @@ from pretraining import Mixture, optimizers_for, save, train_step, train_tokeniz
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-from pi_lora.data.corpus import find_corpus
+from pi_lora.data.sources import find_corpus
 from pi_lora.models.base import device
 from pi_lora.recipe.schema import Source
 from small.setting import Setting

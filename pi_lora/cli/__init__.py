@@ -1,14 +1,17 @@
 """The command line: one function a command, heavy imports inside the function."""
 
+import contextlib
 import importlib.metadata
+import io
+import os
 import pkgutil
 import sys
 from typing import Annotated, NoReturn, cast
 
 import typer
 
-from pi_lora.cli.app import app, out
-from pi_lora.errors import Interrupted, PiLoraError
+from pi_lora.cli.app import LIBRARIES, app, out, printable, working
+from pi_lora.errors import Interrupted, PiLoraError, RecipeError
 
 __all__ = ["app", "main"]
 
@@ -22,7 +25,7 @@ INTERRUPTED = 130
 
 def _version(value: bool) -> None:
     if value:
-        out.print(f"pi-lora {importlib.metadata.version('pi-lora')}", highlight=False)
+        out.print(f"pi-lora {importlib.metadata.version('pi-lora')}")
         raise typer.Exit
 
 
@@ -34,27 +37,66 @@ def options(version: Version = False) -> None:
     """Stretch the context window of a RoPE language model by Position Interpolation: train, eval, merge."""
 
 
+@app.command()
+def env() -> None:
+    """Print what a report of a bug needs: versions, processor, memory, GPUs, kernels."""
+    with working(LIBRARIES):
+        from pi_lora.models.machine import facts
+        from pi_lora.recipe.places import cache_folder
+
+        found = {**facts(), "cache": str(cache_folder())}
+    width = max(map(len, found))
+    for name, value in found.items():
+        out.print(f"{name:{width}}  {value}", soft_wrap=True)
+
+
 def main() -> None:
     """Run a command; a user's mistake is a line on stderr and exit status 2, an interruption 130."""
+    _expand_segments()
+    # A terminal that is not UTF-8 gets escapes for what it cannot print.
+    cast("io.TextIOWrapper", sys.stdout).reconfigure(errors="backslashreplace")
     try:
         status = app(standalone_mode=False)
     except UsageError as mistake:
-        _fail(f"pi-lora: {mistake.format_message()}; see pi-lora --help", 2)
+        _fail(f"pi-lora: {_in_a_line(mistake.format_message())}; see pi-lora --help", 2)
     except Exception as ending:
         from pi_lora.distributed import status_of
 
         # The process that launched this one may speak for it.
         if (status := status_of(ending)) is not None:
             sys.exit(status)
+        if isinstance(ending, OSError) and ending.strerror:
+            _fail(_in_a_line(_refused(ending)), 2)
         if not isinstance(ending, PiLoraError):
             raise
-        _fail(str(ending), INTERRUPTED if isinstance(ending, Interrupted) else 2)
+        lines = ending.problems if isinstance(ending, RecipeError) else [str(ending)]
+        _fail("\n".join(map(_in_a_line, lines)), INTERRUPTED if isinstance(ending, Interrupted) else 2)
     # Typer turns Ctrl-C into this status.
     if status == INTERRUPTED:
         _fail("interrupted; nothing was written", INTERRUPTED)
     sys.exit(status)
 
 
+def _expand_segments() -> None:
+    """Let the allocator of GPU memory grow its segments, unless the user configured it: sequences of changing length
+    otherwise leave gaps that nothing fits into. torch reads it when it is imported, here and in launched processes.
+    """
+    if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & set(os.environ):
+        os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
+
+
+def _in_a_line(message: str) -> str:
+    """Names may have line breaks."""
+    return " ".join(message.splitlines())
+
+
+def _refused(error: OSError) -> str:
+    """What the system refused, and where: a folder that nobody may read, a name that is too long, a full disk."""
+    where = "pi-lora" if error.filename is None else error.filename
+    return f"{where}: {error.strerror}; name another file or folder, or make room"
+
+
 def _fail(message: str, status: int) -> NoReturn:
-    print(message, file=sys.stderr)
+    with contextlib.suppress(OSError):  # a reader that is gone does not change how it ended
+        print(printable(message), file=sys.stderr, flush=True)
     sys.exit(status)

@@ -5,9 +5,10 @@ from typing import Annotated
 
 import typer
 
-from pi_lora.cli.app import Dtype, eval_app, out, working
+from pi_lora.cli.app import AllowChanged, Dtype, TrustRemoteCode, eval_app, out, working
 from pi_lora.cli.measuring import find_all, loaded, measured, say
 from pi_lora.errors import ModelError
+from pi_lora.types import Allowed
 
 
 @eval_app.command("all")
@@ -15,11 +16,14 @@ def everything(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")],
     again: Annotated[bool, typer.Option("--again", help="Measure also what has been.")] = False,
     dtype: Dtype = None,
+    trust_remote_code: TrustRemoteCode = False,
+    allow_changed: AllowChanged = False,
 ) -> None:
     """Measure what RUN's recipe names under `evaluation`, and keep it in RUN/scores."""
     with working("loading libraries"):
         from pi_lora.distributed import is_leader
-        from pi_lora.evaluation.results import read_scores, write_scores
+        from pi_lora.evaluation.journal import kept_until_written
+        from pi_lora.evaluation.results import check_can_write, read_scores, write_scores
         from pi_lora.evaluation.suite import MEASUREMENTS, asked_for, evaluation_of
         from pi_lora.run_folder import SCORES
 
@@ -31,19 +35,21 @@ def everything(
             for name, section in asked.items()
             if again or not files[name].is_file()
         }
-        found = find_all([str(run)] if missing else [])
+        check_can_write(*(files[name] for name in missing))
+        found = find_all([str(run)] if missing else [], None, Allowed(trust_remote_code, allow_changed))
     if not named:
         say(f"{run}: its recipe names no measurements; perplexity and passkey with their defaults")
     for each in found:
         model = loaded(each, dtype)
         for name, measure in missing.items():
-            scores = measured(name, model, measure)
-            if is_leader():
-                write_scores(scores, files[name])
+            with kept_until_written():
+                scores = measured(name, model, measure)
+                if is_leader():
+                    write_scores(scores, files[name])
     for name, file in files.items() if is_leader() else ():
         if name not in missing:
             say(f"{file}: measured before; measure again with --again")
         kept = read_scores(file)
-        if kept is None:
-            raise ModelError(f"{file}: holds no scores; measure again with --again")
+        if not isinstance(kept, MEASUREMENTS[name].kind):
+            raise ModelError(f"{file}: holds no scores of {name}; measure again with --again")
         out.print(MEASUREMENTS[name].table(kept))

@@ -2,34 +2,71 @@
 
 import contextlib
 import signal
-from collections.abc import Callable, Iterator
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
+from rich.text import Text
 
 from pi_lora.errors import PiLoraError
 from pi_lora.scaling.config import Method
+from pi_lora.types import Progress, silent
+
+# What a terminal obeys, other than a new line and a tab: control characters and changes of direction. Half a character,
+# as in the name of a file that is not UTF-8, cannot be printed at all.
+OBEYED = (*range(9), *range(11, 32), *range(127, 160), 0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x206A))
+PRINTED: dict[int, int | None] = {**dict.fromkeys(OBEYED), **dict.fromkeys(range(0xD800, 0xE000), 0xFFFD)}
+
+
+def printable(text: str) -> str:
+    """Return a text, which may come from elsewhere, without what a terminal would obey."""
+    return text.translate(PRINTED)
+
+
+class Terminal(Console):
+    """A console that prints names, texts and messages as they are: no markup, no colours, no control characters."""
+
+    def __init__(self, stderr: bool = False) -> None:
+        super().__init__(stderr=stderr, markup=False, emoji=False, highlight=False)
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        """Yield the segments of anything that is printed; those that control the terminal are rich's own."""
+        for segment in super().render(renderable, options):
+            yield segment if segment.control else Segment(printable(segment.text), segment.style)
+
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 eval_app = typer.Typer(no_args_is_help=True, help="Measure a model.")
 app.add_typer(eval_app, name="eval")
-out, err = Console(), Console(stderr=True)
+out, err = Terminal(), Terminal(stderr=True)
 LIBRARIES = "loading libraries"
+# Seconds between lines of progress: where the note changes, and where it does not.
+EACH_NOTE, EACH_LINE = 1.0, 60.0
+# No window is longer.
+MOST_TOKENS = 10**9
 
 RecipeFile = Annotated[Path, typer.Argument(metavar="RECIPE", help="A recipe file.")]
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="[key=value ...]", help="Keys to change.")]
-ModelName = Annotated[str, typer.Argument(metavar="MODEL", help="Hub id, model folder, run folder or builtin:tiny.")]
+ModelName = Annotated[str, typer.Argument(metavar="MODEL", help="Hub id, folder, run, GGUF file or builtin:tiny.")]
 JsonFile = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the result there as well.")]
 Original = Annotated[
-    int | None, typer.Option(help="L, with --target: stretch a plain base first (the paper's step 0).")
+    int | None,
+    typer.Option(min=1, max=MOST_TOKENS, help="L, with --target: stretch a plain base first (the paper's step 0)."),
 ]
 Scaling = Annotated[Method | None, typer.Option(help="How a plain base is to read --target tokens.")]
 Models = Annotated[
-    list[str], typer.Argument(metavar="MODEL ...", help="Hub ids, model or run folders, or builtin:tiny.")
+    list[str], typer.Argument(metavar="MODEL ...", help="Hub ids, folders, runs, GGUF files or builtin:tiny.")
 ]
-Target = Annotated[int | None, typer.Option(help="L', the window to stretch to.")]
+Target = Annotated[int | None, typer.Option(min=1, max=MOST_TOKENS, help="L', the window to stretch to.")]
+TrustRemoteCode = Annotated[bool, typer.Option("--trust-remote-code", help="Run Python code that a model brings.")]
+AllowChanged = Annotated[bool, typer.Option("--allow-changed", help="Use a run though its base or data changed.")]
+Seed = Annotated[int, typer.Option(min=0, max=2**32 - 1)]
 Dtype = Annotated[Literal["float32", "bfloat16", "float16"] | None, typer.Option(help="Of the weights.")]
 
 
@@ -43,15 +80,40 @@ def stretch_of(original: int | None, target: int | None, scaling: Method | None)
 
 
 @contextlib.contextmanager
-def progress_bar(title: str, quiet: bool = False) -> Iterator[Callable[..., None]]:
-    """A progress bar on stderr, on a terminal; yields the function that moves it."""
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+def progress_bar(title: str, quiet: bool = False) -> Iterator[Progress]:
+    """A progress bar on stderr, or lines where that is no terminal; yields the function that moves it."""
+    if not err.is_terminal:
+        yield silent if quiet else _progress_lines(title)
+        return
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+    from rich.progress import Progress as Bar
 
-    name, last = TextColumn("{task.description}"), TextColumn("{task.fields[note]}")
+    name, last = (TextColumn(f"{{task.{each}}}", markup=False) for each in ("description", "fields[note]"))
     columns = (name, BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), last)
-    with Progress(*columns, console=err, disable=quiet or not err.is_terminal) as bar:
+    with Bar(*columns, console=err, disable=quiet) as bar:
         task = bar.add_task(title, total=None, note="")
         yield lambda done, total, note="": bar.update(task, completed=done, total=total, note=note)
+
+
+def _progress_lines(title: str) -> Progress:
+    """Return what prints a line whenever the note changes, at most one a second, and at least one a minute."""
+    started = last = time.monotonic()
+    first, said = -1, ""
+
+    def report(done: int, total: int, note: str = "") -> None:
+        nonlocal first, last, said
+        now = time.monotonic()
+        first = done if first < 0 else first
+        if now - last < (EACH_NOTE if note != said else EACH_LINE):
+            return
+        last, said = now, note
+        pace = (now - started) / max(1, done - first)
+        left = timedelta(seconds=round(pace * (total - done)))
+        # A reader that is gone ends nothing; rich would end the process.
+        with contextlib.suppress(OSError):
+            print(f"{title}: {done:,} of {total:,}, {left} left{note and f', {note}'}", file=sys.stderr, flush=True)
+
+    return report
 
 
 @contextlib.contextmanager
@@ -59,7 +121,7 @@ def working(what: str) -> Iterator[None]:
     """Something turning on stderr, on a terminal, while `what` goes on."""
     if what != LIBRARIES:
         _work_begins()
-    with err.status(what) if err.is_terminal else contextlib.nullcontext():
+    with err.status(Text(what)) if err.is_terminal else contextlib.nullcontext():
         yield
     _work_begins()
 

@@ -1,18 +1,29 @@
 """`pi-lora eval benchmarks`."""
 
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from pi_lora.cli.app import Dtype, JsonFile, Original, Scaling, eval_app, out, stretch_of, working
-from pi_lora.cli.measuring import find_all, loaded, measured
+from pi_lora.cli.app import (
+    AllowChanged,
+    Dtype,
+    JsonFile,
+    Models,
+    Original,
+    Scaling,
+    Target,
+    TrustRemoteCode,
+    eval_app,
+    stretch_of,
+    working,
+)
+from pi_lora.cli.measuring import find_all, loaded, measured, report
+from pi_lora.types import Allowed
 
 
 @eval_app.command()
 def benchmarks(
-    models: Annotated[
-        list[str], typer.Argument(metavar="MODEL ...", help="Hub ids, model or run folders, or builtin:tiny.")
-    ],
+    models: Models,
     tasks: Annotated[
         str, typer.Option(metavar="NAME,...", help="Tasks or groups of lm-eval.")
     ] = "boolq,piqa,race_middle,race_high,winogrande",
@@ -24,27 +35,23 @@ def benchmarks(
     batch_size: Annotated[int, typer.Option(min=1, help="Inputs a forward pass.")] = 8,
     window: Annotated[int | None, typer.Option(min=2, help="Tokens that inputs are cut to; L by default.")] = None,
     original: Original = None,
-    target: Annotated[int | None, typer.Option(help="L', the window to stretch to.")] = None,
+    target: Target = None,
     scaling: Scaling = None,
     dtype: Dtype = None,
+    trust_remote_code: TrustRemoteCode = False,
+    allow_changed: AllowChanged = False,
     json: JsonFile = None,
 ) -> None:
     """Short-context benchmarks (paper, table 5) through lm-eval, of several models side by side."""
     stretch = stretch_of(original, target, scaling)
     with working("loading benchmarks"):
-        from pi_lora.distributed import is_leader
-        from pi_lora.evaluation.benchmarks.measure import evaluate_benchmarks, prepare
         from pi_lora.evaluation.benchmarks.table import benchmarks_table
-        from pi_lora.evaluation.results import write_scores
+        from pi_lora.evaluation.suite import MEASUREMENTS
+        from pi_lora.recipe.schema import BenchmarksEvaluation
 
-        found = find_all(models, stretch)
-        prepared = prepare(tasks.split(","), data or [])
-
-    def measure(model: Any, progress: Any) -> Any:
-        return evaluate_benchmarks(model, prepared, limit, batch_size, window, progress)
-
-    scores = [measured("benchmarks", loaded(model, dtype), measure) for model in found]
-    if is_leader():
-        out.print(benchmarks_table(*scores))
-        if json:
-            write_scores(scores, json)
+        found = find_all(models, stretch, Allowed(trust_remote_code, allow_changed))
+        asked = BenchmarksEvaluation(
+            tasks=tuple(tasks.split(",")), data=tuple(data or ()), limit=limit, batch_size=batch_size, window=window
+        )
+        measure = MEASUREMENTS["benchmarks"].prepare(asked, True)
+    report(lambda: [measured("benchmarks", loaded(model, dtype), measure) for model in found], json, benchmarks_table)

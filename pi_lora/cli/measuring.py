@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from pi_lora.cli.app import err, out, progress_bar, working
+from pi_lora.types import Allowed
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -14,13 +15,13 @@ if TYPE_CHECKING:
 S = TypeVar("S")
 
 
-def find_all(names: Sequence[str], stretch: "Stretch | None" = None) -> "list[FoundModel]":
+def find_all(names: Sequence[str], stretch: "Stretch | None", allowed: Allowed) -> "list[FoundModel]":
     """Find every model, and meet the other processes of this command if a launcher started several."""
     from pi_lora.distributed import is_launched, join_processes
     from pi_lora.models.base import device
     from pi_lora.models.load import find
 
-    found = [find(name, stretch) for name in names]
+    found = [find(name, stretch, allowed) for name in names]
     if is_launched():
         join_processes(cpu=device().type == "cpu")
     return found
@@ -48,24 +49,30 @@ def measured(title: str, model: "LoadedModel", measure: "Callable[[LoadedModel, 
 
 
 def report(
-    scores: "Sequence[Any]",
+    scores: "Callable[[], Sequence[Any]]",
     json: Path | None,
     *tables: "Callable[..., Table]",
     picture: "Callable[[Any, Path], None] | None" = None,
     plot: Path | None = None,
 ) -> None:
-    """Write, print and draw the scores of several models, in one process of several."""
+    """Measure several models, then write, print and draw their scores in one process of several. Where nothing can be
+    written is known before; what was measured is kept until it is.
+    """
     from pi_lora.distributed import is_leader
-    from pi_lora.evaluation.results import write_scores
+    from pi_lora.evaluation.journal import kept_until_written
+    from pi_lora.evaluation.results import check_can_write, write_scores
 
-    if not is_leader():
-        return
-    if json:
-        write_scores(scores, json)
-    for table in tables:
-        out.print(table(*scores))
-    if plot and picture:
-        picture(scores, plot)
+    check_can_write(json, plot)
+    with kept_until_written():
+        found = scores()
+        if not is_leader():
+            return
+        if json:
+            write_scores(found, json)
+        for table in tables:
+            out.print(table(*found))
+        if plot and picture:
+            picture(found, plot)
 
 
 def say(line: str) -> None:
@@ -73,4 +80,4 @@ def say(line: str) -> None:
     from pi_lora.distributed import is_leader
 
     if is_leader():
-        err.print(line, highlight=False, soft_wrap=True)
+        err.print(line, soft_wrap=True)

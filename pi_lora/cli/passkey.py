@@ -5,22 +5,43 @@ from typing import Annotated, Any
 
 import typer
 
-from pi_lora.cli.app import Dtype, JsonFile, Models, Original, Scaling, eval_app, stretch_of, working
+from pi_lora.cli.app import (
+    MOST_TOKENS,
+    AllowChanged,
+    Dtype,
+    JsonFile,
+    Models,
+    Original,
+    Scaling,
+    Seed,
+    TrustRemoteCode,
+    eval_app,
+    stretch_of,
+    working,
+)
 from pi_lora.cli.measuring import find_all, loaded, measured, report, warn_of_length
 from pi_lora.drawing import check_can_draw
+from pi_lora.types import Allowed
+
+# Of depths, and of trials at each.
+MOST = 10_000
 
 
 @eval_app.command()
 def passkey(
     models: Models,
-    target: Annotated[int | None, typer.Option(help="L', tokens of context; the longest window by default.")] = None,
-    depths: Annotated[int, typer.Option(min=1, help="Distances, uniformly spaced to the target.")] = 32,
-    trials: Annotated[int, typer.Option(min=1, help="Random keys at each.")] = 10,
-    seed: int = 0,
+    target: Annotated[
+        int | None, typer.Option(min=1, max=MOST_TOKENS, help="L', tokens of context; the longest window by default.")
+    ] = None,
+    depths: Annotated[int, typer.Option(min=1, max=MOST, help="Distances, uniformly spaced to the target.")] = 32,
+    trials: Annotated[int, typer.Option(min=1, max=MOST, help="Random keys at each.")] = 10,
+    seed: Seed = 0,
     k_max_only: Annotated[bool, typer.Option("--k-max-only", help="Measure no more than decides k_max.")] = False,
     original: Original = None,
     scaling: Scaling = None,
     dtype: Dtype = None,
+    trust_remote_code: TrustRemoteCode = False,
+    allow_changed: AllowChanged = False,
     plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw heat map and curve, a PNG.")] = None,
     json: JsonFile = None,
 ) -> None:
@@ -31,14 +52,18 @@ def passkey(
     stretch = stretch_of(original, target if stretched else None, scaling)
     with working("loading libraries"):
         from pi_lora.evaluation.passkey.measure import evaluate_passkey
+        from pi_lora.evaluation.passkey.prompt import Grid
         from pi_lora.evaluation.passkey.table import passkey_picture, passkey_table
 
-        found = find_all(models, stretch)
+        found = find_all(models, stretch, Allowed(trust_remote_code, allow_changed))
     length = target or max(model.window for model in found)
+    grid = Grid(length, depths, trials, seed)
     warn_of_length(found, "--target", length)
 
     def measure(model: Any, progress: Any) -> Any:
-        return evaluate_passkey(model, length, depths, trials, seed, progress, k_max_only=k_max_only, shared=True)
+        return evaluate_passkey(model, grid, progress, k_max_only=k_max_only, shared=True)
 
-    scores = [measured("passkey", loaded(model, dtype), measure) for model in found]
+    def scores() -> list[Any]:
+        return [measured("passkey", loaded(model, dtype), measure) for model in found]
+
     report(scores, json, passkey_table, picture=passkey_picture, plot=plot)

@@ -5,10 +5,24 @@ from typing import Annotated, Any
 
 import typer
 
-from pi_lora.cli.app import Dtype, JsonFile, Models, Original, Scaling, Target, eval_app, stretch_of, working
+from pi_lora.cli.app import (
+    MOST_TOKENS,
+    AllowChanged,
+    Dtype,
+    JsonFile,
+    Models,
+    Original,
+    Scaling,
+    Target,
+    TrustRemoteCode,
+    eval_app,
+    stretch_of,
+    working,
+)
 from pi_lora.cli.measuring import find_all, loaded, measured, report, warn_of_length
 from pi_lora.drawing import check_can_draw
 from pi_lora.errors import PiLoraError
+from pi_lora.types import Allowed
 
 
 @eval_app.command()
@@ -22,7 +36,7 @@ def perplexity(
     documents: Annotated[int | None, typer.Option(min=1, help="Only the first N, or N drawn by --seed.")] = None,
     truncate: Annotated[int | None, typer.Option(min=2, help="Cut documents to their first N tokens.")] = None,
     min_tokens: Annotated[int | None, typer.Option(min=1, help="Leave out documents of fewer.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Draw documents at random.")] = None,
+    seed: Annotated[int | None, typer.Option(min=0, max=2**32 - 1, help="Draw documents at random.")] = None,
     split: Annotated[str, typer.Option(help="Of a hub data set.")] = "test",
     column: Annotated[str, typer.Option(help="Of rows: the one that holds the text.")] = "text",
     by_position: Annotated[bool, typer.Option("--by-position", help="Also the loss by position in a window.")] = False,
@@ -31,6 +45,8 @@ def perplexity(
     target: Target = None,
     scaling: Scaling = None,
     dtype: Dtype = None,
+    trust_remote_code: TrustRemoteCode = False,
+    allow_changed: AllowChanged = False,
     json: JsonFile = None,
 ) -> None:
     """Sliding-window perplexity (paper, section 3.2), of several models side by side."""
@@ -39,25 +55,26 @@ def perplexity(
     lengths = lengths_in(windows) if windows else None
     stretch = stretch_of(original, target, scaling)
     with working("loading libraries"):
-        from pi_lora.data.corpus import Choice
-        from pi_lora.evaluation.perplexity.measure import default_stride, default_windows, evaluate_perplexity
+        from pi_lora.data.sources import Choice
+        from pi_lora.evaluation.perplexity.measure import default_windows, evaluate_perplexity
         from pi_lora.evaluation.perplexity.table import perplexity_table, position_picture, position_table
 
-        found = find_all(models, stretch)
+        found = find_all(models, stretch, Allowed(trust_remote_code, allow_changed))
     # All are measured alike.
-    lengths = lengths or default_windows(max(model.window for model in found))
-    step = stride or default_stride(lengths)
+    lengths = lengths or default_windows(max(model.window for model in found), stride)
     choice = Choice(documents, min_tokens, truncate, seed, split, column)
     by_position = by_position or plot is not None
 
     def measure(model: Any, progress: Any) -> Any:
-        return evaluate_perplexity(
-            model, data, lengths, step, progress=progress, choice=choice, by_position=by_position, shared=True
-        )
+        return evaluate_perplexity(model, data, lengths, stride, choice, progress, by_position=by_position, shared=True)
 
-    scores = [measured("perplexity", loaded(model, dtype), measure) for model in found]
-    warn_of_length(found, "--windows", max(lengths))
     tables = (perplexity_table, position_table) if by_position else (perplexity_table,)
+
+    def scores() -> list[Any]:
+        all_scores = [measured("perplexity", loaded(model, dtype), measure) for model in found]
+        warn_of_length(found, "--windows", max(lengths))
+        return all_scores
+
     report(scores, json, *tables, picture=position_picture, plot=plot)
 
 
@@ -67,6 +84,6 @@ def lengths_in(text: str) -> list[int]:
         lengths = sorted({int(part) for part in text.split(",")})
     except ValueError:
         lengths = [0]
-    if lengths[0] < 2:
+    if lengths[0] < 2 or lengths[-1] > MOST_TOKENS:
         raise PiLoraError(f"--windows: {text}: not lengths in tokens; write them as 2048,4096")
     return lengths

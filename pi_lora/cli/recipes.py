@@ -6,8 +6,9 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from pi_lora.cli.app import JsonFile, Overrides, RecipeFile, app, out
+from pi_lora.cli.app import JsonFile, Overrides, RecipeFile, TrustRemoteCode, app, out, printable
 from pi_lora.errors import PiLoraError
+from pi_lora.types import Allowed
 
 
 @app.command()
@@ -29,21 +30,23 @@ def plan(
     recipe: RecipeFile,
     overrides: Overrides = None,
     gpu: Annotated[
-        str | None, typer.Option(metavar="NAME", help="A100-40, A100-80, H100, H200, L40S, 4090 or cpu.")
+        str | None,
+        typer.Option(metavar="NAME", help="As 4090, A100-80 or H100; any by its memory, as 48GB; or cpu."),
     ] = None,
+    trust_remote_code: TrustRemoteCode = False,
     json: JsonFile = None,
 ) -> None:
     """Print memory, tokens and hours of RECIPE before it is run, on --gpu or the device that its first line names."""
     from pi_lora.evaluation.results import write_json
-    from pi_lora.planning.gpus import find_gpu
+    from pi_lora.planning.planning import find_gpu
     from pi_lora.planning.text import component_lines, plan_lines, planned
 
-    found = planned(recipe, overrides or [], find_gpu(gpu) if gpu else None)
+    found = planned(recipe, overrides or [], find_gpu(gpu) if gpu else None, Allowed(trust_remote_code))
     table = Table("on each device", "at most", box=None)
     for row in component_lines(found):
         table.add_row(*row)
-    out.print("\n".join(plan_lines(found)), highlight=False, soft_wrap=True)
-    out.print(table, highlight=False)
+    out.print("\n".join(plan_lines(found)), soft_wrap=True)
+    out.print(table)
     if json:
         write_json(found.as_json(), json)
 
@@ -60,13 +63,13 @@ def recipes(
     if not folder.is_dir():
         raise PiLoraError(f"{folder}: no such folder; name one that holds recipes")
     if keys:
-        from pi_lora.recipe.reference import reference_page
+        from pi_lora.recipe.schema import reference_page
 
         print(reference_page(), end="")
     elif markdown:
         from pi_lora.planning.text import recipes_page
 
-        print(recipes_page(folder), end="")
+        print(printable(recipes_page(folder)), end="")
     else:
         table = Table("recipe", "what it makes", box=None)
         for path in recipe_paths(folder):

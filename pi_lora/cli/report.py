@@ -1,4 +1,4 @@
-"""`pi-lora report`."""
+"""`pi-lora report` and `push`: the card of a run, and its way to the hub."""
 
 from pathlib import Path
 from typing import Annotated
@@ -26,7 +26,23 @@ def report(
 
         read = [measured_run(run) for run in runs]
         files = write_report(read, output, html)
-    out.print(*map(str, files), sep="\n", highlight=False, soft_wrap=True)
+    out.print(*map(str, files), sep="\n", soft_wrap=True)
     if len(read) == 1 and (commands := list(missing_baselines(read[0]))):
         what = "To compare with the base and step 0, measure them and write the report again:"
-        err.print(what, *commands, sep="\n  ", highlight=False, soft_wrap=True)
+        err.print(what, *commands, sep="\n  ", soft_wrap=True)
+
+
+@app.command()
+def push(
+    model: Annotated[Path, typer.Argument(metavar="RUN|MODEL", help="A run folder, or a folder of full weights.")],
+    repo: Annotated[str, typer.Argument(metavar="REPO", help="As you/name; created if it does not exist.")],
+    private: Annotated[bool, typer.Option(help="Create a private repository.")] = False,
+    revision: Annotated[str | None, typer.Option(metavar="BRANCH", help="Created if it does not exist.")] = None,
+    message: Annotated[str | None, typer.Option(help="The commit message.")] = None,
+) -> None:
+    """Upload a run or a merged model to the Hugging Face hub, with its card but without checkpoints."""
+    with working(f"uploading {model}"):
+        from pi_lora.report.upload import push
+
+        url = push(model, repo, private, revision, message)
+    out.print(url, soft_wrap=True)

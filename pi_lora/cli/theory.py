@@ -6,9 +6,9 @@ from typing import Annotated
 
 import typer
 
-from pi_lora.cli.app import JsonFile, app, out, progress_bar, working
+from pi_lora.cli.app import MOST_TOKENS, AllowChanged, JsonFile, TrustRemoteCode, app, out, progress_bar, working
 from pi_lora.errors import PiLoraError
-from pi_lora.types import Json
+from pi_lora.types import Allowed, Json
 
 
 @app.command()
@@ -20,11 +20,17 @@ def theory(
     text: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Also measure the scores of MODEL's queries and keys on a text.")
     ] = None,
-    head_dim: Annotated[int | None, typer.Option(help="d; 128 as in LLaMA-7B.")] = None,
-    theta: Annotated[float | None, typer.Option(help="c; 10000 as in LLaMA.")] = None,
-    original: Annotated[int | None, typer.Option(help="L in tokens; the model's, or 2048.")] = None,
-    target: Annotated[int | None, typer.Option(help="L' in tokens; the model's, or twice L.")] = None,
+    head_dim: Annotated[int | None, typer.Option(min=2, max=4096, help="d; 128 as in LLaMA-7B.")] = None,
+    theta: Annotated[float | None, typer.Option(min=1.001, max=1e12, help="c; 10000 as in LLaMA.")] = None,
+    original: Annotated[
+        int | None, typer.Option(min=1, max=MOST_TOKENS, help="L in tokens; the model's, or 2048.")
+    ] = None,
+    target: Annotated[
+        int | None, typer.Option(min=1, max=MOST_TOKENS, help="L' in tokens; the model's, or twice L.")
+    ] = None,
     output: Annotated[Path, typer.Option(metavar="DIR", help="Folder for the figures.")] = Path("theory"),
+    trust_remote_code: TrustRemoteCode = False,
+    allow_changed: AllowChanged = False,
     json: JsonFile = None,
 ) -> None:
     """Show why it works: the bounds and figures of the paper (section 2), for any setting and on a real model."""
@@ -42,7 +48,9 @@ def theory(
         if model:
             from pi_lora.models.load import find
 
-            setting = setting_of((found := find(model)).config, original, target)
+            setting = setting_of(
+                (found := find(model, allowed=Allowed(trust_remote_code, allow_changed))).config, original, target
+            )
         else:
             window = original or Setting.original
             setting = Setting(head_dim or Setting.head_dim, theta or Setting.theta, window, target or 2 * window)
@@ -61,7 +69,7 @@ def theory(
         out.print(attention_table(attention))
         result["measured"] = {key: value for key, value in asdict(attention).items() if key != "example"}
         files += draw_attention(attention, setting, output)
-    out.print(*map(str, files), sep="\n", highlight=False, soft_wrap=True)
+    out.print(*map(str, files), sep="\n", soft_wrap=True)
     if json:
         from pi_lora.evaluation.results import write_json
 

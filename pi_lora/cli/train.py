@@ -6,8 +6,19 @@ from typing import Annotated, Any
 
 import typer
 
-from pi_lora.cli.app import Overrides, RecipeFile, app, out, progress_bar, working
+from pi_lora.cli.app import (
+    AllowChanged,
+    Overrides,
+    RecipeFile,
+    TrustRemoteCode,
+    app,
+    out,
+    printable,
+    progress_bar,
+    working,
+)
 from pi_lora.errors import PiLoraError
+from pi_lora.types import Allowed
 
 
 @app.command()
@@ -18,24 +29,30 @@ def train(
     resume: Annotated[bool, typer.Option(help="Continue an interrupted run.")] = False,
     dry_run: Annotated[bool, typer.Option(help="Check recipe, model, data and output, then stop.")] = False,
     force: Annotated[bool, typer.Option(help="Train even what the plan says does not fit.")] = False,
+    trust_remote_code: TrustRemoteCode = False,
+    allow_changed: AllowChanged = False,
     print_launch: Annotated[bool, typer.Option(help="Print the accelerate launch line instead of running it.")] = False,
-    num_machines: Annotated[int | None, typer.Option(min=1, help="Instead of the recipe's hardware.machines.")] = None,
+    num_machines: Annotated[
+        int | None, typer.Option(min=1, max=10**6, help="Instead of the recipe's hardware.machines.")
+    ] = None,
     machine_rank: Annotated[int, typer.Option(min=0, help="Which of several machines this is.")] = 0,
     main_process_ip: Annotated[str | None, typer.Option(metavar="IP", help="The address of machine 0.")] = None,
-    main_process_port: Annotated[int | None, typer.Option(metavar="PORT", help="The port there.")] = None,
+    main_process_port: Annotated[
+        int | None, typer.Option(min=1, max=65535, metavar="PORT", help="The port there.")
+    ] = None,
 ) -> None:
     """Tune a model to its target window, as RECIPE says, in as many processes as it asks for."""
-    from pi_lora.distributed import Rendezvous, check_launched, is_launched, launch, launch_arguments
+    from pi_lora.distributed import check_launched, is_launched, launch, launch_arguments
     from pi_lora.recipe.files import load_recipe
 
     changes = (overrides or []) + ([f"hardware.machines={num_machines}"] if num_machines else [])
     resolved = load_recipe(recipe, changes).recipe
-    rendezvous = Rendezvous(machine_rank, main_process_ip, main_process_port)
+    where = (machine_rank, main_process_ip, main_process_port)
     several = resolved.hardware.processes > 1 and not is_launched()
     worker = ["train", str(recipe), *changes, *(["--output", str(output)] if output else [])]
-    worker += ["--resume"] * resume
+    worker += ["--resume"] * resume + ["--trust-remote-code"] * trust_remote_code + ["--allow-changed"] * allow_changed
     if print_launch:
-        print(shlex.join(["accelerate", "launch", *launch_arguments(resolved, worker, rendezvous)]))
+        print(printable(shlex.join(["accelerate", "launch", *launch_arguments(resolved, worker, *where)])))
         return
     if is_launched():
         check_launched(resolved)
@@ -44,7 +61,8 @@ def train(
         from pi_lora.preflight import check
         from pi_lora.run_folder import output_folder
 
-        job = check(resolved, output or output_folder(resolved, recipe), resume)
+        place = output or output_folder(resolved, recipe)
+        job = check(resolved, place, resume, Allowed(trust_remote_code, allow_changed))
     if not is_launched():
         _show_plan(job, force)
     if dry_run:
@@ -53,9 +71,9 @@ def train(
     with progress_bar(preparing, quiet=not is_leader()) as progress:
         data = job.prepare(progress)
     for line in () if is_launched() else data.said:
-        out.print(f"data: {line}", highlight=False, soft_wrap=True)
+        out.print(f"data: {line}", soft_wrap=True)
     if several:
-        if status := launch(resolved, worker, rendezvous):
+        if status := launch(launch_arguments(resolved, worker, *where)):
             raise typer.Exit(status)
         return
     with working("loading libraries"):
@@ -64,7 +82,11 @@ def train(
         folder = train(job, progress)
     if is_leader():
         measure = "summarization" if resolved.data.has_examples else "perplexity"
-        out.print(f"{folder}: done; measure it with: pi-lora eval {measure} {folder}", highlight=False, soft_wrap=True)
+        if job.needs_its_config:
+            unscaled = "PEFT puts it on its plain base without the scaling, and does not say so"
+            out.print(f"{folder}: load it with pi_lora.load, or merge it; {unscaled}", soft_wrap=True)
+        command = shlex.join(["pi-lora", "eval", measure, str(folder)])
+        out.print(f"{folder}: done; measure it with: {command}", soft_wrap=True)
 
 
 def _show_plan(job: Any, force: bool) -> None:
@@ -79,4 +101,4 @@ def _show_plan(job: Any, force: bool) -> None:
     *lines, last = plan_lines(plan)
     if not plan.fits and not force:
         raise PiLoraError(f"{last}; or train all the same with --force")
-    out.print(*lines, last, sep="\n", highlight=False, soft_wrap=True)
+    out.print(*lines, last, sep="\n", soft_wrap=True)

@@ -1,5 +1,6 @@
 """Training batches from packed sequences or from examples, and which examples share one."""
 
+import hashlib
 import itertools
 import math
 import random
@@ -15,7 +16,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Sampler
 
 from pi_lora.data.examples import training_examples
-from pi_lora.data.sequences import training_sequences
+from pi_lora.data.packing import training_sequences
 from pi_lora.errors import DataError
 from pi_lora.recipe.schema import Data, Training
 from pi_lora.types import Progress, silent
@@ -26,6 +27,7 @@ Collate = Callable[[Sequence[Mapping[str, Any]]], Batch]
 IGNORED = -100
 # How far, as a share of its length, an example moves in the order of lengths, so that each epoch has other batches.
 JITTER = 0.1
+DIGESTED = 1000
 
 
 def collate(rows: Sequence[Mapping[str, Any]]) -> Batch:
@@ -105,6 +107,15 @@ class TrainingData:
     def tokens_per_row(self) -> int | None:
         """None where each row has its own number."""
         return self.tokens if isinstance(self.tokens, int) else None
+
+    @property
+    def digest(self) -> str:
+        """A SHA-256 of the number of rows and of about a thousand of them."""
+        found = hashlib.sha256(f"{len(self.rows)}".encode())
+        for index in range(0, len(self.rows), max(1, len(self.rows) // DIGESTED)):
+            for values in self.rows[index].values():
+                found.update(values.tobytes())
+        return found.hexdigest()
 
     def groups(self, at_once: int, seed: int) -> LengthGroups | None:
         """Return which rows are computed together, `at_once` at a time; None where all have one length."""

@@ -8,7 +8,7 @@ import itertools
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +17,13 @@ from datasets import Dataset, Features, List, Value
 from filelock import FileLock, Timeout
 
 from pi_lora.errors import DataError
-from pi_lora.types import Json
+from pi_lora.recipe.places import cache_folder
+from pi_lora.types import Json, Progress, silent
 
 ROWS_AT_ONCE = 32
 ROWS, MADE_FROM, NOTES = "rows.arrow", "made_from.json", "notes.json"
 
-Row = Mapping[str, list[int]]
+Row = Mapping[str, Sequence[int]]
 
 
 def columns_of(types: Mapping[str, str], length: int = -1) -> Features:
@@ -30,27 +31,17 @@ def columns_of(types: Mapping[str, str], length: int = -1) -> Features:
     return Features({name: List(Value(kind), length=length) for name, kind in types.items()})
 
 
-def cache_folder() -> Path:
-    """Return `$PI_LORA_CACHE`, or `pi-lora` in the user's cache folder (`$XDG_CACHE_HOME`, by default `~/.cache`).
-
-    It may be deleted whenever nothing trains: what is missing is made again.
-    """
-    if own := os.environ.get("PI_LORA_CACHE"):
-        return Path(own).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "pi-lora"
-
-
 def cached(
     made_from: Json,
     columns: Features,
     make: Callable[[], Iterator[Row]],
-    waiting: Callable[[], None],
+    progress: Progress = silent,
     notes: Callable[[], Any] = lambda: None,
 ) -> tuple[Dataset, Any]:
     """Return the rows made from `made_from`, and the notes on them: those in the cache, or what `make` yields.
 
-    The rows are NumPy arrays mapped into memory. `notes` is asked for JSON once all rows are made; `waiting` is called
-    while another process makes the same rows. Raises DataError if the cache cannot be written.
+    The rows are NumPy arrays mapped into memory. `notes` is asked for JSON once all rows are made; `progress` is
+    told if another process makes the same rows. Raises DataError if the cache cannot be written.
     """
     key = hashlib.sha256(json.dumps(made_from, sort_keys=True).encode()).hexdigest()
     folder = cache_folder() / "sequences" / key
@@ -60,7 +51,7 @@ def cached(
         try:
             held = lock.acquire(timeout=0)
         except Timeout:
-            waiting()
+            progress(0, 0, "waiting for another process that makes the same")
             held = lock.acquire()
         with held:
             if (found := read_rows(folder, columns)) is None:

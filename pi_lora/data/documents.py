@@ -9,11 +9,16 @@ import gzip
 import hashlib
 import importlib.util
 import json
+import os
 import sys
+import zipfile
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
 
 from pi_lora.errors import DataError, PiLoraError
 from pi_lora.types import Json
@@ -21,9 +26,15 @@ from pi_lora.types import Json
 TEXT_SUFFIXES = (".txt", ".md", ".tex", ".py", ".rst")
 JSON_LINES = (".jsonl", ".jsonl.gz")
 PARQUET, CSV, PDF = ".parquet", ".csv", ".pdf"
-GLOB_CHARACTERS = frozenset("*?[")
+# Documents come from text files and from rows; a CSV file is a table only, and as a document it is its plain text.
+DOCUMENT_SUFFIXES = (*TEXT_SUFFIXES, *JSON_LINES, PARQUET)
+TABLE_SUFFIXES = (*JSON_LINES, PARQUET, CSV)
 PARQUET_ROWS_AT_ONCE = 256
 STDIN = "-"
+
+File = Path | zipfile.Path
+# What names a row in a message (`file:line`), and its values by column.
+NamedJson = tuple[str, Json]
 
 
 @dataclass(frozen=True)
@@ -41,7 +52,7 @@ def looks_local(name: str) -> bool:
     [True, True, True, True, False]
     """
     named = name.startswith((".", "~", "/")) or name.lower().endswith((*TEXT_SUFFIXES, *JSON_LINES, PARQUET, CSV))
-    return named or not GLOB_CHARACTERS.isdisjoint(name) or Path(name).exists()
+    return named or glob.has_magic(name) or Path(name).exists()
 
 
 def files_named(name: str, suffixes: tuple[str, ...]) -> tuple[Path, ...]:
@@ -49,18 +60,14 @@ def files_named(name: str, suffixes: tuple[str, ...]) -> tuple[Path, ...]:
 
     Raises DataError if nothing is there, or nothing whose name ends in one of `suffixes`.
     """
-    path = Path(name).expanduser()
+    path = Path(os.path.expanduser(name))
     if path.is_file():
         return (path,)
-    if path.is_dir():
-        found = list(path.rglob("*"))
-    elif GLOB_CHARACTERS.isdisjoint(name):
-        raise DataError(f"{name}: no such file or folder; name a file, a folder, a glob, or builtin:stdlib")
-    elif not (found := [Path(match) for match in glob.iglob(str(path), recursive=True)]):
-        raise DataError(f"{name}: matches no file; check the pattern")
+    found = path.rglob("*") if path.is_dir() else map(Path, glob.iglob(str(path), recursive=True))
     files = sorted(file for file in found if file.name.lower().endswith(suffixes) and file.is_file())
     if not files:
-        raise DataError(f"{name}: holds no text files ({', '.join(suffixes)}); name a folder or glob that does")
+        what = "holds" if path.is_dir() else "no such file or folder, or matches"
+        raise DataError(f"{name}: {what} no text files ({', '.join(suffixes)}); name others, or builtin:stdlib")
     return tuple(files)
 
 
@@ -73,93 +80,77 @@ def fingerprint(files: Iterable[Path]) -> str:
     return digest.hexdigest()
 
 
-def rows_in(file: Path, columns: Sequence[str], suffixes: tuple[str, ...]) -> Iterator[tuple[str, Json]]:
+def rows_in(file: File, columns: Sequence[str], suffixes: tuple[str, ...]) -> Iterator[NamedJson]:
     """Yield `(file:line, row)` for every row of a file, with at least those of `columns` that it has.
 
     A file whose name does not end in one of `suffixes`, or is of text, is one row: its text, under every column.
-    Raise DataError if the file cannot be read, is damaged, or lacks a column.
+    Raise DataError if the file cannot be read or is damaged.
     """
-    kind = next((suffix for suffix in suffixes if file.name.lower().endswith(suffix)), None)
+    kind = next((suffix for suffix in suffixes if file.name.lower().endswith(suffix)), "text")
     try:
         if kind in JSON_LINES:
-            with gzip.open(file) if file.name.lower().endswith(".gz") else file.open("rb") as lines:
-                yield from json_rows(lines, str(file), columns[0])
+            yield from _json_rows(file, columns[0])
         elif kind == PARQUET:
             yield from _parquet_rows(file, columns)
         elif kind == CSV:
             yield from _csv_rows(file)
         else:
-            text = _decoded(file.read_bytes(), str(file), "a text file")
+            text = _decoded(file.read_bytes(), str(file))
             yield str(file), dict.fromkeys(columns, text.replace("\r\n", "\n").replace("\r", "\n"))
-    except (OSError, EOFError, zlib.error) as error:
-        raise DataError(f"{file}: cannot be read ({error}); check its permissions, or download it again") from None
-
-
-def json_rows(lines: Iterable[bytes], name: str, column: str) -> Iterator[tuple[str, Json]]:
-    """Yield `(name:line, object)` for each line of JSON Lines; messages show `column` as an example."""
-    for number, line in enumerate(lines, 1):
-        if line.isspace():
-            continue
-        where = f"{name}:{number}"
-        try:
-            row = json.loads(line.decode("utf-8"))
-        except UnicodeDecodeError:
-            raise DataError(f"{where}: is not UTF-8 text; convert the file") from None
-        except json.JSONDecodeError as error:
-            raise DataError(f"{where}: is broken JSON ({error.msg}); correct the line") from None
-        if not isinstance(row, dict):
-            raise DataError(f"{where}: is not a JSON object; write one per line, as {{{json.dumps(column)}: ...}}")
-        yield where, row
-
-
-def check_columns(where: str, columns: Sequence[str], there: Sequence[str] | Mapping[str, object]) -> None:
-    """Raise DataError if one of `columns` is not `there`."""
-    if missing := " and no ".join(column for column in columns if column not in there):
-        raise DataError(f"{where}: has no column {missing}; choose from its columns: {', '.join(there)}")
-
-
-def _parquet_rows(file: Path, columns: Sequence[str]) -> Iterator[tuple[str, Json]]:
-    # Imported here, since most sources need no Parquet, and it takes a tenth of a second.
-    import pyarrow
-    import pyarrow.parquet
-
-    try:
-        with pyarrow.parquet.ParquetFile(file) as table:
-            check_columns(str(file), columns, table.schema_arrow.names)
-            batches = table.iter_batches(PARQUET_ROWS_AT_ONCE, columns=list(columns))
-            for number, row in enumerate((row for batch in batches for row in batch.to_pylist()), 1):
-                yield f"{file}:{number}", row
-    except pyarrow.ArrowException as error:
-        reason = str(error).splitlines()[0]
-        raise DataError(f"{file}: is not a whole Parquet file ({reason}); download or write it again") from None
-
-
-def _csv_rows(file: Path) -> Iterator[tuple[str, Json]]:
-    # A row is named by the line that it ends on; a cell may hold a whole report (the default limit is 128 KiB).
-    csv.field_size_limit(sys.maxsize)
-    try:
-        with file.open(encoding="utf-8-sig", newline="") as lines:
-            reader = csv.DictReader(lines, strict=True)
-            if not reader.fieldnames:
-                raise DataError(f"{file}: is empty; its first line must name the columns")
-            for row in reader:
-                where = f"{file}:{reader.line_num}"
-                if None in row:
-                    raise DataError(f"{where}: has more cells than the first line has columns; quote cells with commas")
-                yield where, row
     except UnicodeDecodeError:
         raise DataError(f"{file}: is not UTF-8 text; convert it") from None
-    except csv.Error as error:
-        raise DataError(f"{file}: is not a whole CSV file ({error}); correct it, or write it again") from None
+    except (OSError, EOFError, zlib.error, csv.Error, pyarrow.ArrowException) as error:
+        reason, *_ = str(error).splitlines()
+        advice = "check its permissions, or download or write it again"
+        raise DataError(f"{file}: cannot be read as {kind} ({reason}); {advice}") from None
 
 
-def _decoded(content: bytes, name: str, kinds: str) -> str:
+def _json_rows(file: File, example: str) -> Iterator[NamedJson]:
+    with file.open("rb") as raw, gzip.open(raw) if file.name.lower().endswith(".gz") else raw as lines:
+        for number, line in enumerate(lines, 1):
+            if line.isspace():
+                continue
+            where = f"{file}:{number}"
+            try:
+                row = json.loads(line.decode("utf-8"))
+            except json.JSONDecodeError as error:
+                raise DataError(f"{where}: is broken JSON ({error.msg}); correct the line") from None
+            if not isinstance(row, dict):
+                shown = f"{{{json.dumps(example)}: ...}}"
+                raise DataError(f"{where}: is not a JSON object; write one per line, as {shown}")
+            yield where, row
+
+
+def _parquet_rows(file: File, columns: Sequence[str]) -> Iterator[NamedJson]:
+    with pyarrow.parquet.ParquetFile(file) as table:
+        # Where one is missing all are read, so that a message can name them.
+        known = set(columns) <= set(table.schema_arrow.names)
+        batches = table.iter_batches(PARQUET_ROWS_AT_ONCE, columns=list(columns) if known else None)
+        for number, row in enumerate((row for batch in batches for row in batch.to_pylist()), 1):
+            yield f"{file}:{number}", row
+
+
+def _csv_rows(file: File) -> Iterator[NamedJson]:
+    # A row is named by the line that it ends on; a cell may hold a whole report (the default limit is 128 KiB).
+    csv.field_size_limit(sys.maxsize)
+    with file.open(encoding="utf-8-sig", newline="") as lines:
+        reader = csv.DictReader(lines, strict=True)
+        if not reader.fieldnames:
+            raise DataError(f"{file}: is empty; its first line must name the columns")
+        for row in reader:
+            where = f"{file}:{reader.line_num}"
+            if None in row:
+                raise DataError(f"{where}: has more cells than the first line has columns; quote cells with commas")
+            yield where, row
+
+
+def _decoded(content: bytes, name: str) -> str:
     try:
         text = content.decode("utf-8")
     except UnicodeDecodeError:
-        raise DataError(f"{name}: is not UTF-8 text; convert it, or name {kinds}") from None
+        raise DataError(f"{name}: is not UTF-8 text; convert it, or name another file") from None
     if "\0" in text:
-        raise DataError(f"{name}: is a binary file; name {kinds}")
+        raise DataError(f"{name}: is a binary file; name one of text")
     return text
 
 
@@ -168,13 +159,12 @@ def read_document(name: str) -> str:
 
     A PDF needs pypdf; its pages are separated by blank lines.
     """
-    file, is_pdf = Path(name).expanduser(), name.lower().endswith(PDF)
+    file, is_pdf = Path(os.path.expanduser(name)), name.lower().endswith(PDF)
     try:
         content = sys.stdin.buffer.read() if name == STDIN else file.read_bytes()
     except OSError as error:
         raise DataError(f"{file}: cannot be read ({error.strerror}); name a .txt, .md or .pdf file, or - ") from None
-    named = "standard input" if name == STDIN else name
-    text = _pdf(file) if is_pdf else _decoded(content, named, "a .txt, .md or .pdf file")
+    text = _pdf(file) if is_pdf else _decoded(content, "standard input" if name == STDIN else name)
     text = text.removeprefix("\N{BYTE ORDER MARK}")
     if not text.strip():
         more = "; its pages may be scanned pictures: recognize their text (OCR) first" if is_pdf else ""

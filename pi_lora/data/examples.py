@@ -1,24 +1,189 @@
-"""Training examples from rows: prompts and completions in token ids, and an account of the rows that are left out."""
+"""Rows to prompts and completions in token ids: a template around columns, cut to fit, and what is left out."""
 
-from collections.abc import Iterable, Iterator
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
+from string import Formatter
 from typing import Any
 
 from datasets import Dataset
 
-from pi_lora.data import packing
 from pi_lora.data.cache import Row, cached, columns_of
-from pi_lora.data.prompts import Prompter, Task
-from pi_lora.data.tables import LocalFiles, NamedRow, find_table
+from pi_lora.data.documents import looks_local
+from pi_lora.data.sources import NamedRow, find_corpus, find_table
+from pi_lora.data.tokens import in_batches, token_type, tokenizer_identity
 from pi_lora.errors import DataError
-from pi_lora.recipe.schema import Data
+from pi_lora.recipe.schema import Data, Source
 from pi_lora.types import Progress, silent
 
+# The paper's, to the letter (paper.tex, `fig:summ-format`), where "# .... Document goes here" stands for the document.
+# That one newline divides lines, and that a space comes between `Summary:` and the summary, is our reading.
+SUMMARIZE = """\
+Read the following article and then summarize it.
+{document}
+Now summarize the above article.
+Summary:"""
 # Raise it with every change to how examples are made.
-FORMAT = 2
-# How much text is tokenized at once, by several threads.
-CHARACTERS_AT_ONCE = 2_000_000
+FORMAT = 3
 SHOWN = 5
+HUB_KEYS = ("subset", "split", "revision", "streaming")
+
+Texts = Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Task:
+    """The columns of a prompt with the text around them, and the column of the completion.
+
+    `pieces` are texts, each with the column that follows it, None at the end. `document` is the column that is cut, to
+    its first `document_tokens` or to what fits; `completion_tokens` is the longest that is learned and written.
+    `special_tokens`: those in rows and template are what they stand for; else they are text.
+    """
+
+    pieces: tuple[tuple[str, str | None], ...]
+    completion: str
+    document: str | None
+    document_tokens: int
+    completion_tokens: int
+    special_tokens: bool = False
+
+    @classmethod
+    def of(cls, data: Data) -> "Task":
+        """Return the task of a recipe's `data`, which has examples; raise DataError if its template is malformed."""
+        pieces = _pieces(SUMMARIZE if data.template is None else data.template)
+        if data.template is None:
+            pieces = tuple((text, data.document if name else None) for text, name in pieces)
+        completion = data.completion or data.summary or ""
+        task = cls(pieces, completion, data.document, data.document_tokens, data.completion_tokens, data.special_tokens)
+        if task.document is not None and task.document not in task.read:
+            raise DataError(f"data.template: has no {{{task.document}}}, which data.document names; put it in")
+        return task
+
+    @property
+    def read(self) -> list[str]:
+        """The columns of the prompt, in order."""
+        return list(dict.fromkeys(column for _, column in self.pieces if column is not None))
+
+    @property
+    def columns(self) -> list[str]:
+        """All columns that a row must have, those of the prompt first."""
+        return list(dict.fromkeys([*self.read, self.completion]))
+
+    def prompt(self, row: Texts) -> str:
+        """Return the prompt of a row.
+
+        >>> Task((("Q: ", "q"), (" A:", None)), "a", None, 9, 9).prompt({"q": "Why?"})
+        'Q: Why? A:'
+        """
+        return "".join(text + (row[column] if column is not None else "") for text, column in self.pieces)
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A prompt in token ids, which holds the first `kept` of the document's `document_tokens`.
+
+    `fits`: it leaves room for a completion without dropping the whole document.
+    """
+
+    ids: list[int]
+    document_tokens: int = 0
+    kept: int = 0
+    fits: bool = True
+
+
+class Prompter:
+    """Encodes rows of a task for a model that reads `window` tokens.
+
+    A prompt leaves room for `completion_tokens` and EOS, so that whatever the document, nothing after it is cut.
+    """
+
+    def __init__(self, task: Task, tokenizer: Any, window: int) -> None:
+        self.task = task
+        self.tokenizer = partial(tokenizer, split_special_tokens=not task.special_tokens, verbose=False)
+        self.eos, self.decode, self.is_fast = tokenizer.eos_token_id, tokenizer.decode, tokenizer.is_fast
+        template = "".join(text for text, _ in task.pieces)
+        if not task.special_tokens and (found := [each for each in tokenizer.all_special_tokens if each in template]):
+            how = "set data.special_tokens: true, which reads those in the rows as well, or leave it out"
+            raise DataError(f"data.template: {found[0]} is a special token, and would be read as text; {how}")
+        self.longest = window - task.completion_tokens - 1
+
+    def prompts(self, rows: Sequence[Texts]) -> list[Prompt]:
+        """Return the prompts of rows, as the tokenizer begins a text; many at a time are encoded in parallel."""
+        column = self.task.document
+        if column is None:
+            return [Prompt(ids, fits=len(ids) <= self.longest) for ids in self._framed(rows)]
+        frames = self._framed([{**row, column: ""} for row in rows])
+        documents = self._documents([row[column] for row in rows])
+        room = [min(self.task.document_tokens, self.longest - len(frame)) for frame in frames]
+        kept = [max(0, min(size, each)) for (size, _), each in zip(documents, room, strict=True)]
+        cut = [{**row, column: first(n)} for row, (_, first), n in zip(rows, documents, kept, strict=True)]
+        found = []
+        for row, (size, first), ids, number in zip(rows, documents, self._framed(cut), kept, strict=True):
+            # A prompt is tokenized as a whole, which may take a token or two more than its parts did; then more is cut.
+            while len(ids) > self.longest and number:
+                number = max(0, number - (len(ids) - self.longest))
+                [ids] = self._framed([{**row, column: first(number)}])
+            fits = len(ids) <= self.longest and (number > 0 or not size)
+            found.append(Prompt(ids, size, number, fits))
+        return found
+
+    def completions(self, rows: Sequence[Texts]) -> list[list[int]]:
+        """Return what follows the prompts, cut to `completion_tokens`, and EOS, which the model has to learn too.
+
+        A space joins it to a prompt that does not end in one. It is tokenized after the prompt's last words, since
+        tokenizers treat the start of a text differently.
+        """
+        last, column = self.task.pieces[-1]
+        tail = last[-20:] if column is None else ""
+        texts = [("" if tail[-1:].isspace() else " ") + row[self.task.completion].strip() for row in rows]
+        before, *after = self._plain([tail, *(tail + text for text in texts)])
+        found = []
+        for text, ids in zip(texts, after, strict=True):
+            # Where the two merged into one token, the text is tokenized by itself.
+            own = ids[len(before) :] if ids[: len(before)] == before else self._plain([text])[0]
+            found.append([*own[: self.task.completion_tokens], self.eos])
+        return found
+
+    def _framed(self, rows: Sequence[Texts]) -> list[list[int]]:
+        """Encode with the tokenizer's own BOS, but without the EOS that some add."""
+        encoded: list[list[int]] = self.tokenizer([self.task.prompt(row) for row in rows])["input_ids"]
+        return [ids[:-1] if ids[-1:] == [self.eos] else ids for ids in encoded]
+
+    def _plain(self, texts: list[str]) -> list[list[int]]:
+        encoded: list[list[int]] = self.tokenizer(texts, add_special_tokens=False)["input_ids"]
+        return encoded
+
+    def _documents(self, texts: list[str]) -> list[tuple[int, Callable[[int], str]]]:
+        """Return the number of tokens of each text, and a function that gives the text of so many of its first."""
+        found = self.tokenizer(texts, add_special_tokens=False, return_offsets_mapping=self.is_fast)
+
+        def first(index: int, number: int) -> str:
+            ids, text = found["input_ids"][index], texts[index]
+            if number == len(ids):
+                return text
+            if self.is_fast:
+                return text[: found["offset_mapping"][index][number - 1][1]] if number else ""
+            return str(self.decode(ids[:number]))
+
+        return [(len(ids), partial(first, index)) for index, ids in enumerate(found["input_ids"])]
+
+
+def _pieces(template: str) -> tuple[tuple[str, str | None], ...]:
+    """Return texts, each with the column after it; raise DataError if the template is malformed.
+
+    >>> _pieces("German: {german} English:")
+    (('German: ', 'german'), (' English:', None))
+    """
+    try:
+        parsed = list(Formatter().parse(template))
+        if any(column == "" or form or conversion for _, column, form, conversion in parsed):
+            raise ValueError("has braces with something else than the name of a column")
+    except ValueError as error:
+        raise DataError(f"data.template: {error}; write {{column}} for a column, and {{{{ }}}} for braces") from None
+    if not any(column for _, column, _, _ in parsed):
+        raise DataError("data.template: names no column; write {column} where one goes")
+    return tuple((text, column) for text, column, _, _ in parsed)
 
 
 @dataclass
@@ -40,6 +205,36 @@ class Account:
             if names
         ]
 
+    def nothing(self, source: str, too_long: str) -> DataError:
+        """Return why `source` gave no example; `too_long` says what leaves no room for its prompts."""
+        if self.too_long:
+            return DataError(too_long)
+        if self.empty:
+            return DataError(f"{source}: a column is empty in all of {len(self.empty):,} rows; name others")
+        return DataError(f"{source}: holds no rows; name a source that does")
+
+
+def prompted(
+    rows: Iterable[NamedRow], prompter: Prompter, account: Account, limit: int | None = None
+) -> Iterator[list[tuple[str, Texts, Prompt]]]:
+    """Yield rows by the batch, each with its name and a prompt that fits.
+
+    The others go to the account: those with an empty column, beside which `limit` are read, and those too long.
+    """
+
+    def filled() -> Iterator[NamedRow]:
+        for where, row in rows:
+            if all(text.strip() for text in row.values()):
+                yield where, row
+            else:
+                account.empty.append(where)
+
+    for batch in in_batches(itertools.islice(filled(), limit), lambda named: sum(map(len, named[1].values()))):
+        prompts = prompter.prompts([row for _, row in batch])
+        found = [(*named, prompt) for named, prompt in zip(batch, prompts, strict=True)]
+        account.too_long += [where for where, _, prompt in found if not prompt.fits]
+        yield [each for each in found if each[-1].fits]
+
 
 def training_examples(data: Data, tokenizer: Any, window: int, progress: Progress = silent) -> tuple[Dataset, Account]:
     """Make the examples of a recipe for a model that reads `window` tokens, or read them from the cache.
@@ -55,70 +250,46 @@ def training_examples(data: Data, tokenizer: Any, window: int, progress: Progres
         "examples": FORMAT,
         "sources": [{**source.model_dump(), **table.identity()} for source, table in tables],
         "task": asdict(task),
-        "tokenizer": packing.tokenizer_identity(tokenizer),
+        "tokenizer": tokenizer_identity(tokenizer),
         "window": window,
     }
 
     def rows() -> Iterator[Row]:
-        prompter, done = Prompter(task, tokenizer, window), 0
-        for batch in in_batches(filled((row for _, table in tables for row in table.rows(task.columns)), account)):
-            texts = [row for _, row in batch]
-            prompts, completions = prompter.prompts(texts), prompter.completions(texts)
-            for (where, _), prompt, completion in zip(batch, prompts, completions, strict=True):
-                if not prompt.fits:
-                    account.too_long.append(where)
-                    continue
+        prompter = Prompter(task, tokenizer, window)
+        for batch in prompted((row for _, table in tables for row in table.rows(task.columns)), prompter, account):
+            completions = prompter.completions([row for _, row, _ in batch])
+            for (_, _, prompt), completion in zip(batch, completions, strict=True):
                 account.examples += 1
                 account.documents_cut += prompt.kept < prompt.document_tokens
                 account.completions_cut += len(completion) > task.completion_tokens
                 yield {"prompt_ids": prompt.ids, "completion_ids": completion}
-            done += len(batch)
-            progress(done, 0, f"{account.examples:,} examples")
+            progress(account.examples + len(account.too_long), 0, f"{account.examples:,} examples")
         if not account.examples:
-            raise _no_examples(data, account)
+            names, limit = ", ".join(source.name for source in data.source), data.completion_tokens
+            cause = f"data.completion_tokens: {limit} leave no room for a prompt of {names} in the window"
+            raise account.nothing(f"data.source: {names}", f"{cause}; lower it, or choose a longer context.target")
 
-    columns = columns_of(dict.fromkeys(("prompt_ids", "completion_ids"), packing.token_type(tokenizer)))
-    waiting = "waiting for another process"
-    found, noted = cached(made_from, columns, rows, lambda: progress(0, 0, waiting), lambda: asdict(account))
+    columns = columns_of(dict.fromkeys(("prompt_ids", "completion_ids"), token_type(tokenizer)))
+    found, noted = cached(made_from, columns, rows, progress, lambda: asdict(account))
     return found, Account(**noted)
 
 
-def example_problems(data: Data) -> list[str]:
-    """Return what is wrong with the template and with first rows, a line each; the hub is not asked."""
+def data_problems(data: Data) -> list[str]:
+    """Return what is wrong with the template and with first rows of the sources, a line each; the hub is not asked."""
     try:
-        columns = Task.of(data).columns
+        columns = Task.of(data).columns if data.has_examples else []
     except DataError as problem:
         return [str(problem)]
     problems = []
     for source in data.source:
+        local = source.name.startswith("builtin:") or looks_local(source.name)
+        for key in HUB_KEYS if local else ():
+            if getattr(source, key) != Source.model_fields[key].default:
+                problems.append(f"{source.name}: {key} is for data sets of the hub, and this is not one; remove it")
         try:
-            table = find_table(source)
-            if isinstance(table, LocalFiles):
-                next(table.rows(columns), None)
+            table = find_table(source) if columns else find_corpus(source)
+            if local:
+                next(table.rows(columns) if columns else table.documents(), None)
         except DataError as problem:
-            problems.append(f"data.source: {problem}")
-    return problems
-
-
-def filled(rows: Iterable[NamedRow], account: Account) -> Iterator[NamedRow]:
-    """Yield the rows that hold text in every column; the others go to the account."""
-    for where, row in rows:
-        if all(text.strip() for text in row.values()):
-            yield where, row
-        else:
-            account.empty.append(where)
-
-
-def in_batches(rows: Iterable[NamedRow]) -> Iterator[list[NamedRow]]:
-    """Yield rows of about as much text as is tokenized at once."""
-    return packing.in_batches(rows, lambda row: sum(map(len, row[1].values())), CHARACTERS_AT_ONCE)
-
-
-def _no_examples(data: Data, account: Account) -> DataError:
-    names, empty, too_long = ", ".join(source.name for source in data.source), len(account.empty), len(account.too_long)
-    if too_long:
-        cause = f"data.completion_tokens: {data.completion_tokens} leave no room for a prompt of {names} in the window"
-        return DataError(f"{cause} ({too_long:,} rows are too long); lower it, or choose a longer context.target")
-    if empty:
-        return DataError(f"data.source: {names}: a column is empty in all of {empty:,} rows; name others")
-    return DataError(f"data.source: {names}: holds no rows; name a source that does")
+            problems.append(str(problem))
+    return [f"data.source: {problem}" for problem in problems]

@@ -1,91 +1,48 @@
-"""Text to token ids, token ids to sequences of equal length, and the positions of these under PoSE."""
+"""Token ids to sequences of equal length from the sources of a recipe, mixed by weight and seed."""
 
 import bisect
 import hashlib
 import itertools
-import json
+import math
 import random
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, TypeVar
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
 
-Item = TypeVar("Item")
-Tokens = list[int]
-Encode = Callable[[Sequence[str]], list[Tokens]]
-# A fast tokenizer works on the texts of a call in parallel; its own records of a call take some 100 bytes a token.
-CHARACTERS_AT_ONCE = 4_000_000
-CHARACTERS_AT_FIRST = 50_000
+from datasets import Dataset
+
+from pi_lora.data import recall
+from pi_lora.data.cache import Row, cached, columns_of
+from pi_lora.data.sources import RECALL, find_corpus
+from pi_lora.data.tokens import Encode, Tokens, encoded, encoder, token_type, tokenizer_identity
+from pi_lora.errors import DataError
+from pi_lora.recipe.schema import Data, Source
+from pi_lora.types import Json, Progress, silent
+
 # How much text `bfd_split` fits together at once: at least so many sequences, and so many tokens.
 BUFFER_SEQUENCES = 64
 BUFFER_TOKENS = 2**20
+# Raise it with every change to how sequences are made, so that no older cache is taken for the new ones.
+FORMAT = 3
 
 
-def encoder(tokenizer: Any) -> Encode:
-    """Return a function of texts to ids: the tokenizer's own BOS if it has one, the text, and EOS."""
-    end = tokenizer.eos_token_id
+def skip_positions(rng: random.Random, tokens: int, target: int, chunks: int) -> list[int]:
+    """Draw positions for `tokens` tokens within `[0, target)` (L'): consecutive runs with gaps between them.
 
-    def encode(texts: Sequence[str]) -> list[Tokens]:
-        encoded: list[Tokens] = tokenizer(list(texts), verbose=False)["input_ids"]
-        return [ids if end is None or ids[-1:] == [end] else [*ids, end] for ids in encoded]
+    PoSE (Zhu et al. 2023, section 3.2) has L tokens; fewer work alike. They are divided into `chunks` of random
+    lengths, and chunk i is shifted by a bias u_i drawn uniformly from u_(i-1) ... L' - tokens, with u_0 = 0. The text
+    itself stays contiguous (their v_i = 0). Needs chunks <= tokens <= L'. Returns strictly increasing positions that
+    begin at 0.
 
-    return encode
-
-
-def encoded(texts: Iterable[str], encode: Encode, room: int = CHARACTERS_AT_ONCE) -> Iterator[Tokens]:
-    """Yield the ids of one text after the other, read ahead until there are `room` characters for a call of `encode`.
-
-    The first calls are smaller, each twice the one before: who needs little text does not wait for much.
-    """
-    for batch in in_batches(texts, len, room):
-        yield from encode(batch)
-
-
-def in_batches(items: Iterable[Item], size: Callable[[Item], int], room: int) -> Iterator[list[Item]]:
-    """Yield batches of items whose sizes come to about `room`, the first ones smaller."""
-    limit, held = CHARACTERS_AT_FIRST, 0
-    batch: list[Item] = []
-    for item in items:
-        batch.append(item)
-        held += size(item)
-        if held >= min(limit, room):
-            yield batch
-            batch, held, limit = [], 0, 2 * limit
-    if batch:
-        yield batch
-
-
-def token_type(tokenizer: Any) -> str:
-    """Return the smallest integer type that holds all ids."""
-    return "uint16" if len(tokenizer) <= 2**16 else "int32"
-
-
-def tokenizer_identity(tokenizer: Any) -> str:
-    """Return a digest of all that decides the ids of a text."""
-    if tokenizer.is_fast:
-        state = json.loads(tokenizer.backend_tokenizer.to_str())
-        # What the last call asked for, not what the tokenizer is.
-        del state["truncation"], state["padding"]
-    else:
-        state = {"class": type(tokenizer).__name__, "vocabulary": tokenizer.get_vocab()}
-    state = {"end": tokenizer.eos_token_id, **state}
-    return hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()
-
-
-def skip_positions(rng: random.Random, original: int, target: int, chunks: int) -> list[int]:
-    """Draw positions for `original` (L) tokens within `[0, target)` (L'): consecutive runs with gaps between them.
-
-    PoSE (Zhu et al. 2023, section 3.2): L tokens are divided into `chunks` of random lengths, and chunk i is shifted by
-    a bias u_i drawn uniformly from u_(i-1) ... L' - L, with u_0 = 0. The text itself stays contiguous (their v_i = 0).
-    Needs chunks <= L <= L'. Returns L strictly increasing positions that begin at 0.
-
-    >>> skip_positions(random.Random(0), original=6, target=24, chunks=2)
+    >>> skip_positions(random.Random(0), tokens=6, target=24, chunks=2)
     [0, 1, 2, 3, 17, 18]
     """
-    starts = [0, *sorted(rng.sample(range(1, original), chunks - 1)), original]
+    starts = [0, *sorted(rng.sample(range(1, tokens), chunks - 1)), tokens]
     positions: list[int] = []
     bias = 0
     for start, end in itertools.pairwise(starts):
         if start:
-            bias = rng.randint(bias, target - original)
+            bias = rng.randint(bias, target - tokens)
         positions += range(start + bias, end + bias)
     return positions
 
@@ -127,12 +84,14 @@ def bfd_split(documents: Iterable[Tokens], length: int, seed: int = 0, buffer: i
     pieces: list[Tokens] = []
     held = 0
     for document in documents:
-        pieces += (document[start : start + length] for start in range(0, len(document), length))
-        held += len(document)
-        if held >= room:
-            sequences, rest = _fitted(pieces, length, rng)
-            yield from sequences
-            pieces, held = [rest] if rest else [], len(rest)
+        for start in range(0, len(document), length):
+            pieces.append(document[start : start + length])
+            held += len(pieces[-1])
+            # Of a document longer than the room, not all sequences are in memory.
+            if held >= room and (start + length >= len(document) or held >= 2 * room):
+                sequences, rest = _fitted(pieces, length, rng)
+                yield from sequences
+                pieces, held = [rest] if rest else [], len(rest)
     yield from _fitted(pieces, length, rng)[0]
 
 
@@ -143,7 +102,7 @@ def _fitted(pieces: list[Tokens], length: int, rng: random.Random) -> tuple[list
     # Large pieces first: fewer documents are cut when one fills several gaps.
     spare = sorted(itertools.chain.from_iterable(bins[number:]), key=len, reverse=True)
     filling = itertools.chain.from_iterable(spare)
-    sequences = []
+    sequences: list[Tokens] = []
     for fitted in bins[:number]:
         if gap := length - sum(map(len, fitted)):
             fitted.append(list(itertools.islice(filling, gap)))
@@ -167,3 +126,111 @@ def _best_fit_decreasing(pieces: list[Tokens], length: int) -> list[list[Tokens]
         if free > len(piece):
             bisect.insort(spaces, (free - len(piece), index))
     return bins
+
+
+class Stream:
+    """The sequences of one source; `tokens` and `left_out` (documents) count what was read for them so far."""
+
+    def __init__(self, source: Source, data: Data, encode: Encode, length: int) -> None:
+        self.source, self.data, self.encode, self.length = source, data, encode, length
+        self.tokens = self.left_out = 0
+        self.corpus = find_corpus(source)
+
+    def identity(self) -> Json:
+        """Return the source and what decides its text, as JSON."""
+        found = {**self.source.model_dump(), **self.corpus.identity()}
+        if self.source.name == RECALL:
+            found["code"] = hashlib.sha256(Path(recall.__file__).read_bytes()).hexdigest()
+        return found
+
+    def sequences(self) -> Iterator[Tokens]:
+        """Yield sequences of exactly `length` tokens until the source is used up; `builtin:recall` has no end."""
+        if self.source.name == RECALL:
+            # However text is packed: the facts that a document asks for must stand in the same sequence.
+            return aligned(self._recall_documents(), self.length)
+        if self.data.packing == "bfd_split":
+            return bfd_split(self._text_documents(), self.length, self.data.seed)
+        return wrapped(self._text_documents(), self.length)
+
+    def _text_documents(self) -> Iterator[Tokens]:
+        # Each epoch has an order of its own.
+        for epoch in range(self.data.epochs):
+            texts = (document.text for document in self.corpus.documents(self.data.seed + epoch))
+            for ids in encoded(texts, self.encode):
+                if len(ids) < self.data.min_document_tokens:
+                    self.left_out += not epoch  # each document once
+                else:
+                    self.tokens += len(ids)
+                    yield ids
+
+    def _recall_documents(self) -> Iterator[Tokens]:
+        def count(text: str) -> int:
+            return len(self.encode([text])[0])
+
+        frame = count("")  # BOS and EOS
+        lines = [line for document in self.corpus.documents() for line in document.text.splitlines() if line.strip()]
+        made_up = recall.recall_documents(self.data.seed, self.length - frame, lambda text: count(text) - frame, lines)
+        # One at a time: making them up costs more than encoding them.
+        yield from (self.encode([text])[0] for text in made_up)
+
+    def too_little(self, needed: int) -> str:
+        """Return what is wrong when the source is used up: its tokens, those needed, and how many epochs would do."""
+        where, short, epochs = f"data.source: {self.source.name}", _left_out(self), self.data.epochs
+        if not self.tokens:
+            return f"{where}: holds no document that is long enough ({short}); lower data.min_document_tokens"
+        at_hand = f"{self.tokens:,} tokens at hand in data.epochs: {epochs}" + (f" ({short})" if short else "")
+        share = "" if len(self.data.source) == 1 else " for its share"
+        more = f"set data.epochs to {math.ceil(needed * epochs / self.tokens)}, add text, or lower training.steps"
+        return f"{where}: {at_hand}, {needed:,} needed{share}; {more}"
+
+
+def training_sequences(
+    data: Data, tokenizer: Any, original: int, target: int, number: int, progress: Progress = silent
+) -> Dataset:
+    """Make `number` sequences from the sources of a recipe, mixed by weight and seeded, or read them from the cache.
+
+    Under PoSE (`positions: skip`) they have `sequence_tokens`, by default `original` (L), and `position_ids`; otherwise
+    `target` (L') tokens.
+    Returns rows of `input_ids` as NumPy arrays mapped into memory; `batches.collate` makes the batch of them.
+    `progress` is called with the tokens packed, those needed, and a note. Raises DataError if a source has too little
+    text for its share: going on without it would train on another mixture than the recipe names.
+    """
+    pose = data.positions == "skip"
+    length = data.tokens_per_sequence(original, target)
+    if pose and data.chunks > length:
+        raise DataError(f"data.chunks: {data.chunks} chunks do not fit into {length} tokens; choose fewer")
+    encode = encoder(tokenizer, data.special_tokens)
+    streams = [Stream(source, data, encode, length) for source in data.source]
+    made_from = {
+        "format": FORMAT,
+        "sources": [stream.identity() for stream in streams],
+        "data": data.model_dump(exclude={"source", "sequence_tokens"}),
+        "tokenizer": tokenizer_identity(tokenizer),
+        "original": length if pose else None,
+        "target": target,
+        "number": number,
+    }
+
+    def rows() -> Iterator[Row]:
+        rng = random.Random(data.seed)
+        order = drawn_order([source.weight for source in data.source], number, data.seed)
+        sequences = [stream.sequences() for stream in streams]
+        for done, index in enumerate(order, 1):
+            if (ids := next(sequences[index], None)) is None:
+                raise DataError(streams[index].too_little(order.count(index) * length))
+            progress(done * length, number * length, _left_out(*streams))
+            positions = {"position_ids": skip_positions(rng, length, target, data.chunks)} if pose else {}
+            yield {"input_ids": ids, **positions}
+
+    columns = {"input_ids": token_type(tokenizer), **({"position_ids": "int32"} if pose else {})}
+    return cached(made_from, columns_of(columns, length), rows, progress)[0]
+
+
+def drawn_order(weights: Sequence[float], number: int, seed: int) -> list[int]:
+    """Return which source each of `number` sequences comes from, as often as the weights say."""
+    return random.Random(seed).choices(range(len(weights)), weights, k=number)
+
+
+def _left_out(*streams: Stream) -> str:
+    number = sum(stream.left_out for stream in streams)
+    return f"documents of under {streams[0].data.min_document_tokens} tokens left out: {number:,}" if number else ""

@@ -1,4 +1,4 @@
-"""What all measurements know about forward passes: how many tokens at a time, padding, ids, and input lengths."""
+"""What all measurements know of a model: what results say of it, how many tokens at a time, padding, input lengths."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -7,7 +7,22 @@ import torch
 
 from pi_lora.errors import ModelError
 from pi_lora.models.load import LoadedModel
+from pi_lora.models.machine import nf4_kernel
 from pi_lora.scaling.config import Config, constant_longrope, full_attention_rope
+from pi_lora.types import Json
+
+
+def described(loaded: LoadedModel) -> Json:
+    """Return what every result says of a loaded model."""
+    quantized = getattr(loaded.model, "is_loaded_in_4bit", False)
+    return {
+        "model": loaded.name,
+        "scale": loaded.scale,
+        "dtype": str(loaded.model.dtype).removeprefix("torch."),
+        "kernel": loaded.model.config._attn_implementation,
+        **({"quantized_kernel": nf4_kernel(loaded.model.device.type)} if quantized else {}),
+        "window": loaded.window,
+    }
 
 
 def pass_tokens(model: Any) -> int:
@@ -31,6 +46,13 @@ def depends_on_length(config: Config) -> bool:
 def forget_lengths(model: Any) -> None:
     """Reset `dynamic` frequencies: transformers keeps those of the longest input until one shorter than L comes."""
     model(input_ids=torch.zeros((1, 1), dtype=torch.long, device=model.device), use_cache=False)
+
+
+def check_numbers(name: str, dtype: torch.dtype, finite: bool) -> None:
+    """Raise ModelError unless what was measured of a model is `finite`."""
+    if not finite:
+        gives = f"gives infinite or NaN numbers in {str(dtype).removeprefix('torch.')}"
+        raise ModelError(f"{name}: {gives}; try another --dtype")
 
 
 def check_ids(loaded: LoadedModel, ids: Sequence[int]) -> None:

@@ -4,94 +4,138 @@ import hashlib
 import importlib.metadata
 import json
 import os
+import shutil
+import sys
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, TypeVar
 
-from pydantic import BaseModel
-from transformers.utils import cached_file
+from pydantic import BaseModel, ValidationError
 
-from pi_lora.data.cache import cache_folder
 from pi_lora.data.documents import fingerprint
-from pi_lora.distributed import from_all, is_leader, share_of
+from pi_lora.distributed import from_all, is_leader, share_of, wait_for_all
 from pi_lora.errors import Interrupted
-from pi_lora.models.base import CONFIG_FILE
 from pi_lora.models.load import LoadedModel
+from pi_lora.recipe.places import cache_folder
 from pi_lora.types import Json
 
 R = TypeVar("R", bound=BaseModel)
+# The journals of what is measured but not written yet.
+_WAITING: ContextVar[list[Path] | None] = ContextVar("waiting", default=None)
 
 
 class Journal:
-    """Results by name, in a folder of `cache` named after everything that decides them, one file per process. A line is
-    written as soon as its result is known; one that was cut off is ignored, and measured again.
+    """Results by name, in a folder named after everything that decides them, one file per process. A line is written as
+    soon as its result is known; one that was cut off or damaged is ignored, and measured again. If the folder cannot be
+    written, the measurement goes on without it. Without a folder nothing is kept, and every process measures all.
     """
 
-    def __init__(self, cache: Path, decided_by: Mapping[str, Any]) -> None:
-        key = hashlib.sha256(json.dumps(decided_by, sort_keys=True).encode()).hexdigest()
-        self.folder = cache / "evaluations" / key
+    def __init__(self, folder: Path | None = None) -> None:
+        self.folder = folder
         self.found: dict[str, Any] = {}
-        for file in sorted(self.folder.glob("*.jsonl")):
-            for line in file.read_text(encoding="utf-8").splitlines(keepends=True):
-                if line.endswith("\n"):
-                    entry = json.loads(line)
-                    self.found[entry["name"]] = entry["result"]
-        self.file = self.folder / f"{os.environ.get('RANK', '0')}-{os.getpid()}.jsonl"
+        self.kept = folder is not None
+        for file in sorted(folder.glob("*.jsonl")) if folder else ():
+            with suppress(OSError):
+                self.found |= dict(map(_entry, file.read_bytes().split(b"\n")))
+        self.found.pop("", None)
 
     def add(self, name: str, result: Any) -> None:
         """Keep a result, a JSON value."""
         self.found[name] = result
-        self.folder.mkdir(parents=True, exist_ok=True)
-        with self.file.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"name": name, "result": result}) + "\n")
+        if self.folder is None or not self.kept:
+            return
+        entry = [name, result]
+        own = self.folder / f"{os.environ.get('RANK', '0')}-{os.getpid()}.jsonl"
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with own.open("a", encoding="utf-8") as file:
+                file.write(json.dumps([*entry, _sum(entry)]) + "\n")
+        except OSError as error:
+            self.kept = False
+            lost = f"cannot be written ({error.strerror}); an interrupted measurement will begin anew"
+            print(f"{self.folder}: {lost}", file=sys.stderr)
 
-    def finish(self) -> None:
-        """Remove all results; only once no process reads them any more."""
-        for file in self.folder.glob("*.jsonl"):
-            file.unlink(missing_ok=True)
-        if self.folder.is_dir():
-            self.folder.rmdir()
+    def left(self, names: Sequence[str]) -> list[str]:
+        """Return those of `names` that this process has to measure."""
+        return [name for name in (share_of(names) if self.folder else names) if name not in self.found]
+
+    def measure(self, kind: type[R], names: Sequence[str], measure: Callable[[str], R]) -> dict[str, R]:
+        """Return the results of `names`: each process measures what is left of its share, and all return the same."""
+        for name in self.found.keys() & set(names):
+            try:
+                kind.model_validate(self.found[name])
+            except ValidationError:  # of another version
+                del self.found[name]
+        for name in self.left(names):
+            self.add(name, measure(name).model_dump())
+        found = dict(from_all([(name, self.found[name]) for name in share_of(names)])) if self.folder else self.found
+        return {name: kind.model_validate(found[name]) for name in names}
 
 
 @contextmanager
-def journaled(loaded: LoadedModel, decided_by: Mapping[str, Any], what: str) -> Iterator[Journal]:
-    """Keep what is measured of a model until all is, `what` ("of 5 documents"); Ctrl-C becomes Interrupted."""
-    journal = Journal(cache_folder(), {**decided_by, "model": identity_of(loaded)})
+def journaled(loaded: LoadedModel, decided_by: Mapping[str, Any], what: str, shared: bool = True) -> Iterator[Journal]:
+    """Keep what is measured of a model until all is, `what` ("of 5 documents"), and in `kept_until_written` longer;
+    Ctrl-C becomes Interrupted. What is not `shared` between processes is not kept.
+    """
+    if not shared:
+        yield Journal()
+        return
+    key = json.dumps({**decided_by, "model": identity_of(loaded)}, sort_keys=True)
+    folder = cache_folder() / "evaluations" / hashlib.sha256(key.encode()).hexdigest()
+    journal = Journal(folder)
     try:
         yield journal
     except KeyboardInterrupt:
         done = f"{len(journal.found)} {what}"
         raise Interrupted(f"{loaded.name}: interrupted after {done}; the same command goes on from there") from None
-    from_all([])  # Until here another process may read the journal.
-    if is_leader():
-        journal.finish()
+    wait_for_all()  # Until here another process may read the journal.
+    if (waiting := _WAITING.get()) is not None:
+        waiting.append(folder)
+    elif is_leader():
+        shutil.rmtree(folder, ignore_errors=True)
 
 
-def to_measure(names: Sequence[str], journal: Journal | None) -> list[str]:
-    """Return those of `names` that this process measures: with a journal, what is left of its share, else all."""
-    return list(names) if journal is None else [name for name in share_of(names) if name not in journal.found]
+@contextmanager
+def kept_until_written() -> Iterator[None]:
+    """Remove the journals of what the body measures when it ends, and has written the results; on an error keep them,
+    so that the same command does not measure again. Ctrl-C between two measurements becomes Interrupted.
+    """
+    token = _WAITING.set([])
+    try:
+        yield
+        for folder in _WAITING.get() or () if is_leader() else ():
+            shutil.rmtree(folder, ignore_errors=True)
+    except KeyboardInterrupt:
+        if done := _WAITING.get():
+            how = f"interrupted after {len(done)} measurements"
+            raise Interrupted(f"{how}; the same command goes on from there") from None
+        raise
+    finally:
+        _WAITING.reset(token)
 
 
-def measure_each(
-    kind: type[R], names: Sequence[str], measure: Callable[[str], R], journal: Journal | None
-) -> dict[str, R]:
-    """Return the results of `names`; with a journal each process measures its share, and all return the same."""
-    if journal is None:
-        return {name: measure(name) for name in names}
-    for name in to_measure(names, journal):
-        journal.add(name, measure(name).model_dump())
-    found = dict(from_all([(name, journal.found[name]) for name in share_of(names)]))
-    return {name: kind.model_validate(found[name]) for name in names}
+def _entry(line: bytes) -> tuple[str, Any]:
+    """The name and the result in a line; an empty name if it was cut off or damaged."""
+    with suppress(ValueError, TypeError):
+        *entry, sum_ = json.loads(line)
+        name, result = entry
+        if sum_ == _sum(entry):
+            return str(name), result
+    return "", None
+
+
+def _sum(entry: Sequence[Any]) -> int:
+    return zlib.crc32(json.dumps(entry).encode())
 
 
 def identity_of(loaded: LoadedModel) -> Json:
     """Return what decides the numbers that a model gives, as JSON: its files, config, dtype, kernel and versions."""
     assert loaded.found is not None
     base, adapter = loaded.found.base, [loaded.found.adapter] if loaded.found.adapter else []
-    # Of a model of the hub, the folder of its commit.
-    own = Path(str(cached_file(base.path, CONFIG_FILE, revision=base.revision))).parent
-    files = [file for folder in (*adapter, own) for file in sorted(folder.iterdir()) if file.is_file()]
+    files = [file for folder in (*adapter, base.folder) for file in sorted(folder.iterdir()) if file.is_file()]
     return {
         "name": loaded.name,
         "files": fingerprint(files),

@@ -1,17 +1,18 @@
 """Typed results of every measurement, with one writer and one reader of their JSON."""
 
+import errno
 import json
-from collections.abc import Sequence
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from pi_lora.errors import DataError, ModelError
+from pi_lora.files.reading import problem_of, read_json
 from pi_lora.types import Json
-
-if TYPE_CHECKING:  # reading and writing files takes no torch
-    from pi_lora.models.load import LoadedModel
 
 
 class Result(BaseModel):
@@ -90,7 +91,7 @@ class PasskeyDepth(Result):
 
     k: int
     distance: int | None = None
-    success_rate: float
+    success_rate: float = Field(ge=0, le=1)
     trials: int
     outcomes: list[bool] | None = None
 
@@ -156,42 +157,30 @@ class SummarizationScores(Scores):
     intervals: dict[str, tuple[float, float]] | None = None
 
 
+# No count, score or loss is larger.
+MOST = 1e15
 KINDS: tuple[type[Scores], ...] = (PerplexityScores, PasskeyScores, BenchmarkScores, SummarizationScores)
-
-
-def described(loaded: "LoadedModel") -> Json:
-    """Return what every result says of a loaded model."""
-    from pi_lora.models.nf4 import nf4_kernel
-
-    quantized = getattr(loaded.model, "is_loaded_in_4bit", False)
-    return {
-        "model": loaded.name,
-        "scale": loaded.scale,
-        "dtype": str(loaded.model.dtype).removeprefix("torch."),
-        "kernel": loaded.model.config._attn_implementation,
-        **({"quantized_kernel": nf4_kernel(loaded.model.device.type)} if quantized else {}),
-        "window": loaded.window,
-    }
-
-
-def parse_scores(content: Any, where: str) -> Scores | None:
-    """Return the typed result in a JSON value, or None if it holds none; raise ModelError if a field is wrong."""
-    kind = next((kind for kind in KINDS if isinstance(content, dict) and kind.told_by in content), None)
-    try:
-        return kind.model_validate(content) if kind else None
-    except ValidationError as error:
-        problem = error.errors()[0]
-        field = ".".join(map(str, problem["loc"]))
-        raise ModelError(f"{where}: {field}: {problem['msg'].lower()}; measure again or remove it") from None
 
 
 def read_scores(file: Path) -> Scores | None:
     """Return the result in a file, or None if it holds none; raise ModelError if it is no JSON or a field is wrong."""
+    again = "measure again or remove it"
+    content: Any = read_json(file, object, again)
+    kind = next((kind for kind in KINDS if isinstance(content, dict) and kind.told_by in content), None)
+    if kind and not all(abs(number) <= MOST for number in _numbers(content)):
+        raise ModelError(f"{file}: has a number that is infinite, NaN or more than {MOST:.0e}; {again}")
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{file}: is not JSON ({error}); measure again or remove it") from None
-    return parse_scores(content, str(file))
+        return kind.model_validate(content) if kind else None
+    except ValidationError as error:
+        raise ModelError(f"{file}: {problem_of(error)}; {again}") from None
+
+
+def _numbers(content: Any) -> Iterator[float]:
+    if isinstance(content, int | float):
+        yield content
+    elif isinstance(content, dict | list):
+        for each in content.values() if isinstance(content, dict) else content:
+            yield from _numbers(each)
 
 
 def as_json(result: BaseModel) -> Json:
@@ -207,10 +196,29 @@ def write_scores(scores: Scores | Sequence[Scores], file: Path) -> None:
 
 def write_json(content: Any, file: Path) -> None:
     """Write JSON, whole or not at all; raise DataError if the file cannot be written."""
-    part = file.with_name(f".{file.name}.partial")
+    with _written_whole(file) as part:
+        # Made anew: a link that stands there is not followed.
+        part.unlink(missing_ok=True)
+        with part.open("x", encoding="utf-8") as new:
+            new.write(json.dumps(content, indent=2) + "\n")
+        part.replace(file)
+
+
+def check_can_write(*files: Path | None) -> None:
+    """Raise DataError if one of `files` cannot be written, before hours are spent on what it is to hold."""
+    for file in filter(None, files):
+        with _written_whole(file) as part:
+            if file.is_dir():
+                raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+            part.touch()
+            part.unlink(missing_ok=True)
+
+
+@contextmanager
+def _written_whole(file: Path) -> Iterator[Path]:
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        part.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-        part.replace(file)
-    except OSError as error:
-        raise DataError(f"{file}: cannot be written ({error.strerror}); choose another file") from None
+        yield file.with_name(f".{file.name}.partial")
+    except (OSError, ValueError) as error:  # with_name refuses a name that is none
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise DataError(f"{file}: cannot be written ({reason}); choose another file") from None

@@ -1,5 +1,6 @@
 """What the `evaluation` section of a recipe asks for: each measurement, how it is made, and its table."""
 
+import importlib.util
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -7,14 +8,15 @@ from typing import Any
 
 from rich.table import Table
 
-from pi_lora.errors import ModelError
-from pi_lora.evaluation.benchmarks.measure import evaluate_benchmarks, prepare
+from pi_lora.data.sources import Choice
+from pi_lora.errors import ModelError, PiLoraError
 from pi_lora.evaluation.benchmarks.table import benchmarks_table
 from pi_lora.evaluation.passkey.measure import evaluate_passkey
+from pi_lora.evaluation.passkey.prompt import Grid
 from pi_lora.evaluation.passkey.table import passkey_table
-from pi_lora.evaluation.perplexity.measure import default_stride, default_windows, evaluate_perplexity
+from pi_lora.evaluation.perplexity.measure import evaluate_perplexity
 from pi_lora.evaluation.perplexity.table import perplexity_table
-from pi_lora.evaluation.results import Scores
+from pi_lora.evaluation.results import BenchmarkScores, PasskeyScores, PerplexityScores, Scores
 from pi_lora.models.load import LoadedModel
 from pi_lora.recipe.files import RECIPE_FILE, load_recipe
 from pi_lora.recipe.schema import BenchmarksEvaluation, Evaluation, PasskeyEvaluation, PerplexityEvaluation
@@ -24,21 +26,23 @@ Measure = Callable[[LoadedModel, Progress], Scores]
 
 
 def _perplexity(asked: PerplexityEvaluation, shared: bool) -> Measure:
-    def measure(loaded: LoadedModel, progress: Progress) -> Scores:
-        windows = asked.windows or default_windows(loaded.window)
-        stride = asked.stride or default_stride(windows)
-        return evaluate_perplexity(loaded, asked.data, windows, stride, asked.documents, progress, shared=shared)
-
-    return measure
+    return lambda loaded, progress: evaluate_perplexity(
+        loaded, asked.data, asked.windows, asked.stride, Choice(asked.documents), progress, shared=shared
+    )
 
 
 def _passkey(asked: PasskeyEvaluation, shared: bool) -> Measure:
     return lambda loaded, progress: evaluate_passkey(
-        loaded, asked.target or loaded.window, asked.depths, asked.trials, asked.seed, progress, shared=shared
+        loaded, Grid(asked.target or loaded.window, asked.depths, asked.trials, asked.seed), progress, shared=shared
     )
 
 
 def _benchmarks(asked: BenchmarksEvaluation, shared: bool) -> Measure:
+    if importlib.util.find_spec("lm_eval") is None:
+        raise PiLoraError("pi-lora eval benchmarks: needs the package lm_eval; pip install 'pi-lora[eval]'")
+    # Imported here: it is an extra of this package, and takes seconds.
+    from pi_lora.evaluation.benchmarks.measure import evaluate_benchmarks, prepare
+
     prepared = prepare(asked.tasks, asked.data)
     return lambda loaded, progress: evaluate_benchmarks(
         loaded, prepared, asked.limit, asked.batch_size, asked.window, progress
@@ -47,10 +51,11 @@ def _benchmarks(asked: BenchmarksEvaluation, shared: bool) -> Measure:
 
 @dataclass(frozen=True)
 class Measurement:
-    """A measurement: `prepare` reads what a recipe's section needs before any model is loaded; the processes of a
-    `shared` one have the whole model each, and measure their part.
+    """A measurement and the `kind` of its results: `prepare` reads what a recipe's section needs before any model is
+    loaded; the processes of a `shared` one have the whole model each, and measure their part.
     """
 
+    kind: type[Scores]
     prepare: Callable[[Any, bool], Measure]
     table: Callable[..., Table]
     while_training: bool = True
@@ -58,9 +63,9 @@ class Measurement:
 
 # In the order of the paper, named as the sections of a recipe's `evaluation` and the files in a run's scores.
 MEASUREMENTS: Mapping[str, Measurement] = {
-    "perplexity": Measurement(_perplexity, perplexity_table),
-    "passkey": Measurement(_passkey, passkey_table),
-    "benchmarks": Measurement(_benchmarks, benchmarks_table, while_training=False),
+    "perplexity": Measurement(PerplexityScores, _perplexity, perplexity_table),
+    "passkey": Measurement(PasskeyScores, _passkey, passkey_table),
+    "benchmarks": Measurement(BenchmarkScores, _benchmarks, benchmarks_table, while_training=False),
 }
 
 

@@ -1,19 +1,17 @@
 """What an adapter changes in its base: LoRA, rank-stabilized LoRA or DoRA of a weight, or a tensor trained in full."""
 
-import json
-import math
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from pydantic import BaseModel
 
 from pi_lora.errors import ModelError
 from pi_lora.merge.shards import PICKLED, StoredTensor, read_header, spans
-from pi_lora.models.base import ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILE, device
+from pi_lora.models.base import device, finite
+from pi_lora.models.stored import ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILE, AdapterSettings, read_adapter_settings
 
 PREFIX = "base_model.model."
 PARTS = re.compile(r"\.(lora_A|lora_B|lora_embedding_A|lora_embedding_B|lora_magnitude_vector)(\.weight)?$")
@@ -27,8 +25,8 @@ NOT_MERGED = ("alora_invocation_tokens", "arrow_config", "layer_replication", "l
 class LowRank:
     """`W + scaling B A` (Hu et al. 2021), with `a` of rank x inputs and `b` of outputs x rank.
 
-    `transposed`: the base stores inputs x outputs, as embeddings (tokens x hidden) and transformers' Conv1D do. With a
-    `magnitude` m for each output it is DoRA (Liu et al. 2024, Eqn. 5): each output's weights are scaled to the norm m.
+    `transposed`: the base stores inputs x outputs, as embeddings (tokens x hidden) do. With a `magnitude` m for each
+    output it is DoRA (Liu et al. 2024, Eqn. 5): each output's weights are scaled to the norm m.
     """
 
     a: StoredTensor
@@ -73,11 +71,6 @@ class LowRank:
 Change = StoredTensor | LowRank
 
 
-def finite(block: torch.Tensor) -> bool:
-    """Return whether all numbers are finite; their sum tells in one pass, unless it overflows itself."""
-    return bool(block.float().sum().isfinite() or block.float().isfinite().all())
-
-
 def check_finite(tensor: StoredTensor) -> None:
     """Raise ModelError if a tensor has infinite or NaN values."""
     if not all(map(finite, tensor.blocks())):
@@ -93,46 +86,20 @@ def after_nf4(tensor: StoredTensor) -> torch.Tensor:
     return values.cpu()
 
 
-class AdapterSettings(BaseModel):
-    """PEFT's settings of a LoRA adapter that decide what is added to the base."""
-
-    lora_alpha: float
-    alpha_pattern: dict[str, float] | None = None
-    use_rslora: bool = False
-    use_dora: bool = False
-
-    def scaling(self, module: str, rank: int) -> float:
-        """Return the factor of `B A`: alpha / rank, or alpha / sqrt(rank) (rank-stabilized, Kalajdzievski 2023).
-
-        >>> AdapterSettings(lora_alpha=8, alpha_pattern={"mlp.up_proj": 2}).scaling("model.layers.0.mlp.up_proj", 4)
-        0.5
-        """
-        patterns = (self.alpha_pattern or {}).items()
-        matching = (alpha for pattern, alpha in patterns if re.match(rf"(.*\.)?({pattern})$", module))
-        return next(matching, self.lora_alpha) / (math.sqrt(rank) if self.use_rslora else rank)
-
-
 def read_settings(folder: Path) -> AdapterSettings:
     """Read the settings of the adapter in `folder`; raise ModelError if its kind cannot be merged."""
-    path = folder / ADAPTER_CONFIG_FILE
-    try:
-        settings = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{path}: cannot be read ({error}); tune or download it again") from None
-    if settings.get("peft_type") != "LORA":
-        raise ModelError(f"{path}: peft_type {settings.get('peft_type')}: only LoRA adapters can be merged")
-    if kinds := [key for key in NOT_MERGED if settings.get(key)]:
+    path, settings = folder / ADAPTER_CONFIG_FILE, read_adapter_settings(folder)
+    if kinds := [key for key in NOT_MERGED if getattr(settings, key, None)]:
         raise ModelError(f"{path}: {', '.join(kinds)}: such an adapter cannot be added to the base's weights")
-    if (start := settings.get("init_lora_weights", True)) not in PLAIN_STARTS:
+    if (start := settings.init_lora_weights) not in PLAIN_STARTS:
         raise ModelError(f"{path}: init_lora_weights {start}: changed the base too; convert it to plain LoRA with PEFT")
-    return AdapterSettings.model_validate(settings)
+    return settings
 
 
-def read_adapter(folder: Path, settings: AdapterSettings, transposed: Set[str]) -> dict[str, Change]:
+def read_adapter(folder: Path, settings: AdapterSettings) -> dict[str, Change]:
     """Return the changes of the adapter in `folder` by the name that transformers computes a weight under.
 
-    `transposed` names the linear weights that are stored inputs x outputs. Raises ModelError if the adapter is missing,
-    damaged, pickled or incomplete.
+    Raises ModelError if the adapter is missing, damaged, pickled or incomplete.
     """
     path = folder / ADAPTER_WEIGHTS_FILE
     if not path.is_file():
@@ -151,7 +118,7 @@ def read_adapter(folder: Path, settings: AdapterSettings, transposed: Set[str]) 
     unknown = []
     for module, parts in modules.items():
         weight = f"{module}.weight"
-        change = _low_rank(module, parts, settings, weight in transposed)
+        change = _low_rank(module, parts, settings)
         if change is None or weight in changes:
             unknown += [tensor.name for tensor in parts.values()]
         else:
@@ -161,9 +128,7 @@ def read_adapter(folder: Path, settings: AdapterSettings, transposed: Set[str]) 
     return changes
 
 
-def _low_rank(
-    module: str, parts: Mapping[str, StoredTensor], settings: AdapterSettings, transposed: bool
-) -> LowRank | None:
+def _low_rank(module: str, parts: Mapping[str, StoredTensor], settings: AdapterSettings) -> LowRank | None:
     """Return the update of one module, or None if its parts do not fit together."""
     embedding = "lora_embedding_A" in parts
     names = ["lora_embedding_A", "lora_embedding_B"] if embedding else ["lora_A", "lora_B"]
@@ -175,7 +140,7 @@ def _low_rank(
         return None
     if magnitude and magnitude[0].shape != b.shape[:1]:
         return None
-    return LowRank(a, b, settings.scaling(module, a.shape[0]), embedding or transposed, *magnitude)
+    return LowRank(a, b, settings.scaling(module, a.shape[0]), embedding, *magnitude)
 
 
 def _in_float32(tensor: StoredTensor) -> torch.Tensor:

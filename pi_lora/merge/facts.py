@@ -68,7 +68,8 @@ class Check(BaseModel, frozen=True):
 class Merge(BaseModel, frozen=True):
     """What was merged: `onto` the stored or the quantized base; `untied` if a tied head became its own tensor.
 
-    `scale` is L'/L, `window` L' in tokens; no `check` means that none was asked for.
+    `scale` is L'/L, `window` L' in tokens; no `check` means that there was none (yet). `assumed` is what the adapter's
+    folder does not say.
     """
 
     base: str
@@ -78,17 +79,21 @@ class Merge(BaseModel, frozen=True):
     scale: float
     window: int
     untied: bool
+    assumed: str | None = None
     check: Check | None
     versions: dict[str, str]
 
     def lines(self) -> list[str]:
         """Return the lines for the terminal."""
         untied = ["the head was tied to the embeddings, but they diverged in tuning: it is a tensor of its own now"]
-        return [*(untied if self.untied else []), *(self.check.lines() if self.check else ["not checked"])]
+        assumed = [f"assumed: {self.assumed}"] if self.assumed else []
+        return [*assumed, *(untied if self.untied else []), *(self.check.lines() if self.check else ["not checked"])]
 
     def card_rows(self) -> dict[str, str]:
         """Return the rows of the model card that not every merge has."""
         rows = {}
+        if self.assumed:
+            rows["assumed"] = self.assumed
         if self.onto == "quantized":
             rows["added onto"] = "the base after the rounding to NF4 that it was tuned on"
         if self.untied:

@@ -10,15 +10,15 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
-from transformers.pytorch_utils import Conv1D
+from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 from transformers.quantizers.base import get_keys_to_not_convert
 from transformers.quantizers.quantizers_utils import should_convert_module
 
 from pi_lora.errors import ModelError
-from pi_lora.merge.deltas import AdapterSettings, Change, after_nf4, check_finite, finite, read_adapter
+from pi_lora.merge.deltas import Change, after_nf4, check_finite, read_adapter
 from pi_lora.merge.shards import Planned, StoredTensor, spans
-from pi_lora.models.base import ADAPTER_WEIGHTS_FILE
+from pi_lora.models.base import finite
+from pi_lora.models.stored import ADAPTER_WEIGHTS_FILE, AdapterSettings
 
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 # Old checkpoints store the unscaled frequencies of their rope; every reader computes them from the config.
@@ -27,15 +27,11 @@ LEFT_OUT = "rotary_emb.inv_freq"
 
 @dataclass(frozen=True)
 class Plan:
-    """The tensors to write, grouped as in the base's files.
-
-    `sources` are the base's tensors by the name that the model computes them under, tied ones under both, and `rounded`
-    the names of those that go through NF4. `untied`: a tied head has become a tensor of its own; `joined`: transformers
-    joins some tensors when it loads them.
+    """The tensors to write, grouped as in the base's files; `rounded` are the computed names of those that go through
+    NF4. `untied`: a tied head has become a tensor of its own; `joined`: transformers joins some tensors when it loads.
     """
 
     shards: list[list[Planned]]
-    sources: Mapping[str, StoredTensor]
     rounded: frozenset[str]
     untied: bool
     joined: bool
@@ -53,6 +49,11 @@ class Plan:
             count[str(tensor.dtype).removeprefix("torch.")] += math.prod(tensor.shape)
         return count
 
+    @property
+    def rounding(self) -> str:
+        """The coarsest dtype that merged weights go through; those after NF4 are bfloat16 before anything is added."""
+        return "bfloat16" if self.rounded else self.numbers.most_common(1)[0][0]
+
 
 def plan_merge(
     model: PreTrainedModel,
@@ -67,17 +68,12 @@ def plan_merge(
     `dtype` is what floating tensors are cast to, by default their own; `quantized` adds the adapter to the base's
     weights after NF4. Raises ModelError with all that the base lacks, or all changes that do not fit it.
     """
-    # transformers' Conv1D stores its weights inputs x outputs.
-    transposed = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, Conv1D)}
-    adapter, changes = run / ADAPTER_WEIGHTS_FILE, read_adapter(run, settings, transposed)
+    adapter, tied = run / ADAPTER_WEIGHTS_FILE, dict(model.all_tied_weights_keys)
     stored = [tensor for shard in shards for tensor in shard]
-    names, joined = computed_names(model, (tensor.name for tensor in stored))
-    tied: dict[str, str] = dict(model.all_tied_weights_keys)
-    sources = _sources(model, stored, names)
+    names, sources, joined = computed_sources(model, stored)
     if not joined and (lacking := sorted(set(model.state_dict()) - set(sources) - set(tied))):
         raise ModelError(f"{stored[0].path.parent}: the base lacks {', '.join(lacking)}; download all of its files")
-    sources |= {name: sources[twin] for name, twin in tied.items() if twin in sources}
-    changes, untied = _settle_ties(adapter, changes, tied, model)
+    changes, untied = _settle_ties(adapter, read_adapter(run, settings), tied, model)
     _check_matches(adapter, changes, sources)
     rounded = _quantized_weights(model) if quantized else frozenset[str]()
 
@@ -91,28 +87,39 @@ def plan_merge(
         kept = [each for each in shard if names.get(each.name) not in tied and not each.name.endswith(LEFT_OUT)]
         written.append([planned(tensor, tensor.name, names.get(tensor.name)) for tensor in kept])
     written[-1] += [planned(sources[name], name, name) for name in untied]
-    return Plan([shard for shard in written if shard], sources, rounded, bool(untied), joined)
+    return Plan([shard for shard in written if shard], rounded, bool(untied), joined)
 
 
-def computed_names(model: PreTrainedModel, stored: Iterable[str]) -> tuple[dict[str, str], bool]:
-    """Return what `model` calls the tensors that files call `stored`, and whether others are joined into one.
+def computed_sources(
+    model: PreTrainedModel, stored: Iterable[StoredTensor]
+) -> tuple[dict[str, str], dict[str, StoredTensor], bool]:
+    """Match what files store with what `model` computes: return the computed names by stored name, the tensors by
+    computed name, tied ones under both, and whether transformers joins others into one.
 
     transformers 5 computes some architectures under other names than it stores them under, and joins tensors (experts);
-    PEFT relies on the same mapping.
+    PEFT relies on the same mapping. Raises ModelError if a tensor is there twice or has another shape than the model's.
     """
     mapping = get_model_conversion_mapping(model)
     renamings = [each for each in mapping if isinstance(each, WeightRenaming)]
     joining = [each for each in mapping if isinstance(each, WeightConverter)]
     state = model.state_dict()  # has tied weights under each of their names
-    found, joined = {}, False
-    for name in sorted(stored, key=dot_natural_key):
-        computed, pattern = rename_source_key(name, renamings, joining, model.base_model_prefix, state)
-        if computed not in state and name in state:
-            computed, pattern = name, None
+    sources: dict[str, StoredTensor] = {}
+    joined = False
+    for tensor in stored:
+        name, pattern = rename_source_key(tensor.name, renamings, joining, model.base_model_prefix, state)
+        if name not in state and tensor.name in state:
+            name, pattern = tensor.name, None
         joined |= pattern is not None
-        if pattern is None and computed in state:
-            found[name] = computed
-    return found, joined
+        if pattern is not None or name not in state:
+            continue
+        if name in sources:
+            raise ModelError(f"{tensor}: is {name}, and so is {sources[name]}; keep one of them")
+        if tensor.shape != state[name].shape:
+            raise ModelError(f"{tensor}: is {_by(tensor.shape)} but the config says {_by(state[name].shape)}")
+        sources[name] = tensor
+    names = {tensor.name: name for name, tensor in sources.items()}
+    twins = {name: sources[twin] for name, twin in model.all_tied_weights_keys.items() if twin in sources}
+    return names, sources | twins, joined
 
 
 def _quantized_weights(model: PreTrainedModel) -> frozenset[str]:
@@ -120,22 +127,6 @@ def _quantized_weights(model: PreTrainedModel) -> frozenset[str]:
     left_out = [*get_keys_to_not_convert(model), *(model._keep_in_fp32_modules or [])]
     linear = [name for name, module in model.named_modules() if type(module) is nn.Linear]
     return frozenset(f"{name}.weight" for name in linear if should_convert_module(name, left_out))
-
-
-def _sources(
-    model: PreTrainedModel, stored: Iterable[StoredTensor], names: Mapping[str, str]
-) -> dict[str, StoredTensor]:
-    """Return the base's tensors by computed name; each must be there once and have the model's shape."""
-    expected = {name: tuple(weight.shape) for name, weight in model.state_dict().items()}
-    sources: dict[str, StoredTensor] = {}
-    for tensor in (tensor for tensor in stored if tensor.name in names):
-        name = names[tensor.name]
-        if name in sources:
-            raise ModelError(f"{tensor}: is {name}, and so is {sources[name]}; keep one of them")
-        if tensor.shape != expected[name]:
-            raise ModelError(f"{tensor}: is {_by(tensor.shape)} but the config says {_by(expected[name])}")
-        sources[name] = tensor
-    return sources
 
 
 def _settle_ties(

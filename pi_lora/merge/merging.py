@@ -1,25 +1,37 @@
 """The merge: base + adapter as full weights, written a few rows at a time, checked, whole or not at all."""
 
+import contextlib
 import importlib.util
 import shutil
 from pathlib import Path
 from typing import Literal
 
-from pi_lora.errors import ModelError
+from transformers.utils import GENERATION_CONFIG_NAME
+
+from pi_lora.errors import Interrupted, ModelError
 from pi_lora.merge.deltas import read_settings
-from pi_lora.merge.facts import MERGE_FILE, Merge
-from pi_lora.merge.layout import plan_merge
-from pi_lora.merge.shards import base_shards, filled_shards, find_file, write_shards
-from pi_lora.models.base import dtype_named, quiet_loading, save_config, save_tokenizer
-from pi_lora.models.load import FoundModel, adapter_base, is_adapter, tuned_quantized
+from pi_lora.merge.facts import MERGE_FILE, Check, Merge
+from pi_lora.merge.layout import Plan, plan_merge
+from pi_lora.merge.shards import base_shards, filled_shards, write_shards
+from pi_lora.models.base import (
+    dtype_named,
+    extended_config,
+    first_line,
+    quiet_loading,
+    save_config,
+    save_tokenizer,
+)
+from pi_lora.models.load import FoundModel, Stretch, adapter_base, base_of_adapter, is_adapter, tuned_quantized
 from pi_lora.models.machine import versions
+from pi_lora.models.origin import check_origin
+from pi_lora.models.stored import CONFIG_FILE
+from pi_lora.recipe.files import RECIPE_FILE
 from pi_lora.report.card import CARD, merged_card
-from pi_lora.run_folder import check_room, staged
+from pi_lora.run_folder import check_room, remove, staged, write_whole
 from pi_lora.scaling.verify import build_on_meta
-from pi_lora.types import Progress, silent
+from pi_lora.types import NOTHING, Allowed, Progress, silent
 
 Onto = Literal["base", "quantized"]
-GENERATION_CONFIG = "generation_config.json"
 
 
 def merge(
@@ -31,27 +43,34 @@ def merge(
     shard_size: int | None = None,
     verify: bool = True,
     progress: Progress = silent,
+    stretch: Stretch | None = None,
+    allowed: Allowed = NOTHING,
 ) -> Path:
-    """Write base + adapter of `run` as full weights to `output`, whole or not at all.
+    """Write base + adapter of `run` as full weights to `output`, whole or not at all; then check them. Whatever happens
+    to the check, they stay and are said to be unchecked, unless it finds that they are wrong.
 
     Sums are made in float32, a few rows at a time, and cast once, to `dtype` or what the base stores. `onto` says
     whether the adapter of QLoRA is added to the base as it is stored, or as training saw it, after NF4. Files are
-    divided as the base's are, or by `shard_size` in bytes.
+    divided as the base's are, or by `shard_size` in bytes. `stretch` is the scaling of an adapter made elsewhere.
 
     Raises:
         ModelError: `run` is no adapter folder, its base is missing, damaged or another one, they do not fit together,
             or the check failed.
         RunExistsError: `output` exists, or there is no room for it.
+        Interrupted: Ctrl-C during the check.
     """
     if not is_adapter(run):
         raise ModelError(f"{run}: holds no adapter; name a run of lora tuning (full tuning needs no merge)")
-    if onto == "quantized":
-        _check_quantized(run)
+    if onto == "quantized" and not tuned_quantized(run):
+        raise ModelError(f"{run}: was not tuned by qlora; --onto quantized is for adapters that were")
+    if onto == "quantized" and importlib.util.find_spec("bitsandbytes") is None:
+        raise ModelError("--onto quantized: needs bitsandbytes; pip install pi-lora[qlora]")
     settings = read_settings(run)
-    found = FoundModel(str(run), *adapter_base(run, base), adapter=run)
+    found, assumed = _found(run, base, stretch, allowed)
+    check_origin(run, found.base, allowed)
     with staged(output) as staging:
         with quiet_loading():
-            model = build_on_meta(found.base.kind, found.config)
+            model = build_on_meta(found.base.kind, found.config, found.base.trust_remote_code)
         cast = dtype_named(dtype) if dtype else None
         plan = plan_merge(model, base_shards(found.base), run, settings, cast, onto == "quantized")
         check_room(output, sum(tensor.size for tensor in plan.tensors))
@@ -59,18 +78,12 @@ def merge(
         untied = {"tie_word_embeddings": False} if plan.untied else {}
         save_config({**found.config, "dtype": stored, **untied, "architectures": [type(model).__name__]}, staging)
         save_tokenizer(found.tokenizer, staging)
-        if generation := find_file(found.base, GENERATION_CONFIG):
-            shutil.copyfile(generation, staging / GENERATION_CONFIG)
+        if generation := found.base.file(GENERATION_CONFIG_NAME):
+            shutil.copyfile(generation, staging / GENERATION_CONFIG_NAME)
         try:
             write_shards(filled_shards(plan.tensors, shard_size) if shard_size else plan.shards, staging, progress)
         except OSError as error:
             raise ModelError(f"{output}: cannot be written ({error.strerror}); nothing is left there") from None
-        check = None
-        if verify:
-            # Imported here: PEFT takes seconds, and merging does without.
-            from pi_lora.merge.check import verify_merge
-
-            check = verify_merge(found, staging, plan, progress)
         facts = Merge(
             base=found.base.name,
             run=str(run),
@@ -79,17 +92,56 @@ def merge(
             scale=found.scale,
             window=found.window,
             untied=plan.untied,
-            check=check,
+            assumed=assumed,
+            check=None,
             versions=versions(),
         )
-        (staging / MERGE_FILE).write_text(facts.model_dump_json(indent=2) + "\n", encoding="utf-8")
-        card = merged_card(run, staging, check.lines() if check else [], facts.card_rows())
-        (staging / CARD).write_text(card, encoding="utf-8")
+        # Written again after the check, where an error in the card loses nothing.
+        with contextlib.suppress(Exception):
+            _describe(staging, run, facts)
+    try:
+        check = _checked(found, output, plan, progress) if verify else None
+        _describe(output, run, facts.model_copy(update={"check": check}))
+    except KeyboardInterrupt:
+        raise Interrupted(f"{output}: merged, and kept without a check, which was interrupted") from None
     return output
 
 
-def _check_quantized(run: Path) -> None:
-    if not tuned_quantized(run):
-        raise ModelError(f"{run}: was not tuned by qlora; --onto quantized is for adapters that were")
-    if importlib.util.find_spec("bitsandbytes") is None:
-        raise ModelError("--onto quantized: needs bitsandbytes; pip install pi-lora[qlora]")
+def _found(run: Path, base: str | None, stretch: Stretch | None, allowed: Allowed) -> tuple[FoundModel, str | None]:
+    """Find the base of an adapter and the config it was tuned under, and say what is assumed of one made elsewhere."""
+    if stretch is None and (run / CONFIG_FILE).is_file():
+        return FoundModel(str(run), *adapter_base(run, base, allowed), adapter=run), None
+    if (run / RECIPE_FILE).is_file():
+        raise ModelError(f"{run}: brings its own scaling; leave out --original, --target and --scaling")
+    of = base_of_adapter(run, base, allowed)
+    config = extended_config(
+        of, of.interpolation(stretch.method, stretch.target, stretch.original) if stretch else None
+    )
+    found = FoundModel(str(run), of, config, adapter=run)
+    if stretch:
+        return found, f"{run} was tuned under {stretch.method} to {found.window} tokens, as stated"
+    known = "has no config.json; if it was tuned under another scaling, state it with --target and --original"
+    return found, f"{run} was tuned under the scaling of {of.name}, to {found.window} tokens: it {known}"
+
+
+def _checked(found: FoundModel, merged: Path, plan: Plan, progress: Progress) -> Check:
+    """Check what was merged, or say why that was not possible; remove weights that failed, and raise ModelError."""
+    try:
+        # Imported here: PEFT takes seconds, and merging does without.
+        from pi_lora.merge.check import verify_merge
+
+        check = verify_merge(found, merged, plan, progress)
+    except Exception as error:
+        reason = f"the check ended with an error ({type(error).__name__}: {first_line(error)})"
+        return Check(rounding=plan.rounding, how="whole", skipped=reason)
+    if problem := check.problem():
+        remove(merged)
+        raise ModelError(f"{found.adapter}: the merged weights failed the check and are not kept: {problem}")
+    return check
+
+
+def _describe(folder: Path, run: Path, facts: Merge) -> None:
+    """Write what was merged, and how the check came out, beside the weights and on their card."""
+    write_whole(folder / MERGE_FILE, facts.model_dump_json(indent=2) + "\n")
+    checks = facts.check.lines() if facts.check else []
+    write_whole(folder / CARD, merged_card(run, folder, checks, facts.card_rows(), facts.base))

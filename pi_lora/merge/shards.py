@@ -1,9 +1,8 @@
 """Safetensors files, read and written a few rows at a time: memory does not grow with the model.
 
-Rows are read by offset: the format is 8 bytes with the length of the header, the header, and the tensors without gaps.
-`safe_open` maps the file, and mapped pages count as resident memory: held open on a file of 600 MB it peaks at 953 MB
-instead of 385. Opened for each block it parses the header for as long as it reads the block, and an I/O error on mapped
-pages kills the process.
+Rows are read by offset: the format is 8 bytes with the length of the header, the header, and the tensors. `safe_open`
+maps the file, and mapped pages count as resident memory (953 MB instead of 385 for a file of 600 MB); opened for each
+block it parses the header as long as it reads the block, and an I/O error on mapped pages kills the process.
 """
 
 import json
@@ -20,13 +19,15 @@ from safetensors import SafetensorError, safe_open
 from transformers.modeling_utils import str_to_torch_dtype
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME as INDEX
 from transformers.utils import SAFE_WEIGHTS_NAME as SINGLE
-from transformers.utils import WEIGHTS_INDEX_NAME, WEIGHTS_NAME, cached_file
+from transformers.utils import WEIGHTS_INDEX_NAME, WEIGHTS_NAME
 
 from pi_lora.errors import ModelError
-from pi_lora.models.base import BaseModel
+from pi_lora.models.base import BaseModel, first_line
+from pi_lora.models.stored import read_index
 from pi_lora.types import Progress
 
 LENGTH_BYTES = 8
+METADATA = "__metadata__"
 PICKLED = "pickle can run code and is not read; save it as safetensors"
 # The numbers in a block: 2 MB in float32 stay in a processor's cache, which is twice as fast as 16 MB.
 BLOCK = 500_000
@@ -103,19 +104,19 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
     """Return the tensors of a safetensors file by name, in the order of its data; raise ModelError if it is damaged."""
     try:
         # The library validates extents, gaps, overlaps and the length of the file.
-        with safe_open(path, framework="pt") as file, path.open("rb") as raw:
-            offset = LENGTH_BYTES + int.from_bytes(raw.read(LENGTH_BYTES), "little")
-            slices = {name: file.get_slice(name) for name in file.offset_keys()}
-            described = [(name, each.get_dtype(), tuple(each.get_shape())) for name, each in slices.items()]
+        with safe_open(path, framework="pt"), path.open("rb") as file:
+            size = int.from_bytes(file.read(LENGTH_BYTES), "little")
+            entries = json.loads(file.read(size))
     except (SafetensorError, OSError) as error:
-        reason = str(error).splitlines()[0]
+        reason = first_line(error)
         raise ModelError(f"{path}: truncated, damaged or not safetensors ({reason}); download it again") from None
+    entries.pop(METADATA, None)
     found = {}
-    for name, stored_as, shape in described:
-        if (dtype := str_to_torch_dtype.get(stored_as)) is None:
-            raise ModelError(f"{path}: {name}: is stored as {stored_as}, which cannot be merged")
-        found[name] = StoredTensor(name, dtype, shape, path, offset)
-        offset += math.prod(shape) * dtype.itemsize
+    for name, entry in sorted(entries.items(), key=lambda each: each[1]["data_offsets"]):
+        if (dtype := str_to_torch_dtype.get(entry["dtype"])) is None:
+            raise ModelError(f"{path}: {name}: is stored as {entry['dtype']}, which cannot be merged")
+        offset = LENGTH_BYTES + size + entry["data_offsets"][0]
+        found[name] = StoredTensor(name, dtype, tuple(entry["shape"]), path, offset)
     return found
 
 
@@ -124,21 +125,18 @@ def base_shards(base: BaseModel) -> list[list[StoredTensor]]:
 
     Raise ModelError if a file is missing or damaged, lacks what the index places there, or the weights are pickled.
     """
-    if (index := find_file(base, INDEX)) is None:
-        if single := find_file(base, SINGLE):
+    if (index := base.file(INDEX)) is None:
+        if single := base.file(SINGLE):
             return [list(read_header(single).values())]
-        if pickled := [name for name in (WEIGHTS_NAME, WEIGHTS_INDEX_NAME) if find_file(base, name)]:
+        if pickled := [name for name in (WEIGHTS_NAME, WEIGHTS_INDEX_NAME) if base.file(name)]:
             raise ModelError(f"{base.name}: {pickled[0]}: {PICKLED}")
         raise ModelError(f"{base.name}: has neither {SINGLE} nor {INDEX}; name a base with its weights")
     placed: dict[str, set[str]] = defaultdict(set)
-    try:
-        for name, file in json.loads(index.read_text(encoding="utf-8"))["weight_map"].items():
-            placed[str(file)].add(str(name))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        raise ModelError(f"{index}: is not an index of weights; download it again") from None
+    for name, file in read_index(index).items():
+        placed[file].add(name)
     shards = []
     for file, expected in sorted(placed.items()):
-        if (path := find_file(base, file)) is None:
+        if (path := base.file(file)) is None:
             raise ModelError(f"{base.name}: {file}: is missing (it holds {min(expected)}); download it again")
         found = read_header(path)
         if lacking := sorted(expected - found.keys()):
@@ -146,16 +144,6 @@ def base_shards(base: BaseModel) -> list[list[StoredTensor]]:
         # transformers does not read what the index leaves out either.
         shards.append([tensor for tensor in found.values() if tensor.name in expected])
     return shards
-
-
-def find_file(base: BaseModel, name: str) -> Path | None:
-    """Return a file of `base`, downloaded from the hub if necessary, or None if it has no such file."""
-    quiet = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
-    try:
-        found = cached_file(base.path, name, revision=base.revision, **quiet)
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{base.name}: {name} cannot be read ({str(error).strip().splitlines()[0]})") from None
-    return Path(found) if found else None
 
 
 def filled_shards(tensors: Iterable[Planned], limit: int) -> list[list[Planned]]:
@@ -196,7 +184,7 @@ def _write(shard: Sequence[Planned], path: Path) -> Iterator[int]:
     """Write one file and yield the bytes of each block; `safetensors` can only write tensors that are all in memory."""
     # Wider dtypes first, as the library does, which aligns what is mapped from the file.
     ordered = sorted(shard, key=lambda tensor: -tensor.dtype.itemsize)
-    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    entries: dict[str, object] = {METADATA: {"format": "pt"}}
     end = 0
     for tensor in ordered:
         place = (end, end := end + tensor.size)

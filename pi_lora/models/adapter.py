@@ -2,6 +2,7 @@
 
 import json
 import math
+import shlex
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -11,13 +12,15 @@ from typing import Any
 import peft
 import torch
 from peft import LoraConfig, PeftModel
+from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import ModulesToSaveWrapper
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import PreTrainedModel
 
 from pi_lora.errors import ModelError
-from pi_lora.models.base import ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILE
+from pi_lora.models.base import check_finite
+from pi_lora.models.stored import ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILE, EXTENDED, read_adapter_settings
 from pi_lora.recipe.schema import Tuning
 
 
@@ -53,52 +56,83 @@ def tune_further(model: PreTrainedModel, folder: Path, tuning: Tuning) -> PeftMo
     """Load the adapter in `folder` onto its base `model` to train it further; the result is one adapter of that base. A
     second adapter would need both to be loaded, and merging the first into a quantized base would round it.
     """
-    config = peft.PeftConfig.from_pretrained(str(folder))
-    config.lora_dropout = tuning.dropout
-    tuned = _put_on(model, folder, is_trainable=True, config=config)
-    on_attention_alone = {name.rpartition(".")[2] for name in config.target_modules} <= _attention_names(model)
-    if on_attention_alone != (tuning.targets == "attention"):
-        raise _other_shape(folder, {"targets": "attention" if on_attention_alone else "all-linear"})
+    tuned = load_adapter(model, folder, is_trainable=True, dropout=tuning.dropout)
     train_in_float32(tuned)
     return tuned
 
 
-def check_shape(folder: Path, tuning: Tuning) -> None:
-    """Raise ModelError, with the keys to change, if `tuning` describes another adapter than the one in `folder`."""
-    saved = json.loads((folder / ADAPTER_CONFIG_FILE).read_text(encoding="utf-8"))
-    pairs = {
-        "rank": (saved["r"], tuning.rank),
-        "alpha": (saved["lora_alpha"], tuning.lora_alpha),
-        "rank_stabilized": (bool(saved.get("use_rslora")), tuning.rank_stabilized),
-        "dora": (bool(saved.get("use_dora")), tuning.dora),
-        "embeddings_and_norms": (bool(saved.get("modules_to_save")), tuning.embeddings_and_norms),
-    }
+def check_shape(folder: Path, tuning: Tuning, base: PreTrainedModel) -> None:
+    """Raise ModelError, with the keys to change, if `tuning` describes another adapter of `base` than `folder` has."""
+    merge_it = f"merge it first (pi-lora merge {shlex.quote(str(folder))})"
     if tuning.method == "full":
         why = f"{folder} is an adapter, which tuning.method: full cannot tune"
-        raise ModelError(f"model.name: {why}; merge it first (pi-lora merge {folder}), or use lora or qlora")
-    if differing := {key: has for key, (has, asked) in pairs.items() if has != asked}:
-        raise _other_shape(folder, differing)
-
-
-def _other_shape(folder: Path, differing: Mapping[str, Any]) -> ModelError:
-    settings = " ".join(f"tuning.{key}={str(value).lower()}" for key, value in differing.items())
-    other = f"the adapter in {folder} has another shape, which tuning further does not change"
-    return ModelError(f"tuning: {other}; set {settings}, or merge it first (pi-lora merge {folder}) and tune a new one")
+        raise ModelError(f"model.name: {why}; {merge_it}, or use lora or qlora")
+    saved = read_adapter_settings(folder)
+    on_attention_alone = {name.rpartition(".")[2] for name in _adapted_names(folder)} <= _attention_names(base)
+    pairs = {
+        "rank": (saved.r, tuning.rank),
+        "alpha": (saved.lora_alpha, tuning.lora_alpha),
+        "rank_stabilized": (bool(saved.use_rslora), tuning.rank_stabilized),
+        "dora": (bool(saved.use_dora), tuning.dora),
+        "targets": ("attention" if on_attention_alone else "all-linear", tuning.targets),
+        "embeddings_and_norms": (bool(saved.modules_to_save), tuning.embeddings_and_norms),
+    }
+    if differing := [f"tuning.{key}={str(has).lower()}" for key, (has, asked) in pairs.items() if has != asked]:
+        other = f"the adapter in {folder} has another shape, which tuning further does not change"
+        raise ModelError(f"tuning: {other}; set {' '.join(differing)}, or {merge_it} and tune a new one")
 
 
 def train_in_float32(model: nn.Module) -> None:
     """Cast all trainable parameters to float32; bfloat16 would round most updates at a small learning rate to zero.
-    PEFT 0.21 does so for LoRA's matrices but copies embeddings and norms in the base's dtype; TRL 1.16 casts the
-    adapter of a quantized model to bfloat16.
+    PEFT 0.21 does so for LoRA's matrices but copies embeddings and norms in the base's dtype.
     """
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.float()
 
 
-def trainable_parameters(model: nn.Module) -> int:
-    """Return the number of trainable parameters; a tied weight counts once."""
-    return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+@contextmanager
+def kept_values(model: nn.Module) -> Iterator[None]:
+    """Keep the values of what trains, which TRL 1.16 rounds to bfloat16 if the model is quantized."""
+    values = {name: weight.data for name, weight in model.named_parameters() if weight.requires_grad}
+    yield
+    for name, weight in model.named_parameters():
+        if weight.requires_grad:
+            weight.data = values[name]
+
+
+@contextmanager
+def input_casts(model: nn.Module, enabled: bool) -> Iterator[None]:
+    """Have the layers of LoRA cast their inputs to float32, the dtype of their weights, or not. Autocast casts both to
+    bfloat16 in any case.
+    """
+    layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
+    before = [layer.cast_input_dtype_enabled for layer in layers]
+    for layer in layers:
+        layer.cast_input_dtype_enabled = enabled
+    try:
+        yield
+    finally:
+        for layer, value in zip(layers, before, strict=True):
+            layer.cast_input_dtype_enabled = value
+
+
+def keep_ties(model: PeftModel) -> None:
+    """Let `tie_weights` tie again what is tied now, since accelerate 1.15 calls it when FSDP2 has taken tied weights
+    apart; that of transformers 5.23 fails on the wrappers of PEFT 0.21 (`attribute 'weight' already exists`).
+    """
+    names: dict[int, list[str]] = {}
+    for name, weight in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(weight), []).append(name)
+    tied = [group for group in names.values() if len(group) > 1]
+
+    def tie_weights() -> None:
+        for first, *others in tied:
+            weight = model.get_parameter(first)
+            for owner, _, name in (other.rpartition(".") for other in others):
+                setattr(model.get_submodule(owner), name, weight)
+
+    model.tie_weights = tie_weights
 
 
 def save_adapter(model: PeftModel, folder: Path, weights: Mapping[str, torch.Tensor] | None = None) -> None:
@@ -115,26 +149,44 @@ def save_adapter(model: PeftModel, folder: Path, weights: Mapping[str, torch.Ten
         raise ModelError(f"{folder}: saved but not trained: {', '.join(foreign)}")
 
 
+def refuse_the_plain_base(folder: Path) -> None:
+    """Make whatever loads the base by its name in the adapter's config fail, with advice (see `EXTENDED`)."""
+    file = folder / ADAPTER_CONFIG_FILE
+    settings = json.loads(file.read_text(encoding="utf-8"))
+    settings["base_model_name_or_path"] += EXTENDED
+    file.write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
 def save_full(model: PreTrainedModel, folder: Path, weights: Mapping[str, torch.Tensor] | None = None) -> None:
-    """Write all weights and count what was saved; transformers 5 stores some under other names than it computes."""
+    """Write all weights and count what was saved; transformers 5 stores some under other names than it computes.
+    `weights` are those gathered from FSDP, which has taken tied ones apart.
+    """
+    if weights is not None:
+        weights = {name: weight for name, weight in weights.items() if name not in model.all_tied_weights_keys}
     model.save_pretrained(folder, state_dict=weights)
     saved = 0
     for path in folder.glob("*.safetensors"):
         with safe_open(path, framework="pt") as file:
             saved += sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118
-    if saved != (trained := trainable_parameters(model)):
+    if saved != (trained := model.num_parameters(only_trainable=True)):
         raise ModelError(f"{folder}: {trained:,} numbers were trained, but {saved:,} saved")
 
 
-def load_adapter(model: PreTrainedModel, folder: Path, weightless: bool = False) -> PeftModel:
-    """Load the adapter in `folder` onto its base, whose scaling the caller has restored, to compute as in training.
-    `weightless` says that the base has no values yet, so that PEFT does not copy them.
+def load_adapter(model: PreTrainedModel, folder: Path, dropout: float | None = None, **options: Any) -> PeftModel:
+    """Load the adapter in `folder` onto its base, whose scaling the caller has restored, to compute as in training;
+    `options` are PEFT's. Raises ModelError if it is damaged or does not fit.
     """
-    return _put_on(model, folder, low_cpu_mem_usage=weightless).eval()
-
-
-def _put_on(model: PreTrainedModel, folder: Path, **options: Any) -> PeftModel:
+    settings = read_adapter_settings(folder)
     try:
+        config = peft.PeftConfig.from_pretrained(str(folder))
+        config.base_model_name_or_path = settings.base_model_name_or_path
+        if dropout is not None:
+            config.lora_dropout = dropout
+        if not settings.names_targets:
+            # PEFT would run a regular expression on every name of a module; what it chose is in the file of weights.
+            config.target_modules = _adapted_names(folder)
+            config.exclude_modules = config.layers_pattern = config.layers_to_transform = None
+        options["config"] = config
         with without_known_warnings():
             adapted = PeftModel.from_pretrained(model, str(folder), **options)
             _keep_whole_modules_in_float32(adapted, folder)
@@ -142,21 +194,36 @@ def _put_on(model: PreTrainedModel, folder: Path, **options: Any) -> PeftModel:
         reason = (str(error).strip() or repr(error)).splitlines()[-1]
         raise ModelError(f"{folder}: the adapter does not fit its base ({reason})") from error
     _keep_the_dtype_of_activations(adapted)
-    expected = set(peft.get_peft_model_state_dict(adapted, save_embedding_layers=False))
+    expected = peft.get_peft_model_state_dict(adapted, save_embedding_layers=False)
+    check_finite(str(folder), expected.items())
     with safe_open(folder / ADAPTER_WEIGHTS_FILE, framework="pt") as file:
-        if missing := sorted(expected - set(file.keys())):
+        if missing := sorted(expected.keys() - set(file.keys())):
             raise ModelError(f"{folder / ADAPTER_WEIGHTS_FILE}: lacks {', '.join(missing)}; tune again")
     return adapted
+
+
+def _adapted_names(folder: Path) -> set[str]:
+    """Return the names of the modules that have matrices in an adapter's file; raise ModelError if it is damaged."""
+    file = folder / ADAPTER_WEIGHTS_FILE
+    try:
+        with safe_open(file, framework="pt") as weights:
+            parts = [name.removeprefix("base_model.model.").partition(".lora_") for name in weights.keys()]  # noqa: SIM118
+    except (SafetensorError, OSError) as error:
+        raise ModelError(f"{file}: cannot be read ({error}); tune or download it again") from None
+    return {module for module, adapted, _ in parts if adapted}
 
 
 @contextmanager
 def without_known_warnings() -> Iterator[None]:
     """Ignore two warnings: PEFT 0.21 and TRL 1.16 use a name that transformers 5.23 deprecates for activation
-    checkpointing, and at a checkpoint PEFT looks for the base's config, which a built-in model has elsewhere.
+    checkpointing, and at a checkpoint PEFT looks for the base's config, which a built-in model and a GGUF file have
+    elsewhere.
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*gradient_checkpointing` is deprecated", category=FutureWarning)
-        warnings.filterwarnings("ignore", message="Could not find a config file in builtin:", category=UserWarning)
+        warnings.filterwarnings(
+            "ignore", message=r"Could not find a config file in (builtin:|.*\.gguf)", category=UserWarning
+        )
         yield
 
 
@@ -176,10 +243,15 @@ def _keep_the_dtype_of_activations(model: PeftModel) -> None:
     for module in _trained_whole(model):
         # The RMS norms of transformers take any dtype; torch's own modules take only their weight's.
         if isinstance(module.original_module, (nn.Linear, nn.LayerNorm)):
-            module.register_forward_pre_hook(lambda _module, inputs: tuple(each.float() for each in inputs))
+            module.register_forward_pre_hook(_in_the_dtype_of_its_weight)
         if not isinstance(module.original_module, nn.Linear):
             dtype = next(module.original_module.parameters()).dtype
             module.register_forward_hook(lambda _module, _inputs, output, dtype=dtype: output.to(dtype))
+
+
+def _in_the_dtype_of_its_weight(module: ModulesToSaveWrapper, inputs: tuple[torch.Tensor, ...]) -> Any:
+    """Cast what goes into a module: to float32, or to what FSDP2 has gathered its weight in."""
+    return tuple(each.to(module.weight.dtype) for each in inputs)
 
 
 def _trained_whole(model: PeftModel) -> list[ModulesToSaveWrapper]:
@@ -194,7 +266,6 @@ def _trained_whole(model: PeftModel) -> list[ModulesToSaveWrapper]:
 
 
 def _saved_name(name: str) -> str:
-    """Return the name that PEFT saves a parameter under."""
     for internal in (".modules_to_save.default", ".default", ".original_module"):
         name = name.replace(internal, "")
     return name.replace("lora_magnitude_vector.weight", "lora_magnitude_vector")

@@ -1,8 +1,12 @@
 """The base model: found, checked, extended, loaded; and its config and tokenizer as files that every engine reads."""
 
 import contextlib
+import hashlib
+import io
 import json
-from collections.abc import Iterator, Mapping
+import os
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import cached_property
@@ -11,23 +15,40 @@ from typing import Any, Literal
 
 import torch
 import transformers
+from accelerate import init_empty_weights
+from filelock import FileLock
+from tokenizers.models import Unigram
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
 from transformers import logging as transformers_logging
+from transformers.tokenization_utils_base import TOKENIZER_CONFIG_FILE
+from transformers.utils import cached_file
 
 from pi_lora.errors import ModelError
-from pi_lora.models.nf4 import keep_as_quantized
-from pi_lora.scaling.config import Config, Interpolation, Method, in_both_dialects, read_rope, window_of
-from pi_lora.scaling.extend import extend_config
+from pi_lora.models.gguf import dequantize, is_gguf, read_gguf, tokenizer_of
+from pi_lora.models.stored import CONFIG_FILE, check_config, read_config
+from pi_lora.recipe.places import cache_folder
+from pi_lora.scaling.config import (
+    Config,
+    Interpolation,
+    Method,
+    declaring_original,
+    extend_config,
+    full_attention_rope,
+    in_both_dialects,
+    window_of,
+)
 from pi_lora.scaling.verify import build_on_meta, check_scaling
+from pi_lora.types import NOTHING, Allowed
 
-Placement = Literal["device", "quantized", "host"]
+Placement = Literal["device", "quantized", "host", "empty"]
 
 BUILTIN = "builtin:"
 BUILTIN_FOLDER = Path(__file__).parents[1] / "builtin"
-CONFIG_FILE = "config.json"
-# As PEFT names them.
-ADAPTER_CONFIG_FILE = "adapter_config.json"
-ADAPTER_WEIGHTS_FILE = "adapter_model.safetensors"
+REMOTE_CODE = "runs Python code of its own; read that code, and if you trust it give --trust-remote-code"
+# A logarithm of a probability that is lower than that of any text of a special token's length.
+NEVER = -1e4
+# How many names a message shows of many.
+SHOWN = 3
 
 
 @dataclass(frozen=True)
@@ -35,15 +56,36 @@ class BaseModel:
     """A base model before its weights are read: its place, config class, and config as transformers completes it."""
 
     name: str
-    path: str
+    place: str
     revision: str
     trust_remote_code: bool
     kind: type[PreTrainedConfig]
     config: Mapping[str, Any]
 
+    @cached_property
+    def folder(self) -> Path:
+        """Where its files are: its folder, or that of its commit in the cache of the hub."""
+        return Path(str(cached_file(self.path, CONFIG_FILE, revision=self.revision))).parent
+
+    def file(self, name: str) -> Path | None:
+        """Return one of its files, downloaded from the hub if necessary, or None if it has no such file."""
+        try:
+            return _file(self.path, name, self.revision)
+        except (OSError, ValueError) as error:
+            raise ModelError(f"{self.name}: {name} cannot be read ({first_line(error)})") from None
+
+    def load_tokenizer(self, window: int, folder: Path | None = None) -> Any:
+        """Load the tokenizer of this model, or the one that a run of it has in `folder`, for `window` tokens."""
+        return load_tokenizer(folder or self.path, window, self.revision, self.trust_remote_code)
+
     def interpolation(self, method: Method, target: int, original: int | None = None) -> Interpolation:
         """Return the extension from this model's window (or `original`) to `target` tokens."""
         return Interpolation(method, original or window_of(self.config), target)
+
+    @cached_property
+    def path(self) -> str:
+        """The folder or hub id that weights and tokenizer are read from; a GGUF file is dequantized into the cache."""
+        return str(_dequantized(self)) if is_gguf(self.place) else self.place
 
     @cached_property
     def skeleton(self) -> PreTrainedModel:
@@ -52,16 +94,29 @@ class BaseModel:
             return build_on_meta(self.kind, self.config, self.trust_remote_code)
 
 
-def find_base(name: str, revision: str = "main", trust_remote_code: bool = False) -> BaseModel:
-    """Find a model by hub id, folder or `builtin:NAME` and read its config."""
-    path = _locate(name)
+def find_base(name: str, revision: str = "main", allowed: Allowed = NOTHING) -> BaseModel:
+    """Find a model by hub id, folder, GGUF file or `builtin:NAME` and read its config."""
+    place, trust = _locate(name), allowed.remote_code
+    if is_gguf(place) and (made := _in_cache(Path(place))).is_dir():
+        place = str(made)
+    if (Path(place) / CONFIG_FILE).exists():
+        read_config(Path(place))
     try:
-        config = AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, KeyError) as error:
-        raise ModelError(f"{name}: {first_line(error)}; give a hub id, a model folder or {BUILTIN}tiny") from None
-    found = BaseModel(name, path, revision, trust_remote_code, type(config), _own_entries(config))
-    read_rope(found.config)
-    return found
+        if is_gguf(place):
+            config = read_gguf(Path(place))
+        else:
+            with quiet_loading():
+                config = AutoConfig.from_pretrained(place, revision=revision, trust_remote_code=trust)
+    except ModelError:
+        raise
+    except Exception as error:  # config classes raise their own kinds
+        unknown = f"{first_line(error)}; give a hub id, a model folder or {BUILTIN}tiny"
+        raise ModelError(f"{name}: {REMOTE_CODE if _wants_code(error) else unknown}") from None
+    own: Config = _own_entries(config)
+    check_config(own, name)
+    if full_attention_rope(own).get("rope_type") == "linear" and not is_gguf(place):
+        own = declaring_original(own, _longest_input(place, revision))
+    return BaseModel(name, place, revision, trust, type(config), own)
 
 
 def extended_config(base: BaseModel, interpolation: Interpolation | None) -> dict[str, Any]:
@@ -80,35 +135,110 @@ def load_model(
 ) -> PreTrainedModel:
     """Load the weights of `base` under `config`, an extended one or its own. `place` is `device`, the accelerator if
     there is one; `quantized`, the same as NF4 with double quantization (QLoRA, Dettmers et al. 2023) that computes in
-    `dtype`; or `host`, from where FSDP spreads it over several GPUs.
+    `dtype`; `host`, from where FSDP spreads it over several GPUs; or `empty`, without reading any weights, for the
+    processes that FSDP sends their shards from another one.
+
+    Raises ModelError if they cannot be read, are not exactly those of the config, or are infinite or NaN.
     """
+    if place == "empty":
+        return _empty_model(base, config, dtype, attention)
+    path = base.path
     with quiet_loading():
         try:
-            model = AutoModelForCausalLM.from_pretrained(
-                base.path,
+            model, report = AutoModelForCausalLM.from_pretrained(
+                path,
                 config=base.kind.from_dict(deepcopy(dict(config))),
                 revision=base.revision,
                 trust_remote_code=base.trust_remote_code,
                 dtype=dtype,
                 attn_implementation=attention,
                 use_safetensors=True,
+                # Reported below, with the names.
+                ignore_mismatched_sizes=True,
+                output_loading_info=True,
                 **(quantization(dtype) if place == "quantized" else {}),
             )
         except Exception as error:  # safetensors, transformers and the hub client raise their own kinds
             raise ModelError(f"{base.name}: its weights cannot be loaded ({first_line(error)})") from error
+    _check_complete(base.name, report)
     if place == "quantized":
-        keep_as_quantized(model)
+        _keep_as_quantized(model)
     loaded: PreTrainedModel = model.to(device()) if place == "device" else model
+    check_finite(base.name, loaded.named_parameters())
     return loaded
 
 
-def load_tokenizer(path: str | Path, window: int) -> Any:
+def finite(values: torch.Tensor) -> bool:
+    """Return whether all numbers are finite; their sum tells in one pass, unless it overflows itself."""
+    total = values.sum(dtype=torch.float32 if values.dtype == torch.float16 else None)
+    return bool(total.isfinite() or values.isfinite().all())
+
+
+def check_finite(name: str, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Raise ModelError if the model `name` has infinite or NaN weights, also in the scales of NF4 ones."""
+    for key, weight in weights:
+        state = getattr(weight, "quant_state", None)
+        # The mean of the scales, which double quantization subtracts from them, is NaN if one of them is.
+        values = weight.detach() if state is None else state.offset
+        if values.itemsize > 1 and not finite(values):
+            raise ModelError(f"{name}: {key} has infinite or NaN values; it is damaged, download or tune it again")
+
+
+def save_dequantized(file: Path, config: PreTrainedConfig, folder: Path) -> None:
+    """Write the model in a GGUF file, whose config was read before, to `folder` like any other model."""
+    with quiet_loading(), contextlib.redirect_stderr(io.StringIO()):  # transformers shows a bar of its own
+        try:
+            model, tokenizer = dequantize(file, config), tokenizer_of(file, config)
+        except ModelError:
+            raise
+        except Exception as error:  # gguf, transformers and tokenizers raise their own kinds
+            raise ModelError(f"{file}: cannot be dequantized ({first_line(error)})") from error
+        model.save_pretrained(folder, max_shard_size="5GB")
+    own = _own_entries(config)
+    save_config({**own, "architectures": [type(model).__name__]}, folder)
+    tokenizer.model_max_length = window_of(own)
+    save_tokenizer(tokenizer, folder)
+
+
+def _in_cache(file: Path) -> Path:
+    """Return the folder for what is dequantized from `file` and the tokenizer beside it, as they are now."""
+    parts = [file, file.with_name("tokenizer.json"), file.with_name("tokenizer_config.json")]
+    stats = [(str(part.resolve()), part.stat().st_size, part.stat().st_mtime_ns) for part in parts if part.is_file()]
+    return cache_folder() / "gguf" / hashlib.sha256(json.dumps(stats).encode()).hexdigest()
+
+
+def _dequantized(base: BaseModel) -> Path:
+    """Return the folder of a GGUF model in the cache, made whole if it is not there."""
+    file = Path(base.place)
+    folder = _in_cache(file)
+    making = folder.with_suffix(".partial")
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(folder.with_suffix(".lock")):
+            if not folder.is_dir():
+                shutil.rmtree(making, ignore_errors=True)
+                making.mkdir()
+                try:
+                    save_dequantized(file, base.kind.from_dict(deepcopy(dict(base.config))), making)
+                    making.rename(folder)
+                finally:
+                    shutil.rmtree(making, ignore_errors=True)
+    except OSError as error:
+        why = f"cannot be dequantized into {folder} ({error.strerror or error})"
+        advice = "make room, or name another folder in the environment variable PI_LORA_CACHE"
+        raise ModelError(f"{base.name}: {why}; {advice}") from None
+    return folder
+
+
+def load_tokenizer(path: str | Path, window: int, revision: str = "main", trust_remote_code: bool = False) -> Any:
     """Load the tokenizer of a model or run, with `window` tokens as its longest input."""
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path)
-    except (OSError, ValueError, KeyError) as error:
-        raise ModelError(f"{path}: has no tokenizer that can be read ({first_line(error)})") from None
+        tokenizer = AutoTokenizer.from_pretrained(path, revision=revision, trust_remote_code=trust_remote_code)
+    except Exception as error:  # tokenizers raises `Exception` itself
+        reason = REMOTE_CODE if _wants_code(error) else f"has no tokenizer that can be read ({first_line(error)})"
+        raise ModelError(f"{path}: {reason}") from None
     tokenizer.model_max_length = window
+    _read_special_tokens_as_text(tokenizer)
     return tokenizer
 
 
@@ -119,7 +249,9 @@ def save_tokenizer(tokenizer: Any, folder: Path) -> None:
     settings = json.loads(file.read_text(encoding="utf-8"))
     if settings["tokenizer_class"] == "TokenizersBackend":
         settings["tokenizer_class"] = "PreTrainedTokenizerFast"
-        file.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+    # Ours is how texts are read here; others may write special tokens into a chat.
+    settings |= {key: tokenizer.init_kwargs[key] for key in ("split_special_tokens",) if key in settings}
+    file.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
 
 
 def save_config(config: Config, folder: Path) -> None:
@@ -128,29 +260,18 @@ def save_config(config: Config, folder: Path) -> None:
     (folder / CONFIG_FILE).write_text(text, encoding="utf-8")
 
 
-def read_config(folder: Path) -> dict[str, Any]:
-    """Read the `config.json` of a run or model folder; raise ModelError if it is missing or not JSON."""
-    try:
-        return dict(json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8")))
-    except FileNotFoundError:
-        raise ModelError(f"{folder}: has no {CONFIG_FILE}; without it the scaling is unknown") from None
-    except (OSError, ValueError, TypeError) as error:
-        raise ModelError(f"{folder / CONFIG_FILE}: cannot be read ({first_line(error)})") from None
-
-
 def device() -> torch.device:
     """Return the accelerator if there is one, else the CPU."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def default_dtype(stored: object) -> torch.dtype:
-    """Return the dtype that a model is measured in: as stored on an accelerator, float32 on a CPU."""
-    return torch.float32 if device().type == "cpu" or stored is None else dtype_named(str(stored).split(".")[-1])
-
-
 def has_fast_bfloat16() -> bool:
-    """Return whether bfloat16 arithmetic is faster than float32: on a GPU, and on a CPU with instructions for it."""
-    return bool(torch.cuda.is_bf16_supported()) if device().type == "cuda" else has_bfloat16_instructions()
+    """Return whether bfloat16 arithmetic is faster than float32: on a GPU or CPU with instructions for it. GPUs before
+    Ampere emulate it.
+    """
+    if device().type == "cuda":
+        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
+    return has_bfloat16_instructions()
 
 
 def has_bfloat16_instructions() -> bool:
@@ -184,21 +305,105 @@ def quiet_loading() -> Iterator[None]:
         transformers_logging.set_verbosity(verbosity)
 
 
+def _read_special_tokens_as_text(tokenizer: Any) -> None:
+    """Let `</s>` in a text be four characters and not the end of it, unless a call of the tokenizer asks otherwise.
+
+    The special tokens of a Unigram model are among its pieces, with the score of the likeliest (tokenizers 0.22): they
+    get one that no text is read by.
+    """
+    tokenizer.split_special_tokens = True
+    if tokenizer.is_fast and isinstance(tokenizer.backend_tokenizer.model, Unigram):
+        model, special = json.loads(tokenizer.backend_tokenizer.to_str())["model"], set(tokenizer.all_special_tokens)
+        pieces = [(piece, NEVER if piece in special else score) for piece, score in model["vocab"]]
+        tokenizer.backend_tokenizer.model = Unigram(pieces, model["unk_id"], model["byte_fallback"])
+
+
+def _check_complete(name: str, report: Mapping[str, Any]) -> None:
+    """Raise ModelError if the weights are not exactly those that the config describes: transformers would give what is
+    missing or has another shape random values, and leave out what it does not expect.
+    """
+    mismatched = [f"{key} is {list(stored)} instead of {list(own)}" for key, stored, own in report["mismatched_keys"]]
+    kinds = {"lack": report["missing_keys"], "have": mismatched, "have beyond its config": report["unexpected_keys"]}
+    if problems := [f"{verb} {_some(names)}" for verb, names in kinds.items() if names]:
+        raise ModelError(f"{name}: its weights {', and '.join(problems)}; download all of its files")
+
+
+def _some(names: Iterable[str]) -> str:
+    first, more = sorted(names)[:SHOWN], len(list(names)) - SHOWN
+    return ", ".join(first) + (f" and {more} more" if more > 0 else "")
+
+
+def _wants_code(error: Exception) -> bool:
+    """Whether transformers refused to run a model's or tokenizer's own code."""
+    return isinstance(error, ValueError) and "trust_remote_code" in str(error)
+
+
+def _empty_model(base: BaseModel, config: Config, dtype: torch.dtype, attention: str) -> PreTrainedModel:
+    """Build the model of `base` with its own buffers, but weights in memory that is reserved and never touched: the
+    optimizer is made before FSDP, and accelerate 1.15 tells its parameters apart by their addresses.
+    """
+    with quiet_loading(), init_empty_weights():
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(
+            base.kind.from_dict(deepcopy(dict(config))),
+            trust_remote_code=base.trust_remote_code,
+            dtype=dtype,
+            attn_implementation=attention,
+        )
+    for module in model.modules():
+        for name, weight in list(module.named_parameters(recurse=False)):
+            setattr(module, name, torch.nn.Parameter(torch.empty_like(weight, device="cpu")))
+    model.tie_weights()
+    return model.eval()
+
+
+def _keep_as_quantized(model: PreTrainedModel) -> None:
+    """Let NF4 layers compute from the weights as they were quantized, whatever the processor.
+
+    On processors with AVX512-BF16, bitsandbytes 0.50 repacks a layer at its first forward in evaluation mode. It fails
+    where the inner size is no multiple of the block size of 64 or the outer one of 32, rounds the scales of the blocks
+    to bfloat16, and does not undo it for training, whose gradients then do not pass the layer.
+    """
+    from bitsandbytes.nn.modules import Linear4bit  # an optional package
+
+    for layer in model.modules():
+        if isinstance(layer, Linear4bit):
+            layer.support_avx512bf16_for_cpu = False
+
+
 def _own_entries(config: PreTrainedConfig) -> dict[str, Any]:
     """Return a config as a dictionary, without common defaults and the path it was read from."""
     common, own = PreTrainedConfig().to_dict(), config.to_dict()
     return {key: own[key] for key in own if key != "_name_or_path" and (key not in common or common[key] != own[key])}
 
 
+def _file(path: str, name: str, revision: str) -> Path | None:
+    quiet = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
+    found = cached_file(path, name, revision=revision, **quiet)
+    return Path(found) if found else None
+
+
+def _longest_input(path: str, revision: str) -> int | None:
+    """Return the longest input that the tokenizer of a model declares, in tokens, if it does."""
+    with contextlib.suppress(OSError, ValueError):
+        if file := _file(path, TOKENIZER_CONFIG_FILE, revision):
+            settings = json.loads(file.read_text(encoding="utf-8"))
+            longest = settings.get("model_max_length") if isinstance(settings, dict) else None
+            return longest if isinstance(longest, int) else None
+    return None
+
+
 def _locate(name: str) -> str:
     if name.startswith(BUILTIN):
-        folder = BUILTIN_FOLDER / name.removeprefix(BUILTIN)
-        if not folder.is_dir():
-            there = ", ".join(BUILTIN + each.name for each in sorted(BUILTIN_FOLDER.iterdir()) if each.is_dir())
-            raise ModelError(f"{name}: no such built-in model; there is {there}")
+        there = {BUILTIN + each.name: each for each in sorted(BUILTIN_FOLDER.iterdir()) if each.is_dir()}
+        if name not in there:
+            raise ModelError(f"{name}: no such built-in model; there is {', '.join(there)}")
+        return str(there[name])
+    folder = Path(os.path.expanduser(name))
+    if is_gguf(name):
+        if not folder.is_file():
+            raise ModelError(f"{name}: no such file; give the path of a GGUF file")
         return str(folder)
     looks_local = name.startswith((".", "/", "~")) or name.count("/") > 1 or Path(name).exists()
-    folder = Path(name).expanduser()
     if looks_local and not folder.is_dir():
         raise ModelError(f"{name}: no such folder; give a model folder, a hub id or {BUILTIN}tiny")
     return str(folder) if looks_local else name

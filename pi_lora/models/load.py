@@ -1,7 +1,6 @@
 """Models as users name them (bases, full weights, runs), found and loaded with their scaling."""
 
-import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -10,11 +9,14 @@ from transformers import PreTrainedModel
 
 from pi_lora.errors import ModelError
 from pi_lora.models import base as bases
-from pi_lora.models.base import ADAPTER_CONFIG_FILE, BaseModel, Placement, find_base, load_model, load_tokenizer
+from pi_lora.models.base import BaseModel, Placement, find_base
+from pi_lora.models.machine import attention_kernel
+from pi_lora.models.origin import check_origin, read_origin
+from pi_lora.models.stored import ADAPTER_CONFIG_FILE, read_adapter_settings, read_config
 from pi_lora.recipe.files import RECIPE_FILE, load_recipe
 from pi_lora.recipe.schema import Recipe
-from pi_lora.scaling.config import Config, Method, full_attention_rope, in_both_dialects, scale_of, window_of
-from pi_lora.scaling.extend import leads_to
+from pi_lora.scaling.config import Config, Method, full_attention_rope, in_both_dialects, leads_to, scale_of, window_of
+from pi_lora.types import NOTHING, Allowed
 
 
 @dataclass(frozen=True)
@@ -48,19 +50,25 @@ class FoundModel(_Scaled):
     base: BaseModel
     config: Config
     adapter: Path | None = None
+    allowed: Allowed = NOTHING
 
     @cached_property
     def tokenizer(self) -> Any:
         """The tokenizer of the run, or of the base."""
-        return load_tokenizer(self.adapter or self.base.path, self.window)
+        # Adapters made elsewhere may have none of their own.
+        own = self.adapter is not None and (self.adapter / "tokenizer_config.json").is_file()
+        return self.base.load_tokenizer(self.window, self.adapter if own else None)
 
     def load(self, dtype: str | None = None) -> "LoadedModel":
         """Read the weights: by default as stored on an accelerator, in float32 on a CPU, in bfloat16 after QLoRA."""
+        if self.adapter is not None:
+            check_origin(self.adapter, self.base, self.allowed)
         quantized = self.adapter is not None and tuned_quantized(self.adapter)
         place: Placement = "quantized" if quantized else "device"
-        name = dtype or ("bfloat16" if quantized else None)
-        wanted = bases.dtype_named(name) if name else bases.default_dtype(self.base.config.get("dtype"))
-        model = load_model(self.base, self.config, wanted, place=place).eval()
+        stored = "float32" if bases.device().type == "cpu" else str(self.base.config.get("dtype") or "float32")
+        name = dtype or ("bfloat16" if quantized else stored.removeprefix("torch."))
+        kernel = attention_kernel("auto", self.base, name == "bfloat16")
+        model = bases.load_model(self.base, self.config, bases.dtype_named(name), kernel, place).eval()
         if self.adapter is not None:
             # Imported here: PEFT takes seconds, and bases and full weights do without.
             from pi_lora.models.adapter import load_adapter
@@ -80,21 +88,23 @@ class LoadedModel(_Scaled):
     found: FoundModel | None = None
 
 
-def find(name: str, stretch: Stretch | None = None) -> FoundModel:
+def find(name: str, stretch: Stretch | None = None, allowed: Allowed = NOTHING) -> FoundModel:
     """Find a hub id, a folder of full weights, `builtin:tiny`, or a run or adapter folder with its own scaling."""
     if is_adapter(name):
         if stretch is not None:
             raise ModelError(f"{name}: brings its own scaling; leave out --original, --target and --scaling")
-        base, config = adapter_base(Path(name))
-        return FoundModel(name, base, config, Path(name))
-    base = find_base(name)
+        base, config = adapter_base(Path(name), allowed=allowed)
+        return FoundModel(name, base, config, Path(name), allowed)
+    base = find_base(name, allowed=allowed)
     interpolation = base.interpolation(stretch.method, stretch.target, stretch.original) if stretch else None
     return FoundModel(name, base, bases.extended_config(base, interpolation))
 
 
-def load(name: str, stretch: Stretch | None = None, dtype: str | None = None) -> LoadedModel:
+def load(
+    name: str, stretch: Stretch | None = None, dtype: str | None = None, allowed: Allowed = NOTHING
+) -> LoadedModel:
     """Load a model as `find` finds it."""
-    return find(name, stretch).load(dtype)
+    return find(name, stretch, allowed).load(dtype)
 
 
 def is_adapter(name: str | Path) -> bool:
@@ -102,14 +112,11 @@ def is_adapter(name: str | Path) -> bool:
     return (Path(name) / ADAPTER_CONFIG_FILE).is_file()
 
 
-def adapter_base(folder: Path, override: str | None = None) -> tuple[BaseModel, dict[str, Any]]:
+def adapter_base(
+    folder: Path, override: str | None = None, allowed: Allowed = NOTHING
+) -> tuple[BaseModel, dict[str, Any]]:
     """Return the base of an adapter folder, and the config it was tuned under; raise ModelError if they disagree."""
-    config = bases.read_config(folder)
-    adapter = json.loads((folder / ADAPTER_CONFIG_FILE).read_text(encoding="utf-8"))
-    recipe = _recipe_of(folder)
-    trusted = recipe is not None and recipe.model.trust_remote_code
-    revision = adapter.get("revision") or "main"
-    base = find_base(override) if override else find_base(adapter["base_model_name_or_path"], revision, trusted)
+    config, base = read_config(folder), base_of_adapter(folder, override, allowed)
     own = in_both_dialects(base.config)
     keys = ("model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
     sizes = {key: (own.get(key), config.get(key)) for key in keys}
@@ -120,6 +127,21 @@ def adapter_base(folder: Path, override: str | None = None) -> tuple[BaseModel, 
     if differing:
         raise ModelError(f"{folder}: was not tuned from {base.name}: {'; '.join(differing)}; name its own base")
     return base, config
+
+
+def base_of_adapter(folder: Path, override: str | None = None, allowed: Allowed = NOTHING) -> BaseModel:
+    """Return the base that an adapter folder names, or `override`; raise ModelError if there is neither."""
+    if override:
+        return find_base(override, allowed=allowed)
+    adapter, known = read_adapter_settings(folder), read_origin(folder)
+    if not (name := adapter.base_model_name_or_path):
+        how = f"name it there, or merge them: pi-lora merge {folder} --base MODEL"
+        raise ModelError(f"{folder / ADAPTER_CONFIG_FILE}: base_model_name_or_path: is missing; {how}")
+    revision = adapter.revision or "main"
+    if known and (known.commit or (known.place and Path(known.place).exists())):
+        # Where it was then: a relative path means another folder from elsewhere, and branches move.
+        return replace(find_base(known.place or name, known.commit or revision, allowed), name=name)
+    return find_base(name, revision, allowed)
 
 
 def tuned_quantized(folder: Path) -> bool:

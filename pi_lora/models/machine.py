@@ -1,13 +1,52 @@
-"""The machine and the libraries that a model is computed with: in the provenance of a run, and in reports of bugs."""
+"""The machine that a model is computed with: kernels, versions, and what a report of a bug needs."""
 
 import importlib.metadata
 import os
 import platform
-from collections.abc import Iterator
 from contextlib import suppress
 
+import psutil
+import torch
+from transformers import PreTrainedModel
+from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available, is_flash_attn_4_available
+
+from pi_lora.models.base import BaseModel, device, has_bfloat16_instructions, has_fast_bfloat16
+
+SDPA = "sdpa"
 LIBRARIES = ("pi-lora", "torch", "transformers", "trl", "peft", "accelerate", "datasets", "safetensors")
 OPTIONAL = ("bitsandbytes", "flash-attn", "lm-eval", "kernels", "vllm")
+# By the major number of the GPU's compute capability. FlashAttention 3 and 4 each support one generation (Shah et al.
+# 2024 for Hopper). torch's own flash kernel is FlashAttention 2, so installing that package gains nothing.
+_MADE_FOR = {
+    9: ("flash_attention_3", is_flash_attn_3_available),
+    10: ("flash_attention_4", is_flash_attn_4_available),
+}
+
+
+def attention_kernel(asked: str, base: BaseModel | None, in_bfloat16: bool, context_parallel: int = 1) -> str:
+    """Return the kernel by transformers' name: the one asked for, or for `auto` the one written for this GPU if it is
+    installed and models of the kind of `base` support it, else torch's, which chooses between cuDNN's and its own.
+    FlashAttention does not support float32, and context parallelism supports only torch's kernel (accelerate 1.15).
+    """
+    if asked != "auto":
+        return asked
+    if device().type == "cpu" or not in_bfloat16 or context_parallel > 1:
+        return SDPA
+    generation, _ = torch.cuda.get_device_capability()
+    name, is_present = _MADE_FOR.get(generation, (SDPA, lambda: True))
+    return name if is_present() and (base is None or _supports(base.skeleton, name)) else SDPA
+
+
+def _supports(model: PreTrainedModel, kernel: str) -> bool:
+    """Return whether transformers computes a model with a kernel of FlashAttention; some models name those that do."""
+    compatible = model._compatible_flash_implementations
+    return bool(model._supports_flash_attn) and (compatible is None or kernel in compatible)
+
+
+def nf4_kernel(device_type: str) -> str:
+    """Return what multiplies by NF4 weights on `cpu` or `cuda`, with its version."""
+    how = "weights dequantized" if device_type == "cpu" else "bitsandbytes' choice of CUDA kernel"
+    return f"bitsandbytes {importlib.metadata.version('bitsandbytes')}, NF4, {how}"
 
 
 def versions(names: tuple[str, ...] = LIBRARIES) -> dict[str, str]:
@@ -26,18 +65,16 @@ def hardware() -> str:
 
 def facts() -> dict[str, str]:
     """Return what a report of a bug needs, by name: libraries, system, processor, memory, GPUs, kernels."""
-    import psutil
-    import torch
-
-    from pi_lora.models.attention import SDPA, attention_kernel, flash_attention_kernels
-    from pi_lora.models.base import device, has_bfloat16_instructions, has_fast_bfloat16
-    from pi_lora.models.nf4 import nf4_kernel
-
     libraries, in_bfloat16 = versions(LIBRARIES + OPTIONAL), has_fast_bfloat16()
-    kernels = ", ".join([SDPA, "eager", *flash_attention_kernels()])
+    flash = {"flash_attention_2": is_flash_attn_2_available, **dict(_MADE_FOR.values())}
+    kernels = ", ".join([SDPA, "eager", *(name for name, is_present in flash.items() if is_present())])
     instructions = "with" if has_bfloat16_instructions() else "without"
     name = torch.cpu.get_capabilities().get("cpu_name") or platform.processor()
     memory = psutil.virtual_memory()
+    gpus = [
+        f"{gpu.name}, {gpu.total_memory / 2**30:.1f} GiB, compute capability {gpu.major}.{gpu.minor}"
+        for gpu in map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
+    ]
     return {
         **libraries,
         "Python": platform.python_version(),
@@ -45,17 +82,9 @@ def facts() -> dict[str, str]:
         "processor": f"{name}, {hardware()}, {instructions} bfloat16 instructions; torch uses "
         f"{torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads",
         "memory": f"{memory.total / 2**30:.1f} GiB, {memory.available / 2**30:.1f} GiB available",
-        "GPUs": "; ".join(_gpus()) or "none",
+        "GPUs": "; ".join(gpus) or "none",
         "CUDA": torch.version.cuda or "none: torch is built for CPUs",
         "precision": f"training.precision: auto is {'bfloat16' if in_bfloat16 else 'float32'}",
-        "attention": f"model.attention: auto is {attention_kernel('auto', in_bfloat16)}; there are {kernels}",
+        "attention": f"model.attention: auto is {attention_kernel('auto', None, in_bfloat16)}; there are {kernels}",
         "quantization": nf4_kernel(device().type) if "bitsandbytes" in libraries else "none: no bitsandbytes",
     }
-
-
-def _gpus() -> Iterator[str]:
-    import torch
-
-    for index in range(torch.cuda.device_count()):
-        gpu = torch.cuda.get_device_properties(index)
-        yield f"{gpu.name}, {gpu.total_memory / 2**30:.1f} GiB, compute capability {gpu.major}.{gpu.minor}"

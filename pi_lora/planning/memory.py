@@ -11,10 +11,10 @@ and what is below one percent: the log-sum-exp of attention, the norms' inverse 
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from pi_lora.planning.gpus import GIB
 from pi_lora.planning.shape import Shape, trained_parameters
 from pi_lora.recipe.schema import Recipe, Tuning
 
+GIB = 2**30
 FLOAT32, BFLOAT16 = 4, 2
 # Bytes per weight in NF4 with double quantization (Dettmers et al. 2023, section 3): 4 bits, an 8-bit scale for each 64
 # weights, and a float32 scale for each 256 of those: 0.5 + 1/64 + 4/(64 * 256) bytes, or 4.127 bits.
@@ -23,13 +23,17 @@ NF4 = 0.5 + 1 / 64 + 4 / (64 * 256)
 OVERHEAD = round(1.5 * GIB)
 COMPONENTS = ("weights", "gradients", "optimizer", "activations", "logits")
 # AdamW's two moments have the precision of what they are of; bitsandbytes' take a byte each, and a float32 scale for
-# each 256. Paged ones may leave a full device, which is not counted on.
+# each 256; those of embeddings stay in 32 bits (transformers 5.23). Paged ones may leave a full device, which is not
+# counted on.
 ADAMW_MOMENTS = 2
 ADAMW_8BIT = 2 * (1 + 4 / 256)
 # Bytes per pair of tokens and head: softmax in float32 and its bfloat16 copy, and one more of each in the backward.
 EAGER_SCORE = 12
 # The chunked loss of TRL 1.16 works on tiles of the logits (trl/kernels/chunked_logprob.py, trl/trainer/utils.py).
 LOSS_TILE_TOKENS, LOSS_TILE_VOCABULARY = 4096, 32768
+# Its kernels fuse what they do to a tile; without Triton, as on a CPU, the backward holds seven float32 tensors of the
+# tile's size and a mask of bytes beside it.
+LOSS_TILE_UNFUSED = 7 * FLOAT32 + 1
 # Running maximum, sums, target logit and the like, in float32 per token (the same file).
 LOSS_STATISTICS = 12
 # With offloading, saved inputs on the device at once: one on its way out, one in use, two on their way in
@@ -67,11 +71,14 @@ _AROUND_CHUNKS = 3
 
 
 class DeviceMemory(NamedTuple):
-    """Bytes on one device: the most of each component, and of their sum, which need not coincide; and on its host."""
+    """Bytes on one device: the most of each component, and of their sum, which need not coincide; on its host while it
+    trains; and on the host of the first while the weights are loaded.
+    """
 
     components: Mapping[str, int]
     highest: int
     host: int
+    loading: int
 
     @property
     def peak(self) -> int:
@@ -80,25 +87,33 @@ class DeviceMemory(NamedTuple):
 
 
 def memory(
-    shape: Shape, recipe: Recipe, original: int, on_cpu: bool = False, bytes_per_number: int | None = None
+    shape: Shape, recipe: Recipe, original: int, on_cpu: bool = False, has_bfloat16: bool = True
 ) -> DeviceMemory:
-    """Return bytes on one device over a training step of a model whose own window has `original` tokens.
+    """Return bytes on one device over a training step of a model whose own window has `original` tokens. A GPU that has
+    no bfloat16 computes in float32.
 
     Four moments are compared: the loss, the backward through the last layer (every saved input is still there), through
-    the first (every gradient already is), and the optimizer's step. `bytes_per_number` is that of the base's weights,
-    for runs that no recipe describes (bfloat16 weights that train).
+    the first (every gradient already is), and the optimizer's step.
     """
     training, tuning, hardware = recipe.training, recipe.tuning, recipe.hardware
-    tokens, full = tokens_at_once(recipe, original), tuning.method == "full"
-    dtype = recipe.model.dtype or ("float32" if full or on_cpu else "bfloat16")
-    base_number = bytes_per_number or (FLOAT32 if dtype == "float32" else BFLOAT16)
+    length, full = sequence_length(recipe, original), tuning.method == "full"
+    # What one device holds in a forward pass.
+    tokens = training.per_device_batch_size * -(-length // hardware.context_parallel)
+    if training.precision == "auto" and not has_bfloat16:
+        recipe = recipe.model_copy(update={"training": training.model_copy(update={"precision": "float32"})})
+        training = recipe.training
+    dtype = recipe.model.dtype or ("float32" if full or on_cpu or not has_bfloat16 else "bfloat16")
+    base_number = FLOAT32 if dtype == "float32" else BFLOAT16
     # FSDP2 shards the weights of a full or LoRA run over all GPUs; NF4 weights and CPUs hold plain copies.
-    shards = hardware.processes if tuning.method != "qlora" and hardware.gpus is not None else 1
+    shards = hardware.processes if recipe.sharded else 1
     wide_stream = base_number == FLOAT32 and shards == 1
     # The base itself trains in its own precision; what trains beside it is float32 (rule 4 of docs/design.md).
     trained, trained_number = trained_parameters(shape, tuning), base_number if full else FLOAT32
-    moment_bytes = ADAMW_8BIT if training.optimizer == "paged_adamw_8bit" else ADAMW_MOMENTS * trained_number
-    optimizer = round(trained * moment_bytes / shards)
+    moments = float(trained * ADAMW_MOMENTS * trained_number)
+    if training.optimizer == "paged_adamw_8bit":
+        in_32_bits = shape.embedding if full or tuning.embeddings_and_norms else 0
+        moments = in_32_bits * ADAMW_MOMENTS * FLOAT32 + (trained - in_32_bits) * ADAMW_8BIT
+    optimizer = round(moments / shards)
     base = base_bytes(shape, tuning.method == "qlora", base_number)
     weights = (base + (0 if full else trained * FLOAT32)) // shards
     gradients = trained * trained_number // shards
@@ -109,35 +124,31 @@ def memory(
         gradients += 2 * shape.layer * BFLOAT16 if full else 0
     elif hardware.processes > 1:
         gradients *= 2  # DistributedDataParallel's buckets
-    kept, working = _activations(shape, recipe, original, wide_stream, gathered=shards > 1)
-    logits = loss_bytes(shape, tuning, tokens, wide_stream)
+    kept, working = _activations(shape, recipe, length, tokens, wide_stream, gathered=shards > 1)
+    logits = loss_bytes(shape, tuning, tokens, wide_stream, on_cpu, training.precision == "float32")
     # Autocast keeps bfloat16 copies of float32 weights that train until the forward pass ends.
     cast = full and wide_stream and training.precision != "float32"
     casts = (shape.linear_weights + shape.experts) * BFLOAT16 if cast else 0
     recast = 0 if training.activation_checkpointing else casts
     head_gradient = shape.embedding * trained_number // shards if _head_trains(shape, tuning) else 0
     accumulates = training.global_batch_size > training.per_device_batch_size * hardware.data_parallel
-    moments = (
+    at_moments = (
         (weights + casts, gradients if accumulates else 0, optimizer, kept, logits),
         (weights + recast, gradients if accumulates else head_gradient, optimizer, kept + working, 0),
         (weights, gradients, optimizer, working + kept // shape.layers, 0),
         (weights, gradients, optimizer, 0, 0),
     )
-    most = map(max, zip(*moments, strict=True))
+    most = map(max, zip(*at_moments, strict=True))
     # Offloading pins host memory for each device.
     host = saved_inputs(shape, tokens) if hardware.offload_activations else 0
-    return DeviceMemory(dict(zip(COMPONENTS, most, strict=True)), max(map(sum, moments)), host)
+    # NF4 is made on the device, a tensor at a time; a CPU's weights are loaded where they stay.
+    loading = 0 if on_cpu or tuning.method == "qlora" else base
+    return DeviceMemory(dict(zip(COMPONENTS, most, strict=True)), max(map(sum, at_moments)), host, loading)
 
 
 def sequence_length(recipe: Recipe, original: int) -> int:
-    """Return the tokens of a training sequence: L', or L of them under PoSE (`data.positions: skip`)."""
-    return original if recipe.data.positions == "skip" else recipe.context.target
-
-
-def tokens_at_once(recipe: Recipe, original: int) -> int:
-    """Return the tokens that one device holds in a forward pass."""
-    share = -(-sequence_length(recipe, original) // recipe.hardware.context_parallel)
-    return recipe.training.per_device_batch_size * share
+    """Return the tokens of a training sequence: L', or at most L of them under PoSE (`data.positions: skip`)."""
+    return recipe.data.tokens_per_sequence(original, recipe.context.target)
 
 
 def base_bytes(shape: Shape, quantized: bool, bytes_per_number: int) -> int:
@@ -152,12 +163,15 @@ def saved_inputs(shape: Shape, tokens: int, wide_stream: bool = False, offloaded
     return resident * tokens * shape.hidden * (FLOAT32 if wide_stream else BFLOAT16)
 
 
-def loss_bytes(shape: Shape, tuning: Tuning, tokens: int, wide_stream: bool) -> int:
+def loss_bytes(
+    shape: Shape, tuning: Tuning, tokens: int, wide_stream: bool, on_cpu: bool = False, in_float32: bool = False
+) -> int:
     """Return bytes of TRL's chunked loss: a tile of logits, the final hidden states with gradient, the head's gradient.
 
     It never holds `tokens x vocabulary`; gradients of the hidden states and of the head are summed in float32.
     """
-    tile = min(tokens, LOSS_TILE_TOKENS) * min(shape.vocabulary, LOSS_TILE_VOCABULARY) * BFLOAT16
+    per_logit = (FLOAT32 if in_float32 else BFLOAT16) + (LOSS_TILE_UNFUSED if on_cpu else 0)
+    tile = min(tokens, LOSS_TILE_TOKENS) * min(shape.vocabulary, LOSS_TILE_VOCABULARY) * per_logit
     stream = FLOAT32 if wide_stream else BFLOAT16
     hidden = tokens * shape.hidden * (stream + FLOAT32 + stream)
     head = shape.embedding * FLOAT32 if _head_trains(shape, tuning) else 0
@@ -168,16 +182,18 @@ def _head_trains(shape: Shape, tuning: Tuning) -> bool:
     return tuning.method == "full" or (shape.tied and tuning.embeddings_and_norms)
 
 
-def _activations(shape: Shape, recipe: Recipe, original: int, wide_stream: bool, gathered: bool) -> tuple[int, int]:
+def _activations(
+    shape: Shape, recipe: Recipe, length: int, tokens: int, wide_stream: bool, gathered: bool
+) -> tuple[int, int]:
     """Return bytes kept from the forward pass, and bytes at work on top of them inside one layer."""
-    training, hardware, tokens = recipe.training, recipe.hardware, tokens_at_once(recipe, original)
+    training, hardware = recipe.training, recipe.hardware
     mlp_share = min(1.0, (training.mlp_chunk_tokens or tokens) / tokens)
     in_layer = layer_bytes(shape, recipe.tuning, wide_stream, gathered, hardware.context_parallel, mlp_share)
     # Float32 arithmetic keeps everything twice as wide.
     width = 2 if training.precision == "float32" else 1
     # The `eager` kernel alone materializes the attention weights of a layer.
     eager = training.per_device_batch_size if recipe.model.attention == "eager" else 0
-    scores = eager * shape.heads * sequence_length(recipe, original) ** 2 * EAGER_SCORE
+    scores = eager * shape.heads * length**2 * EAGER_SCORE
     kept_in_layer, peak_in_layer = (width * per_token * tokens + scores for per_token in in_layer)
     if recipe.tuning.method == "qlora":
         # NF4 unpacks one linear layer at a time to bfloat16.

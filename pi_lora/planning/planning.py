@@ -1,24 +1,100 @@
-"""Recipe to plan: memory of each device, tokens, operations and hours, from the shape of the model alone."""
+"""Recipe to plan: memory of each device, tokens, operations and hours, from the shape of the model alone; and the
+memory and arithmetic of the devices that can be planned for.
+"""
 
+import json
+import os
+import re
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 from typing import NamedTuple
 
-from pi_lora.errors import PiLoraError
-from pi_lora.planning.gpus import CPU, GPUS, Gpu
-from pi_lora.planning.memory import OVERHEAD, DeviceMemory, memory, sequence_length
-from pi_lora.planning.shape import Shape, adapter_parameters, find_shape, trained_parameters
-from pi_lora.recipe.schema import Recipe, Tuning
-from pi_lora.scaling.config import Interpolation, window_of
-from pi_lora.scaling.extend import check_extendable, check_reach
-from pi_lora.types import Json
+from pydantic import TypeAdapter
 
+from pi_lora.errors import PiLoraError
+from pi_lora.planning.memory import GIB, OVERHEAD, DeviceMemory, memory, sequence_length
+from pi_lora.planning.shape import Shape, adapter_parameters, trained_parameters
+from pi_lora.recipe.schema import Recipe, Tuning
+from pi_lora.scaling.config import Config, Interpolation, check_extendable, check_reach, window_of
+from pi_lora.types import NOTHING, Allowed, Json
+
+# Config and shape of the hub models that the recipes name, so that these are planned offline and without torch.
+CONFIGS = Path(__file__).parent / "configs"
+BUILTIN_MODELS = Path(__file__).parents[1] / "builtin"
 # Assumed: the share of a device's peak that a run reaches, recomputation counted as work. `full` lies between two
 # published runs: Qwen3-8B at 1M tokens on 8 H100 (TRL's long-context guide: 380 s per step, 0.45) and LLaMA-7B at 64k
 # on 8 A100 (EasyContext: 10,240 tokens/s, 0.50). None is published for LoRA or QLoRA at these lengths: LoRA adds small
 # products and casts, QLoRA unpacks every weight three times. The CPU's share gives the demo's 760 steps the five
 # minutes that they take on two cores.
-ASSUMED_UTILIZATION = {"full": 0.45, "lora": 0.40, "qlora": 0.30}
-ASSUMED_UTILIZATION_OF_CPU = 0.38
+ASSUMED_UTILIZATION = {"full": 0.45, "lora": 0.40, "qlora": 0.30, "cpu": 0.38}
+MIB = 2**20
+CPU = "cpu"
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A device by name: its memory in bytes; its dense peak in FLOP/s, if it is known, in bfloat16 with float32
+    accumulation, or in float32 where it has no bfloat16; and where these are from.
+    """
+
+    name: str
+    memory: int
+    peak: float | None
+    source: str
+    bfloat16: bool = True
+
+
+# Memory is what nvidia-smi reports. Ordered by memory: the first that holds a recipe is the smallest that does.
+_KNOWN = (
+    Gpu("T4", 15360 * MIB, 8.1e12, "NVIDIA T4 data sheet: float32, since Turing has no bfloat16", bfloat16=False),
+    Gpu("A10G", 23028 * MIB, 70e12, "NVIDIA A10G data sheet"),
+    Gpu("L4", 23034 * MIB, 121e12, "NVIDIA L4 data sheet: half of the figure with sparsity"),
+    Gpu("4090", 24564 * MIB, 165.2e12, "NVIDIA Ada GPU architecture whitepaper, appendix A"),
+    Gpu("3090", 24576 * MIB, 71e12, "NVIDIA Ampere GA102 whitepaper, appendix A"),
+    Gpu("5090", 32607 * MIB, 209.5e12, "NVIDIA RTX Blackwell GPU architecture whitepaper, appendix A"),
+    Gpu("A100-40", 40960 * MIB, 312e12, "NVIDIA A100 data sheet"),
+    Gpu("L40S", 46068 * MIB, 362e12, "NVIDIA L40S data sheet: half of the figure with sparsity"),
+    Gpu("A6000", 49140 * MIB, 154.8e12, "NVIDIA Ampere GA102 whitepaper, appendix C"),
+    Gpu("6000-Ada", 49140 * MIB, 364.2e12, "NVIDIA Ada GPU architecture whitepaper, RTX 6000 Ada Generation"),
+    Gpu("H100", 81559 * MIB, 989.4e12, "NVIDIA H100 SXM data sheet: half of the figure with sparsity"),
+    Gpu("A100-80", 81920 * MIB, 312e12, "NVIDIA A100 data sheet"),
+    Gpu("H200", 143771 * MIB, 989.4e12, "NVIDIA H200 SXM data sheet: half of the figure with sparsity"),
+    Gpu("B200", 183359 * MIB, 2250e12, "NVIDIA HGX B200 data sheet: half of the figure with sparsity, of one of eight"),
+    # A modest machine rather than this one, so that a plan says the same everywhere.
+    Gpu(CPU, 16 * GIB, 0.384e12, "two cores at 3 GHz with 64 float32 operations a cycle (AVX-512)"),
+)
+GPUS = {gpu.name: gpu for gpu in _KNOWN}
+
+
+def find_gpu(name: str) -> Gpu:
+    """Return a device of the table by its name in any case, or any by its memory in GB (10^9 bytes); raise PiLoraError
+    if it is neither.
+
+    >>> find_gpu("h100").name, find_gpu("48GB").memory
+    ('H100', 48000000000)
+    """
+    for known, gpu in GPUS.items():
+        if known.lower() == name.lower():
+            return gpu
+    if size := re.fullmatch(r"([1-9]\d{0,3}) ?GB", name, re.IGNORECASE):
+        return Gpu(f"{size[1]} GB", int(size[1]) * 10**9, None, "its name")
+    raise PiLoraError(f"--gpu: {name}: unknown device; name one of {', '.join(GPUS)}, or its memory, as 48GB")
+
+
+def gpu_of_device(device_name: str, memory: int, bfloat16: bool = True) -> Gpu:
+    """Return the device that torch calls `device_name` and gives `memory` bytes, with its peak if the table knows it; a
+    slice of one (MIG) has its share of seven.
+
+    >>> gpu_of_device("NVIDIA A100-SXM4-80GB", 85_100_000_000).peak
+    312000000000000.0
+    """
+    words = set(re.findall(r"\w+", device_name))
+    alike = [gpu for gpu in GPUS.values() if words >= set(gpu.name.split("-")) - {"40", "80"}]
+    peak = alike[0].peak if alike and "Laptop" not in words else None
+    if peak and (slices := re.search(r"MIG (\d)g", device_name)):
+        peak *= int(slices[1]) / 7
+    return Gpu(device_name, memory, peak, "torch.cuda.get_device_properties", bfloat16)
 
 
 class Flops(NamedTuple):
@@ -27,11 +103,6 @@ class Flops(NamedTuple):
     forward: float
     recomputation: float
     backward: float
-
-    @property
-    def total(self) -> float:
-        """The sum of the three."""
-        return self.forward + self.recomputation + self.backward
 
 
 @dataclass(frozen=True)
@@ -55,11 +126,6 @@ class Plan:
     flops: Flops
 
     @property
-    def devices(self) -> int:
-        """Devices over all machines."""
-        return self.recipe.hardware.processes
-
-    @property
     def fits(self) -> bool:
         """Whether each device has the memory."""
         return self.memory.peak <= self.gpu.memory
@@ -70,34 +136,33 @@ class Plan:
         return self.tokens_per_step * self.recipe.training.steps
 
     @property
-    def parameters(self) -> int:
-        """Parameters of the base."""
-        return self.target.shape.parameters
-
-    @property
     def utilization(self) -> float:
         """The assumed share of the devices' peak."""
-        on_cpu = self.gpu.name == CPU
-        return ASSUMED_UTILIZATION_OF_CPU if on_cpu else ASSUMED_UTILIZATION[self.recipe.tuning.method]
+        return ASSUMED_UTILIZATION[CPU if self.gpu.name == CPU else self.recipe.tuning.method]
 
     @property
-    def hours(self) -> float:
-        """Hours of training at the assumed utilization; loading, evaluation and saving come on top."""
-        return self.flops.total / (self.gpu.peak * self.devices * self.utilization) / 3600
+    def hours(self) -> float | None:
+        """Hours of training at the assumed utilization, if the device's peak is known; loading, evaluation and saving
+        come on top.
+        """
+        if self.gpu.peak is None:
+            return None
+        return sum(self.flops) / (self.gpu.peak * self.recipe.hardware.processes * self.utilization) / 3600
 
     def as_json(self) -> Json:
         """Return the plan as `--json` writes it."""
         return {
             "gpu": self.gpu.name,
-            "gpus": self.devices,
+            "gpus": self.recipe.hardware.processes,
             "machines": self.recipe.hardware.machines,
             "bytes": dict(self.memory.components),
             "overhead_bytes": OVERHEAD,
             "peak_bytes_per_gpu": self.memory.peak,
             "memory_bytes_per_gpu": self.gpu.memory,
             "host_bytes_per_gpu": self.memory.host,
+            "host_bytes_to_load": self.memory.loading,
             "fits": self.fits,
-            "parameters": self.parameters,
+            "parameters": self.target.shape.parameters,
             "trained_parameters": self.trained,
             "tokens_per_step": self.tokens_per_step,
             "tokens": self.tokens,
@@ -108,9 +173,9 @@ class Plan:
         }
 
 
-def target_of(recipe: Recipe) -> Target:
+def target_of(recipe: Recipe, allowed: Allowed = NOTHING) -> Target:
     """Find the model of `recipe`, build it on the meta device, and check that it can be extended as the recipe says."""
-    config, shape = find_shape(recipe.model.name, recipe.model.revision, recipe.model.trust_remote_code)
+    config, shape = find_shape(recipe.model.name, recipe.model.revision, allowed)
     if recipe.scaling == "keep":
         check_reach(recipe.model.name, config, recipe.context.target)
         return Target(shape, window_of(config))
@@ -119,11 +184,37 @@ def target_of(recipe: Recipe) -> Target:
     return Target(shape, original)
 
 
+@cache
+def find_shape(name: str, revision: str = "main", allowed: Allowed = NOTHING) -> tuple[Config, Shape]:
+    """Return the config and shape of a model: a shipped one, a folder, or else a hub id."""
+    shipped = shipped_config(name)
+    # Another revision than the main one may have another shape.
+    if revision == "main" and (shipped / "shape.json").is_file() and not os.path.isdir(name):
+        config, shape = ((shipped / file).read_text(encoding="utf-8") for file in ("config.json", "shape.json"))
+        return json.loads(config), TypeAdapter(Shape).validate_json(shape)
+    # Imported here: torch and transformers take seconds, and what is shipped does without.
+    from pi_lora.models.base import find_base
+    from pi_lora.planning.counting import shape_of
+
+    base = find_base(name, revision, allowed)
+    return base.config, shape_of(base.skeleton)
+
+
+def shipped_config(name: str) -> Path:
+    """Return the folder where the config and shape of a hub or built-in model are shipped, if they are."""
+    if name.startswith("builtin:"):
+        return BUILTIN_MODELS / name.removeprefix("builtin:")
+    return CONFIGS / name.replace("/", "--")
+
+
 def plan_recipe(recipe: Recipe, target: Target, gpu: Gpu | None = None) -> Plan:
-    """Plan `recipe` on `gpu`, or on the smallest device of the table that fits it (the CPU without GPUs)."""
+    """Plan `recipe` on `gpu`, or on the smallest device of the table that fits it and has bfloat16 (the CPU without
+    GPUs).
+    """
     if gpu is None:
         on_gpus = recipe.hardware.gpus is not None
-        plans = [plan_recipe(recipe, target, each) for each in GPUS.values() if (each.name != CPU) == on_gpus]
+        devices = [each for each in GPUS.values() if each.bfloat16 and (each.name != CPU) == on_gpus]
+        plans = [plan_recipe(recipe, target, each) for each in devices]
         return next((plan for plan in plans if plan.fits), plans[-1])
     on_cpu = gpu.name == CPU
     if on_cpu and recipe.hardware.gpus is not None:
@@ -135,7 +226,7 @@ def plan_recipe(recipe: Recipe, target: Target, gpu: Gpu | None = None) -> Plan:
         target=target,
         gpu=gpu,
         trained=trained_parameters(shape, recipe.tuning),
-        memory=memory(shape, recipe, target.original, on_cpu),
+        memory=memory(shape, recipe, target.original, on_cpu, gpu.bfloat16),
         tokens_per_step=training.global_batch_size * tokens,
         flops=flops_of_sequences(shape, recipe.tuning, tokens, training.activation_checkpointing, sequences),
     )

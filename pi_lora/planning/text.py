@@ -1,14 +1,34 @@
-"""A plan in words: for `pi-lora plan`, and the first lines of every training."""
+"""A plan in words, for `pi-lora plan` and the first lines of every training; and what to change when a recipe does not
+fit, or when there is room to be faster, found by planning the changes.
+"""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-from pi_lora.planning.advice import advice, faster
-from pi_lora.planning.gpus import CPU, GIB, GPUS, MIB, Gpu
-from pi_lora.planning.memory import OVERHEAD
-from pi_lora.planning.planning import ASSUMED_UTILIZATION, ASSUMED_UTILIZATION_OF_CPU, Plan, plan_recipe, target_of
+from jinja2 import Template
+from pydantic import ValidationError
+
+from pi_lora.planning.memory import GIB, OVERHEAD
+from pi_lora.planning.planning import ASSUMED_UTILIZATION, CPU, GPUS, MIB, Gpu, Plan, plan_recipe, target_of
 from pi_lora.recipe.files import load_recipe, recipe_paths, recipe_summary
+from pi_lora.recipe.schema import Recipe
+from pi_lora.types import NOTHING, Allowed
+
+Changes = Mapping[str, Any]
+# A chunk is long enough to keep a GPU busy, and short compared with the windows that do not fit.
+_MLP_IN_CHUNKS: Changes = {"training.mlp_chunk_tokens": 4096}
+_OFFLOAD: Changes = {"hardware.offload_activations": True}
+_ONE_AT_A_TIME: Changes = {"training.per_device_batch_size": 1}
+# Undo what costs most time to save memory; activations that are not checkpointed are not offloaded either.
+_FASTER: tuple[Changes, ...] = (
+    {"training.activation_checkpointing": False, "hardware.offload_activations": False},
+    {"hardware.offload_activations": False},
+)
+# How far a measured peak may lie above the planned one; room is what is left beyond it.
+MARGIN = 1.15
+GPUS_OF_A_MACHINE, MOST_MACHINES = 8, 16
 
 
 def plan_lines(plan: Plan) -> list[str]:
@@ -18,14 +38,15 @@ def plan_lines(plan: Plan) -> list[str]:
     if recipe.scaling == "keep":
         windows = f"{plan.target.original} tokens as it is, examples of at most {target}"
     trained = "all" if recipe.tuning.method == "full" else f"{_count(plan.trained)} beside"
+    each = "each of " if recipe.hardware.processes > 1 else ""
     lines = [
         f"{recipe.model.name}: {windows}, {recipe.scaling}, "
-        f"{recipe.tuning.method}; {trained} {_count(plan.parameters)} parameters train",
-        f"memory: {_gib(plan.memory.peak)} of {_gib(plan.gpu.memory)} GiB on {'each of ' if plan.devices > 1 else ''}"
-        f"{machinery(plan)}" + (f", {_gib(plan.memory.host)} GiB of its host" if plan.memory.host else ""),
+        f"{recipe.tuning.method}; {trained} {_count(plan.target.shape.parameters)} parameters train",
+        f"memory: {_gib(plan.memory.peak)} of {_gib(plan.gpu.memory)} GiB on {each}{machinery(plan)}"
+        + (f", {_gib(plan.memory.host)} GiB of its host" if plan.memory.host else "")
+        + (f"; {_gib(plan.memory.loading)} GiB of the first host to load it" if plan.memory.loading else ""),
         f"time: {recipe.training.steps} steps of {plan.tokens_per_step:,} tokens, {_count(plan.tokens)} in all, "
-        f"{plan.flops.total:.1e} FLOPs: about {hours_in_words(plan.hours)} "
-        f"at {plan.utilization:.0%} of the peak (assumed)",
+        f"{sum(plan.flops):.1e} FLOPs: {_duration(plan)}",
     ]
     if not plan.fits:
         change = advice(plan)
@@ -33,10 +54,16 @@ def plan_lines(plan: Plan) -> list[str]:
         lines.append(f"it does not fit on {plan.gpu.name}; {remedy}")
     elif found := faster(plan):
         change, changed = found
-        saved = 1 - changed.flops.total / plan.flops.total
+        saved = 1 - sum(changed.flops) / sum(plan.flops)
         operations = f", {saved:.0%} fewer operations" if saved else ""
         lines.append(f"there is room to be faster: {change}: {_gib(changed.memory.peak)} GiB{operations}")
     return lines
+
+
+def _duration(plan: Plan) -> str:
+    if plan.hours is None:
+        return "no hours, since the peak of this device is not known"
+    return f"about {hours_in_words(plan.hours)} at {plan.utilization:.0%} of the peak (assumed)"
 
 
 def component_lines(plan: Plan) -> list[tuple[str, str]]:
@@ -59,7 +86,7 @@ def machinery(plan: Plan) -> str:
     """Return how many of which device, on how many machines."""
     hardware = plan.recipe.hardware
     machines = f" ({hardware.machines} machines)" if hardware.machines > 1 else ""
-    return f"{plan.devices} x {plan.gpu.name}{machines}"
+    return f"{hardware.processes} x {plan.gpu.name}{machines}"
 
 
 def hours_in_words(hours: float) -> str:
@@ -86,46 +113,102 @@ def _count(number: int) -> str:
     return f"{number / 1e9:.3g} B" if number >= 1e9 else f"{number / 1e6:.3g} M"
 
 
-_PAGE_HEADER = """\
-# Recipes
+def advice(plan: Plan) -> str | None:
+    """Return the overrides of the cheapest change after which a plan fits, or None where none is known.
 
-Written by `pi-lora recipes --markdown`. Every figure is planned from a recipe and its model's config,
-none is measured; `pi-lora plan RECIPE` says more, and plans for other hardware.
-"""
-_TABLE_HEADER = """
-## {title}
-
-| recipe | what it makes | hardware | memory of each | time | tokens | paper |
-|---|---|---|---|---|---|---|
-"""
-_SHARES = ", ".join(f"{share:.0%} with {method}" for method, share in ASSUMED_UTILIZATION.items())
-_ASSUMPTIONS = f"""
-## What the figures rest on
-
-Memory is each device's highest moment of a training step, with {OVERHEAD / GIB:.1f} GiB assumed for the
-device's context and its libraries. Time is that of the training steps alone: no loading, evaluation or
-saving. It assumes that a GPU reaches this share of its dense bfloat16 peak: {_SHARES};
-and two CPU cores {ASSUMED_UTILIZATION_OF_CPU:.0%} of theirs. The share of full tuning lies between two
-published runs, that of the CPU is the demo's; those of LoRA and QLoRA have no published run, so take their hours as
-an order of magnitude.
-"""
+    Tried in this order, each alone and then with the three that cost only time: chunked MLPs, offloaded activations,
+    one sequence at a time, QLoRA, more GPUs, a shorter target.
+    """
+    return next((overrides for overrides, changed in _replanned(plan, _changes(plan)) if changed.fits), None)
 
 
-def planned(path: Path, overrides: Sequence[str] = (), gpu: Gpu | None = None) -> Plan:
+def faster(plan: Plan) -> tuple[str, Plan] | None:
+    """Return the overrides after which a recipe takes less time and still fits, with `MARGIN` to spare, and their plan.
+
+    None where activations are kept on the device already, or have no room there.
+    """
+    found = _replanned(plan, _FASTER)
+    return next((each for each in found if each[1].memory.peak * MARGIN <= plan.gpu.memory), None)
+
+
+def _changes(plan: Plan) -> Iterator[Changes]:
+    # A chunk cannot repeat its dropout in the backward; a CPU's activations are in the host's memory already.
+    chunks = {} if plan.recipe.tuning.dropout else _MLP_IN_CHUNKS
+    offload = {} if plan.gpu.name == CPU else _OFFLOAD
+    costs_time = {**chunks, **offload, **_ONE_AT_A_TIME}
+    yield from ({key: value} for key, value in costs_time.items())
+    yield costs_time
+    for changes in _costly(plan):
+        yield changes
+        yield {**costs_time, **changes}
+
+
+def _costly(plan: Plan) -> Iterator[Changes]:
+    if plan.recipe.tuning.method != "qlora":
+        yield {"tuning.method": "qlora"}
+        yield from _more_gpus(plan.recipe)
+    shorter = plan.recipe.context.target // 2
+    while shorter > plan.target.original:
+        yield {"context.target": shorter}
+        shorter //= 2
+
+
+def _more_gpus(recipe: Recipe) -> Iterator[Changes]:
+    """Double the GPUs up to a machine of eight, then the machines; spread by weights, then by sequence."""
+    gpus, machines = recipe.hardware.gpus, recipe.hardware.machines
+    while gpus and (gpus * 2 <= GPUS_OF_A_MACHINE or machines * 2 <= MOST_MACHINES):
+        if gpus * 2 <= GPUS_OF_A_MACHINE:
+            gpus *= 2
+        else:
+            machines *= 2
+        more = {"hardware.gpus": gpus, "hardware.machines": machines}
+        yield more
+        if gpus > recipe.hardware.context_parallel:
+            yield {**more, "hardware.context_parallel": gpus}
+
+
+def _replanned(plan: Plan, alternatives: Iterable[Changes]) -> Iterator[tuple[str, Plan]]:
+    """Yield the overrides and plan of each change that the schema allows and that changes something."""
+    for changes in alternatives:
+        tree, overrides = plan.recipe.model_dump(mode="json"), []
+        for key, value in changes.items():
+            section, _, name = key.partition(".")
+            if value != tree[section][name]:
+                tree[section][name] = value
+                overrides.append(f"{key}={str(value).lower() if isinstance(value, bool) else value}")
+        try:
+            changed = Recipe.model_validate(tree)
+        except ValidationError:
+            continue
+        if changed != plan.recipe:
+            yield " ".join(overrides), plan_recipe(changed, plan.target, plan.gpu)
+
+
+def planned(path: Path, overrides: Sequence[str] = (), gpu: Gpu | None = None, allowed: Allowed = NOTHING) -> Plan:
     """Plan a recipe file on `gpu`, or else on the device that its first line names if it names one."""
     recipe = load_recipe(path, overrides).recipe
-    return plan_recipe(recipe, target_of(recipe), gpu or gpu_named_in(recipe_summary(path)))
+    return plan_recipe(recipe, target_of(recipe, allowed), gpu or gpu_named_in(recipe_summary(path)))
 
 
 def recipes_page(folder: Path) -> str:
     """Return the Markdown page of a folder of recipes: a table for each folder, and what its figures rest on."""
-    page = _PAGE_HEADER
-    paths = recipe_paths(folder)
-    for parent in sorted({path.parent for path in paths}):
-        page += _TABLE_HEADER.format(title=Path(folder.name) / parent.relative_to(folder))
-        for path in (each for each in paths if each.parent == parent):
-            plan, relative = planned(path), path.relative_to(folder)
-            page += f"| [{relative.with_suffix('')}]({relative}) | {recipe_summary(path)} | {machinery(plan)} "
-            page += f"| {plan.memory.peak / GIB:.0f} of {plan.gpu.memory / GIB:.0f} GiB | {hours_in_words(plan.hours)} "
-            page += f"| {plan.tokens / 1e6:,.0f} M | {plan.recipe.paper or ''} |\n"
-    return page + _ASSUMPTIONS
+    template = Template(Path(__file__).with_name("recipes.md").read_text(encoding="utf-8"), keep_trailing_newline=True)
+    plans = [(path, planned(path)) for path in recipe_paths(folder)]
+    page: str = template.render(
+        name=Path(folder.name),
+        recipes=[
+            {
+                "path": path.relative_to(folder),
+                "summary": recipe_summary(path),
+                "plan": plan,
+                "paper": plan.recipe.paper,
+            }
+            for path, plan in plans
+        ],
+        machinery=machinery,
+        hours_in_words=hours_in_words,
+        gib=GIB,
+        overhead=OVERHEAD,
+        shares=ASSUMED_UTILIZATION,
+    )
+    return page

@@ -11,6 +11,7 @@ import yaml
 from pydantic import ValidationError
 
 from pi_lora.errors import RecipeError
+from pi_lora.files.reading import read_text, reason, shortened
 from pi_lora.recipe.schema import Recipe, Section, sections_in
 
 # The resolved recipe of a run folder.
@@ -18,24 +19,66 @@ RECIPE_FILE = "recipe.yaml"
 EXTENDS = "extends"
 COMMAND_LINE = "command line"
 DEFAULT = "default"
+# What a recipe may have; those of the paper's grid have a tenth.
+MOST_BYTES, MOST_NODES, MOST_DEPTH = 1_000_000, 1_000, 20
 
 KeyPath = tuple[str | int, ...]
+_TAG = "tag:yaml.org,2002:"
+_KINDS = ("null", "bool", "int", "float", "str", "seq", "map")
 
 
 class _Loader(yaml.SafeLoader):
-    """SafeLoader that reads `2e-5` as a number (YAML 1.2) and refuses a key that is given twice."""
+    """SafeLoader that reads `2e-5` as a number (YAML 1.2) and refuses a key that is given twice, or is not text; and
+    more than `MOST_NODES` keys and values, those that an alias repeats counted again, or deeper than `MOST_DEPTH`.
+    """
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.nodes = self.depth = 0
+        self.sizes: dict[int, int] = {}
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        event, before = self.peek_event(), self.nodes  # type: ignore[no-untyped-call]
+        self.depth += 1
+        self._count(1, event.start_mark)
+        node = super().compose_node(parent, index)
+        self.depth -= 1
+        if isinstance(event, yaml.AliasEvent):
+            # What has no size yet is not complete: an alias within it would never end.
+            self._count(self.sizes.get(id(node), MOST_NODES), event.start_mark)
+        else:
+            self.sizes[id(node)] = self.nodes - before
+        return node
+
+    def _count(self, nodes: int, mark: Any) -> None:
+        self.nodes += nodes
+        if self.nodes > MOST_NODES or self.depth > MOST_DEPTH:
+            limits = f"more than {MOST_NODES:,} keys and values, or nested deeper than {MOST_DEPTH}"
+            raise yaml.MarkedYAMLError(problem=limits, problem_mark=mark)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen = set()
         for key, _ in node.value:
+            if key.tag not in (_TAG + "str", _TAG + "merge"):
+                raise yaml.MarkedYAMLError(problem="a key is not text; quote it", problem_mark=key.start_mark)
             if key.value in seen:
                 raise yaml.MarkedYAMLError(problem=f"{key.value}: given twice", problem_mark=key.start_mark)
             seen.add(key.value)
         return super().construct_mapping(node, deep)
 
 
+# A date is text: nothing in a recipe is one, and 2001-99-99 would be an error of Python's.
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, shape) for tag, shape in known if tag != _TAG + "timestamp"]
+    for first, known in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
 _EXPONENT = re.compile(r"^[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+$")
-_Loader.add_implicit_resolver("tag:yaml.org,2002:float", _EXPONENT, list("-+0123456789."))
+_Loader.add_implicit_resolver(_TAG + "float", _EXPONENT, list("-+0123456789."))
+_Loader.yaml_constructors = {
+    tag: make
+    for tag, make in yaml.SafeLoader.yaml_constructors.items()
+    if tag is None or tag.removeprefix(_TAG) in _KINDS
+}
 
 
 @dataclass(frozen=True)
@@ -52,7 +95,7 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> ResolvedRecipe:
         raise RecipeError([f"{path}: is a parent for other recipes (its name begins with _); run one that extends it"])
     tree, origins = _read(path)
     if (parent := tree.pop(EXTENDS, None)) is not None:
-        where = origins[(EXTENDS,)]
+        where = origins.get((EXTENDS,), str(path))
         if not isinstance(parent, str) or not Path(parent).name.startswith("_"):
             raise RecipeError([f"{where}: extends: {parent}: a parent's file name begins with _; name such a file"])
         base, base_origins = _read(path.parent / parent)
@@ -81,7 +124,10 @@ def dump_recipe(recipe: Recipe) -> str:
 
 def recipe_summary(path: Path) -> str:
     """Return the first line of a recipe file if it is a comment: what it makes and what it needs."""
-    first = path.read_text(encoding="utf-8").partition("\n")[0]
+    try:
+        first = read_text(path, MOST_BYTES).partition("\n")[0]
+    except (OSError, ValueError) as error:
+        raise RecipeError([f"{path}: cannot be read as a text file ({reason(error)}); move it away"]) from None
     return first.removeprefix("#").strip() if first.startswith("#") else ""
 
 
@@ -93,30 +139,37 @@ def recipe_paths(folder: Path) -> list[Path]:
 def _read(path: Path) -> tuple[dict[str, Any], dict[KeyPath, str]]:
     """Return the tree of a file, and the `file:line` of each of its keys."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_text(path, MOST_BYTES)
     except FileNotFoundError:
         near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.yaml")], n=1)
         hint = f"did you mean {path.parent / near[0]}?" if near else "pi-lora recipes lists what is there"
         raise RecipeError([f"{path}: no such recipe; {hint}"]) from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise RecipeError([f"{path}: cannot be read as a text file ({error}); give a YAML file"]) from None
-    loader = _Loader(text)
+    except (OSError, ValueError) as error:
+        raise RecipeError([f"{path}: cannot be read as a text file ({reason(error)}); give a YAML file"]) from None
     try:
-        node = loader.get_single_node()
-        tree = loader.construct_document(node) if node else None
+        node, tree = _parsed(text)
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 1
         raise RecipeError([f"{path}:{line}: {error.problem}; correct the YAML"]) from None
     except yaml.YAMLError as error:
         raise RecipeError([f"{path}: not YAML ({str(error).splitlines()[0]}); give a YAML file"]) from None
-    if node is None or tree is None:
-        raise RecipeError([f"{path}: is empty; a recipe needs at least model, context and data"])
     if not isinstance(tree, dict):
-        raise RecipeError([f"{path}: holds a {type(tree).__name__}, not keys; write `key: value` lines"])
+        what = "is empty" if tree is None else f"holds a {type(tree).__name__}, not keys"
+        raise RecipeError([f"{path}: {what}; write `key: value` lines, at least of model, context and data"])
     return tree, dict(_lines(node, path))
 
 
-def _lines(node: yaml.Node, path: Path, at: KeyPath = ()) -> Iterator[tuple[KeyPath, str]]:
+def _parsed(text: str) -> tuple[yaml.Node | None, Any]:
+    """Return the node of a YAML document and its value; raise YAMLError if it is none."""
+    loader = _Loader(text)
+    node = loader.get_single_node()
+    try:
+        return node, loader.construct_document(node) if node else None
+    except (ValueError, LookupError) as error:  # of a number that is none, as `!!int x` or `0b_`
+        raise yaml.MarkedYAMLError(problem=f"a value is not what it says ({error})") from None
+
+
+def _lines(node: yaml.Node | None, path: Path, at: KeyPath = ()) -> Iterator[tuple[KeyPath, str]]:
     entries = node.value if isinstance(node, yaml.CollectionNode) else []
     for index, entry in enumerate(entries):
         key, value = entry if isinstance(entry, tuple) else (entry, entry)
@@ -139,7 +192,7 @@ def _apply_override(tree: dict[str, Any], origins: dict[KeyPath, str], override:
     if not equals or not key:
         raise RecipeError([f"{override}: not an override; write key=value, as in training.steps=100"])
     try:
-        value = yaml.load(text, Loader=_Loader)  # a SafeLoader
+        _, value = _parsed(text)
     except yaml.YAMLError:
         raise RecipeError([f"{override}: the value is not YAML; quote it"]) from None
     *sections, last = key.split(".")
@@ -164,7 +217,7 @@ def _problem(path: Path, error: Any, origins: Mapping[KeyPath, str]) -> str:
         what = "missing; every recipe needs it"
     else:
         message, given = error["msg"].removeprefix("Value error, "), error["input"]
-        shown = "" if isinstance(given, dict) or error["type"] == "value_error" else f", not {given!r}"
+        shown = "" if isinstance(given, dict) or error["type"] == "value_error" else f", not {shortened(given)}"
         what = (message[0].lower() + message[1:] if key else message) + shown
     return f"{known}: {key}: {what}" if key else f"{known}: {what}"
 

@@ -1,10 +1,17 @@
-"""The schema of a recipe, checked once; every default stands here and nowhere else."""
+"""The schema of a recipe, checked once, the only home of each default; and the reference page of its keys."""
 
+import json
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal, Self, get_args
+from typing import Annotated, Any, Literal, Self, get_args, get_origin
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic.fields import FieldInfo
 
+from pi_lora.errors import RecipeError
+
+# No number of a recipe is larger, be it tokens, steps or weights of a source.
+MOST = 10**12
+_SEED = Field(ge=0, lt=2**32)
 Dtype = Literal["float32", "bfloat16", "float16"]
 # fmt: off
 Schedule = Literal[
@@ -28,10 +35,26 @@ _LIST = BeforeValidator(lambda value: tuple(value) if isinstance(value, list) el
 _SOURCES = BeforeValidator(_as_sources)
 
 
+def _names_something(text: str) -> bool:
+    """Whether the system takes a text: no NUL, and no half of a character."""
+    return "\0" not in text and text.encode("utf-8", "ignore").decode("utf-8") == text
+
+
 class Section(BaseModel):
     """A part of a recipe: unknown keys and wrong types are errors, and values cannot be changed."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _within_limits(cls, values: Any) -> Any:
+        for key, value in values.items() if isinstance(values, dict) else ():
+            for each in value if isinstance(value, list | tuple) else (value,):
+                if isinstance(each, int | float) and abs(each) > MOST:
+                    raise ValueError(f"{key}: is more than {MOST:,}; lower it")
+                if isinstance(each, str) and not _names_something(each):
+                    raise ValueError(f"{key}: has characters that no name or text can have; leave them out")
+        return values
 
 
 def sections_in(annotation: Any) -> Iterator[type[Section]]:
@@ -45,11 +68,16 @@ def sections_in(annotation: Any) -> Iterator[type[Section]]:
 class Model(Section):
     """The base model to stretch, or an extended one to tune further."""
 
-    name: str = Field(min_length=1, description="hub id, folder of weights, run or adapter folder, or builtin:tiny")
+    name: str = Field(min_length=1, description="hub id, folder of weights, GGUF file, run or adapter, or builtin:tiny")
     revision: str = Field("main", description="branch, tag or commit on the hub")
     dtype: Dtype | None = Field(None, description="of the loaded weights; by default what the tuning method needs")
-    trust_remote_code: bool = Field(False, description="run Python code from the model's repository")
     attention: Kernel = Field("auto", description="auto: the fastest installed one for this GPU, else torch's (sdpa)")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_former_keys(cls, given: object) -> object:
+        # Runs of former versions have it. No file can allow a model to run its code; --trust-remote-code does.
+        return {key: x for key, x in given.items() if key != "trust_remote_code"} if isinstance(given, dict) else given
 
 
 class Context(Section):
@@ -100,7 +128,8 @@ class Data(Section):
 
     source: Annotated[tuple[Source, ...], _SOURCES, Field(min_length=1)]
     packing: Literal["wrapped", "bfd_split"] = Field("wrapped", description="cut one stream, or fit documents together")
-    positions: Literal["contiguous", "skip"] = Field("contiguous", description="skip: PoSE, L tokens spread over L'")
+    positions: Literal["contiguous", "skip"] = Field("contiguous", description="skip: PoSE, few tokens spread over L'")
+    sequence_tokens: int | None = Field(None, gt=1, description="PoSE: tokens of a sequence, at most and by default L")
     chunks: int = Field(2, ge=2, description="PoSE (Zhu et al. 2023): runs of consecutive positions in a sequence")
     min_document_tokens: int = Field(1, gt=0, description="shorter documents are left out")
     document: str | None = Field(None, description="examples: the column to summarize, or that is cut to fit")
@@ -111,15 +140,27 @@ class Data(Section):
     completion_tokens: int = Field(1000, gt=0, description="the longest summary or completion; a longer one is cut")
     loss: Literal["completion", "all"] = Field("completion", description="which tokens count; `all`: prompts too")
     epochs: int = Field(1, gt=0, description="how often the same text may be used")
-    seed: int = Field(0, description="of the order of documents, the mixture and PoSE")
+    special_tokens: bool = Field(False, description="read `</s>` and its like in texts as special tokens, not as text")
+    seed: Annotated[int, _SEED] = Field(0, description="of the order of documents, the mixture and PoSE")
 
     @property
     def has_examples(self) -> bool:
         """Whether rows are prompts with completions, rather than text to pack."""
         return self.template is not None or self.summary is not None
 
+    def tokens_per_sequence(self, original: int, target: int) -> int:
+        """Return the tokens of a packed sequence: `target` (L'), under PoSE `sequence_tokens` or `original` (L); raise
+        RecipeError if the model's own window of `original` is shorter than `sequence_tokens`.
+        """
+        if self.sequence_tokens is not None and self.sequence_tokens > original:
+            too_long = f"{self.sequence_tokens} is more than the model's own window of {original}; lower it"
+            raise RecipeError([f"data.sequence_tokens: {too_long}"])
+        return target if self.positions == "contiguous" else self.sequence_tokens or original
+
     @model_validator(mode="after")
     def _one_kind(self) -> Self:
+        if self.sequence_tokens is not None and self.positions != "skip":
+            raise ValueError("sequence_tokens: is the length of PoSE sequences; set positions: skip, or leave it out")
         if self.summary is not None and (self.template is not None or self.completion is not None):
             raise ValueError("summary: has the paper's prompt; with a template use completion instead")
         if self.summary is not None and self.document is None:
@@ -156,7 +197,9 @@ class Training(Section):
     save_every: int = Field(100, gt=0, description="steps between checkpoints; a complete run keeps none")
     log_every: int = Field(10, gt=0, description="steps between lines of training.jsonl")
     tracking: Annotated[tuple[Tracker, ...], _LIST] = Field((), description="also log to these")
-    seed: int = Field(0, description="of the adapter's initial values, dropout and the order of sequences")
+    seed: Annotated[int, _SEED] = Field(
+        0, description="of the adapter's initial values, dropout and the order of sequences"
+    )
 
 
 class Hardware(Section):
@@ -188,9 +231,17 @@ class PerplexityEvaluation(Section):
     """Sliding-window perplexity (paper, section 3.2)."""
 
     data: str = Field("builtin:stdlib", description="a file, folder, glob or hub id with a column `text`")
-    windows: Annotated[tuple[int, ...] | None, _LIST] = Field(None, description="in tokens; by default L', L'/2, ...")
+    windows: Annotated[tuple[int, ...] | None, _LIST] = Field(
+        None, description="in tokens; by default L', L'/2, ... while the stride fits"
+    )
     stride: int | None = Field(None, gt=0, description="tokens; by default 256, or half the shortest window")
     documents: int | None = Field(None, gt=0, description="how many; by default all")
+
+    @model_validator(mode="after")
+    def _stride_fits(self) -> Self:
+        if self.windows and self.stride and self.stride > min(self.windows):
+            raise ValueError(f"stride: {self.stride} is longer than the shortest window, {min(self.windows)}; lower it")
+        return self
 
 
 class PasskeyEvaluation(Section):
@@ -199,7 +250,7 @@ class PasskeyEvaluation(Section):
     target: int | None = Field(None, gt=0, description="tokens of context; by default L'")
     depths: int = Field(32, gt=0, description="number of distances, uniformly spaced up to the target")
     trials: int = Field(10, gt=0, description="random keys at each distance")
-    seed: int = Field(0, description="of the random keys")
+    seed: Annotated[int, _SEED] = Field(0, description="of the random keys")
 
 
 class BenchmarksEvaluation(Section):
@@ -236,6 +287,13 @@ class Recipe(Section):
     evaluation: Evaluation = Evaluation()
     paper: str | None = Field(None, description="the row of the paper's tables that this recipe reproduces")
 
+    @property
+    def sharded(self) -> bool:
+        """Whether FSDP2 shards the model over the GPUs, each transformer layer a unit. Every GPU holds the whole of a
+        quantized model, which is small enough.
+        """
+        return self.hardware.gpus is not None and self.tuning.method != "qlora"
+
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
         dtype, target, training, hardware = self.model.dtype, self.context.target, self.training, self.hardware
@@ -255,15 +313,67 @@ class Recipe(Section):
         if batch % (at_once * sequences):
             multiple = f"{at_once * sequences} (per_device_batch_size {at_once} on {sequences} processes)"
             raise ValueError(f"training.global_batch_size: {batch} is not a multiple of {multiple}")
-        if parallel > 1 and self.data.has_examples:
-            raise ValueError("hardware.context_parallel: examples differ in length; set it to 1")
+        if parallel > 1 and (self.data.has_examples or pose):
+            what = "examples differ in length, and positions: skip has short sequences"
+            raise ValueError(f"hardware.context_parallel: {what}; set it to 1")
         if keep and self.context.original is not None:
             raise ValueError("context.original: with scaling: keep the windows are the model's own; leave it out")
         if keep and pose:
             raise ValueError("data.positions: skip: is for extending a model; not with scaling: keep")
-        if parallel > 1 and pose:
-            raise ValueError("data.positions: skip: its sequences are short; set hardware.context_parallel to 1")
         if parallel > 1 and target % (2 * parallel):
             multiple = f"{2 * parallel}, twice hardware.context_parallel"
             raise ValueError(f"context.target: {target} is not a multiple of {multiple}")
         return self
+
+
+HEAD = """# Every key of a recipe
+
+Written by `pi-lora recipes --keys` from the schema. A key without a default is required. On the command line:
+`pi-lora train RECIPE training.steps=200`. `pi-lora show RECIPE` prints a resolved recipe, and the origin of each value.
+"""
+TABLE_HEAD = "| key | values | default | |\n|---|---|---|---|\n"
+
+
+def reference_page() -> str:
+    """Return a table for each section of a recipe: key, values, default, description."""
+    parts = [HEAD, "\n## The recipe itself\n\n", TABLE_HEAD, *_rows("", Recipe)]
+    for name, field in Recipe.model_fields.items():
+        for section in sections_in(field.annotation):
+            parts += [f"\n## `{name}`\n\n{_summary(section)}\n\n", TABLE_HEAD, *_rows(f"{name}.", section)]
+    return "".join(parts)
+
+
+def _rows(prefix: str, section: type[Section]) -> Iterator[str]:
+    for name, field in section.model_fields.items():
+        key, inner = f"{prefix}{name}", next(sections_in(field.annotation), None)
+        if inner is None:
+            yield f"| `{key}` | {_values(field.annotation)} | {_default(field)} | {field.description or ''} |\n"
+        elif prefix:
+            kind = "section, or a list of them" if get_origin(field.annotation) is tuple else "section"
+            yield f"| `{key}` | {kind} | {_default(field)} | {_summary(inner)} |\n"
+            yield from _rows(f"{key}.", inner)
+
+
+def _values(annotation: Any) -> str:
+    if get_origin(annotation) is Literal:
+        return ", ".join(f"`{value}`" for value in get_args(annotation))
+    arguments = [each for each in get_args(annotation) if each not in (type(None), Ellipsis)]
+    if get_origin(annotation) is tuple:
+        return "list of " + _values(arguments[0])
+    if get_origin(annotation) is dict:
+        return "keys with numbers"
+    if arguments:
+        return " or ".join(_values(each) for each in arguments)
+    return {str: "text", int: "whole number", float: "number", bool: "`true`, `false`"}[annotation]
+
+
+def _default(field: FieldInfo) -> str:
+    if field.is_required():
+        return ""
+    if field.default in (None, (), {}):
+        return "none"
+    return f"`{json.dumps(field.default)}`".replace('"', "")
+
+
+def _summary(section: type[Section]) -> str:
+    return (section.__doc__ or "").splitlines()[0]

@@ -1,5 +1,6 @@
 """Model cards: written from `card.md` and what a run holds, with a section of scores that can be brought up to date."""
 
+import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -9,12 +10,13 @@ from huggingface_hub import ModelCard, ModelCardData
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
-from pi_lora.models.base import read_config
+from pi_lora.errors import ModelError
+from pi_lora.files.reading import read_text, reason
+from pi_lora.models.stored import read_config
 from pi_lora.recipe.schema import Recipe
-from pi_lora.report.paper import paper_section
 from pi_lora.report.pictures import picture_lines
 from pi_lora.report.run import Run
-from pi_lora.report.summary import eval_results, score_lines, stage_tables
+from pi_lora.report.summary import eval_results, paper_section, score_lines, side_by_side
 from pi_lora.run_folder import SCORES
 from pi_lora.scaling.config import method_of, scale_of, window_of
 
@@ -31,15 +33,26 @@ def write_card(folder: Path, run: Run | None = None) -> None:
     _card(run, run.recipe.tuning.method == "full", folder, None, {}).save(folder / CARD)
 
 
-def merged_card(run: Path, merged: Path, checks: Sequence[str], facts: Mapping[str, str] | None = None) -> str:
+def merged_card(
+    run: Path, merged: Path, checks: Sequence[str], facts: Mapping[str, str] | None = None, base: str = ""
+) -> str:
     """Return the card of `merged`, full weights made from the adapter in `run`; raise ModelError as `write_card`.
 
     `checks` say what the comparison with base and adapter found, and are empty if there was none; `facts` are further
-    rows of the table on how it was made. `run` may be an adapter folder without recipe and provenance.
+    rows of the table on how it was made. `run` may be an adapter folder without recipe, provenance and config, and
+    `base` is what it was merged with, if it does not say.
     """
     dtype = read_config(merged).get("dtype", "float32")
     rows = {"weights": f"base and adapter added in float32, stored in {dtype}", **(facts or {})}
-    return str(_card(Run(run), True, None, checks, rows))
+    return str(_card(Run(run, merged, base), True, None, checks, rows))
+
+
+def read_card(file: Path) -> str:
+    """Return the text of a card; raise ModelError if it is none."""
+    try:
+        return read_text(file)
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{file}: cannot be read ({reason(error)}); remove it, and write the report again") from None
 
 
 def refresh_scores(run: Run) -> None:
@@ -47,7 +60,7 @@ def refresh_scores(run: Run) -> None:
     if not (run.path / SCORES).is_dir():
         return
     file = run.path / CARD
-    before = file.read_text(encoding="utf-8")
+    before = read_card(file)
     section = re.compile(f"{SCORES_BEGIN}.*?{SCORES_END}", re.DOTALL)
     after = section.sub(lambda _: _scores_section(run, run.path), before)
     if results := eval_results(run):
@@ -64,7 +77,7 @@ def is_hub_id(name: str) -> bool:
     >>> is_hub_id("huggyllama/llama-7b"), is_hub_id("builtin:tiny"), is_hub_id("data/*.jsonl")
     (True, False, False)
     """
-    if Path(name).expanduser().exists():
+    if Path(os.path.expanduser(name)).exists():
         return False
     try:
         validate_repo_id(name)
@@ -115,6 +128,7 @@ def _metadata(run: Run, full: bool, recipe: Recipe | None) -> ModelCardData:
 
 def _scores_section(run: Run, pictures: Path | None, introduction: str = "") -> str:
     lines = "\n".join(score_lines(run))
-    parts = [introduction + lines if lines else "Not measured yet.", *stage_tables(run)]
-    shown = [*parts, *(picture_lines(pictures) if pictures else [])]
-    return f"{SCORES_BEGIN}\n" + "\n\n".join(part.rstrip("\n") for part in shown) + f"\n{SCORES_END}"
+    parts = [introduction + lines if lines else "Not measured yet."]
+    parts += [side_by_side(*each) for each in run.scores.items() if sum(map(bool, each[1].values())) > 1]
+    parts += picture_lines(pictures) if pictures else []
+    return f"{SCORES_BEGIN}\n" + "\n\n".join(part.rstrip("\n") for part in parts) + f"\n{SCORES_END}"

@@ -1,25 +1,27 @@
 """What `pi-lora report` writes: the card of a run or the comparison of several, pictures, and one HTML page."""
 
 import base64
+import html
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from jinja2 import Template
+from jinja2 import Environment, FileSystemLoader
 from markdown_it import MarkdownIt
+from markdown_it.token import Token
 
-from pi_lora.drawing import svg, themed
+from pi_lora.drawing import drawn, save, themed
 from pi_lora.errors import DataError, ModelError
 from pi_lora.evaluation.results import PerplexityScores
-from pi_lora.report.card import CARD, SCORES_BEGIN, refresh_scores, write_card
-from pi_lora.report.pictures import PICTURES, Drawings, drawings_of, picture_lines, write_pictures
+from pi_lora.report.card import CARD, SCORES_BEGIN, read_card, refresh_scores, write_card
+from pi_lora.report.pictures import PICTURES, Drawings, drawings_of, picture_lines
 from pi_lora.report.run import Run
 from pi_lora.report.summary import side_by_side
 
 COMPARISON = Path("report")
+TEMPLATES = Environment(loader=FileSystemLoader(Path(__file__).parent), keep_trailing_newline=True)
 HIDDEN = re.compile(r"\A---\n.*?\n---\n|<!--.*?-->", re.DOTALL)  # metadata and comments of a card
-IMAGE = re.compile(rf'<img src="{PICTURES}/(\w+)\.png" alt="([^"]*)" />')
+IMAGE = re.compile(rf"{PICTURES}/(\w+)\.png")
 
 
 def write_report(runs: Sequence[Run], output: Path | None = None, html: bool = False) -> list[Path]:
@@ -33,12 +35,14 @@ def write_report(runs: Sequence[Run], output: Path | None = None, html: bool = F
         raise ModelError(f"{', '.join(doubled)}: is the name of several of these runs; rename a folder")
     folder = output or (runs[0].path if len(runs) == 1 else COMPARISON)
     card, page, own = folder / CARD, folder / "report.html", folder == runs[0].path
-    if own and card.is_file() and SCORES_BEGIN not in card.read_text(encoding="utf-8"):
+    if own and card.is_file() and SCORES_BEGIN not in read_card(card):
         raise ModelError(f"{card}: has no section for scores, so pi-lora did not write it; move it away")
     drawings = drawings_of(runs)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        files = [*write_pictures(drawings, folder / PICTURES), card]
+        with themed(dark=False):
+            files = [save(draw(), folder / PICTURES / f"{name}.png") for name, draw in drawings.items()]
+        files.append(card)
         if len(runs) > 1:
             card.write_text(comparison_page(runs, folder), encoding="utf-8")
         elif own and card.is_file():
@@ -46,10 +50,11 @@ def write_report(runs: Sequence[Run], output: Path | None = None, html: bool = F
         else:
             write_card(folder, runs[0])
         if html:
-            page.write_text(html_page(card.read_text(encoding="utf-8"), drawings), encoding="utf-8")
+            page.write_text(html_page(read_card(card), drawings), encoding="utf-8")
+            files.append(page)
     except OSError as error:
         raise DataError(f"{folder}: cannot be written ({error.strerror}); choose another --output") from None
-    return [*files, page] if html else files
+    return files
 
 
 def comparison_page(runs: Sequence[Run], folder: Path) -> str:
@@ -59,8 +64,7 @@ def comparison_page(runs: Sequence[Run], folder: Path) -> str:
         name: {run.name: run.results[name][1] for run in runs if name in run.results}
         for name in sorted({name for run in runs for name in run.results})
     }
-    return _rendered(
-        "comparison.md",
+    return TEMPLATES.get_template("comparison.md").render(
         runs=runs,
         tables=[side_by_side(name, scores).rstrip("\n") for name, scores in tuned.items() if any(scores.values())],
         pictures=list(picture_lines(folder)),
@@ -71,30 +75,32 @@ def comparison_page(runs: Sequence[Run], folder: Path) -> str:
 def html_page(card: str, drawings: Drawings) -> str:
     """Return a card in Markdown as an HTML page that needs no other file: pictures are inside, light and dark.
 
-    The metadata is left out. HTML in the card is shown as text: names of models and data come from elsewhere.
+    The metadata is left out. HTML in the card is shown as text, and images other than `drawings` by their captions:
+    names of models and data come from elsewhere.
     """
     text = HIDDEN.sub("", card)
     title = next((line.removeprefix("# ") for line in text.splitlines() if line.startswith("# ")), "pi-lora")
-    body = MarkdownIt("commonmark", {"html": False}).enable("table").render(text)
+    markdown = MarkdownIt("commonmark", {"html": False}).enable("table")
+
+    def image(_renderer: object, tokens: Sequence[Token], index: int, *_: object) -> str:
+        found, caption = IMAGE.fullmatch(str(tokens[index].attrs["src"])), html.escape(tokens[index].content)
+        # An image from elsewhere would tell its server who reads the page.
+        return _picture(drawings, found[1], caption) if found and found[1] in drawings else caption
+
+    markdown.add_render_rule("image", image)
+    body = markdown.render(text)
     body = body.replace("<table>", '<div class="table"><table>').replace("</table>", "</table></div>")
-    body = IMAGE.sub(lambda image: _picture(drawings, image[1], image[2]), body)
-    style = Path(__file__).with_name("page.css").read_text(encoding="utf-8")
-    return _rendered("page.html", title=title, style=style, body=body)
+    return TEMPLATES.get_template("page.html").render(title=title, body=body)
 
 
 def _picture(drawings: Drawings, name: str, caption: str) -> str:
     """A picture drawn in the reader's colours."""
-    drawn = []
+    addresses = []
     for dark in (True, False):
         with themed(dark):
-            encoded = base64.b64encode(svg(drawings[name]()).encode()).decode()
-        drawn.append(f"data:image/svg+xml;base64,{encoded}")
+            encoded = base64.b64encode(drawn(drawings[name](), "svg")).decode()
+        addresses.append(f"data:image/svg+xml;base64,{encoded}")
     return (
-        f'<picture><source media="(prefers-color-scheme: dark)" srcset="{drawn[0]}">'
-        f'<img src="{drawn[1]}" alt="{caption}"></picture>'
+        f'<picture><source media="(prefers-color-scheme: dark)" srcset="{addresses[0]}">'
+        f'<img src="{addresses[1]}" alt="{caption}"></picture>'
     )
-
-
-def _rendered(template: str, **values: Any) -> str:
-    source = Path(__file__).with_name(template).read_text(encoding="utf-8")
-    return str(Template(source, keep_trailing_newline=True).render(values))

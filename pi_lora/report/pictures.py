@@ -6,7 +6,7 @@ from itertools import cycle
 from pathlib import Path
 from typing import Any
 
-from pi_lora.drawing import STYLES, new_figure, plain, round_levels, save, save_png, themed
+from pi_lora.drawing import STYLES, new_figure, plain, round_levels, save, themed
 from pi_lora.evaluation.results import PasskeyScores, PerplexityScores
 from pi_lora.report.run import Run, S
 
@@ -20,7 +20,7 @@ CAPTIONS = {
 # Inches; narrow enough that the letters can be read on a phone.
 WIDTH, HEIGHT = 5.0, 3.7
 
-Points = Sequence[tuple[float, float]]
+Curves = Mapping[str, Sequence[tuple[float, float]]]
 # The name of a picture to a function that draws it, in the colours of the moment.
 Drawings = dict[str, Callable[[], Any]]
 
@@ -30,21 +30,20 @@ def drawings_of(runs: Sequence[Run]) -> Drawings:
 
     The curves are the stages of one run, or the tuned models of several.
     """
+
+    def scores(name: str, kind: type[S]) -> dict[str, S]:
+        tuned = {run.name: found for run in runs if (found := run.tuned(name, kind))}
+        return tuned if len(runs) > 1 else runs[0].main_stages(name, kind)
+
     originals = {run.original for run in runs}
     original = originals.pop() if len(originals) == 1 else None
     losses = {run.name: [(line["step"], line["loss"]) for line in run.log] for run in runs if run.log}
     panels = {
-        "perplexity": partial(_perplexity, _scores(runs, "perplexity", PerplexityScores), original),
-        "passkey": partial(_passkey, _scores(runs, "passkey", PasskeyScores), original),
+        "perplexity": partial(_perplexity, scores("perplexity", PerplexityScores), original),
+        "passkey": partial(_passkey, scores("passkey", PasskeyScores), original),
         "loss": partial(_loss, losses),
     }
     return {name: partial(_figure, panel) for name, panel in panels.items() if panel.args[0]}  # has curves
-
-
-def write_pictures(drawings: Drawings, folder: Path) -> list[Path]:
-    """Draw each as a PNG; raise DataError if the folder cannot be written."""
-    with themed(dark=False):
-        return [file for name, draw in drawings.items() for file in save(draw(), folder, name, ("png",))]
 
 
 def comparison_picture(
@@ -52,7 +51,7 @@ def comparison_picture(
 ) -> None:
     """Draw perplexity and passkeys of several models side by side; raise DataError if the file cannot be written."""
     with themed(dark=False):
-        save_png(_figure(partial(_perplexity, perplexity, original), partial(_passkey, passkey, original)), file)
+        save(_figure(partial(_perplexity, perplexity, original), partial(_passkey, passkey, original)), file)
 
 
 def picture_lines(folder: Path) -> Iterator[str]:
@@ -69,16 +68,8 @@ def _figure(*panels: Callable[[Any], None]) -> Any:
         axes = part.subplots()
         panel(axes)
         plain(axes)
-        if axes.get_legend_handles_labels()[0]:
-            part.legend(frameon=False, loc="outside upper left", ncols=2, fontsize=10 if len(panels) == 1 else 8)
+        part.legend(frameon=False, loc="outside upper left", ncols=2, fontsize=10 if len(panels) == 1 else 8)
     return figure
-
-
-def _scores(runs: Sequence[Run], name: str, kind: type[S]) -> dict[str, S]:
-    """By label: each stage of one run, or the tuned model of each of several."""
-    if len(runs) == 1:
-        return runs[0].main_stages(name, kind)
-    return {run.name: found for run in runs if (found := run.tuned(name, kind))}
 
 
 def _perplexity(models: Mapping[str, PerplexityScores], original: int | None, axes: Any) -> None:
@@ -101,12 +92,12 @@ def _passkey(models: Mapping[str, PasskeyScores], original: int | None, axes: An
     axes.set(xlabel="distance of the passkey (tokens)", ylabel="retrieved (%)", ylim=(-4, 104))
 
 
-def _loss(points: Mapping[str, Points], axes: Any) -> None:
+def _loss(points: Curves, axes: Any) -> None:
     _curves(axes, points, marked=False)
     axes.set(xlabel="step", ylabel="training loss (nats per token)")
 
 
-def _curves(axes: Any, curves: Mapping[str, Points], original: int | None = None, marked: bool = True) -> None:
+def _curves(axes: Any, curves: Curves, original: int | None = None, marked: bool = True) -> None:
     """Draw a line for each label, and one at the original window."""
     for (label, points), (colour, marker) in zip(curves.items(), cycle(STYLES), strict=False):
         axes.plot(*zip(*points, strict=True), color=colour, marker=marker if marked else "", markersize=5, label=label)

@@ -1,19 +1,20 @@
 """A run folder as reports read it: recipe, config, provenance, scores by stage and training log, each read once."""
 
-import json
+import itertools
 import re
+import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from pi_lora.errors import ModelError
 from pi_lora.evaluation.results import PasskeyScores, PerplexityScores, Scores, read_scores
-from pi_lora.models.base import ADAPTER_CONFIG_FILE, read_config
+from pi_lora.models.stored import ADAPTER_CONFIG_FILE, read_adapter_settings, read_config
 from pi_lora.recipe.files import RECIPE_FILE, load_recipe
-from pi_lora.recipe.schema import Recipe
-from pi_lora.run_folder import RUN_FILE, SCORES, TRAINING_LOG, read_training_log
+from pi_lora.recipe.schema import Model, Recipe
+from pi_lora.run_folder import SCORES, TRAINING_LOG, Provenance, read_provenance, read_training_log
 from pi_lora.scaling.config import method_of, scale_of, window_of
 
 BASE, STEP_0, TUNED = "base", "step 0", "tuned"
@@ -23,18 +24,14 @@ Stages = Mapping[str, Scores | None]
 S = TypeVar("S", bound=Scores)
 
 
-class Base(NamedTuple):
-    """The model that a run started from."""
-
-    name: str
-    revision: str
-
-
 @dataclass(frozen=True)
 class Run:
     """A run folder, or an adapter folder of other origin; each file is read once, when it is first asked for."""
 
     path: Path
+    # Of an adapter that was merged: full weights with its config, and the base, if its folder does not say.
+    merged: Path | None = None
+    merged_with: str = ""
 
     @property
     def name(self) -> str:
@@ -54,25 +51,28 @@ class Run:
     @cached_property
     def config(self) -> dict[str, Any]:
         """The config of the extended model."""
-        return read_config(self.path)
+        return read_config(self.merged or self.path)
 
     @cached_property
-    def made_with(self) -> dict[str, Any]:
-        """What `run.json` holds: cost, hardware and versions; empty if there is none."""
-        return _json(self.path / RUN_FILE)
+    def made_with(self) -> Provenance | None:
+        """What `run.json` holds: cost, hardware and versions; None if there is none."""
+        return read_provenance(self.path)
 
     @cached_property
-    def base(self) -> Base:
+    def base(self) -> Model:
         """The base of the adapter, or of full tuning."""
-        if adapter := _json(self.path / ADAPTER_CONFIG_FILE):
-            return Base(adapter["base_model_name_or_path"], adapter.get("revision") or "main")
-        return Base(self.recipe.model.name, self.recipe.model.revision)
+        if (self.path / ADAPTER_CONFIG_FILE).is_file():
+            adapter = read_adapter_settings(self.path)
+            name = adapter.base_model_name_or_path or self.merged_with or "unknown"
+            return Model.model_construct(name=name, revision=adapter.revision or "main")
+        return self.recipe.model
 
     @cached_property
     def original(self) -> int | None:
         """The original window (L, tokens) if it is known; under PI the config tells it too, for older runs."""
-        if known := self.made_with.get("original") or (self.recipe.context.original if self.has_recipe else None):
-            return int(known)
+        recorded = self.made_with.original if self.made_with else None
+        if known := recorded or (self.recipe.context.original if self.has_recipe else None):
+            return known
         return round(window_of(self.config) / scale_of(self.config)) if method_of(self.config) == "pi" else None
 
     @cached_property
@@ -84,22 +84,21 @@ class Run:
     def scores(self) -> Mapping[str, Stages]:
         """Results by measurement and stage, from `scores/NAME-base.json`, `NAME-step-N.json` and `NAME.json`."""
         found: dict[str, dict[str, Scores | None]] = {}
-        for (name, _, stage), file in sorted((_parts(file), file) for file in (self.path / SCORES).glob("*.json")):
+        for name, _, stage, file in sorted(map(_parts, (self.path / SCORES).glob("*.json"))):
             found.setdefault(name, {})[stage] = read_scores(file)
         return found
 
     @property
     def results(self) -> dict[str, tuple[str, Scores | None]]:
         """The results of the tuned model by measurement, each with its stage: the finished run or the last step."""
-        last = {name: _last(stages) for name, stages in self.scores.items()}
-        return {name: (stage, self.scores[name][stage]) for name, stage in last.items() if stage}
+        tuned = {name: [stage for stage in stages if stage != BASE] for name, stages in self.scores.items()}
+        return {name: (stages[-1], self.scores[name][stages[-1]]) for name, stages in tuned.items() if stages}
 
     def main_stages(self, name: str, kind: type[S]) -> dict[str, S]:
         """Return a measurement of the base, of step 0 and of the tuned model, as far as there are results."""
-        stages = self.scores.get(name, {})
-        last = _last(stages)
-        chosen = {**{stage: stage for stage in (BASE, STEP_0) if stage != last}, TUNED: last or TUNED}
-        return {each: scores for each, stage in chosen.items() if isinstance(scores := stages.get(stage), kind)}
+        last, tuned = self.results.get(name, (TUNED, None))
+        stages = {stage: self.scores.get(name, {}).get(stage) for stage in (BASE, STEP_0) if stage != last}
+        return {stage: scores for stage, scores in {**stages, TUNED: tuned}.items() if isinstance(scores, kind)}
 
     def tuned(self, name: str, kind: type[S]) -> S | None:
         """Return a measurement of the tuned model."""
@@ -112,52 +111,42 @@ def measured_run(path: Path) -> Run:
     if not run.has_recipe:
         raise ModelError(f"{path}: holds no {RECIPE_FILE}; name a run folder that pi-lora train made")
     if not run.results:
-        raise ModelError(f"{path}: was not measured yet; measure it with: pi-lora eval all {path}")
+        raise ModelError(f"{path}: was not measured yet; measure it with: pi-lora eval all {shlex.quote(str(path))}")
     return run
 
 
 def missing_baselines(run: Run) -> Iterator[str]:
     """Yield the commands that measure what the curves of a run are compared with: base and step 0."""
-    stages = {BASE: BASE} if run.recipe.scaling == "direct" else {BASE: BASE, STEP_0: "step-0"}
     for name in ("perplexity", "passkey"):
-        tuned = run.tuned(name, Scores)
-        for stage, suffix in stages.items():
-            if tuned and stage not in run.scores[name]:
-                options = _options(tuned, run if stage == STEP_0 else None)
-                file = run.path / SCORES / f"{name}-{suffix}.json"
-                yield " ".join(["pi-lora eval", name, run.recipe.model.name, *options, f"--json {file}"])
+        options = _options(run.tuned(name, Scores))
+        target = options.get("target", run.recipe.context.target)
+        stages = {BASE: options}
+        if run.recipe.scaling != "direct":
+            stages[STEP_0] = {**options, "original": run.original, "target": target, "scaling": run.recipe.scaling}
+        for stage, chosen in stages.items() if options else ():
+            if stage not in run.scores[name]:
+                given = {f"--{key.replace('_', '-')}": f"{value}" for key, value in chosen.items() if value is not None}
+                file = run.path / SCORES / f"{name}-{stage.replace(' ', '-')}.json"
+                words = itertools.chain(*{**given, "--json": f"{file}"}.items())
+                yield shlex.join(["pi-lora", "eval", name, run.recipe.model.name, *words])
 
 
-def _options(tuned: Scores, extended: Run | None) -> Iterator[str]:
-    """The options that measure a base as `tuned` was measured; with the scaling of the run `extended`, if given."""
+def _options(tuned: Scores | None) -> dict[str, Any]:
+    """The options that measure another model as `tuned` was measured; none if it was not."""
     if isinstance(tuned, PasskeyScores):
-        trials = max(depth.trials for depth in tuned.depths)
-        yield f"--target {tuned.target} --depths {len(tuned.depths)} --trials {trials} --seed {tuned.seed}"
+        trials = max((depth.trials for depth in tuned.depths), default=None)
+        return {"target": tuned.target, "depths": len(tuned.depths), "trials": trials, "seed": tuned.seed}
     if isinstance(tuned, PerplexityScores):
         windows = ",".join(str(row.window) for row in tuned.windows)
-        yield f"--data {tuned.data} --windows {windows} --stride {tuned.stride}"
-        chosen = {key: getattr(tuned, key) for key in ("documents", "min_tokens", "truncate", "seed")}
-        yield from (f"--{key.replace('_', '-')} {value}" for key, value in chosen.items() if value is not None)
-    if extended:
-        original = f"--original {extended.original} " if extended.original else ""
-        target = "" if isinstance(tuned, PasskeyScores) else f"--target {extended.recipe.context.target} "
-        yield f"{original}{target}--scaling {extended.recipe.scaling}"
+        others = {key: getattr(tuned, key) for key in ("stride", "documents", "min_tokens", "truncate", "seed")}
+        return {"data": tuned.data, "windows": windows, **others}
+    return {}
 
 
-def _last(stages: Stages) -> str | None:
-    return next((stage for stage in reversed(list(stages)) if stage != BASE), None)
-
-
-def _parts(file: Path) -> tuple[str, int, str]:
+def _parts(file: Path) -> tuple[str, int, str, Path]:
     """The measurement, the place of the stage among the others, and the stage that a file in `scores/` holds."""
     if step := re.fullmatch(r"(.+)-step-(\d+)", file.stem):
-        return step[1], int(step[2]), f"step {step[2]}"
-    if base := re.fullmatch(rf"(.+)-{BASE}", file.stem):
-        return base[1], -1, BASE
-    return file.stem, 10**12, TUNED
-
-
-def _json(file: Path) -> dict[str, Any]:
-    """The content of a JSON file that may be missing."""
-    content: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-    return content
+        return step[1], int(step[2]), f"step {step[2]}", file
+    if (name := file.stem.removesuffix(f"-{BASE}")) != file.stem:
+        return name, -1, BASE, file
+    return name, 10**12, TUNED, file

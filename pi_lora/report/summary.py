@@ -1,20 +1,47 @@
-"""Results as the lines and tables of a card, and as the hub's `model-index`; the one place that tells kinds apart."""
+"""Results as the lines and tables of a card, beside the paper's, and as the hub's `model-index`."""
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from huggingface_hub import EvalResult
 
 from pi_lora.evaluation import results
 from pi_lora.evaluation.results import Scores
+from pi_lora.recipe.schema import Recipe
 from pi_lora.report.run import TUNED, Run, Stages
 from pi_lora.run_folder import SCORES
 
+WINDOWS = (2048, 4096, 8192, 16384, 32768)
+SIZES = {"7b": "7B", "13b": "13B", "30b": "33B", "33b": "33B", "65b": "65B"}
 
-@dataclass(frozen=True)
-class Figure:
+
+class Measured(NamedTuple):
+    """Perplexity at `WINDOWS` up to the target (tables 1 and 2), and k_max after 1,000 steps (table 4)."""
+
+    pg19: tuple[float, ...]
+    proof_pile: tuple[float, ...]
+    k_max: int | None = None
+
+
+# By size, target window and method.
+PAPER: dict[tuple[str, int, str], Measured] = {
+    ("7B", 8192, "direct"): Measured((7.21, 7.34, 7.69), (2.85, 2.74, 2.73), 2304),
+    ("7B", 8192, "pi"): Measured((7.13, 6.96, 6.95), (2.79, 2.57, 2.39), 8192),
+    ("7B", 16384, "pi"): Measured((7.11, 6.93, 6.82, 6.83), (2.79, 2.57, 2.37, 2.25), 16384),
+    ("7B", 32768, "pi"): Measured((7.23, 7.04, 6.91, 6.80, 6.77), (2.82, 2.59, 2.39, 2.24, 2.48), 32768),
+    ("13B", 8192, "direct"): Measured((6.56, 6.57, 6.69), (2.71, 2.56, 2.50)),
+    ("13B", 8192, "pi"): Measured((6.55, 6.42, 6.42), (2.67, 2.47, 2.30)),
+    ("13B", 16384, "pi"): Measured((6.56, 6.42, 6.31, 6.32), (2.68, 2.47, 2.29, 2.18)),
+    ("13B", 32768, "pi"): Measured((6.54, 6.40, 6.28, 6.18, 6.09), (2.68, 2.46, 2.28, 2.15, 2.35)),
+    ("33B", 8192, "direct"): Measured((5.88, 5.99, 6.21), (2.56, 2.48, 2.47), 2304),
+    ("33B", 8192, "pi"): Measured((5.82, 5.69, 5.71), (2.50, 2.32, 2.18), 8192),
+    ("33B", 16384, "pi"): Measured((5.87, 5.74, 5.67, 5.68), (2.53, 2.34, 2.18, 2.07), 16384),
+    ("65B", 8192, "pi"): Measured((5.42, 5.32, 5.37), (2.43, 2.26, 2.12)),
+}
+
+
+class Figure(NamedTuple):
     """A number of a result: its column and cell in a table, and the hub's words for it; `order` sorts the columns."""
 
     heading: str
@@ -26,15 +53,8 @@ class Figure:
     order: int = 0
 
 
-class Summary(NamedTuple):
-    """A result in words, and its numbers."""
-
-    words: str
-    figures: list[Figure]
-
-
-def summary(scores: Scores) -> Summary:
-    """Return what cards, tables and the hub show of a result."""
+def summary(scores: Scores) -> tuple[str, list[Figure]]:
+    """Return what cards, tables and the hub show of a result: the words, and the numbers."""
     figures: list[Figure] = []
     end = ""
     match scores:
@@ -43,11 +63,11 @@ def summary(scores: Scores) -> Summary:
                 about = f"perplexity at {window} tokens, stride {stride}"
                 figures.append(Figure(f"{window:,} tokens", f"{value:.2f}", value, data, "perplexity", about, window))
             found = ", ".join(f"{row.perplexity:.3f} at {row.window:,}" for row in rows)
-            return Summary(f"perplexity {found} tokens; stride {stride}", figures)
+            return f"perplexity {found} tokens; stride {stride}", figures
         case results.PasskeyScores(k_max=k_max, target=target, depths=depths):
             found, data = f"{k_max:,} of {target:,}", f"passkey retrieval in {target} tokens"
             figure = Figure("k_max", found, k_max, data, "k_max", "k_max in tokens")
-            return Summary(f"passkey k_max {found} tokens, {len(depths)} depths", [figure])
+            return f"passkey k_max {found} tokens, {len(depths)} depths", [figure]
         case results.BenchmarkScores(tasks=tasks):
             figures = [figure for task, score in tasks.items() for figure in _task(task, score)]
         case results.SummarizationScores(data=source):
@@ -57,7 +77,7 @@ def summary(scores: Scores) -> Summary:
             end = f" over {scores.examples:,} examples"
         case _:
             raise TypeError(type(scores).__name__)
-    return Summary(", ".join(f"{each.heading} {each.cell}" for each in figures) + end, figures)
+    return ", ".join(f"{each.heading} {each.cell}" for each in figures) + end, figures
 
 
 def _task(task: str, score: results.TaskScore) -> Iterator[Figure]:
@@ -71,24 +91,26 @@ def _task(task: str, score: results.TaskScore) -> Iterator[Figure]:
 def score_lines(run: Run) -> Iterator[str]:
     """Yield a line for each result of the tuned model; of those taken during training only for the last step."""
     for name, (stage, scores) in run.results.items():
-        text = summary(scores).words if scores else f"in `{SCORES}/{name}.json`"
-        yield f"- **{name}**: {text}" + (f" ({stage})" if stage != TUNED else "")
-
-
-def stage_tables(run: Run) -> Iterator[str]:
-    """Yield a table of base, step 0, ... and tuned model for each measurement made at more than one stage."""
-    for name, stages in run.scores.items():
-        if sum(scores is not None for scores in stages.values()) > 1:
-            yield side_by_side(name, stages)
+        text = literal(summary(scores)[0]) if scores else f"in `{SCORES}/{name}.json`"
+        yield f"- **{literal(name)}**: {text}" + (f" ({stage})" if stage != TUNED else "")
 
 
 def side_by_side(name: str, rows: Stages) -> str:
     """Return a measurement of several models or stages as a Markdown table; what was not measured stays empty."""
-    figures = {row: summary(scores).figures for row, scores in rows.items() if scores}
+    figures = {row: summary(scores)[1] for row, scores in rows.items() if scores}
     orders = {figure.heading: figure.order for each in figures.values() for figure in each}
     headings = sorted(orders, key=orders.__getitem__)
     cells = {row: {figure.heading: figure.cell for figure in each} for row, each in figures.items()}
     return markdown_table([name, *headings], [[row, *(cells[row].get(each, "") for each in headings)] for row in cells])
+
+
+def literal(text: str) -> str:
+    r"""Return a text, which may come from elsewhere, as Markdown that shows it: no images, links, HTML or cells in it.
+
+    >>> print(literal("![](http://x/y.png) <b> a|b"))
+    \!\[\](http://x/y.png) \<b> a\|b
+    """
+    return re.sub(r"([\\`!\[\]<|])", r"\\\1", " ".join(text.split()))
 
 
 def markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -99,24 +121,33 @@ def markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     |---|---|
     | 1 | 2 |
     """
-    first, *others = (f"| {' | '.join(cells)} |\n" for cells in (head, *rows))
+    first, *others = (f"| {' | '.join(map(literal, cells))} |\n" for cells in (head, *rows))
     return first + "|---" * len(head) + "|\n" + "".join(others)
+
+
+def paper_section(recipe: Recipe) -> str:
+    """Return what the paper measured of the same LLaMA, known by its name, window and method; empty if nothing."""
+    name = recipe.model.name.rpartition("/")[2].lower()
+    size = SIZES.get(name.removeprefix("llama-"), "") if name.startswith("llama-") else ""
+    target = recipe.context.target
+    if not (found := PAPER.get((size, target, recipe.scaling))):
+        return ""
+    tables = {"PG-19 (table 1)": found.pg19, "proof-pile (table 2)": found.proof_pile}
+    rows = markdown_table(
+        ["paper", *(f"{window:,} tokens" for window in WINDOWS if window <= target)],
+        [[name, *(f"{each:.2f}" for each in values)] for name, values in tables.items()],
+    )
+    k_max = f"\nk_max {found.k_max:,} of {target:,} after 1,000 steps (table 4)." if found.k_max else ""
+    return f"LLaMA-{size} to {target:,} tokens, full tuning. Only results on the same data compare.\n\n{rows}{k_max}"
 
 
 def eval_results(run: Run) -> list[EvalResult]:
     """Return every result of the tuned model for the hub; results of the base are not the run's own."""
-    return [
-        EvalResult("text-generation", _slug(each.data), each.data, each.metric, each.value, metric_name=each.about)
-        for _, scores in run.results.values()
-        if scores
-        for each in summary(scores).figures
-    ]
-
-
-def _slug(name: str) -> str:
-    """Return a name in the spelling of the hub's own.
-
-    >>> _slug("builtin:stdlib"), _slug("monology/pile-uncopyrighted")
-    ('builtin-stdlib', 'monology/pile-uncopyrighted')
-    """
-    return re.sub(r"[^\w./-]+", "-", name).strip("-")
+    found: list[EvalResult] = []
+    for scores in (scores for _, scores in run.results.values() if scores):
+        for each in summary(scores)[1]:
+            data = re.sub(r"[^\w./-]+", "-", each.data).strip("-")  # as the hub spells its own
+            found.append(
+                EvalResult("text-generation", data, each.data, each.metric, each.value, metric_name=each.about)
+            )
+    return found

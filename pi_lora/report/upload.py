@@ -1,6 +1,8 @@
 """Upload of a run or model to the hub: what is checked first, what goes up, and what stays."""
 
-import json
+import glob
+import re
+from collections.abc import Iterator
 from pathlib import Path
 
 from huggingface_hub import HfApi, get_token
@@ -9,13 +11,20 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineMod
 from safetensors import SafetensorError, safe_open
 
 from pi_lora.errors import ModelError, PiLoraError
-from pi_lora.models.base import ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILE, CONFIG_FILE, read_config
+from pi_lora.models.stored import ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILE, read_config, read_index
 from pi_lora.report.card import CARD, refresh_scores
 from pi_lora.report.run import Run
 from pi_lora.run_folder import CHECKPOINTS, staging_path
 
-# Checkpoints and optimizer states; anything that can be pickle; hidden files, which may hold anything.
-LEFT_OUT = f"{CHECKPOINTS}/* checkpoint-* optimizer* runs/* *.bin *.pt *.pth *.ckpt *.pkl *.pickle .* */.*".split()
+# What runs, merges and tokenizers consist of. Anything else, such as pickles and what a user keeps beside, stays.
+UPLOADED = re.compile(
+    r"(README|LICENSE|NOTICE|USE_POLICY)(\.md|\.txt)?|recipe\.yaml|training\.jsonl|report\.html"
+    r"|(run|merge|config|generation_config|adapter_config|model\.safetensors\.index)\.json"
+    r"|(tokenizer|tokenizer_config|special_tokens_map|added_tokens|vocab|chat_template)\.json"
+    r"|(adapter_model|model(-\d{5}-of-\d{5})?)\.safetensors"
+    r"|merges\.txt|vocab\.txt|(tokenizer|spiece|sentencepiece\.bpe)\.model|chat_template\.jinja"
+    r"|scores/[\w-][\w.-]*\.json|pictures/[\w-]+\.png"
+)
 
 
 class PushError(PiLoraError):
@@ -27,10 +36,12 @@ def push(
 ) -> str:
     """Upload the run or model in `folder` with its card to `repo` on the hub, and return the repository's address.
 
-    The repository and the branch `revision` are created if they do not exist. `LEFT_OUT` is not uploaded. Raises
-    ModelError if the folder is not whole or an unfinished run, PushError if nobody is logged in or the hub refuses.
+    The repository and the branch `revision` are created if they do not exist. Only what `UPLOADED` names goes up.
+    Raises ModelError if the folder is not whole, an unfinished run, or has links to files elsewhere; PushError if
+    nobody is logged in or the hub refuses.
     """
     _check_whole(folder)
+    names = sorted(_uploaded(folder))
     if get_token() is None:
         raise PushError("not logged in to the hub; run `hf auth login`, or set HF_TOKEN")
     refresh_scores(Run(folder))
@@ -46,7 +57,7 @@ def push(
             folder_path=folder,
             revision=revision,
             commit_message=message or f"Upload {folder.resolve().name} with pi-lora",
-            ignore_patterns=LEFT_OUT,
+            allow_patterns=[glob.escape(name) for name in names],
         )
     except PiLoraError:
         raise
@@ -62,20 +73,28 @@ def push(
     return str(url)
 
 
+def _uploaded(folder: Path) -> Iterator[str]:
+    """Yield the names of what goes up; raise ModelError at a link, behind which may be anything on this machine."""
+    for file in (*folder.iterdir(), *folder.glob("scores/*"), *folder.glob("pictures/*")):
+        if UPLOADED.fullmatch(name := file.relative_to(folder).as_posix()):
+            if file.is_symlink() or (file.parent.is_symlink() and file.parent != folder):
+                raise ModelError(f"{file}: is a link, which is not followed; put a copy of the file there")
+            if file.is_file():
+                yield name
+
+
 def _check_whole(folder: Path) -> None:
     if not folder.is_dir():
         unfinished = f"; an unfinished run is kept in {part}" if (part := staging_path(folder)).is_dir() else ""
         raise ModelError(f"{folder}: no such folder{unfinished}; name a run or model folder")
     if (folder / CHECKPOINTS).is_dir() or folder.resolve().name.endswith(".partial"):
         raise ModelError(f"{folder}: is an unfinished run; finish it with pi-lora train --resume")
-    if not (folder / CONFIG_FILE).is_file():
-        raise ModelError(f"{folder}: has no {CONFIG_FILE}, so it is no run or model; name one")
     read_config(folder)
     if not (folder / CARD).is_file():
         raise ModelError(f"{folder}: has no {CARD}; write the model card first")
     weights = {ADAPTER_WEIGHTS_FILE if (folder / ADAPTER_CONFIG_FILE).is_file() else SAFETENSORS_SINGLE_FILE}
     if ADAPTER_WEIGHTS_FILE not in weights and (index := folder / SAFETENSORS_INDEX_FILE).is_file():
-        weights = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        weights = set(read_index(index).values())
     for file in sorted(folder / name for name in weights):
         try:
             with safe_open(file, framework="pt"):

@@ -1,4 +1,4 @@
-"""Position Interpolation itself, and what model configs say about it: numbers and dictionaries, no torch.
+"""Position Interpolation in model configs, read, extended or refused: numbers and dictionaries, no torch.
 
 A model trained on positions `[0, L)` reads `L' > L` tokens when position `m` is replaced by `m L / L'`
 (paper.tex, Eqn. 4). Configs call `L' / L` the `factor` of a `linear` rope; `dynamic` (NTK) and `yarn` (Peng et al.
@@ -25,6 +25,13 @@ TWO_FIELDS_IN_4 = {"olmo", "olmo2"}
 # Whose names for theta and the rotary share of a head are others in transformers 4 (and the `rope_scaling` path of 5).
 GPT_NEOX = {"gpt_neox", "gpt_neox_japanese"}
 GPT_NEOX_IN_4 = {"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"}
+# Whose `max_position_embeddings` under `linear` is the extended window itself, in published configs and in vLLM.
+WINDOW_DECLARED = {"gemma3_text", "gemma3n_text"}
+LOCAL_ATTENTION = {SLIDING_ATTENTION, "chunked_attention"}
+# Their configs accept only `longrope`, which divides each frequency by its own number; the same one for all is PI.
+LONGROPE_ONLY = {"phi3", "phi4_multimodal"}
+# Only their sliding layers are rotary; layers with full attention have no positions. No config says so.
+LOCAL_ROPE_ONLY = set("afmoe cohere2 cohere2_moe exaone4 exaone_moe flint kolibri1 llama4_text".split())
 
 
 @dataclass(frozen=True)
@@ -85,7 +92,7 @@ def full_attention_rope(config: Config) -> dict[str, Any]:
 
 
 def constant_longrope(rope: Config) -> float | None:
-    """Return what a `longrope` written by `extend.py` divides every frequency by; None for any other rope."""
+    """Return what a `longrope` written by `extend_config` divides every frequency by; None for any other rope."""
     factors = {*rope.get("short_factor", []), *rope.get("long_factor", [])}
     return float(factors.pop()) if rope.get("rope_type") == "longrope" and len(factors) == 1 else None
 
@@ -114,17 +121,33 @@ def scale_of(config: Config) -> float:
 
 
 def window_of(config: Config) -> int:
-    """Return the context window of a model in tokens, by vLLM's rule. A `linear` or `dynamic` rope multiplies
-    `max_position_embeddings`, `yarn` its `original_max_position_embeddings`; with other types (`llama3`, `longrope`)
-    the window is as declared.
+    """Return the context window of a model in tokens, by transformers' and vLLM's rule. A `linear` or `dynamic` rope
+    multiplies `max_position_embeddings`, `yarn` its `original_max_position_embeddings`; with other types (`llama3`,
+    `longrope`), and of Gemma 3 under `linear`, the window is as declared.
+
+    >>> rope = {"rope_theta": 1e6, "rope_scaling": {"rope_type": "linear", "factor": 8.0}, "rope_local_base_freq": 1e4}
+    >>> window_of({"model_type": "gemma3_text", "max_position_embeddings": 131072, **rope})
+    131072
     """
     if config.get("max_position_embeddings") is None:
         raise _refused(config, "its config has no max_position_embeddings, the context window; add it to config.json")
     rope = full_attention_rope(config)
-    kind = rope.get("rope_type")
-    multiplied: int = rope["original_max_position_embeddings"] if kind == "yarn" else config["max_position_embeddings"]
-    factor: float = rope["factor"] if kind in ("linear", "dynamic", "yarn") else 1
-    return round(multiplied * factor)
+    kind, declared = rope.get("rope_type"), int(config["max_position_embeddings"])
+    multiplied: int = rope.get("original_max_position_embeddings", declared) if kind == "yarn" else declared
+    multiplies = kind in ("dynamic", "yarn") or (kind == "linear" and config.get("model_type") not in WINDOW_DECLARED)
+    return round(multiplied * rope["factor"]) if multiplies else declared
+
+
+def declaring_original(config: Config, longest_input: int | None) -> Config:
+    """Return a config whose `linear` rope multiplies `max_position_embeddings`, as transformers documents it. Some that
+    were published (DeepSeek-Coder, Chinese-Alpaca-2-16k) declare the extended window there instead. No key tells them
+    apart, but the `longest_input` of their tokenizer, in tokens, is the same number.
+    """
+    declared, rope = config.get("max_position_embeddings"), full_attention_rope(config)
+    multiplies = rope.get("rope_type") == "linear" and config.get("model_type") not in WINDOW_DECLARED
+    if not multiplies or declared is None or declared != longest_input:
+        return config
+    return {**config, "max_position_embeddings": round(declared / rope["factor"])}
 
 
 def in_both_dialects(config: Config) -> dict[str, Any]:
@@ -156,3 +179,105 @@ def _rope_scaling(rope: Config, model_type: str) -> dict[str, Any] | None:
         return {"type": kind, "short_factor": rope["short_factor"], "long_factor": rope["long_factor"]}
     elsewhere = {"rope_theta", "partial_rotary_factor"} | ({"rope_type"} if model_type in TWO_FIELDS_IN_4 else set())
     return {"type": kind, **{key: value for key, value in rope.items() if key not in elsewhere}}
+
+
+def extend_config(config: Config, interpolation: Interpolation) -> dict[str, Any]:
+    """Return a copy of a model config with a window of `interpolation.target` tokens, in both dialects.
+
+    Ropes per layer type change on full-attention layers only; `direct` declares the longer window alone.
+    `max_position_embeddings` is what every reader needs:
+
+    - L under `linear` and `dynamic`: engines multiply it by the factor, and `dynamic` scales inputs longer than it; but
+      L' of Gemma 3 under `linear`, where vLLM does not;
+    - L' under `yarn`: transformers 4 computes the factor from it, and SGLang takes it as the window.
+    """
+    check_extendable(config, interpolation)
+    nested = read_rope(config)
+    rope, declared = _stretched_rope(config, interpolation)
+    extended = dict(config)
+    extended["rope_parameters"] = {**nested, FULL_ATTENTION: rope} if FULL_ATTENTION in nested else rope
+    extended["max_position_embeddings"] = declared
+    if rope.get("rope_type") == "longrope":
+        extended["original_max_position_embeddings"] = declared
+    return in_both_dialects(extended)
+
+
+def check_extendable(config: Config, interpolation: Interpolation) -> None:
+    """Raise ScalingError if the rope has another type, or no layer has positions and attends to the target window."""
+    model_type, method = config.get("model_type"), interpolation.method
+    rope = full_attention_rope(config)
+    kind = rope.get("rope_type", "default")
+    own = method_of(config)
+    problem, target, reach = None, interpolation.target, local_window(config)
+    if kind != "default" and own != "pi":
+        problem = f"rope_type {kind}: positions are already extended in another way; start from an unextended base"
+    elif own == "pi" and method in ("dynamic", "yarn"):
+        problem = f"scaling: {method}: this model is already interpolated ({kind}); use pi, or its unextended base"
+    elif model_type in LONGROPE_ONLY and method in ("dynamic", "yarn"):
+        problem = f"scaling: {method}: transformers does not support it for models of type {model_type}; use pi"
+    elif model_type in LOCAL_ROPE_ONLY:
+        problem = f"model of type {model_type}: only its local-attention layers are rotary; nothing to interpolate"
+    elif reach is not None and reach < target:
+        limit = f"every layer of this model attends to at most {reach} tokens"
+        problem = f"context.target: {target}: {limit}; choose a model with full attention"
+    if problem:
+        raise ScalingError(problem)
+
+
+def check_reach(name: str, config: Config, target: int) -> None:
+    """Raise ScalingError if a model's own window is shorter than `target` tokens (`scaling: keep`)."""
+    if (window := window_of(config)) < target:
+        beyond = f"{target} is longer than the window of {name}, {window} tokens, which scaling: keep does not change"
+        raise ScalingError(f"context.target: {beyond}; extend it first, or lower the target")
+
+
+def local_window(config: Config) -> int | None:
+    """Return the longest attention span of any layer in tokens, or None where a layer attends to the whole window.
+
+    >>> local_window({"sliding_window": 4096}), local_window({"sliding_window": 4096, "use_sliding_window": False})
+    (4096, None)
+    """
+    # transformers follows `layer_types` where a config has them, else `sliding_window` in every layer.
+    kinds = set(config.get("layer_types") or [SLIDING_ATTENTION])
+    if kinds - LOCAL_ATTENTION or config.get("use_sliding_window") is False:
+        return None
+    return max(config.get("sliding_window") or 0, config.get("attention_chunk_size") or 0) or None
+
+
+def leads_to(base: Config, run: Config) -> bool:
+    """Return whether `run` can be an extension of `base`: by any method of a plain rope, by `pi` of a `linear` one."""
+    if full_attention_rope(base).get("rope_type", "default") == "default":
+        return True
+    return method_of(base) == method_of(run) == "pi" and scale_of(run) >= scale_of(base)
+
+
+def _stretched_rope(config: Config, interpolation: Interpolation) -> tuple[dict[str, Any], int]:
+    """Return the full-attention rope, and `max_position_embeddings`."""
+    rope, scale = full_attention_rope(config), interpolation.scale
+    if interpolation.method == "dynamic":
+        return {**rope, "rope_type": "dynamic", "factor": scale}, interpolation.original
+    if interpolation.method == "yarn":
+        of_yarn = {"factor": scale, "original_max_position_embeddings": interpolation.original}
+        return {**rope, "rope_type": "yarn", **of_yarn}, interpolation.target
+    factor = scale_of(config) * scale
+    if factor == 1.0:
+        return {**rope, "rope_type": "default"}, interpolation.target
+    if config.get("model_type") in LONGROPE_ONLY:
+        return _as_longrope(config, rope, factor, interpolation.target), interpolation.target
+    declared = interpolation.target / (1 if config.get("model_type") in WINDOW_DECLARED else factor)
+    return {**rope, "rope_type": "linear", "factor": factor}, round(declared)
+
+
+def _as_longrope(config: Config, rope: Config, factor: float, window: int) -> dict[str, Any]:
+    """Return PI as a `longrope`: every frequency is divided by the same `factor`, attention is not scaled."""
+    head_dim = config["hidden_size"] // config["num_attention_heads"]
+    factors = [factor] * (int(head_dim * rope.get("partial_rotary_factor", 1.0)) // 2)
+    return {
+        **rope,
+        "rope_type": "longrope",
+        "short_factor": factors,
+        "long_factor": factors,
+        "original_max_position_embeddings": window,  # readers derive a factor on attention from the two windows
+        "factor": 1.0,
+        "attention_factor": 1.0,
+    }

@@ -7,8 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from pi_lora.errors import ScalingError
-from pi_lora.scaling.config import SLIDING_ATTENTION, Config, Interpolation
-from pi_lora.scaling.extend import extend_config
+from pi_lora.scaling.config import SLIDING_ATTENTION, Config, Interpolation, extend_config
 
 FREQUENCIES = "inv_freq"
 
@@ -72,12 +71,11 @@ def _follows(plain: dict[str, torch.Tensor], scaled: dict[str, torch.Tensor], in
     if plain.keys() != scaled.keys() or any(plain[name].shape != scaled[name].shape for name in plain):
         return False
     changed = [name for name in plain if not torch.equal(plain[name], scaled[name])]
-    if not changed or any(SLIDING_ATTENTION in name for name in changed):
-        return False
     slack = 1 + 1e-5
-    highest = {name: plain[name] / (interpolation.scale if interpolation.method == "pi" else 1) for name in changed}
-    return all(
-        bool((scaled[name] * slack >= plain[name] / interpolation.scale).all())
-        and bool((scaled[name] <= highest[name] * slack).all())
-        for name in changed
-    )
+    for name in changed:
+        lowest = plain[name] / interpolation.scale
+        highest = lowest if interpolation.method == "pi" else plain[name]
+        within = (scaled[name] * slack >= lowest) & (scaled[name] <= highest * slack)
+        if SLIDING_ATTENTION in name or not within.all():
+            return False
+    return bool(changed)

@@ -72,8 +72,7 @@ def interpolation_bound(head_dim: int, theta: float, largest: ArrayLike, s: Arra
     """Return the bound on `|a - a_linear|` that holds, `max|h| sum_j theta_j^2 (s - s1) (s2 - s) / 2`, or the paper's.
 
     `largest` is `max_j |h_j|`, `s1` and `s2` are the whole distances around `s`. The paper's, `d max|h| (s - s1)
-    (s2 - s) / (8 ln c)` (Eqn. 5; Eqn. 7 in the middle), is 13 % lower. Its proof reverses an inequality (see
-    `curvature`), and the difference exceeds it for `h_j = e^(-i theta_j / 2)` and for real queries and keys.
+    (s2 - s) / (8 ln c)` (Eqn. 5; Eqn. 7 in the middle), is 13 % lower and exceeded: see `curvature`.
 
     >>> [round(float(128 / interpolation_bound(128, 1e4, 1.0, 0.5, papers)), 2) for papers in (False, True)]
     [256.11, 294.73]
@@ -86,8 +85,8 @@ def interpolation_bound(head_dim: int, theta: float, largest: ArrayLike, s: Arra
 def curvature(head_dim: int, theta: float) -> float:
     """Return the largest `|a''|` for `max|h|` of 1: `sum_j theta_j^2 = (1 - c^-2) / (1 - c^(-4/d))`.
 
-    The paper's appendix continues with `1 / (1 - c^(-4/d)) <= d / (4 ln c)`, from `c^x <= 1 + x ln c`. But an
-    exponential lies above its tangent, so `d / (4 ln c)` is the smaller one and no bound.
+    The paper's appendix continues with `1 / (1 - c^(-4/d)) <= d / (4 ln c)`. But an exponential lies above its tangent,
+    `c^x >= 1 + x ln c`, so `d / (4 ln c)` is the smaller one and no bound.
 
     >>> round(curvature(128, 1e4), 3), round(float(128 / (4 * np.log(1e4))), 3)
     (3.998, 3.474)
@@ -200,27 +199,15 @@ def bounds_of(setting: Setting) -> Bounds:
     return Bounds(d / papers, d / proven, 2 * d / papers, 2 * d / proven, beyond / papers, beyond / proven, lowest, at)
 
 
-@dataclass(frozen=True)
-class Fit:
-    """A score through random `points` at the distances 0, 1, ... L - 1, by its coefficients `h` [d / 2]."""
-
-    points: Reals
-    h: Complexes
-    theta: float
-
-    def at(self, s: Reals) -> Reals:
-        """Return the fitted score at the distances `s`."""
-        return attention_score(self.h, s, self.theta)
-
-
-def fit_noise(head_dim: int, theta: float, original: int, ridge: float = 0.0, seed: int = 0) -> Fit:
+def fit_noise(head_dim: int, theta: float, original: int, ridge: float = 0.0, seed: int = 0) -> tuple[Reals, Complexes]:
     """Fit a score to standard normal noise at every distance inside the window, as in figure 2 (appendix C.1).
 
-    `ridge` times `sum_j |h_j|^2` is added to the sum of squares (last remark of section 2.3). Solved by singular
-    values: the basis is so nearly dependent (condition 1e16) that rounding decides how far the fit goes beyond.
+    Returns the points [L] at the distances 0, 1, ... L - 1, and the coefficients `h` [d / 2]. `ridge` times `sum_j
+    |h_j|^2` is added to the sum of squares (last remark of section 2.3). Solved by singular values: the basis is so
+    nearly dependent (condition 1e16) that rounding decides how far the fit goes beyond.
 
-    >>> calm, wild = fit_noise(16, 100.0, 64, ridge=1.0), fit_noise(16, 100.0, 64)
-    >>> bool(np.abs(calm.h).max() < np.abs(wild.h).max())
+    >>> (_, calm), (_, wild) = fit_noise(16, 100.0, 64, ridge=1.0), fit_noise(16, 100.0, 64)
+    >>> bool(np.abs(calm).max() < np.abs(wild).max())
     True
     """
     points = np.random.default_rng(seed).standard_normal(original)
@@ -230,4 +217,4 @@ def fit_noise(head_dim: int, theta: float, original: int, ridge: float = 0.0, se
     kept = sizes > np.finfo(np.float64).eps * original * sizes[0]
     shrunk = np.divide(sizes, sizes**2 + ridge, out=np.zeros_like(sizes), where=kept)
     cosines, sines = np.split(right.T @ (shrunk * (left.T @ points)), 2)
-    return Fit(points, np.asarray(cosines - 1j * sines, dtype=np.complex128), theta)
+    return points, np.asarray(cosines - 1j * sines, dtype=np.complex128)

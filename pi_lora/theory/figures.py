@@ -1,5 +1,6 @@
 """The bounds, and how far a model stays below them, as tables and figures."""
 
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,22 +22,19 @@ SAMPLES = 4096  # of a curve
 FEW = 50  # distances between which figure 2 looks
 DISTANCE = "positional difference $s$ (tokens)"
 BOXED: Any = {"framealpha": 0.9, "edgecolor": "none", "fontsize": 9}  # a legend over a curve
+DASHED: Any = {"color": "0.3", "linestyle": "--", "linewidth": 1}
 
 
 def bounds_table(setting: Setting, found: bounds.Bounds) -> Table:
     """Return section 2.3 in numbers: as the paper states it, and as it holds."""
-    rows = {
-        "interpolation, |a - a_linear|": (f"d H / {found.papers_divisor:.2f}", f"d H / {found.divisor:.2f}"),
-        "extrapolation, |a|": ("2 H B(s)", "2 H B(s)"),
-        "their ratio if B(s) = d": (f"{found.papers_factor:.1f}", f"{found.factor:.1f}"),
-        "their ratio where B(s) is least": (f"{found.papers_ratio:.1f}", f"{found.ratio:.1f}"),
-    }
     table = Table("", *(Column(name, justify="right") for name in ("paper", "holds for every h")))
     table.title = f"d {setting.head_dim}, c {setting.theta:g}, L {setting.original}, L' {setting.target}"
     lowest = f"{found.lowest:.4g} on all whole s in [0, {setting.target}] (at {found.lowest_at})"
     table.caption = f"B(s)/d is at least {lowest}; H is max_j |h_j|"
-    for name, cells in rows.items():
-        table.add_row(name, *cells)
+    table.add_row("interpolation, |a - a_linear|", f"d H / {found.papers_divisor:.2f}", f"d H / {found.divisor:.2f}")
+    table.add_row("extrapolation, |a|", "2 H B(s)", "2 H B(s)")
+    table.add_row("their ratio if B(s) = d", f"{found.papers_factor:.1f}", f"{found.factor:.1f}")
+    table.add_row("their ratio where B(s) is least", f"{found.papers_ratio:.1f}", f"{found.ratio:.1f}")
     return table
 
 
@@ -63,8 +61,7 @@ def attention_table(found: "Attention") -> Table:
 
 def draw_theory(setting: Setting, folder: Path) -> list[Path]:
     """Write `positions`, `fit` and `bound` as PNG and SVG; raise DataError if the folder cannot be written."""
-    figures = {"positions": _positions, "fit": _fit, "bound": _bound}
-    return [file for name, draw in figures.items() for file in save(draw(setting), folder, name)]
+    return _saved({"positions": _positions(setting), "fit": _fit(setting), "bound": _bound(setting)}, folder)
 
 
 def draw_attention(found: "Attention", setting: Setting, folder: Path) -> list[Path]:
@@ -81,9 +78,14 @@ def draw_attention(found: "Attention", setting: Setting, folder: Path) -> list[P
     curve.plot(*unseen, color=VERMILION, linewidth=1, label="beyond")
     curve.plot(*fractional, ".", color=GREEN, markersize=1.5, label="where PI puts the target window")
     curve.set(xlabel=DISTANCE, ylabel="score $a(s)$ of one pair")
-    _finish(curve, f"The pair that grows most: layer {head.layer}, head {head.head}", setting, **BOXED)
+    curve.axvline(setting.original, **DASHED)
+    plain(curve, f"The pair that grows most: layer {head.layer}, head {head.head}", **BOXED)
     figure.suptitle(f"{found.model}, {found.pairs} queries and keys a head from {found.tokens} tokens", fontsize=11)
-    return save(figure, folder, "measured")
+    return _saved({"measured": figure}, folder)
+
+
+def _saved(figures: dict[str, Any], folder: Path) -> list[Path]:
+    return [save(each, folder / f"{name}.{kind}", kind) for name, each in figures.items() for kind in ("png", "svg")]
 
 
 def _positions(setting: Setting) -> Any:
@@ -116,7 +118,8 @@ def _positions(setting: Setting) -> Any:
         axes.set(xlim=(-target / 100, target), ylim=(-1.35, 1.9), yticks=(-1, 0, 1), ylabel="rotary wave")
         for at, colour, marker, label in dots:
             axes.plot(at, np.sin(at * speed), marker, color=colour, label=label, markersize=4.5)
-        _finish(axes, title, setting, frameon=False, fontsize=9, loc="upper right", ncols=2)
+        axes.axvline(length, **DASHED)
+        plain(axes, title, frameon=False, fontsize=9, loc="upper right", ncols=2)
     below.set_xlabel("position index (tokens)")
     return figure
 
@@ -127,21 +130,23 @@ def _fit(setting: Setting) -> Any:
     rows = figure.subplots(2, 3)
     fits = {"least squares": 0.0, f"ridge, {RIDGE:g}": RIDGE}
     for (inside, beyond, between), (name, ridge) in zip(rows, fits.items(), strict=True):
-        fit = bounds.fit_noise(setting.head_dim, setting.theta, setting.original, ridge)
+        points, h = bounds.fit_noise(setting.head_dim, setting.theta, setting.original, ridge)
+        score = partial(bounds.attention_score, h, theta=setting.theta)
         s = np.arange(setting.original, dtype=float)
         # Thousands of dots are one bitmap in the SVG.
-        inside.scatter(s, fit.points, s=4, color=BLUE, alpha=0.35, linewidth=0, rasterized=True, label="points")
-        inside.plot(s, fit.at(s), color=VERMILION, linewidth=1.5, label=name)
+        inside.scatter(s, points, s=4, color=BLUE, alpha=0.35, linewidth=0, rasterized=True, label="points")
+        inside.plot(s, score(s), color=VERMILION, linewidth=1.5, label=name)
         inside.set_ylabel("attention score $a(s)$")
-        _finish(inside, loc="upper right", **BOXED)
-        _beyond(beyond, fit, setting)
-        first = min(25, len(s) // 4)
-        last = min(first + FEW, len(s) - 1)
+        plain(inside, loc="upper right", **BOXED)
+        s = np.linspace(0, setting.target, SAMPLES)
+        _beyond(beyond, s, score(s), setting)
+        first = min(25, setting.original // 4)
+        last = min(first + FEW, setting.original - 1)
         fine, whole = np.arange(first, last + 1 / 16, 1 / 8), np.arange(first, last + 1, dtype=float)
         between.vlines(whole, 0, 1, transform=between.get_xaxis_transform(), color="0.8", linestyle="--", linewidth=0.6)
-        between.plot(fine, fit.at(fine), color=VERMILION, linewidth=1.5)
-        between.plot(whole, fit.at(whole), ".", color=BLUE, label="whole distances")
-        _finish(between, **BOXED)
+        between.plot(fine, score(fine), color=VERMILION, linewidth=1.5)
+        between.plot(whole, score(whole), ".", color=BLUE, label="whole distances")
+        plain(between, **BOXED)
         between.grid(visible=False)
     titles = ("Fitted in $[0, L)$", "Effect of extrapolation", "Effect of interpolation")
     for (above, below), title in zip(rows.T, titles, strict=True):
@@ -150,9 +155,7 @@ def _fit(setting: Setting) -> Any:
     return figure
 
 
-def _beyond(axes: Any, fit: bounds.Fit, setting: Setting) -> None:
-    s = np.linspace(0, setting.target, SAMPLES)
-    score = fit.at(s)
+def _beyond(axes: Any, s: bounds.Reals, score: bounds.Reals, setting: Setting) -> None:
     axes.plot(s, score, color=VERMILION, linewidth=1.5)
     inside, beyond = (np.abs(score[part]).max() for part in (s < setting.original, s >= setting.original))
     axes.set_ylim(min(1.1 * score.min(), -1.2 * inside), max(1.1 * score.max(), 1.2 * inside))
@@ -160,7 +163,8 @@ def _beyond(axes: Any, fit: bounds.Fit, setting: Setting) -> None:
     y, side = (0.03, "bottom") if -score.min() > score.max() else (0.97, "top")
     text, box = f"$|a| \\leq$ {inside:.2g} inside,\n{beyond:.2g} beyond", {"facecolor": "white", "edgecolor": "none"}
     axes.text(0.03, y, text, va=side, fontsize=9, transform=axes.transAxes, bbox={**box, "alpha": 0.85})
-    _finish(axes, setting=setting)
+    axes.axvline(setting.original, **DASHED)
+    plain(axes)
 
 
 def _bound(setting: Setting) -> Any:
@@ -170,12 +174,12 @@ def _bound(setting: Setting) -> Any:
     s = np.unique(np.linspace(0, setting.target, SAMPLES).round())
     heights = bounds.partial_sums(setting.head_dim, setting.theta, s) / setting.head_dim
     axes.plot(s, heights, color=BLUE, linewidth=1.2)
-    axes.axhline(1, color="0.3", linestyle="--", linewidth=1)
+    axes.axhline(1, **DASHED)
     low = int(heights.argmin())
     axes.plot(s[low], heights[low], "o", color=VERMILION, label=f"lowest: {heights[low]:.3f}, at {s[low]:.0f} tokens")
     axes.set(xlabel=DISTANCE, ylabel="$B(s)/d$", xlim=(0, setting.target), ylim=(0, None))
     title = f"Extrapolation bound: $B(s)/d$ for $d = {setting.head_dim}$, $c = {setting.theta:g}$"
-    _finish(axes, title, frameon=False, fontsize=10)
+    plain(axes, title, frameon=False, fontsize=10)
     return figure
 
 
@@ -196,13 +200,3 @@ def _heat_map(axes: Any, found: "Attention", name: str, title: str) -> None:
     if len(layers) <= 16:
         axes.set_yticks(range(len(layers)), layers)
     axes.set_title(title, fontsize=11)
-
-
-def _finish(axes: Any, title: str = "", setting: Setting | None = None, **legend: Any) -> None:
-    """Add a grid, a title, a line at the end of the window of `setting`, and a legend in the style of `legend`."""
-    if setting:
-        axes.axvline(setting.original, color="0.3", linestyle="--", linewidth=1)
-    axes.set_title(title, fontsize=11)
-    plain(axes)
-    if legend:
-        axes.legend(**legend)

@@ -1,6 +1,6 @@
 """Queries and keys taken from a model while it reads a text, and how large their scores become at any distance."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from pi_lora.data.corpus import evaluation_documents
+from pi_lora.data.sources import evaluation_documents
 from pi_lora.errors import DataError, ScalingError
 from pi_lora.models.load import LoadedModel
 from pi_lora.scaling.config import method_of
@@ -125,14 +125,11 @@ def layer_coefficients(
             f"model of type {model.config.model_type}: no layer rotates its queries as the config says; give another"
         )
     found: dict[int, Complexes] = {}
-
-    def saw(layer: int, *vectors: torch.Tensor) -> None:
-        if order := layouts.get(layer):
-            query, key = (_rotated_back(each, at, order, speeds) for each, at in zip(vectors, pairs, strict=True))
-            found[layer] = bounds.coefficients(query, np.repeat(key, len(query) // len(key), axis=0))
-
-    _read(model, ids, saw)
-    return dict(sorted(found.items()))
+    vectors = _read(model, ids, pairs)
+    for layer, order in sorted(layouts.items()):
+        query, key = (_rotated_back(*each, order, speeds) for each in zip(vectors[layer], pairs, strict=True))
+        found[layer] = bounds.coefficients(query, np.repeat(key, len(query) // len(key), axis=0))
+    return found
 
 
 def _layouts(model: Any, token: int, speeds: Reals) -> dict[int, list[int]]:
@@ -143,30 +140,30 @@ def _layouts(model: Any, token: int, speeds: Reals) -> dict[int, list[int]]:
     numbers = list(range(2 * len(speeds)))
     halves_apart = np.reshape(numbers, (2, -1)).T.ravel().tolist()  # LLaMA in transformers
     found: dict[int, list[int]] = {}
-
-    def saw(layer: int, query: torch.Tensor, key: torch.Tensor) -> None:
+    ends = np.array([0, REPEATS - 1])
+    for layer, (query, _) in _read(model, [token] * REPEATS, (ends, ends)).items():
         for order in (halves_apart, numbers):
-            first, last = (_rotated_back(query, np.array([at]), order, speeds) for at in (0, REPEATS - 1))
+            first, last = _rotated_back(query, ends, order, speeds).swapaxes(0, 1)
             if np.linalg.norm(last - first) < TOLERANCE * np.linalg.norm(first):
                 found[layer] = order
-
-    _read(model, [token] * REPEATS, saw)
     return found
 
 
-def _rotated_back(vectors: torch.Tensor, at: Positions, order: list[int], speeds: Reals) -> Reals:
-    """Queries or keys [heads, tokens, width] at some positions before their rotation, in the paper's order."""
-    numbers = vectors[:, at].to("cpu", torch.float64).numpy()[..., order]
+def _rotated_back(vectors: Reals, at: Positions, order: list[int], speeds: Reals) -> Reals:
+    """Queries or keys [heads, tokens, width] at the positions `at` before their rotation, in the paper's order."""
+    numbers = vectors[..., order]
     plain = (numbers[..., ::2] + 1j * numbers[..., 1::2]) * np.exp(-1j * np.outer(at, speeds))
     return np.stack([plain.real, plain.imag], axis=-1).reshape(numbers.shape)
 
 
 @torch.no_grad()
-def _read(model: Any, ids: Sequence[int], saw: Callable[..., None]) -> None:
-    """Let the model read, and pass each layer's number, rotated queries and keys [heads, tokens, width] to `saw`."""
+def _read(model: Any, ids: Sequence[int], pairs: tuple[Positions, Positions]) -> dict[int, list[Reals]]:
+    """Let the model read, and return the rotated queries and keys of `pairs` by layer, [heads, pairs, width]."""
+    found: dict[int, list[Reals]] = {}
 
     def attend(module: Any, query: torch.Tensor, key: torch.Tensor, value: Any, mask: Any, **options: Any) -> Any:
-        saw(module.layer_idx, query[0], key[0])
+        taken = zip((query, key), pairs, strict=True)
+        found[module.layer_idx] = [each[0][:, at].to("cpu", torch.float64).numpy() for each, at in taken]
         return sdpa_attention_forward(module, query, key, value, mask, scaling=options.get("scaling"))
 
     AttentionInterface.register(WATCHED, attend)
@@ -177,3 +174,4 @@ def _read(model: Any, ids: Sequence[int], saw: Callable[..., None]) -> None:
         model(input_ids=torch.tensor([list(ids)], device=model.device), use_cache=False, logits_to_keep=1)
     finally:
         model.set_attn_implementation(before)
+    return found

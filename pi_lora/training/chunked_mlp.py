@@ -2,7 +2,7 @@
 of a layer under activation checkpointing, then exist for one piece of the sequence only.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -70,13 +70,14 @@ class _Pieces(torch.autograd.Function):
         into_hidden = torch.empty_like(hidden)
         # Summed in float32, whatever the weights are: there may be many pieces.
         into_weights = [torch.zeros_like(weight, dtype=torch.float32) for weight in ctx.weights]
-        for here in _slices(hidden.shape[1], ctx.tokens):
-            piece = hidden[:, here].detach().requires_grad_()
+        pieces = (each.split(ctx.tokens, dim=1) for each in (hidden, into_hidden, gradients[0]))
+        for inputs, into_inputs, gradient in zip(*pieces, strict=True):
+            piece = inputs.detach().requires_grad_()
             enabled, dtype = ctx.autocast  # as in the forward, without its cache of casted weights
             with torch.enable_grad(), torch.autocast(piece.device.type, dtype, enabled=enabled, cache_enabled=False):
                 output = ctx.run(piece)
-            found = torch.autograd.grad(output, [piece, *ctx.weights], gradients[0][:, here])
-            into_hidden[:, here] = found[0]
+            found = torch.autograd.grad(output, [piece, *ctx.weights], gradient)
+            into_inputs.copy_(found[0])
             for total, part in zip(into_weights, found[1:], strict=True):
                 total += part
         cast = (total.to(weight.dtype) for total, weight in zip(into_weights, ctx.weights, strict=True))
@@ -84,8 +85,4 @@ class _Pieces(torch.autograd.Function):
 
 
 def _joined(run: Run, hidden: torch.Tensor, tokens: int) -> torch.Tensor:
-    return torch.cat([run(hidden[:, here]) for here in _slices(hidden.shape[1], tokens)], dim=1)
-
-
-def _slices(length: int, tokens: int) -> Iterator[slice]:
-    return (slice(start, start + tokens) for start in range(0, length, tokens))
+    return torch.cat([run(piece) for piece in torch.split(hidden, tokens, dim=1)], dim=1)

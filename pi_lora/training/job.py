@@ -1,24 +1,27 @@
-"""A checked recipe with all that a training needs, made once by `preflight.check` and handed on."""
+"""A checked recipe with all that a training needs, made once by `preflight.check`; and its learning rate schedule."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import get_scheduler
 
 from pi_lora.data.batches import TrainingData, training_data
-from pi_lora.models.attention import attention_kernel
-from pi_lora.models.base import BaseModel, device, dtype_named, has_fast_bfloat16, load_tokenizer
-from pi_lora.recipe.schema import Recipe
-from pi_lora.scaling.config import Config
-from pi_lora.types import Progress, silent
+from pi_lora.errors import RecipeError
+from pi_lora.models.base import BaseModel, device, dtype_named, has_fast_bfloat16
+from pi_lora.models.machine import attention_kernel
+from pi_lora.recipe.schema import Recipe, Training
+from pi_lora.scaling.config import Config, read_rope
+from pi_lora.types import NOTHING, Allowed, Progress, silent
 
 
 @dataclass
 class Job:
     """A recipe, its base, the config that it is tuned under, its windows L and L' in tokens, its output, the folder of
-    an adapter that is tuned further, and whether an interrupted run continues.
+    an adapter that is tuned further, whether an interrupted run continues, and what the user allows.
     """
 
     recipe: Recipe
@@ -29,12 +32,18 @@ class Job:
     target: int
     adapter: Path | None = None
     resume: bool = False
+    allowed: Allowed = NOTHING
     data: TrainingData | None = None
 
     @cached_property
     def tokenizer(self) -> Any:
         """The tokenizer of the base, for inputs of L' tokens."""
-        return load_tokenizer(self.base.path, self.target)
+        return self.base.load_tokenizer(self.target)
+
+    @property
+    def needs_its_config(self) -> bool:
+        """Whether an adapter on the base would be unscaled if the base were loaded under its own config."""
+        return self.recipe.tuning.method != "full" and read_rope(self.config) != read_rope(self.base.config)
 
     @cached_property
     def in_bfloat16(self) -> bool:
@@ -45,15 +54,22 @@ class Job:
     @cached_property
     def attention(self) -> str:
         """The attention kernel by transformers' name."""
-        return attention_kernel(self.recipe.model.attention, self.in_bfloat16, self.recipe.hardware.context_parallel)
+        recipe = self.recipe
+        return attention_kernel(recipe.model.attention, self.base, self.in_bfloat16, recipe.hardware.context_parallel)
+
+    @cached_property
+    def attention_of_scores(self) -> str:
+        """The kernel with which the model is measured while it trains: the same as when it is loaded again."""
+        return attention_kernel("auto", self.base, self.dtype == torch.bfloat16)
 
     @property
     def dtype(self) -> torch.dtype:
-        """The base's dtype: float32 master weights where every weight trains, else bfloat16 under a float32 adapter. On
-        a CPU a LoRA base is float32 as well, which is faster without bfloat16 instructions.
+        """The base's dtype: float32 master weights where every weight trains, else bfloat16 under a float32 adapter;
+        float32 on a GPU that has no bfloat16. On a CPU a LoRA base is float32 as well, which is faster without bfloat16
+        instructions.
         """
-        method = self.recipe.tuning.method
-        in_float32 = method == "full" or (method == "lora" and device().type == "cpu")
+        method, on_cpu = self.recipe.tuning.method, device().type == "cpu"
+        in_float32 = method == "full" or (method == "lora" if on_cpu else not has_fast_bfloat16())
         return dtype_named(self.recipe.model.dtype or ("float32" if in_float32 else "bfloat16"))
 
     @property
@@ -67,3 +83,35 @@ class Job:
             recipe, target = self.recipe, self.recipe.context.target
             self.data = training_data(recipe.data, recipe.training, self.tokenizer, self.original, target, progress)
         return self.data
+
+
+def rate_share(training: Training) -> Callable[[int], float]:
+    """Return the share of the maximum rate at each step: linear warm-up from `warmup_start` (paper.tex, section 3.1),
+    then one of transformers' schedules.
+
+    >>> rate = rate_share(Training(steps=100, schedule="constant", warmup_steps=20, warmup_start=0.1))
+    >>> [round(rate(step), 3) for step in (0, 10, 20, 99)]
+    [0.1, 0.55, 1.0, 1.0]
+    """
+    # transformers needs an optimizer for a schedule; only its maximum rate is read.
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=training.learning_rate)
+    name = "constant_with_warmup" if training.schedule == "constant" else training.schedule
+    try:
+        scheduler = get_scheduler(
+            name,
+            optimizer,
+            num_warmup_steps=training.warmup_steps,
+            num_training_steps=training.steps,
+            scheduler_specific_kwargs=dict(training.schedule_options),
+        )
+    except (TypeError, ValueError) as error:
+        problem = f"{training.schedule} does not accept them ({error})"
+        raise RecipeError([f"training.schedule_options: {problem}; correct them"]) from None
+    after_warmup: Callable[[int], float] = scheduler.lr_lambdas[0]
+
+    def share(step: int) -> float:
+        if step < training.warmup_steps:
+            return training.warmup_start + (1 - training.warmup_start) * step / training.warmup_steps
+        return float(after_warmup(step))
+
+    return share

@@ -1,24 +1,37 @@
-"""Job to run folder: the story of a training."""
+"""Job to run folder: the story of a training, through TRL's SFTTrainer; the only home of TRL."""
 
+import os
 import shutil
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from transformers import set_seed
+import torch
+from accelerate.utils import patch_environment
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import Sampler
+from transformers import PrinterCallback, TrainerCallback, set_seed
+
+os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")  # TRL reports usage otherwise
+
+from trl import SFTConfig, SFTTrainer
 
 import pi_lora.run_folder as run_folder
-from pi_lora.distributed import is_leader, join_processes, number_of_processes, wait_for_all
+from pi_lora.data.tokens import tokenizer_identity
+from pi_lora.distributed import from_all, is_leader, join_processes, number_of_processes, wait_for_all
 from pi_lora.errors import Interrupted
 from pi_lora.models import adapter as adapters
 from pi_lora.models.base import Placement, device, load_model, quiet_loading, save_config, save_tokenizer
 from pi_lora.models.load import LoadedModel
+from pi_lora.models.origin import check_origin, check_resumed, origin_of, read_origin
+from pi_lora.recipe.schema import Recipe
 from pi_lora.report.card import write_card
-from pi_lora.training.job import Job
-from pi_lora.training.log import TrainingLog, ends_after_the_step
-from pi_lora.training.scores import TrainingScores
-from pi_lora.training.trainer import make_trainer
+from pi_lora.training.callbacks import TrainingLog, TrainingScores, ends_after_the_step
+from pi_lora.training.chunked_mlp import chunk_mlps
+from pi_lora.training.job import Job, rate_share
 from pi_lora.types import Progress, silent
 
 
@@ -30,35 +43,44 @@ def train(job: Job, progress: Progress = silent) -> Path:
     data = job.prepare(progress)
     with _staged_by_the_leader(job) as staging:
         if is_leader():
+            origin = origin_of(job.base, tokenizer_identity(job.tokenizer), data.digest)
+            check_resumed(job.output, staging, origin, job.allowed)
             run_folder.write_recipe(staging, job.recipe)
+            run_folder.write_provenance(staging, origin, {})
         set_seed(job.recipe.training.seed)
         model = _prepared_model(job)
         per_step = data.tokens_per_row and data.tokens_per_row * job.recipe.training.global_batch_size
         log = TrainingLog(staging, per_step, progress)
         loaded = LoadedModel(str(job.output), model, job.tokenizer, job.config)
-        scores = [TrainingScores(job.recipe.evaluation, loaded, staging, log)] if job.recipe.evaluation.every else []
+        asked, scores = job.recipe.evaluation, list[TrainerCallback]()
+        if asked.every:
+            scores.append(TrainingScores(asked, loaded, staging, log, job.attention_of_scores))
         with quiet_loading(), adapters.without_known_warnings(), ends_after_the_step(log):
-            trainer = make_trainer(job, model, staging, log, scores)
-            adapters.train_in_float32(model)
-            start = run_folder.last_checkpoint(staging) if job.resume else None
-            trainer.train(resume_from_checkpoint=str(start) if start else None)
-        if log.stopped:
-            kept = f"interrupted after step {log.step}, a checkpoint is kept"
-            raise Interrupted(f"{job.output}: {kept}; continue with --resume")
-        _save_weights(job, trainer, staging)
-        if is_leader():
-            save_config(job.config, staging)
-            save_tokenizer(job.tokenizer, staging)
-            facts = {
-                "original": job.original,
-                "trainable_parameters": adapters.trainable_parameters(model),
-                "attention": job.attention,
-                **run_folder.read_training_log(staging / run_folder.TRAINING_LOG)[-1],
-            }
-            run_folder.write_provenance(staging, facts)
-            write_card(staging)
-            shutil.rmtree(staging / run_folder.CHECKPOINTS, ignore_errors=True)
+            trainer = Trainer(job, model, staging, log, scores)
+            start = _checkpoint_to_resume(staging) if job.resume else None
+            with adapters.input_casts(model, not _autocast_alone(job)):
+                trainer.train(resume_from_checkpoint=str(start) if start else None)
+            if log.stopped:
+                kept = f"interrupted after step {log.step}, a checkpoint is kept"
+                raise Interrupted(f"{job.output}: {kept}; continue with --resume")
+            # A signal that comes while the finished run is saved waits for its end, too.
+            problem = _save(job, trainer, model, staging)
+    if is_leader():
+        # Only now: until the run stands under its name, they are all that is left of it if the process is killed.
+        shutil.rmtree(job.output / run_folder.CHECKPOINTS, ignore_errors=True)
+    if problem:
+        raise problem
     return job.output
+
+
+def _checkpoint_to_resume(staging: Path) -> Path | None:
+    """The checkpoint that the leader finds undamaged, in every process."""
+    if not is_leader():
+        return from_all(list[Path | None]())[0]
+    checkpoint, damaged = run_folder.checkpoint_to_resume(staging)
+    for line in damaged:
+        print(line, file=sys.stderr)
+    return from_all([checkpoint])[0]
 
 
 @contextmanager
@@ -75,18 +97,169 @@ def _staged_by_the_leader(job: Job) -> Iterator[Path]:
 
 def _prepared_model(job: Job) -> Any:
     recipe = job.recipe
-    # A quantized model is copied to every process; others are spread over them by FSDP, from host memory.
-    place: Placement = "device" if number_of_processes() == 1 else "host"
-    place = "quantized" if recipe.tuning.method == "qlora" else place
-    model = load_model(job.base, job.config, job.dtype, job.attention, place)
+    model = load_model(job.base, job.config, job.dtype, job.attention, _placement(recipe))
+    if recipe.sharded and number_of_processes() > 1:
+        # transformers reads the weights of some modules in float32, whatever the dtype.
+        dtypes = from_all([{name: weight.dtype for name, weight in model.named_parameters()}])[0]
+        for name, weight in model.named_parameters():
+            weight.data = weight.data.to(dtypes[name])
     if job.adapter is not None:
-        return adapters.tune_further(model, job.adapter, recipe.tuning)
-    return adapters.prepare_for_tuning(model, recipe.tuning, recipe.model.name, recipe.model.revision)
+        if is_leader():
+            check_origin(job.adapter, job.base, job.allowed)
+        tuned = adapters.tune_further(model, job.adapter, recipe.tuning)
+    else:
+        tuned = adapters.prepare_for_tuning(model, recipe.tuning, recipe.model.name, recipe.model.revision)
+    if recipe.sharded and recipe.tuning.method == "lora":
+        adapters.keep_ties(tuned)
+    return tuned
 
 
-def _save_weights(job: Job, trainer: Any, folder: Path) -> None:
+def _autocast_alone(job: Job) -> bool:
+    """Whether PEFT's casts change no number under autocast; dropout may draw others in another dtype, and DoRA takes
+    norms in float32.
+    """
+    return job.in_bfloat16 and not job.recipe.tuning.dropout and not job.recipe.tuning.dora
+
+
+def _placement(recipe: Recipe) -> Placement:
+    """Return where the weights go: a quantized model to every device; others are spread by FSDP from the host memory of
+    the first process, which alone reads them, or copied by data parallelism.
+    """
+    if recipe.tuning.method == "qlora":
+        return "quantized"
+    if number_of_processes() == 1:
+        return "device"
+    return "empty" if recipe.sharded and not is_leader() else "host"
+
+
+def _save(job: Job, trainer: Any, model: Any, folder: Path) -> Exception | None:
+    """Save what was tuned; an error in the card, which can be written again, loses nothing and is returned."""
     # Gathering what FSDP has spread takes every process; writing it takes one.
     weights = trainer.accelerator.get_state_dict(trainer.model) if trainer.is_fsdp_enabled else None
     if is_leader():
         save = adapters.save_full if job.recipe.tuning.method == "full" else adapters.save_adapter
         save(trainer.model, folder, weights)
+        if job.needs_its_config:
+            adapters.refuse_the_plain_base(folder)
+        save_config(job.config, folder)
+        save_tokenizer(job.tokenizer, folder)
+        facts = {
+            "original": job.original,
+            "trainable_parameters": model.num_parameters(only_trainable=True),
+            "attention": job.attention,
+            **run_folder.read_training_log(folder / run_folder.TRAINING_LOG)[-1],
+        }
+        origin = read_origin(folder)
+        assert origin is not None
+        run_folder.write_provenance(folder, origin, facts)
+        try:
+            write_card(folder)
+        except Exception as problem:
+            return problem
+    return None
+
+
+def trainer_arguments(job: Job, staging: Path) -> SFTConfig:
+    """Return TRL's arguments; rows are token ids already, and the loss is computed in chunks without all logits."""
+    training, hardware = job.recipe.training, job.recipe.hardware
+    arguments = SFTConfig(
+        output_dir=str(staging / run_folder.CHECKPOINTS),
+        max_steps=training.steps,
+        learning_rate=training.learning_rate,
+        per_device_train_batch_size=training.per_device_batch_size,
+        gradient_accumulation_steps=training.global_batch_size // job.sequences_at_once,
+        optim={"adamw": "adamw_torch_fused", "paged_adamw_8bit": "paged_adamw_8bit"}[training.optimizer],
+        weight_decay=training.weight_decay,
+        adam_beta1=training.betas[0],
+        adam_beta2=training.betas[1],
+        max_grad_norm=training.max_grad_norm,
+        bf16=job.in_bfloat16,
+        use_cpu=device().type == "cpu",
+        gradient_checkpointing=training.activation_checkpointing,
+        gradient_checkpointing_kwargs={"offload": True} if hardware.offload_activations else None,
+        # Every trainable parameter is used in every step.
+        ddp_find_unused_parameters=False,
+        # FSDP2 keeps whole gradients until it has summed them over all processes.
+        accelerator_config={"gradient_accumulation_kwargs": {"sync_each_batch": job.recipe.sharded}},
+        loss_type="nll",
+        max_length=None,
+        dataset_kwargs={"skip_prepare_dataset": True},
+        include_num_input_tokens_seen="non_padding" if job.recipe.data.has_examples else "no",
+        # TRL does not count position_ids among the columns that are used, nor those of examples.
+        remove_unused_columns=False,
+        logging_steps=training.log_every,
+        logging_nan_inf_filter=False,
+        save_steps=training.save_every,
+        # Two, since the newest may be half written when the process is killed.
+        save_total_limit=2,
+        seed=training.seed,
+        data_seed=training.seed,
+        report_to=list(training.tracking) or "none",
+        run_name=job.output.name,
+        disable_tqdm=True,
+        **dict.fromkeys(("log_level", "log_level_replica"), "error"),
+    )
+    # A machine may have more GPUs than the recipe asks for; the Trainer would spread a single process over all of them.
+    arguments._n_gpu = min(1, arguments.n_gpu)
+    return arguments
+
+
+class Trainer(SFTTrainer):
+    """SFTTrainer with our schedule, batches of similar lengths, a check on losses, and checkpoints in `staging`
+    that are marked when they are whole.
+    """
+
+    def __init__(
+        self, job: Job, model: Any, staging: Path, log: TrainingLog, others: Sequence[TrainerCallback] = ()
+    ) -> None:
+        data, self.training, self.log_of_losses = job.prepare(), job.recipe.training, log
+        self.groups: Sampler[int] | None = data.groups(job.sequences_at_once, self.training.seed)
+        if self.training.mlp_chunk_tokens:
+            chunk_mlps(model, self.training.mlp_chunk_tokens)
+        # TensorBoard's events go into the run; by default they are removed with the checkpoints.
+        with patch_environment(tensorboard_logging_dir=staging / "tensorboard"), adapters.kept_values(model):
+            super().__init__(
+                model=model,
+                args=trainer_arguments(job, staging),
+                data_collator=data.collate,
+                train_dataset=data.rows,
+                processing_class=job.tokenizer,
+                callbacks=[log, *others],
+            )
+        self.remove_callback(PrinterCallback)
+        if self.is_fsdp_enabled:
+            self._sum_in_float32()
+
+    def _sum_in_float32(self) -> None:
+        """Compute in bfloat16, if at all, but sum gradients and return losses in float32, for which accelerate 1.15 has
+        no flag. Without an `output_dtype` layers return what they compute in.
+        """
+        plugin = self.accelerator.state.fsdp_plugin
+        plugin.cpu_ram_efficient_loading = True  # processes without weights wait for them
+        if self.args.bf16:
+            plugin.mixed_precision_policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+
+    def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> LambdaLR:
+        """Follow the recipe's schedule."""
+        self.lr_scheduler = LambdaLR(optimizer or self.optimizer, rate_share(self.training))
+        return self.lr_scheduler
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> Sampler[int] | None:
+        return self.groups or super()._get_train_sampler(train_dataset)
+
+    def training_step(self, *arguments: Any, **named: Any) -> torch.Tensor:
+        """Let the log see the loss."""
+        loss: torch.Tensor = super().training_step(*arguments, **named)
+        self.log_of_losses.saw(loss)
+        return loss
+
+    def _clip_grad_norm(self, model: Any) -> Any:
+        norm = super()._clip_grad_norm(model)
+        self.log_of_losses.saw(torch.as_tensor(norm))
+        return norm
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        super()._save_checkpoint(model, trial)
+        wait_for_all()
+        if is_leader():
+            run_folder.mark_complete(Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}")

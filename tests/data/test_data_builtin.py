@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pi_lora.data.corpus import RECALL, STDLIB, evaluation_documents, find_corpus, is_held_out, stdlib_documents
 from pi_lora.data.recall import FORMS, recall_document, recall_documents
+from pi_lora.data.sources import RECALL, STDLIB, StandardLibrary, evaluation_documents, find_corpus, is_held_out
 from pi_lora.errors import DataError
 from pi_lora.evaluation.passkey.prompt import FILLER, STATEMENT
 from pi_lora.recipe.schema import Source
@@ -17,7 +17,7 @@ def words(text: str) -> int:
 
 
 def test_splits_are_disjoint_and_cover_the_library() -> None:
-    train, held_out = ({name for name, _ in stdlib_documents(split)} for split in ("train", "held-out"))
+    train, held_out = ({each.name for each in StandardLibrary(held_out).documents()} for held_out in (False, True))
     assert not train & held_out
     assert "argparse.py" in train | held_out
     assert not [name for name in train | held_out if "site-packages" in name or "/test/" in name]
@@ -31,11 +31,6 @@ def test_the_split_depends_on_the_name_alone() -> None:
     assert share == pytest.approx(0.1, abs=0.02)
 
 
-def test_an_unknown_split_is_refused() -> None:
-    with pytest.raises(ValueError, match="split must be one of"):
-        next(stdlib_documents("test"))
-
-
 def test_the_library_is_seeded_and_split() -> None:
     library = find_corpus(Source(name=STDLIB))
     first = [document.name for document in library.documents(seed=1)]
@@ -46,7 +41,7 @@ def test_the_library_is_seeded_and_split() -> None:
 
 
 def test_other_built_in_corpora_are_refused() -> None:
-    with pytest.raises(DataError, match=r"^builtin:pile: no such built-in corpus; there are builtin:stdlib"):
+    with pytest.raises(DataError, match=r"^builtin:pile: no such built-in rows; there are builtin:stdlib"):
         evaluation_documents("builtin:pile")
     with pytest.raises(DataError, match=r"^builtin:recall: is for training"):
         evaluation_documents(RECALL)
@@ -70,7 +65,7 @@ def test_recall_questions_are_answered_by_the_text_before() -> None:
 
 
 def test_tuning_documents_never_show_the_passkey_prompt() -> None:
-    filler = [line for _, text in stdlib_documents("train") for line in text.splitlines() if line.strip()]
+    filler = [line for each in StandardLibrary().documents() for line in each.text.splitlines() if line.strip()]
     text = "\n".join(itertools.islice(recall_documents(0, 300, words, filler), 300))
     assert "pass key" not in text
     assert FILLER[:20] not in text

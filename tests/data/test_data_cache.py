@@ -9,8 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pi_lora.data.cache import MADE_FROM, ROWS_AT_ONCE, Row, cache_folder, cached, columns_of, read_rows, write_rows
+from pi_lora.data.cache import MADE_FROM, ROWS_AT_ONCE, Row, cached, columns_of, read_rows, write_rows
 from pi_lora.errors import DataError
+from pi_lora.recipe.places import cache_folder
 
 COLUMNS = columns_of({"input_ids": "uint16", "position_ids": "int32"}, length=4)
 OTHER_COLUMNS = columns_of({"input_ids": "int32"}, length=4)
@@ -25,7 +26,7 @@ def rows():
         time.sleep(0.01)
     yield from ({"input_ids": [index] * 4} for index in range(10))
 
-found, _ = cached({"of": "all"}, columns_of({"input_ids": "int32"}, 4), rows, lambda: print("waited"))
+found, _ = cached({"of": "all"}, columns_of({"input_ids": "int32"}, 4), rows)
 print(found["input_ids"][9].tolist())
 """
 
@@ -38,8 +39,8 @@ def never() -> Iterator[Row]:
     pytest.fail("made again")
 
 
-def nobody_waits() -> None:
-    pytest.fail("waited")
+def nobody_waits(done: int, total: int, note: str = "") -> None:
+    pytest.fail(note)
 
 
 @pytest.fixture
@@ -122,9 +123,13 @@ def test_processes_at_once_make_it_once(python: str, folder: Path, tmp_path: Pat
     while not (tmp_path / "making").exists():
         assert maker.poll() is None
         time.sleep(0.01)
+
     # The other process goes on once this one says that it waits.
-    found, _ = cached({"of": "all"}, OTHER_COLUMNS, never, (tmp_path / "waited").touch)
-    assert (tmp_path / "waited").exists()
+    def waits(done: int, total: int, note: str = "") -> None:
+        (tmp_path / "waited").write_text(note)
+
+    found, _ = cached({"of": "all"}, OTHER_COLUMNS, never, waits)
+    assert (tmp_path / "waited").read_text() == "waiting for another process that makes the same"
     assert found["input_ids"][9].tolist() == [9, 9, 9, 9]
     assert maker.communicate(timeout=120)[0] == "[9, 9, 9, 9]\n"
     assert maker.returncode == 0

@@ -13,11 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from pi_lora.data import tables
+from pi_lora.data import sources
 from pi_lora.data.batches import CollateExamples, LengthGroups, training_data
-from pi_lora.data.examples import example_problems, training_examples
-from pi_lora.data.prompts import SUMMARIZE, Prompter, Task
-from pi_lora.data.tables import find_table
+from pi_lora.data.examples import SUMMARIZE, Prompter, Task, data_problems, training_examples
+from pi_lora.data.sources import find_table
 from pi_lora.errors import DataError
 from pi_lora.models.base import find_base, load_tokenizer
 from pi_lora.recipe.schema import Data, Source, Training
@@ -76,12 +75,12 @@ def test_scrolls_is_read_out_of_its_archive(tmp_path: Path, monkeypatch: pytest.
         asked.append((name, file, options))
         return str(archive)
 
-    monkeypatch.setattr(tables, "hf_hub_download", fetched)
+    monkeypatch.setattr(sources, "hf_hub_download", fetched)
     source = Source(name="tau/scrolls", subset="gov_report", split="validation")
     rows = list(find_table(source).rows(["input", "output"]))
     assert rows == [("tau/scrolls/gov_report/validation:1", {"input": "Long.", "output": "Short."})]
     assert asked == [("tau/scrolls", "gov_report.zip", {"repo_type": "dataset", "revision": "main"})]
-    with pytest.raises(DataError, match="has no split train; there are"):
+    with pytest.raises(DataError, match=r"has no split gov_report/train\.jsonl; there are"):
         list(find_table(source.model_copy(update={"split": "train"})).rows(["input"]))
 
 
@@ -196,22 +195,29 @@ def test_rows_without_an_example_are_refused(
     [
         ("rows.csv", "", "is empty; its first line must name the columns"),
         ("rows.csv", "text,gist\na,b,c\n", "rows.csv:2: has more cells than"),
-        ("rows.csv", 'text,gist\n"a,b\n', "is not a whole CSV file"),
-        ("rows.parquet", "PAR1", "is not a whole Parquet file"),
+        ("rows.csv", 'text,gist\n"a,b\n', "rows.csv: cannot be read as .csv"),
+        ("rows.parquet", "PAR1", "rows.parquet: cannot be read as .parquet"),
         ("rows.txt", "text", "holds no rows with columns"),
         ("rows.jsonl", '{"a": "b"}\n', "has no column text and no gist; choose from its columns: a"),
     ],
 )
 def test_damaged_files_are_seen_before_training(tmp_path: Path, name: str, content: str, message: str) -> None:
     (tmp_path / name).write_text(content)
-    [problem] = example_problems(data_of(tmp_path / name))
+    [problem] = data_problems(data_of(tmp_path / name))
     assert message in problem
+
+
+def test_keys_of_the_hub_are_refused_for_a_local_file(tmp_path: Path) -> None:
+    file = write(tmp_path / "rows.jsonl", ROWS)
+    data = Data.model_validate({**data_of(file).model_dump(), "source": {"name": str(file), "split": "validation"}})
+    [problem] = data_problems(data)
+    assert problem.startswith(f"data.source: {file}: split is for data sets of the hub")
 
 
 def test_a_parquet_file_without_the_column_names_those_it_has(tmp_path: Path) -> None:
     file = write(tmp_path / "rows.parquet", [{"body": "a", "gist": "b"}])
-    assert example_problems(data_of(file)) == [
-        f"data.source: {file}: has no column text; choose from its columns: body, gist"
+    assert data_problems(data_of(file)) == [
+        f"data.source: {file}:1: has no column text; choose from its columns: body, gist"
     ]
 
 

@@ -8,9 +8,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from pi_lora.data import tables
-from pi_lora.data.corpus import evaluation_documents
-from pi_lora.data.tables import HubDataset
+from pi_lora.data import sources
+from pi_lora.data.sources import HubDataset, HubFile, evaluation_documents
 from pi_lora.errors import DataError
 from pi_lora.recipe.schema import Source
 
@@ -95,6 +94,19 @@ def test_a_hub_that_cannot_be_reached_is_named() -> None:
         list(evaluation_documents("nobody/nothing"))
 
 
+def test_offline_it_is_the_commit_that_was_downloaded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A branch moves, and what was made from its former commit must not be taken for what is there now."""
+    monkeypatch.setattr(sources, "HF_HUB_CACHE", str(tmp_path))
+    refs = tmp_path / "datasets--owner--books" / "refs"
+    refs.mkdir(parents=True)
+    found = []
+    for commit in ("0123abc", "4567def"):
+        (refs / "main").write_text(commit)
+        found.append(HubDataset(Source(name="owner/books")).identity())
+        assert HubFile("owner/books", "x.jsonl", "main").identity() == found[-1] == {"commit": commit}
+    assert HubDataset(Source(name="owner/never")).identity() == {"commit": "main"}
+
+
 def test_the_commit_is_what_the_revision_stands_for(monkeypatch: pytest.MonkeyPatch, repository: Path) -> None:
     assert HubDataset(Source(name=str(repository), revision="v1")).identity() == {"commit": "v1"}
     asked = []
@@ -104,7 +116,7 @@ def test_the_commit_is_what_the_revision_stands_for(monkeypatch: pytest.MonkeyPa
             asked.append((name, revision))
             return SimpleNamespace(sha="0123abc")
 
-    monkeypatch.setattr(tables, "HfApi", Api)
+    monkeypatch.setattr(sources, "HfApi", Api)
     monkeypatch.setattr(datasets, "load_dataset", lambda *names, revision, **options: pytest.fail(revision))
     found = HubDataset(Source(name="owner/name", revision="v1"))
     assert found.identity() == {"commit": "0123abc"}

@@ -8,14 +8,13 @@ from typing import Any
 
 import pytest
 
-from pi_lora.data.cache import cache_folder
-from pi_lora.data.corpus import RECALL, STDLIB
-from pi_lora.data.packing import encoded, encoder, tokenizer_identity
+from pi_lora.data.packing import drawn_order, encoded, encoder, tokenizer_identity, training_sequences
 from pi_lora.data.recall import WORDS
-from pi_lora.data.sequences import drawn_order, training_sequences
-from pi_lora.errors import DataError
+from pi_lora.data.sources import RECALL, STDLIB
+from pi_lora.errors import DataError, RecipeError
 from pi_lora.models.base import BUILTIN_FOLDER, load_tokenizer
 from pi_lora.recipe.files import load_recipe
+from pi_lora.recipe.places import cache_folder
 from pi_lora.recipe.schema import Data
 
 RECIPES = Path(__file__).parents[2] / "recipes"
@@ -119,6 +118,22 @@ def test_skipping_sequences_are_as_long_as_the_original_window(tokenizer: Any) -
     assert {row["position_ids"][0] for row in found} == {0}
     plain = sequences(tokenizer, 64, 40, source=[STDLIB, RECALL])
     assert [row["input_ids"].tolist() for row in found] == plain
+
+
+def test_skipping_sequences_may_be_shorter_than_the_original_window(tokenizer: Any) -> None:
+    data = Data.model_validate({"source": STDLIB, "positions": "skip", "sequence_tokens": 24})
+    found = training_sequences(data, tokenizer, 64, 256, 40)
+    assert {(len(row["input_ids"]), len(row["position_ids"])) for row in found} == {(24, 24)}
+    assert 200 < max(row["position_ids"][-1] for row in found) < 256
+    assert cache_entries() == 1
+    training_sequences(data.model_copy(update={"sequence_tokens": 25}), tokenizer, 64, 256, 40)
+    assert cache_entries() == 2
+
+
+def test_sequences_longer_than_the_original_window_are_refused(tokenizer: Any) -> None:
+    data = Data.model_validate({"source": STDLIB, "positions": "skip", "sequence_tokens": 65})
+    with pytest.raises(RecipeError, match=r"data.sequence_tokens: 65 is more than the model's own window of 64"):
+        training_sequences(data, tokenizer, 64, 256, 1)
 
 
 def test_more_chunks_than_tokens_are_refused(tokenizer: Any) -> None:

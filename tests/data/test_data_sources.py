@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pi_lora.data.corpus import evaluation_documents, find_corpus, source_problems
 from pi_lora.data.documents import looks_local
-from pi_lora.data.tables import NamedRow, shuffled
+from pi_lora.data.examples import data_problems
+from pi_lora.data.sources import NamedRow, evaluation_documents, find_corpus, shuffled
 from pi_lora.errors import DataError
 from pi_lora.recipe.schema import Data, Source
 
@@ -103,18 +103,18 @@ def test_the_shuffle_buffer_loses_nothing_and_holds_no_more_than_it_may(sizes: l
     ("name", "content", "message"),
     [
         ("gone.txt", None, "no such file or folder"),
-        ("gone/*.txt", None, "matches no file; check the pattern"),
+        ("gone/*.txt", None, "no such file or folder, or matches no text files"),
         ("empty.txt", b" \n", "holds no text, it is empty"),
         ("latin.txt", b"\xff\xfe\x00", "is not UTF-8 text; convert it"),
         ("binary.txt", b"a\0b", "is a binary file"),
         ("broken.jsonl", b'{"text": "a"}\n\n{"text": \n', "jsonl:3: is broken JSON"),
         ("list.jsonl", b'["a"]\n', r"jsonl:1: is not a JSON object; write one per line, as {\"text\": ...}"),
-        ("latin.jsonl", b'{"text": "\xff"}\n', "jsonl:1: is not UTF-8 text"),
+        ("latin.jsonl", b'{"text": "\xff"}\n', "jsonl: is not UTF-8 text"),
         ("column.jsonl", b'{"body": "a", "n": 1}\n', "jsonl:1: has no column text; .*: body, n$"),
         ("number.jsonl", b'{"text": 3}\n', "jsonl:1: column text holds int, not text"),
         ("cut.jsonl.gz", gzip.compress(b'{"text": "a"}\n' * 99, mtime=0)[:-12], "cannot be read"),
         ("plain.jsonl.gz", b'{"text": "a"}\n', "cannot be read"),
-        ("broken.parquet", b"PAR1", "is not a whole Parquet file"),
+        ("broken.parquet", b"PAR1", "cannot be read as .parquet"),
         ("none.jsonl", b"", "holds no text, it is empty"),
     ],
 )
@@ -181,7 +181,7 @@ def test_all_problems_of_the_sources_are_told_and_the_hub_is_left_alone(shelf: P
         {"name": "builtin:recall", "subset": "all"},
         {"name": "owner/name", "subset": "en", "streaming": True},
     ]
-    problems = source_problems(Data.model_validate({"source": sources}))
+    problems = data_problems(Data.model_validate({"source": sources}))
     assert [problem.split(": ", 2)[:2] for problem in problems] == [
         ["data.source", f"{rows}:1"],
         ["data.source", str(rows)],

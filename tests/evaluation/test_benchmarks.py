@@ -18,11 +18,11 @@ from test_cli import run
 from pi_lora.errors import DataError, Interrupted, PiLoraError
 from pi_lora.evaluation.benchmarks import answering
 from pi_lora.evaluation.benchmarks.answering import Answering, batches_of
-from pi_lora.evaluation.benchmarks.lm_eval_tasks import FOLDERS, load_tasks, manager, measure
-from pi_lora.evaluation.benchmarks.local_data import FORMATS, articles, read_examples
-from pi_lora.evaluation.benchmarks.measure import PAPER_TASKS, evaluate_benchmarks, prepare
+from pi_lora.evaluation.benchmarks.local_data import FORMATS, TITLES, articles, read_examples
+from pi_lora.evaluation.benchmarks.measure import FOLDERS, evaluate_benchmarks, load_tasks, manager, measure, prepare
 from pi_lora.evaluation.journal import Journal
 from pi_lora.evaluation.results import as_json
+from pi_lora.evaluation.suite import MEASUREMENTS
 from pi_lora.models.base import BUILTIN_FOLDER
 from pi_lora.models.load import LoadedModel, Stretch, load
 from pi_lora.recipe.schema import BenchmarksEvaluation
@@ -66,18 +66,8 @@ RACE = [
 ] + [{"article": "It rained.", "question": "What fell?", "options": ["rain", "snow", "ash", "tea"], "answer": "A"}]
 
 
-class Memory(Journal):
-    """A journal that is kept nowhere."""
-
-    def __init__(self) -> None:
-        self.found = {}
-
-    def add(self, name: str, result: Any) -> None:
-        self.found[name] = result
-
-
 def answering_with(loaded: LoadedModel, window: int, size: int, journal: Journal | None = None) -> Answering:
-    return Answering(loaded.model, loaded.tokenizer, window, size, journal or Memory())
+    return Answering(loaded.model, loaded.tokenizer, window, size, journal or Journal())
 
 
 def lines(rows: list[Any]) -> str:
@@ -117,7 +107,7 @@ def tiny() -> LoadedModel:
 
 
 def test_the_papers_tasks_have_one_list() -> None:
-    assert BenchmarksEvaluation().tasks == PAPER_TASKS == tuple(FORMATS)
+    assert BenchmarksEvaluation().tasks == tuple(TITLES) == tuple(FORMATS)
 
 
 def test_the_papers_folders_hold_what_lm_eval_finds() -> None:
@@ -301,7 +291,7 @@ def test_rolling_perplexities_are_kept_and_shared(
     tiny: LoadedModel, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     ask = SimpleNamespace(args=("The cat sat on the mat. " * 80,))
-    alone = answering_with(tiny, 256, 2, Journal(tmp_path, {}))
+    alone = answering_with(tiny, 256, 2, Journal(tmp_path))
     done: list[tuple[int, int]] = []
     alone.progress = lambda *at: done.append(at)  # type: ignore[assignment,misc]
     perplexities = alone.loglikelihood_rolling([ask])
@@ -313,7 +303,7 @@ def test_rolling_perplexities_are_kept_and_shared(
         raise AssertionError("a batch was computed again")
 
     monkeypatch.setattr(HFLM, "_model_call", computed)
-    assert answering_with(tiny, 256, 2, Journal(tmp_path, {})).loglikelihood_rolling([ask]) == perplexities
+    assert answering_with(tiny, 256, 2, Journal(tmp_path)).loglikelihood_rolling([ask]) == perplexities
 
 
 def test_texts_are_lm_evals_and_the_same_in_every_process(
@@ -366,9 +356,9 @@ def test_an_interrupted_measurement_goes_on(
 
 
 def test_the_journal_is_read_and_written(tiny: LoadedModel, tmp_path: Path) -> None:
-    journal = Journal(tmp_path, {})
+    journal = Journal(tmp_path)
     first = answering_with(tiny, 256, 2, journal)._loglikelihood_tokens(REQUESTS)
-    kept = Journal(tmp_path, {})
+    kept = Journal(tmp_path)
     assert answering_with(tiny, 256, 2, kept)._loglikelihood_tokens(REQUESTS) == first
     begun = next(iter(kept.found))
     kept.found[begun] = [(-1.0, False)] * len(batches_of(REQUESTS, 2)[0])
@@ -482,7 +472,7 @@ def test_using_local_files_is_reported_to_nobody(files: Path, monkeypatch: pytes
     """`datasets` counts on its servers what its loaders are used for, unless it is offline."""
     counted: list[str] = []
     monkeypatch.setattr("datasets.load.increase_load_count", counted.append)
-    prepare(PAPER_TASKS, [str(files)])
+    prepare(tuple(TITLES), [str(files)])
     assert counted == []
 
 
@@ -570,11 +560,11 @@ def test_a_file_of_another_schema_is_named_with_line_and_field(
         ),
         (
             ["--tasks", "boolq", "--data", "bolq=gone.jsonl"],
-            "--data: bolq=gone.jsonl: bolq is not among the tasks boolq",
+            "--data: bolq=gone.jsonl: is neither TASK=FILE nor a folder of what is asked for, boolq;",
         ),
-        (["--tasks", "boolq", "--data", "piqa=gone.jsonl"], "--data: piqa=gone.jsonl: piqa is not among the tasks"),
-        (["--tasks", "boolq", "--data", "."], "--data: .: holds none of boolq"),
-        (["--tasks", "boolq", "--data", "gone"], "--data: gone: is no folder, and no TASK=FILE"),
+        (["--tasks", "boolq", "--data", "piqa=gone.jsonl"], "--data: piqa=gone.jsonl: is neither TASK=FILE nor"),
+        (["--tasks", "boolq", "--data", "."], "--data: .: is neither TASK=FILE nor a folder of"),
+        (["--tasks", "boolq", "--data", "gone"], "--data: gone: is neither TASK=FILE nor a folder of"),
         (["--tasks", "mmlu", "--data", "mmlu=gone.jsonl"], "--data: mmlu=gone.jsonl: mmlu is a group of several tasks"),
         (
             ["--tasks", "copa", "--data", "copa=gone.jsonl"],
@@ -603,10 +593,10 @@ def test_a_mistake_is_one_line_before_a_model_is_loaded(
     assert err.count("\n") == 1
 
 
-def test_without_lm_eval_the_extra_is_named(monkeypatch: pytest.MonkeyPatch, files: Path) -> None:
+def test_without_lm_eval_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(PiLoraError, match=r"needs the package lm_eval; pip install 'pi-lora\[eval\]'"):
-        prepare(["boolq"], [str(files)])
+        MEASUREMENTS["benchmarks"].prepare(BenchmarksEvaluation(), True)
 
 
 def test_the_command_shows_models_side_by_side(

@@ -7,13 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from processes import without_progress
 from rich.console import Console
 
 from pi_lora import cli
 from pi_lora.errors import Interrupted, ModelError
 from pi_lora.evaluation.passkey.measure import evaluate_passkey
+from pi_lora.evaluation.passkey.prompt import Grid
 from pi_lora.evaluation.passkey.table import passkey_picture, passkey_table
-from pi_lora.evaluation.results import PasskeyScores, as_json, parse_scores
+from pi_lora.evaluation.results import PasskeyScores, as_json, read_scores, write_scores
 from pi_lora.models.load import LoadedModel, Stretch, load
 
 Run = Callable[..., tuple[int, str, str]]
@@ -35,7 +37,7 @@ def pi_lora(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
         with pytest.raises(SystemExit) as exit_:
             cli.main()
         captured = capsys.readouterr()
-        return int(exit_.value.code or 0), captured.out, captured.err
+        return int(exit_.value.code or 0), captured.out, without_progress(captured.err)
 
     return run
 
@@ -47,10 +49,10 @@ def stretched() -> LoadedModel:
 
 @pytest.fixture(scope="module")
 def scores(stretched: LoadedModel) -> PasskeyScores:
-    return evaluate_passkey(stretched, 320, 4, 3, seed=0)
+    return evaluate_passkey(stretched, Grid(320, 4, 3))
 
 
-def test_the_result_says_what_was_measured_and_how(scores: PasskeyScores) -> None:
+def test_the_result_says_what_was_measured_and_how(scores: PasskeyScores, tmp_path: Path) -> None:
     assert (scores.model, scores.scale, scores.target, scores.seed) == ("builtin:tiny", 1.25, 320, 0)
     assert (scores.kernel, scores.dtype, scores.decoding) == ("sdpa", "float32", "greedy")
     assert [row.k for row in scores.depths] == [80, 160, 240, 320]
@@ -59,11 +61,12 @@ def test_the_result_says_what_was_measured_and_how(scores: PasskeyScores) -> Non
         assert row.trials == len(row.outcomes) == 3
         assert row.success_rate == sum(row.outcomes) / 3
     assert "left_out" not in as_json(scores)
-    assert parse_scores(json.loads(json.dumps(as_json(scores))), "here") == scores
+    write_scores(scores, tmp_path / "scores.json")
+    assert read_scores(tmp_path / "scores.json") == scores
 
 
 def test_k_max_only_says_what_was_left_out(stretched: LoadedModel) -> None:
-    scores = evaluate_passkey(stretched, 448, 5, 10, seed=0, k_max_only=True)
+    scores = evaluate_passkey(stretched, Grid(448, 5, 10), k_max_only=True)
     *reached, failed = scores.depths
     assert [row.k for row in scores.depths] == [90, 179, 269]
     assert all(sum(row.outcomes or ()) == 2 and row.trials < 10 for row in reached)
@@ -85,10 +88,10 @@ def test_an_interrupted_evaluation_goes_on_where_it_stopped(
     with pytest.raises(
         Interrupted, match="builtin:tiny: interrupted after 2 of 4 depths; the same command goes on from there"
     ):
-        evaluate_passkey(stretched, 320, 4, 3, 0, stop_in_the_third, shared=True)
+        evaluate_passkey(stretched, Grid(320, 4, 3), stop_in_the_third, shared=True)
     assert len(list(kept.glob("*/*.jsonl"))) == 1
     made: list[int] = []
-    assert evaluate_passkey(stretched, 320, 4, 3, 0, lambda done, total: made.append(done), shared=True) == scores
+    assert evaluate_passkey(stretched, Grid(320, 4, 3), lambda done, total: made.append(done), shared=True) == scores
     assert made == [9, 12]
     assert list(kept.iterdir()) == []
 
@@ -102,16 +105,16 @@ def test_what_was_kept_is_of_the_same_measurement_only(
 
     for seed, k_max_only in ((1, False), (0, True)):
         with pytest.raises(Interrupted):
-            evaluate_passkey(stretched, 320, 4, 3, seed, stop, k_max_only=k_max_only, shared=True)
+            evaluate_passkey(stretched, Grid(320, 4, 3, seed), stop, k_max_only=k_max_only, shared=True)
     assert len(list(kept.iterdir())) == 2
-    assert evaluate_passkey(stretched, 320, 4, 3, 0, shared=True) == scores
+    assert evaluate_passkey(stretched, Grid(320, 4, 3), shared=True) == scores
 
 
 def test_a_tokenizer_of_another_model_is_refused(stretched: LoadedModel, small_model: Path) -> None:
     model = load(str(small_model)).model
     model.resize_token_embeddings(200)
     with pytest.raises(ModelError, match=r"small: its tokenizer gives the id \d+, and the model knows 200 tokens"):
-        evaluate_passkey(LoadedModel("small", model, stretched.tokenizer, stretched.config), 320, 1, 1, 0)
+        evaluate_passkey(LoadedModel("small", model, stretched.tokenizer, stretched.config), Grid(320, 1, 1))
 
 
 @pytest.mark.parametrize("extra", [[], ["--k-max-only"]], ids=["whole", "k-max-only"])
@@ -169,7 +172,7 @@ def test_a_table_holds_what_was_measured(scores: PasskeyScores, stretched: Loade
     alone = printed(passkey_table(scores))
     assert f"k_max {scores.k_max}" in alone
     assert all(f"{row.success_rate:.0%}" in alone for row in scores.depths)
-    only = evaluate_passkey(stretched, 320, 4, 3, seed=0, k_max_only=True)
+    only = evaluate_passkey(stretched, Grid(320, 4, 3), k_max_only=True)
     assert "at most 3 trials" in printed(passkey_table(only))
     cut = scores.model_copy(update={"model": "cut", "depths": scores.depths[:2]})
     lines = printed(passkey_table(scores, cut)).splitlines()

@@ -1,3 +1,5 @@
+from types import SimpleNamespace
+
 import pytest
 import torch
 from hypothesis import given
@@ -9,11 +11,10 @@ from pi_lora.errors import DataError
 from pi_lora.evaluation.passkey.measure import (
     PasskeyTest,
     k_max,
-    measure_depths,
     passkey_retrieval,
     trials_until_certain,
 )
-from pi_lora.evaluation.passkey.prompt import Grid, depths, make_trial, prompt, trials_at
+from pi_lora.evaluation.passkey.prompt import Grid, make_trial, prompt, trials_at
 from pi_lora.evaluation.results import PasskeyDepth
 from pi_lora.models.load import LoadedModel, Stretch, load
 
@@ -58,7 +59,8 @@ def test_k_max_is_the_papers_and_the_same_when_only_it_is_wanted(table: list[lis
         made.extend((depth, trial) for trial in which)
         return [table[depth][trial] for trial in which]
 
-    found = measure_depths(grid, ask, lambda depth: grid.ks[depth], k_max_only=only)
+    test = SimpleNamespace(grid=grid, ask=ask, distance=lambda depth: grid.ks[depth])
+    found = passkey_retrieval(test, k_max_only=only)
     assert k_max(found) == plain_k_max(grid.target, table)
     assert made == sorted(set(made))
     if not only:
@@ -82,7 +84,7 @@ def test_a_verdict_is_certain_when_no_further_trial_can_change_it(outcomes: list
 
 @given(st.integers(1, 64), st.integers(64, 32768))
 def test_depths_are_uniform_and_reach_the_target(number: int, target: int) -> None:
-    found = depths(target, number)
+    found = Grid(target, number).ks
     assert len(found) == number
     assert found[-1] == target
     assert all(abs(k - target * (i + 1) / number) <= 0.5 for i, k in enumerate(found))
@@ -93,7 +95,7 @@ def test_trials_fill_the_window_and_put_the_key_where_asked() -> None:
     filler = len(tokenizer(prompt("12345", 1, 2))["input_ids"]) - len(tokenizer(prompt("12345", 1, 1))["input_ids"])
     for target in (256, 1024):
         distances = []
-        for k in depths(target, 8):
+        for k in Grid(target, 8).ks:
             trial = make_trial(tokenizer, target, k, "90817")
             ids = [*trial.prompt, *trial.answer]
             assert target - filler < len(ids) <= target
@@ -131,15 +133,15 @@ def test_every_trial_of_a_grid_ends_as_generate_does(stretched: LoadedModel) -> 
     expected = outcomes(stretched.model, stretched.tokenizer, 320, 8, 5, seed=0)
     successes = sum(map(sum, expected))
     assert 10 <= successes <= 30
-    found = passkey_retrieval(stretched.model, stretched.tokenizer, Grid(320, 8, 5))
+    found = passkey_retrieval(PasskeyTest(stretched.model, stretched.tokenizer, Grid(320, 8, 5)))
     assert [depth.outcomes for depth in found] == expected
     assert k_max(found) == plain_k_max(320, expected)
 
 
 def test_k_max_only_asks_for_a_part_of_the_same_trials(stretched: LoadedModel) -> None:
     grid = Grid(352, 8, 10, seed=3)
-    whole = passkey_retrieval(stretched.model, stretched.tokenizer, grid)
-    only = passkey_retrieval(stretched.model, stretched.tokenizer, grid, k_max_only=True)
+    test = PasskeyTest(stretched.model, stretched.tokenizer, grid)
+    whole, only = passkey_retrieval(test), passkey_retrieval(test, k_max_only=True)
     assert k_max(only) == k_max(whole)
     for part, all_ in zip(only, whole, strict=False):
         assert part.outcomes == all_.outcomes[: part.trials]
@@ -153,7 +155,7 @@ def test_text_ahead_of_the_key_goes_through_the_model_once(stretched: LoadedMode
     )
     grid = Grid(1024, 4, 2)
     try:
-        passkey_retrieval(stretched.model, stretched.tokenizer, grid)
+        passkey_retrieval(PasskeyTest(stretched.model, stretched.tokenizer, grid))
     finally:
         hook.remove()
     trials = [trials_at(stretched.tokenizer, grid, depth, range(2)) for depth in range(4)]
@@ -165,7 +167,8 @@ def test_text_ahead_of_the_key_goes_through_the_model_once(stretched: LoadedMode
 
 def test_apart_is_the_same_where_the_length_of_an_input_changes_nothing(stretched: LoadedModel) -> None:
     grid = Grid(320, 3, 3, seed=2)
-    together, apart = (passkey_retrieval(stretched.model, stretched.tokenizer, grid, apart=each) for each in (0, 1))
+    tests = (PasskeyTest(stretched.model, stretched.tokenizer, grid, apart) for apart in (False, True))
+    together, apart = map(passkey_retrieval, tests)
     assert together == apart
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from oracle_perplexity import losses_by_token, perplexity
 from torch.nn.functional import cross_entropy
 
-from pi_lora.data.corpus import Choice
+from pi_lora.data.sources import Choice
 from pi_lora.errors import DataError
 from pi_lora.evaluation.perplexity.losses import (
     Sweep,
@@ -21,8 +21,8 @@ from pi_lora.evaluation.perplexity.losses import (
     document_losses,
     pieces,
     position_bounds,
-    sliding_window_perplexity,
     token_losses,
+    window_scores,
 )
 from pi_lora.evaluation.perplexity.measure import choose_documents
 from pi_lora.models.load import LoadedModel, Stretch, load
@@ -45,7 +45,8 @@ def stretched_builtin() -> LoadedModel:
 @pytest.mark.parametrize("stride", [16, 24, 48, 64])
 def test_a_sweep_equals_the_oracle_at_every_window(small_model: Path, documents: list[list[int]], stride: int) -> None:
     model = load(str(small_model)).model
-    scores = sliding_window_perplexity(model, documents, [128, 64, 96], stride, batch_tokens=300)
+    sweep = Sweep((128, 64, 96), stride)
+    scores = window_scores([document_losses(model, each, sweep, batch_tokens=300) for each in documents])
     assert [score.window for score in scores] == [64, 96, 128]
     for score in scores:
         expected, tokens = perplexity(model, documents, score.window, stride)
@@ -61,10 +62,10 @@ def test_real_text_equals_the_oracle_to_1e_5(stretched_builtin: LoadedModel, sou
         pytest.skip(f"no books at {BOOKS}; PI_LORA_SHARED names the folder that holds data/books")
     choice = Choice(documents=1, truncate=2304)
     chosen = choose_documents(stretched_builtin, str(BOOKS) if source == "books" else source, choice, max(SWEEP))
-    documents = [document.ids for document in chosen.documents]
-    assert list(map(len, documents)) == [2304]
-    for score in sliding_window_perplexity(stretched_builtin.model, documents, SWEEP, 128):
-        expected, tokens = perplexity(stretched_builtin.model, documents, score.window, 128)
+    [document] = [document.ids for document in chosen.documents]
+    assert len(document) == 2304
+    for score in window_scores([document_losses(stretched_builtin.model, document, Sweep(tuple(SWEEP), 128))]):
+        expected, tokens = perplexity(stretched_builtin.model, [document], score.window, 128)
         assert score.perplexity == pytest.approx(expected, rel=1e-5)
         assert score.tokens == tokens
 
@@ -173,11 +174,6 @@ def test_losses_by_position_are_those_of_windows_that_do_not_overlap(
 
 
 @pytest.mark.parametrize("stride", [0, 65])
-def test_a_stride_longer_than_a_window_is_refused(small_model: Path, stride: int) -> None:
+def test_a_stride_longer_than_a_window_is_refused(stride: int) -> None:
     with pytest.raises(DataError, match="--stride"):
-        sliding_window_perplexity(load(str(small_model)).model, [[5] * 200], [64, 128], stride)
-
-
-def test_a_window_longer_than_a_document_is_refused(small_model: Path) -> None:
-    with pytest.raises(DataError, match="--windows: 64 is longer"):
-        sliding_window_perplexity(load(str(small_model)).model, [[5] * 50], [64], 16)
+        Sweep((64, 128), stride)

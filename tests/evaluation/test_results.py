@@ -20,7 +20,6 @@ from pi_lora.evaluation.results import (
     SummarizationScores,
     TaskScore,
     WindowPerplexity,
-    parse_scores,
     read_scores,
     write_json,
     write_scores,
@@ -123,11 +122,14 @@ def test_a_step_can_be_added(tmp_path: Path) -> None:
     assert again.step == 200
 
 
-def test_older_and_newer_files_are_read() -> None:
-    older = parse_scores({"model": "m", "target": 512, "k_max": 256, "seed": 0, "depths": []}, "here")
+def test_older_and_newer_files_are_read(tmp_path: Path) -> None:
+    file = tmp_path / "scores.json"
+    write_json({"model": "m", "target": 512, "k_max": 256, "seed": 0, "depths": []}, file)
+    older = read_scores(file)
     assert isinstance(older, PasskeyScores)
     assert (older.k_max_only, older.left_out) == (False, None)
-    newer = parse_scores({"model": "m", "windows": [], "of_tomorrow": 1}, "here")
+    write_json({"model": "m", "windows": [], "of_tomorrow": 1}, file)
+    newer = read_scores(file)
     assert newer is not None
     assert newer.model_dump(exclude_unset=True)["of_tomorrow"] == 1
 

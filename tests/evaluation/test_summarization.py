@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from conftest import small_recipe, train
+from processes import without_progress
 from rouge_score.rouge_scorer import RougeScorer
 
 from pi_lora import cli
@@ -251,7 +252,7 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *ar
     with pytest.raises(SystemExit) as exit_:
         cli.main()
     captured = capsys.readouterr()
-    return int(exit_.value.code or 0), captured.out, captured.err
+    return int(exit_.value.code or 0), captured.out, without_progress(captured.err)
 
 
 @needs_reports

@@ -90,7 +90,7 @@ def test_a_merge_gone_wrong_is_not_kept(
     verify = check.verify_merge
 
     def damage_first(*arguments: Any) -> Check:
-        folder = tmp_path / ".merged.partial"
+        folder = arguments[1]
         path = next(path for path in sorted(folder.glob("*.safetensors")) if "layers.1.mlp" in str(load_file(path)))
         tensors = load_file(path)
         if damage == "the scaling":

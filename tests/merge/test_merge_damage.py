@@ -76,7 +76,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "index that is none": (
         lambda at: (at / "base" / "model.safetensors.index.json").write_text("[]"),
-        "is not an index of weights",
+        r"index\.json: input should be an object",
     ),
     "pickled base": (
         lambda at: pickled(at / "base", "*.index.json", "pytorch_model.bin.index.json"),
@@ -122,7 +122,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "adapter of another kind": (
         lambda at: edit_json(at / "run" / "adapter_config.json", peft_type="LOHA"),
-        r"adapter_config\.json: peft_type LOHA: only LoRA adapters can be merged",
+        r"adapter_config\.json: peft_type LOHA: only LoRA adapters can be loaded and merged",
     ),
     "adapter that changed its base": (
         lambda at: edit_json(at / "run" / "adapter_config.json", init_lora_weights="pissa"),
@@ -134,7 +134,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "settings that are no JSON": (
         lambda at: (at / "run" / "adapter_config.json").write_text("{"),
-        r"adapter_config\.json: cannot be read",
+        r"adapter_config\.json: is not JSON",
     ),
     "another vocabulary": (lambda at: edit_json(at / "base" / "config.json", vocab_size=999), "vocab_size 999 instead"),
 }

@@ -10,8 +10,10 @@ from hypothesis import strategies as st
 from safetensors.torch import save
 
 from pi_lora.errors import ModelError
-from pi_lora.merge.deltas import AdapterSettings, LowRank, finite
+from pi_lora.merge.deltas import LowRank
 from pi_lora.merge.shards import StoredTensor, read_header
+from pi_lora.models.base import finite
+from pi_lora.models.stored import AdapterSettings
 
 SIDES = st.integers(1, 9)
 
@@ -59,12 +61,12 @@ def test_blocks_are_the_formula(
 
 @given(st.floats(0.5, 64), st.integers(1, 256))
 def test_scaling(alpha: float, rank: int) -> None:
-    assert AdapterSettings(lora_alpha=alpha).scaling("x.q_proj", rank) == pytest.approx(alpha / rank)
-    stabilized = AdapterSettings(lora_alpha=alpha, use_rslora=True)
+    assert AdapterSettings(peft_type="LORA", lora_alpha=alpha).scaling("x.q_proj", rank) == pytest.approx(alpha / rank)
+    stabilized = AdapterSettings(peft_type="LORA", lora_alpha=alpha, use_rslora=True)
     assert stabilized.scaling("x.q_proj", rank) == pytest.approx(alpha / rank**0.5)
     # PEFT's rule: the first pattern that matches the end of the name, from the beginning of a part on.
     patterns = {"proj": 7 * rank, "q_proj": 3 * rank, "x.q_proj": rank}
-    assert AdapterSettings(lora_alpha=alpha, alpha_pattern=patterns).scaling("x.q_proj", rank) == 3
+    assert AdapterSettings(peft_type="LORA", lora_alpha=alpha, alpha_pattern=patterns).scaling("x.q_proj", rank) == 3
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

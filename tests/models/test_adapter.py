@@ -1,13 +1,26 @@
+import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from conftest import small_recipe, train
+from peft import AutoPeftModelForCausalLM, PeftModel
+from peft.tuners.tuners_utils import BaseTunerLayer
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, OlmoConfig
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoConfig, AutoModelForCausalLM, OlmoConfig
 
 from pi_lora.errors import ModelError
-from pi_lora.models.adapter import load_adapter, prepare_for_tuning, save_adapter, trainable_parameters
+from pi_lora.models.adapter import (
+    input_casts,
+    load_adapter,
+    prepare_for_tuning,
+    save_adapter,
+    without_known_warnings,
+)
+from pi_lora.models.load import load
 from pi_lora.recipe.schema import Tuning
 
 
@@ -25,7 +38,7 @@ def trained_names(model: torch.nn.Module) -> set[str]:
 
 def test_full_trains_every_weight(small_model: Path) -> None:
     model = adapted(small_model, method="full")
-    assert trainable_parameters(model) == sum(weight.numel() for weight in model.parameters())
+    assert model.num_parameters(only_trainable=True) == sum(weight.numel() for weight in model.parameters())
 
 
 def test_lora_trains_matrices_and_with_them_embeddings_and_norms(small_model: Path) -> None:
@@ -50,6 +63,40 @@ def test_attention_targets_leave_the_mlp_alone(small_model: Path) -> None:
     names = trained_names(adapted(small_model, targets="attention", embeddings_and_norms=False))
     assert all("self_attn" in name for name in names)
     assert {name.split("self_attn.")[1].split("_")[0] for name in names} == {"q", "k", "v", "o"}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_autocast_needs_no_casts_by_peft(small_model: Path, dtype: torch.dtype) -> None:
+    """The same loss and gradients to the last bit, from fewer copies."""
+    model = prepare_for_tuning(plain(small_model).to(dtype), Tuning(rank=4), str(small_model)).train()
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "lora_B" in name:
+                weight.normal_(0, 0.1, generator=torch.Generator().manual_seed(len(name)))
+    ids = torch.arange(2, 60)[None]
+    found, copies = [], []
+    for enabled in (True, False):
+        model.zero_grad()
+        with Copies() as counted, input_casts(model, enabled):
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = model(input_ids=ids, labels=ids).loss
+            loss.backward()
+        gradients = {name: weight.grad for name, weight in model.named_parameters() if weight.requires_grad}
+        found.append({"loss": loss.detach(), **gradients})
+        copies.append(counted.number)
+    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+    assert copies[1] < copies[0]
+    assert all(module.cast_input_dtype_enabled for module in model.modules() if isinstance(module, BaseTunerLayer))
+
+
+class Copies(TorchDispatchMode):
+    """Count conversions of tensors to another dtype."""
+
+    number = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
+        self.number += function is torch.ops.aten._to_copy.default
+        return function(*arguments, **(options or {}))
 
 
 @torch.no_grad()
@@ -92,3 +139,28 @@ def test_an_adapter_that_lacks_a_tensor_is_refused(lora_run: Path, small_model: 
     save_file({name: tensor for name, tensor in tensors.items() if name != dropped}, file)
     with pytest.raises(ModelError, match="lacks"):
         load_adapter(plain(small_model), folder)
+
+
+@torch.no_grad()
+def test_loaders_that_would_drop_the_scaling_fail(lora_run: Path, small_model: Path, tmp_path: Path) -> None:
+    """Only a base that the user has loaded under its own config cannot be told from the right one."""
+    advice = "extended by pi-lora: load it with pi_lora.load, or merge it"
+    with pytest.raises(OSError, match=advice):
+        AutoPeftModelForCausalLM.from_pretrained(str(lora_run))
+    with pytest.raises(OSError, match=r"no file named model\.safetensors"):
+        AutoModelForCausalLM.from_pretrained(lora_run)
+    # From the hub, transformers 5 takes the base's config; transformers 4 does so from a folder too.
+    downloaded = shutil.copytree(lora_run, tmp_path / "downloaded", ignore=shutil.ignore_patterns("config.json"))
+    with pytest.raises(OSError, match=advice):
+        AutoModelForCausalLM.from_pretrained(downloaded)
+    config = AutoConfig.from_pretrained(lora_run)
+    with without_known_warnings():
+        by_hand = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(small_model, config=config), lora_run)
+    ids = torch.arange(2, 120)[None]
+    torch.testing.assert_close(by_hand.eval()(ids).logits, load(str(lora_run)).model(ids).logits, rtol=1e-5, atol=1e-5)
+
+
+def test_a_run_whose_base_has_its_scaling_names_it_plainly(small_model: Path, tmp_path: Path) -> None:
+    """Under `direct` there is none, and a further tuning of full weights finds it in their config."""
+    run = train(small_recipe(small_model, scaling="direct"), tmp_path / "direct")
+    assert json.loads((run / "adapter_config.json").read_text())["base_model_name_or_path"] == str(small_model)

@@ -16,8 +16,7 @@ from architectures import (
 from transformers import CONFIG_MAPPING
 
 from pi_lora.errors import ScalingError
-from pi_lora.scaling.config import Method
-from pi_lora.scaling.extend import LOCAL_ATTENTION, LOCAL_ROPE_ONLY
+from pi_lora.scaling.config import LOCAL_ATTENTION, LOCAL_ROPE_ONLY, Method
 
 
 @pytest.mark.parametrize("model_type", MODEL_TYPES)

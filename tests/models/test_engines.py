@@ -2,20 +2,19 @@
 
 import argparse
 import json
-import math
 import os
 import subprocess
+import sys
 import tarfile
 import venv
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from conftest import BUILTIN, small_recipe, train
-from torch.nn.functional import cross_entropy
 from transformers import AutoConfig
 
+from pi_lora.merge.llama_cpp import CONVERTER, export_gguf, perplexity_in_llama_cpp
 from pi_lora.merge.merging import merge
 from pi_lora.models.load import load
 
@@ -63,45 +62,22 @@ def test_vllm_and_sglang_find_the_target_window(merged: Path) -> None:
 
 
 LLAMA_CPP = "0.3.36"
-# What that llama.cpp's own converter asks for.
-CONVERTERS_TRANSFORMERS = "4.57.6"
 # The converter knows tokenizers by a list of hashes, which holds the public ones; the built-in model's splits text the
 # way SmolLM's does.
 CONVERT = """
 import sys
-sys.path.insert(0, sys.argv.pop(1))
+sys.path[:0] = [{sources!r}]
+sys.path.append({packages!r})
 import convert_hf_to_gguf
 from conversion.base import TextModel
 TextModel.get_vocab_base_pre = lambda self, tokenizer: "smollm"
 convert_hf_to_gguf.main()
 """
-PROBE = """
-import json, sys
-import numpy as np
-from llama_cpp import Llama
-
-def perplexity(model, ids):
-    model.eval(ids)
-    logits = model.scores[: len(ids) - 1].astype(np.float64)
-    logits -= logits.max(-1, keepdims=True)
-    chosen = logits[np.arange(len(ids) - 1), ids[1:]]
-    return float(np.exp((np.log(np.exp(logits).sum(-1)) - chosen).mean()))
-
-path, given = sys.argv[1], json.load(sys.stdin)
-options = {"n_ctx": len(given["ids"]), "logits_all": True, "verbose": False}
-model = Llama(path, **options)
-print(json.dumps({
-    "metadata": model.metadata,
-    "ids": model.tokenize(given["text"].encode(), add_bos=True),
-    "perplexity": perplexity(model, given["ids"]),
-    "unscaled": perplexity(Llama(path, rope_freq_scale=1.0, **options), given["ids"]),
-}))
-"""
 
 
 @pytest.fixture(scope="module")
-def llama_cpp(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An environment with llama.cpp, compiled, and beside it `llama.cpp`, the part of its sources that converts."""
+def llama_cpp(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """The packages of an environment with llama.cpp, compiled, and a script that calls the converter in its sources."""
     folder = tmp_path_factory.mktemp("llama_cpp")
     venv.create(folder / "env", with_pip=True)
     pip = [folder / "env" / "bin" / "python", "-m", "pip", "--disable-pip-version-check", "--quiet"]
@@ -109,13 +85,14 @@ def llama_cpp(tmp_path_factory: pytest.TempPathFactory) -> Path:
     sources = ["--no-deps", "--no-binary", "llama-cpp-python", "--dest", folder, package]
     if subprocess.run([*pip, "download", *sources], env=outside(), check=False).returncode:
         pytest.skip(f"{package} cannot be had from a package registry")
-    converter = [f"transformers=={CONVERTERS_TRANSFORMERS}", f"torch=={torch.__version__.partition('+')[0]}"]
-    needs = [*converter, "sentencepiece", "gguf==0.19.0"]
-    subprocess.run([*pip, "install", package, *needs], env=outside(), check=True)
+    subprocess.run([*pip, "install", package, "sentencepiece"], env=outside(), check=True)
     with tarfile.open(next(folder.glob("llama_cpp_python-*.tar.gz"))) as archive:
         archive.extractall(folder / "sources", filter="data")
-    next(folder.glob("sources/*/vendor/llama.cpp")).rename(folder / "llama.cpp")
-    return folder
+    (packages,) = folder.glob("env/lib/python*/site-packages")
+    script = folder / CONVERTER
+    own = next(folder.glob("sources/*/vendor/llama.cpp"))
+    script.write_text(CONVERT.format(sources=str(own), packages=str(packages)))
+    return packages, script
 
 
 @pytest.fixture(scope="module")
@@ -136,48 +113,32 @@ def outside() -> dict[str, str]:
     return {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}
 
 
-def perplexity(folder: Path, ids: list[int]) -> float:
-    rows = torch.tensor([ids])
-    with torch.no_grad():
-        logits = load(str(folder), dtype="float32").model(rows).logits
-    return math.exp(cross_entropy(logits[0, :-1], rows[0, 1:]))
-
-
 @pytest.mark.slow
 def test_llama_cpp_reads_the_scaling_and_agrees_at_the_target_window(
-    llama_cpp: Path, stretched: Path, tmp_path: Path
+    llama_cpp: tuple[Path, Path], stretched: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    python, gguf = llama_cpp / "env" / "bin" / "python", tmp_path / "model.gguf"
+    """The export sets the window and compares perplexity and tokens; here what it compares with is another scaling."""
+    packages, script = llama_cpp
+    monkeypatch.setattr(sys, "path", [*sys.path, str(packages)])
+    file = tmp_path / "model.gguf"
+    exported = export_gguf(str(stretched), file, script, "f32")
+    assert exported.model_dump(exclude={"perplexities"}) == {
+        "scaling": "linear",
+        "factor": 4.0,
+        "window": 1024,
+        "theta": 500.0,
+    }
+    assert (compared := exported.perplexities) is not None
+    assert compared.tokens == 1024
+    assert compared.same_tokens
+    assert compared.found == pytest.approx(compared.expected, rel=0.01)
 
-    def run(*arguments: object, **options: Any) -> str:
-        done = subprocess.run(
-            [str(each) for each in arguments],
-            env=outside(),
-            cwd=tmp_path,
-            check=True,
-            capture_output=True,
-            text=True,
-            **options,
-        )
-        return done.stdout
+    from llama_cpp import Llama
 
-    run(python, "-c", CONVERT, llama_cpp / "llama.cpp", stretched, "--outfile", gguf, "--outtype", "f32")
     text = Path(argparse.__file__).read_text()
     ids = load(str(stretched)).tokenizer(text)["input_ids"][:1024]
-    given = json.dumps({"text": text, "ids": ids})
-
-    found = json.loads(run(python, "-c", PROBE, gguf, input=given))
-    assert found["metadata"]["llama.rope.scaling.type"] == "linear"
-    assert float(found["metadata"]["llama.rope.scaling.factor"]) == 4
-    assert float(found["metadata"]["llama.rope.freq_base"]) == 500
-    assert found["ids"][:1024] == ids
-    expected = perplexity(stretched, ids)
-    assert found["perplexity"] == pytest.approx(expected, rel=0.01)
+    assert Llama(str(file), verbose=False).metadata["llama.context_length"] == "1024"
+    scaled, _ = perplexity_in_llama_cpp(file, ids, text)
+    unscaled, _ = perplexity_in_llama_cpp(file, ids, text, rope_freq_scale=1.0)
     # Tuned for a moment only, it may be better or worse without its scaling, and is another model in any case.
-    assert abs(found["unscaled"] / expected - 1) > 0.1
-
-    # The converter takes `max_position_embeddings` for the window, L; llama-server and Ollama would stop there.
-    assert found["metadata"]["llama.context_length"] == "256"
-    run(llama_cpp / "env" / "bin" / "gguf-set-metadata", gguf, "llama.context_length", "1024", "--force")
-    longer = json.loads(run(python, "-c", PROBE, gguf, input=given))
-    assert longer == {**found, "metadata": {**found["metadata"], "llama.context_length": "1024"}}
+    assert abs(unscaled / scaled - 1) > 0.1

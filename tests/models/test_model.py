@@ -10,14 +10,17 @@ import torch
 from architectures import small_config
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from pi_lora.data.sources import Choice
 from pi_lora.errors import ModelError, ScalingError
 from pi_lora.evaluation.perplexity.measure import evaluate_perplexity
 from pi_lora.merge.merging import merge
-from pi_lora.models.base import extended_config, find_base, load_model, read_config, save_config
+from pi_lora.models.base import extended_config, find_base, load_model, save_config
 from pi_lora.models.load import Stretch, adapter_base, load
-from pi_lora.recipe.files import RECIPE_FILE, dump_recipe, load_recipe
+from pi_lora.models.stored import read_adapter_settings, read_config
+from pi_lora.recipe.files import RECIPE_FILE, load_recipe
 from pi_lora.scaling.config import Interpolation, Method, method_of, window_of
 from pi_lora.scaling.verify import build_on_meta, rotary_frequencies
+from pi_lora.types import Allowed
 
 README = Path(__file__).parents[2] / "README.md"
 IDS = torch.randint(2, 1024, (1, 128), generator=torch.Generator().manual_seed(3))
@@ -102,7 +105,7 @@ def test_every_reader_of_a_saved_config_gets_the_same_model(small_model: Path, t
 def test_a_run_of_another_method_is_loaded_and_merged_with_it(lora_run: Path, tmp_path: Path, method: Method) -> None:
     run = tmp_path / "run"
     shutil.copytree(lora_run, run)
-    base = find_base(json.loads((run / "adapter_config.json").read_text())["base_model_name_or_path"])
+    base = find_base(str(read_adapter_settings(run).base_model_name_or_path))
     save_config(extended_config(base, Interpolation(method, 64, 96)), run)
     loaded, merged = load(str(run)), load(str(merge(run, tmp_path / "merged")))
     assert (loaded.window, loaded.scale) == (merged.window, merged.scale) == (96, 1.5)
@@ -114,7 +117,7 @@ def test_a_run_that_its_base_does_not_lead_to_is_refused(lora_run: Path, tmp_pat
     """A base that is interpolated farther than the run, or to which the run adds another method."""
     run, base_folder = tmp_path / "run", tmp_path / "base"
     shutil.copytree(lora_run, run)
-    base = find_base(json.loads((run / "adapter_config.json").read_text())["base_model_name_or_path"])
+    base = find_base(str(read_adapter_settings(run).base_model_name_or_path))
     shutil.copytree(base.path, base_folder)
     save_config(extended_config(base, Interpolation("pi", 64, 192)), base_folder)
     with pytest.raises(ModelError, match="its own scale 3 does not lead to 2"):
@@ -126,8 +129,7 @@ def test_a_run_is_loaded_and_merged_from_the_revision_that_it_was_tuned_from(
 ) -> None:
     run = tmp_path / "run"
     shutil.copytree(lora_run, run)
-    recipe = load_recipe(run / RECIPE_FILE, ["model.trust_remote_code=true"]).recipe
-    (run / RECIPE_FILE).write_text(dump_recipe(recipe))
+    recipe = load_recipe(run / RECIPE_FILE).recipe
     adapter = json.loads((run / "adapter_config.json").read_text())
     assert adapter["revision"] == "main"
     (run / "adapter_config.json").write_text(json.dumps({**adapter, "revision": "v1"}))
@@ -139,7 +141,7 @@ def test_a_run_is_loaded_and_merged_from_the_revision_that_it_was_tuned_from(
 
     own = AutoConfig.from_pretrained
     monkeypatch.setattr(AutoConfig, "from_pretrained", from_pretrained)
-    base, _ = adapter_base(run)
+    base, _ = adapter_base(run, allowed=Allowed(remote_code=True))
     assert asked[0] == (recipe.model.name, "v1", True)
     assert (base.revision, base.trust_remote_code) == ("v1", True)
     moved, _ = adapter_base(run, recipe.model.name)
@@ -225,7 +227,7 @@ def test_a_config_that_is_missing_or_broken_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"has no config\.json"):
         read_config(tmp_path)
     (tmp_path / "config.json").write_text("{")
-    with pytest.raises(ModelError, match="cannot be read"):
+    with pytest.raises(ModelError, match="is not JSON"):
         read_config(tmp_path)
 
 
@@ -240,10 +242,10 @@ def test_dynamic_is_measured_at_each_window_as_if_alone(small_model: Path) -> No
         with tempfile.NamedTemporaryFile("w", suffix=".txt") as file:
             file.write(text)
             file.flush()
-            scores = evaluate_perplexity(loaded, file.name, windows, 32, documents=1)
+            scores = evaluate_perplexity(loaded, file.name, windows, 32, Choice(1))
         measured[tuple(windows)] = [row.perplexity for row in scores.windows]
     alone = [measured[(window,)][0] for window in (64, 128, 256)]
     assert measured[(64, 128, 256)] == pytest.approx(alone, rel=1e-6)
-    plain = evaluate_perplexity(load(str(small_model)), str(README), [64], 32, documents=1)
-    dynamic = evaluate_perplexity(load(str(small_model), Stretch(256, method="dynamic")), str(README), [64], 32, 1)
+    models = load(str(small_model)), load(str(small_model), Stretch(256, method="dynamic"))
+    plain, dynamic = (evaluate_perplexity(loaded, str(README), [64], 32, Choice(1)) for loaded in models)
     assert dynamic.windows[0].perplexity == pytest.approx(plain.windows[0].perplexity, rel=1e-6)

@@ -15,7 +15,7 @@ from conftest import small_recipe, train
 from safetensors.torch import load_file
 from transformers import LlamaConfig
 
-from pi_lora.evaluation.results import described
+from pi_lora.evaluation.forward import described
 from pi_lora.models.adapter import prepare_for_tuning
 from pi_lora.models.base import extended_config, find_base, load_model
 from pi_lora.models.load import load

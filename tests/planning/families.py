@@ -7,9 +7,9 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from pi_lora.models.base import quiet_loading
-from pi_lora.planning.gpus import GPUS
-from pi_lora.planning.planning import Plan, Target, plan_recipe, target_of
-from pi_lora.planning.shape import Shape, shape_of
+from pi_lora.planning.counting import shape_of
+from pi_lora.planning.planning import GPUS, Plan, Target, plan_recipe, target_of
+from pi_lora.planning.shape import Shape
 from pi_lora.recipe.schema import Recipe
 
 SMALL: dict[str, Any] = {

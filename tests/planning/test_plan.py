@@ -12,17 +12,32 @@ import torch
 from families import OTHERS, TUNINGS, on_meta, plan_of, small_config, small_plan, small_shape
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import TypeAdapter
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, GPT2Config
 
 from pi_lora import cli
-from pi_lora.errors import ModelError, PiLoraError, ScalingError
-from pi_lora.planning.advice import MARGIN, advice, faster
-from pi_lora.planning.gpus import CPU, GPUS, find_gpu, gpu_of_device
-from pi_lora.planning.memory import OVERHEAD
-from pi_lora.planning.planning import Plan, flops_of_sequences, plan_recipe
-from pi_lora.planning.shape import CONFIGS, find_shape, shape_of, shipped_config
-from pi_lora.planning.text import plan_lines
+from pi_lora.errors import ModelError, PiLoraError, RecipeError, ScalingError
+from pi_lora.models.base import find_base
+from pi_lora.planning.counting import shape_of
+from pi_lora.planning.memory import ADAMW_8BIT, GIB, OVERHEAD
+from pi_lora.planning.planning import (
+    BUILTIN_MODELS,
+    CONFIGS,
+    CPU,
+    GPUS,
+    MIB,
+    Plan,
+    find_gpu,
+    find_shape,
+    flops_of_sequences,
+    gpu_of_device,
+    plan_recipe,
+    shipped_config,
+    target_of,
+)
+from pi_lora.planning.shape import Shape
+from pi_lora.planning.text import MARGIN, advice, faster, plan_lines
 from pi_lora.recipe.schema import Recipe, Tuning
 
 REPOSITORY = Path(__file__).parents[2]
@@ -75,8 +90,10 @@ def test_operations_are_those_that_torch_counts(kind: str) -> None:
 @pytest.mark.parametrize("kind", OTHERS)
 def test_any_architecture_has_a_plan(kind: str, tuning: str) -> None:
     plan = small_plan(kind, tuning, 4)
-    assert plan.parameters == sum(parameter.numel() for parameter in on_meta(small_config(kind)).parameters())
-    assert 0 < plan.trained <= plan.parameters
+    assert plan.target.shape.parameters == sum(
+        parameter.numel() for parameter in on_meta(small_config(kind)).parameters()
+    )
+    assert 0 < plan.trained <= plan.target.shape.parameters
     assert all(size > 0 for size in plan.memory.components.values())
     assert plan.hours > 0
 
@@ -134,13 +151,19 @@ def test_methods_cost_in_their_order(target: int) -> None:
     assert full > lora > qlora
 
 
-def test_an_eight_bit_optimizer_saves_three_quarters() -> None:
-    plain, small = (
-        plan_of(recipe(hardware={"gpus": 1}, training={"optimizer": optimizer}), "H100")
-        for optimizer in ("adamw", "paged_adamw_8bit")
-    )
-    ratio = small.memory.components["optimizer"] / plain.memory.components["optimizer"]
-    assert ratio == pytest.approx(0.25, abs=0.01)
+@pytest.mark.parametrize(("name", "more"), [(LLAMA, 0.73), ("Qwen/Qwen3-8B-Base", 3.46)])
+def test_an_eight_bit_optimizer_saves_three_quarters_but_of_embeddings(name: str, more: float) -> None:
+    """transformers keeps their moments in 32 bits."""
+
+    def moments(optimizer: str, whole: bool) -> int:
+        sections = {"training": {"optimizer": optimizer}, "tuning": {"embeddings_and_norms": whole}}
+        plan = plan_of(recipe(name, 65536, hardware={"gpus": 1}, **sections), "H100")
+        return plan.memory.components["optimizer"]
+
+    assert moments("paged_adamw_8bit", False) / moments("adamw", False) == pytest.approx(0.25, abs=0.01)
+    _, shape = find_shape(name)
+    all_in_8_bits = moments("paged_adamw_8bit", False) + (shape.embedding + shape.norm_weights) * ADAMW_8BIT
+    assert (moments("paged_adamw_8bit", True) - all_in_8_bits) / GIB == pytest.approx(more, abs=0.01)
 
 
 def test_positions_that_skip_cost_what_the_original_window_costs() -> None:
@@ -150,6 +173,14 @@ def test_positions_that_skip_cost_what_the_original_window_costs() -> None:
     )
     assert skipping.tokens_per_step == 64 * 2048
     assert skipping.memory.peak == pytest.approx(short.memory.peak, rel=1e-3)
+
+
+def test_shorter_sequences_that_skip_cost_what_they_hold() -> None:
+    data = {"source": "text", "positions": "skip", "sequence_tokens": 1024}
+    skipping = plan_of(recipe(target=32768, hardware={"gpus": 1}, data=data), "H100")
+    assert skipping.tokens_per_step == 64 * 1024
+    with pytest.raises(RecipeError, match=r"data.sequence_tokens: 4096 is more than the model's own window of 2048"):
+        plan_of(recipe(target=32768, hardware={"gpus": 1}, data={**data, "sequence_tokens": 4096}), "H100")
 
 
 def test_components_and_overhead_cover_the_peak() -> None:
@@ -198,7 +229,7 @@ def test_more_gpus_are_found_where_nothing_cheaper_helps() -> None:
 
 def test_a_cpu_is_not_told_to_offload_what_its_memory_holds_already() -> None:
     found = advice(plan_of(recipe("huggyllama/llama-7b", 16384, tuning={"method": "qlora"}), CPU))
-    assert found == "context.target=8192"
+    assert found == "context.target=4096"
 
 
 def test_where_nothing_helps_it_says_so() -> None:
@@ -231,7 +262,7 @@ def test_where_there_is_room_it_says_what_would_be_faster(sections: dict[str, An
     assert found is not None
     assert found[0] == change
     assert found[1].memory.peak * MARGIN <= plan.gpu.memory
-    fewer = 1 - found[1].flops.total / plan.flops.total
+    fewer = 1 - sum(found[1].flops) / sum(plan.flops)
     assert (fewer > 0.2) == ("checkpointing" in change)
     assert f"{change}: " in said[0]
     assert (f"{fewer:.0%} fewer operations" in said[0]) == ("checkpointing" in change)
@@ -246,20 +277,76 @@ def test_room_has_a_margin_for_what_the_plan_may_miss() -> None:
 
 
 def test_without_a_gpu_named_it_takes_the_smallest_that_fits() -> None:
-    assert plan_of(recipe(hardware={"gpus": 1}, tuning={"method": "qlora"})).gpu.name == "4090"
+    assert plan_of(recipe(hardware={"gpus": 1}, tuning={"method": "qlora"})).gpu.name == "A10G"
     assert plan_of(recipe("builtin:tiny", 1024)).gpu.name == CPU
 
 
 def test_gpus_are_known_by_their_own_names() -> None:
     assert find_gpu("a100-80") is GPUS["A100-80"]
-    assert gpu_of_device("NVIDIA H100 80GB HBM3", 85_000_000_000) is GPUS["H100"]
-    assert gpu_of_device("NVIDIA GeForce RTX 4090", 25_000_000_000) is GPUS["4090"]
-    assert gpu_of_device("NVIDIA A100-PCIE-40GB", 42_000_000_000) is GPUS["A100-40"]
-    assert gpu_of_device("Radeon", 1) is None
-    with pytest.raises(PiLoraError, match="name one of 4090, A100-40"):
-        find_gpu("B52")
+    for unknown in ("B52", "0GB", "12345GB", "4.8GB"):
+        with pytest.raises(PiLoraError, match=f"--gpu: {unknown}: unknown device; name one of T4, A10G.* as 48GB"):
+            find_gpu(unknown)
     with pytest.raises(PiLoraError, match=r"the recipe asks for hardware\.gpus"):
         plan_of(recipe(hardware={"gpus": 1}), CPU)
+
+
+@pytest.mark.parametrize(
+    ("name", "peak"),
+    [
+        ("Tesla T4", 8.1e12),
+        ("NVIDIA L4", 121e12),
+        ("NVIDIA A10G", 70e12),
+        ("NVIDIA GeForce RTX 3090", 71e12),
+        ("NVIDIA GeForce RTX 4090", 165.2e12),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
+        ("NVIDIA GeForce RTX 5090", 209.5e12),
+        ("NVIDIA RTX A6000", 154.8e12),
+        ("NVIDIA RTX 6000 Ada Generation", 364.2e12),
+        ("NVIDIA A100-SXM4-80GB", 312e12),
+        ("NVIDIA A100-PCIE-40GB", 312e12),
+        ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", 312e12 / 7),
+        ("NVIDIA L40S", 362e12),
+        ("NVIDIA H100 80GB HBM3", 989.4e12),
+        ("NVIDIA H200", 989.4e12),
+        ("NVIDIA B200", 2250e12),
+        ("NVIDIA A10", None),
+        ("AMD Instinct MI300X", None),
+    ],
+)
+def test_a_device_has_its_own_memory_and_a_known_one_its_peak(name: str, peak: float | None) -> None:
+    device = gpu_of_device(name, 12345 * MIB)
+    assert (device.name, device.memory) == (name, 12345 * MIB)
+    assert device.peak == (peak and pytest.approx(peak))
+
+
+def test_any_device_is_planned_by_its_memory_without_hours() -> None:
+    asked = recipe(hardware={"gpus": 1}, tuning={"method": "qlora"})
+    plan = plan_recipe(asked, target_of(asked), find_gpu("48GB"))
+    assert plan.fits
+    assert not plan_recipe(asked, plan.target, find_gpu("8 GB")).fits
+    assert plan.memory == plan_of(asked, "A6000").memory
+    assert plan.hours is None
+    assert "on 1 x 48 GB" in plan_lines(plan)[1]
+    assert "no hours, since the peak of this device is not known" in plan_lines(plan)[2]
+    assert plan.as_json()["hours"] is None
+
+
+def test_a_device_without_bfloat16_computes_in_float32() -> None:
+    """The table's T4; what is not quantized takes twice as much, and so do activations."""
+    asked = recipe("Qwen/Qwen3-0.6B-Base", 40960, hardware={"gpus": 1}, tuning={"method": "lora"})
+    old, new = plan_of(asked, "T4"), plan_of(asked, "A10G")
+    assert old.memory.components["weights"] > 1.3 * new.memory.components["weights"]
+    assert old.memory.components["activations"] > 1.9 * new.memory.components["activations"]
+    said = recipe("Qwen/Qwen3-0.6B-Base", 40960, hardware={"gpus": 1}, training={"precision": "bfloat16"})
+    assert plan_of(said, "T4").memory.components["activations"] < old.memory.components["activations"]
+
+
+def test_one_process_reads_the_weights_into_the_memory_of_its_host() -> None:
+    loading = {method: planned(8192, method, gpus=8).memory.loading for method in ("full", "lora", "qlora")}
+    parameters = find_shape(LLAMA)[1].parameters
+    assert loading == {"full": 4 * parameters, "lora": 2 * parameters, "qlora": 0}
+    assert "25.1 GiB of the first host to load it" in plan_lines(planned(8192, "full", gpus=8))[1]
+    assert plan_of(recipe("builtin:tiny", 1024)).memory.loading == 0
 
 
 def write_config(folder: Path, **changes: Any) -> str:
@@ -319,22 +406,23 @@ def test_another_revision_is_not_taken_from_what_is_shipped() -> None:
         find_shape(LLAMA, revision="other")
 
 
-def test_the_largest_recipe_costs_little_more_than_its_libraries(tmp_path: Path) -> None:
-    """The imports of torch and transformers take most of the time; how much depends on the machine."""
+@pytest.mark.parametrize("folder", [*CONFIGS.iterdir(), BUILTIN_MODELS / "tiny"], ids=lambda folder: folder.name)
+def test_a_shipped_shape_is_the_one_that_is_counted(folder: Path) -> None:
+    shipped = TypeAdapter(Shape).validate_json((folder / "shape.json").read_text())
+    assert shipped == shape_of(find_base(str(folder)).skeleton), "python scripts/count_shapes.py"
+
+
+def test_a_recipe_with_a_shipped_shape_is_planned_without_torch(tmp_path: Path) -> None:
     file = tmp_path / "plan.json"
     probe = (
-        "import sys, time\n"
-        "from transformers import AutoTokenizer, LlamaForCausalLM\n"
-        "imported = time.process_time()\n"
+        "import sys\n"
         f"sys.argv = ['pi-lora', 'plan', {LARGEST!r}, '--json', {str(file)!r}]\n"
         "from pi_lora.cli import main\n"
         "try: main()\n"
-        "finally: print({'trl', 'peft', 'datasets', 'bitsandbytes'} & set(sys.modules), time.process_time() - imported)"
+        "finally: print({'torch', 'transformers', 'trl', 'peft', 'datasets', 'bitsandbytes'} & set(sys.modules))"
     )
     answer = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True)
-    loaded, _, seconds = answer.stdout.splitlines()[-1].rpartition(" ")
-    assert loaded == "set()"
-    assert float(seconds) < 2
+    assert answer.stdout.splitlines()[-1] == "set()"
     found = json.loads(file.read_text())
     assert set(found["bytes"]) == {"weights", "gradients", "optimizer", "activations", "logits"}
     assert (found["gpu"], found["gpus"], found["fits"], found["steps"]) == ("A100-80", 128, True, 1000)

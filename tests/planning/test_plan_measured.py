@@ -7,14 +7,14 @@ import pytest
 from families import on_meta, plan_of
 from transformers import AutoConfig
 
-from pi_lora.planning.gpus import GIB
-from pi_lora.planning.memory import DeviceMemory, memory, saved_inputs
-from pi_lora.planning.shape import Shape, find_shape, shape_of, shipped_config
+from pi_lora.planning.counting import shape_of
+from pi_lora.planning.memory import GIB, DeviceMemory, memory, saved_inputs
+from pi_lora.planning.planning import find_shape, shipped_config
+from pi_lora.planning.shape import Shape
 from pi_lora.recipe.schema import Recipe
 
 QWEN_8B, QWEN_SMALL, LLAMA = "Qwen/Qwen3-8B-Base", "Qwen/Qwen3-0.6B-Base", "huggyllama/llama-7b"
 QWEN_4B = "Qwen/Qwen3-4B"
-BFLOAT16 = 2
 
 
 def one_sequence(name: str, target: int, gpus: int, offload: bool = False) -> Recipe:
@@ -41,18 +41,20 @@ def shape(name: str) -> Shape:
     return shape_of(on_meta(AutoConfig.for_model(**{**small, **sizes})))
 
 
-def planned(name: str, recipe: Recipe, bytes_per_number: int | None) -> DeviceMemory:
-    return memory(shape(name), recipe, original=32768, bytes_per_number=bytes_per_number)
+def planned(name: str, recipe: Recipe, dtype: str | None) -> DeviceMemory:
+    """In a dtype of weights that train which no recipe may choose."""
+    model = recipe.model.model_copy(update={"dtype": dtype})
+    return memory(shape(name), recipe.model_copy(update={"model": model}), original=32768)
 
 
 @pytest.mark.parametrize(
-    ("name", "target", "gpus", "offload", "bytes_per_number", "expected"),
+    ("name", "target", "gpus", "offload", "dtype", "expected"),
     [
         # TRL's long-context guide (docs/source/long_context_training.md, September 2026), in GiB: 22 GB of model and
         # optimizer are 2 + 4 bytes for each of 4.02 B parameters. One GPU: bfloat16 weights that train. Several: FSDP2,
         # which makes them float32.
-        pytest.param(QWEN_4B, 98_304, 1, False, BFLOAT16, 59.9 * GIB, id="Qwen3-4B, 96k"),
-        pytest.param(QWEN_4B, 98_304, 1, True, BFLOAT16, 48.8 * GIB, id="Qwen3-4B, 96k, offloaded"),
+        pytest.param(QWEN_4B, 98_304, 1, False, "bfloat16", 59.9 * GIB, id="Qwen3-4B, 96k"),
+        pytest.param(QWEN_4B, 98_304, 1, True, "bfloat16", 48.8 * GIB, id="Qwen3-4B, 96k, offloaded"),
         pytest.param(QWEN_4B, 1_048_576, 4, True, None, 63.6 * GIB, id="Qwen3-4B, 1M on 4 GPUs"),
         pytest.param(QWEN_8B, 1_048_576, 8, True, None, 56.2 * GIB, id="Qwen3-8B, 1M on 8 GPUs"),
         # accelerate pull request 4175, in GB of 1e9 bytes (its 7.5 GB are 28 x 131072 x 1024 x 2 bytes).
@@ -61,15 +63,15 @@ def planned(name: str, recipe: Recipe, bytes_per_number: int | None) -> DeviceMe
     ],
 )
 def test_memory_that_others_measured(
-    name: str, target: int, gpus: int, offload: bool, bytes_per_number: int | None, expected: float
+    name: str, target: int, gpus: int, offload: bool, dtype: str | None, expected: float
 ) -> None:
     recipe = one_sequence("any", target, gpus, offload)
-    assert planned(name, recipe, bytes_per_number).highest == pytest.approx(expected, rel=0.2)
+    assert planned(name, recipe, dtype).highest == pytest.approx(expected, rel=0.2)
 
 
 def test_components_that_others_measured() -> None:
     """TRL's guide: 22 GB of model and optimizer, 0.47 GB of saved activation a layer."""
-    components = planned(QWEN_4B, one_sequence("any", 98_304, 1), BFLOAT16).components
+    components = planned(QWEN_4B, one_sequence("any", 98_304, 1), "bfloat16").components
     assert components["weights"] + components["optimizer"] == pytest.approx(22 * GIB, rel=0.05)
     saved = saved_inputs(shape(QWEN_4B), 98_304, wide_stream=False, offloaded=False)
     assert saved / shape(QWEN_4B).layers == pytest.approx(0.47 * GIB, rel=0.01)

@@ -12,16 +12,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qwen3Config
 
-from pi_lora.models.adapter import prepare_for_tuning, trainable_parameters
-from pi_lora.planning.memory import NF4, base_bytes, layer_bytes, loss_bytes
-from pi_lora.planning.shape import find_shape, shape_of, trained_parameters
+from pi_lora.models.adapter import prepare_for_tuning
+from pi_lora.planning.counting import shape_of
+from pi_lora.planning.memory import LOSS_TILE_UNFUSED, NF4, base_bytes, layer_bytes, loss_bytes
+from pi_lora.planning.planning import find_shape
+from pi_lora.planning.shape import trained_parameters
 from pi_lora.recipe.schema import Tuning
 from pi_lora.training.chunked_mlp import chunk_mlps
 
 
 def trained_by_peft(kind: str, tuning: Tuning) -> int:
     model = AutoModelForCausalLM.from_config(small_config(kind))
-    return trainable_parameters(prepare_for_tuning(model, tuning, "small"))
+    return int(prepare_for_tuning(model, tuning, "small").num_parameters(only_trainable=True))
 
 
 @pytest.mark.parametrize("kind", OTHERS)
@@ -185,6 +187,22 @@ def test_the_plan_is_on_the_safe_side_of_large_pieces(tuning: Tuning, wide: bool
     half, whole = (layer_bytes(shape, tuning, wide, gathered=False, mlp_share=share)[1] for share in (0.5, 1.0))
     assert 0.97 * peak <= half <= 1.3 * peak
     assert half <= whole
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_a_tile_of_the_loss_takes_on_a_cpu_what_the_plan_says(dtype: torch.dtype) -> None:
+    from trl.kernels.chunked_logprob import ChunkedLogProbFunction
+
+    def most(tokens: int) -> int:
+        hidden = torch.randn(tokens, 8, dtype=dtype, requires_grad=True)
+        head, targets = torch.randn(4096, 8, dtype=dtype), torch.zeros(tokens, dtype=torch.int64)
+        with Allocations([hidden, head, targets]) as allocations:
+            logprobs = ChunkedLogProbFunction.apply(hidden, head, None, targets, 1.0, 4096, None, 1.0, ())[0]
+            logprobs.sum().backward()
+        return allocations.most
+
+    per_logit = (most(192) - most(64)) / (128 * 4096)
+    assert dtype.itemsize + LOSS_TILE_UNFUSED == pytest.approx(per_logit, rel=0.02)
 
 
 def test_the_loss_never_holds_all_logits() -> None:

@@ -65,9 +65,9 @@ def test_all_mistakes_come_together_with_their_lines(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("", "recipe.yaml: is empty; a recipe needs at least model, context and data"),
-        ("# only a comment\n", "recipe.yaml: is empty; a recipe needs at least model, context and data"),
-        ("just words\n", "recipe.yaml: holds a str, not keys; write `key: value` lines"),
+        ("", "recipe.yaml: is empty; write `key: value` lines, at least of model, context and data"),
+        ("# only a comment\n", "recipe.yaml: is empty; write `key: value` lines, at least of model, context and data"),
+        ("just words\n", "recipe.yaml: holds a str, not keys; write `key: value` lines, at least of"),
         ("model: {name: x\n", "recipe.yaml:2: expected ',' or '}', but got '<stream end>'; correct the YAML"),
         ("scaling: pi\nscaling: direct\n", "recipe.yaml:2: scaling: given twice; correct the YAML"),
         ("a: !!python/object:os.system {}\n", "recipe.yaml:1: could not determine a constructor"),
@@ -172,7 +172,7 @@ def test_dump_then_load_is_the_same_recipe(
         ),
         (
             ["hardware.gpus=2", "hardware.context_parallel=2", "data.positions=skip"],
-            "data.positions: skip: its sequences are short",
+            "hardware.context_parallel: examples differ in length, and positions: skip has short sequences",
         ),
         (["tuning.method=full", "model.dtype=bfloat16"], "model.dtype: bfloat16 weights would round"),
         (

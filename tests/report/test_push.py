@@ -262,7 +262,7 @@ def without(name: str, run: Path, tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("name", "problem"),
     [
-        ("config.json", "has no config.json, so it is no run or model"),
+        ("config.json", "has no config.json, without which"),
         ("README.md", "has no README.md; write the model card first"),
         ("adapter_model.safetensors", "adapter_model.safetensors: is missing; the folder is not whole"),
     ],

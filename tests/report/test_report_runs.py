@@ -17,11 +17,10 @@ from pi_lora.drawing import round_levels
 from pi_lora.errors import PiLoraError
 from pi_lora.evaluation.results import PasskeyScores, PerplexityScores
 from pi_lora.report.pages import html_page, write_report
-from pi_lora.report.paper import PAPER as MEASURED
-from pi_lora.report.paper import WINDOWS, paper_section
 from pi_lora.report.pictures import comparison_picture
 from pi_lora.report.run import Run, measured_run, missing_baselines
-from pi_lora.report.summary import score_lines
+from pi_lora.report.summary import PAPER as MEASURED
+from pi_lora.report.summary import WINDOWS, paper_section, score_lines
 
 pytest.importorskip("matplotlib")
 PAPER = Path(__file__).parents[3] / "shared" / "paper.tex"

@@ -8,13 +8,16 @@ from pi_lora.errors import ScalingError
 from pi_lora.scaling.config import (
     Interpolation,
     Method,
+    declaring_original,
+    extend_config,
     in_both_dialects,
+    leads_to,
+    local_window,
     method_of,
     read_rope,
     scale_of,
     window_of,
 )
-from pi_lora.scaling.extend import extend_config, leads_to, local_window
 
 LLAMA_5: dict[str, Any] = {
     "model_type": "llama",
@@ -78,6 +81,33 @@ def test_the_extended_window_is_the_target_and_the_original_stays(original: int,
     extended = extend_config({**LLAMA_5, "max_position_embeddings": original}, Interpolation("pi", original, target))
     assert window_of(extended) == target
     assert extended["max_position_embeddings"] == original
+
+
+DEEPSEEK_V3 = {"type": "yarn", "factor": 40, "original_max_position_embeddings": 4096}
+# Of configs on the hub: what they declare, their scaling, their tokenizer's limit, and the window that they mean.
+PUBLISHED = {
+    "deepseek-ai/deepseek-coder-6.7b-base": (16384, {"type": "linear", "factor": 4.0}, 16384, 16384),
+    "lmsys/vicuna-7b-v1.5-16k": (4096, {"type": "linear", "factor": 4.0}, 16384, 16384),
+    "Yukang/Llama-2-7b-longlora-32k-ft": (4096, {"type": "linear", "factor": 8.0}, None, 32768),
+    "deepseek-ai/DeepSeek-V3": (163840, DEEPSEEK_V3, 131072, 163840),
+    # As their cards say how to extend them.
+    "Qwen/Qwen2.5-7B": (32768, {"type": "yarn", "factor": 4.0}, 131072, 131072),
+    "meta-llama/Llama-3.1-8B": (131072, {"rope_type": "llama3", "factor": 8.0}, None, 131072),
+    "google/gemma-3-4b-pt": (131072, {"rope_type": "linear", "factor": 8.0}, None, 131072),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_the_window_is_what_an_architecture_means(name: str) -> None:
+    declared, scaling, longest_input, window = PUBLISHED[name]
+    config = {"model_type": "llama", "max_position_embeddings": declared, "rope_theta": 1e5, "rope_scaling": scaling}
+    if "gemma" in name:
+        config |= {"model_type": "gemma3_text", "rope_local_base_freq": 1e4}
+    read = declaring_original(config, longest_input)
+    assert window_of(read) == window
+    if method_of(read) == "pi":
+        extended = extend_config(read, Interpolation("pi", window, 2 * window))
+        assert (window_of(extended), scale_of(extended)) == (2 * window, 2 * scale_of(config))
 
 
 def test_per_layer_ropes_change_on_full_attention_only() -> None:

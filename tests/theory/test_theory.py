@@ -4,6 +4,7 @@ import json
 import math
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -100,11 +101,13 @@ def test_a_fit_is_calm_inside_and_in_between_and_wild_beyond() -> None:
     inside, between = np.arange(2048.0), np.arange(25, 75, 1 / 8)
     beyond = np.arange(2048.0, 4096.0)
     for seed in range(3):
-        wild, calm = fit_noise(128, 1e4, 2048, seed=seed), fit_noise(128, 1e4, 2048, ridge=10.0, seed=seed)
-        assert abs(wild.at(inside)).max() < 1.5
-        assert abs(wild.at(between)).max() < 1.5
-        assert abs(wild.at(beyond)).max() > 8000
-        assert abs(calm.at(beyond)).max() < 3 * abs(calm.at(inside)).max()
+        wild, calm = (
+            partial(bounds.attention_score, fit_noise(128, 1e4, 2048, ridge, seed)[1], theta=1e4) for ridge in (0, 10)
+        )
+        assert abs(wild(inside)).max() < 1.5
+        assert abs(wild(between)).max() < 1.5
+        assert abs(wild(beyond)).max() > 8000
+        assert abs(calm(beyond)).max() < 3 * abs(calm(inside)).max()
 
 
 def test_a_setting_is_read_off_a_config() -> None:

@@ -4,6 +4,7 @@ import importlib.util
 import json
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +13,9 @@ from test_chunked_mlp import IDS, tuned_model
 from test_offload import DEVICES
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from pi_lora.models import attention as kernels
+from pi_lora.models import load
+from pi_lora.models import machine as kernels
+from pi_lora.models.base import BaseModel, find_base
 from pi_lora.recipe.files import load_recipe
 from pi_lora.recipe.schema import Tuning
 
@@ -61,6 +64,9 @@ def test_kernels_agree(device: str, kernel: str) -> None:
         (9, {3}, {"in_bfloat16": False}, "sdpa"),
         (9, {3}, {"context_parallel": 2}, "sdpa"),
         (9, {3}, {"asked": "eager"}, "eager"),
+        (9, {3}, {"supports": False}, "sdpa"),
+        (10, {4}, {"compatible": ["flash_attention_2", "flash_attention_3"]}, "sdpa"),
+        (9, {3}, {"compatible": ["flash_attention_2", "flash_attention_3"]}, "flash_attention_3"),
         (None, {3, 4}, {}, "sdpa"),
     ],
 )
@@ -75,7 +81,30 @@ def test_auto_takes_what_is_made_for_the_gpu(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (generation, 0))
     present = {9: ("flash_attention_3", lambda: 3 in installed), 10: ("flash_attention_4", lambda: 4 in installed)}
     monkeypatch.setattr(kernels, "_MADE_FOR", present)
-    assert kernels.attention_kernel(**{"asked": "auto", "in_bfloat16": True, **settings}) == chosen
+    supports, compatible = settings.pop("supports", True), settings.pop("compatible", None)
+    model = SimpleNamespace(_supports_flash_attn=supports, _compatible_flash_implementations=compatible)
+    asked = {"asked": "auto", "base": SimpleNamespace(skeleton=model), "in_bfloat16": True, **settings}
+    assert kernels.attention_kernel(**asked) == chosen
+
+
+def test_models_of_transformers_say_what_they_support(small_model: Path) -> None:
+    assert kernels._supports(find_base(str(small_model)).skeleton, "flash_attention_3")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_measured_model_has_the_kernel_made_for_the_gpu(
+    small_model: Path, monkeypatch: pytest.MonkeyPatch, dtype: str
+) -> None:
+    asked = []
+
+    def kernel(name: str, base: BaseModel, in_bfloat16: bool) -> str:
+        asked.append((name, base.name, in_bfloat16))
+        return "eager"
+
+    monkeypatch.setattr(load, "attention_kernel", kernel)
+    loaded = load.load(str(small_model), dtype=dtype)
+    assert loaded.model.config._attn_implementation == "eager"
+    assert asked == [("auto", str(small_model), dtype == "bfloat16")]
 
 
 def test_a_run_says_which_kernel_it_had(lora_run: Path) -> None:

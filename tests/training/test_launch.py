@@ -15,8 +15,9 @@ import psutil
 import pytest
 from accelerate.commands.launch import launch_command_parser
 from conftest import small_recipe, train
+from processes import without_progress
 
-from pi_lora.distributed import Rendezvous, check_launched, launch_arguments
+from pi_lora.distributed import check_launched, launch_arguments
 from pi_lora.errors import RecipeError
 from pi_lora.recipe.files import dump_recipe
 from pi_lora.recipe.schema import Recipe
@@ -32,21 +33,21 @@ def recipe_for(
     return small_recipe(model, hardware=hardware, tuning=tuning or {"rank": 4}, training={**once, **training})
 
 
-def flags(recipe: Recipe, rendezvous: Rendezvous | None = None) -> dict[str, object]:
+def flags(recipe: Recipe, rank: int = 0, port: int | None = None) -> dict[str, object]:
     """What accelerate's own parser makes of the arguments."""
-    arguments = launch_arguments(recipe, ["train", "r.yaml"], rendezvous or Rendezvous(main_process_ip="10.0.0.1"))
+    arguments = launch_arguments(recipe, ["train", "r.yaml"], rank, "10.0.0.1", port)
     return vars(launch_command_parser().parse_args(arguments))
 
 
 def test_full_tuning_on_a_cluster_is_sharded_by_fsdp2() -> None:
     recipe = recipe_for("m", CLUSTER, {"method": "full"}, precision="auto")
-    asked = flags(recipe, Rendezvous(2, "10.0.0.1", 1234))
+    asked = flags(recipe, 2, 1234)
     assert (asked["num_processes"], asked["num_machines"], asked["machine_rank"]) == (32, 4, 2)
     assert (asked["main_process_ip"], asked["main_process_port"]) == ("10.0.0.1", 1234)
     assert asked["use_fsdp"]
     assert asked["fsdp_version"] == "2"
     assert asked["fsdp_auto_wrap_policy"] == "TRANSFORMER_BASED_WRAP"
-    assert asked["mixed_precision"] == "bf16"
+    assert asked["mixed_precision"] == "no", "workers choose by the hardware that they find"
     assert not asked["multi_gpu"]
     assert not asked["use_parallelism_config"]
     assert (asked["module"], asked["training_script"]) == (True, "pi_lora")
@@ -67,7 +68,7 @@ def test_a_quantized_model_is_copied_to_every_gpu() -> None:
 
 def test_several_machines_need_an_address() -> None:
     with pytest.raises(RecipeError, match="--main-process-ip: missing; name the machine of rank 0"):
-        launch_arguments(recipe_for("m", CLUSTER), ["train"], Rendezvous())
+        launch_arguments(recipe_for("m", CLUSTER), ["train"])
 
 
 def test_a_launcher_with_another_number_of_processes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,7 +106,7 @@ def test_two_processes_train_like_one(alone: Path) -> None:
     process = start(sys.executable, alone, "hardware.cpu_processes=2", "--output", "two")
     said = process.communicate(timeout=200)
     assert process.returncode == 0, said
-    assert said[1] == ""
+    assert without_progress(said[1]) == ""
     assert losses(alone / "two") == pytest.approx(losses(alone / "alone"), rel=1e-5)
     assert len({round(loss, 4) for loss in losses(alone / "two")}) == 5
 
@@ -119,7 +120,7 @@ def test_two_machines_train_like_one_process(python: str, alone: Path) -> None:
     for machine in machines:
         said = machine.communicate(timeout=200)
         assert machine.returncode == 0, said
-        assert said[1] == ""
+        assert without_progress(said[1]) == ""
     assert losses(alone / "machines") == pytest.approx(losses(alone / "alone"), rel=1e-5)
 
 
@@ -151,7 +152,7 @@ def worker(folder: Path) -> psutil.Process:
 
 def one_line(process: "subprocess.Popen[str]", folder: Path) -> str:
     """The only line on stderr of a run that is interrupted; nothing of it goes on."""
-    _, errors = process.communicate(timeout=100)
+    errors = without_progress(process.communicate(timeout=100)[1])
     assert (process.returncode, errors.count("\n")) == (130, 1), errors
     assert [each for each in psutil.process_iter(["cwd"]) if each.info["cwd"] == str(folder)] == []
     return errors
@@ -205,14 +206,14 @@ def test_a_process_that_is_killed_is_named_and_ends_the_others(python: str, fold
     process = start(python, folder, *LONG, "--output", "long")
     wait_for_steps(process, folder / ".long.partial", 3)
     worker(folder).kill()
-    _, errors = process.communicate(timeout=100)
+    errors = without_progress(process.communicate(timeout=100)[1])
     assert process.returncode == 1
     assert re.fullmatch(r"process [01]: ended by SIGKILL; go on with --resume", errors.splitlines()[-1])
 
 
 def test_a_mistake_of_the_workers_is_one_line(python: str, folder: Path) -> None:
-    process = start(python, folder, *LONG, "training.learning_rate=1e30", "training.warmup_steps=0", "--output", "long")
-    _, errors = process.communicate(timeout=100)
+    process = start(python, folder, *LONG, "training.learning_rate=1e12", "training.warmup_steps=0", "--output", "long")
+    errors = without_progress(process.communicate(timeout=100)[1])
     assert process.returncode == 2
     assert errors.count("\n") == 1, errors
-    assert "is not a finite number at a rate of 1e+30" in errors
+    assert re.search(r"the loss of step \d+ became infinite or NaN at a rate of 1e\+12", errors), errors

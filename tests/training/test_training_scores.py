@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from accelerate.big_modeling import _attach_context_parallel_hooks
 from conftest import small_recipe, train
 from safetensors.torch import load_file
 
@@ -14,6 +15,7 @@ from pi_lora.models.base import load_model
 from pi_lora.models.load import LoadedModel, Stretch, find, load
 from pi_lora.recipe.files import load_recipe
 from pi_lora.recipe.schema import Evaluation
+from pi_lora.training.callbacks import _as_when_loaded
 
 pytestmark = pytest.mark.processor
 
@@ -85,6 +87,26 @@ def test_step_0_is_the_interpolated_base_and_the_last_step_the_run(measured_run:
         assert next(perplexities) == pytest.approx(next(perplexities), rel=1e-6)
         assert (found["dtype"], found["kernel"]) == (expected["dtype"], expected["kernel"])
     assert scores(measured_run, "perplexity", 0)["windows"] != scores(measured_run, "perplexity", 4)["windows"]
+
+
+@torch.no_grad()
+def test_a_model_is_measured_without_the_hooks_of_context_parallelism(small_model: Path) -> None:
+    """They drop the mask, without which tokens that continue a cache attend to the beginning alone."""
+    loaded = load(str(small_model), Stretch(512))
+    grid = {"passkey": {"target": 256, "depths": 2, "trials": 2}}
+    evaluation = small_recipe(small_model, evaluation=grid).evaluation
+    ids = torch.arange(2, 62)[None]
+
+    def logits() -> torch.Tensor:
+        cache = loaded.model(ids[:, :40], use_cache=True).past_key_values
+        return loaded.model(ids[:, 40:], past_key_values=cache).logits
+
+    expected, asked = logits(), measure(loaded, evaluation)["passkey"]
+    _attach_context_parallel_hooks(loaded.model)
+    with _as_when_loaded(loaded.model, "sdpa"):
+        torch.testing.assert_close(logits(), expected)
+        assert measure(loaded, evaluation)["passkey"] == asked
+    assert (logits() - expected).abs().max() > 0.1
 
 
 def test_measuring_changes_nothing_in_the_training(measured_run: Path, tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """An extended model as the model of a recipe: a run, an adapter or merged weights, with its scaling on."""
 
+import importlib.util
 import json
 import shutil
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import small_recipe, train
+from safetensors.torch import load_file
 
 from pi_lora.errors import PiLoraError
 from pi_lora.merge.merging import merge
@@ -60,6 +62,21 @@ def test_an_adapter_is_tuned_further_as_one_adapter_of_its_base(lora_run: Path, 
     same = train(further(lora_run, rows, training=still), tmp_path / "same")
     assert torch.equal(logits(same), logits(lora_run))
     assert "| tuned further from |" in (run / "README.md").read_text()
+
+
+@pytest.mark.processor
+@pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is None, reason="pip install pi-lora[qlora]")
+def test_a_quantized_model_starts_from_the_very_adapter(lora_run: Path, rows: Path, tmp_path: Path) -> None:
+    """TRL rounds it to bfloat16, norms by up to a thousandth."""
+    still = {"steps": 1, "learning_rate": 1e-30, "global_batch_size": 2, "activation_checkpointing": False}
+    recipe = further(lora_run, rows, tuning={"method": "qlora", "rank": 4}, training=still)
+    before, after = (
+        load_file(each / "adapter_model.safetensors") for each in (lora_run, train(recipe, tmp_path / "same"))
+    )
+    assert before.keys() == after.keys()
+    assert any(not torch.equal(tensor, tensor.bfloat16().float()) for tensor in before.values())
+    for name, tensor in before.items():
+        assert torch.equal(after[name], tensor), name
 
 
 def test_what_was_tuned_further_merges_like_any_adapter(lora_run: Path, rows: Path, tmp_path: Path) -> None:
@@ -125,7 +142,7 @@ def test_a_run_that_is_not_there_yet_is_named(rows: Path, tmp_path: Path) -> Non
 def test_a_resumed_run_ends_with_the_same_weights(lora_run: Path, rows: Path, tmp_path: Path) -> None:
     """Groups of like lengths follow from seed and epoch alone, also after an interruption."""
     from pi_lora.errors import Interrupted
-    from pi_lora.training.log import TrainingLog
+    from pi_lora.training.callbacks import TrainingLog
 
     training = {"steps": 6, "learning_rate": 1e-2, "global_batch_size": 2, "activation_checkpointing": False}
     recipe = further(lora_run, rows, training={**training, "save_every": 1, "warmup_steps": 1})

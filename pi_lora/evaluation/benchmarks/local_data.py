@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, PlainSerializer, ValidationError, model_validator
 
 from pi_lora.errors import DataError
 from pi_lora.types import Json
@@ -22,16 +22,13 @@ class _Example(BaseModel):
 
     def rows(self) -> list[Json]:
         """Return it as lm-eval's task reads it."""
-        return [self.model_dump()]
+        return [self.model_dump(by_alias=True)]
 
 
 class _BoolQ(_Example):
     question: str
     passage: str
-    answer: bool
-
-    def rows(self) -> list[Json]:
-        return [{"passage": self.passage, "question": self.question, "label": int(self.answer)}]
+    answer: Annotated[bool, PlainSerializer(int), Field(serialization_alias="label")]
 
 
 class _Piqa(_Example):
@@ -79,9 +76,7 @@ FORMATS: dict[str, type[_Example]] = dict(zip(TITLES, (_BoolQ, _Piqa, _Race, _Ra
 
 def read_examples(task: str, path: Path) -> list[Json]:
     """Return the examples of one of the five in a file, or in a folder with the data set's own, for lm-eval's task.
-
-    Raises:
-        DataError: there are none, or one has another format; file, line and field are named.
+    Raise DataError with file, line and field if there are none, or one has another format.
     """
     race = FORMATS[task] is _Race
     files = [path] if path.is_file() else (sorted(path.glob("*.txt")) if race else [])

@@ -1,20 +1,46 @@
-"""Short-context benchmarks at a model's original window, on the hub's data sets or the files that a user names."""
+"""Short-context benchmarks at a model's original window: tasks by name, with the prompts, truncation and metrics of the
+installed lm-eval, on the hub's data sets or the files that a user names.
+"""
 
-import importlib.util
-from collections.abc import Sequence
-from functools import partial
-from importlib.metadata import version
+import contextlib
+import difflib
+import json
+import logging
+import os
+import random
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from functools import cache, partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple, cast
 
-from pi_lora.errors import DataError, PiLoraError
-from pi_lora.evaluation.benchmarks.local_data import TITLES
+import lm_eval.tasks
+import numpy as np
+from lm_eval.defaults import DEFAULT_OTHER_SEED, DEFAULT_RANDOM_SEED
+from lm_eval.evaluator import evaluate
+from lm_eval.utils import set_torch_seed
+from rich.console import Console
+from rich.file_proxy import FileProxy
+
+from pi_lora.errors import DataError
+from pi_lora.evaluation.benchmarks.answering import Answering
+from pi_lora.evaluation.benchmarks.local_data import FORMATS, TITLES, articles, read_examples
+from pi_lora.evaluation.forward import described
 from pi_lora.evaluation.journal import journaled
-from pi_lora.evaluation.results import BenchmarkScores, described
+from pi_lora.evaluation.results import BenchmarkScores, TaskScore
 from pi_lora.models.load import LoadedModel
 from pi_lora.types import Progress, silent
 
-PAPER_TASKS = tuple(TITLES)
+FOLDERS = ("super_glue/boolq", "piqa", "race", "winogrande")
+# lm-eval's `race` is RACE-H, and its data set has no other part. RACE-M is the same task on the authors' middle school
+# part, whose rows hold a question each and not an article.
+OURS = {"race_high": "race", "race_middle": "race"}
+RACE_MIDDLE = {
+    "dataset_path": "ehovy/race",
+    "dataset_name": "middle",
+    "process_docs": lambda questions: type(questions).from_list(articles(questions)),
+}
 
 
 class Prepared(NamedTuple):
@@ -24,28 +50,101 @@ class Prepared(NamedTuple):
     tasks: dict[str, Any]
 
 
-def prepare(tasks: Sequence[str] = PAPER_TASKS, data: Sequence[str] = ()) -> dict[str, Prepared]:
-    """Return the tasks with their examples: from `data`, as `boolq=FILE` or a folder of folders by task, or the hub's.
+@cache
+def manager(paper: bool) -> lm_eval.tasks.TaskManager:
+    """Return lm-eval's tasks: with `paper` those of the paper, since the index of all 14,000 takes ten seconds."""
+    root = Path(lm_eval.tasks.__file__).parent
+    folders: list[str | Path] = [root / folder for folder in FOLDERS]
+    return lm_eval.tasks.TaskManager(include_path=folders if paper else None, include_defaults=not paper)
 
-    A group that lm-eval gives no score of its own becomes its tasks.
 
-    Raises:
-        DataError: no such task, or its file or data set is missing or of another schema.
-        PiLoraError: lm-eval is not installed.
+def prepare(names: Sequence[str], data: Sequence[str] = ()) -> dict[str, Prepared]:
+    """Return tasks with their examples: from `data`, as `boolq=FILE` or a folder of folders by task, or the hub's. A
+    group that lm-eval gives no score of its own becomes its tasks. Raise DataError if there is no such task, group or
+    tag, or its file or data set is missing or of another schema.
     """
-    if importlib.util.find_spec("lm_eval") is None:
-        raise PiLoraError("pi-lora eval benchmarks: needs the package lm_eval; pip install 'pi-lora[eval]'")
-    # Imported here: it is an extra of this package, and takes seconds.
-    from pi_lora.evaluation.benchmarks.lm_eval_tasks import check_names, load_tasks
-
-    check_names(tasks)
-    places = _places(tasks, data)
+    for name in names:
+        if name not in TITLES and name not in (known := manager(paper=False).task_index):
+            close = difflib.get_close_matches(name, {*TITLES, *known})
+            hint = f"did you mean {' or '.join(close)}?" if close else "lm-eval ls tasks lists them"
+            raise DataError(f"--tasks: {name}: no such benchmark in lm-eval {lm_eval.__version__}; {hint}")
+    places = _places(names, data)
     prepared = {}
-    for name in dict.fromkeys(tasks):
+    for name in dict.fromkeys(names):
         for each, part in load_tasks(name, places.get(name)).items():
             ids = dict.fromkeys(str(task.DATASET_PATH) for task in part["tasks"].values())
             prepared[each] = Prepared(str(places.get(name) or ", ".join(ids)), part)
     return prepared
+
+
+def _places(names: Sequence[str], data: Sequence[str]) -> dict[str, Path]:
+    places: dict[str, Path] = {}
+    for given in data:
+        name, equals, path = given.partition("=")
+        folder = Path(os.path.expanduser(given))
+        inside = {each: folder / each for each in names if (folder / each).exists()}
+        if equals and name in names:
+            places[name] = Path(os.path.expanduser(path))
+        elif inside:
+            places = inside | places
+        else:
+            wanted = f"neither TASK=FILE nor a folder of what is asked for, {', '.join(names)}"
+            raise DataError(f"--data: {given}: is {wanted}; correct it, or name the task with --tasks")
+    return places
+
+
+def load_tasks(name: str, path: Path | None) -> dict[str, dict[str, Any]]:
+    """Return what is measured for a name, on the hub's examples or those at `path`: a task, a group with a score of its
+    own, or else each task of it. Raise DataError if the examples cannot be read.
+    """
+    tasks, base = manager(paper=name in TITLES), OURS.get(name, name)
+    if path is not None and "TASK" not in tasks.task_index[base].kind.name:
+        raise DataError(f"--data: {name}={path}: {name} is a group of several tasks; name one of its tasks")
+    with tempfile.TemporaryDirectory() as folder, quiet():
+        hub = RACE_MIDDLE if name == "race_middle" else {}
+        changes = hub if path is None else _on_local_files(name, path, Path(folder))
+        random.seed(DEFAULT_RANDOM_SEED)
+        np.random.seed(DEFAULT_OTHER_SEED)
+        try:
+            loaded = tasks.load([{"group": name, "task": [{"task": base, **changes}]} if changes else base])
+        except Exception as error:
+            # `datasets` raises a dozen kinds for what a user can mend: offline, gone, gated, of another schema.
+            title, reason = TITLES.get(name, name), _reason(error)
+            raise DataError(
+                f"{path}: cannot be read as examples of {title} ({reason}); correct it"
+                if path is not None
+                else f"{title}: cannot be had from the hub ({reason}); check the network, "
+                f"or give its file with --data {name}=FILE"
+            ) from error
+        for task in loaded["tasks"].values():
+            # As lm_eval.simple_evaluate, which this replaces: it gathers the versions of everything for seconds.
+            if task.get_config("num_fewshot") is None:
+                task.set_config(key="num_fewshot", value=0)
+            task.set_fewshot_seed(seed=DEFAULT_OTHER_SEED)
+    group = loaded["groups"].get(name)
+    if group is not None and group.has_aggregation:
+        return {name: dict(loaded)}
+    each = {name if key == base else key: task for key, task in loaded["tasks"].items()}
+    return {key: {"tasks": {key: task}} for key, task in each.items()}
+
+
+def _on_local_files(name: str, path: Path, folder: Path) -> dict[str, Any]:
+    data = folder / "data"
+    data.mkdir()
+    if name in FORMATS:
+        rows = read_examples(name, path)
+        (data / "test.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
+    elif path.is_file():
+        (data / f"test{path.suffix}").symlink_to(path.resolve())
+    elif path.is_dir():
+        data = path
+    else:
+        raise DataError(f"{path}: no such file or folder; name one that holds {name}")
+    splits = dict.fromkeys(("training_split", "validation_split", "fewshot_split")) | {"test_split": "test"}
+    # A folder: of `json` and a file, `datasets` (5.2) would tell its servers that it was used.
+    settings = {"cache_dir": str(folder / "cache"), "keep_in_memory": True}
+    own = {"dataset_path": str(data), "dataset_name": None, "dataset_kwargs": settings}
+    return own if data == path else own | splits
 
 
 def evaluate_benchmarks(
@@ -54,29 +153,21 @@ def evaluate_benchmarks(
     limit: int | None = None,
     batch_size: int = 8,
     window: int | None = None,
-    progress: Progress | None = None,
+    progress: Progress = silent,
 ) -> BenchmarkScores:
-    """Measure each task, inputs cut to `window` tokens, the original ones: what stretching costs there.
-
-    For a command of its own: every process has the whole model and computes its share of the batches, which are kept
-    until all tasks are measured.
-
-    Raises:
-        DataError: the window does not hold an answer.
-        Interrupted: by Ctrl-C; the batches that were done are kept.
+    """Measure each task, inputs cut to `window` tokens, the original ones: what stretching costs there. Every process
+    has the whole model and computes its share of the batches, which are kept until all tasks are measured. Raise
+    DataError if the window does not hold an answer, and Interrupted on Ctrl-C.
     """
-    from pi_lora.evaluation.benchmarks.answering import Answering
-    from pi_lora.evaluation.benchmarks.lm_eval_tasks import measure, quiet
-
     # The config of a model tuned with `scaling: direct` tells only L'.
     window = window or round(loaded.window / loaded.scale)
-    asked: dict[str, Any] = {"lm_eval": version("lm_eval"), "limit": limit, "batch_size": batch_size}
+    asked: dict[str, Any] = {"lm_eval": lm_eval.__version__, "limit": limit, "batch_size": batch_size}
     tasks = {}
     with journaled(loaded, {**asked, "window": window, "tasks": list(prepared)}, "batches") as journal:
         with quiet():
             answering = Answering(loaded.model, loaded.tokenizer, window, batch_size, journal)
         for name, (_, parts) in prepared.items():
-            answering.progress = partial(progress or silent, note=TITLES.get(name, name))
+            answering.progress = partial(progress, note=TITLES.get(name, name))
             tasks[name] = measure(answering, name, parts, limit)
     return BenchmarkScores(
         **{**described(loaded), "window": window},
@@ -88,21 +179,41 @@ def evaluate_benchmarks(
     )
 
 
-def _places(tasks: Sequence[str], data: Sequence[str]) -> dict[str, Path]:
-    """Return where the examples of each task are, as far as `data` says."""
-    places: dict[str, Path] = {}
-    for given in data:
-        name, equals, path = given.partition("=")
-        folder = Path(given).expanduser()
-        inside = {each: folder / each for each in tasks if (folder / each).exists()}
-        if equals and name in tasks:
-            places[name] = Path(path).expanduser()
-        elif inside:
-            places = inside | places
-        elif folder.is_dir():
-            raise DataError(f"--data: {given}: holds none of {', '.join(tasks)}; name each as TASK=FILE")
-        elif equals:
-            raise DataError(f"--data: {given}: {name} is not among the tasks {', '.join(tasks)}; correct either")
-        else:
-            raise DataError(f"--data: {given}: is no folder, and no TASK=FILE; name either")
-    return places
+def measure(answering: Answering, name: str, tasks: dict[str, Any], limit: int | None) -> TaskScore:
+    """Return the score of a task or group on the first `limit` examples of each task; all processes call it. Raise
+    DataError if the window does not hold an answer, or lm-eval cannot measure the task on such a model.
+    """
+    answering.truncated_inputs = answering.asked = 0
+    set_torch_seed(DEFAULT_OTHER_SEED)
+    with quiet():
+        try:
+            results = evaluate(answering, tasks, limit=limit, log_samples=False)
+        except (AssertionError, ValueError, NotImplementedError) as error:
+            raise DataError(f"{name}: lm-eval cannot measure it ({_reason(error)}); leave it out") from error
+    scores = results["results"][name]
+    numbers = {key.removesuffix(",none"): float(x) for key, x in scores.items() if "," in key and x != "N/A"}
+    found: dict[str, Any] = {"examples": scores["sample_len"], "truncated_inputs": answering.truncated_inputs}
+    if "acc" in numbers:
+        found |= {"acc": numbers["acc"], "stderr": numbers.get("acc_stderr")}
+    else:
+        found["metrics"] = numbers
+    found |= {"acc_norm": numbers["acc_norm"]} if "acc_norm" in numbers else {}
+    found |= {"shots": shots} if (shots := results["n-shot"].get(name)) else {}
+    return TaskScore.model_validate(found)
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Keep lm-eval's bars and warnings off the terminal; rich finds it behind the proxy, for the progress bar."""
+    logger = logging.getLogger("lm_eval")
+    level, terminal = logger.level, getattr(sys.stderr, "rich_proxied_file", sys.stderr)
+    logger.setLevel(logging.ERROR)
+    try:
+        with contextlib.redirect_stderr(cast(IO[str], FileProxy(Console(quiet=True), terminal))):
+            yield
+    finally:
+        logger.setLevel(level)
+
+
+def _reason(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -2,8 +2,7 @@
 asked for at its end; the success rate by their distance from the end measures the effective context window.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from functools import cached_property
 from typing import Any
@@ -11,11 +10,12 @@ from typing import Any
 import torch
 
 from pi_lora.distributed import number_of_processes
-from pi_lora.evaluation.forward import check_ids, depends_on_length, forget_lengths
-from pi_lora.evaluation.journal import Journal, journaled, measure_each
-from pi_lora.evaluation.passkey.prompt import Grid, Trial, make_trial, trials_at
+from pi_lora.evaluation.forward import check_ids, check_numbers, depends_on_length, described, forget_lengths
+from pi_lora.evaluation.journal import Journal, journaled
+from pi_lora.evaluation.passkey.prompt import Grid, Trial, trials_at
 from pi_lora.evaluation.passkey.shared_prefix import SharedPrefix, last_logits, rows_at_once
-from pi_lora.evaluation.results import PasskeyDepth, PasskeyScores, described
+from pi_lora.evaluation.results import PasskeyDepth, PasskeyScores
+from pi_lora.models.base import finite
 from pi_lora.models.load import LoadedModel
 from pi_lora.types import Progress, silent
 
@@ -43,38 +43,6 @@ def trials_until_certain(outcomes: Sequence[bool], trials: int) -> int:
     return max(0, min(required - sum(outcomes), bearable + 1 - outcomes.count(False)))
 
 
-def measure_depths(
-    grid: Grid,
-    ask: Callable[[int, range], list[bool]],
-    distance: Callable[[int], int],
-    k_max_only: bool = False,
-    journal: Journal | None = None,
-) -> list[PasskeyDepth]:
-    """Return the results at every depth, the nearest first; `ask` takes a depth by its number and some of its trials.
-    `k_max_only` asks for no more than settles whether 20 % succeed, and ends at the first depth where they do not. With
-    a journal each process measures its share; all return the same.
-    """
-
-    def measure(name: str) -> PasskeyDepth:
-        depth, found = int(name), list[bool]()
-        while more := trials_until_certain(found, grid.trials) if k_max_only else grid.trials - len(found):
-            found += ask(depth, range(len(found), len(found) + more))
-        rate = sum(found) / len(found)
-        return PasskeyDepth(
-            k=grid.ks[depth], distance=distance(depth), success_rate=rate, trials=len(found), outcomes=found
-        )
-
-    at_once = (number_of_processes() if journal else 1) if k_max_only else grid.depths
-    found: list[PasskeyDepth] = []
-    for start in range(0, grid.depths, at_once):
-        names = [str(depth) for depth in range(grid.depths)[start : start + at_once]]
-        for depth in measure_each(PasskeyDepth, names, measure, journal).values():
-            found.append(depth)
-            if k_max_only and depth.success_rate < REQUIRED_SUCCESS:
-                return found
-    return found
-
-
 class PasskeyTest:
     """Puts the trials of a grid to a model.
 
@@ -83,8 +51,10 @@ class PasskeyTest:
     for all trials and depths, unless trials go `apart`, for models whose frequencies follow the length of the input.
     """
 
-    def __init__(self, model: Any, tokenizer: Any, grid: Grid, apart: bool = False) -> None:
-        self.model, self.tokenizer, self.grid, self.apart = model, tokenizer, grid, apart
+    def __init__(
+        self, model: Any, tokenizer: Any, grid: Grid, apart: bool = False, progress: Progress = silent
+    ) -> None:
+        self.model, self.tokenizer, self.grid, self.apart, self.progress = model, tokenizer, grid, apart, progress
 
     @torch.no_grad()
     def ask(self, depth: int, which: range) -> list[bool]:
@@ -92,11 +62,17 @@ class PasskeyTest:
         trials = trials_at(self.tokenizer, self.grid, depth, which)
         size = 1 if self.apart else rows_at_once(self.model, max(trial.length for trial in trials), self._prefix)
         batches = (trials[start : start + size] for start in range(0, len(trials), size))
-        return [success for batch in batches for success in self._succeed(batch)]
+        found = [success for batch in batches for success in self._succeed(batch)]
+        self.progress(depth * self.grid.trials + which.stop, self.grid.depths * self.grid.trials)
+        return found
+
+    def distance(self, depth: int) -> int:
+        """Return how many tokens the key stands from the end at a depth."""
+        return trials_at(self.tokenizer, self.grid, depth, range(1))[0].distance
 
     @cached_property
     def _prefix(self) -> SharedPrefix | None:
-        """The text ahead of the key where it stands nearest to the end: the longest. The same in every process."""
+        """The text ahead of the key where it stands nearest to the end: the longest."""
         if self.apart:
             return None
         (first,) = trials_at(self.tokenizer, self.grid, 0, range(1))
@@ -109,73 +85,63 @@ class PasskeyTest:
         rows = [[*trial.prompt, *trial.answer[:-1]] for trial in batch]
         width = max(map(len, rows))
         tail = max(width - len(trial.prompt) + 1 for trial in batch)
-        chosen = last_logits(self.model, rows, tail, self._prefix).argmax(-1).tolist()
+        logits = last_logits(self.model, rows, tail, self._prefix)
+        check_numbers(self.model.name_or_path, self.model.dtype, finite(logits))
+        chosen = logits.argmax(-1).tolist()
         for trial, choices in zip(batch, chosen, strict=True):
             first = len(trial.prompt) - 1 - (width - tail)
             yield tuple(choices[first : first + len(trial.answer)]) == trial.answer
 
 
 def passkey_retrieval(
-    model: Any,
-    tokenizer: Any,
-    grid: Grid,
-    *,
-    k_max_only: bool = False,
-    apart: bool = False,
-    journal: Journal | None = None,
-    progress: Progress = silent,
+    test: PasskeyTest, k_max_only: bool = False, journal: Journal | None = None
 ) -> list[PasskeyDepth]:
-    """Measure a grid, or with `k_max_only` no more of it than decides k_max; raise DataError if the target is short."""
-    test = PasskeyTest(model, tokenizer, grid, apart)
+    """Return the results at every depth, the nearest first. `k_max_only` asks for no more trials than settle whether
+    20 % succeed, and ends at the first depth where they do not; raise DataError if the target is too short.
+    """
+    grid, journal = test.grid, journal or Journal()
 
-    def ask(depth: int, which: range) -> list[bool]:
-        found = test.ask(depth, which)
-        progress(depth * grid.trials + which.stop, grid.depths * grid.trials)
-        return found
+    def measure(name: str) -> PasskeyDepth:
+        depth, found = int(name), list[bool]()
+        while more := trials_until_certain(found, grid.trials) if k_max_only else grid.trials - len(found):
+            found += test.ask(depth, range(len(found), len(found) + more))
+        rate = sum(found) / len(found)
+        return PasskeyDepth(
+            k=grid.ks[depth], distance=test.distance(depth), success_rate=rate, trials=len(found), outcomes=found
+        )
 
-    def distance(depth: int) -> int:
-        return trials_at(tokenizer, grid, depth, range(1))[0].distance
-
-    return measure_depths(grid, ask, distance, k_max_only, journal)
+    at_once = number_of_processes() if k_max_only else grid.depths
+    found: list[PasskeyDepth] = []
+    for start in range(0, grid.depths, at_once):
+        names = [str(depth) for depth in range(grid.depths)[start : start + at_once]]
+        for depth in journal.measure(PasskeyDepth, names, measure).values():
+            found.append(depth)
+            if k_max_only and depth.success_rate < REQUIRED_SUCCESS:
+                return found
+    return found
 
 
 def evaluate_passkey(
-    loaded: LoadedModel,
-    target: int,
-    depths: int,
-    trials: int,
-    seed: int,
-    progress: Progress = silent,
-    *,
-    k_max_only: bool = False,
-    shared: bool = False,
+    loaded: LoadedModel, grid: Grid, progress: Progress = silent, *, k_max_only: bool = False, shared: bool = False
 ) -> PasskeyScores:
-    """Measure passkey retrieval over `target` tokens of context; `k_max_only` measures no more than decides k_max. With
-    `shared` each process measures its part of the depths, with the whole model, and an interrupted evaluation continues
-    when it is called again.
+    """Measure passkey retrieval; `k_max_only` measures no more than decides k_max. With `shared` each process measures
+    its part of the depths, with the whole model, and an interrupted evaluation continues when it is called again.
     """
-    grid = Grid(target, depths, trials, seed)
-    first = make_trial(loaded.tokenizer, target, grid.ks[0], grid.keys[0][0])
+    [first] = trials_at(loaded.tokenizer, grid, 0, range(1))
     check_ids(loaded, [*first.prompt, *first.answer])
     # The first trial tells what the tokenizer makes of the prompt.
     decided_by = {"passkey": {**asdict(grid), "k_max_only": k_max_only, "first": [first.prompt, first.answer]}}
-    with journaled(loaded, decided_by, f"of {depths} depths") if shared else nullcontext() as journal:
-        found = passkey_retrieval(
-            loaded.model,
-            loaded.tokenizer,
-            grid,
-            k_max_only=k_max_only,
-            apart=depends_on_length(loaded.config),
-            journal=journal,
-            progress=progress,
-        )
-    left_out = {"depths": grid.ks[len(found) :], "trials": depths * trials - sum(depth.trials for depth in found)}
+    test = PasskeyTest(loaded.model, loaded.tokenizer, grid, depends_on_length(loaded.config), progress)
+    with journaled(loaded, decided_by, f"of {grid.depths} depths", shared) as journal:
+        found = passkey_retrieval(test, k_max_only, journal)
+    made = sum(depth.trials for depth in found)
+    left_out = {"depths": grid.ks[len(found) :], "trials": grid.depths * grid.trials - made}
     return PasskeyScores(
         **described(loaded),
-        seed=seed,
+        seed=grid.seed,
         decoding="greedy",
         k_max_only=k_max_only,
-        target=target,
+        target=grid.target,
         k_max=k_max(found),
         depths=found,
         **({"left_out": left_out} if k_max_only else {}),

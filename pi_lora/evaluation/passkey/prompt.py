@@ -42,23 +42,18 @@ class Grid:
 
     @property
     def ks(self) -> list[int]:
-        """The distances in tokens, the nearest first."""
-        return depths(self.target, self.depths)
+        """The distances in tokens, the nearest first.
+
+        >>> Grid(8192, 32).ks[:3], Grid(8192, 32).ks[-1]
+        ([256, 512, 768], 8192)
+        """
+        return [round(self.target * (index + 1) / self.depths) for index in range(self.depths)]
 
     @cached_property
     def keys(self) -> list[list[str]]:
         """The keys of all trials, by depth."""
         rng = random.Random(self.seed)
         return [["".join(rng.choices("0123456789", k=DIGITS)) for _ in range(self.trials)] for _ in range(self.depths)]
-
-
-def depths(target: int, number: int) -> list[int]:
-    """Return `number` distances uniformly spaced to `target` tokens.
-
-    >>> depths(8192, 32)[:3], depths(8192, 32)[-1]
-    ([256, 512, 768], 8192)
-    """
-    return [round(target * (index + 1) / number) for index in range(number)]
 
 
 def prompt(key: str, before: int, after: int) -> str:

@@ -6,7 +6,7 @@ from typing import Any
 
 from rich.table import Table
 
-from pi_lora.drawing import new_figure, plain, save_png
+from pi_lora.drawing import new_figure, plain, save
 from pi_lora.evaluation.results import PasskeyScores
 
 
@@ -25,7 +25,7 @@ def passkey_table(*models: PasskeyScores) -> Table:
         table.add_row(str(k), *cells, *(["█" * round(rates[0][k] * 20)] if alone else []))
     scales = " / ".join(f"{scores.scale:g}" for scores in models)
     at_most = "at most " if first.k_max_only else ""
-    trials = max(depth.trials for depth in first.depths)
+    trials = max((depth.trials for depth in first.depths), default=0)
     table.caption = f"scale {scales}, {at_most}{trials} trials a depth, seed {first.seed}"
     return table
 
@@ -41,11 +41,10 @@ def passkey_picture(models: Sequence[PasskeyScores], file: Path) -> None:
         below.plot([depth.k for depth in scores.depths], rates, marker=".", label=label)
     below.axhline(20, color="0.6", linestyle=":", linewidth=1)
     below.set(xlabel="passkey distance k (tokens)", ylabel="retrieved (%)", ylim=(-4, 104))
-    plain(below)
-    below.legend(frameon=False, fontsize=9)
+    plain(below, frameon=False, fontsize=9)
     above.set_title(_title(models), fontsize=11)
     above.spines[["top", "right"]].set_visible(False)
-    save_png(figure, file)
+    save(figure, file)
 
 
 def _heat_map(axes: Any, models: Sequence[PasskeyScores]) -> None:

@@ -214,17 +214,3 @@ def window_scores(found: Sequence[DocumentLosses]) -> list[WindowPerplexity]:
         WindowPerplexity(window=window, perplexity=math.exp(total.loss / total.tokens), tokens=total.tokens)
         for window, total in totals.items()
     ]
-
-
-def sliding_window_perplexity(
-    model: Any,
-    documents: Sequence[Sequence[int]],
-    windows: Sequence[int],
-    stride: int = 256,
-    batch_tokens: int | None = None,
-) -> list[WindowPerplexity]:
-    """Return the perplexity of `model` on `documents` (token ids) at every length in `windows`, token-weighted."""
-    sweep, longest = Sweep(tuple(windows), stride), max(windows)
-    if not documents or min(map(len, documents)) < longest:
-        raise DataError(f"--windows: {longest} is longer than a document to be measured; choose a shorter window")
-    return window_scores([document_losses(model, each, sweep, batch_tokens) for each in documents])

@@ -5,20 +5,18 @@ import math
 import random
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import nullcontext
-from dataclasses import asdict, replace
-from itertools import tee
+from dataclasses import asdict
 from typing import NamedTuple
 
-from pi_lora.data.corpus import PRESETS, Choice, evaluation_documents
 from pi_lora.data.documents import Document
-from pi_lora.data.packing import encoded
-from pi_lora.errors import DataError, ModelError
-from pi_lora.evaluation.forward import check_ids, depends_on_length
-from pi_lora.evaluation.journal import Journal, journaled, measure_each, to_measure
+from pi_lora.data.sources import Choice, evaluation_documents
+from pi_lora.data.tokens import CHARACTERS_AT_ONCE, Tokens, in_batches, tokenized
+from pi_lora.errors import DataError
+from pi_lora.evaluation.forward import check_ids, check_numbers, depends_on_length, described
+from pi_lora.evaluation.journal import Journal, journaled
 from pi_lora.evaluation.perplexity import losses
 from pi_lora.evaluation.perplexity.losses import DocumentLosses, Sweep, window_scores
-from pi_lora.evaluation.results import DocumentPerplexity, LossByPosition, PerplexityScores, PositionLoss, described
+from pi_lora.evaluation.results import DocumentPerplexity, LossByPosition, PerplexityScores, PositionLoss
 from pi_lora.models.load import LoadedModel
 from pi_lora.types import Progress, silent
 
@@ -43,51 +41,46 @@ class Chosen(NamedTuple):
     too_short: int
 
 
-def default_windows(window: int) -> list[int]:
-    """Return the model's window and its halves, down to 256 tokens.
+def default_windows(window: int, stride: int | None = None) -> list[int]:
+    """Return the model's window and its halves, down to the stride, or to 256 tokens.
 
-    >>> default_windows(1024)
-    [256, 512, 1024]
+    >>> default_windows(1024), default_windows(1024, stride=512)
+    ([256, 512, 1024], [512, 1024])
     """
     halves = [window]
-    while halves[0] // 2 >= 256:
+    while halves[0] // 2 >= max(256, stride or 0):
         halves.insert(0, halves[0] // 2)
     return halves
-
-
-def default_stride(windows: Sequence[int]) -> int:
-    """Return the paper's 256 tokens, or half the shortest window where that is less."""
-    return min(256, max(1, min(windows) // 2))
 
 
 def evaluate_perplexity(
     loaded: LoadedModel,
     source: str,
-    windows: Sequence[int],
-    stride: int,
-    documents: int | None = None,
+    windows: Sequence[int] | None = None,
+    stride: int | None = None,
+    choice: Choice = ALL_DOCUMENTS,
     progress: Progress = silent,
     *,
-    choice: Choice = ALL_DOCUMENTS,
     by_position: bool = False,
     shared: bool = False,
 ) -> PerplexityScores:
-    """Measure the documents of `source` that are at least as long as the longest window.
-
-    `documents` limits their number, `choice` says more. `by_position` adds the mean loss by the tokens before a token
-    in the longest window. With `shared` each process measures its part of the documents, with the whole model, and an
-    interrupted evaluation continues when it is called again.
+    """Measure those documents of `source` that `choice` takes and that are at least as long as the longest window, by
+    default the model's own. `by_position` adds the mean loss by the tokens before a token in the longest window. With
+    `shared` each process measures its part of the documents, with the whole model, and an interrupted evaluation
+    continues when it is called again.
     """
+    windows = windows or default_windows(loaded.window, stride)
+    # The paper's 256 tokens, or half the shortest window where that is less.
+    stride = stride or min(256, max(1, min(windows) // 2))
     longest = max(windows)
     bins = min(BINS, longest - 1) if by_position else 0
     sweep = Sweep(tuple(sorted(windows)), stride, bins, depends_on_length(loaded.config))
-    chosen = choose_documents(loaded, source, replace(choice, documents=documents or choice.documents), longest)
+    chosen = choose_documents(loaded, source, choice, longest)
     decided_by, what = {"data": source, **asdict(sweep)}, f"of {len(chosen.documents)} documents"
-    with journaled(loaded, decided_by, what) if shared else nullcontext() as journal:
+    with journaled(loaded, decided_by, what, shared) as journal:
         found = _measure(loaded, chosen.documents, sweep, journal, progress)
-    if not math.isfinite(losses.added(loss for each in found for loss in each.by_window.values()).loss):
-        dtype = str(loaded.model.dtype).removeprefix("torch.")
-        raise ModelError(f"{loaded.name}: its losses are no numbers in {dtype}; try another --dtype")
+    total = losses.added(loss for each in found for loss in each.by_window.values())
+    check_numbers(loaded.name, loaded.model.dtype, math.isfinite(total.loss))
     return PerplexityScores(
         **described(loaded),
         data=source,
@@ -109,11 +102,11 @@ def evaluate_perplexity(
 
 
 def _measure(
-    loaded: LoadedModel, documents: Sequence[Measured], sweep: Sweep, journal: Journal | None, progress: Progress
+    loaded: LoadedModel, documents: Sequence[Measured], sweep: Sweep, journal: Journal, progress: Progress
 ) -> list[DocumentLosses]:
     names = [hashlib.sha256(document.ids).hexdigest() for document in documents]
     ids = {name: document.ids for name, document in zip(names, documents, strict=True)}
-    total = sum(len(piece) for name in to_measure(list(ids), journal) for piece in sweep.plan(len(ids[name])))
+    total = sum(len(piece) for name in journal.left(list(ids)) for piece in sweep.plan(len(ids[name])))
     done = 0
 
     def count(pieces: int) -> None:
@@ -124,7 +117,7 @@ def _measure(
     def measure(name: str) -> DocumentLosses:
         return losses.document_losses(loaded.model, ids[name], sweep, done=count)
 
-    found = measure_each(DocumentLosses, list(ids), measure, journal)
+    found = journal.measure(DocumentLosses, list(ids), measure)
     return [found[name] for name in names]
 
 
@@ -140,8 +133,7 @@ def _by_position(found: Sequence[DocumentLosses], window: int) -> LossByPosition
 
 def choose_documents(loaded: LoadedModel, source: str, choice: Choice, longest: int) -> Chosen:
     """Return the documents of `source` for windows of up to `longest` tokens; a preset completes the `choice`."""
-    if source in PRESETS:
-        choice = PRESETS[source].completed(choice)
+    choice = choice.of(source)
     if choice.truncate is not None and choice.truncate < longest:
         raise DataError(f"--truncate: {choice.truncate} tokens do not hold a window of {longest}; choose more")
     needed = max(longest, choice.min_tokens or 0)
@@ -179,12 +171,8 @@ def _drawn(documents: Iterable[Document], seed: int, needed: int) -> tuple[list[
     return held, seen - len(held)
 
 
-def _encoded(loaded: LoadedModel, documents: Iterable[Document]) -> Iterator[tuple[str, list[int]]]:
-    """Return names and token ids; without EOS, which the model would be asked to predict."""
-
-    def encode(texts: Sequence[str]) -> list[list[int]]:
-        ids: list[list[int]] = loaded.tokenizer(list(texts), verbose=False)["input_ids"]
-        return ids
-
-    named, read = tee(documents)
-    return zip((each.name for each in named), encoded((each.text for each in read), encode), strict=False)
+def _encoded(loaded: LoadedModel, documents: Iterable[Document]) -> Iterator[tuple[str, Tokens]]:
+    """Yield names and token ids; without EOS, which the model would be asked to predict."""
+    for batch in in_batches(documents, lambda document: len(document.text), CHARACTERS_AT_ONCE):
+        ids = tokenized(loaded.tokenizer, [document.text for document in batch])
+        yield from zip((document.name for document in batch), ids, strict=True)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from rich.table import Table
 
-from pi_lora.drawing import BLUE, GREEN, GREY, ORANGE, PURPLE, VERMILION, new_figure, plain, save_png
+from pi_lora.drawing import BLUE, GREEN, GREY, ORANGE, PURPLE, VERMILION, new_figure, plain, save
 from pi_lora.evaluation.results import LossByPosition, PerplexityScores
 
 COLOURS = (BLUE, VERMILION, GREEN, ORANGE, PURPLE, GREY)
@@ -62,10 +62,8 @@ def position_picture(models: Sequence[PerplexityScores], file: Path) -> None:
         ylabel="loss (nats a token)",
         xlim=(0, curves[-1].bins[-1].last),
     )
-    axes.set_title(f"Loss by position in windows of {curves[0].window} tokens", fontsize=11)
-    plain(axes)
-    axes.legend(frameon=False, fontsize=9)
-    save_png(figure, file)
+    plain(axes, f"Loss by position in windows of {curves[0].window} tokens", frameon=False, fontsize=9)
+    save(figure, file)
 
 
 def _curves(models: Sequence[PerplexityScores]) -> list[LossByPosition]:

@@ -3,24 +3,23 @@
 import hashlib
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, replace
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
-from pi_lora.data.examples import Account, filled, in_batches
-from pi_lora.data.prompts import Prompt, Prompter, Task
-from pi_lora.data.tables import SCROLLS, Table, find_table
+from pi_lora.data.examples import Account, Prompt, Prompter, Task, prompted
+from pi_lora.data.sources import SCROLLS, Table, find_table
 from pi_lora.distributed import share_of, wait_for_all
 from pi_lora.errors import DataError, Interrupted
 from pi_lora.evaluation.results import SummarizationScores
 from pi_lora.evaluation.summarization.rouge import HOW, ROUGES, rouge
-from pi_lora.evaluation.summarization.writing import Sampling, Writer
+from pi_lora.evaluation.summarization.writing import Sampling, Say, Writer
 from pi_lora.recipe.files import RECIPE_FILE, load_recipe
 from pi_lora.recipe.schema import Data
+from pi_lora.run_folder import write_whole
 from pi_lora.types import Json, Progress, silent
 
 GOVREPORT: Json = {"source": {"name": SCROLLS, "subset": "gov_report"}, "document": "input", "summary": "output"}
@@ -34,13 +33,9 @@ Questions = Mapping[str, tuple[Prompt, str]]
 
 
 class Predictions:
-    """`predictions.jsonl`: for each example its `id`, the `prediction`, the `reference`, and the key of what made it.
-
-    The key is of all that decides a prediction, so that those of another model or setting are not taken for these. A
-    line that a crash cut off is dropped. Several processes may append to one file, a line at a time.
-
-    Raises:
-        DataError: the file holds other predictions, or cannot be read or written.
+    """`predictions.jsonl`: for each example its `id`, the `prediction`, the `reference`, and the key of what decides
+    it; a file with another key is refused. A line that a crash cut off is dropped. Several processes may append to one
+    file, a line at a time.
     """
 
     def __init__(self, file: Path, decided_by: Json) -> None:
@@ -63,7 +58,7 @@ class Predictions:
             other = "holds predictions of another model, data or setting"
             raise DataError(f"{self.file}: {other}; remove it, or name another --predictions")
         if begun:
-            self.file.write_text("".join(f"{line}\n" for line in whole), encoding="utf-8")
+            write_whole(self.file, "".join(f"{line}\n" for line in whole))
         return lines
 
     def add(self, name: str, **line: Any) -> None:
@@ -77,14 +72,10 @@ class Predictions:
 
 
 def evaluation_data(model: str, source: Mapping[str, Any], asked: Mapping[str, Any]) -> Data:
-    """Return the rows to measure `model` on, and their prompts, as a recipe's `data`.
-
-    They are those of `source` where it has a name, else those of the run's recipe if it was tuned on examples, else
-    GovReport's; of the validation split unless `source` says. `asked` are keys of `data` that go first.
+    """Return the rows to measure `model` on, and their prompts, as a recipe's `data`; raise DataError if keys do not go
+    together. The rows are those of `source` where it has a name, else those of the run's recipe if it was tuned on
+    examples, else GovReport's; of the validation split unless `source` says. `asked` are keys of `data` that go first.
     Values of None are ignored.
-
-    Raises:
-        DataError: keys that do not go together.
     """
     source, asked = ({key: x for key, x in given.items() if x is not None} for given in (source, asked))
     recipe = Path(model) / RECIPE_FILE
@@ -113,16 +104,12 @@ def evaluate_summarization(
     file: Path,
     limit: int | None = None,
     progress: Progress = silent,
-    say: Callable[[str], object] = lambda line: None,
+    say: Say = lambda line: None,
 ) -> SummarizationScores:
-    """Score what `writer` writes for the rows of `data`, of which `limit` takes the first, by ROUGE.
-
-    Predictions go into `file` as they come; those that are there are not written again. Every process has the whole
-    model and writes its part. `say` is told what a user should know, a line each.
-
-    Raises:
-        DataError: the data cannot be read, lacks a column or holds nothing, or the window is too short for the task.
-        Interrupted: by Ctrl-C; the predictions that were made are kept.
+    """Score what `writer` writes for the rows of `data`, of which `limit` takes the first, by ROUGE. Predictions go to
+    `file` as they come; those that are there are not written again. Every process has the whole model and writes its
+    part. `say` is told what a user should know, a line each. Raise DataError if the data cannot be read, lacks a column
+    or holds nothing, or the window is too short for the task, and Interrupted on Ctrl-C.
     """
     task = replace(Task.of(data), completion_tokens=sampling.max_new_tokens)
     table = find_table(data.source[0])
@@ -166,29 +153,20 @@ def evaluate_summarization(
 
 def _questions(table: Table, prompter: Prompter, limit: int | None, account: Account) -> Questions:
     """Empty rows, and those whose prompt does not fit, go to the account."""
-    task, found = prompter.task, {}
-    for batch in in_batches(islice(filled(table.rows(task.columns), account), limit)):
-        for (where, row), prompt in zip(batch, prompter.prompts([row for _, row in batch]), strict=True):
-            if prompt.fits:
-                found[where] = prompt, row[task.completion]
-            else:
-                account.too_long.append(where)
-    if found:
-        return found
-    if account.too_long:
-        raise DataError(
-            f"--max-new-tokens: {task.completion_tokens} leave no room for a document of {table.name} in the window of "
-            f"{prompter.longest + task.completion_tokens + 1} tokens; choose fewer, or a model that reads more"
-        )
-    if account.empty:
-        raise DataError(f"{table.name}: a column is empty in all of {len(account.empty):,} rows; name others")
-    raise DataError(f"{table.name}: holds no rows; name a source that does")
+    task = prompter.task
+    batches = prompted(table.rows(task.columns), prompter, account, limit)
+    found = {where: (prompt, row[task.completion]) for batch in batches for where, row, prompt in batch}
+    if not found:
+        window = prompter.longest + task.completion_tokens + 1
+        no_room = f"leave no room for a document of {table.name} in the window of {window} tokens"
+        advice = "choose fewer, or a model that reads more"
+        raise account.nothing(table.name, f"--max-new-tokens: {task.completion_tokens} {no_room}; {advice}")
+    return found
 
 
 def _write(
     writer: Writer, questions: Questions, sampling: Sampling, predictions: Predictions, progress: Progress
 ) -> None:
-    """Write this process's share of the predictions that are missing."""
     mine = share_of(list(questions))
     left = {name: questions[name][0].ids for name in mine if name not in predictions.found}
     progress(len(mine) - len(left), len(mine))
@@ -201,5 +179,5 @@ def _write(
             predictions.add(name, prediction=text, reference=questions[name][1], tokens=len(ids), ended=ended)
             progress(done, len(mine))
     except KeyboardInterrupt:
-        kept = "interrupted; what was written is kept, the same command goes on from there"
-        raise Interrupted(f"{predictions.file}: {kept}") from None
+        kept = f"{predictions.file}: interrupted; what was written is kept, the same command goes on from there"
+        raise Interrupted(kept) from None

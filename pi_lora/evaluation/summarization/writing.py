@@ -1,18 +1,24 @@
-"""What a model writes after prompts, sampled and seeded: by transformers' continuous batching, or by vLLM."""
+"""What a model writes, sampled and seeded: after many prompts, by transformers' continuous batching or by vLLM, and the
+summary of one document.
+"""
 
 import importlib.util
+import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
-from transformers import ContinuousBatchingConfig, GenerationConfig
+import torch
+from transformers import ContinuousBatchingConfig, GenerationConfig, TextStreamer, set_seed
 
-from pi_lora.errors import ModelError, PiLoraError
+from pi_lora.data.examples import Prompter, Task
+from pi_lora.errors import DataError, ModelError, PiLoraError
+from pi_lora.evaluation.forward import described
 from pi_lora.evaluation.journal import identity_of
-from pi_lora.evaluation.results import described
 from pi_lora.models.base import extended_config
-from pi_lora.models.load import FoundModel
+from pi_lora.models.load import FoundModel, LoadedModel
+from pi_lora.recipe.schema import Data
 from pi_lora.types import Json
 
 # On a CPU the library would take most of the memory for keys and values: tokens a page, requests and tokens at once.
@@ -23,6 +29,7 @@ PROMPTS_AT_ONCE = 64
 # Token ids by the name of the prompt: what is read, and in pieces what follows.
 Prompts = Mapping[str, Sequence[int]]
 Written = Iterator[tuple[str, list[int]]]
+Say = Callable[[str], object]
 
 
 @dataclass(frozen=True)
@@ -63,10 +70,8 @@ class Writer:
 def find_writer(
     found: FoundModel, engine: Literal["transformers", "vllm"] = "transformers", dtype: str | None = None
 ) -> Writer:
-    """Return a model as a writer; its weights are loaded now, by vLLM when it first writes.
-
-    Raises:
-        PiLoraError: as `FoundModel.load`; vLLM is not installed, or cannot take the model as it is.
+    """Return a model as a writer; its weights are loaded now, by vLLM when it first writes. Raise PiLoraError as
+    `FoundModel.load` does, or if vLLM is not installed or cannot take the model as it is.
     """
     if engine == "transformers":
         loaded = found.load(dtype)
@@ -76,7 +81,7 @@ def find_writer(
     if importlib.util.find_spec("vllm") is None:
         raise PiLoraError("--engine vllm: vLLM is not installed; pip install vllm, or use --engine transformers")
     if found.adapter is not None:
-        how = f"merge it first: pi-lora merge {found.name}"
+        how = f"merge it first: pi-lora merge {shlex.quote(found.name)}"
         raise ModelError(f"{found.name}: is an adapter, whose embeddings vLLM cannot load; {how}")
     if found.config != extended_config(found.base, None):
         raise ModelError(
@@ -90,13 +95,11 @@ def find_writer(
 
 
 def write_batched(model: Any, tokenizer: Any, prompts: Prompts, sampling: Sampling) -> Written:
-    """Continue each of `prompts` by continuous batching; each result comes as soon as it is whole.
+    """Continue each of `prompts` by continuous batching; each result comes as soon as it is whole. Raise PiLoraError if
+    the library gives up, as where memory is short.
 
     All requests wait before the first is computed, so that their order does not depend on timing. They draw from one
     stream of random numbers: what is written depends on the seed and on which prompts are given together.
-
-    Raises:
-        PiLoraError: the library gave up, as where memory is short.
     """
     memory: dict[str, int] = {}
     if model.device.type == "cpu":  # on a GPU the library looks how much memory there is
@@ -108,18 +111,17 @@ def write_batched(model: Any, tokenizer: Any, prompts: Prompts, sampling: Sampli
     for name, ids in prompts.items():
         manager.add_request(list(ids), request_id=name)
     manager.start()
-    left = set(prompts)
+    left = len(prompts)
     try:
         while left:
             result = manager.get_result(timeout=1)
-            if result is None:
-                if not manager.is_running():
-                    lost = f"continuous batching ended with {len(left)} summaries to write"
-                    raise PiLoraError(f"{lost}; free memory and go on with the same command")
-            elif result.error is not None:
+            if result is None and not manager.is_running():
+                lost = f"continuous batching ended with {left} summaries to write"
+                raise PiLoraError(f"{lost}; free memory and go on with the same command")
+            if result is not None and result.error is not None:
                 raise PiLoraError(f"{result.request_id}: could not be written ({result.error})")
-            elif result.is_finished():
-                left.remove(result.request_id)
+            if result is not None and result.is_finished():
+                left -= 1
                 yield result.request_id, list(result.generated_tokens)
     finally:
         manager.stop(block=True, hard_stop=True)
@@ -144,3 +146,41 @@ def write_with_vllm(model: str, window: int, dtype: str, end: int, prompts: Prom
         inputs = [{"prompt_token_ids": list(prompts[name])} for name in batch]
         for name, output in zip(batch, engine.generate(inputs, how, use_tqdm=False), strict=True):
             yield name, list(output.outputs[0].token_ids)
+
+
+def summarize(loaded: LoadedModel, name: str, text: str, data: Data, sampling: Sampling, say: Say) -> None:
+    """Print a summary of `text` under the task of `data` as it comes; `say` is told what was cut off, if any. Raise
+    DataError if the task needs more than a document, or the window has no room for one.
+    """
+    task = Task.of(data)
+    if task.document is None or task.read != [task.document]:
+        raise DataError(
+            f"{loaded.name}: was tuned on prompts of {' and '.join(task.read)}, not of a document alone; "
+            "write such rows and measure them with pi-lora eval summarization"
+        )
+    # All that fits is read, also where examples of training were cut shorter.
+    task = replace(task, document_tokens=loaded.window, completion_tokens=sampling.max_new_tokens)
+    [prompt] = Prompter(task, loaded.tokenizer, loaded.window).prompts([{task.read[0]: text}])
+    if not prompt.fits:
+        raise DataError(
+            f"--max-new-tokens: {sampling.max_new_tokens} leave no room for a document in the {loaded.window} tokens "
+            f"that {loaded.name} reads; choose fewer"
+        )
+    if prompt.kept < prompt.document_tokens:
+        cut = f"{prompt.document_tokens:,} tokens are longer than the window of {loaded.name}"
+        say(f"{name}: {cut}; truncated to the first {prompt.kept:,}")
+    set_seed(sampling.seed)
+    ids = torch.tensor([prompt.ids], device=loaded.model.device)
+    asked = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    streamer = _Words(loaded.tokenizer, skip_prompt=True, skip_special_tokens=True)
+    loaded.model.generate(**asked, generation_config=sampling.config(loaded.tokenizer), streamer=streamer)
+
+
+class _Words(TextStreamer):
+    begun = False
+
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        """Print a piece; the space before the first word is the prompt's."""
+        text = text if self.begun else text.lstrip()
+        self.begun = self.begun or bool(text)
+        super().on_finalized_text(text, stream_end)

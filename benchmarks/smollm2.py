@@ -1,0 +1,146 @@
+"""SmolLM2-135M-Instruct from 8k to 16k tokens: perplexity on held-out novels, passkeys and short benchmarks of the base
+beyond its window, of Position Interpolation before tuning, and of the tuned run.
+
+    python benchmarks/smollm2.py --books FOLDER [--short FOLDER] [--parts perplexity passkey short] [--models base ...]
+
+FOLDER of --books has one novel a file, named `AUTHOR_TITLE_YEAR.txt`; --split links the training novels into
+`books/train`, which the recipe names, and stops. The base is made by `python scripts/smollm2.py`, the tuned run is the
+released adapter, or another one with `--run`. FOLDER of --short has BoolQ, PIQA and WinoGrande. Each measurement is
+kept in benchmarks/results/smollm2.json when it is complete, and an interrupted one goes on: call it again, in the
+root of the repository.
+"""
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from pi_lora.data.sources import Choice
+from pi_lora.evaluation.benchmarks.measure import evaluate_benchmarks, prepare
+from pi_lora.evaluation.passkey.measure import evaluate_passkey
+from pi_lora.evaluation.passkey.prompt import Grid
+from pi_lora.evaluation.perplexity.measure import evaluate_perplexity
+from pi_lora.evaluation.results import Scores
+from pi_lora.models.base import has_fast_bfloat16
+from pi_lora.models.load import LoadedModel, Stretch, load
+
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "benchmarks" / "results" / "smollm2.json"
+BASE = "models/smollm2_135m_instruct"
+RUN = "adapters/smollm2_135m_16k"
+TARGET = 16384
+# No novel of these authors is trained on.
+HELD_OUT_AUTHORS = ("Kipling", "Lawrence", "Lee", "Lytton")
+WINDOWS = (4096, 8192, 16384)
+STRIDE, DOCUMENTS = 4096, 2
+GRID = Grid(TARGET, depths=4, trials=2)
+TASKS = ("boolq", "piqa", "winogrande")
+EXAMPLES = 200
+
+sys.path.insert(0, str(ROOT / "scripts"))
+
+
+def split(books: Path, into: Path) -> None:
+    """Link each novel into `train` or `held-out`, by its author."""
+    for book in sorted(books.glob("*.txt")):
+        part = "held-out" if book.name.split("_")[0] in HELD_OUT_AUTHORS else "train"
+        link = into / part / book.name
+        link.parent.mkdir(parents=True, exist_ok=True)
+        if not link.exists():
+            link.symlink_to(book.resolve())
+
+
+def loaded(which: str, run: str, dtype: str) -> LoadedModel:
+    if which == "tuned":
+        return load(run, dtype=dtype)
+    return load(BASE, None if which == "base" else Stretch(TARGET), dtype)
+
+
+def progress(done: int, total: int, note: str = "") -> None:
+    print(f"\r{done} of {total} {note}", end="", file=sys.stderr, flush=True)
+
+
+def perplexity(model: LoadedModel, held_out: Path) -> Scores:
+    """Every token of the first 16,384 of two novels, under each window."""
+    choice = Choice(documents=DOCUMENTS, truncate=max(WINDOWS))
+    return evaluate_perplexity(model, str(held_out), WINDOWS, STRIDE, choice, progress, shared=True)
+
+
+def passkey(model: LoadedModel, which: str) -> Scores:
+    """Of a model that is not tuned only what decides k_max."""
+    return evaluate_passkey(model, GRID, progress, k_max_only=which != "tuned", shared=True)
+
+
+def short(model: LoadedModel, folder: Path) -> Scores:
+    return evaluate_benchmarks(model, prepare(TASKS, (str(folder),)), EXAMPLES, 8, 2048, progress)
+
+
+def agreement(held_out: Path) -> float:
+    """How far, as a share, the perplexity of 2,048 tokens of each novel in bfloat16 is from that in float32."""
+    both, choice = [], Choice(documents=DOCUMENTS, truncate=2048)
+    for dtype in ("bfloat16", "float32"):
+        scores = evaluate_perplexity(load(BASE, dtype=dtype), str(held_out), (2048,), 2048, choice)
+        both.append(scores.windows[0].perplexity)
+    return both[0] / both[1] - 1
+
+
+def training(run: str) -> dict[str, object]:
+    """The loss against the tokens trained, what the run took, and its recipe."""
+    folder = Path(run)
+    lines = [json.loads(line) for line in (folder / "training.jsonl").read_text(encoding="utf-8").splitlines()]
+    keys = ("seconds", "peak_memory", "trainable_parameters")
+    made = json.loads((folder / "run.json").read_text(encoding="utf-8"))
+    curve = [[line["tokens"], round(line["loss"], 4)] for line in lines]
+    return {"run": run, "curve": curve, **{key: made[key] for key in keys}}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--books", type=Path, required=True)
+    parser.add_argument("--short", type=Path)
+    parser.add_argument("--split", action="store_true")
+    parser.add_argument("--parts", nargs="+", default=["perplexity", "passkey", "short"])
+    parser.add_argument("--models", nargs="+", default=["base", "pi", "tuned"])
+    parser.add_argument("--run", default=RUN)
+    options = parser.parse_args()
+    split(options.books, Path("books"))
+    if not options.split:
+        measure(options.parts, options.models, options.run, options.short)
+
+
+def measure(parts: Sequence[str], models: Sequence[str], run: str, short_data: Path | None) -> None:
+    from machine import machine
+
+    held_out = Path("books/held-out")
+    results = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.is_file() else {}
+    results["machine"] = machine()
+    dtype = "bfloat16" if has_fast_bfloat16() else "float32"
+
+    def keep(name: str, make: Callable[[], object]) -> None:
+        if name in results:
+            return
+        started = time.monotonic()
+        made = make()
+        results[name] = made.model_dump(mode="json", exclude_unset=True) if isinstance(made, Scores) else made
+        results.setdefault("seconds", {})[name] = round(time.monotonic() - started)
+        RESULTS.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+        print(f"\n{name}: {results['seconds'][name]} s", flush=True)
+
+    if "tuned" in models:
+        keep("training", lambda: training(run))
+    for part in parts:
+        for which in models:
+            if part == "perplexity":
+                keep(f"perplexity {which}", lambda which=which: perplexity(loaded(which, run, dtype), held_out))
+            elif part == "passkey":
+                keep(f"passkey {which}", lambda which=which: passkey(loaded(which, run, dtype), which))
+            elif short_data is not None and which != "pi":
+                keep(f"short {which}", lambda which=which: short(loaded(which, run, dtype), short_data))
+    if dtype == "bfloat16":
+        keep("bfloat16 over float32", lambda: agreement(held_out))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Files that others may have made, read with limits and checked against a schema."""

@@ -1,0 +1,69 @@
+"""The one way to read a small file: a regular one of bounded size, and its JSON checked against a schema."""
+
+import os
+import stat
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import TypeAdapter, ValidationError
+
+from pi_lora.errors import ModelError
+
+# The longest JSON file: an index of the weights of the largest models takes a tenth of it.
+MOST_BYTES = 32_000_000
+# Of a value that is shown in a message.
+SHOWN = 60
+
+T = TypeVar("T")
+
+
+def read_text(file: Path, limit: int = MOST_BYTES) -> str:
+    """Return the text of a regular file of at most `limit` bytes; raise OSError or ValueError, whose `reason` says why
+    it is not read. A pipe is not waited for.
+    """
+    with open(file, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK)) as content:
+        if not stat.S_ISREG(os.fstat(content.fileno()).st_mode):
+            raise ValueError("it is not a regular file")
+        text = content.read(limit + 1)
+    if len(text) > limit:
+        raise ValueError(f"it has more than {limit:,} bytes")
+    return text.decode("utf-8")
+
+
+def reason(error: OSError | ValueError) -> str:
+    """Return in a few words why a file could not be read."""
+    if isinstance(error, UnicodeDecodeError):
+        return "it is not UTF-8 text"
+    return (isinstance(error, OSError) and error.strerror) or " ".join(str(error).split()) or type(error).__name__
+
+
+def read_json(file: Path, kind: type[T], remedy: str) -> T:
+    """Return the content of a JSON file as `kind`; raise ModelError that names file and field, and says `remedy`."""
+    try:
+        return TypeAdapter(kind).validate_json(read_text(file))
+    except ValidationError as error:
+        what = problem_of(error)
+    except (OSError, ValueError) as error:
+        what = f"cannot be read ({reason(error)})"
+    raise ModelError(f"{file}: {what}; {remedy}")
+
+
+def problem_of(error: ValidationError) -> str:
+    """Return the first thing that is wrong: the field, what it should be, and what it is."""
+    first = error.errors()[0]
+    if first["type"] == "json_invalid":
+        return f"is not JSON ({first['ctx']['error']})"
+    message = first["msg"].removeprefix("Value error, ")
+    what = message[0].lower() + message[1:]
+    if isinstance(first["input"], str | int | float | None) and first["type"] not in ("missing", "value_error"):
+        what += f", not {shortened(first['input'])}"
+    return ": ".join([".".join(map(str, first["loc"])), what] if first["loc"] else [what])
+
+
+def shortened(value: Any) -> str:
+    """Return how a value is written, cut to what fits in a line."""
+    try:
+        shown = repr(value)
+    except ValueError:  # Python does not write whole numbers of more than 4,300 digits
+        return "a number of thousands of digits"
+    return shown if len(shown) <= SHOWN else f"{shown[:SHOWN]}..."

@@ -1,0 +1,101 @@
+"""What a run was made from, known by content: a path or a name may mean other weights tomorrow, or from elsewhere."""
+
+import hashlib
+import json
+from pathlib import Path
+
+from pydantic import BaseModel
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+
+from pi_lora.errors import ModelError
+from pi_lora.files.reading import read_json
+from pi_lora.models import base as bases
+from pi_lora.models.gguf import is_gguf
+from pi_lora.models.stored import read_index
+from pi_lora.types import Allowed
+
+RUN_FILE = "run.json"
+# Of each tensor its first, middle and last bytes are read: other weights differ everywhere.
+SAMPLE_BYTES = 4096
+LENGTH_BYTES = 8
+
+
+class Origin(BaseModel, frozen=True, strict=True):
+    """What a run was made from: the place or hub commit of its base, digests of its weights, tokenizer and data."""
+
+    place: str | None = None
+    commit: str | None = None
+    weights: str
+    tokenizer: str | None = None
+    data: str | None = None
+
+
+class _Run(BaseModel, strict=True):
+    origin: Origin | None = None
+
+
+def origin_of(base: bases.BaseModel, tokenizer: str, data: str) -> Origin:
+    """Return what a run of `base` is made from, with the digests of its tokenizer and data."""
+    local, builtin = Path(base.path).is_dir(), base.name.startswith(bases.BUILTIN)
+    # A GGUF file is read from the cache.
+    place = Path(base.name).expanduser() if is_gguf(base.name) else Path(base.place)
+    return Origin(
+        place=str(place.resolve()) if local and not builtin else None,
+        commit=None if local else base.folder.name,
+        weights=weights_digest(base),
+        tokenizer=tokenizer,
+        data=data,
+    )
+
+
+def read_origin(run: Path) -> Origin | None:
+    """Return what a run was made from, or None if it does not say, as those of former versions and other tools."""
+    file = run / RUN_FILE
+    return read_json(file, _Run, "correct it or remove it").origin if file.is_file() else None
+
+
+def check_origin(run: Path, base: bases.BaseModel, allowed: Allowed) -> None:
+    """Raise ModelError if the weights of `base` are not those that the adapter in `run` was tuned on."""
+    known = None if allowed.changed else read_origin(run)
+    same_commit = known and known.commit and not Path(base.path).is_dir() and known.commit == base.folder.name
+    if known and not same_commit and known.weights != weights_digest(base):
+        other = f"{base.name} ({base.folder}) has other weights than those that it was tuned on"
+        raise ModelError(f"{run}: {other}; bring them back, or use these with --allow-changed")
+
+
+def check_resumed(output: Path, staging: Path, now: Origin, allowed: Allowed) -> None:
+    """Raise ModelError if an interrupted run in `staging` began with another base, tokenizer or data than `now`."""
+    before = None if allowed.changed else read_origin(staging)
+    names = ("weights", "tokenizer", "data")
+    if before and (changed := [name for name in names if getattr(before, name) != getattr(now, name)]):
+        what = f"{' and '.join(changed)} are others than those that the interrupted run began with"
+        raise ModelError(f"{output}: {what}; bring them back, start a new run, or go on with --allow-changed")
+
+
+def weights_digest(base: bases.BaseModel) -> str:
+    """Return a SHA-256 of the names, types, shapes and sampled bytes of all tensors, however they share files."""
+    index = base.file(SAFE_WEIGHTS_INDEX_NAME)
+    files = map(base.file, sorted({*read_index(index).values()}) if index else [SAFE_WEIGHTS_NAME])
+    try:
+        found = dict(tensor for file in files if file for tensor in _tensors(file))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        reason = bases.first_line(error)
+        raise ModelError(f"{base.name}: its weights are damaged ({reason}); download them again") from None
+    return hashlib.sha256(json.dumps(sorted(found.items())).encode()).hexdigest()
+
+
+def _tensors(file: Path) -> list[tuple[str, list[object]]]:
+    """Return each tensor's name with its type, shape and a digest of sampled bytes."""
+    found = []
+    with file.open("rb") as stream:
+        size = int.from_bytes(stream.read(LENGTH_BYTES), "little")
+        header = json.loads(stream.read(size))
+        header.pop("__metadata__", None)
+        for name, entry in header.items():
+            first, last = (LENGTH_BYTES + size + offset for offset in entry["data_offsets"])
+            digest = hashlib.sha256()
+            for start in sorted({first, max(first, (first + last) // 2), max(first, last - SAMPLE_BYTES)}):
+                stream.seek(start)
+                digest.update(stream.read(min(SAMPLE_BYTES, last - start)))
+            found.append((name, [entry["dtype"], entry["shape"], digest.hexdigest()]))
+    return found

@@ -1,0 +1,104 @@
+"""The shape of a model, counted from its modules: built on the meta device, they take no memory for weights."""
+
+from collections import Counter
+from collections.abc import Iterator
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from pi_lora.errors import ModelError
+from pi_lora.planning.shape import Linear, Shape
+from pi_lora.scaling.config import FULL_ATTENTION, LOCAL_ATTENTION, SLIDING_ATTENTION, Config
+
+# Layer types without attention weights: their operations grow linearly with the sequence.
+WITHOUT_ATTENTION = {"linear_attention", "conv", "mamba"}
+
+
+def shape_of(model: PreTrainedModel) -> Shape:
+    """Count the shape of a model on any device; raise ModelError if transformers knows no layers, or no head, of it."""
+    config, head = model.config, model.get_output_embeddings()
+    kinds = model._no_split_modules or ()
+    lists = (module for module in model.modules() if isinstance(module, nn.ModuleList))
+    layers = [layer for modules in lists for layer in modules if type(layer).__name__ in kinds]
+    if head is None or not layers:
+        raise ModelError(f"model of type {config.model_type}: has no decoder layers with a head; no plan for it")
+    hidden, heads = config.hidden_size, config.num_attention_heads
+    per_token = getattr(config, "num_experts_per_tok", None) or getattr(config, "moe_topk", None)
+    experts = [_experts(layer, per_token) for layer in layers]
+    # `qk_head_dim` is that of multi-head latent attention, whose `head_dim` is the rotary part alone.
+    head_dim = getattr(config, "qk_head_dim", None) or getattr(config, "head_dim", None) or hidden // heads
+    local = _local_layers(config.to_dict(), len(layers))
+    norms = _norms(model)
+    return Shape(
+        parameters=_numbers(model),
+        layers=len(layers),
+        layer=max(map(_numbers, layers)),
+        hidden=hidden,
+        intermediate=max(_mlp_width(layer, hidden, used) for layer, (_, used) in zip(layers, experts, strict=True)),
+        queries=heads * head_dim,
+        keys=(getattr(config, "num_key_value_heads", None) or heads) * head_dim,
+        heads=heads,
+        vocabulary=head.out_features,
+        tied=head.weight is model.get_input_embeddings().weight,
+        linears=tuple(Linear(*kind, number) for kind, number in Counter(_linears(model, head)).items()),
+        experts=sum(stored for stored, _ in experts),
+        active_experts=sum(used for _, used in experts),
+        norms=max(sum(not _in_attention(name) for name in _norms(layer)) for layer in layers),
+        norm_weights=_numbers(nn.ModuleList(norms.values())),
+        head_normed=any(map(_in_attention, norms)),
+        **local,
+    )
+
+
+def _numbers(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def _in_attention(name: str) -> bool:
+    return "attn." in name or "attention." in name
+
+
+def _norms(module: nn.Module) -> dict[str, nn.Module]:
+    return {name: norm for name, norm in module.named_modules() if "Norm" in type(norm).__name__}
+
+
+def _linears(model: nn.Module, head: nn.Module) -> Iterator[tuple[int, int, bool]]:
+    """Yield inputs, outputs and `in_attention` of every linear layer but the head; PEFT finds those of attention by the
+    last part of their names.
+    """
+    found = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    in_attention = {name.rpartition(".")[2] for name in found if _in_attention(name)}
+    for name, module in found.items():
+        if module is not head:
+            yield module.in_features, module.out_features, name.rpartition(".")[2] in in_attention
+
+
+def _experts(layer: nn.Module, per_token: int | None) -> tuple[int, int]:
+    """Return the weights of a layer's experts, in tensors of (experts, rows, columns), and those that a token uses."""
+    owners = [module for module in layer.modules() if not isinstance(module, nn.Conv1d)]
+    weights = [weight for owner in owners for weight in owner.parameters(recurse=False) if weight.dim() == 3]
+    active = (weight.numel() // len(weight) * min(per_token or len(weight), len(weight)) for weight in weights)
+    return sum(weight.numel() for weight in weights), sum(active)
+
+
+def _mlp_width(layer: nn.Module, hidden: int, active_experts: int) -> int:
+    """Return the width inside a layer's MLPs: the inputs of what projects back to hidden states, outside attention.
+
+    An expert has three matrices of hidden x width. Where everything is as wide as the hidden states, so is the MLP.
+    """
+    back = (
+        module.in_features
+        for name, module in layer.named_modules()
+        if isinstance(module, nn.Linear) and not _in_attention(name) and module.out_features == hidden
+    )
+    return sum(width for width in back if width != hidden) + active_experts // (3 * hidden) or hidden
+
+
+def _local_layers(config: Config, layers: int) -> dict[str, int]:
+    """Return how many layers attend to everything, how many to a window, and its length in tokens."""
+    window = config.get("sliding_window") or config.get("attention_chunk_size") or 0
+    every = FULL_ATTENTION if not window or config.get("use_sliding_window") is False else SLIDING_ATTENTION
+    kinds = config.get("layer_types") or [every] * layers
+    sliding = sum(kind in LOCAL_ATTENTION for kind in kinds)
+    full = layers - sliding - sum(kind in WITHOUT_ATTENTION for kind in kinds)
+    return {"full_layers": full, "sliding_layers": sliding, "sliding_window": window if sliding else 0}

@@ -1,0 +1,215 @@
+"""What watches a training: its log, a clean end after a signal, and the measurements that its recipe asks for."""
+
+import json
+import resource
+import signal
+import sys
+import time
+import types
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate.big_modeling import _attach_context_parallel_hooks
+from torch.distributed.tensor import DTensor
+from transformers import TrainerCallback, TrainerControl, TrainerState
+
+from pi_lora.distributed import ENDING, any_process, is_leader, leave_lost_terminals
+from pi_lora.errors import Diverged
+from pi_lora.evaluation.results import write_scores
+from pi_lora.evaluation.suite import measure
+from pi_lora.models.adapter import input_casts
+from pi_lora.models.base import finite
+from pi_lora.models.load import LoadedModel
+from pi_lora.recipe.schema import Evaluation
+from pi_lora.run_folder import SCORES, TRAINING_LOG, last_checkpoint, read_training_log, write_whole
+from pi_lora.types import Progress, silent
+
+
+class TrainingLog(TrainerCallback):
+    """Write training.jsonl, report progress, and end training after the step in which a signal came, or the loss or
+    weights that are to be saved became infinite or NaN. Without `tokens_per_step` the trainer counts tokens, padding
+    excluded.
+    """
+
+    def __init__(self, folder: Path, tokens_per_step: int | None, progress: Progress = silent) -> None:
+        self.path = folder / TRAINING_LOG
+        self.tokens_per_step, self.progress = tokens_per_step, progress
+        self.signalled = self.stopped = False
+        self.finite: torch.Tensor | None = None
+        self.step = self.last_tokens = 0
+        self.started = self.last_time = time.monotonic()
+        self.seconds_before, self.line = 0.0, ""
+
+    def saw(self, loss: torch.Tensor) -> None:
+        """Record whether a loss is finite, without waiting for the device."""
+        finite = torch.isfinite(loss).all()
+        self.finite = finite if self.finite is None else self.finite & finite
+
+    def not_training(self, seconds: float) -> None:
+        """Do not count `seconds`, in which something was measured."""
+        self.started += seconds
+        self.last_time += seconds
+
+    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """Begin counting; after a resume, keep the lines of the steps before the checkpoint."""
+        self.started = self.last_time = time.monotonic()
+        self.step, self.last_tokens = state.global_step, self._tokens(state)
+        kept = [line for line in read_training_log(self.path) if line["step"] <= state.global_step]
+        self.seconds_before = kept[-1].get("seconds", 0.0) if kept else 0.0
+        if is_leader():
+            write_whole(self.path, "".join(json.dumps(line) + "\n" for line in kept))
+
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, model: Any = None, **_: Any) -> None:
+        """Report the step; log the last one; stop after a checkpoint if any process received a signal."""
+        self.step = state.global_step
+        finite = self.finite is None or bool(self.finite)
+        # All processes act on this answer; a signal that comes later counts from the next step on.
+        asked_to_stop, diverged = any_process(self.signalled, not finite)
+        ends, which = state.global_step == state.max_steps, "loss"
+        if not diverged and (ends or asked_to_stop or control.should_save):
+            # The loss of a step says nothing of the weights after it, which are about to be saved.
+            [diverged], which = any_process(not _finite_weights(model)), "weights"
+        if diverged:
+            good = last_checkpoint(self.path.parent)
+            kept = f" (the last good checkpoint is kept: {good})" if good else ""
+            at = f"the {which} of step {self.step} became infinite or NaN at a rate of {args.learning_rate:g}"
+            raise Diverged(f"training.learning_rate: {at}; lower it and start again{kept}")
+        self.progress(state.global_step, state.max_steps, self.line)
+        if ends:
+            # The finished run is saved next; it needs no checkpoint.
+            control.should_log, control.should_save = True, False
+        elif asked_to_stop:
+            self.stopped = control.should_save = control.should_training_stop = True
+
+    def on_log(self, args: Any, state: TrainerState, control: TrainerControl, logs: dict[str, float], **_: Any) -> None:
+        """Append a line: loss in nats a token, rate, tokens so far, tokens a second, peak memory in bytes."""
+        if "loss" not in logs:
+            return
+        now = time.monotonic()
+        tokens = self._tokens(state)
+        speed = (tokens - self.last_tokens) / max(now - self.last_time, 1e-9)
+        self.last_time, self.last_tokens = now, tokens
+        line = {
+            "step": state.global_step,
+            "loss": logs["loss"],
+            "learning_rate": logs["learning_rate"],
+            "gradient_norm": logs["grad_norm"],
+            "tokens": tokens,
+            "tokens_per_second": round(speed, 1),
+            "peak_memory": peak_memory(),
+            "seconds": round(self.seconds_before + now - self.started, 2),
+        }
+        if is_leader():
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(line) + "\n")
+        self.line = f"loss {logs['loss']:.3f}  {speed:,.0f} tokens/s  {line['peak_memory'] / 2**30:.1f} GiB"
+
+    def _tokens(self, state: TrainerState) -> int:
+        if self.tokens_per_step is None:
+            return int(state.num_input_tokens_seen)
+        return int(state.global_step * self.tokens_per_step)
+
+
+def _finite_weights(model: Any) -> bool:
+    """Return whether the weights that train, or this process's shards of them, are finite numbers."""
+    trained = (weight.detach() for weight in model.parameters() if weight.requires_grad)
+    return all(finite(weight.to_local() if isinstance(weight, DTensor) else weight) for weight in trained)
+
+
+def peak_memory() -> int:
+    """Return the peak memory of this process in bytes: of the GPU where there is one, else resident."""
+    if torch.cuda.is_available():
+        return int(torch.cuda.max_memory_allocated())
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+@contextmanager
+def ends_after_the_step(log: TrainingLog) -> Iterator[None]:
+    """Let the current step end after SIGINT, SIGTERM or SIGHUP (a connection that dropped); a second SIGINT ends at
+    once. A second SIGTERM does not: a cluster sends it to a worker and to its launchers, which forward it.
+    """
+
+    def note(number: int, frame: types.FrameType | None) -> None:
+        log.signalled = True
+        if number == signal.SIGINT:
+            signal.signal(number, before[signal.SIGINT])
+        if number == signal.SIGHUP:
+            leave_lost_terminals()
+
+    # What is ignored stays so, as in `distributed`.
+    heard = [each for each in ENDING if signal.getsignal(each) is not signal.SIG_IGN]
+    before = {each: signal.signal(each, note) for each in heard}
+    try:
+        yield
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)
+
+
+class TrainingScores(TrainerCallback):
+    """Measure the model at step 0, every `evaluation.every` steps and the last, as in tables 3 and 4 of the paper, into
+    `scores/NAME-step-N.json`. All processes measure the same, since a sharded model needs them all; the leader writes.
+    """
+
+    def __init__(
+        self, evaluation: Evaluation, loaded: LoadedModel, folder: Path, log: TrainingLog, attention: str
+    ) -> None:
+        self.evaluation, self.loaded, self.folder, self.log = evaluation, loaded, folder / SCORES, log
+        self.attention = attention
+
+    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """Step 0: interpolated, not tuned."""
+        if state.global_step == 0:
+            self._measure(0)
+
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """Measure if it is time to."""
+        every = self.evaluation.every
+        if every and (state.global_step % every == 0 or state.global_step == state.max_steps):
+            self._measure(state.global_step)
+
+    def _measure(self, step: int) -> None:
+        started = time.monotonic()
+        with _as_when_loaded(self.loaded.model, self.attention):
+            measured = measure(self.loaded, self.evaluation)
+        if is_leader():
+            for name, scores in measured.items():
+                write_scores(scores.model_copy(update={"step": step}), self.folder / f"{name}-step-{step}.json")
+        self.log.not_training(time.monotonic() - started)
+
+
+@contextmanager
+def _as_when_loaded(model: Any, kernel: str) -> Iterator[None]:
+    """Let a model that trains compute as it will when `load` reads it back: with that kernel, in its weights' dtype.
+    accelerate 1.15 puts autocast around the forward of the model that it prepares, and keeps the model's own beside it
+    as `_original_forward`. Under FSDP2 there is none: the sharded layers compute as their policy says. For context
+    parallelism it drops attention masks by hooks, which only training can do without.
+    """
+    training, attention, wrapped = model.training, model.config._attn_implementation, vars(model).get("forward")
+    own = vars(model).get("_original_forward")
+    model.eval()
+    model.set_attn_implementation(kernel)
+    if own is not None:
+        model.forward = own
+    hooks = [
+        (module._forward_pre_hooks, key, hook)
+        for module in model.modules()
+        for key, hook in module._forward_pre_hooks.items()
+        if hook.__module__ == _attach_context_parallel_hooks.__module__
+    ]
+    for registered, key, _ in hooks:
+        registered[key] = lambda _module, _arguments, _options: None
+    try:
+        with input_casts(model, enabled=True):
+            yield
+    finally:
+        for registered, key, hook in hooks:
+            registered[key] = hook
+        if own is not None:
+            model.forward = wrapped
+        model.set_attn_implementation(attention)
+        model.train(training)

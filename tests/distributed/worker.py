@@ -1,0 +1,136 @@
+"""One of several processes that train a model in shards over gloo, on CPUs: jobs come as lines of JSON on standard
+input, and each is answered by a line on standard output.
+
+accelerate 1.15 shards on accelerators alone and trains copies on CPUs; `shard_on_cpus` removes this check. Everything
+else is what a launched process does: the settings come from the environment, which the tests make from the launch line.
+"""
+
+import faulthandler
+import json
+import os
+import signal
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate.state import AcceleratorState, DistributedType, PartialState
+from torch.distributed.distributed_c10d import _get_default_group as default_group
+from transformers import TrainerCallback
+
+from pi_lora import preflight
+from pi_lora.models import base as bases
+from pi_lora.recipe.schema import Recipe
+from pi_lora.training import training
+
+
+def shard_on_cpus() -> None:
+    """Let accelerate shard where `ACCELERATE_USE_FSDP` asks for it, whatever the device."""
+    initialize = AcceleratorState.__init__
+
+    def sharding(self: Any, *arguments: Any, fsdp_plugin: Any = None, **options: Any) -> None:
+        initialize(self, *arguments, fsdp_plugin=fsdp_plugin, **options)
+        if fsdp_plugin is not None and self.distributed_type is DistributedType.MULTI_CPU:
+            self.distributed_type = PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+            if self._mixed_precision != "no":
+                fsdp_plugin.set_mixed_precision(self._mixed_precision)
+            self.fsdp_plugin = fsdp_plugin
+
+    AcceleratorState.__init__ = sharding  # type: ignore[method-assign]
+    # What a recipe asks of the hardware is not here.
+    preflight._hardware_problems = lambda _recipe: iter(())
+
+
+class Killed(TrainerCallback):
+    """Die as by `kill -9` at the end of a step."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step == self.step:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Watched:
+    """What a training does that its files do not show."""
+
+    def __init__(self, killed_at: int | None) -> None:
+        self.unsharded: list[int] = []
+        self.policies: set[tuple[str, ...]] = set()
+        self.read = 0
+        build, load = training.Trainer.__init__, bases.AutoModelForCausalLM.from_pretrained
+        step = training.Trainer.training_step
+        watched = self
+
+        def watch_building(self: Any, *arguments: Any, **options: Any) -> None:
+            build(self, *arguments, **options)
+            if killed_at:
+                self.add_callback(Killed(killed_at))
+
+        def watch_loading(*arguments: Any, **options: Any) -> Any:
+            watched.read += 1
+            return load(*arguments, **options)
+
+        def watch_step(self: Any, model: Any, *arguments: Any, **options: Any) -> Any:
+            loss = step(self, model, *arguments, **options)
+            groups = sharded_groups(model)
+            watched.unsharded.append(sum(map(unsharded_gradients, groups)))
+            policies = [group.mp_policy for group in groups]
+            watched.policies |= {(str(each.param_dtype), str(each.reduce_dtype), str(loss.dtype)) for each in policies}
+            return loss
+
+        self.undo = [
+            (training.Trainer, "__init__", build),
+            (training.Trainer, "training_step", step),
+            (bases.AutoModelForCausalLM, "from_pretrained", load),
+        ]
+        training.Trainer.__init__ = watch_building  # type: ignore[method-assign]
+        training.Trainer.training_step = watch_step  # type: ignore[method-assign]
+        bases.AutoModelForCausalLM.from_pretrained = watch_loading  # type: ignore[method-assign]
+
+    def end(self) -> None:
+        for owner, name, value in self.undo:
+            setattr(owner, name, value)
+
+
+def sharded_groups(model: torch.nn.Module) -> list[Any]:
+    """The groups of parameters that FSDP2 gathers together."""
+    states = [module._get_fsdp_state() for module in model.modules() if hasattr(module, "_get_fsdp_state")]
+    return list({id(group): group for state in states for group in state._fsdp_param_groups}.values())
+
+
+def unsharded_gradients(group: Any) -> int:
+    """Numbers in gradients that FSDP2 keeps whole between two micro-batches."""
+    held = [each.unsharded_accumulated_grad for each in group.fsdp_params]
+    held += [each._unsharded_param.grad for each in group.fsdp_params if hasattr(each, "_unsharded_param")]
+    return sum(gradient.numel() for gradient in held if gradient is not None)
+
+
+def run(job: dict[str, Any]) -> dict[str, Any]:
+    os.environ.update(job["environment"])
+    recipe, output = Recipe.model_validate(job["recipe"]), Path(job["output"])
+    watched = Watched(job.get("killed_at"))
+    try:
+        training.train(preflight.check(recipe, output, job.get("resume", False)))
+    finally:
+        watched.end()
+    patience = default_group()._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+    told = {"unsharded": watched.unsharded, "read": watched.read, "policies": sorted(watched.policies)}
+    return {**told, "patience": patience}
+
+
+def main() -> None:
+    faulthandler.register(signal.SIGUSR1)  # where one waits for the other in vain
+    shard_on_cpus()
+    for line in sys.stdin:
+        try:
+            answer = run(json.loads(line))
+        except BaseException:
+            answer = {"failure": traceback.format_exc()}
+        print(json.dumps(answer), flush=True)
+
+
+if __name__ == "__main__":
+    main()

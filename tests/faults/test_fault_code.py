@@ -1,0 +1,108 @@
+"""A model's own Python code runs when the person at the keyboard says so, whatever the files of a run say."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from transformers import AutoTokenizer
+
+from pi_lora import cli
+from pi_lora.models.base import find_base
+from pi_lora.recipe.files import RECIPE_FILE, load_recipe
+from pi_lora.types import Allowed
+
+CODE = """
+from pathlib import Path
+from transformers import LlamaConfig
+Path(__file__).with_name("RAN").touch()
+Path({trace!r}).touch()
+class OwnConfig(LlamaConfig):
+    model_type = "own"
+"""
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Path:
+    """A file that appears when the code of `base` runs."""
+    return tmp_path / "RAN"
+
+
+@pytest.fixture
+def base(small_model: Path, tmp_path: Path, trace: Path) -> Path:
+    folder = Path(shutil.copytree(small_model, tmp_path / "base"))
+    (folder / "own.py").write_text(CODE.format(trace=str(trace)))
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"model_type": "own", "auto_map": {"AutoConfig": "own.OwnConfig"}}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.fixture
+def run(lora_run: Path, base: Path, tmp_path: Path) -> Path:
+    """A run as someone may send it: all its files name `base`, and its recipe says that code may run."""
+    folder = Path(shutil.copytree(lora_run, tmp_path / "run"))
+    for file in ("recipe.yaml", "adapter_config.json", "run.json"):
+        content = yaml.safe_load((folder / file).read_text())
+        if file == RECIPE_FILE:
+            content["model"] |= {"trust_remote_code": True, "name": str(base)}
+        elif file == "run.json":
+            content["origin"]["place"] = str(base)
+        else:
+            content["base_model_name_or_path"] = str(base)
+        (folder / file).write_text(yaml.safe_dump(content) if file == RECIPE_FILE else json.dumps(content))
+    return folder
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "eval perplexity RUN",
+        "eval passkey RUN",
+        "eval benchmarks RUN",
+        "eval summarization RUN",
+        "eval all RUN",
+        "summarize RUN README.md",
+        "merge RUN --output OUT",
+        "theory --model RUN",
+        "train RUN/recipe.yaml --dry-run --output OUT",
+        "plan RUN/recipe.yaml",
+    ],
+)
+def test_no_command_runs_it(
+    run: Path, tmp_path: Path, trace: Path, command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    words = command.replace("RUN", str(run)).replace("OUT", str(tmp_path / "out")).split()
+    monkeypatch.setattr("sys.argv", ["pi-lora", *words])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    said = capsys.readouterr().err
+    assert "--trust-remote-code" in said
+    assert len(said.splitlines()) == 1
+    assert ended.value.code == 2
+    assert not trace.exists()
+
+
+def test_it_runs_when_it_is_allowed(base: Path, trace: Path) -> None:
+    assert find_base(str(base), allowed=Allowed(remote_code=True)).kind.__name__ == "OwnConfig"
+    assert trace.exists()
+
+
+def test_a_recipe_of_a_former_version_is_read(run: Path) -> None:
+    assert "trust_remote_code" in (run / RECIPE_FILE).read_text()
+    assert not hasattr(load_recipe(run / RECIPE_FILE).recipe.model, "trust_remote_code")
+
+
+def test_the_tokenizer_is_that_of_the_revision(small_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: dict[str, Any] = {}
+    own = AutoTokenizer.from_pretrained
+
+    def from_pretrained(path: str, **options: Any) -> Any:
+        asked.update(options)
+        return own(path)
+
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", from_pretrained)
+    find_base(str(small_model), "v1", Allowed(remote_code=True)).load_tokenizer(64)
+    assert asked == {"revision": "v1", "trust_remote_code": True}

@@ -1,0 +1,187 @@
+"""A run knows by content what it was made from: names and paths come to mean something else."""
+
+import json
+import shutil
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import small_recipe, train
+from safetensors.torch import load_file, save_file
+
+from pi_lora import cli
+from pi_lora.errors import Interrupted, ModelError
+from pi_lora.merge.merging import merge
+from pi_lora.models.base import find_base
+from pi_lora.models.load import adapter_base, load
+from pi_lora.models.origin import RUN_FILE, read_origin, weights_digest
+from pi_lora.preflight import check
+from pi_lora.run_folder import staging_path
+from pi_lora.training import training
+from pi_lora.types import Allowed
+
+WEIGHTS = "model.safetensors"
+
+
+def other_weights(base: Path) -> None:
+    """Give a model other weights of the same shape, in a file of the same size and time."""
+    file = base / WEIGHTS
+    state = file.stat()
+    tensors = {name: tensor + 0.01 * torch.randn(tensor.shape) for name, tensor in load_file(file).items()}
+    save_file(tensors, file, metadata={"format": "pt"})
+    assert file.stat().st_size == state.st_size
+
+
+@pytest.fixture(scope="module")
+def made(small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with `base`, and with `run`, which was tuned there from `base` by its relative path."""
+    folder = tmp_path_factory.mktemp("made")
+    shutil.copytree(small_model, folder / "base")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        steps = {"steps": 1, "global_batch_size": 1}
+        train(small_recipe("base", training=steps, data={"source": "builtin:recall"}), Path("run"))
+    return folder
+
+
+@pytest.fixture
+def place(made: Path, tmp_path: Path) -> Path:
+    """A copy of it, whose run was tuned here."""
+    folder = Path(shutil.copytree(made, tmp_path / "place"))
+    file = folder / "run" / RUN_FILE
+    content = json.loads(file.read_text())
+    assert content["origin"]["place"] == str(made / "base")
+    content["origin"]["place"] = str(folder / "base")
+    file.write_text(json.dumps(content))
+    return folder
+
+
+def test_a_base_with_other_weights_is_refused(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(place)
+    load("run")
+    other_weights(place / "base")
+    with pytest.raises(ModelError, match=r"run: base \(.*base\) has other weights .*, or .*--allow-changed"):
+        load("run")
+    with pytest.raises(ModelError, match="has other weights"):
+        merge(Path("run"), Path("merged"))
+    assert not Path("merged").exists()
+    further = small_recipe("run", context={"target": 100}, scaling="keep", data={"source": "builtin:recall"})
+    with pytest.raises(ModelError, match="has other weights"):
+        train(further, Path("further"))
+    load("run", allowed=Allowed(changed=True))
+    merge(Path("run"), Path("merged"), allowed=Allowed(changed=True), verify=False)
+
+
+def test_the_command_refuses_in_one_line(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.chdir(place)
+    other_weights(place / "base")
+    monkeypatch.setattr("sys.argv", ["pi-lora", "eval", "passkey", "run", "--depths", "1", "--trials", "1"])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    said = capsys.readouterr().err
+    assert (ended.value.code, len(said.splitlines())) == (2, 1)
+    assert "--allow-changed" in said
+
+
+def test_a_relative_name_is_that_of_the_folder_where_it_was_tuned(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Elsewhere there is another `base`, of the same shape."""
+    elsewhere = tmp_path / "elsewhere"
+    shutil.copytree(place / "base", elsewhere / "base")
+    other_weights(elsewhere / "base")
+    monkeypatch.chdir(elsewhere)
+    base, _ = adapter_base(place / "run")
+    assert (base.name, base.path) == ("base", str(place / "base"))
+    load(str(place / "run"))
+    # Once it has moved, what is here is looked at, and is not it.
+    (place / "base").rename(place / "moved")
+    with pytest.raises(ModelError, match="has other weights"):
+        load(str(place / "run"))
+    merged = merge(place / "run", tmp_path / "merged", str(place / "moved"), verify=False)
+    assert merged.is_dir()
+
+
+@pytest.mark.parametrize("changed", ["weights", "tokenizer", "data"])
+def test_an_interrupted_run_is_not_resumed_with_something_else(small_model: Path, tmp_path: Path, changed: str) -> None:
+    base, book, output = tmp_path / "base", tmp_path / "book.txt", tmp_path / "run"
+    shutil.copytree(small_model, base)
+    book.write_text("one two three " * 4000)
+    steps = {"steps": 2, "global_batch_size": 1, "save_every": 1, "learning_rate": 1e-3}
+    recipe = small_recipe(base, training=steps, data={"source": str(book)}, tuning={"rank": 2})
+
+    def interrupt(done: int, total: int, note: str = "") -> None:
+        if done == 2:
+            raise Interrupted("now")
+
+    with pytest.raises(Interrupted):
+        training.train(check(recipe, output), interrupt)
+    assert read_origin(staging_path(output))
+    if changed == "weights":
+        other_weights(base)
+    elif changed == "tokenizer":
+        # Another one that gives this text the same ids.
+        file = base / "tokenizer.json"
+        content = json.loads(file.read_text())
+        content["added_tokens"].append({**content["added_tokens"][0], "id": 1023, "content": "<none>"})
+        file.write_text(json.dumps(content))
+    else:
+        book.write_text("one two four " * 4000)
+    with pytest.raises(ModelError, match=rf"^{output}: {changed} are others .*go on with --allow-changed"):
+        train(recipe, output, resume=True)
+    training.train(check(recipe, output, True, Allowed(changed=True)))
+    assert output.is_dir()
+
+
+def test_the_digest_is_of_content_alone(small_model: Path, tmp_path: Path) -> None:
+    """Not of the names, places or number of files."""
+    first = weights_digest(find_base(str(small_model)))
+    folder = Path(shutil.copytree(small_model, tmp_path / "parts"))
+    tensors = load_file(folder / WEIGHTS)
+    (folder / WEIGHTS).unlink()
+    names = sorted(tensors)
+    parts = {"one.safetensors": names[::2], "two.safetensors": names[1::2]}
+    for file, mine in parts.items():
+        save_file({name: tensors[name] for name in mine}, folder / file, metadata={"format": "pt", "by": file})
+    index = {name: file for file, mine in parts.items() for name in mine}
+    (folder / f"{WEIGHTS}.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
+    assert weights_digest(find_base(str(folder))) == first
+    tensors["model.norm.weight"][3] += 1e-6
+    save_file({name: tensors[name] for name in parts["one.safetensors"]}, folder / "one.safetensors")
+    save_file({name: tensors[name] for name in parts["two.safetensors"]}, folder / "two.safetensors")
+    assert weights_digest(find_base(str(folder))) != first
+
+
+def test_damage_is_one_line(lora_run: Path, tmp_path: Path) -> None:
+    run = Path(shutil.copytree(lora_run, tmp_path / "run"))
+    for content in ("[]", "{", '{"origin": 3}', '{"origin": {"weights": 1}}'):
+        (run / RUN_FILE).write_text(content)
+        with pytest.raises(ModelError, match=r"run.json: ") as raised:
+            load(str(run))
+        assert "\n" not in str(raised.value)
+    (run / RUN_FILE).write_text("{}")
+    load(str(run))
+
+
+def test_it_takes_little_time(tmp_path: Path) -> None:
+    """Beside reading the weights: of 200 MB in 200 tensors a digest reads 2 MB."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    save_file({f"layer.{index}": torch.zeros(250_000) for index in range(200)}, folder / WEIGHTS)
+
+    class Model:
+        name = "model"
+
+        def file(self, name: str) -> Path | None:
+            return folder / name if (folder / name).is_file() else None
+
+    started = time.perf_counter()
+    weights_digest(Model())
+    digested = time.perf_counter() - started
+    started = time.perf_counter()
+    load_file(folder / WEIGHTS)["layer.0"].clone()
+    (folder / WEIGHTS).read_bytes()
+    assert digested < time.perf_counter() - started

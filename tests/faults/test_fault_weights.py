@@ -1,0 +1,125 @@
+"""Weights that are missing, of another shape or no numbers are refused: they would give results that look like any."""
+
+import json
+import math
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import small_recipe, train
+from safetensors.torch import load_file, save_file
+
+from pi_lora.errors import Diverged, ModelError
+from pi_lora.evaluation.passkey.measure import evaluate_passkey
+from pi_lora.evaluation.passkey.prompt import Grid
+from pi_lora.models.base import load_model
+from pi_lora.models.load import find, load
+from pi_lora.run_folder import last_checkpoint, staging_path
+from pi_lora.training.callbacks import TrainingLog
+
+WEIGHTS = "model.safetensors"
+UP = "model.layers.1.mlp.up_proj.weight"
+Tensors = dict[str, torch.Tensor]
+
+
+@pytest.fixture
+def base(small_model: Path, tmp_path: Path) -> Path:
+    """A copy of the small model to break."""
+    return Path(shutil.copytree(small_model, tmp_path / "base"))
+
+
+def edit(file: Path, change: Callable[[Tensors], object]) -> None:
+    tensors = load_file(file)
+    change(tensors)
+    save_file(tensors, file, metadata={"format": "pt"})
+
+
+def one(value: float) -> Callable[[Tensors], object]:
+    return lambda tensors: tensors[UP].view(-1)[7:8].fill_(value)
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (lambda tensors: tensors.pop(UP), f"lack {UP}; download all"),
+        (lambda tensors: [tensors.pop(key) for key in list(tensors) if "layers.1." in key], r"and 6 more; download"),
+        (lambda tensors: tensors.update({UP: torch.zeros(3, 4)}), rf"have {UP} is \[3, 4\] instead of \[48, 32\]"),
+        (lambda tensors: tensors.update(extra=torch.zeros(2)), "have beyond its config extra; download all"),
+        (one(math.nan), f"{UP} has infinite or NaN values"),
+        (one(-math.inf), f"{UP} has infinite or NaN values"),
+    ],
+)
+def test_a_base_that_is_not_whole_is_refused(base: Path, change: Callable[[Tensors], object], problem: str) -> None:
+    edit(base / WEIGHTS, change)
+    with pytest.raises(ModelError, match=problem) as raised:
+        load(str(base))
+    assert "\n" not in str(raised.value)
+
+
+def test_a_file_that_the_index_leaves_out_is_missed(base: Path) -> None:
+    tensors = load_file(base / WEIGHTS)
+    save_file({UP: tensors.pop(UP)}, base / "second.safetensors", metadata={"format": "pt"})
+    save_file(tensors, base / "first.safetensors", metadata={"format": "pt"})
+    (base / WEIGHTS).unlink()
+    index = {"metadata": {}, "weight_map": dict.fromkeys(tensors, "first.safetensors")}
+    (base / f"{WEIGHTS}.index.json").write_text(json.dumps(index))
+    with pytest.raises(ModelError, match=f"its weights lack {UP}"):
+        load(str(base))
+
+
+def test_tied_weights_and_old_checkpoints_are_whole(base: Path) -> None:
+    """The head is the embedding, and former versions stored the frequencies of each layer."""
+    assert "lm_head.weight" not in load_file(base / WEIGHTS)
+    edit(
+        base / WEIGHTS, lambda tensors: tensors.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)})
+    )
+    load(str(base))
+
+
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
+def test_numbers_that_are_none_are_seen_in_nf4_too(base: Path, value: float) -> None:
+    pytest.importorskip("bitsandbytes")
+    edit(base / WEIGHTS, one(value))
+    found = find(str(base))
+    with pytest.raises(ModelError, match="infinite or NaN"):
+        load_model(found.base, found.config, torch.bfloat16, place="quantized")
+
+
+def test_an_adapter_of_nan_is_refused(lora_run: Path, tmp_path: Path) -> None:
+    run = Path(shutil.copytree(lora_run, tmp_path / "run"))
+    edit(run / "adapter_model.safetensors", lambda tensors: next(iter(tensors.values())).view(-1)[:1].fill_(math.nan))
+    with pytest.raises(ModelError, match="infinite or NaN values; it is damaged"):
+        load(str(run))
+
+
+def test_what_overflows_is_not_a_k_max_of_0(base: Path) -> None:
+    """Each weight is a number, and in float16 what comes of them is not."""
+    edit(base / WEIGHTS, lambda tensors: tensors["model.norm.weight"].fill_(6e4))
+    loaded = load(str(base), dtype="float16")
+    with pytest.raises(ModelError, match="infinite or NaN numbers in float16; try another --dtype"):
+        evaluate_passkey(loaded, Grid(300, depths=1, trials=1))
+
+
+@pytest.mark.parametrize("method", ["lora", "full"])
+def test_a_step_to_nowhere_is_not_saved(
+    small_model: Path, tmp_path: Path, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The loss of a step is that of the weights before it, so that of the last step tells nothing of what is saved."""
+
+    def overflow(_log: Any, _args: Any, state: Any, _control: Any, model: Any, **_: Any) -> None:
+        if state.global_step == 1:
+            next(weight for weight in model.parameters() if weight.requires_grad).data.view(-1)[3] = math.inf
+
+    monkeypatch.setattr(TrainingLog, "on_optimizer_step", overflow)
+    training = {"steps": 2, "global_batch_size": 1, "learning_rate": 1e-3, "save_every": 1}
+    recipe = small_recipe(small_model, training=training, tuning={"method": method, "rank": 4})
+    output = tmp_path / "run"
+    with pytest.raises(Diverged, match=r"the weights of step 2 became infinite or NaN at a rate of 0.001; lower"):
+        train(recipe, output)
+    assert not output.exists()
+    kept = last_checkpoint(staging_path(output))
+    assert kept
+    assert kept.name == "checkpoint-1"

@@ -1,0 +1,188 @@
+"""What was measured is kept until its result is on the disk, and a cache that is full or damaged stops nothing."""
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import BUILTIN
+
+from pi_lora.cli import main
+from pi_lora.evaluation.journal import Journal
+from pi_lora.evaluation.passkey import measure
+from pi_lora.evaluation.results import PasskeyDepth
+from pi_lora.evaluation.summarization.measure import Predictions
+from pi_lora.evaluation.summarization.rouge import rouge
+
+PASSKEY = ["eval", "passkey", BUILTIN, "--target", "256", "--depths", "2", "--trials", "1"]
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("PI_LORA_CACHE", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
+    """The depths that are measured."""
+    done, ask = [], measure.PasskeyTest.ask
+
+    def count(self: measure.PasskeyTest, depth: int, which: range) -> list[bool]:
+        done.append(depth)
+        return ask(self, depth, which)
+
+    monkeypatch.setattr(measure.PasskeyTest, "ask", count)
+    return done
+
+
+def run(*arguments: str) -> int:
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("sys.argv", ["pi-lora", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            main()
+    return int(ended.value.code or 0)
+
+
+@pytest.mark.parametrize(
+    ("command", "option"),
+    [
+        ("eval passkey builtin:tiny", "--json"),
+        ("eval passkey builtin:tiny", "--plot"),
+        ("eval perplexity builtin:tiny --data builtin:stdlib", "--json"),
+        ("eval summarization builtin:tiny --data rows.jsonl", "--json"),
+        ("eval summarization builtin:tiny --data rows.jsonl", "--predictions"),
+    ],
+)
+@pytest.mark.parametrize("place", ["folder", "file/below.json", "x" * 300])
+def test_a_place_that_cannot_be_written_is_refused_before_a_model_is_read(
+    command: str,
+    option: str,
+    place: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file").touch()
+    monkeypatch.setattr("pi_lora.models.load.FoundModel.load", lambda *_: pytest.fail("was read"))
+    monkeypatch.setattr("pi_lora.evaluation.summarization.writing.find_writer", lambda *_: pytest.fail("was read"))
+    assert run(*command.split(), option, place) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"{place}: cannot be written (")
+    assert said.count("\n") == 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "folder"]
+
+
+def test_a_result_that_cannot_be_written_is_not_measured_again(
+    cache: Path, measured: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk is full when the result is there."""
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "replace", full)
+        assert run(*PASSKEY, "--json", "result.json") == 2
+    assert len(measured) == 2
+    assert len(list(cache.glob("evaluations/*/*.jsonl"))) == 1
+    assert run(*PASSKEY, "--json", "result.json") == 0
+    assert len(measured) == 2
+    assert len(json.loads(Path("result.json").read_text())["depths"]) == 2
+    assert not list(cache.glob("evaluations/*"))
+
+
+def test_ctrl_c_at_the_second_model_keeps_the_first(
+    cache: Path, measured: list[int], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from pi_lora.models.load import FoundModel
+
+    load, loaded = FoundModel.load, []
+
+    def interrupted_at_the_second(self: FoundModel, dtype: str | None = None) -> Any:
+        loaded.append(self)
+        if len(loaded) == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+        return load(self, dtype)
+
+    two = [*PASSKEY[:3], BUILTIN, *PASSKEY[3:], "--json", "result.json"]
+    with monkeypatch.context() as patched:
+        patched.setattr(FoundModel, "load", interrupted_at_the_second)
+        assert run(*two) == 130
+    assert "interrupted after 1 measurements; the same command goes on from there" in capsys.readouterr().err
+    assert len(measured) == 2
+    assert run(*two) == 0
+    assert len(measured) == 2, "the second model is the first one again"
+    assert not list(cache.glob("evaluations/*"))
+
+
+@pytest.mark.parametrize("what", ["no folder", "no place"])
+def test_without_a_cache_it_goes_on(
+    what: str, cache: Path, measured: list[int], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if what == "no folder":
+        cache.write_text("a file")
+    else:
+
+        def full(*_: object, **__: object) -> None:
+            raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr(Path, "mkdir", full)
+    assert run(*PASSKEY) == 0
+    assert len(measured) == 2
+    said = capsys.readouterr().err
+    assert said.count("an interrupted measurement will begin anew") == said.count("\n") == 1
+
+
+LINES = {
+    "of zeros": lambda line: bytes(len(line)),
+    "cut off": lambda line: line[: len(line) // 2],
+    "with a flipped bit": lambda line: line.replace(b"1.0", b"0.0"),
+    "of another kind": lambda line: b'{"name": "a"}',
+    "no text": lambda line: b"\xff\xfe" + line,
+    "a number": lambda line: b"7",
+}
+
+
+@pytest.mark.parametrize("damage", LINES)
+def test_a_damaged_line_is_measured_again(damage: str, tmp_path: Path) -> None:
+    depths = {name: PasskeyDepth(k=k, success_rate=1.0, trials=1) for k, name in enumerate("abc")}
+    folder = tmp_path / "journal"
+    journal = Journal(folder)
+    assert journal.measure(PasskeyDepth, list(depths), depths.__getitem__) == depths
+    [file] = folder.iterdir()
+    lines = file.read_bytes().splitlines()
+    file.write_bytes(b"\n".join([lines[0], LINES[damage](lines[1]), lines[2]]) + b"\n")
+    again: list[str] = []
+
+    def measure_again(name: str) -> PasskeyDepth:
+        again.append(name)
+        return depths[name]
+
+    assert Journal(folder).measure(PasskeyDepth, list(depths), measure_again) == depths
+    assert again == ["b"]
+
+
+def test_results_of_another_version_are_measured_again(tmp_path: Path) -> None:
+    depth = PasskeyDepth(k=1, success_rate=1.0, trials=1)
+    Journal(tmp_path).add("a", {"k": "far"})
+    assert Journal(tmp_path).measure(PasskeyDepth, ["a"], lambda _: depth) == {"a": depth}
+
+
+ODD = ["line\u2028separator", "next\x85line", "form\x0cfeed", "lone \ud800 surrogate", "nul\x00", "\r\n", "🦋"]
+
+
+def test_predictions_of_any_text_are_read_and_scored(tmp_path: Path) -> None:
+    file = tmp_path / "predictions.jsonl"
+    predictions = Predictions(file, {"model": "m"})
+    for index, text in enumerate(ODD):
+        predictions.add(str(index), prediction=text, reference=f"a {text} reference", ended=True)
+    with file.open("ab") as unfinished:
+        unfinished.write(b'{"id": "7", "pred')
+    found = Predictions(file, {"model": "m"}).found
+    assert [found[str(index)]["prediction"] for index in range(len(ODD))] == ODD
+    rouge([line["prediction"] for line in found.values()], [line["reference"] for line in found.values()])

@@ -1,0 +1,201 @@
+"""Where a run is made: places that cannot become one are refused before it, one process makes it, and what is finished
+is never left where a later run removes it.
+"""
+
+import contextlib
+import os
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+from conftest import small_recipe, train
+
+from pi_lora.errors import RunExistsError
+from pi_lora.preflight import check
+from pi_lora.run_folder import check_output, staged, staging_path
+from pi_lora.training import training
+
+# Mounts a folder on argv[1] that this process alone sees, and checks it as the output of a training; 77: it may not.
+MOUNT = """
+import ctypes, os, sys
+from pathlib import Path
+from pi_lora.errors import RunExistsError
+from pi_lora.run_folder import check_output
+
+system = ctypes.CDLL(None, use_errno=True)
+NEW_USER, NEW_MOUNTS, BIND = 0x10000000, 0x00020000, 4096
+place, other = sys.argv[1].encode(), sys.argv[2].encode()
+if system.unshare(NEW_USER | NEW_MOUNTS) or system.mount(other, place, None, BIND, None):
+    os._exit(77)
+try:
+    check_output(Path(sys.argv[1]))
+except RunExistsError as refused:
+    print(refused)
+"""
+
+
+def test_a_link_is_followed(tmp_path: Path) -> None:
+    (tmp_path / "disk" / "empty").mkdir(parents=True)
+    for link, target in (("to-empty", "disk/empty"), ("dangling", "disk/new")):
+        output = tmp_path / link
+        output.symlink_to(target)
+        with staged(output) as staging:
+            assert staging.parent == tmp_path / "disk"
+            (staging / "weights").write_text("w")
+        assert output.is_symlink()
+        assert [path.name for path in (tmp_path / target).iterdir()] == ["weights"]
+        with pytest.raises(RunExistsError, match="already exists"), staged(output):
+            pass
+    assert sorted(path.name for path in (tmp_path / "disk").iterdir()) == ["empty", "new"]
+
+
+def test_a_mount_point_is_refused_before_anything_is_made(python: str, tmp_path: Path) -> None:
+    place, other = tmp_path / "volume", tmp_path / "other"
+    place.mkdir()
+    other.mkdir()
+    done = subprocess.run([python, "-c", MOUNT, str(place), str(other)], capture_output=True, text=True)
+    if done.returncode == 77:
+        pytest.skip("this system does not let users mount")
+    expected = f"{place}: is a mount point, which no folder can be renamed to; name one in it: {place}/run\n"
+    assert (done.stdout, done.stderr) == (expected, "")
+
+
+@pytest.mark.parametrize("output", [".", "..", "/", "", "x" * 5000, "file/run"])
+def test_what_is_no_place_for_a_run_is_refused_in_one_line(
+    output: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    (tmp_path / "file").touch()
+    path = Path(output) if output != "file/run" else tmp_path / output
+    with pytest.raises(RunExistsError, match=r"; (choose another --output|name one in it)") as refused, staged(path):
+        pass
+    assert "\n" not in str(refused.value)
+
+
+def test_a_link_in_place_of_what_is_made_is_not_followed(tmp_path: Path) -> None:
+    (tmp_path / "private").mkdir()
+    (tmp_path / "private" / "key").touch(0o600)
+    staging_path(tmp_path / "run").symlink_to("private")
+    with (
+        pytest.raises(RunExistsError, match="is a link, where a run was to be made; remove it"),
+        staged(tmp_path / "run"),
+    ):
+        pass
+    staging_path(tmp_path / "run").unlink()
+    with staged(tmp_path / "run") as staging:
+        (staging / "link").symlink_to(tmp_path / "private" / "key")
+    assert (tmp_path / "private" / "key").stat().st_mode & 0o777 == 0o600
+
+
+def test_what_is_finished_stays_when_its_name_was_taken_meanwhile(tmp_path: Path) -> None:
+    output = tmp_path / "run"
+
+    def another_takes_its_name() -> None:
+        with staged(output) as staging:
+            (staging / "weights").write_text("mine")
+            output.mkdir()
+            (output / "weights").write_text("another's")
+
+    with pytest.raises(RunExistsError, match=rf"not overwritten; look in {output}-2$"):
+        another_takes_its_name()
+    assert (output / "weights").read_text() == "another's"
+    assert [path.name for path in (tmp_path / "run-2").iterdir()] == ["weights"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run", "run-2"]
+
+
+def test_one_process_makes_it(tmp_path: Path, small_model: Path) -> None:
+    output = tmp_path / "run"
+    owner = rf"is being made by process {os.getpid()} on {os.uname().nodename}; wait for it, or choose another --output"
+    with staged(output) as staging:
+        (staging / "weights").touch()
+        for resume in (False, True):
+            with pytest.raises(RunExistsError, match=owner), staged(output, resume):
+                pass
+            with pytest.raises(RunExistsError, match=owner):
+                check(small_recipe(small_model), output, resume)
+        assert (staging / "weights").exists()
+    assert [path.name for path in output.iterdir()] == ["weights"]
+    with pytest.raises(RunExistsError, match="already exists"), staged(output):
+        pass
+
+
+# Begins to make argv[1] and says so.
+BEGIN = """
+import sys, time
+from pathlib import Path
+from pi_lora.run_folder import staged
+
+with staged(Path(sys.argv[1])) as staging:
+    (staging / "half").touch()
+    print("begun", flush=True)
+    time.sleep(600)
+"""
+
+
+def test_a_lock_ends_with_its_process(python: str, tmp_path: Path) -> None:
+    output = tmp_path / "run"
+    with subprocess.Popen([python, "-c", BEGIN, str(output)], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout
+        assert process.stdout.readline() == "begun\n"
+        with pytest.raises(RunExistsError, match=r"is being made by process \d+ on "):
+            check_output(output)
+        process.kill()
+        assert process.stdout.read() == ""  # the pipe closes when the process itself has ended
+    assert (staging_path(output) / "lock").read_text().split()[0].isdecimal()
+    check_output(output)
+    with staged(output) as staging:
+        assert [path.name for path in staging.iterdir()] == ["lock"]
+        (staging / "whole").touch()
+    assert [path.name for path in output.iterdir()] == ["whole"]
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+def test_a_second_training_is_refused_while_the_first_goes_on(small_model: Path, tmp_path: Path) -> None:
+    recipe, output, refused = small_recipe(small_model), tmp_path / "run", []
+
+    def begin_another(done: int, total: int, note: str = "") -> None:
+        if total == recipe.training.steps:
+            for resume in (False, True):
+                with contextlib.suppress(RunExistsError):
+                    train(recipe, output, resume)
+                    refused.append(False)
+                refused.append(True)
+
+    train(recipe, output, progress=begin_another)
+    assert refused == [True] * 2 * recipe.training.steps
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]
+
+
+LATE = (("save_config", signal.SIGINT), ("save_tokenizer", signal.SIGTERM), ("write_card", signal.SIGHUP))
+
+
+@pytest.mark.parametrize(("where", "number"), LATE)
+def test_a_signal_does_not_lose_a_run_that_is_being_saved(
+    where: str, number: int, small_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last step is done, and no checkpoint was written."""
+    save = getattr(training, where)
+
+    def interrupted(*arguments: object) -> None:
+        os.kill(os.getpid(), number)
+        save(*arguments)
+
+    monkeypatch.setattr(training, where, interrupted)
+    run = train(small_recipe(small_model), tmp_path / "run")
+    assert {"adapter_model.safetensors", "run.json", "README.md"} <= {path.name for path in run.iterdir()}
+
+
+def test_an_error_in_the_card_does_not_lose_the_run(
+    small_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise TypeError("no card")
+
+    monkeypatch.setattr("pi_lora.training.training.write_card", fail)
+    with pytest.raises(TypeError, match="no card"):
+        train(small_recipe(small_model), tmp_path / "run")
+    assert {"adapter_model.safetensors", "config.json", "run.json", "tokenizer.json", "training.jsonl"} <= {
+        path.name for path in (tmp_path / "run").iterdir()
+    }

@@ -1,0 +1,58 @@
+"""A connection that drops: SIGHUP, and a terminal that takes no more writes."""
+
+import contextlib
+import os
+import pty
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+from conftest import small_recipe, train
+
+from pi_lora.recipe.files import dump_recipe
+from pi_lora.run_folder import last_checkpoint, read_training_log, staging_path
+
+# What these tests start inherits it.
+pytestmark = pytest.mark.skipif(
+    signal.getsignal(signal.SIGHUP) is signal.SIG_IGN, reason="SIGHUP is ignored here, as nohup does it"
+)
+
+
+@pytest.mark.parametrize("output", ["terminal", "pipe"])
+def test_a_dropped_connection_ends_training_behind_a_checkpoint(
+    output: str, python: str, small_model: Path, tmp_path: Path
+) -> None:
+    """A progress bar on a terminal that is gone, or lines for a program that ended: every write fails."""
+    (tmp_path / "recipe.yaml").write_text(dump_recipe(small_recipe(small_model)))
+    command = [python, "-m", "pi_lora", "train", "recipe.yaml", "training.steps=4000", "--output", "run"]
+    ours, theirs = pty.openpty() if output == "terminal" else os.pipe()
+    with subprocess.Popen(command, cwd=tmp_path, stdin=theirs, stdout=theirs, stderr=theirs) as process:
+        os.close(theirs)
+        os.set_blocking(ours, False)
+        said = b""
+        while not read_training_log(staging_path(tmp_path / "run") / "training.jsonl"):
+            with contextlib.suppress(BlockingIOError):
+                said += os.read(ours, 65536)
+            assert process.poll() is None, said
+            time.sleep(0.05)
+        os.close(ours)
+        process.send_signal(signal.SIGHUP)
+        assert process.wait() == 130
+    kept = last_checkpoint(staging_path(tmp_path / "run"))
+    assert kept, said
+    step = int(kept.name.rpartition("-")[2])
+    assert [line["step"] for line in read_training_log(kept / "training.jsonl")] == list(range(1, step + 1))
+
+
+def test_under_nohup_it_goes_on(small_model: Path, tmp_path: Path) -> None:
+    def hang_up(done: int, total: int, note: str = "") -> None:
+        os.kill(os.getpid(), signal.SIGHUP)
+
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        assert train(small_recipe(small_model), tmp_path / "run", progress=hang_up).is_dir()
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)

@@ -1,0 +1,163 @@
+"""`pi-lora export gguf` with scripts that stand for llama.cpp's converter; test_engines.py has the real one."""
+
+import importlib.util
+import json
+import os
+from pathlib import Path
+
+import gguf
+import pytest
+
+from pi_lora import cli
+from pi_lora.errors import ModelError, RunExistsError
+from pi_lora.merge import llama_cpp
+from pi_lora.merge.llama_cpp import CONVERTER, Exported, export_gguf, find_converter
+
+# What llama.cpp's converter writes about positions, and one tensor; a case replaces some of it.
+STANDS_FOR = """
+import json, sys, gguf, numpy as np
+folder, file, kind = sys.argv[1], sys.argv[3], sys.argv[5]
+config = json.load(open(folder + "/config.json"))
+rope = config["rope_parameters"]
+says = {{"type": rope["rope_type"], "factor": rope.get("factor"), "theta": rope["rope_theta"], "tensors": 1}}
+says.update({changes})
+writer = gguf.GGUFWriter(file, "llama")
+writer.add_context_length(config["max_position_embeddings"])
+writer.add_rope_freq_base(says["theta"])
+if says["type"] != "default":
+    writer.add_rope_scaling_type(gguf.RopeScalingType(says["type"]))
+    writer.add_rope_scaling_factor(says["factor"])
+for number in range(says["tensors"]):
+    writer.add_tensor("token_embd.weight", np.zeros((4, 4), np.float32))
+writer.write_header_to_file()
+writer.write_kv_data_to_file()
+writer.write_tensors_to_file()
+writer.close()
+"""
+
+
+def converter(folder: Path, **changes: object) -> Path:
+    folder.mkdir(exist_ok=True)
+    script = folder / CONVERTER
+    script.write_text(STANDS_FOR.format(changes=changes))
+    return script
+
+
+@pytest.fixture(autouse=True)
+def nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("LLAMA_CPP", raising=False)
+
+
+def test_a_run_is_merged_converted_and_gets_its_window(
+    lora_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    converter(tmp_path / "sources")
+    monkeypatch.setenv("LLAMA_CPP", str(tmp_path / "sources"))
+    output = tmp_path / "out" / "model.gguf"
+    assert not cli.app(["export", "gguf", str(lora_run), "--output", str(output)], standalone_mode=False)
+    reader = gguf.GGUFReader(output)
+    said = {key: reader.get_field(f"llama.{key}").contents() for key in ("context_length", "rope.scaling.type")}
+    assert said == {"context_length": 128, "rope.scaling.type": "linear"}
+    assert list(output.parent.iterdir()) == [output]
+    printed = capsys.readouterr().out
+    assert "checked: rope scaling linear, factor 2, theta 500, context_length 128" in printed
+    assert f"{output}: written for llama.cpp" in printed
+    with pytest.raises(RunExistsError, match="already exists and is not overwritten"):
+        export_gguf(str(lora_run), output)
+
+
+def test_full_weights_are_converted_as_they_are(full_run: Path, small_model: Path, tmp_path: Path) -> None:
+    script = converter(tmp_path / "sources")
+    exported = export_gguf(str(full_run), tmp_path / "tuned.gguf", script)
+    assert exported.model_dump(exclude={"perplexities"}) == {
+        "scaling": "linear",
+        "factor": 2.0,
+        "window": 128,
+        "theta": 500.0,
+    }
+    plain = export_gguf(str(small_model), tmp_path / "plain.gguf", script)
+    assert (plain.scaling, plain.window) == ("none", 64)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"type": "default"}, "rope.scaling.type is none instead of linear; rope.scaling.factor is 1.0 instead of 2.0"),
+        ({"factor": 4.0}, "rope.scaling.factor is 4.0 instead of 2.0"),
+        ({"theta": 10000.0}, "rope.freq_base is 10000.0 instead of 500.0"),
+        ({"tensors": 0}, "tensors is False instead of True"),
+    ],
+)
+def test_a_file_that_is_another_model_is_not_kept(
+    changes: dict[str, object], message: str, full_run: Path, tmp_path: Path
+) -> None:
+    script = converter(tmp_path / "sources", **changes)
+    with pytest.raises(ModelError) as caught:
+        export_gguf(str(full_run), tmp_path / "out" / "model.gguf", script)
+    assert str(caught.value) == f"{full_run}: the converter wrote another model, which is not kept: {message}"
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+def test_perplexities_are_compared_where_llama_cpp_is_there(
+    full_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script, given = converter(tmp_path / "sources"), {}
+
+    def measured(file: Path, ids: list[int], text: str) -> tuple[float, list[int]]:
+        given["ids"] = ids
+        return given["perplexity"], ids
+
+    find_spec = importlib.util.find_spec
+    there = {"llama_cpp": "json"}
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: find_spec(there.get(name, name)))
+    monkeypatch.setattr(llama_cpp, "perplexity_in_llama_cpp", measured)
+    given["perplexity"] = 2.0
+    with pytest.raises(ModelError, match=r"another one and is not kept: perplexity is 2\.000 in llama\.cpp and \d"):
+        export_gguf(str(full_run), tmp_path / "model.gguf", script)
+    assert not (tmp_path / "model.gguf").exists()
+    assert len(given["ids"]) == 128
+    with pytest.raises(ModelError) as caught:
+        export_gguf(str(full_run), tmp_path / "model.gguf", script)
+    given["perplexity"] = float(str(caught.value).rpartition(" here")[0].rpartition(" ")[2])
+    compared = export_gguf(str(full_run), tmp_path / "model.gguf", script)
+    assert compared.perplexities is not None
+    assert "perplexity of 128 tokens" in compared.lines()[1]
+
+
+def test_a_missing_or_failing_converter_is_one_line(full_run: Path, tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"no such converter; it is in llama\.cpp's repository .* --converter"):
+        export_gguf(str(full_run), tmp_path / "model.gguf", tmp_path)
+    script = converter(tmp_path / "sources")
+    script.write_text("import a_package_that_nobody_has")
+    with pytest.raises(ModelError, match=r"ModuleNotFoundError: No module named .*; install the package") as caught:
+        export_gguf(str(full_run), tmp_path / "model.gguf", script)
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "model.gguf").exists()
+
+
+def test_the_converter_is_found_on_the_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = converter(tmp_path / "bin")
+    script.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{script.parent}{os.pathsep}{os.environ['PATH']}")
+    assert find_converter() == script.resolve()
+    monkeypatch.setenv("LLAMA_CPP", str(tmp_path / "elsewhere"))
+    with pytest.raises(ModelError, match="elsewhere: no such converter"):
+        find_converter()
+
+
+def test_a_scaling_that_llama_cpp_lacks_is_refused(small_model: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "dynamic"
+    folder.mkdir()
+    config = json.loads((small_model / "config.json").read_text())
+    config["rope_parameters"] = {"rope_type": "dynamic", "rope_theta": 500.0, "factor": 2.0}
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match=r"drops its scaling \(dynamic\)"):
+        export_gguf(str(folder), tmp_path / "model.gguf", converter(tmp_path / "sources"))
+
+
+def test_lines_say_what_was_not_compared() -> None:
+    facts = {"scaling": "none", "factor": 1.0, "window": 64, "theta": 500.0, "perplexities": None}
+    assert Exported.model_validate(facts).lines() == [
+        "checked: no rope scaling, theta 500, context_length 64",
+        "perplexity not compared: llama-cpp-python is not installed",
+    ]

@@ -1,0 +1,85 @@
+"""Adapters that other tools made: a PEFT folder with little more than the adapter."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from adapters import save_run, tuned
+from transformers import AutoModelForCausalLM
+
+from pi_lora.cli import main
+from pi_lora.errors import ModelError, ScalingError
+from pi_lora.merge.facts import read_merge
+from pi_lora.merge.merging import merge
+from pi_lora.models.load import Stretch
+
+
+@pytest.fixture
+def run(small_model: Path, tmp_path: Path) -> Path:
+    return save_run(small_model, tmp_path / "adapter", r=4, target_modules=["q_proj", "v_proj"])
+
+
+@pytest.fixture
+def adapter(run: Path) -> Path:
+    """As TRL, axolotl and Unsloth may leave it: without config and tokenizer, and with no name of its base."""
+    settings = run / "adapter_config.json"
+    settings.write_text(json.dumps({**json.loads(settings.read_text()), "base_model_name_or_path": None}))
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        (run / name).unlink()
+    return run
+
+
+def logits(model: torch.nn.Module) -> torch.Tensor:
+    with torch.no_grad():
+        found: torch.Tensor = model(input_ids=torch.arange(2, 100)[None]).logits
+    return found
+
+
+def test_its_base_and_its_scaling_are_stated(
+    small_model: Path, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    expected = logits(tuned(small_model, run))
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json", "adapter_config.json"):
+        kept = json.loads((run / name).read_text())
+        (run / name).unlink()
+    (run / "adapter_config.json").write_text(json.dumps({**kept, "base_model_name_or_path": None}))
+    merged = tmp_path / "merged"
+    options = ["--base", str(small_model), "--target", "128", "--original", "64", "--output", str(merged)]
+    monkeypatch.setattr("sys.argv", ["pi-lora", "merge", str(run), *options])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert not ended.value.code
+    said = capsys.readouterr().out
+    assert f"assumed: {run} was tuned under pi to 128 tokens, as stated\n" in said
+    assert "checked at 128 tokens" in said
+    assert torch.allclose(logits(AutoModelForCausalLM.from_pretrained(merged)), expected, atol=1e-4)
+    assert "positions are divided by 2" in (merged / "README.md").read_text()
+
+
+def test_without_a_word_the_scaling_is_the_base_s(small_model: Path, adapter: Path, tmp_path: Path) -> None:
+    merged = merge(adapter, tmp_path / "merged", base=str(small_model))
+    line, *checks = read_merge(merged).lines()
+    assert line.startswith(
+        f"assumed: {adapter} was tuned under the scaling of {small_model}, to 64 tokens: it has no config"
+    )
+    assert line.endswith("state it with --target and --original")
+    assert all(each.startswith("checked at ") for each in checks)
+    assert json.loads((merged / "config.json").read_text())["rope_parameters"]["rope_type"] == "default"
+    assert f"| assumed | {line.removeprefix('assumed: ')} |" in (merged / "README.md").read_text()
+
+
+def test_a_base_that_nobody_names_is_asked_for(adapter: Path, tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"base_model_name_or_path: is missing; .* merge .*adapter --base MODEL$"):
+        merge(adapter, tmp_path / "merged")
+    assert [path.name for path in tmp_path.iterdir()] == ["adapter"]
+
+
+def test_the_scaling_of_a_run_is_not_stated_again(small_model: Path, lora_run: Path, tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="brings its own scaling; leave out --original, --target and --scaling"):
+        merge(lora_run, tmp_path / "merged", stretch=Stretch(128))
+
+
+def test_a_target_that_does_not_extend_is_refused(small_model: Path, adapter: Path, tmp_path: Path) -> None:
+    with pytest.raises(ScalingError, match="64"):
+        merge(adapter, tmp_path / "merged", base=str(small_model), stretch=Stretch(64))

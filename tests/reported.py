@@ -1,0 +1,85 @@
+"""Run folders with results and without training, to report on."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from adapters import save_run
+from conftest import small_recipe
+
+from pi_lora.models.base import find_base
+from pi_lora.models.origin import origin_of
+from pi_lora.recipe.schema import Recipe
+from pi_lora.run_folder import write_provenance, write_recipe
+
+FACTS = {
+    "original": 64,
+    "trainable_parameters": 1000,
+    "tokens": 1024,
+    "seconds": 2.5,
+    "peak_memory": 2**30,
+    "loss": 1.25,
+}
+
+
+def perplexity(at_64: float, at_128: float, data: str = "builtin:stdlib") -> dict[str, Any]:
+    windows = [{"window": 64, "perplexity": at_64, "tokens": 100}, {"window": 128, "perplexity": at_128, "tokens": 100}]
+    return {"model": "m", "scale": 2.0, "data": data, "documents": 3, "stride": 32, "windows": windows}
+
+
+def passkey(k_max: int) -> dict[str, Any]:
+    depths = [{"k": k, "distance": k, "success_rate": float(k <= k_max), "trials": 4} for k in (32, 64, 96, 128)]
+    return {"model": "m", "scale": 2.0, "seed": 0, "target": 128, "k_max": k_max, "depths": depths}
+
+
+def benchmarks(accuracy: float, stderr: float | None) -> dict[str, Any]:
+    """As evaluate_benchmarks writes them: a single example has no standard error."""
+    task = {"acc": accuracy, "stderr": stderr, "examples": 100, "truncated_inputs": 0}
+    facts = {"shots": 0, "metric": "acc", "lm_eval": "0.4.13", "limit": None, "batch_size": 8}
+    return {"model": "m", "scale": 2.0, "dtype": "float32", **facts, "data": {"boolq": "a"}, "tasks": {"boolq": task}}
+
+
+def summarization(rouge1: float, rouge2: float, rouge_l: float) -> dict[str, Any]:
+    """As evaluate_summarization writes them: `data` is the source of a recipe."""
+    rouge = {"rouge1": rouge1, "rouge2": rouge2, "rougeL": rouge_l}
+    return {
+        "engine": "transformers",
+        "model": "m",
+        "scale": 2.0,
+        "window": 128,
+        "data": {"name": "govreport", "weight": 1.0, "split": "test"},
+        "task": {"completion_tokens": 30},
+        "sampling": {"temperature": 0.5, "top_p": 0.95, "max_new_tokens": 30, "seed": 0},
+        "metric": "F1 in percent",
+        "examples": 1000,
+        "left_out": {"empty": 0, "too_long": 0},
+        "documents_cut": 3,
+        "ended": 990,
+        "predictions": "p.jsonl",
+        **rouge,
+        "geometric_mean": 18.2,
+        "intervals": {name: [value - 1, value + 1] for name, value in rouge.items()},
+    }
+
+
+SCORES = {
+    "perplexity-base": perplexity(8.5, 60.25),
+    "perplexity-step-0": {**perplexity(40.0, 45.5), "step": 0},
+    "perplexity": perplexity(9.0, 7.125),
+    "passkey-base": passkey(32),
+    "passkey": passkey(128),
+}
+
+
+def make_run(model: Path, folder: Path, scores: dict[str, Any] = SCORES, recipe: Recipe | None = None) -> Path:
+    """A run from `model` with random adapters, as if it had been trained and measured."""
+    run = save_run(model, folder, r=2, target_modules="all-linear")
+    (run / "README.md").unlink()  # PEFT's
+    write_recipe(run, recipe or small_recipe(model))
+    write_provenance(run, origin_of(find_base(str(model)), tokenizer="0", data="0"), FACTS)
+    log = [{"step": step, "loss": 3.0 / step, "seconds": float(step)} for step in (1, 2, 3, 4)]
+    (run / "training.jsonl").write_text("".join(json.dumps(line) + "\n" for line in log))
+    (run / "scores").mkdir()
+    for name, each in scores.items():
+        (run / "scores" / f"{name}.json").write_text(json.dumps(each))
+    return run
