@@ -24,7 +24,7 @@ ROWS: dict[str, tuple[str, ...]] = {
     "lora, 2,048 tokens, checkpointing": ("data.sequence_tokens=2048", "training.activation_checkpointing=true"),
     "lora, 4,096 tokens, checkpointing": ("data.sequence_tokens=4096", "training.activation_checkpointing=true"),
     "lora, 8,192 tokens, checkpointing": ("data.sequence_tokens=8192", "training.activation_checkpointing=true"),
-    "lora, embeddings and norms, 2,048 tokens": ("data.sequence_tokens=2048", "tuning.embeddings_and_norms=true"),
+    "lora, embeddings and norms, 2,048 tokens": ("data.sequence_tokens=2048", "tuning.also_train=embeddings_and_norms"),
     "qlora, 2,048 tokens, checkpointing": (
         "data.sequence_tokens=2048",
         "tuning.method=qlora",
@@ -41,7 +41,7 @@ ROWS: dict[str, tuple[str, ...]] = {
 RECIPE = """# One step on a CPU.
 model: {{name: {model}, dtype: bfloat16}}
 context: {{target: 16384}}
-tuning: {{method: lora, rank: 16, embeddings_and_norms: false}}
+tuning: {{method: lora, rank: 16, also_train: nothing}}
 data: {{source: "{data}", positions: skip}}
 training: {{steps: 1, global_batch_size: 1, activation_checkpointing: false, log_every: 1}}
 """

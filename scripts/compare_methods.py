@@ -2,7 +2,8 @@
 
 Each row is tuned in a process of its own, so that its peak memory is its own, with the same steps and data; then all
 are measured alike. The table goes into docs/results.md, the figures into benchmarks/results/methods.json. Finished runs
-in `comparison/` are measured again, not trained again.
+in `comparison/` are measured again, not trained again. With names of rows, as in `compare_methods.py lora-norms`, those
+alone, and the others stay as they are in methods.json.
 """
 
 import json
@@ -31,12 +32,13 @@ STEPS, TARGET, WINDOWS, STRIDE, DOCUMENTS, DEPTHS, TRIALS = 240, 1024, [256, 512
 # Name, and how it differs from recipes/demo.yaml, which is LoRA on all linear layers with embeddings and norms, PI.
 METHODS = {
     "full": ("full", ["tuning.method=full", "training.learning_rate=1e-3"]),
-    "lora": ("lora", ["tuning.embeddings_and_norms=false"]),
+    "lora": ("lora", ["tuning.also_train=nothing"]),
+    "lora-norms": ("lora, norms", ["tuning.also_train=norms"]),
     "lora-embeddings": ("lora, embeddings and norms", []),
     "qlora": ("qlora, embeddings and norms", ["tuning.method=qlora"]),
-    "skip": ("lora, embeddings and norms, `positions: skip`", ["data.positions=skip"]),
-    "direct": ("lora, embeddings and norms, `scaling: direct`", ["scaling=direct"]),
-    "yarn": ("lora, embeddings and norms, `scaling: yarn`", ["scaling=yarn"]),
+    "skip": ("lora, embeddings and norms, positions: skip", ["data.positions=skip"]),
+    "direct": ("lora, embeddings and norms, scaling: direct", ["scaling=direct"]),
+    "yarn": ("lora, embeddings and norms, scaling: yarn", ["scaling=yarn"]),
 }
 
 console = Console(highlight=False)
@@ -45,7 +47,9 @@ console = Console(highlight=False)
 def tuned(name: str, overrides: list[str]) -> Path:
     run = RUNS / name
     if not run.exists():
-        words = ["train", str(ROOT / "recipes" / "demo.yaml"), f"training.steps={STEPS}", *overrides]
+        # The same arithmetic on every processor, so that rows of two of them compare.
+        common = [f"training.steps={STEPS}", "training.precision=float32"]
+        words = ["train", str(ROOT / "recipes" / "demo.yaml"), *common, *overrides]
         console.print(f"$ pi-lora {' '.join(words)} --output {run}", soft_wrap=True)
         resume = ["--resume"] if (RUNS / f".{name}.partial").exists() else []
         subprocess.run([sys.executable, "-m", "pi_lora", *words, "--output", str(run), *resume], check=True)
@@ -59,10 +63,11 @@ def measured(run: Path) -> dict:
     made_with = json.loads((run / "run.json").read_text())
     kept = ("trainable_parameters", "seconds", "peak_memory", "tokens")
     return {
-        "perplexity": {row.window: row.perplexity for row in perplexity.windows},
+        "perplexity": {str(row.window): row.perplexity for row in perplexity.windows},
         "k_max": passkey.k_max,
         "success_rate": sum(row.success_rate for row in passkey.depths) / DEPTHS,
         **{key: made_with[key] for key in kept},
+        "machine": machine(),
     }
 
 
@@ -71,7 +76,7 @@ def table(rows: dict[str, dict]) -> str:
     cells = [
         [
             METHODS[name][0],
-            *(f"{row['perplexity'][window]:.2f}" for window in WINDOWS),
+            *(f"{row['perplexity'][str(window)]:.2f}" for window in WINDOWS),
             str(row["k_max"]),
             f"{row['success_rate']:.0%}",
             f"{row['trainable_parameters'] / 1e6:.2f} M",
@@ -83,22 +88,33 @@ def table(rows: dict[str, dict]) -> str:
     return markdown_table(["method", *head], cells)
 
 
-def main() -> None:
+def note(rows: dict[str, dict]) -> str:
+    """On which machine the rows were made, a line for each."""
+    made_on: dict[str, list[str]] = {}
+    for name, row in rows.items():
+        here = row["machine"]
+        on = f"{here['processor']}, {here['cores']} cores; {here['versions']}; {here['date']}"
+        made_on.setdefault(on, []).append(METHODS[name][0])
+    first, *others = sorted(made_on, key=lambda on: -len(made_on[on]))
+    lines = [f"{STEPS} steps each; {first}.", *(f"{' and '.join(made_on[on])}: {on}." for on in others)]
+    return "\n" + "\n".join(lines) + "\n"
+
+
+def main(names: list[str]) -> None:
     logging.getLogger("transformers").setLevel(logging.ERROR)
-    here = machine()
-    rows = {}
-    for name, (_, overrides) in METHODS.items():
-        rows[name] = measured(tuned(name, overrides))
+    rows = json.loads(RESULTS.read_text())["rows"] if names else {}
+    for name in names or METHODS:
+        rows[name] = measured(tuned(name, METHODS[name][1]))
         console.print(f"  {name}: {rows[name]}", soft_wrap=True)
-    RESULTS.write_text(json.dumps({"machine": here, "steps": STEPS, "rows": rows}, indent=2) + "\n")
-    note = f"\n{STEPS} steps each; {here['processor']}, {here['cores']} cores; {here['versions']}; {here['date']}.\n"
-    write_block(PAGE, "methods", table(rows) + note)
+        rows = {each: rows[each] for each in METHODS if each in rows}
+    RESULTS.write_text(json.dumps({"steps": STEPS, "rows": rows}, indent=2) + "\n")
+    write_block(PAGE, "methods", table(rows) + note(rows))
     console.print(table(rows))
 
 
 if __name__ == "__main__":
     try:
-        main()
+        main(sys.argv[1:])
     except PiLoraError as mistake:
         print(mistake, file=sys.stderr)
         sys.exit(2)

@@ -126,6 +126,16 @@ def test_show_says_where_values_come_from(capsys: pytest.CaptureFixture[str], mo
     assert "default" in rows["training.warmup_steps"]
 
 
+@pytest.mark.parametrize("command", ["show", "plan"])
+def test_a_former_key_is_a_line(
+    command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(REPOSITORY)
+    status, _, said = run(capsys, monkeypatch, command, "recipes/7b_16k.yaml", "tuning.embeddings_and_norms=false")
+    wanted = "command line, as embeddings_and_norms: is tuning.also_train now; write also_train: nothing\n"
+    assert (status, said) == (0, wanted)
+
+
 def test_recipes_lists_the_folder(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(REPOSITORY)
     status, out, _ = run(capsys, monkeypatch, "recipes")

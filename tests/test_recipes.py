@@ -62,6 +62,13 @@ def test_recipe_states_its_models_own_window(path: Path) -> None:
     assert planned(path, ["context.original=null"]).target.original == plan.target.original
 
 
+@pytest.mark.parametrize("path", recipe_paths(RECIPES), ids=str)
+def test_large_embeddings_do_not_train_beside_an_adapter(path: Path) -> None:
+    plan = planned(path)
+    tuning = plan.recipe.tuning
+    assert tuning.method == "full" or plan.target.shape.vocabulary <= 100_000 or tuning.also_train == "norms"
+
+
 def test_shapes_are_shipped_for_the_models_of_the_recipes_and_no_others() -> None:
     names = {load_recipe(path).recipe.model.name for path in recipe_paths(RECIPES)}
     assert {shipped_config(name) for name in names if not name.startswith("builtin:")} == set(CONFIGS.iterdir())
@@ -71,6 +78,12 @@ def test_the_page_is_what_the_command_prints() -> None:
     assert (RECIPES / "README.md").read_text() == recipes_page(RECIPES), (
         "pi-lora recipes --markdown > recipes/README.md"
     )
+
+
+def test_what_was_released_is_read() -> None:
+    """With the key of the version that made it."""
+    recipe = load_recipe(RECIPES.parent / "adapters" / "smollm2_135m_16k" / "recipe.yaml").recipe
+    assert recipe.tuning.also_train == "nothing"
 
 
 # Section 3.1 of the paper and its tables: model, target in thousands, scaling, steps, rate, batch, GPUs.

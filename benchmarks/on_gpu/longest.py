@@ -12,7 +12,7 @@ from pi_lora.planning.memory import OVERHEAD
 
 # As Unsloth's figures were made: an adapter alone, of rank 32. The levers are those that cost little time.
 CHANGES: Changes = {
-    "tuning": {"rank": 32, "embeddings_and_norms": False},
+    "tuning": {"rank": 32, "also_train": "nothing"},
     "training": {"mlp_chunk_tokens": 4096, "optimizer": "paged_adamw_8bit"},
     "hardware": {"offload_activations": True},
 }

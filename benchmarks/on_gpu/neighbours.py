@@ -14,7 +14,7 @@ from pi_lora.recipe.schema import Recipe
 PLAIN = "TRL + PEFT"
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 # What is trained beside the adapter is pi-lora's choice, which the neighbours' scripts do not make.
-ADAPTER_ALONE = {"tuning": {"embeddings_and_norms": False}}
+ADAPTER_ALONE = {"tuning": {"also_train": "nothing"}}
 
 
 def present() -> list[str]:

@@ -41,7 +41,7 @@ def levers(tiny: bool) -> list[dict[str, dict[str, Any]]]:
         {},
         pieces,
         {"training": {"activation_checkpointing": False}},
-        {"tuning": {"embeddings_and_norms": False}},
+        {"tuning": {"also_train": "nothing"}},
     ]
     if tiny:
         return [*everywhere, {"model": {"attention": "eager"}}]

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterable, Iterator
 from datetime import timedelta
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from rich.console import Console, ConsoleOptions, RenderableType
@@ -17,6 +17,9 @@ from rich.text import Text
 from pi_lora.errors import PiLoraError
 from pi_lora.scaling.config import Method
 from pi_lora.types import Progress, silent
+
+if TYPE_CHECKING:
+    from pi_lora.recipe.files import ResolvedRecipe
 
 # What a terminal obeys, other than a new line and a tab: control characters and changes of direction. Half a character,
 # as in the name of a file that is not UTF-8, cannot be printed at all.
@@ -68,6 +71,17 @@ TrustRemoteCode = Annotated[bool, typer.Option("--trust-remote-code", help="Run 
 AllowChanged = Annotated[bool, typer.Option("--allow-changed", help="Use a run though its base or data changed.")]
 Seed = Annotated[int, typer.Option(min=0, max=2**32 - 1)]
 Dtype = Annotated[Literal["float32", "bfloat16", "float16"] | None, typer.Option(help="Of the weights.")]
+
+
+def read_recipe(recipe: Path, overrides: list[str] | None) -> "ResolvedRecipe":
+    """Read a recipe, and warn of a key that has another name now; once, not in each of several processes."""
+    from pi_lora.distributed import is_launched
+    from pi_lora.recipe.files import load_recipe
+
+    resolved = load_recipe(recipe, overrides or [])
+    if resolved.renamed and not is_launched():
+        err.print(resolved.renamed, soft_wrap=True)
+    return resolved
 
 
 def stretch_of(original: int | None, target: int | None, scaling: Method | None) -> Any:

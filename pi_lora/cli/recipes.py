@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from pi_lora.cli.app import JsonFile, Overrides, RecipeFile, TrustRemoteCode, app, out, printable
+from pi_lora.cli.app import JsonFile, Overrides, RecipeFile, TrustRemoteCode, app, out, printable, read_recipe
 from pi_lora.errors import PiLoraError
 from pi_lora.types import Allowed
 
@@ -14,9 +14,7 @@ from pi_lora.types import Allowed
 @app.command()
 def show(recipe: RecipeFile, overrides: Overrides = None) -> None:
     """Print the resolved recipe, and where each value came from."""
-    from pi_lora.recipe.files import load_recipe
-
-    resolved = load_recipe(recipe, overrides or [])
+    resolved = read_recipe(recipe, overrides)
     table = Table("key", "value", "from", box=None)
     values = resolved.recipe.model_dump(mode="json")
     for key, origin in resolved.origins.items():
@@ -41,6 +39,7 @@ def plan(
     from pi_lora.planning.planning import find_gpu
     from pi_lora.planning.text import component_lines, plan_lines, planned
 
+    read_recipe(recipe, overrides)  # for what it warns of
     found = planned(recipe, overrides or [], find_gpu(gpu) if gpu else None, Allowed(trust_remote_code))
     table = Table("on each device", "at most", box=None)
     for row in component_lines(found):

@@ -15,6 +15,7 @@ from pi_lora.cli.app import (
     out,
     printable,
     progress_bar,
+    read_recipe,
     working,
 )
 from pi_lora.errors import PiLoraError
@@ -43,10 +44,9 @@ def train(
 ) -> None:
     """Tune a model to its target window, as RECIPE says, in as many processes as it asks for."""
     from pi_lora.distributed import check_launched, is_launched, launch, launch_arguments
-    from pi_lora.recipe.files import load_recipe
 
     changes = (overrides or []) + ([f"hardware.machines={num_machines}"] if num_machines else [])
-    resolved = load_recipe(recipe, changes).recipe
+    resolved = read_recipe(recipe, changes).recipe
     where = (machine_rank, main_process_ip, main_process_port)
     several = resolved.hardware.processes > 1 and not is_launched()
     worker = ["train", str(recipe), *changes, *(["--output", str(output)] if output else [])]

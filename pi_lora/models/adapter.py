@@ -4,7 +4,7 @@ import json
 import math
 import shlex
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from pi_lora.errors import ModelError
 from pi_lora.models.base import check_finite
 from pi_lora.models.stored import ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILE, EXTENDED, read_adapter_settings
-from pi_lora.recipe.schema import Tuning
+from pi_lora.recipe.schema import Beside, Tuning
 
 
 def prepare_for_tuning(
@@ -31,7 +31,7 @@ def prepare_for_tuning(
     if tuning.method == "full":
         return model.requires_grad_(True)
     # LongLoRA finds plain LoRA (Hu et al. 2021) worse at long context without embeddings and norms trained in full.
-    whole = _embedding_and_norm_names(model) if tuning.embeddings_and_norms else None
+    whole = _names_trained_whole(model, tuning)
     config = LoraConfig(
         r=tuning.rank,
         lora_alpha=tuning.lora_alpha,
@@ -39,8 +39,8 @@ def prepare_for_tuning(
         use_dora=tuning.dora,
         lora_dropout=tuning.dropout,
         target_modules="all-linear" if tuning.targets == "all-linear" else sorted(_attention_names(model)),
-        modules_to_save=whole,
-        ensure_weight_tying=bool(whole) and model.config.tie_word_embeddings,
+        modules_to_save=whole or None,
+        ensure_weight_tying=tuning.with_embeddings and model.config.tie_word_embeddings,
         task_type="CAUSAL_LM",
     )
     with without_known_warnings():
@@ -75,7 +75,7 @@ def check_shape(folder: Path, tuning: Tuning, base: PreTrainedModel) -> None:
         "rank_stabilized": (bool(saved.use_rslora), tuning.rank_stabilized),
         "dora": (bool(saved.use_dora), tuning.dora),
         "targets": ("attention" if on_attention_alone else "all-linear", tuning.targets),
-        "embeddings_and_norms": (bool(saved.modules_to_save), tuning.embeddings_and_norms),
+        "also_train": (_trained_beside(saved.modules_to_save or [], base), tuning.also_train),
     }
     if differing := [f"tuning.{key}={str(has).lower()}" for key, (has, asked) in pairs.items() if has != asked]:
         other = f"the adapter in {folder} has another shape, which tuning further does not change"
@@ -271,15 +271,25 @@ def _saved_name(name: str) -> str:
     return name.replace("lora_magnitude_vector.weight", "lora_magnitude_vector")
 
 
-def _embedding_and_norm_names(model: PreTrainedModel) -> list[str]:
-    embedding = model.get_input_embeddings()
-    names = {
-        name.rpartition(".")[2]
-        for name, module in model.named_modules()
+def _names_trained_whole(model: PreTrainedModel, tuning: Tuning) -> list[str]:
+    """Return the last part of the names of the modules that train in full beside LoRA."""
+    names = {_embedding_name(model)} if tuning.with_embeddings else set()
+    for name, module in model.named_modules() if tuning.with_norms else ():
         # The norms of OLMo have no parameters.
-        if module is embedding or ("Norm" in type(module).__name__ and any(True for _ in module.parameters()))
-    }
+        if "Norm" in type(module).__name__ and any(True for _ in module.parameters()):
+            names.add(name.rpartition(".")[2])
     return sorted(names)
+
+
+def _trained_beside(names: Iterable[str], base: PreTrainedModel) -> Beside:
+    """Return what an adapter of `base` trained in full beside its matrices, by the names of its modules."""
+    saved = {name.rpartition(".")[2] for name in names}
+    return "embeddings_and_norms" if _embedding_name(base) in saved else "norms" if saved else "nothing"
+
+
+def _embedding_name(model: PreTrainedModel) -> str:
+    embedding = model.get_input_embeddings()
+    return next(str(name) for name, module in model.named_modules() if module is embedding).rpartition(".")[2]
 
 
 def _attention_names(model: nn.Module) -> set[str]:

@@ -111,7 +111,7 @@ def memory(
     trained, trained_number = trained_parameters(shape, tuning), base_number if full else FLOAT32
     moments = float(trained * ADAMW_MOMENTS * trained_number)
     if training.optimizer == "paged_adamw_8bit":
-        in_32_bits = shape.embedding if full or tuning.embeddings_and_norms else 0
+        in_32_bits = shape.embedding if full or tuning.with_embeddings else 0
         moments = in_32_bits * ADAMW_MOMENTS * FLOAT32 + (trained - in_32_bits) * ADAMW_8BIT
     optimizer = round(moments / shards)
     base = base_bytes(shape, tuning.method == "qlora", base_number)
@@ -179,7 +179,7 @@ def loss_bytes(
 
 
 def _head_trains(shape: Shape, tuning: Tuning) -> bool:
-    return tuning.method == "full" or (shape.tied and tuning.embeddings_and_norms)
+    return tuning.method == "full" or (shape.tied and tuning.with_embeddings)
 
 
 def _activations(
@@ -230,8 +230,8 @@ def layer_bytes(
     # its float32 values as well, and one that trains beside LoRA the normalized values.
     full, of_heads = tuning.method == "full", 0
     if shape.head_normed:
-        of_heads = 3 if full or tuning.embeddings_and_norms else 2
-    normalized = 2 if tuning.embeddings_and_norms and not full else 0
+        of_heads = 3 if full or tuning.with_norms else 2
+    normalized = 2 if tuning.with_norms and not full else 0
     of_norms = _bytes(shape, 4 * max(0, shape.norms - 2) + normalized, 0, of_heads, of_heads)
     return kept + of_norms, max(peak, in_attention) + of_norms
 

@@ -80,5 +80,5 @@ def trained_parameters(shape: Shape, tuning: Tuning) -> int:
     """Count what trains: all weights, or LoRA's and copies of norms and embeddings, of tied ones once."""
     if tuning.method == "full":
         return shape.parameters
-    copies = shape.embedding + shape.norm_weights if tuning.embeddings_and_norms else 0
+    copies = shape.embedding * tuning.with_embeddings + shape.norm_weights * tuning.with_norms
     return adapter_parameters(shape, tuning) + copies

@@ -23,6 +23,8 @@ DEFAULT = "default"
 MOST_BYTES, MOST_NODES, MOST_DEPTH = 1_000_000, 1_000, 20
 
 KeyPath = tuple[str | int, ...]
+# A key that version 0.1 still reads; `true` and `false` are two of the values that it has now. Origins tell.
+FORMER, PRESENT, AS_FORMER = ("tuning", "embeddings_and_norms"), ("tuning", "also_train"), ", as embeddings_and_norms"
 _TAG = "tag:yaml.org,2002:"
 _KINDS = ("null", "bool", "int", "float", "str", "seq", "map")
 
@@ -87,6 +89,12 @@ class ResolvedRecipe:
 
     recipe: Recipe
     origins: Mapping[str, str]
+
+    @property
+    def renamed(self) -> str | None:
+        """A line to a user who gave a key by its former name."""
+        origin, now = self.origins[".".join(PRESENT)], self.recipe.tuning.also_train
+        return f"{origin}: is {'.'.join(PRESENT)} now; write also_train: {now}" if AS_FORMER in origin else None
 
 
 def load_recipe(path: Path, overrides: Sequence[str] = ()) -> ResolvedRecipe:
@@ -156,7 +164,16 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[KeyPath, str]]:
     if not isinstance(tree, dict):
         what = "is empty" if tree is None else f"holds a {type(tree).__name__}, not keys"
         raise RecipeError([f"{path}: {what}; write `key: value` lines, at least of model, context and data"])
-    return tree, dict(_lines(node, path))
+    origins = dict(_lines(node, path))
+    tuning = tree.get("tuning")
+    if isinstance(tuning, dict) and PRESENT[1] not in tuning and isinstance(tuning.get(FORMER[1]), bool):
+        tuning[PRESENT[1]] = _present(tuning.pop(FORMER[1]))
+        origins[PRESENT] = origins.get(FORMER, str(path)) + AS_FORMER
+    return tree, origins
+
+
+def _present(value: bool) -> str:
+    return "embeddings_and_norms" if value else "nothing"
 
 
 def _parsed(text: str) -> tuple[yaml.Node | None, Any]:
@@ -195,6 +212,9 @@ def _apply_override(tree: dict[str, Any], origins: dict[KeyPath, str], override:
         _, value = _parsed(text)
     except yaml.YAMLError:
         raise RecipeError([f"{override}: the value is not YAML; quote it"]) from None
+    origin = COMMAND_LINE
+    if key == ".".join(FORMER) and isinstance(value, bool):
+        key, value, origin = ".".join(PRESENT), _present(value), origin + AS_FORMER
     *sections, last = key.split(".")
     for section in sections:
         inner = tree.get(section) or {}
@@ -202,7 +222,7 @@ def _apply_override(tree: dict[str, Any], origins: dict[KeyPath, str], override:
             raise RecipeError([f"{override}: {section} is not a section; write {section}=value"])
         tree[section] = tree = dict(inner)
     tree[last] = value
-    origins[(*sections, last)] = COMMAND_LINE
+    origins[(*sections, last)] = origin
 
 
 def _problem(path: Path, error: Any, origins: Mapping[KeyPath, str]) -> str:

@@ -23,6 +23,7 @@ Tracker = Literal["tensorboard", "wandb", "trackio"]
 Kernel = Literal["auto", "sdpa", "flash_attention_2", "eager"]
 Method = Literal["lora", "qlora", "full"]
 Scaling = Literal["pi", "direct", "dynamic", "yarn", "keep"]
+Beside = Literal["embeddings_and_norms", "norms", "nothing"]
 
 
 def _as_sources(value: object) -> object:
@@ -103,12 +104,22 @@ class Tuning(Section):
     dora: bool = Field(False, description="train magnitudes and directions separately (DoRA, Liu et al. 2024)")
     dropout: float = Field(0.0, ge=0, lt=1, description="probability, on the adapter's inputs")
     targets: Literal["attention", "all-linear"] = Field("all-linear", description="linear layers that get an adapter")
-    embeddings_and_norms: bool = Field(True, description="also train them in full (LongLoRA)")
+    also_train: Beside = Field("embeddings_and_norms", description="beside the adapter, in full (LongLoRA)")
 
     @property
     def lora_alpha(self) -> float:
         """Alpha in PEFT's sense: the update is scaled by alpha / rank."""
         return 2.0 * self.rank if self.alpha is None else self.alpha
+
+    @property
+    def with_embeddings(self) -> bool:
+        """Whether embeddings train in full beside the adapter."""
+        return self.also_train == "embeddings_and_norms"
+
+    @property
+    def with_norms(self) -> bool:
+        """Whether norms train in full beside the adapter."""
+        return self.also_train != "nothing"
 
 
 class Source(Section):

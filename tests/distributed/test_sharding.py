@@ -141,7 +141,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 ALL: Mapping[str, Any] = {"method": "full"}
 WHOLE: Mapping[str, Any] = {"method": "lora", "rank": 4}
-ADAPTER: Mapping[str, Any] = {"method": "lora", "rank": 4, "embeddings_and_norms": False}
+ADAPTER: Mapping[str, Any] = {"method": "lora", "rank": 4, "also_train": "nothing"}
 TUNINGS = {"full": ALL, "lora": WHOLE, "adapter": ADAPTER}
 
 

@@ -47,6 +47,7 @@ CASES: dict[str, tuple[PreTrainedConfig, dict[str, Any]]] = {
         {"r": 4, "target_modules": ALL, "rank_pattern": {"q_proj": 2}, "alpha_pattern": {r"layers\.1\..*up_proj": 3}},
     ),
     "embeddings and norms": (UNTIED, {"r": 4, "target_modules": ALL, "modules_to_save": ["embed_tokens", *NORMS]}),
+    "norms": (TIED, {"r": 4, "target_modules": ALL, "modules_to_save": NORMS}),
     "head": (UNTIED, {"r": 4, "target_modules": [*ATTENTION, "lm_head"], "use_dora": True}),
     "lora on embeddings": (UNTIED, {"r": 4, "target_modules": ["embed_tokens", "q_proj"]}),
     "dora on embeddings": (UNTIED, {"r": 4, "target_modules": ["embed_tokens", "q_proj"], "use_dora": True}),

@@ -42,7 +42,7 @@ def test_full_trains_every_weight(small_model: Path) -> None:
 
 
 def test_lora_trains_matrices_and_with_them_embeddings_and_norms(small_model: Path) -> None:
-    alone = trained_names(adapted(small_model, rank=4, embeddings_and_norms=False))
+    alone = trained_names(adapted(small_model, rank=4, also_train="nothing"))
     assert all("lora_" in name for name in alone)
     beside = trained_names(adapted(small_model, rank=4)) - alone
     assert sum("embed_tokens" in name for name in beside) >= 1
@@ -50,17 +50,23 @@ def test_lora_trains_matrices_and_with_them_embeddings_and_norms(small_model: Pa
     assert any(".norm." in name for name in beside)
 
 
+def test_norms_train_beside_lora_without_embeddings(small_model: Path) -> None:
+    names = trained_names(adapted(small_model, rank=4, also_train="norms"))
+    beside = {name.split(".modules_to_save")[0].rpartition(".")[2] for name in names if "lora_" not in name}
+    assert beside == {"input_layernorm", "norm", "post_attention_layernorm"}
+
+
 def test_norms_without_parameters_are_left_alone() -> None:
     sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
     model = AutoModelForCausalLM.from_config(OlmoConfig(vocab_size=64, pad_token_id=0, **sizes))
-    names = trained_names(prepare_for_tuning(model, Tuning(rank=4, embeddings_and_norms=True), "olmo"))
+    names = trained_names(prepare_for_tuning(model, Tuning(rank=4, also_train="embeddings_and_norms"), "olmo"))
     assert {name.split(".modules_to_save")[0].rpartition(".")[2] for name in names if "lora_" not in name} == {
         "embed_tokens"
     }
 
 
 def test_attention_targets_leave_the_mlp_alone(small_model: Path) -> None:
-    names = trained_names(adapted(small_model, targets="attention", embeddings_and_norms=False))
+    names = trained_names(adapted(small_model, targets="attention", also_train="nothing"))
     assert all("self_attn" in name for name in names)
     assert {name.split("self_attn.")[1].split("_")[0] for name in names} == {"q", "k", "v", "o"}
 
@@ -114,7 +120,7 @@ def test_what_was_trained_is_what_is_saved(small_model: Path, tmp_path: Path) ->
 
 
 def test_a_trained_weight_that_is_not_saved_is_an_error(small_model: Path, tmp_path: Path) -> None:
-    model = adapted(small_model, rank=4, embeddings_and_norms=False)
+    model = adapted(small_model, rank=4, also_train="nothing")
     # The trap that others fell into: PEFT saves nothing of what is unfrozen by hand.
     model.get_base_model().model.norm.weight.requires_grad_(True)
     with pytest.raises(ModelError, match=r"trained but not saved: .*norm\.weight"):

@@ -63,7 +63,7 @@ OTHERS: dict[str, dict[str, Any]] = {
 }
 TUNINGS: dict[str, dict[str, Any]] = {
     "lora": {},
-    "attention": {"rank": 8, "targets": "attention", "embeddings_and_norms": False},
+    "attention": {"rank": 8, "targets": "attention", "also_train": "nothing"},
     "dora": {"rank": 4, "dora": True},
     "qlora": {"method": "qlora"},
     "full": {"method": "full"},

@@ -155,15 +155,15 @@ def test_methods_cost_in_their_order(target: int) -> None:
 def test_an_eight_bit_optimizer_saves_three_quarters_but_of_embeddings(name: str, more: float) -> None:
     """transformers keeps their moments in 32 bits."""
 
-    def moments(optimizer: str, whole: bool) -> int:
-        sections = {"training": {"optimizer": optimizer}, "tuning": {"embeddings_and_norms": whole}}
+    def moments(optimizer: str, beside: str) -> int:
+        sections = {"training": {"optimizer": optimizer}, "tuning": {"also_train": beside}}
         plan = plan_of(recipe(name, 65536, hardware={"gpus": 1}, **sections), "H100")
         return plan.memory.components["optimizer"]
 
-    assert moments("paged_adamw_8bit", False) / moments("adamw", False) == pytest.approx(0.25, abs=0.01)
+    assert moments("paged_adamw_8bit", "nothing") / moments("adamw", "nothing") == pytest.approx(0.25, abs=0.01)
     _, shape = find_shape(name)
-    all_in_8_bits = moments("paged_adamw_8bit", False) + (shape.embedding + shape.norm_weights) * ADAMW_8BIT
-    assert (moments("paged_adamw_8bit", True) - all_in_8_bits) / GIB == pytest.approx(more, abs=0.01)
+    all_in_8_bits = moments("paged_adamw_8bit", "norms") + shape.embedding * ADAMW_8BIT
+    assert (moments("paged_adamw_8bit", "embeddings_and_norms") - all_in_8_bits) / GIB == pytest.approx(more, abs=0.01)
 
 
 def test_positions_that_skip_cost_what_the_original_window_costs() -> None:
@@ -197,7 +197,7 @@ def test_components_and_overhead_cover_the_peak() -> None:
         ({"target": 131072, "tuning": {"dropout": 0.1}}, "H100", "hardware.offload_activations=true"),
         ({"training": {"per_device_batch_size": 8}, "tuning": {"method": "qlora"}}, "4090", "training.per_device"),
         ({"tuning": {"method": "lora"}, "name": "huggyllama/llama-13b"}, "4090", "tuning.method=qlora"),
-        ({"tuning": {"method": "full", "embeddings_and_norms": False}}, "H100", "tuning.method=qlora"),
+        ({"tuning": {"method": "full", "also_train": "nothing"}}, "H100", "tuning.method=qlora"),
         (
             {"target": 1_048_576},
             "A100-40",

@@ -28,7 +28,7 @@ def trained_by_peft(kind: str, tuning: Tuning) -> int:
 
 @pytest.mark.parametrize("kind", OTHERS)
 def test_trained_parameters_on_attention_are_those_that_peft_trains(kind: str) -> None:
-    tuning = Tuning(rank=8, targets="attention", embeddings_and_norms=False)
+    tuning = Tuning(rank=8, targets="attention", also_train="nothing")
     assert trained_parameters(small_shape(kind), tuning) == trained_by_peft(kind, tuning)
 
 
@@ -40,11 +40,12 @@ def test_trained_parameters_on_attention_are_those_that_peft_trains(kind: str) -
     "tuning",
     [
         Tuning(rank=4),
-        Tuning(rank=8, targets="attention", embeddings_and_norms=False),
+        Tuning(rank=4, also_train="norms"),
+        Tuning(rank=8, targets="attention", also_train="nothing"),
         Tuning(rank=4, dora=True, targets="attention"),
         Tuning(method="full"),
     ],
-    ids=["all", "attention", "dora", "full"],
+    ids=["all", "norms", "attention", "dora", "full"],
 )
 def test_trained_parameters_are_those_that_peft_trains(kind: str, tuning: Tuning) -> None:
     assert trained_parameters(small_shape(kind), tuning) == trained_by_peft(kind, tuning)
@@ -147,11 +148,12 @@ EVERY_TUNING = pytest.mark.parametrize(
         (Tuning(method="full"), False),
         (Tuning(method="full"), True),
         (Tuning(rank=1), False),
-        (Tuning(rank=1, embeddings_and_norms=False), False),
+        (Tuning(rank=1, also_train="norms"), False),
+        (Tuning(rank=1, also_train="nothing"), False),
         (Tuning(rank=1, targets="attention"), False),
         (Tuning(rank=1, dora=True), False),
     ],
-    ids=["full bfloat16", "full", "lora", "plain lora", "lora on attention", "dora"],
+    ids=["full bfloat16", "full", "lora", "lora and norms", "plain lora", "lora on attention", "dora"],
 )
 
 

@@ -45,6 +45,18 @@ def test_a_lora_run_folder_is_complete(lora_run: Path, small_model: Path) -> Non
     assert not list(lora_run.parent.glob(".*"))
 
 
+def test_norms_alone_are_trained_saved_and_loaded(small_model: Path, tmp_path: Path) -> None:
+    run = train(small_recipe(small_model, tuning={"rank": 4, "also_train": "norms"}), tmp_path / "run")
+    saved = {name.rpartition("layers.")[2] for name in weights(run)}
+    beside = {name for name in saved if "lora_" not in name}
+    of_layers = {f"{n}.{name}_layernorm.weight" for n in (0, 1) for name in ("input", "post_attention")}
+    assert beside == {"base_model.model.model.norm.weight", *of_layers}
+    assert "; norms in full |" in (run / "README.md").read_text()
+    loaded = dict(load(str(run)).model.named_parameters())
+    norm = loaded["base_model.model.model.norm.modules_to_save.default.weight"]
+    assert not torch.equal(norm, torch.ones_like(norm))
+
+
 @pytest.mark.parametrize("run", ["lora_run", "full_run"])
 def test_files_have_ordinary_permissions(run: str, request: pytest.FixtureRequest) -> None:
     for path in request.getfixturevalue(run).iterdir():

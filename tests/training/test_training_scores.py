@@ -33,11 +33,11 @@ CASES = [
     pytest.param(("float32", LORA), id="float32"),
     pytest.param(("bfloat16", LORA), id="bfloat16"),
     pytest.param(("bfloat16", FULL), id="full, bfloat16"),
+    pytest.param(("bfloat16", {**QLORA, "also_train": "nothing"}), id="qlora, bfloat16", marks=NEEDS_BITSANDBYTES),
     pytest.param(
-        ("bfloat16", {**QLORA, "embeddings_and_norms": False}), id="qlora, bfloat16", marks=NEEDS_BITSANDBYTES
-    ),
-    pytest.param(
-        ("bfloat16", {**QLORA, "embeddings_and_norms": True}), id="qlora, all, bfloat16", marks=NEEDS_BITSANDBYTES
+        ("bfloat16", {**QLORA, "also_train": "embeddings_and_norms"}),
+        id="qlora, all, bfloat16",
+        marks=NEEDS_BITSANDBYTES,
     ),
 ]
 
@@ -63,7 +63,7 @@ def interpolated_base(run: Path) -> LoadedModel:
         return load(recipe.model.name, Stretch(128))
     found = find(recipe.model.name, Stretch(128))
     model = load_model(found.base, found.config, torch.bfloat16, place="quantized")
-    if recipe.tuning.embeddings_and_norms:  # which compute in float32, the tied head as well
+    if recipe.tuning.with_embeddings:  # which compute in float32, the tied head as well
         model = prepare_for_tuning(model, recipe.tuning, found.name)
     return LoadedModel(found.name, model.eval(), found.tokenizer, found.config)
 

@@ -113,7 +113,8 @@ def test_an_adapter_folder_of_other_origin_needs_no_recipe(lora_run: Path, rows:
     ("changes", "message"),
     [
         ({"tuning": {"rank": 8, "alpha": 8}}, "set tuning.rank=4, or merge it first"),
-        ({"tuning": {"rank": 4, "embeddings_and_norms": False}}, "set tuning.embeddings_and_norms=true"),
+        ({"tuning": {"rank": 4, "also_train": "nothing"}}, "set tuning.also_train=embeddings_and_norms"),
+        ({"tuning": {"rank": 4, "also_train": "norms"}}, "set tuning.also_train=embeddings_and_norms"),
         ({"tuning": {"rank": 4, "targets": "attention"}}, "set tuning.targets=all-linear"),
         ({"tuning": {"method": "full"}}, "which tuning.method: full cannot tune; merge it first"),
         ({"context": {"target": 129}}, "129 is longer than the window of .*, 128 tokens"),
