@@ -26,6 +26,7 @@ from pi_lora.errors import Interrupted
 from pi_lora.models import adapter as adapters
 from pi_lora.models.base import Placement, device, load_model, quiet_loading, save_config, save_tokenizer
 from pi_lora.models.load import LoadedModel
+from pi_lora.models.machine import SDPA
 from pi_lora.models.origin import check_origin, check_resumed, origin_of, read_origin
 from pi_lora.recipe.schema import Recipe
 from pi_lora.report.card import write_card
@@ -227,6 +228,10 @@ class Trainer(SFTTrainer):
                 callbacks=[log, *others],
             )
         self.remove_callback(PrinterCallback)
+        # Without a mask torch chooses its fast kernel; FlashAttention leaves padding out by itself, and the loss that
+        # balances experts counts what the mask says.
+        balances_experts = bool(job.config.get("output_router_logits"))
+        self.unmasked = job.recipe.data.has_examples and job.attention == SDPA and not balances_experts
         if self.is_fsdp_enabled:
             self._sum_in_float32()
 
@@ -247,9 +252,13 @@ class Trainer(SFTTrainer):
     def _get_train_sampler(self, train_dataset: Any = None) -> Sampler[int] | None:
         return self.groups or super()._get_train_sampler(train_dataset)
 
-    def training_step(self, *arguments: Any, **named: Any) -> torch.Tensor:
-        """Let the log see the loss."""
-        loss: torch.Tensor = super().training_step(*arguments, **named)
+    def training_step(self, model: Any, inputs: dict[str, torch.Tensor], *others: Any) -> torch.Tensor:
+        """Unmask the padding of examples, and let the log see the loss. Padding is on the right, where causality hides
+        it from every token, and has no label. The trainer counts tokens by the mask of its own `inputs`.
+        """
+        if self.unmasked:
+            inputs = {**inputs, "attention_mask": torch.ones_like(inputs["attention_mask"])}
+        loss: torch.Tensor = super().training_step(model, inputs, *others)
         self.log_of_losses.saw(loss)
         return loss
 

@@ -1,0 +1,76 @@
+"""Batches of examples without a mask: padding on the right changes no loss and no gradient."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import architectures
+import pytest
+import torch
+from conftest import small_recipe, train
+
+from pi_lora.data.batches import CollateExamples
+from pi_lora.data.examples import training_examples
+from pi_lora.models.base import load_tokenizer
+from pi_lora.recipe.files import load_recipe
+
+PADDING = 1
+LENGTHS = ((30, 10), (15, 6), (20, 20))
+
+
+def batch() -> dict[str, torch.Tensor]:
+    ids = torch.randint(2, 60, (40,), generator=torch.Generator().manual_seed(3)).numpy()
+    return CollateExamples(PADDING)([{"prompt_ids": ids[:n], "completion_ids": ids[:m]} for n, m in LENGTHS])
+
+
+# Full attention, sliding windows shorter than the examples, LayerNorm and biases, state spaces, local and full layers.
+@pytest.mark.parametrize("model_type", ["llama", "mistral", "gpt_neox", "gemma3_text", "bamba"])
+def test_padding_needs_no_mask(model_type: str) -> None:
+    config = architectures.small_config(model_type)
+    if model_type == "mistral":
+        config.sliding_window = 16
+    model = architectures.small_model(type(config), config.to_dict()).double().train()
+    found = []
+    for mask in (batch()["attention_mask"], torch.ones_like(batch()["attention_mask"])):
+        model.zero_grad()
+        loss = model(**{**batch(), "attention_mask": mask}, use_cache=False).loss
+        loss.backward()
+        found.append([loss.detach(), *(weight.grad for weight in model.parameters() if weight.grad is not None)])
+    torch.testing.assert_close(found[0], found[1], rtol=1e-6, atol=1e-12)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_only_torchs_kernel_gets_no_mask(
+    attention: str, lora_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = [{"text": "The cat sat on the mat. " * words, "gist": f"Cat {words}."} for words in (1, 2, 3, 4)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    source = {"source": str(tmp_path / "rows.jsonl"), "document": "text", "summary": "gist", "completion_tokens": 20}
+    recipe = small_recipe(
+        lora_run,
+        scaling="keep",
+        data={**source, "epochs": 4},
+        model={"name": str(lora_run), "attention": attention},
+    )
+    masked = []
+    plain = torch.nn.functional.scaled_dot_product_attention
+
+    def watched(*tensors: torch.Tensor, attn_mask: torch.Tensor | None = None, **options: Any) -> torch.Tensor:
+        masked.append(attn_mask is not None)
+        return plain(*tensors, attn_mask=attn_mask, **options)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", watched)
+    run = train(recipe, tmp_path / "run")
+    assert bool(masked) == (attention == "sdpa")
+    assert not any(masked)
+    log = [json.loads(line) for line in (run / "training.jsonl").read_text().splitlines()]
+    # Two steps are an epoch: what is counted is without the padding.
+    assert log[1]["tokens"] == log[3]["tokens"] / 2 < 4 * 128
+    assert log[1]["tokens"] == sum(lengths(run, rows))
+
+
+def lengths(run: Path, rows: list[dict[str, str]]) -> list[int]:
+    recipe = load_recipe(run / "recipe.yaml").recipe
+    found, _ = training_examples(recipe.data, load_tokenizer(run, 128), 128)
+    assert len(found) == len(rows)
+    return [len(row["prompt_ids"]) + len(row["completion_ids"]) for row in found]
