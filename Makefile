@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 export HF_HUB_DISABLE_TELEMETRY := 1
 
-.PHONY: demo results key-sentences recipes test test-other-processor test-slow faults lint clean
+.PHONY: demo results key-sentences recipes test test-other-processor test-slow faults lint docs release clean
 
 demo: .venv/installed
 	$(BIN)/python scripts/demo.py
@@ -40,11 +40,25 @@ lint: .venv/installed
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# The site, in site/; a link that leads nowhere is an error.
+docs: .docs/installed
+	.docs/bin/mkdocs build --strict
+
+# Wheel and sdist in dist/, checked, and the first minute of the demo with the wheel outside the checkout.
+release:
+	scripts/release.sh $(PYTHON)
+
 clean:
-	rm -rf .venv
+	rm -rf .venv .docs site dist
 
 .venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "pi-lora needs Python 3.11 or newer: make PYTHON=python3.11")'
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+# The site needs the sources only, not what they import.
+.docs/installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .docs
+	.docs/bin/pip install --quiet --disable-pip-version-check --constraint constraints.txt $(DOCS)
 	touch $@

@@ -75,8 +75,9 @@ def any_process(*flags: bool) -> list[bool]:
 
 # Of the folder where launched processes and the one that launched them leave word of how training ends.
 WORD, OUTCOME, SIGNALLED = "PI_LORA_WORD", "outcome.json", "signalled"
-# Ctrl-C, a cluster's end of a job, and a connection that dropped.
-ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+# A connection that dropped, Ctrl-C, and a cluster's end of a job. Windows has no SIGHUP.
+ENDING = [each for each in signal.Signals if each.name in ("SIGHUP", "SIGINT", "SIGTERM")]
+HANG_UP = next((each for each in ENDING if each.name == "SIGHUP"), None)
 
 
 def is_launched() -> bool:
@@ -127,8 +128,11 @@ def launch_arguments(
 
 def launch(command: Sequence[str]) -> int:
     """Run `accelerate launch COMMAND`; return the exit status. The first signal of `ENDING` lets the workers end their
-    step and write a checkpoint, the second kills them.
+    step and write a checkpoint, the second kills them. Raise RecipeError on Windows, which lacks what that takes.
     """
+    if sys.platform == "win32":
+        where = "several processes are started on Linux and macOS only"
+        raise RecipeError([f"hardware: {where}; leave hardware.gpus out, or use the Windows Subsystem for Linux"])
     from accelerate.commands.launch import launch_command, launch_command_parser
     from accelerate.utils import patch_environment
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -195,7 +199,7 @@ def _signals_go_to_workers() -> Iterator[list[int]]:
 
     def forward(number: int, frame: types.FrameType | None) -> None:
         received.append(number)
-        if number == signal.SIGHUP:
+        if number == HANG_UP:
             leave_lost_terminals()
         Path(os.environ[WORD], SIGNALLED).touch()
         # torch's launcher starts each worker in a session of its own, which Ctrl-C on the terminal does not reach.

@@ -136,11 +136,19 @@ def test_a_former_key_is_a_line(
     assert (status, said) == (0, wanted)
 
 
-def test_recipes_lists_the_folder(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(REPOSITORY)
+def test_shipped_recipes_have_names_and_a_folders_have_paths(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
     status, out, _ = run(capsys, monkeypatch, "recipes")
     assert status == 0
-    assert "recipes/demo.yaml" in out
+    assert {"demo", "7b_16k", "paper/65b_8k"} < {line.split()[0] for line in out.splitlines()}
+    Path("own").mkdir()
+    Path("own/mine.yaml").write_text("# Mine.\n")
+    status, out, _ = run(capsys, monkeypatch, "recipes", "own")
+    assert [line.split() for line in out.splitlines()[1:]] == [["own/mine.yaml", "Mine."]]
+    for name in ("demo", "paper/65b_8k", "demo.yaml"):
+        assert run(capsys, monkeypatch, "plan", name)[0] == 0
 
 
 def test_dry_run_reads_no_weights_and_writes_nothing(
@@ -157,6 +165,7 @@ def test_dry_run_reads_no_weights_and_writes_nothing(
     ("arguments", "line"),
     [
         (["train", "nowhere.yaml"], "nowhere.yaml: no such recipe; pi-lora recipes lists what is there"),
+        (["plan", "elsewhere/7b_16k.yaml"], "elsewhere/7b_16k.yaml: no such recipe; did you mean 7b_16k?"),
         (["train", DEMO, "context.target=200"], "context.target: 200 is not longer than the model's own window of 256"),
         (["train", DEMO, "model.name=./gone"], "./gone: no such folder; give a model folder"),
         (["train", DEMO, "--output", "taken"], "taken: already exists and is not overwritten"),

@@ -34,11 +34,9 @@ def test_every_command_parses(line: str, monkeypatch: pytest.MonkeyPatch) -> Non
     command = get_command(app)
     while hasattr(command, "commands"):
         command = command.commands[words.pop(0)]
-    command.make_context(command.name, words)
-    for index, word in enumerate(words):
-        if word.endswith(".yaml"):
-            overrides = [each for each in words[index + 1 :] if "=" in each and not each.startswith("-")]
-            load_recipe(Path(word), overrides)
+    given = command.make_context(command.name, words).params
+    if "recipe" in given:
+        load_recipe(given["recipe"], given["overrides"] or [])
 
 
 @pytest.mark.parametrize("page", LINKED, ids=lambda page: str(page.relative_to(ROOT)))

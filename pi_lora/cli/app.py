@@ -15,6 +15,7 @@ from rich.segment import Segment
 from rich.text import Text
 
 from pi_lora.errors import PiLoraError
+from pi_lora.recipe.places import find_recipe
 from pi_lora.scaling.config import Method
 from pi_lora.types import Progress, silent
 
@@ -54,7 +55,9 @@ EACH_NOTE, EACH_LINE = 1.0, 60.0
 # No window is longer.
 MOST_TOKENS = 10**9
 
-RecipeFile = Annotated[Path, typer.Argument(metavar="RECIPE", help="A recipe file.")]
+RecipeFile = Annotated[
+    Path, typer.Argument(metavar="RECIPE", callback=find_recipe, help="A file, or the name of a recipe of pi-lora.")
+]
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="[key=value ...]", help="Keys to change.")]
 ModelName = Annotated[str, typer.Argument(metavar="MODEL", help="Hub id, folder, run, GGUF file or builtin:tiny.")]
 JsonFile = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the result there as well.")]

@@ -8,6 +8,7 @@ from rich.table import Table
 
 from pi_lora.cli.app import JsonFile, Overrides, RecipeFile, TrustRemoteCode, app, out, printable, read_recipe
 from pi_lora.errors import PiLoraError
+from pi_lora.recipe.places import shipped_recipes
 from pi_lora.types import Allowed
 
 
@@ -52,15 +53,18 @@ def plan(
 
 @app.command()
 def recipes(
-    folder: Annotated[Path, typer.Argument(help="Where to look.")] = Path("recipes"),
+    folder: Annotated[
+        Path | None, typer.Argument(help="Where to look; by default those that come with pi-lora.", show_default=False)
+    ] = None,
     markdown: Annotated[bool, typer.Option(help="Print the page with what each takes, recipes/README.md.")] = False,
     keys: Annotated[bool, typer.Option(help="Print every key that a recipe may have, docs/recipes.md.")] = False,
 ) -> None:
-    """List the recipes in a folder."""
+    """List the recipes that come with pi-lora by name, or those in a folder."""
     from pi_lora.recipe.files import recipe_paths, recipe_summary
 
-    if not folder.is_dir():
-        raise PiLoraError(f"{folder}: no such folder; name one that holds recipes")
+    place = folder or shipped_recipes()
+    if not place.is_dir():
+        raise PiLoraError(f"{place}: no such folder; name one that holds recipes")
     if keys:
         from pi_lora.recipe.schema import reference_page
 
@@ -68,9 +72,10 @@ def recipes(
     elif markdown:
         from pi_lora.planning.text import recipes_page
 
-        print(printable(recipes_page(folder)), end="")
+        print(printable(recipes_page(place)), end="")
     else:
         table = Table("recipe", "what it makes", box=None)
-        for path in recipe_paths(folder):
-            table.add_row(str(path), recipe_summary(path))
+        for path in recipe_paths(place):
+            name = path if folder else path.relative_to(place).with_suffix("")
+            table.add_row(str(name), recipe_summary(path))
         out.print(table)

@@ -13,6 +13,8 @@ from pi_lora.errors import ModelError
 MOST_BYTES = 32_000_000
 # Of a value that is shown in a message.
 SHOWN = 60
+# Windows, which lacks it, has no pipes among its files.
+_AT_ONCE = getattr(os, "O_NONBLOCK", 0)
 
 T = TypeVar("T")
 
@@ -21,7 +23,7 @@ def read_text(file: Path, limit: int = MOST_BYTES) -> str:
     """Return the text of a regular file of at most `limit` bytes; raise OSError or ValueError, whose `reason` says why
     it is not read. A pipe is not waited for.
     """
-    with open(file, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK)) as content:
+    with open(file, "rb", opener=lambda path, flags: os.open(path, flags | _AT_ONCE)) as content:
         if not stat.S_ISREG(os.fstat(content.fileno()).st_mode):
             raise ValueError("it is not a regular file")
         text = content.read(limit + 1)

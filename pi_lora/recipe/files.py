@@ -12,6 +12,7 @@ from pydantic import ValidationError
 
 from pi_lora.errors import RecipeError
 from pi_lora.files.reading import read_text, reason, shortened
+from pi_lora.recipe.places import shipped_recipes
 from pi_lora.recipe.schema import Recipe, Section, sections_in
 
 # The resolved recipe of a run folder.
@@ -149,8 +150,11 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[KeyPath, str]]:
     try:
         text = read_text(path, MOST_BYTES)
     except FileNotFoundError:
-        near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.yaml")], n=1)
-        hint = f"did you mean {path.parent / near[0]}?" if near else "pi-lora recipes lists what is there"
+        folder = shipped_recipes()
+        shipped = {file.stem: file.relative_to(folder).with_suffix("") for file in reversed(recipe_paths(folder))}
+        known = shipped | {file.stem: file for file in path.parent.glob("*.yaml")}
+        near = difflib.get_close_matches(path.name.removesuffix(".yaml"), known, n=1)
+        hint = f"did you mean {known[near[0]]}?" if near else "pi-lora recipes lists what is there"
         raise RecipeError([f"{path}: no such recipe; {hint}"]) from None
     except (OSError, ValueError) as error:
         raise RecipeError([f"{path}: cannot be read as a text file ({reason(error)}); give a YAML file"]) from None

@@ -1,7 +1,6 @@
 """What watches a training: its log, a clean end after a signal, and the measurements that its recipe asks for."""
 
 import json
-import resource
 import signal
 import sys
 import time
@@ -11,12 +10,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from accelerate.big_modeling import _attach_context_parallel_hooks
 from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
-from pi_lora.distributed import ENDING, any_process, is_leader, leave_lost_terminals
+from pi_lora.distributed import ENDING, HANG_UP, any_process, is_leader, leave_lost_terminals
 from pi_lora.errors import Diverged
 from pi_lora.evaluation.results import write_scores
 from pi_lora.evaluation.suite import measure
@@ -123,6 +123,10 @@ def peak_memory() -> int:
     """Return the peak memory of this process in bytes: of the GPU where there is one, else resident."""
     if torch.cuda.is_available():
         return int(torch.cuda.max_memory_allocated())
+    if sys.platform == "win32":
+        return int(psutil.Process().memory_info().peak_wset)
+    import resource  # which Windows does not have
+
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
@@ -137,7 +141,7 @@ def ends_after_the_step(log: TrainingLog) -> Iterator[None]:
         log.signalled = True
         if number == signal.SIGINT:
             signal.signal(number, before[signal.SIGINT])
-        if number == signal.SIGHUP:
+        if number == HANG_UP:
             leave_lost_terminals()
 
     # What is ignored stays so, as in `distributed`.
