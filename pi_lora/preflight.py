@@ -4,21 +4,19 @@ import importlib.util
 import os
 import shlex
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-import psutil
 import torch
 
 from pi_lora.data.examples import data_problems
 from pi_lora.data.sources import RECALL
 from pi_lora.errors import ModelError, PiLoraError, RecipeError
 from pi_lora.models.adapter import check_shape
-from pi_lora.models.base import extended_config, find_base, has_fast_bfloat16
+from pi_lora.models.base import extended_config, find_base
 from pi_lora.models.load import adapter_base, is_adapter
 from pi_lora.planning.counting import shape_of
-from pi_lora.planning.planning import CPU, GPUS, Plan, Target, gpu_of_device, plan_recipe
+from pi_lora.planning.planning import CPU, Plan, Target, device_here, plan_recipe
 from pi_lora.recipe.schema import Data, Recipe
 from pi_lora.run_folder import check_output, check_resumed_recipe
 from pi_lora.scaling.config import check_reach, scale_of, window_of
@@ -58,17 +56,12 @@ def check(recipe: Recipe, output: Path, resume: bool = False, allowed: Allowed =
 
 def plan_here(job: Job) -> Plan | None:
     """Plan `job` on this machine's accelerator, or on its CPU and memory; None for a model that has no plan."""
-    recipe = job.recipe
-    device = None
-    if torch.cuda.is_available():
-        gpu = torch.cuda.get_device_properties(0)
-        device = gpu_of_device(gpu.name, gpu.total_memory, has_fast_bfloat16())
-    elif recipe.hardware.gpus is None:
-        device = replace(GPUS[CPU], memory=psutil.virtual_memory().total)
+    recipe, here = job.recipe, device_here()
     try:
         # Under `keep` the model's own window is the one before.
         original = job.target if recipe.scaling == "keep" else job.original
-        return plan_recipe(recipe, Target(shape_of(job.base.skeleton), original), device)
+        no_gpu = here.name == CPU and recipe.hardware.gpus is not None
+        return plan_recipe(recipe, Target(shape_of(job.base.skeleton), original), None if no_gpu else here)
     except ModelError:
         return None
 

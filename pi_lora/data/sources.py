@@ -53,6 +53,10 @@ class Table(ABC):
     def identity(self) -> Json:
         """Return what decides the rows, as JSON: a cache made from them is stale when this changes."""
 
+    def size(self) -> int | None:
+        """Return the bytes of its files on this machine; None of what is on the hub."""
+        return None
+
     def documents(self, seed: int | None = None) -> Iterator[Document]:
         """Yield the texts of `column` that are not blank, ordered as `rows`; raise DataError if there is none."""
         found = (Document(where, row[self.column]) for where, row in self.rows([self.column], seed))
@@ -116,6 +120,10 @@ class LocalFiles(Table):
         for file in files:
             yield from shuffled(texts(documents.rows_in(file, columns, self.suffixes), columns), seed)
 
+    def size(self) -> int:
+        """Return the bytes of its files; of compressed ones they count as text."""
+        return sum(file.stat().st_size for file in self.files)
+
     def identity(self) -> Json:
         """Return the number of files, and a digest of their sizes and modification times."""
         return {"files": len(self.files), "sha256": documents.fingerprint(self.files)}
@@ -140,6 +148,10 @@ class StandardLibrary(Table):
         read = ((name, file.read_text(encoding="utf-8", errors="replace")) for name, file in self._files().items())
         found = ((name, dict.fromkeys(columns, text)) for name, text in read if text.strip())
         return shuffled(found, seed)
+
+    def size(self) -> int:
+        """Return the bytes of its files."""
+        return sum(file.stat().st_size for file in self._files().values())
 
     def identity(self) -> Json:
         """Return the Python that it belongs to, and a digest of its files."""

@@ -5,7 +5,7 @@ memory and arithmetic of the devices that can be planned for.
 import json
 import os
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -28,6 +28,8 @@ BUILTIN_MODELS = Path(__file__).parents[1] / "builtin"
 # products and casts, QLoRA unpacks every weight three times. The CPU's share gives the demo's 760 steps the five
 # minutes that they take on two cores.
 ASSUMED_UTILIZATION = {"full": 0.45, "lora": 0.40, "qlora": 0.30, "cpu": 0.38}
+# How far a measured peak may lie above the planned one; room is what is left beyond it.
+MARGIN = 1.15
 MIB = 2**20
 CPU = "cpu"
 
@@ -97,6 +99,18 @@ def gpu_of_device(device_name: str, memory: int, bfloat16: bool = True) -> Gpu:
     return Gpu(device_name, memory, peak, "torch.cuda.get_device_properties", bfloat16)
 
 
+def device_here() -> Gpu:
+    """Return this machine's accelerator with its memory, or its CPU with the machine's."""
+    import psutil
+    import torch  # takes seconds, and what is shipped is planned without
+
+    if not torch.cuda.is_available():
+        return replace(GPUS[CPU], memory=psutil.virtual_memory().total)
+    gpu = torch.cuda.get_device_properties(0)
+    # GPUs before Ampere emulate bfloat16.
+    return gpu_of_device(gpu.name, gpu.total_memory, torch.cuda.is_bf16_supported(including_emulation=False))
+
+
 class Flops(NamedTuple):
     """Floating-point operations of each part of training; a multiplication and an addition count as two."""
 
@@ -129,6 +143,11 @@ class Plan:
     def fits(self) -> bool:
         """Whether each device has the memory."""
         return self.memory.peak <= self.gpu.memory
+
+    @property
+    def roomy(self) -> bool:
+        """Whether each device has the memory with `MARGIN` to spare."""
+        return self.memory.peak * MARGIN <= self.gpu.memory
 
     @property
     def tokens(self) -> int:

@@ -18,16 +18,14 @@ from pi_lora.types import NOTHING, Allowed
 
 Changes = Mapping[str, Any]
 # A chunk is long enough to keep a GPU busy, and short compared with the windows that do not fit.
-_MLP_IN_CHUNKS: Changes = {"training.mlp_chunk_tokens": 4096}
-_OFFLOAD: Changes = {"hardware.offload_activations": True}
+MLP_IN_CHUNKS: Changes = {"training.mlp_chunk_tokens": 4096}
+OFFLOAD: Changes = {"hardware.offload_activations": True}
 _ONE_AT_A_TIME: Changes = {"training.per_device_batch_size": 1}
 # Undo what costs most time to save memory; activations that are not checkpointed are not offloaded either.
 _FASTER: tuple[Changes, ...] = (
     {"training.activation_checkpointing": False, "hardware.offload_activations": False},
     {"hardware.offload_activations": False},
 )
-# How far a measured peak may lie above the planned one; room is what is left beyond it.
-MARGIN = 1.15
 GPUS_OF_A_MACHINE, MOST_MACHINES = 8, 16
 
 
@@ -119,22 +117,22 @@ def advice(plan: Plan) -> str | None:
     Tried in this order, each alone and then with the three that cost only time: chunked MLPs, offloaded activations,
     one sequence at a time, QLoRA, more GPUs, a shorter target.
     """
-    return next((overrides for overrides, changed in _replanned(plan, _changes(plan)) if changed.fits), None)
+    return next((overrides for overrides, changed in replanned(plan, _changes(plan)) if changed.fits), None)
 
 
 def faster(plan: Plan) -> tuple[str, Plan] | None:
-    """Return the overrides after which a recipe takes less time and still fits, with `MARGIN` to spare, and their plan.
+    """Return the overrides after which a recipe takes less time and still fits, with memory to spare, and their plan.
 
     None where activations are kept on the device already, or have no room there.
     """
-    found = _replanned(plan, _FASTER)
-    return next((each for each in found if each[1].memory.peak * MARGIN <= plan.gpu.memory), None)
+    found = replanned(plan, _FASTER)
+    return next((each for each in found if each[0] and each[1].roomy), None)
 
 
 def _changes(plan: Plan) -> Iterator[Changes]:
     # A chunk cannot repeat its dropout in the backward; a CPU's activations are in the host's memory already.
-    chunks = {} if plan.recipe.tuning.dropout else _MLP_IN_CHUNKS
-    offload = {} if plan.gpu.name == CPU else _OFFLOAD
+    chunks = {} if plan.recipe.tuning.dropout else MLP_IN_CHUNKS
+    offload = {} if plan.gpu.name == CPU else OFFLOAD
     costs_time = {**chunks, **offload, **_ONE_AT_A_TIME}
     yield from ({key: value} for key, value in costs_time.items())
     yield costs_time
@@ -167,8 +165,8 @@ def _more_gpus(recipe: Recipe) -> Iterator[Changes]:
             yield {**more, "hardware.context_parallel": gpus}
 
 
-def _replanned(plan: Plan, alternatives: Iterable[Changes]) -> Iterator[tuple[str, Plan]]:
-    """Yield the overrides and plan of each change that the schema allows and that changes something."""
+def replanned(plan: Plan, alternatives: Iterable[Changes]) -> Iterator[tuple[str, Plan]]:
+    """Yield the overrides and plan of each change that the schema allows; no overrides where it changes nothing."""
     for changes in alternatives:
         tree, overrides = plan.recipe.model_dump(mode="json"), []
         for key, value in changes.items():
@@ -180,8 +178,7 @@ def _replanned(plan: Plan, alternatives: Iterable[Changes]) -> Iterator[tuple[st
             changed = Recipe.model_validate(tree)
         except ValidationError:
             continue
-        if changed != plan.recipe:
-            yield " ".join(overrides), plan_recipe(changed, plan.target, plan.gpu)
+        yield " ".join(overrides), plan_recipe(changed, plan.target, plan.gpu)
 
 
 def planned(path: Path, overrides: Sequence[str] = (), gpu: Gpu | None = None, allowed: Allowed = NOTHING) -> Plan:

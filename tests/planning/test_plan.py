@@ -26,6 +26,7 @@ from pi_lora.planning.planning import (
     CONFIGS,
     CPU,
     GPUS,
+    MARGIN,
     MIB,
     Plan,
     find_gpu,
@@ -37,7 +38,7 @@ from pi_lora.planning.planning import (
     target_of,
 )
 from pi_lora.planning.shape import Shape
-from pi_lora.planning.text import MARGIN, advice, faster, plan_lines
+from pi_lora.planning.text import advice, faster, plan_lines
 from pi_lora.recipe.schema import Recipe, Tuning
 
 REPOSITORY = Path(__file__).parents[2]

@@ -1,0 +1,212 @@
+"""The recipe that `pi-lora new` writes: it fits, it is the best that does, and it loads, plans and trains."""
+
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+import yaml
+from conftest import train
+
+from pi_lora import cli
+from pi_lora.cli import new
+from pi_lora.cli.app import err
+from pi_lora.errors import DataError, PiLoraError
+from pi_lora.planning import choosing, planning
+from pi_lora.planning.choosing import Wish, choose
+from pi_lora.planning.planning import CPU, GPUS, Plan, find_gpu, find_shape, plan_recipe, target_of
+from pi_lora.planning.text import planned
+from pi_lora.recipe.files import load_recipe
+from pi_lora.scaling.config import window_of
+
+MODELS = """HuggingFaceTB/SmolLM2-1.7B Qwen/Qwen3-0.6B-Base Qwen/Qwen3-8B-Base huggyllama/llama-7b huggyllama/llama-13b
+huggyllama/llama-65b meta-llama/Meta-Llama-3-8B mistralai/Mistral-7B-v0.3""".split()
+LLAMA = "huggyllama/llama-7b"
+BOTH = "embeddings_and_norms"
+Command = Callable[..., tuple[int, str, str]]
+
+
+def chosen(model: str = LLAMA, target: int = 8192, gpu: str = "H100", text: int | None = None, **wish: Any) -> Plan:
+    return choose(Wish(model, target, find_gpu(gpu), **wish), lambda source: text)
+
+
+def levers(plan: Plan) -> tuple[str, int, str, str]:
+    recipe = plan.recipe
+    sequence = recipe.data.tokens_per_sequence(plan.target.original, recipe.context.target)
+    return recipe.data.positions, sequence, recipe.tuning.method, recipe.tuning.also_train
+
+
+@pytest.fixture
+def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
+    """`pi-lora new` in an empty folder: exit status, stdout and stderr."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["pi-lora", "new", *arguments])
+        with pytest.raises(SystemExit) as exit_:
+            cli.main()
+        return int(exit_.value.code or 0), *capsys.readouterr()
+
+    return run
+
+
+@pytest.mark.parametrize("memory", ["12GB", "24GB", "48GB", "80GB"])
+@pytest.mark.parametrize("model", MODELS)
+def test_a_plan_fits_the_card_or_the_command_says_what_would(model: str, memory: str, tmp_path: Path) -> None:
+    target = 4 * window_of(find_shape(model)[0])
+    try:
+        plan = chosen(model, target, memory)
+    except PiLoraError as refused:
+        assert (model, memory) in {("huggyllama/llama-65b", "12GB"), ("huggyllama/llama-65b", "24GB")}
+        larger = str(refused).rpartition(": ")[2]
+        assert chosen(model, target, larger).fits
+        assert GPUS[larger].memory > find_gpu(memory).memory
+        return
+    file = tmp_path / "recipe.yaml"
+    file.write_text(choosing.recipe_text(plan, file))
+    again = planned(file, gpu=plan.gpu)
+    assert again.recipe.context.target == target
+    assert again.memory.peak == plan.memory.peak <= plan.gpu.memory
+    assert again.tokens == plan.tokens
+
+
+def test_quality_decides_among_what_fits() -> None:
+    """Whole sequences first, LoRA before QLoRA, and PoSE only where neither has whole ones."""
+    assert levers(chosen(gpu="H100")) == ("contiguous", 8192, "lora", BOTH)
+    assert levers(chosen("huggyllama/llama-13b", gpu="24GB")) == ("contiguous", 8192, "qlora", BOTH)
+    assert levers(chosen("meta-llama/Meta-Llama-3-8B", 65536, "4090")) == ("skip", 8192, "qlora", BOTH)
+    assert levers(chosen("mistralai/Mistral-7B-v0.3", 131072, "12GB")) == ("skip", 4096, "qlora", BOTH)
+    assert levers(chosen("meta-llama/Meta-Llama-3-8B", 65536, "12GB")) == ("skip", 8192, "qlora", "norms")
+
+
+@pytest.mark.parametrize(("model", "gpu"), [("meta-llama/Meta-Llama-3-8B", "4090"), (LLAMA, "24GB"), (LLAMA, "12GB")])
+def test_nothing_better_has_room_and_time(model: str, gpu: str) -> None:
+    """Every candidate before the one that was taken lacks memory or time, counted anew."""
+    plan = chosen(model, 65536, gpu)
+    first = plan_recipe(Wish(model, 65536, plan.gpu).recipe(), plan.target, plan.gpu)
+    for overrides, each in choosing.replanned(first, choosing.candidates(first)):
+        if levers(each) == levers(plan):
+            return
+        too_much = each.memory.peak * planning.MARGIN > plan.gpu.memory
+        assert too_much or (each.hours or 0) > choosing.PATIENCE, overrides
+    pytest.fail("what was taken is no candidate")
+
+
+def test_memory_is_saved_only_where_there_is_none() -> None:
+    free = chosen("models/smollm2_135m_instruct", 32768, "48GB").recipe
+    tight = chosen("HuggingFaceTB/SmolLM2-1.7B", 32768, "12GB").recipe
+    assert not free.training.activation_checkpointing
+    assert not free.hardware.offload_activations
+    assert tight.training.activation_checkpointing
+    assert tight.hardware.offload_activations
+
+
+def test_a_candidate_that_takes_weeks_gives_way_to_one_that_takes_days() -> None:
+    slow = replace(GPUS["H100"], peak=1e12)
+    whole = chosen(target=32768)
+    assert levers(whole)[0] == "contiguous"
+    found = choose(Wish(LLAMA, 32768, slow), lambda source: None)
+    assert found.recipe.data.positions == "skip"
+    assert plan_recipe(whole.recipe, whole.target, slow).hours > 2 * (found.hours or 0)  # type: ignore[operator]
+
+
+def test_text_decides_the_steps() -> None:
+    endless = chosen()
+    some = chosen(text=500 * 16 * 8192 * choosing.BYTES_PER_TOKEN)
+    little = chosen(text=120 * 8 * 8192 * choosing.BYTES_PER_TOKEN)
+    sizes = [(each.recipe.training.steps, each.recipe.training.global_batch_size) for each in (endless, some, little)]
+    assert sizes == [(1000, 16), (500, 16), (100, 8)]
+    with pytest.raises(DataError, match=r"--data: notes: holds about 200 tokens, and 20 steps take 327,680; give more"):
+        chosen(text=1000, sources=({"name": "notes"},))
+
+
+def test_of_a_mixture_the_source_that_ends_first_decides() -> None:
+    recipe = Wish("builtin:tiny", 1024, GPUS[CPU]).recipe()
+    sizes = {"builtin:stdlib": 8_000, "builtin:recall": 3_000}
+    found = choosing._tokens_at_hand(recipe.data.source, lambda source: sizes[source.name])
+    assert found == pytest.approx(3_000 / 0.6 / choosing.BYTES_PER_TOKEN)
+
+
+def test_the_recipe_trains(command: Command, tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("Long documents serve best. " * 10_000)
+    words = "builtin:tiny --target 512 --gpu cpu --data notes.txt --output my.yaml".split()
+    status, out, errors = command(*words)
+    assert (status, errors) == (0, "")
+    assert out.splitlines()[-1] == "my.yaml: written; read it, then: pi-lora train my.yaml"
+    plan = planned(tmp_path / "my.yaml")
+    header = (tmp_path / "my.yaml").read_text().split("\nmodel:")[0]
+    assert f"#   {out.splitlines()[1]}" in header.splitlines()
+    assert plan.gpu.name == CPU
+    changes = ["training.steps=1", "training.global_batch_size=1", "training.per_device_batch_size=1"]
+    run = train(load_recipe(tmp_path / "my.yaml", changes).recipe, tmp_path / "run")
+    assert (run / "adapter_model.safetensors").is_file()
+
+
+def test_without_data_it_names_what_it_took(command: Command) -> None:
+    status, _, errors = command("meta-llama/Meta-Llama-3-8B", "--target", "65536", "--gpu", "4090")
+    assert (status, errors) == (0, "--data: not given; the recipe reads monology/pile-uncopyrighted\n")
+
+
+def test_a_file_is_not_overwritten(command: Command, tmp_path: Path) -> None:
+    (tmp_path / "llama-7b_8k.yaml").write_text("mine")
+    status, out, errors = command(LLAMA, "--target", "8192", "--gpu", "H100")
+    assert (status, out) == (2, "")
+    assert errors.startswith("llama-7b_8k.yaml: exists, and is not overwritten; ")
+    assert (tmp_path / "llama-7b_8k.yaml").read_text() == "mine"
+
+
+def test_without_a_terminal_it_says_which_option_is_missing(command: Command, tmp_path: Path) -> None:
+    status, _, errors = command(LLAMA, "--gpu", "H100")
+    assert (status, errors.count("\n")) == (2, 1)
+    assert errors.startswith(f"--target: missing; {LLAMA} reads 2048 tokens, name more, as --target 8192")
+    assert not list(tmp_path.iterdir())
+
+
+def test_on_a_terminal_it_asks(command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def prompt(text: str, default: Any, err: bool) -> Any:
+        asked.append((text, default))
+        return 4096 if isinstance(default, int) else "notes.txt"
+
+    (tmp_path / "notes.txt").write_text("Long documents serve best. " * 200_000)
+    monkeypatch.setattr(new, "asks", lambda: True)
+    monkeypatch.setattr(typer, "prompt", prompt)
+    assert command(LLAMA, "--gpu", "H100")[0] == 0
+    assert [default for _, default in asked] == [8192, ""]
+    recipe = load_recipe(tmp_path / "llama-7b_4k.yaml").recipe
+    assert (recipe.context.target, recipe.data.source[0].name) == (4096, "notes.txt")
+    assert not err.is_terminal
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        ("huggyllama/llama-65b --target 8192 --gpu 12GB", "--gpu: 12 GB: holds no tuning of huggyllama/llama-65b, "),
+        (f"{LLAMA} --target 1024 --gpu 12GB", "context.target: 1024 is not longer than the model's own window of 2048"),
+        (f"{LLAMA} --target 8192 --gpu 12GB --data gone.txt", "gone.txt: no such file or folder"),
+        (f"{LLAMA} --target 8192 --gpu 12GB --output no/such.yaml", "no/such.yaml: No such file or directory"),
+        ("no/such/model --target 8192 --gpu 12GB", "no/such/model: no such folder"),
+    ],
+)
+def test_a_mistake_is_one_line_and_leaves_no_file(command: Command, tmp_path: Path, arguments: str, line: str) -> None:
+    status, out, errors = command(*arguments.split())
+    assert (status, out, errors.count("\n")) == (2, "", 1)
+    assert errors.startswith(line)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_name_that_yaml_would_misread_is_quoted(small_model: Path, tmp_path: Path) -> None:
+    odd = tmp_path / "a: {b} # \n- 'c'"
+    odd.symlink_to(small_model)
+    wish = Wish(str(odd), 256, GPUS[CPU], ({"name": 'no: "text"'},))
+    plan = choose(wish, lambda source: None)
+    file = tmp_path / "odd.yaml"
+    file.write_text(choosing.recipe_text(plan, file))
+    tree = yaml.safe_load(file.read_text())
+    assert tree["model"]["name"] == str(odd)
+    assert load_recipe(file).recipe.data.source[0].name == 'no: "text"'
+    assert target_of(load_recipe(file).recipe) == plan.target
