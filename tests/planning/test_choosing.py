@@ -77,7 +77,7 @@ def test_quality_decides_among_what_fits() -> None:
     """Whole sequences first, LoRA before QLoRA, and PoSE only where neither has whole ones."""
     assert levers(chosen(gpu="H100")) == ("contiguous", 8192, "lora", BOTH)
     assert levers(chosen("huggyllama/llama-13b", gpu="24GB")) == ("contiguous", 8192, "qlora", BOTH)
-    assert levers(chosen("meta-llama/Meta-Llama-3-8B", 65536, "4090")) == ("skip", 8192, "qlora", BOTH)
+    assert levers(chosen("meta-llama/Meta-Llama-3-8B", 65536, "4090")) == ("skip", 8192, "lora", "norms")
     assert levers(chosen("mistralai/Mistral-7B-v0.3", 131072, "12GB")) == ("skip", 4096, "qlora", BOTH)
     assert levers(chosen("meta-llama/Meta-Llama-3-8B", 65536, "12GB")) == ("skip", 8192, "qlora", "norms")
 
