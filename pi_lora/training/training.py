@@ -26,7 +26,7 @@ from pi_lora.errors import Interrupted
 from pi_lora.models import adapter as adapters
 from pi_lora.models.base import Placement, device, load_model, quiet_loading, save_config, save_tokenizer
 from pi_lora.models.load import LoadedModel
-from pi_lora.models.machine import SDPA
+from pi_lora.models.machine import SDPA, measured_under_autocast
 from pi_lora.models.origin import check_origin, check_resumed, origin_of, read_origin
 from pi_lora.recipe.schema import Recipe
 from pi_lora.report.card import write_card
@@ -52,7 +52,8 @@ def train(job: Job, progress: Progress = silent) -> Path:
         model = _prepared_model(job)
         per_step = data.tokens_per_row and data.tokens_per_row * job.recipe.training.global_batch_size
         log = TrainingLog(staging, per_step, progress)
-        loaded = LoadedModel(str(job.output), model, job.tokenizer, job.config)
+        autocast = measured_under_autocast(job.recipe)
+        loaded = LoadedModel(str(job.output), model, job.tokenizer, job.config, autocast=autocast)
         asked, scores = job.recipe.evaluation, list[TrainerCallback]()
         if asked.every:
             scores.append(TrainingScores(asked, loaded, staging, log, job.attention_of_scores))
