@@ -15,7 +15,7 @@ from pi_lora.recipe.schema import Recipe
 
 SDPA = "sdpa"
 LIBRARIES = ("pi-lora", "torch", "transformers", "trl", "peft", "accelerate", "datasets", "safetensors")
-OPTIONAL = ("bitsandbytes", "flash-attn", "lm-eval", "kernels", "vllm")
+OPTIONAL = ("bitsandbytes", "flash-attn", "liger-kernel", "lm-eval", "kernels", "vllm")
 # By the major number of the GPU's compute capability. FlashAttention 3 and 4 each support one generation (Shah et al.
 # 2024 for Hopper). torch's own flash kernel is FlashAttention 2, so installing that package gains nothing.
 _MADE_FOR = {
