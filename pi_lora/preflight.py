@@ -12,6 +12,7 @@ import torch
 from pi_lora.data.examples import data_problems
 from pi_lora.data.sources import RECALL
 from pi_lora.errors import ModelError, PiLoraError, RecipeError
+from pi_lora.models import liger
 from pi_lora.models.adapter import check_shape
 from pi_lora.models.base import extended_config, find_base
 from pi_lora.models.load import adapter_base, is_adapter
@@ -42,6 +43,8 @@ def check(recipe: Recipe, output: Path, resume: bool = False, allowed: Allowed =
     job = attempt(_extended_model if recipe.scaling == "keep" else _extendable_base, recipe, output, allowed)
     attempt(lambda: _raise_all(data_problems(recipe.data), _evaluation_problems(recipe)))
     attempt(_raise_all, _hardware_problems(recipe), _missing_packages(recipe))
+    if job and recipe.model.kernels == "liger" and importlib.util.find_spec(liger.PACKAGE):
+        attempt(liger.check_supported, job.base.config["model_type"])
     attempt(rate_share, recipe.training)
     attempt(check_output, output, resume)
     if resume:
@@ -126,6 +129,8 @@ def _hardware_problems(recipe: Recipe) -> Iterator[str]:
         yield "training.optimizer: paged_adamw_8bit cannot train weights that are sharded over GPUs; use adamw"
     if hardware.offload_activations and not here:
         yield "hardware.offload_activations: needs a GPU; leave it out"
+    if recipe.model.kernels == "liger" and not here:
+        yield "model.kernels: liger needs a GPU; leave it out"
     if recipe.model.attention == "flash_attention_2" and not here:
         yield "model.attention: flash_attention_2 needs a GPU; use sdpa"
 
@@ -138,6 +143,8 @@ def _missing_packages(recipe: Recipe) -> Iterator[str]:
         wanted.append(("bitsandbytes", "training.optimizer: paged_adamw_8bit", "'pi-lora[qlora]'"))
     if recipe.model.attention == "flash_attention_2":
         wanted.append(("flash_attn", "model.attention: flash_attention_2", "'pi-lora[flash-attn]'"))
+    if recipe.model.kernels == "liger":
+        wanted.append((liger.PACKAGE, "model.kernels: liger", "'pi-lora[liger]'"))
     if recipe.evaluation.benchmarks is not None:
         wanted.append(("lm_eval", "evaluation.benchmarks", "'pi-lora[eval]'"))
     wanted += [(tracker, f"training.tracking: {tracker}", tracker) for tracker in recipe.training.tracking]

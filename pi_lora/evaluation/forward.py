@@ -18,7 +18,7 @@ def described(loaded: LoadedModel) -> Json:
     return {
         "model": loaded.name,
         "scale": loaded.scale,
-        "dtype": str(loaded.model.dtype).removeprefix("torch."),
+        "dtype": str(loaded.model.dtype).removeprefix("torch.") + ", computed in bfloat16" * loaded.autocast,
         "kernel": loaded.model.config._attn_implementation,
         **({"quantized_kernel": nf4_kernel(loaded.model.device.type)} if quantized else {}),
         "window": loaded.window,

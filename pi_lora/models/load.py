@@ -5,12 +5,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import PreTrainedModel
 
 from pi_lora.errors import ModelError
 from pi_lora.models import base as bases
 from pi_lora.models.base import BaseModel, Placement, find_base
-from pi_lora.models.machine import attention_kernel
+from pi_lora.models.machine import attention_kernel, dtype_of_base, measured_under_autocast
 from pi_lora.models.origin import check_origin, read_origin
 from pi_lora.models.stored import ADAPTER_CONFIG_FILE, read_adapter_settings, read_config
 from pi_lora.recipe.files import RECIPE_FILE, load_recipe
@@ -60,32 +61,45 @@ class FoundModel(_Scaled):
         return self.base.load_tokenizer(self.window, self.adapter if own else None)
 
     def load(self, dtype: str | None = None) -> "LoadedModel":
-        """Read the weights: by default as stored on an accelerator, in float32 on a CPU, in bfloat16 after QLoRA."""
+        """Read the weights: by default in float32 on a CPU, in bfloat16 after QLoRA, and on an accelerator as stored; a
+        run's as they are tuned there.
+        """
         if self.adapter is not None:
             check_origin(self.adapter, self.base, self.allowed)
-        quantized = self.adapter is not None and tuned_quantized(self.adapter)
+        recipe, on_cpu = _recipe_of(self.adapter or Path(self.name)), bases.device().type == "cpu"
+        quantized = self.adapter is not None and recipe is not None and recipe.tuning.method == "qlora"
         place: Placement = "quantized" if quantized else "device"
-        stored = "float32" if bases.device().type == "cpu" else str(self.base.config.get("dtype") or "float32")
-        name = dtype or ("bfloat16" if quantized else stored.removeprefix("torch."))
-        kernel = attention_kernel("auto", self.base, name == "bfloat16")
-        model = bases.load_model(self.base, self.config, bases.dtype_named(name), kernel, place).eval()
+        stored = "float32" if on_cpu else str(self.base.config.get("dtype") or "float32").removeprefix("torch.")
+        of_weights = bases.dtype_named(dtype or stored)
+        if dtype is None and self.adapter and recipe and (quantized or not on_cpu):
+            of_weights = dtype_of_base(recipe)
+        kernel = attention_kernel("auto", self.base, of_weights == torch.bfloat16)
+        model = bases.load_model(self.base, self.config, of_weights, kernel, place).eval()
         if self.adapter is not None:
             # Imported here: PEFT takes seconds, and bases and full weights do without.
             from pi_lora.models.adapter import load_adapter
 
             model = load_adapter(model, self.adapter)
-        return LoadedModel(self.name, model, self.tokenizer, self.config, self)
+        as_tuned = recipe if dtype is None and of_weights == torch.float32 else None
+        autocast = as_tuned is not None and measured_under_autocast(as_tuned)
+        if autocast:
+            # Without a cache, which would hold all weights a second time.
+            model.forward = torch.autocast(model.device.type, torch.bfloat16, cache_enabled=False)(model.forward)
+        return LoadedModel(self.name, model, self.tokenizer, self.config, self, autocast)
 
 
 @dataclass(frozen=True)
 class LoadedModel(_Scaled):
-    """A model ready to be measured, with its own scaling; `found` is what it was loaded from, if it was."""
+    """A model ready to be measured, with its own scaling; what it was loaded from, if it was; and whether its float32
+    weights compute in bfloat16.
+    """
 
     name: str
     model: PreTrainedModel
     tokenizer: Any
     config: Config
     found: FoundModel | None = None
+    autocast: bool = False
 
 
 def find(name: str, stretch: Stretch | None = None, allowed: Allowed = NOTHING) -> FoundModel:

@@ -10,17 +10,42 @@ import torch
 from transformers import PreTrainedModel
 from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available, is_flash_attn_4_available
 
-from pi_lora.models.base import BaseModel, device, has_bfloat16_instructions, has_fast_bfloat16
+from pi_lora.models.base import BaseModel, device, dtype_named, has_bfloat16_instructions, has_fast_bfloat16
+from pi_lora.recipe.schema import Recipe
 
 SDPA = "sdpa"
 LIBRARIES = ("pi-lora", "torch", "transformers", "trl", "peft", "accelerate", "datasets", "safetensors")
-OPTIONAL = ("bitsandbytes", "flash-attn", "lm-eval", "kernels", "vllm")
+OPTIONAL = ("bitsandbytes", "flash-attn", "liger-kernel", "lm-eval", "kernels", "vllm")
 # By the major number of the GPU's compute capability. FlashAttention 3 and 4 each support one generation (Shah et al.
 # 2024 for Hopper). torch's own flash kernel is FlashAttention 2, so installing that package gains nothing.
 _MADE_FOR = {
     9: ("flash_attention_3", is_flash_attn_3_available),
     10: ("flash_attention_4", is_flash_attn_4_available),
 }
+
+
+def computes_in_bfloat16(recipe: Recipe) -> bool:
+    """Return whether a training step computes in bfloat16 here; weights that train are float32 all the same."""
+    precision = recipe.training.precision
+    return precision == "bfloat16" or (precision == "auto" and has_fast_bfloat16())
+
+
+def dtype_of_base(recipe: Recipe) -> torch.dtype:
+    """Return the dtype of a base that is tuned here: float32 master weights where every weight trains, else bfloat16
+    under a float32 adapter; float32 on a GPU that has no bfloat16. On a CPU a LoRA base is float32 as well, which is
+    faster without bfloat16 instructions.
+    """
+    method, on_cpu = recipe.tuning.method, device().type == "cpu"
+    in_float32 = method == "full" or (method == "lora" if on_cpu else not has_fast_bfloat16())
+    return dtype_named(recipe.model.dtype or ("float32" if in_float32 else "bfloat16"))
+
+
+def measured_under_autocast(recipe: Recipe) -> bool:
+    """Return whether float32 weights are measured in the bfloat16 arithmetic in which they are tuned: on a GPU, where
+    float32 takes several times as long. A CPU measures them in float32.
+    """
+    in_float32 = dtype_of_base(recipe) == torch.float32
+    return in_float32 and computes_in_bfloat16(recipe) and device().type != "cpu"
 
 
 def attention_kernel(asked: str, base: BaseModel | None, in_bfloat16: bool, context_parallel: int = 1) -> str:

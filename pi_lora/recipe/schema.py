@@ -73,6 +73,7 @@ class Model(Section):
     revision: str = Field("main", description="branch, tag or commit on the hub")
     dtype: Dtype | None = Field(None, description="of the loaded weights; by default what the tuning method needs")
     attention: Kernel = Field("auto", description="auto: the fastest installed one for this GPU, else torch's (sdpa)")
+    kernels: Literal["transformers", "liger"] = Field("transformers", description="of the other parts of layers")
 
     @model_validator(mode="before")
     @classmethod

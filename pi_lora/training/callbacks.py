@@ -178,7 +178,7 @@ class TrainingScores(TrainerCallback):
 
     def _measure(self, step: int) -> None:
         started = time.monotonic()
-        with _as_when_loaded(self.loaded.model, self.attention):
+        with _as_when_loaded(self.loaded.model, self.attention, self.loaded.autocast):
             measured = measure(self.loaded, self.evaluation)
         if is_leader():
             for name, scores in measured.items():
@@ -187,14 +187,14 @@ class TrainingScores(TrainerCallback):
 
 
 @contextmanager
-def _as_when_loaded(model: Any, kernel: str) -> Iterator[None]:
-    """Let a model that trains compute as it will when `load` reads it back: with that kernel, in its weights' dtype.
-    accelerate 1.15 puts autocast around the forward of the model that it prepares, and keeps the model's own beside it
-    as `_original_forward`. Under FSDP2 there is none: the sharded layers compute as their policy says. For context
-    parallelism it drops attention masks by hooks, which only training can do without.
+def _as_when_loaded(model: Any, kernel: str, autocast: bool = False) -> Iterator[None]:
+    """Let a model that trains compute as it will when `load` reads it back: with that kernel, in its weights' dtype
+    unless under `autocast`. accelerate 1.15 puts it around the forward of the model that it prepares, and keeps the
+    model's own beside it as `_original_forward`. Under FSDP2 there is none: the sharded layers compute as their policy
+    says. For context parallelism it drops attention masks by hooks, which only training can do without.
     """
     training, attention, wrapped = model.training, model.config._attn_implementation, vars(model).get("forward")
-    own = vars(model).get("_original_forward")
+    own = None if autocast else vars(model).get("_original_forward")
     model.eval()
     model.set_attn_implementation(kernel)
     if own is not None:

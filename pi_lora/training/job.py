@@ -11,8 +11,8 @@ from transformers import get_scheduler
 
 from pi_lora.data.batches import TrainingData, training_data
 from pi_lora.errors import RecipeError
-from pi_lora.models.base import BaseModel, device, dtype_named, has_fast_bfloat16
-from pi_lora.models.machine import attention_kernel
+from pi_lora.models.base import BaseModel
+from pi_lora.models.machine import attention_kernel, computes_in_bfloat16, dtype_of_base
 from pi_lora.recipe.schema import Recipe, Training
 from pi_lora.scaling.config import Config, read_rope
 from pi_lora.types import NOTHING, Allowed, Progress, silent
@@ -48,8 +48,7 @@ class Job:
     @cached_property
     def in_bfloat16(self) -> bool:
         """Whether a step computes in bfloat16 here; weights that train are float32 all the same."""
-        precision = self.recipe.training.precision
-        return precision == "bfloat16" or (precision == "auto" and has_fast_bfloat16())
+        return computes_in_bfloat16(self.recipe)
 
     @cached_property
     def attention(self) -> str:
@@ -64,13 +63,8 @@ class Job:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The base's dtype: float32 master weights where every weight trains, else bfloat16 under a float32 adapter;
-        float32 on a GPU that has no bfloat16. On a CPU a LoRA base is float32 as well, which is faster without bfloat16
-        instructions.
-        """
-        method, on_cpu = self.recipe.tuning.method, device().type == "cpu"
-        in_float32 = method == "full" or (method == "lora" if on_cpu else not has_fast_bfloat16())
-        return dtype_named(self.recipe.model.dtype or ("float32" if in_float32 else "bfloat16"))
+        """The base's dtype."""
+        return dtype_of_base(self.recipe)
 
     @property
     def sequences_at_once(self) -> int:

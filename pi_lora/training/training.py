@@ -25,8 +25,9 @@ from pi_lora.distributed import from_all, is_leader, join_processes, number_of_p
 from pi_lora.errors import Interrupted
 from pi_lora.models import adapter as adapters
 from pi_lora.models.base import Placement, device, load_model, quiet_loading, save_config, save_tokenizer
+from pi_lora.models.liger import use_liger
 from pi_lora.models.load import LoadedModel
-from pi_lora.models.machine import SDPA
+from pi_lora.models.machine import SDPA, measured_under_autocast
 from pi_lora.models.origin import check_origin, check_resumed, origin_of, read_origin
 from pi_lora.recipe.schema import Recipe
 from pi_lora.report.card import write_card
@@ -52,7 +53,8 @@ def train(job: Job, progress: Progress = silent) -> Path:
         model = _prepared_model(job)
         per_step = data.tokens_per_row and data.tokens_per_row * job.recipe.training.global_batch_size
         log = TrainingLog(staging, per_step, progress)
-        loaded = LoadedModel(str(job.output), model, job.tokenizer, job.config)
+        autocast = measured_under_autocast(job.recipe)
+        loaded = LoadedModel(str(job.output), model, job.tokenizer, job.config, autocast=autocast)
         asked, scores = job.recipe.evaluation, list[TrainerCallback]()
         if asked.every:
             scores.append(TrainingScores(asked, loaded, staging, log, job.attention_of_scores))
@@ -215,6 +217,8 @@ class Trainer(SFTTrainer):
     ) -> None:
         data, self.training, self.log_of_losses = job.prepare(), job.recipe.training, log
         self.groups: Sampler[int] | None = data.groups(job.sequences_at_once, self.training.seed)
+        if job.recipe.model.kernels == "liger":
+            use_liger(model)
         if self.training.mlp_chunk_tokens:
             chunk_mlps(model, self.training.mlp_chunk_tokens)
         # TensorBoard's events go into the run; by default they are removed with the checkpoints.

@@ -13,6 +13,7 @@ from pi_lora.evaluation.suite import measure
 from pi_lora.models.adapter import prepare_for_tuning
 from pi_lora.models.base import load_model
 from pi_lora.models.load import LoadedModel, Stretch, find, load
+from pi_lora.models.machine import measured_under_autocast
 from pi_lora.recipe.files import load_recipe
 from pi_lora.recipe.schema import Evaluation
 from pi_lora.training.callbacks import _as_when_loaded
@@ -87,6 +88,46 @@ def test_step_0_is_the_interpolated_base_and_the_last_step_the_run(measured_run:
         assert next(perplexities) == pytest.approx(next(perplexities), rel=1e-6)
         assert (found["dtype"], found["kernel"]) == (expected["dtype"], expected["kernel"])
     assert scores(measured_run, "perplexity", 0)["windows"] != scores(measured_run, "perplexity", 4)["windows"]
+
+
+def test_float32_weights_are_measured_as_they_are_tuned_where_that_is_faster(
+    small_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU: all weights, which stay float32, in bfloat16 arithmetic while they train and after."""
+    training = {**small_recipe(small_model).training.model_dump(), "precision": "bfloat16"}
+    recipe = small_recipe(small_model, tuning=FULL, training=training, evaluation=EVALUATION)
+    monkeypatch.setattr("pi_lora.training.training.measured_under_autocast", lambda recipe: True)
+    monkeypatch.setattr("pi_lora.models.load.measured_under_autocast", lambda recipe: True)
+    run = train(recipe, tmp_path / "run")
+    found, after, in_float32 = (
+        [row["perplexity"] for row in each["windows"]]
+        for each in (
+            scores(run, "perplexity", 4),
+            as_json(measure(load(str(run)), recipe.evaluation)["perplexity"]),
+            as_json(measure(load(str(run), dtype="float32"), recipe.evaluation)["perplexity"]),
+        )
+    )
+    assert found == pytest.approx(after, rel=1e-6)
+    assert found != pytest.approx(in_float32, rel=1e-6)
+    assert scores(run, "perplexity", 4)["dtype"] == "float32, computed in bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("tuning", "precision", "device", "autocast"),
+    [
+        ("full", "auto", "cuda", True),
+        ("full", "float32", "cuda", False),
+        ("full", "auto", "cpu", False),
+        ("lora", "auto", "cuda", False),
+    ],
+)
+def test_where_float32_weights_are_measured_in_bfloat16(
+    tuning: str, precision: str, device: str, autocast: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pi_lora.models.machine.device", lambda: torch.device(device))
+    monkeypatch.setattr("pi_lora.models.machine.has_fast_bfloat16", lambda: True)
+    recipe = small_recipe("any", tuning={"method": tuning}, training={"precision": precision})
+    assert measured_under_autocast(recipe) == autocast
 
 
 @torch.no_grad()
