@@ -19,9 +19,9 @@ from pi_lora.data.sources import StandardLibrary
 from pi_lora.merge.deltas import after_nf4
 from pi_lora.merge.facts import Agreement, Check
 from pi_lora.merge.layout import Plan, computed_sources
-from pi_lora.merge.shards import StoredTensor, base_shards
+from pi_lora.merge.shards import BLOCK, StoredTensor, base_shards
 from pi_lora.models.adapter import load_adapter
-from pi_lora.models.base import BaseModel, Placement, device, find_base, load_model, quiet_loading
+from pi_lora.models.base import BaseModel, Placement, device, dtype_named, find_base, load_model, quiet_loading
 from pi_lora.models.load import FoundModel
 from pi_lora.scaling.config import Config
 from pi_lora.types import Progress
@@ -71,15 +71,17 @@ def _agreements(
         progress(1, 2, "checking")
         full = _merged(merged, whole)
         logits = [_logits(full, ids) for ids in sequences]
-    return tuple(map(agreement, map(len, sequences), logits, expected, untuned))
+        _round_at_random(full, plan.exact, dtype_named(plan.rounding))
+        rounded = [_logits(full, ids) for ids in sequences]
+    return tuple(map(agreement, map(len, sequences), logits, expected, untuned, rounded))
 
 
 def _memory_for(plan: Plan, config: Config, tokens: int) -> int:
     """Return the bytes of all weights in float32, of all logits that are kept, and of a layer's activations."""
     sizes = (int(config.get(key) or 0) for key in ("vocab_size", "hidden_size", "intermediate_size"))
     vocabulary, hidden, intermediate = sizes
-    # Two models at up to three lengths are kept while the third is computed with.
-    logits = 9 * SCORED * vocabulary
+    # Those of tuned, untuned, merged and rounded weights, at up to three lengths.
+    logits = 12 * SCORED * vocabulary
     # The residual stream, what attention makes of it, and the MLP's gate, up and product; a mask has a byte each.
     activations = tokens * (8 * hidden + 3 * intermediate) + tokens * tokens // FLOAT32_BYTES
     return (plan.numbers.total() + logits + activations) * FLOAT32_BYTES
@@ -92,8 +94,12 @@ def _out_of_memory(error: BaseException | None) -> bool:
     return "can't allocate memory" in str(error) or _out_of_memory(error.__cause__)
 
 
-def agreement(length: int, merged: torch.Tensor, tuned: torch.Tensor, untuned: torch.Tensor) -> Agreement:
-    """Compare float32 logits, each of tokens x vocabulary; `untuned` are those of the extended base alone."""
+def agreement(
+    length: int, merged: torch.Tensor, tuned: torch.Tensor, untuned: torch.Tensor, rounded: torch.Tensor
+) -> Agreement:
+    """Compare float32 logits, each of tokens x vocabulary: `untuned` are those of the extended base alone, `rounded` of
+    the merged weights after a second rounding.
+    """
     size = _rms(tuned - tuned.mean(dim=-1, keepdim=True))
     return Agreement(
         length=length,
@@ -102,6 +108,7 @@ def agreement(length: int, merged: torch.Tensor, tuned: torch.Tensor, untuned: t
         relative=_rms(merged - tuned) / size,
         same_first=float((merged.argmax(-1) == tuned.argmax(-1)).double().mean()),
         tuning=_rms(tuned - untuned) / size,
+        rounding=_rms(rounded - merged) / size,
     )
 
 
@@ -143,16 +150,40 @@ def _merged(folder: Path, whole: bool) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(device()).eval()
 
 
+def _round_at_random(model: Any, exact: Set[str], dtype: torch.dtype) -> None:
+    """Move all weights of a merged model but the `exact` ones as far as rounding to `dtype` does, in place or when they
+    are read: how far its logits then move is how far a sound merge may be from base + adapter.
+    """
+    for module in model.modules():
+        if isinstance(module, _Read) and module.name not in exact:
+            module.rounding = dtype
+    for name, weight in model.named_parameters():
+        if not (name in exact or weight.is_meta or ".parametrizations." in name):
+            move_as_rounding_does(weight.data, dtype)
+
+
+def move_as_rounding_does(values: torch.Tensor, dtype: torch.dtype) -> None:
+    """Add to each of `values`, which may be numbers of `dtype` already, the error of a random number near it."""
+    largest = torch.finfo(dtype).max
+    chance = torch.Generator(values.device).manual_seed(0)
+    for part in torch.split(values.view(-1), BLOCK):
+        near = part * (0.5 + torch.rand(part.shape, generator=chance, device=part.device))
+        part += near.clamp_(-largest, largest).to(dtype).float() - near
+
+
 class _Read(nn.Module):
     """What a weight becomes that is read each time when the model computes with it, and not kept."""
 
-    def __init__(self, tensor: StoredTensor, rounded: bool) -> None:
+    def __init__(self, name: str, tensor: StoredTensor, through_nf4: bool) -> None:
         super().__init__()
-        self.tensor, self.rounded = tensor, rounded
+        self.name, self.tensor, self.through_nf4 = name, tensor, through_nf4
+        self.rounding: torch.dtype | None = None
 
     def forward(self, _empty: torch.Tensor) -> torch.Tensor:
-        values = after_nf4(self.tensor) if self.rounded else self.tensor.whole()
-        return values.to(device(), torch.float32)
+        values = (after_nf4(self.tensor) if self.through_nf4 else self.tensor.whole()).to(device(), torch.float32)
+        if self.rounding is not None:
+            move_as_rounding_does(values, self.rounding)
+        return values
 
 
 def _by_layer(base: BaseModel, config: Config, rounded: Set[str] = frozenset(), adapter: Path | None = None) -> Any:
@@ -165,7 +196,7 @@ def _by_layer(base: BaseModel, config: Config, rounded: Set[str] = frozenset(), 
     for path, module in model.named_modules():
         for name, weight in module.named_parameters(recurse=False):
             source = f"{path}.{name}"
-            weights.append((module, name, _Read(sources[source], source in rounded)))
+            weights.append((module, name, _Read(source, sources[source], source in rounded)))
             # On the meta device they would move PEFT 0.21's adapters there, which torch 2.13 computes with silently.
             empty = torch.tensor(math.nan, device=device()).expand(weight.shape)
             module.register_parameter(name, nn.Parameter(empty, requires_grad=False))

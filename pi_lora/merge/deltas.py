@@ -10,7 +10,7 @@ import torch
 
 from pi_lora.errors import ModelError
 from pi_lora.merge.shards import PICKLED, StoredTensor, read_header, spans
-from pi_lora.models.base import device, finite
+from pi_lora.models.base import QUANTIZED_FROM, device, finite
 from pi_lora.models.stored import ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILE, AdapterSettings, read_adapter_settings
 
 PREFIX = "base_model.model."
@@ -81,7 +81,7 @@ def after_nf4(tensor: StoredTensor) -> torch.Tensor:
     """Return a tensor in bfloat16 after NF4 (Dettmers et al. 2023), whose scales are quantized over all of it."""
     from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 
-    weight = tensor.whole().to(device(), torch.bfloat16)
+    weight = tensor.whole().to(device(), QUANTIZED_FROM)
     values: torch.Tensor = dequantize_4bit(*quantize_4bit(weight, compress_statistics=True, quant_type="nf4"))
     return values.cpu()
 

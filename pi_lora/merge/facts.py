@@ -1,22 +1,24 @@
 """What is written about a merge beside the weights (`merge.json`): what was merged, and how the check came out."""
 
-import math
 from pathlib import Path
 
 from pydantic import BaseModel
 
 MERGE_FILE = "merge.json"
-# The largest root mean square of the difference over that of the logits. Rounding moves a weight by at most half a step
-# of its dtype (2^-8 of it in bfloat16, 2^-11 in float16), and errors grow with depth; float32's come from adding in
-# another order. docs/merging.md has measurements.
-TOLERANCES = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 5e-2}
+# How far logits may differ, as a multiple of what rounding weights at random changes in them; in sound merges it is 1.3
+# at most (docs/merging.md).
+MARGIN = 3.0
+# What adding in another order changes, which float32 rounds to: the root mean square of the difference over that of the
+# logits.
+LEAST = 1e-4
 
 
 class Agreement(BaseModel, frozen=True):
     """How far merged logits agree with base + adapter over the last `scored` of `length` tokens.
 
     `largest`: the largest difference; `relative`: its root mean square over that of the logits; `same_first`: the share
-    of tokens with the same most likely next token; `tuning`: what the adapter changed, in the unit of `relative`.
+    of tokens with the same most likely next token; in the unit of `relative`, `tuning` is what the adapter changed, and
+    `rounding` what rounding the merged weights changes, as it was measured with random roundings.
     """
 
     length: int
@@ -25,6 +27,12 @@ class Agreement(BaseModel, frozen=True):
     relative: float
     same_first: float
     tuning: float
+    rounding: float
+
+    @property
+    def tolerance(self) -> float:
+        """The largest `relative` that rounding explains."""
+        return max(LEAST, MARGIN * self.rounding)
 
 
 class Check(BaseModel, frozen=True):
@@ -43,12 +51,11 @@ class Check(BaseModel, frozen=True):
 
         They may differ by rounding, and by less than half of what tuning changed: else the adapter was not added.
         """
-        tolerance = TOLERANCES[self.rounding]
         for each in self.agreements:
             size = f"at {each.length} tokens logits differ by {each.relative:.1e} of their size"
-            if math.isnan(each.relative) or each.relative > tolerance:
-                return f"{size}, which rounding to {self.rounding} does not explain (at most {tolerance:.0e})"
-            if each.relative > max(each.tuning / 2, TOLERANCES["float32"]):
+            if not each.relative <= each.tolerance:
+                return f"{size}, which rounding to {self.rounding} does not explain (at most {each.tolerance:.1e})"
+            if each.relative > max(each.tuning / 2, LEAST):
                 tuning = f"after rounding to {self.rounding}, and tuning changes them by {each.tuning:.1e}"
                 return f"{size} {tuning}: most of it would be lost; choose --dtype float32"
         return None
@@ -60,7 +67,8 @@ class Check(BaseModel, frozen=True):
         how = "" if self.how == "whole" else f" {self.how}"
         return [
             f"checked{how} at {each.length} tokens: logits differ by {each.largest:.1e} at most, {each.relative:.1e} "
-            f"of their size (tuning: {each.tuning:.1e}); the first choice is the same for {each.same_first:.1%}"
+            f"of their size (rounding: {each.rounding:.1e}, tuning: {each.tuning:.1e}); the first choice is the same "
+            f"for {each.same_first:.1%}"
             for each in self.agreements
         ]
 

@@ -28,11 +28,13 @@ LEFT_OUT = "rotary_emb.inv_freq"
 @dataclass(frozen=True)
 class Plan:
     """The tensors to write, grouped as in the base's files; `rounded` are the computed names of those that go through
-    NF4. `untied`: a tied head has become a tensor of its own; `joined`: transformers joins some tensors when it loads.
+    NF4, `exact` of those that are certain to be as the base stores them. `untied`: a tied head has become a tensor of
+    its own; `joined`: transformers joins some tensors when it loads.
     """
 
     shards: list[list[Planned]]
     rounded: frozenset[str]
+    exact: frozenset[str]
     untied: bool
     joined: bool
 
@@ -82,12 +84,14 @@ def plan_merge(
         change = changes.get(computed) if computed else None
         return Planned(name, cast, tensor.shape, lambda: _blocks(name, tensor, change, cast, computed in rounded))
 
+    same = (each for each in stored if dtype in (None, each.dtype) and not quantized)
+    exact = frozenset(names[each.name] for each in same if each.name in names) - changes.keys()
     written = []
     for shard in shards:
         kept = [each for each in shard if names.get(each.name) not in tied and not each.name.endswith(LEFT_OUT)]
         written.append([planned(tensor, tensor.name, names.get(tensor.name)) for tensor in kept])
     written[-1] += [planned(sources[name], name, name) for name in untied]
-    return Plan([shard for shard in written if shard], rounded, bool(untied), joined)
+    return Plan([shard for shard in written if shard], rounded, exact, bool(untied), joined)
 
 
 def computed_sources(

@@ -47,6 +47,8 @@ BUILTIN_FOLDER = Path(__file__).parents[1] / "builtin"
 REMOTE_CODE = "runs Python code of its own; read that code, and if you trust it give --trust-remote-code"
 # A logarithm of a probability that is lower than that of any text of a special token's length.
 NEVER = -1e4
+# Weights are read in this dtype to be quantized: read in another one, the same weight may have another NF4 value.
+QUANTIZED_FROM = torch.bfloat16
 # How many names a message shows of many.
 SHOWN = 3
 
@@ -135,8 +137,9 @@ def load_model(
 ) -> PreTrainedModel:
     """Load the weights of `base` under `config`, an extended one or its own. `place` is `device`, the accelerator if
     there is one; `quantized`, the same as NF4 with double quantization (QLoRA, Dettmers et al. 2023) that computes in
-    `dtype`; `host`, from where FSDP spreads it over several GPUs; or `empty`, without reading any weights, for the
-    processes that FSDP sends their shards from another one.
+    `dtype`, made from bfloat16 whatever that is, so that its values are always those of training; `host`, from where
+    FSDP spreads it over several GPUs; or `empty`, without reading any weights, for the processes that FSDP sends their
+    shards from another one.
 
     Raises ModelError if they cannot be read, are not exactly those of the config, or are infinite or NaN.
     """
@@ -150,7 +153,7 @@ def load_model(
                 config=base.kind.from_dict(deepcopy(dict(config))),
                 revision=base.revision,
                 trust_remote_code=base.trust_remote_code,
-                dtype=dtype,
+                dtype=QUANTIZED_FROM if place == "quantized" else dtype,
                 attn_implementation=attention,
                 use_safetensors=True,
                 # Reported below, with the names.
@@ -162,7 +165,7 @@ def load_model(
             raise ModelError(f"{base.name}: its weights cannot be loaded ({first_line(error)})") from error
     _check_complete(base.name, report)
     if place == "quantized":
-        _keep_as_quantized(model)
+        _compute_in(dtype, model)
     loaded: PreTrainedModel = model.to(device()) if place == "device" else model
     check_finite(base.name, loaded.named_parameters())
     return loaded
@@ -356,18 +359,22 @@ def _empty_model(base: BaseModel, config: Config, dtype: torch.dtype, attention:
     return model.eval()
 
 
-def _keep_as_quantized(model: PreTrainedModel) -> None:
-    """Let NF4 layers compute from the weights as they were quantized, whatever the processor.
+def _compute_in(dtype: torch.dtype, model: PreTrainedModel) -> None:
+    """Let a quantized model compute in `dtype`, from the weights as they were quantized, whatever the processor.
 
-    On processors with AVX512-BF16, bitsandbytes 0.50 repacks a layer at its first forward in evaluation mode. It fails
-    where the inner size is no multiple of the block size of 64 or the outer one of 32, rounds the scales of the blocks
-    to bfloat16, and does not undo it for training, whose gradients then do not pass the layer.
+    On processors with AVX512-BF16, bitsandbytes 0.50 repacks a layer at its first forward in evaluation mode, and then
+    computes in bfloat16. It fails where the inner size is no multiple of the block size of 64 or the outer one of 32,
+    rounds the scales of the blocks to bfloat16, and does not undo it for training, whose gradients then do not pass.
     """
     from bitsandbytes.nn.modules import Linear4bit  # an optional package
 
     for layer in model.modules():
         if isinstance(layer, Linear4bit):
             layer.support_avx512bf16_for_cpu = False
+    for weight in model.parameters():
+        if weight.is_floating_point():
+            weight.data = weight.data.to(dtype)
+    model.config.dtype = dtype
 
 
 def _own_entries(config: PreTrainedConfig) -> dict[str, Any]:

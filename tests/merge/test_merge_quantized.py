@@ -81,6 +81,19 @@ def test_onto_what_it_was_trained_on(
     assert check_of(folder).agreements[-1].relative < check_of(folder).agreements[-1].tuning / 2
 
 
+@pytest.mark.parametrize("free", [0, 10**12], ids=["layer by layer", "whole"])
+def test_of_a_float16_base_check_and_merge_have_the_weights_of_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free: int
+) -> None:
+    """NF4 of the same weights differs with the dtype that they are read in, as far as the next of its 16 values."""
+    base = save_base(TIED, tmp_path / "base", torch.float16)
+    tuning = {"method": "qlora", "rank": 4, "targets": "attention"}
+    run = train(small_recipe(base, tuning=tuning), tmp_path / "run")
+    monkeypatch.setattr("pi_lora.merge.check._free_memory", lambda: free)
+    check = check_of(merge(run, tmp_path / "merged", onto="quantized"))
+    assert all(each.relative < 5e-3 for each in check.agreements)
+
+
 def test_what_was_not_quantized_is_not_put_there(lora_run: Path, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="was not tuned by qlora; --onto quantized is for adapters that were"):
         merge(lora_run, tmp_path / "merged", onto="quantized")

@@ -18,7 +18,6 @@ from transformers import AutoModelForCausalLM
 
 from pi_lora.errors import ModelError
 from pi_lora.evaluation.results import read_scores
-from pi_lora.merge.facts import TOLERANCES
 from pi_lora.merge.merging import merge
 from pi_lora.models.adapter import without_known_warnings
 from pi_lora.models.load import load
@@ -100,7 +99,7 @@ def test_each_snippet_gives_the_model(
             torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
         else:  # plain PEFT rounds trained embeddings and norms to the base's dtype, pi-lora keeps them in float32
             difference = (logits.float() - expected.float()).norm() / expected.float().norm()
-            assert difference <= TOLERANCES[str(model.dtype).removeprefix("torch.")]
+            assert difference <= {torch.float16: 1e-2, torch.bfloat16: 5e-2}[model.dtype]
         assert names["tokenizer"].model_max_length == own.window
 
 
