@@ -114,7 +114,8 @@ def launch_arguments(
         "use_fsdp" if recipe.sharded else "multi_gpu": None,
     }
     if hardware.machines > 1:
-        flags["main_process_ip"] = address
+        # Machines come when their data is packed; torch's launcher gives them ten minutes.
+        flags |= {"main_process_ip": address, "rdzv_conf": f"timeout={round(PATIENCE.total_seconds())}"}
     if recipe.sharded:
         flags |= {"fsdp_version": 2, "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}
         flags |= {"fsdp_reshard_after_forward": "true", "fsdp_state_dict_type": "SHARDED_STATE_DICT"}

@@ -57,6 +57,13 @@ def check(recipe: Recipe, output: Path, resume: bool = False, allowed: Allowed =
     return job
 
 
+def check_data(recipe: Recipe, allowed: Allowed = NOTHING) -> Job:
+    """Return the job of `recipe` on a machine that prepares its data alone; raise what is wrong with model and data."""
+    job = (_extended_model if recipe.scaling == "keep" else _extendable_base)(recipe, Path(), allowed)
+    _raise_all(data_problems(recipe.data))
+    return job
+
+
 def plan_here(job: Job) -> Plan | None:
     """Plan `job` on this machine's accelerator, or on its CPU and memory; None for a model that has no plan."""
     recipe, here = job.recipe, device_here()
@@ -101,9 +108,14 @@ def _extended_model(recipe: Recipe, output: Path, allowed: Allowed) -> Job:
 
 def _evaluation_problems(recipe: Recipe) -> Iterator[str]:
     if measured := recipe.evaluation.perplexity:
-        if measured.windows is None and (measured.stride or 0) > recipe.context.target:
-            longer = f"{measured.stride} is longer than the target window of {recipe.context.target}"
-            yield f"evaluation.perplexity.stride: {longer}; lower it"
+        target, short = recipe.context.target, recipe.evaluation.in_short().perplexity or measured
+        asked = {"perplexity": measured} | ({} if short == measured else {"while_training": short})
+        for where, each in asked.items() if measured.windows is None else ():
+            if (each.stride or 0) > target:
+                yield f"evaluation.{where}.stride: {each.stride} is longer than the target window of {target}; lower it"
+            if (each.truncate or target) < target:
+                no_room = f"{each.truncate} tokens do not hold the target window of {target}"
+                yield f"evaluation.{where}.truncate: {no_room}; raise it"
         for problem in data_problems(Data.model_validate({"source": measured.data})):
             yield problem.replace("data.source", "evaluation.perplexity.data", 1)
         if measured.data == RECALL:

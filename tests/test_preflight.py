@@ -133,6 +133,10 @@ def test_the_plan_is_for_the_gpu_that_is_here(
             "evaluation.perplexity.stride: 129 is longer than the target window of 128; lower it",
         ),
         (
+            {"evaluation": {"perplexity": {}, "while_training": {"truncate": 127}}},
+            "evaluation.while_training.truncate: 127 tokens do not hold the target window of 128; raise it",
+        ),
+        (
             {"training": {"optimizer": "paged_adamw_8bit"}, "hardware": {"gpus": 2}},
             "training.optimizer: paged_adamw_8bit cannot train weights that are sharded over GPUs; use adamw",
         ),
@@ -150,6 +154,15 @@ def test_what_would_fail_after_days_is_refused(
 def test_a_stride_longer_than_a_window_is_a_mistake_of_the_recipe(small_model: Path) -> None:
     with pytest.raises(ValueError, match="stride: 100 is longer than the shortest window, 64; lower it"):
         small_recipe(small_model, evaluation={"perplexity": {"windows": [64, 128], "stride": 100}})
+
+
+@pytest.mark.parametrize(
+    ("short", "line"), [({"stride": 65}, "stride: 65 is"), ({"truncate": 127}, "truncate: 127 tok")]
+)
+def test_what_is_measured_in_short_must_be_possible_too(small_model: Path, short: dict[str, int], line: str) -> None:
+    asked = {"perplexity": {"windows": [64, 128]}, "while_training": short}
+    with pytest.raises(ValueError, match=line):
+        small_recipe(small_model, evaluation=asked)
 
 
 def test_gpus_that_are_not_there_are_missed(small_model: Path, tmp_path: Path) -> None:

@@ -10,8 +10,8 @@ from pydantic import BaseModel
 
 import pi_lora
 from pi_lora.evaluation.perplexity.losses import Sweep
-from pi_lora.evaluation.perplexity.measure import default_windows
 from pi_lora.evaluation.suite import MEASUREMENTS
+from pi_lora.planning.evaluating import sweep_of
 from pi_lora.planning.planning import CONFIGS, shipped_config
 from pi_lora.planning.text import gpu_named_in, planned, recipes_page
 from pi_lora.recipe.files import load_recipe, recipe_paths, recipe_summary
@@ -50,8 +50,8 @@ def test_recipe_fits_on_the_hardware_that_it_names(path: Path) -> None:
 def test_what_a_recipe_measures_can_be_measured(path: Path) -> None:
     recipe = load_recipe(path).recipe
     if asked := recipe.evaluation.perplexity:
-        windows = asked.windows or default_windows(recipe.context.target, asked.stride)
-        sweep = Sweep(tuple(windows), asked.stride or min(256, min(windows) // 2))
+        windows, stride = sweep_of(asked.windows, asked.stride, recipe.context.target)
+        sweep = Sweep(tuple(windows), stride)
         assert max(sweep.windows) == recipe.context.target
 
 

@@ -10,7 +10,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from pi_lora.models.base import device, quantization, quiet_loading
 from pi_lora.planning.counting import shape_of
 from pi_lora.planning.memory import DeviceMemory, memory
-from pi_lora.planning.planning import Flops, find_shape, flops_of_sequences
+from pi_lora.planning.operations import Flops, flops_of_sequences
+from pi_lora.planning.planning import find_shape
 from pi_lora.planning.shape import Shape
 from pi_lora.recipe.schema import Recipe
 from pi_lora.scaling.config import Interpolation, extend_config

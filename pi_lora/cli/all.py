@@ -31,7 +31,7 @@ def everything(
         asked = asked_for(evaluation)
         files = {name: run / SCORES / f"{name}.json" for name in asked}
         missing = {
-            name: MEASUREMENTS[name].prepare(section, True)
+            name: MEASUREMENTS[name].prepare(section)
             for name, section in asked.items()
             if again or not files[name].is_file()
         }

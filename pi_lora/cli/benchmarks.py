@@ -53,5 +53,5 @@ def benchmarks(
         asked = BenchmarksEvaluation(
             tasks=tuple(tasks.split(",")), data=tuple(data or ()), limit=limit, batch_size=batch_size, window=window
         )
-        measure = MEASUREMENTS["benchmarks"].prepare(asked, True)
+        measure = MEASUREMENTS["benchmarks"].prepare(asked)
     report(lambda: [measured("benchmarks", loaded(model, dtype), measure) for model in found], json, benchmarks_table)

@@ -56,8 +56,9 @@ def perplexity(
     stretch = stretch_of(original, target, scaling)
     with working("loading libraries"):
         from pi_lora.data.sources import Choice
-        from pi_lora.evaluation.perplexity.measure import default_windows, evaluate_perplexity
+        from pi_lora.evaluation.perplexity.measure import evaluate_perplexity
         from pi_lora.evaluation.perplexity.table import perplexity_table, position_picture, position_table
+        from pi_lora.planning.evaluating import default_windows
 
         found = find_all(models, stretch, Allowed(trust_remote_code, allow_changed))
     # All are measured alike.

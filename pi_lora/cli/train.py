@@ -1,6 +1,7 @@
 """`pi-lora train`."""
 
 import shlex
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,6 +13,7 @@ from pi_lora.cli.app import (
     RecipeFile,
     TrustRemoteCode,
     app,
+    err,
     out,
     printable,
     progress_bar,
@@ -20,6 +22,9 @@ from pi_lora.cli.app import (
 )
 from pi_lora.errors import PiLoraError
 from pi_lora.types import Allowed
+
+# Text that takes minutes to pack.
+MANY_TOKENS = 10**8
 
 
 @app.command()
@@ -69,7 +74,7 @@ def train(
         return
     preparing = "preparing examples" if resolved.data.has_examples else "packing tokens"
     with progress_bar(preparing, quiet=not is_leader()) as progress:
-        data = job.prepare(progress)
+        data = job.prepare(progress, missing=partial(_say_what_is_missing, recipe))
     for line in () if is_launched() else data.said:
         out.print(f"data: {line}", soft_wrap=True)
     if several:
@@ -87,6 +92,17 @@ def train(
             out.print(f"{folder}: load it with pi_lora.load, or merge it; {unscaled}", soft_wrap=True)
         command = shlex.join(["pi-lora", "eval", measure, str(folder)])
         out.print(f"{folder}: done; measure it with: {command}", soft_wrap=True)
+
+
+def _say_what_is_missing(recipe: Path, tokens: int) -> None:
+    """Say how to pack much text elsewhere, before it is packed here."""
+    if tokens >= MANY_TOKENS:
+        prepare = shlex.join(["pi-lora", "prepare", str(recipe)])
+        err.print(
+            f"data: {tokens:,} tokens are not in the cache and are packed now; without a GPU, in several processes: "
+            f"{prepare}",
+            soft_wrap=True,
+        )
 
 
 def _show_plan(job: Any, force: bool) -> None:

@@ -16,7 +16,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Sampler
 
 from pi_lora.data.examples import training_examples
-from pi_lora.data.packing import training_sequences
+from pi_lora.data.packing import Missing, training_sequences
 from pi_lora.errors import DataError
 from pi_lora.recipe.schema import Data, Training
 from pi_lora.types import Progress, silent
@@ -123,9 +123,17 @@ class TrainingData:
 
 
 def training_data(
-    data: Data, training: Training, tokenizer: Any, original: int, target: int, progress: Progress = silent
+    data: Data,
+    training: Training,
+    tokenizer: Any,
+    original: int,
+    target: int,
+    progress: Progress = silent,
+    processes: int = 1,
+    missing: Missing = lambda tokens: None,
 ) -> TrainingData:
-    """Return what the sections of a recipe ask for, from the cache where it was made before.
+    """Return what the sections of a recipe ask for, from the cache where it was made before. Text that is packed is
+    tokenized in `processes`, after `missing` is told; examples by the threads of the tokenizer.
 
     Under PoSE sequences have `original` (L) tokens, otherwise `target` (L'), which is also the limit of an example.
     Raises DataError if a source cannot be read, or holds too little for the steps.
@@ -133,7 +141,7 @@ def training_data(
     if data.has_examples:
         return _examples(data, training, tokenizer, target, progress)
     number = training.steps * training.global_batch_size
-    rows = training_sequences(data, tokenizer, original, target, number, progress)
+    rows = training_sequences(data, tokenizer, original, target, number, progress, processes, missing)
     length = len(rows[0]["input_ids"])
     said = f"{number * length:,} tokens at hand, as many as needed: {number:,} sequences of {length:,}"
     return TrainingData(rows, collate, length, [said])

@@ -5,7 +5,7 @@ import hashlib
 import itertools
 import math
 import random
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from datasets import Dataset
 from pi_lora.data import recall
 from pi_lora.data.cache import Row, cached, columns_of
 from pi_lora.data.sources import RECALL, find_corpus
-from pi_lora.data.tokens import Encode, Tokens, encoded, encoder, token_type, tokenizer_identity
+from pi_lora.data.tokens import Encode, Pool, Tokens, encoded, encoder, token_type, tokenizer_identity
 from pi_lora.errors import DataError
 from pi_lora.recipe.schema import Data, Source
 from pi_lora.types import Json, Progress, silent
@@ -22,6 +22,8 @@ from pi_lora.types import Json, Progress, silent
 # How much text `bfd_split` fits together at once: at least so many sequences, and so many tokens.
 BUFFER_SEQUENCES = 64
 BUFFER_TOKENS = 2**20
+# Called where nothing is in the cache, before as many tokens are packed.
+Missing = Callable[[int], object]
 # Raise it with every change to how sequences are made, so that no older cache is taken for the new ones.
 FORMAT = 3
 
@@ -134,6 +136,7 @@ class Stream:
     def __init__(self, source: Source, data: Data, encode: Encode, length: int) -> None:
         self.source, self.data, self.encode, self.length = source, data, encode, length
         self.tokens = self.left_out = 0
+        self.pool: Pool | None = None
         self.corpus = find_corpus(source)
 
     def identity(self) -> Json:
@@ -156,7 +159,7 @@ class Stream:
         # Each epoch has an order of its own.
         for epoch in range(self.data.epochs):
             texts = (document.text for document in self.corpus.documents(self.data.seed + epoch))
-            for ids in encoded(texts, self.encode):
+            for ids in encoded(texts, self.encode, pool=self.pool):
                 if len(ids) < self.data.min_document_tokens:
                     self.left_out += not epoch  # each document once
                 else:
@@ -185,9 +188,17 @@ class Stream:
 
 
 def training_sequences(
-    data: Data, tokenizer: Any, original: int, target: int, number: int, progress: Progress = silent
+    data: Data,
+    tokenizer: Any,
+    original: int,
+    target: int,
+    number: int,
+    progress: Progress = silent,
+    processes: int = 1,
+    missing: Missing = lambda tokens: None,
 ) -> Dataset:
     """Make `number` sequences from the sources of a recipe, mixed by weight and seeded, or read them from the cache.
+    `processes` tokenize, and `missing` is told before with how many tokens.
 
     Under PoSE (`positions: skip`) they have `sequence_tokens`, by default `original` (L), and `position_ids`; otherwise
     `target` (L') tokens.
@@ -212,6 +223,16 @@ def training_sequences(
     }
 
     def rows() -> Iterator[Row]:
+        missing(number * length)
+        if processes == 1:
+            yield from packed()
+            return
+        with Pool(tokenizer, data.special_tokens, processes) as pool:
+            for stream in streams:
+                stream.pool = pool
+            yield from packed()
+
+    def packed() -> Iterator[Row]:
         rng = random.Random(data.seed)
         order = drawn_order([source.weight for source in data.source], number, data.seed)
         sequences = [stream.sequences() for stream in streams]

@@ -1,11 +1,20 @@
 """Text to token ids: special tokens in it are text, and one that is long is tokenized in pieces, with the same ids."""
 
 import hashlib
+import itertools
 import json
+import os
 import re
+import signal
 from array import array
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, MutableSequence, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from multiprocessing import get_context
 from typing import Any, TypeVar
+
+from pi_lora.errors import DataError
 
 Item = TypeVar("Item")
 Tokens = MutableSequence[int]
@@ -96,13 +105,66 @@ def _cut(
     return None
 
 
-def encoded(texts: Iterable[str], encode: Encode, room: int = CHARACTERS_AT_ONCE) -> Iterator[Tokens]:
-    """Yield the ids of one text after the other, read ahead until there are `room` characters for a call of `encode`.
+def encoded(
+    texts: Iterable[str], encode: Encode, room: int = CHARACTERS_AT_ONCE, pool: "Pool | None" = None
+) -> Iterator[Tokens]:
+    """Yield the ids of one text after the other, read ahead until there are `room` characters for a call of `encode`,
+    or of the processes of a `pool`.
 
     The first calls are smaller, each twice the one before: who needs little text does not wait for much.
     """
-    for batch in in_batches(texts, len, room):
-        yield from encode(batch)
+    batches = in_batches(texts, len, room)
+    yield from itertools.chain.from_iterable(map(encode, batches) if pool is None else pool.encode(batches))
+
+
+class Pool:
+    """Processes that encode as `encoder` of the same arguments does; what they give does not depend on their number.
+    Raises DataError if the system ends one.
+    """
+
+    def __init__(self, tokenizer: Any, special_tokens: bool, processes: int) -> None:
+        self.processes = processes
+        # Not forked: threads of the tokenizer and of Arrow would be missing in the copies.
+        self.executor = ProcessPoolExecutor(
+            processes, get_context("spawn"), initializer=_begin, initargs=(tokenizer, special_tokens)
+        )
+
+    def encode(self, batches: Iterable[Sequence[str]]) -> Iterator[list[Tokens]]:
+        """Yield the ids of batches of texts in their order; two for each process are on their way."""
+        waiting = deque[Future[list[Tokens]]]()
+        try:
+            for batch in batches:
+                waiting.append(self.executor.submit(_encode, batch))
+                if len(waiting) > 2 * self.processes:
+                    yield waiting.popleft().result()
+            while waiting:
+                yield waiting.popleft().result()
+        except BrokenProcessPool:
+            raise DataError(
+                "--processes: the system ended one of them, as where memory is short; ask for fewer"
+            ) from None
+
+    def __enter__(self) -> "Pool":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.executor.shutdown(cancel_futures=True)
+
+
+# Of a process of a pool.
+_own_encode: Encode
+
+
+def _begin(tokenizer: Any, special_tokens: bool) -> None:
+    global _own_encode
+    # Ctrl-C is for the process that asks; and there are processes instead of the tokenizer's threads.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    _own_encode = encoder(tokenizer, special_tokens)
+
+
+def _encode(texts: Sequence[str]) -> list[Tokens]:
+    return [array("i", ids) for ids in _own_encode(texts)]
 
 
 def in_batches(

@@ -4,10 +4,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.distributed.fsdp import FSDPModule
 
 from pi_lora.errors import ModelError
 from pi_lora.models.load import LoadedModel
 from pi_lora.models.machine import nf4_kernel
+from pi_lora.planning.evaluating import PASS_TOKENS, PASS_TOKENS_ON_CPU
 from pi_lora.scaling.config import Config, constant_longrope, full_attention_rope
 from pi_lora.types import Json
 
@@ -27,7 +29,12 @@ def described(loaded: LoadedModel) -> Json:
 
 def pass_tokens(model: Any) -> int:
     """Return how many tokens keep the hardware busy in a forward pass, and stay in a processor's caches."""
-    return 2048 if model.device.type == "cpu" else 16384
+    return PASS_TOKENS_ON_CPU if model.device.type == "cpu" else PASS_TOKENS
+
+
+def is_sharded(model: Any) -> bool:
+    """Whether FSDP2 has spread a model over processes."""
+    return isinstance(model, FSDPModule)
 
 
 def padded(model: Any, rows: Sequence[Sequence[int]]) -> torch.Tensor:

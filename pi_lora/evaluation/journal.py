@@ -13,11 +13,13 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
 from pydantic import BaseModel, ValidationError
 
 from pi_lora.data.documents import fingerprint
-from pi_lora.distributed import from_all, is_leader, share_of, wait_for_all
+from pi_lora.distributed import any_process, from_all, is_leader, share_of, wait_for_all
 from pi_lora.errors import Interrupted
+from pi_lora.evaluation.forward import is_sharded
 from pi_lora.models.load import LoadedModel
 from pi_lora.recipe.places import cache_folder
 from pi_lora.types import Json
@@ -30,11 +32,12 @@ _WAITING: ContextVar[list[Path] | None] = ContextVar("waiting", default=None)
 class Journal:
     """Results by name, in a folder named after everything that decides them, one file per process. A line is written as
     soon as its result is known; one that was cut off or damaged is ignored, and measured again. If the folder cannot be
-    written, the measurement goes on without it. Without a folder nothing is kept, and every process measures all.
+    written, the measurement goes on without it. Without a folder nothing is kept. The processes of this run measure a
+    `model` together, each its part; without it this process measures all.
     """
 
-    def __init__(self, folder: Path | None = None) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path | None = None, model: Any = None) -> None:
+        self.folder, self.model = folder, model
         self.found: dict[str, Any] = {}
         self.kept = folder is not None
         for file in sorted(folder.glob("*.jsonl")) if folder else ():
@@ -60,7 +63,10 @@ class Journal:
 
     def left(self, names: Sequence[str]) -> list[str]:
         """Return those of `names` that this process has to measure."""
-        return [name for name in (share_of(names) if self.folder else names) if name not in self.found]
+        return [name for name in self._share(names) if name not in self.found]
+
+    def _share(self, names: Sequence[str]) -> Sequence[str]:
+        return names if self.model is None else share_of(names)
 
     def measure(self, kind: type[R], names: Sequence[str], measure: Callable[[str], R]) -> dict[str, R]:
         """Return the results of `names`: each process measures what is left of its share, and all return the same."""
@@ -69,23 +75,49 @@ class Journal:
                 kind.model_validate(self.found[name])
             except ValidationError:  # of another version
                 del self.found[name]
-        for name in self.left(names):
-            self.add(name, measure(name).model_dump())
-        found = dict(from_all([(name, self.found[name]) for name in share_of(names)])) if self.folder else self.found
+        with _as_many_passes(self.model):
+            for name in self.left(names):
+                self.add(name, measure(name).model_dump())
+        mine = [(name, self.found[name]) for name in self._share(names)]
+        found = dict(mine if self.model is None else from_all(mine))
         return {name: kind.model_validate(found[name]) for name in names}
+
+
+@contextmanager
+def _as_many_passes(model: Any) -> Iterator[None]:
+    """Have all processes make as many forward passes of a sharded model, each of which gathers its weights from all:
+    who has measured its part repeats a pass over one token.
+    """
+    if not is_sharded(model):
+        yield
+        return
+
+    def ask(*_: Any) -> None:
+        any_process(True)
+
+    # Before FSDP's own hook: all processes ask, and then gather.
+    hook = model.register_forward_pre_hook(ask, prepend=True)
+    try:
+        yield
+    finally:
+        hook.remove()
+    one = torch.zeros((1, 1), dtype=torch.long, device=model.device)
+    with torch.no_grad():
+        while any(any_process(False)):
+            model(input_ids=one, use_cache=False)
 
 
 @contextmanager
 def journaled(loaded: LoadedModel, decided_by: Mapping[str, Any], what: str, shared: bool = True) -> Iterator[Journal]:
     """Keep what is measured of a model until all is, `what` ("of 5 documents"), and in `kept_until_written` longer;
-    Ctrl-C becomes Interrupted. What is not `shared` between processes is not kept.
+    Ctrl-C becomes Interrupted. Not kept is what is not `shared` between processes, and what a model that trains gives.
     """
-    if not shared:
-        yield Journal()
+    if not shared or loaded.found is None:
+        yield Journal(model=loaded.model if shared else None)
         return
     key = json.dumps({**decided_by, "model": identity_of(loaded)}, sort_keys=True)
     folder = cache_folder() / "evaluations" / hashlib.sha256(key.encode()).hexdigest()
-    journal = Journal(folder)
+    journal = Journal(folder, loaded.model)
     try:
         yield journal
     except KeyboardInterrupt:

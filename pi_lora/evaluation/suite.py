@@ -25,19 +25,20 @@ from pi_lora.types import Progress, silent
 Measure = Callable[[LoadedModel, Progress], Scores]
 
 
-def _perplexity(asked: PerplexityEvaluation, shared: bool) -> Measure:
+def _perplexity(asked: PerplexityEvaluation) -> Measure:
+    choice = Choice(asked.documents, truncate=asked.truncate)
     return lambda loaded, progress: evaluate_perplexity(
-        loaded, asked.data, asked.windows, asked.stride, Choice(asked.documents), progress, shared=shared
+        loaded, asked.data, asked.windows, asked.stride, choice, progress, shared=True
     )
 
 
-def _passkey(asked: PasskeyEvaluation, shared: bool) -> Measure:
+def _passkey(asked: PasskeyEvaluation) -> Measure:
     return lambda loaded, progress: evaluate_passkey(
-        loaded, Grid(asked.target or loaded.window, asked.depths, asked.trials, asked.seed), progress, shared=shared
+        loaded, Grid(asked.target or loaded.window, asked.depths, asked.trials, asked.seed), progress, shared=True
     )
 
 
-def _benchmarks(asked: BenchmarksEvaluation, shared: bool) -> Measure:
+def _benchmarks(asked: BenchmarksEvaluation) -> Measure:
     if importlib.util.find_spec("lm_eval") is None:
         raise PiLoraError("pi-lora eval benchmarks: needs the package lm_eval; pip install 'pi-lora[eval]'")
     # Imported here: it is an extra of this package, and takes seconds.
@@ -52,20 +53,19 @@ def _benchmarks(asked: BenchmarksEvaluation, shared: bool) -> Measure:
 @dataclass(frozen=True)
 class Measurement:
     """A measurement and the `kind` of its results: `prepare` reads what a recipe's section needs before any model is
-    loaded; the processes of a `shared` one have the whole model each, and measure their part.
+    loaded. Each process measures its part.
     """
 
     kind: type[Scores]
-    prepare: Callable[[Any, bool], Measure]
+    prepare: Callable[[Any], Measure]
     table: Callable[..., Table]
-    while_training: bool = True
 
 
 # In the order of the paper, named as the sections of a recipe's `evaluation` and the files in a run's scores.
 MEASUREMENTS: Mapping[str, Measurement] = {
     "perplexity": Measurement(PerplexityScores, _perplexity, perplexity_table),
     "passkey": Measurement(PasskeyScores, _passkey, passkey_table),
-    "benchmarks": Measurement(BenchmarkScores, _benchmarks, benchmarks_table, while_training=False),
+    "benchmarks": Measurement(BenchmarkScores, _benchmarks, benchmarks_table),
 }
 
 
@@ -86,9 +86,6 @@ def evaluation_of(run: Path) -> tuple[Evaluation, bool]:
 
 
 def measure(loaded: LoadedModel, evaluation: Evaluation) -> dict[str, Scores]:
-    """Measure a model that trains; every process measures the whole, since a sharded model needs them all."""
-    return {
-        name: MEASUREMENTS[name].prepare(section, False)(loaded, silent)
-        for name, section in asked_for(evaluation).items()
-        if MEASUREMENTS[name].while_training
-    }
+    """Measure a model that trains, as `evaluation` says in short."""
+    asked = asked_for(evaluation.in_short())
+    return {name: MEASUREMENTS[name].prepare(section)(loaded, silent) for name, section in asked.items()}

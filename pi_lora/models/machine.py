@@ -83,6 +83,14 @@ def versions(names: tuple[str, ...] = LIBRARIES) -> dict[str, str]:
     return found
 
 
+def free_memory(place: torch.device) -> int:
+    """Return the bytes that this process can still take on a device; on a GPU also those that torch holds unused."""
+    if place.type == "cpu":
+        return int(psutil.virtual_memory().available)
+    free, _ = torch.cuda.mem_get_info(place)
+    return free + torch.cuda.memory_reserved(place) - torch.cuda.memory_allocated(place)
+
+
 def hardware() -> str:
     """Return the processor's architecture and how many cores there are."""
     return f"{platform.machine()}, {os.cpu_count()} cores"

@@ -4,8 +4,9 @@ The coefficients of activations were counted by running one layer of transformer
 mode that follows every allocation (torch 2.13); tests/planning/test_plan_memory.py counts them again. They are those of
 attention with a gated MLP; other layers are taken for one of their widths.
 
-Left out: fragmentation of the allocator, sequences shorter than the longest, what evaluation and saving need on top;
-and what is below one percent: the log-sum-exp of attention, the norms' inverse deviations, cosines and sines.
+Left out: fragmentation of the allocator, sequences shorter than the longest, what saving needs on top, evaluation
+(`planning.evaluating`); and what is below one percent: the log-sum-exp of attention, the norms' inverse deviations,
+cosines and sines.
 """
 
 from collections.abc import Mapping
@@ -72,13 +73,16 @@ _AROUND_CHUNKS = 3
 
 class DeviceMemory(NamedTuple):
     """Bytes on one device: the most of each component, and of their sum, which need not coincide; on its host while it
-    trains; and on the host of the first while the weights are loaded.
+    trains; on the host of the first while the weights are loaded; and on one device `between` two steps, with whether a
+    model that is measured then computes in float32.
     """
 
     components: Mapping[str, int]
     highest: int
     host: int
     loading: int
+    between: int
+    in_float32: bool
 
     @property
     def peak(self) -> int:
@@ -122,8 +126,9 @@ def memory(
         # gradients are whole before they are scattered.
         weights += (2 * shape.layer + shape.embedding) * BFLOAT16
         gradients += 2 * shape.layer * BFLOAT16 if full else 0
-    elif hardware.processes > 1:
-        gradients *= 2  # DistributedDataParallel's buckets
+    # DistributedDataParallel's buckets, which stay when gradients go.
+    buckets = gradients if shards == 1 and hardware.processes > 1 else 0
+    gradients += buckets
     kept, working = _activations(shape, recipe, length, tokens, wide_stream, gathered=shards > 1)
     logits = loss_bytes(shape, tuning, tokens, wide_stream, on_cpu, training.precision == "float32")
     # Autocast keeps bfloat16 copies of float32 weights that train until the forward pass ends.
@@ -143,7 +148,10 @@ def memory(
     host = saved_inputs(shape, tokens) if hardware.offload_activations else 0
     # NF4 is made on the device, a tensor at a time; a CPU's weights are loaded where they stay.
     loading = 0 if on_cpu or tuning.method == "qlora" else base
-    return DeviceMemory(dict(zip(COMPONENTS, most, strict=True)), max(map(sum, at_moments)), host, loading)
+    components = dict(zip(COMPONENTS, most, strict=True))
+    in_float32 = wide_stream if shards == 1 else training.precision == "float32"
+    between = weights + optimizer + buckets
+    return DeviceMemory(components, max(map(sum, at_moments)), host, loading, between, in_float32)
 
 
 def sequence_length(recipe: Recipe, original: int) -> int:
@@ -161,6 +169,11 @@ def saved_inputs(shape: Shape, tokens: int, wide_stream: bool = False, offloaded
     """Return bytes of the layer inputs that checkpointing keeps on the device: layers x tokens x hidden."""
     resident = min(shape.layers, RESIDENT_WHEN_OFFLOADED) if offloaded else shape.layers
     return resident * tokens * shape.hidden * (FLOAT32 if wide_stream else BFLOAT16)
+
+
+def unpacked_bytes(shape: Shape) -> int:
+    """Return bytes of the largest linear layer: NF4 unpacks one at a time to bfloat16."""
+    return max(linear.weights for linear in shape.linears) * BFLOAT16
 
 
 def loss_bytes(
@@ -196,8 +209,7 @@ def _activations(
     scores = eager * shape.heads * length**2 * EAGER_SCORE
     kept_in_layer, peak_in_layer = (width * per_token * tokens + scores for per_token in in_layer)
     if recipe.tuning.method == "qlora":
-        # NF4 unpacks one linear layer at a time to bfloat16.
-        peak_in_layer += max(linear.weights for linear in shape.linears) * BFLOAT16
+        peak_in_layer += unpacked_bytes(shape)
     if training.activation_checkpointing:
         return saved_inputs(shape, tokens, wide_stream, hardware.offload_activations), round(peak_in_layer)
     return round(shape.layers * kept_in_layer), round(peak_in_layer - kept_in_layer)

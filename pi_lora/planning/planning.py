@@ -8,14 +8,15 @@ import re
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
 
 from pydantic import TypeAdapter
 
 from pi_lora.errors import PiLoraError
+from pi_lora.planning.evaluating import Measuring, afterwards, while_training
 from pi_lora.planning.memory import GIB, OVERHEAD, DeviceMemory, memory, sequence_length
-from pi_lora.planning.shape import Shape, adapter_parameters, trained_parameters
-from pi_lora.recipe.schema import Recipe, Tuning
+from pi_lora.planning.operations import Flops, flops_of_sequences
+from pi_lora.planning.shape import Shape, trained_parameters
+from pi_lora.recipe.schema import Recipe
 from pi_lora.scaling.config import Config, Interpolation, check_extendable, check_reach, window_of
 from pi_lora.types import NOTHING, Allowed, Json
 
@@ -111,14 +112,6 @@ def device_here() -> Gpu:
     return gpu_of_device(gpu.name, gpu.total_memory, torch.cuda.is_bf16_supported(including_emulation=False))
 
 
-class Flops(NamedTuple):
-    """Floating-point operations of each part of training; a multiplication and an addition count as two."""
-
-    forward: float
-    recomputation: float
-    backward: float
-
-
 @dataclass(frozen=True)
 class Target:
     """The model that a plan is for: its shape, and its window before it is extended (L) in tokens."""
@@ -129,7 +122,9 @@ class Target:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a recipe takes on one kind of device; memory is that of each device, `flops` those of the whole run."""
+    """What a recipe takes on one kind of device; memory is that of each device, `flops` those of the whole training.
+    `measuring` is what it measures while it trains, and `afterwards` what of the finished run, on one device.
+    """
 
     recipe: Recipe
     target: Target
@@ -138,16 +133,23 @@ class Plan:
     memory: DeviceMemory
     tokens_per_step: int
     flops: Flops
+    measuring: Measuring | None
+    afterwards: Measuring | None
+
+    @property
+    def peak(self) -> float:
+        """Bytes that each device needs at most, to train or to measure while it trains."""
+        return max(self.memory.peak, self.measuring.peak if self.measuring else 0)
 
     @property
     def fits(self) -> bool:
         """Whether each device has the memory."""
-        return self.memory.peak <= self.gpu.memory
+        return self.peak <= self.gpu.memory
 
     @property
     def roomy(self) -> bool:
         """Whether each device has the memory with `MARGIN` to spare."""
-        return self.memory.peak * MARGIN <= self.gpu.memory
+        return self.peak * MARGIN <= self.gpu.memory
 
     @property
     def tokens(self) -> int:
@@ -164,9 +166,14 @@ class Plan:
         """Hours of training at the assumed utilization, if the device's peak is known; loading, evaluation and saving
         come on top.
         """
-        if self.gpu.peak is None:
-            return None
-        return sum(self.flops) / (self.gpu.peak * self.recipe.hardware.processes * self.utilization) / 3600
+        return self._hours(sum(self.flops) / self.recipe.hardware.processes)
+
+    def hours_of(self, measuring: Measuring) -> float | None:
+        """Hours of what is measured, if the device's peak and the length of the documents are known."""
+        return None if measuring.flops is None else self._hours(measuring.flops)
+
+    def _hours(self, flops_of_a_device: float) -> float | None:
+        return self.gpu.peak and flops_of_a_device / (self.gpu.peak * self.utilization) / 3600
 
     def as_json(self) -> Json:
         """Return the plan as `--json` writes it."""
@@ -189,7 +196,15 @@ class Plan:
             "flops": self.flops._asdict(),
             "assumed_utilization": self.utilization,
             "hours": self.hours,
+            "measuring": self._as_json(self.measuring),
+            "afterwards": self._as_json(self.afterwards),
         }
+
+    def _as_json(self, measuring: Measuring | None) -> Json | None:
+        if measuring is None:
+            return None
+        bytes_ = {"peak_bytes_per_gpu": measuring.peak, "shared_prefix_bytes": measuring.prefix}
+        return {**bytes_, "times": measuring.times, "hours": self.hours_of(measuring)}
 
 
 def target_of(recipe: Recipe, allowed: Allowed = NOTHING) -> Target:
@@ -240,33 +255,16 @@ def plan_recipe(recipe: Recipe, target: Target, gpu: Gpu | None = None) -> Plan:
         raise PiLoraError("--gpu: cpu: the recipe asks for hardware.gpus; name a GPU, or set hardware.gpus=null")
     shape, training, tokens = target.shape, recipe.training, sequence_length(recipe, target.original)
     sequences = training.steps * training.global_batch_size
+    needed = memory(shape, recipe, target.original, on_cpu, gpu.bfloat16)
+    window = target.original if recipe.scaling == "keep" else recipe.context.target
     return Plan(
         recipe=recipe,
         target=target,
         gpu=gpu,
         trained=trained_parameters(shape, recipe.tuning),
-        memory=memory(shape, recipe, target.original, on_cpu, gpu.bfloat16),
+        memory=needed,
         tokens_per_step=training.global_batch_size * tokens,
         flops=flops_of_sequences(shape, recipe.tuning, tokens, training.activation_checkpointing, sequences),
+        measuring=while_training(shape, recipe, window, needed, on_cpu),
+        afterwards=afterwards(shape, recipe, window, on_cpu),
     )
-
-
-def flops_of_sequences(shape: Shape, tuning: Tuning, tokens: int, checkpointing: bool, sequences: int = 1) -> Flops:
-    """Return the operations of training on `sequences` of `tokens` each.
-
-    A product with a weight costs 2 per token forward, 2 backward for its input, and 2 for its own gradient where it
-    trains. Attention's two products are causal: half of `tokens` for each token. The chunked loss computes the logits
-    again in its backward. Left out: norms, softmax, activation functions, state-space recurrences, the optimizer.
-    """
-    layers = (shape.linear_weights + shape.active_experts) * 2.0 * tokens
-    head = shape.embedding * 2.0 * tokens
-    adapter = adapter_parameters(shape, tuning) * 2.0 * tokens
-    # 2 x 2 operations per channel for each pair of tokens in reach: queries with keys, and weights with values.
-    window = min(shape.sliding_window, tokens)
-    full, sliding = tokens * tokens / 2, tokens * window - window * window / 2
-    attention = 4.0 * (shape.full_layers * full + shape.sliding_layers * sliding) * shape.queries
-    forward = layers + head + adapter + attention
-    recomputation = head + (layers + adapter + attention if checkpointing else 0.0)
-    trained = layers + head if tuning.method == "full" else adapter
-    backward = layers + head + adapter + 2 * attention + trained
-    return Flops(forward * sequences, recomputation * sequences, backward * sequences)

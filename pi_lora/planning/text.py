@@ -2,6 +2,7 @@
 fit, or when there is room to be faster, found by planning the changes.
 """
 
+import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -20,6 +21,7 @@ Changes = Mapping[str, Any]
 # A chunk is long enough to keep a GPU busy, and short compared with the windows that do not fit.
 MLP_IN_CHUNKS: Changes = {"training.mlp_chunk_tokens": 4096}
 OFFLOAD: Changes = {"hardware.offload_activations": True}
+_MEASURED_AFTERWARDS: Changes = {"evaluation.every": None}
 _ONE_AT_A_TIME: Changes = {"training.per_device_batch_size": 1}
 # Undo what costs most time to save memory; activations that are not checkpointed are not offloaded either.
 _FASTER: tuple[Changes, ...] = (
@@ -45,6 +47,7 @@ def plan_lines(plan: Plan) -> list[str]:
         + (f"; {_gib(plan.memory.loading)} GiB of the first host to load it" if plan.memory.loading else ""),
         f"time: {recipe.training.steps} steps of {plan.tokens_per_step:,} tokens, {_count(plan.tokens)} in all, "
         f"{sum(plan.flops):.1e} FLOPs: {_duration(plan)}",
+        *_evaluation_lines(plan),
     ]
     if not plan.fits:
         change = advice(plan)
@@ -56,6 +59,30 @@ def plan_lines(plan: Plan) -> list[str]:
         operations = f", {saved:.0%} fewer operations" if saved else ""
         lines.append(f"there is room to be faster: {change}: {_gib(changed.memory.peak)} GiB{operations}")
     return lines
+
+
+def _evaluation_lines(plan: Plan) -> Iterator[str]:
+    """Yield what measuring takes while the model trains, and of the finished run."""
+    if plan.measuring:
+        hours, times = plan.hours_of(plan.measuring), plan.measuring.times
+        share = f", {hours / plan.hours:.0%} of the training" if hours is not None and plan.hours else ""
+        taking = f"{_gib(plan.measuring.peak)} GiB, {times} times in {_measuring_time(plan, hours)}{share}"
+        yield f"evaluation while training: {taking}"
+    if after := plan.afterwards:
+        hours, memory = plan.hours_of(after), f"{_gib(after.peak)} GiB"
+        if after.peak > plan.gpu.memory:
+            memory += f" (more than {plan.gpu.name} has)"
+        elif after.prefix and after.peak + after.prefix <= plan.gpu.memory:
+            memory += f", or {_gib(after.peak + after.prefix)} with passkey prompts that share what they begin with"
+        without = ", without benchmarks" if plan.recipe.evaluation.benchmarks else ""
+        yield f"evaluation afterwards: {memory}; {_measuring_time(plan, hours)} on one device{without}"
+
+
+def _measuring_time(plan: Plan, hours: float | None) -> str:
+    if hours is not None:
+        return f"about {hours_in_words(hours)}"
+    why = "the peak of this device is not" if plan.gpu.peak is None else "the lengths of the documents are not"
+    return f"no hours, since {why} known"
 
 
 def _duration(plan: Plan) -> str:
@@ -114,8 +141,8 @@ def _count(number: int) -> str:
 def advice(plan: Plan) -> str | None:
     """Return the overrides of the cheapest change after which a plan fits, or None where none is known.
 
-    Tried in this order, each alone and then with the three that cost only time: chunked MLPs, offloaded activations,
-    one sequence at a time, QLoRA, more GPUs, a shorter target.
+    Tried in this order, each alone and then with the three that cost only time: measuring afterwards if training alone
+    fits, chunked MLPs, offloaded activations, one sequence at a time, QLoRA, more GPUs, a shorter target.
     """
     return next((overrides for overrides, changed in replanned(plan, _changes(plan)) if changed.fits), None)
 
@@ -131,6 +158,8 @@ def faster(plan: Plan) -> tuple[str, Plan] | None:
 
 def _changes(plan: Plan) -> Iterator[Changes]:
     # A chunk cannot repeat its dropout in the backward; a CPU's activations are in the host's memory already.
+    if plan.memory.peak <= plan.gpu.memory:
+        yield _MEASURED_AFTERWARDS
     chunks = {} if plan.recipe.tuning.dropout else MLP_IN_CHUNKS
     offload = {} if plan.gpu.name == CPU else OFFLOAD
     costs_time = {**chunks, **offload, **_ONE_AT_A_TIME}
@@ -173,7 +202,7 @@ def replanned(plan: Plan, alternatives: Iterable[Changes]) -> Iterator[tuple[str
             section, _, name = key.partition(".")
             if value != tree[section][name]:
                 tree[section][name] = value
-                overrides.append(f"{key}={str(value).lower() if isinstance(value, bool) else value}")
+                overrides.append(f"{key}={json.dumps(value) if value is None or isinstance(value, bool) else value}")
         try:
             changed = Recipe.model_validate(tree)
         except ValidationError:

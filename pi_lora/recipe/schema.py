@@ -248,11 +248,14 @@ class PerplexityEvaluation(Section):
     )
     stride: int | None = Field(None, gt=0, description="tokens; by default 256, or half the shortest window")
     documents: int | None = Field(None, gt=0, description="how many; by default all")
+    truncate: int | None = Field(None, gt=0, description="tokens of each document that are measured; by default all")
 
     @model_validator(mode="after")
     def _stride_fits(self) -> Self:
         if self.windows and self.stride and self.stride > min(self.windows):
             raise ValueError(f"stride: {self.stride} is longer than the shortest window, {min(self.windows)}; lower it")
+        if self.windows and self.truncate and self.truncate < max(self.windows):
+            raise ValueError(f"truncate: {self.truncate} tokens do not hold a window of {max(self.windows)}; raise it")
         return self
 
 
@@ -277,6 +280,16 @@ class BenchmarksEvaluation(Section):
     data: Annotated[tuple[str, ...], _LIST] = Field((), description="local data: `boolq=FILE`, or a folder of them")
 
 
+class ShortEvaluation(Section):
+    """What is smaller in the measurements during training; what is left out is as in those of the finished run."""
+
+    documents: int | None = Field(None, gt=0, description="of perplexity; dealt out over processes, as depths are")
+    truncate: int | None = Field(None, gt=0, description="of perplexity")
+    stride: int | None = Field(None, gt=0, description="of perplexity")
+    depths: int | None = Field(None, gt=0, description="of passkey")
+    trials: int | None = Field(None, gt=0, description="of passkey")
+
+
 class Evaluation(Section):
     """What is measured of a run, and how often during training."""
 
@@ -284,6 +297,23 @@ class Evaluation(Section):
     perplexity: PerplexityEvaluation | None = None
     passkey: PasskeyEvaluation | None = None
     benchmarks: BenchmarksEvaluation | None = None
+    while_training: ShortEvaluation | None = None
+
+    def in_short(self) -> "Evaluation":
+        """Return what is measured every so many steps: smaller where `while_training` says so, and no benchmarks."""
+        smaller = self.while_training.model_dump(exclude_none=True) if self.while_training else {}
+        sections = {
+            name: {**asked.model_dump(), **{key: smaller[key] for key in smaller if key in type(asked).model_fields}}
+            for name, asked in (("perplexity", self.perplexity), ("passkey", self.passkey))
+            if asked
+        }
+        return Evaluation.model_validate({"every": self.every, **sections})
+
+    @model_validator(mode="after")
+    def _short_fits(self) -> Self:
+        if self.while_training:
+            self.in_short()
+        return self
 
 
 class Recipe(Section):

@@ -156,7 +156,7 @@ def ends_after_the_step(log: TrainingLog) -> Iterator[None]:
 
 class TrainingScores(TrainerCallback):
     """Measure the model at step 0, every `evaluation.every` steps and the last, as in tables 3 and 4 of the paper, into
-    `scores/NAME-step-N.json`. All processes measure the same, since a sharded model needs them all; the leader writes.
+    `scores/NAME-step-N.json`. Each process measures its part; the leader writes.
     """
 
     def __init__(

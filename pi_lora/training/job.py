@@ -10,6 +10,7 @@ import torch
 from transformers import get_scheduler
 
 from pi_lora.data.batches import TrainingData, training_data
+from pi_lora.data.packing import Missing
 from pi_lora.errors import RecipeError
 from pi_lora.models.base import BaseModel
 from pi_lora.models.machine import attention_kernel, computes_in_bfloat16, dtype_of_base
@@ -71,11 +72,16 @@ class Job:
         """Sequences of one forward pass, over all processes."""
         return self.recipe.training.per_device_batch_size * self.recipe.hardware.data_parallel
 
-    def prepare(self, progress: Progress = silent) -> TrainingData:
-        """Return the packed sequences or the examples of the recipe; made once, then read from the cache."""
+    def prepare(
+        self, progress: Progress = silent, processes: int = 1, missing: Missing = lambda tokens: None
+    ) -> TrainingData:
+        """Return the packed sequences or the examples of the recipe; made once in `processes`, then read from the
+        cache. `missing` is called before tokens are packed.
+        """
         if self.data is None:
-            recipe, target = self.recipe, self.recipe.context.target
-            self.data = training_data(recipe.data, recipe.training, self.tokenizer, self.original, target, progress)
+            recipe, lengths = self.recipe, (self.original, self.recipe.context.target)
+            sections = recipe.data, recipe.training
+            self.data = training_data(*sections, self.tokenizer, *lengths, progress, processes, missing)
         return self.data
 
 

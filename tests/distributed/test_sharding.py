@@ -232,8 +232,9 @@ def perplexities(run: Path, step: int) -> list[float]:
 def test_shards_are_measured_like_the_whole(pair: Pair, models: dict[str, Path], tmp_path: Path, tuning: str) -> None:
     evaluation = {
         "every": 2,
-        "perplexity": {"windows": [64, 128], "documents": 1, "stride": 64},
-        "passkey": {"depths": 2, "trials": 2},
+        "perplexity": {"windows": [64, 128], "documents": 8, "stride": 64},
+        "passkey": {"depths": 3, "trials": 2},
+        "while_training": {"documents": 3, "truncate": 512},
     }
     training = {"activation_checkpointing": True}
     recipe = recipe_for(
@@ -241,7 +242,8 @@ def test_shards_are_measured_like_the_whole(pair: Pair, models: dict[str, Path],
     )
     pair.start(recipe, tmp_path / "sharded")
     alone = in_one(recipe, tmp_path / "alone")
-    pair.answers()
+    # Documents and depths are dealt out, so unevenly; each process makes as many forward passes, or it would not end.
+    assert [answer["measured"] for answer in pair.answers()] == [3 * (2 + 2), 3 * (1 + 1)]
     assert_same(tmp_path / "sharded", alone)
     names = sorted(path.name for path in (alone / "scores").iterdir())
     assert names == [f"{kind}-step-{step}.json" for kind in ("passkey", "perplexity") for step in (0, 2, 3)]

@@ -20,6 +20,7 @@ from torch.distributed.distributed_c10d import _get_default_group as default_gro
 from transformers import TrainerCallback
 
 from pi_lora import preflight
+from pi_lora.evaluation.journal import Journal
 from pi_lora.models import base as bases
 from pi_lora.recipe.schema import Recipe
 from pi_lora.training import training
@@ -60,8 +61,9 @@ class Watched:
         self.unsharded: list[int] = []
         self.policies: set[tuple[str, ...]] = set()
         self.read = 0
+        self.measured = 0
         build, load = training.Trainer.__init__, bases.AutoModelForCausalLM.from_pretrained
-        step = training.Trainer.training_step
+        step, keep = training.Trainer.training_step, Journal.add
         watched = self
 
         def watch_building(self: Any, *arguments: Any, **options: Any) -> None:
@@ -81,7 +83,12 @@ class Watched:
             watched.policies |= {(str(each.param_dtype), str(each.reduce_dtype), str(loss.dtype)) for each in policies}
             return loss
 
+        def watch_measuring(self: Journal, *arguments: Any) -> None:
+            watched.measured += 1
+            keep(self, *arguments)
+
         self.undo = [
+            (Journal, "add", keep),
             (training.Trainer, "__init__", build),
             (training.Trainer, "training_step", step),
             (bases.AutoModelForCausalLM, "from_pretrained", load),
@@ -89,6 +96,7 @@ class Watched:
         training.Trainer.__init__ = watch_building  # type: ignore[method-assign]
         training.Trainer.training_step = watch_step  # type: ignore[method-assign]
         bases.AutoModelForCausalLM.from_pretrained = watch_loading  # type: ignore[method-assign]
+        Journal.add = watch_measuring  # type: ignore[method-assign]
 
     def end(self) -> None:
         for owner, name, value in self.undo:
@@ -118,6 +126,7 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
         watched.end()
     patience = default_group()._get_backend(torch.device("cpu")).options._timeout.total_seconds()
     told = {"unsharded": watched.unsharded, "read": watched.read, "policies": sorted(watched.policies)}
+    told["measured"] = watched.measured
     return {**told, "patience": patience}
 
 

@@ -5,8 +5,8 @@ import torch
 from architectures import PROMISED, small_config
 from transformers import AutoModelForCausalLM
 
-from pi_lora.evaluation.passkey import shared_prefix
-from pi_lora.evaluation.passkey.shared_prefix import SharedPrefix, last_logits
+from pi_lora.evaluation.passkey import shared_prefix as module
+from pi_lora.evaluation.passkey.shared_prefix import SharedPrefix, last_logits, shared_prefix
 
 LENGTH, TAIL = 60, 5
 SHARE = {"llama", "qwen2", "qwen3", "olmo2", "granite", "gpt_neox", "stablelm", "cohere", "smollm3"}
@@ -30,10 +30,10 @@ def rows() -> list[list[int]]:
 
 @pytest.mark.parametrize("model_type", sorted({*PROMISED} | CANNOT))
 def test_logits_are_those_of_whole_inputs(model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared_prefix, "pass_tokens", lambda model: 36)
+    monkeypatch.setattr(module, "pass_tokens", lambda model: 36)
     model = small(model_type)
     with torch.no_grad():
-        prefix = SharedPrefix(model, rows()[0][:50])
+        prefix = shared_prefix(model, rows()[0][:50], LENGTH)
         expected = [model(input_ids=torch.tensor([row])).logits[0, LENGTH - TAIL :] for row in rows()]
     for _ in range(2):
         found = last_logits(model, rows(), TAIL, prefix)
@@ -44,8 +44,8 @@ def test_logits_are_those_of_whole_inputs(model_type: str, monkeypatch: pytest.M
 @pytest.mark.parametrize("model_type", sorted(SHARE | CANNOT))
 def test_models_that_forget_share_nothing(model_type: str) -> None:
     with torch.no_grad():
-        prefix = SharedPrefix(small(model_type), rows()[0][:50])
-    assert prefix.length_in(rows()) == (40 if model_type in SHARE else 0)
+        prefix = shared_prefix(small(model_type), rows()[0][:50], LENGTH)
+    assert (prefix.length_in(rows()) if prefix else 0) == (40 if model_type in SHARE else 0)
 
 
 def test_what_is_shared_is_compared_and_leaves_a_row_its_own_tail() -> None:
@@ -57,3 +57,15 @@ def test_what_is_shared_is_compared_and_leaves_a_row_its_own_tail() -> None:
     with torch.no_grad():
         expected = model(input_ids=torch.tensor([rows()[0]])).logits[:, -TAIL:]
     torch.testing.assert_close(last_logits(model, [rows()[0]], TAIL, prefix), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_keys_and_values_are_shared_only_where_there_is_room_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of the prefix and of the inputs beside it, in at most three quarters of what is free."""
+    model, config = small("llama"), small_config("llama")
+    width = config.hidden_size // config.num_attention_heads
+    per_token = 2 * config.num_hidden_layers * config.num_key_value_heads * width * 4
+    for missing in (0, 1):
+        room = -(-per_token * (50 + 16384) * 4 // 3) - missing
+        monkeypatch.setattr(module, "free_memory", lambda _device, room=room: room)
+        with torch.no_grad():
+            assert (shared_prefix(model, rows()[0][:50], LENGTH) is None) == bool(missing)

@@ -21,6 +21,7 @@ from pi_lora.errors import ModelError, PiLoraError, RecipeError, ScalingError
 from pi_lora.models.base import find_base
 from pi_lora.planning.counting import shape_of
 from pi_lora.planning.memory import ADAMW_8BIT, GIB, OVERHEAD
+from pi_lora.planning.operations import flops_of_sequences
 from pi_lora.planning.planning import (
     BUILTIN_MODELS,
     CONFIGS,
@@ -31,7 +32,6 @@ from pi_lora.planning.planning import (
     Plan,
     find_gpu,
     find_shape,
-    flops_of_sequences,
     gpu_of_device,
     plan_recipe,
     shipped_config,

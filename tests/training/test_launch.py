@@ -20,7 +20,7 @@ from processes import without_progress
 from pi_lora.distributed import check_launched, launch_arguments
 from pi_lora.errors import RecipeError
 from pi_lora.recipe.files import dump_recipe
-from pi_lora.recipe.schema import Recipe
+from pi_lora.recipe.schema import Evaluation, Recipe
 
 CLUSTER = {"gpus": 8, "machines": 4}
 
@@ -44,6 +44,7 @@ def test_full_tuning_on_a_cluster_is_sharded_by_fsdp2() -> None:
     asked = flags(recipe, 2, 1234)
     assert (asked["num_processes"], asked["num_machines"], asked["machine_rank"]) == (32, 4, 2)
     assert (asked["main_process_ip"], asked["main_process_port"]) == ("10.0.0.1", 1234)
+    assert asked["rdzv_conf"] == "timeout=604800", "machines pack their data at their own pace"
     assert asked["use_fsdp"]
     assert asked["fsdp_version"] == "2"
     assert asked["fsdp_auto_wrap_policy"] == "TRANSFORMER_BASED_WRAP"
@@ -95,7 +96,12 @@ def losses(run: Path) -> list[float]:
 def alone(small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a recipe, and the run of it in one process."""
     folder = tmp_path_factory.mktemp("several")
+    asked = {
+        "perplexity": {"windows": [64, 128], "documents": 3, "truncate": 512},
+        "passkey": {"depths": 3, "trials": 1},
+    }
     recipe = recipe_for(small_model, {}, global_batch_size=4)
+    recipe = recipe.model_copy(update={"evaluation": Evaluation.model_validate({"every": 5, **asked})})
     (folder / "recipe.yaml").write_text(dump_recipe(recipe))
     train(recipe, folder / "alone")
     return folder
@@ -109,6 +115,11 @@ def test_two_processes_train_like_one(alone: Path) -> None:
     assert without_progress(said[1]) == ""
     assert losses(alone / "two") == pytest.approx(losses(alone / "alone"), rel=1e-5)
     assert len({round(loss, 4) for loss in losses(alone / "two")}) == 5
+    for name in ("perplexity", "passkey"):
+        two, one = (
+            json.loads((alone / run / "scores" / f"{name}-step-0.json").read_text()) for run in ("two", "alone")
+        )
+        assert {**two, "model": ""} == {**one, "model": ""}, "documents are dealt out, and the result is the same"
 
 
 def test_two_machines_train_like_one_process(python: str, alone: Path) -> None:

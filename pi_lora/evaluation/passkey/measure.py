@@ -13,7 +13,7 @@ from pi_lora.distributed import number_of_processes
 from pi_lora.evaluation.forward import check_ids, check_numbers, depends_on_length, described, forget_lengths
 from pi_lora.evaluation.journal import Journal, journaled
 from pi_lora.evaluation.passkey.prompt import Grid, Trial, trials_at
-from pi_lora.evaluation.passkey.shared_prefix import SharedPrefix, last_logits, rows_at_once
+from pi_lora.evaluation.passkey.shared_prefix import SharedPrefix, last_logits, rows_at_once, shared_prefix
 from pi_lora.evaluation.results import PasskeyDepth, PasskeyScores
 from pi_lora.models.base import finite
 from pi_lora.models.load import LoadedModel
@@ -48,7 +48,8 @@ class PasskeyTest:
 
     A trial succeeds if greedy decoding gives the digits. One forward pass over prompt and answer decides it: each
     answer token must be the model's first choice given the true ones before it. Text ahead of the key is computed once
-    for all trials and depths, unless trials go `apart`, for models whose frequencies follow the length of the input.
+    for all trials and depths where that pays and has room, unless trials go `apart`, for models whose frequencies
+    follow the length of the input.
     """
 
     def __init__(
@@ -72,11 +73,13 @@ class PasskeyTest:
 
     @cached_property
     def _prefix(self) -> SharedPrefix | None:
-        """The text ahead of the key where it stands nearest to the end: the longest."""
-        if self.apart:
+        """The text ahead of the key where it stands nearest to the end: the longest. It costs a prompt, of which each
+        trial saves a half on average.
+        """
+        if self.apart or self.grid.depths * self.grid.trials <= 2 * number_of_processes():
             return None
         (first,) = trials_at(self.tokenizer, self.grid, 0, range(1))
-        return SharedPrefix(self.model, first.prompt[: first.length - first.distance])
+        return shared_prefix(self.model, first.prompt[: first.length - first.distance], self.grid.target)
 
     def _succeed(self, batch: Sequence[Trial]) -> Iterator[bool]:
         if self.apart:

@@ -11,10 +11,12 @@ from typing import Any, cast
 import torch
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
-from pi_lora.evaluation.forward import padded, pass_tokens
+from pi_lora.evaluation.forward import is_sharded, padded, pass_tokens
+from pi_lora.models.machine import free_memory
+from pi_lora.planning.evaluating import HELD_TOKENS
 
-# Tokens, shared ones included, of the inputs that go through a model together: what bounds the memory of their keys.
-HELD_TOKENS = 16384
+# Of the memory that is free, the most that keys and values may take; the rest is for the forward pass.
+SHARE_OF_MEMORY = 0.75
 
 
 class FilledError(Exception):
@@ -47,26 +49,44 @@ class SharedLayer(DynamicLayer):
 
 
 class SharedPrefix:
-    """The keys and values of `ids`, with which inputs may begin; none for a model that cannot share them."""
+    """The keys and values of `ids`, with which inputs may begin."""
 
     def __init__(self, model: Any, ids: Sequence[int]) -> None:
-        self.model, self.ids = model, ids
-        tokens = torch.tensor([ids], device=model.device)
-        cache = model(input_ids=tokens, use_cache=True, logits_to_keep=1).past_key_values
-        plain = type(cache) is DynamicCache and all(
-            type(layer) is DynamicLayer and layer.is_initialized for layer in cache.layers
-        )
-        self.layers: list[DynamicLayer] = cache.layers if plain else []
+        self.ids, self.layers = ids, _layers(model, ids) or []
 
     def length_in(self, rows: Sequence[Sequence[int]]) -> int:
         """Return how many first tokens all rows share with `ids`: compared, as what follows may change tokens."""
         same = takewhile(lambda column: len(set(column)) == 1, zip(self.ids, *rows, strict=False))
-        return sum(1 for _ in same) if self.layers else 0
+        return sum(1 for _ in same)
 
     def cache(self, length: int) -> Cache:
         """Return a cache for inputs that begin with the first `length` tokens."""
         shared = ((layer.keys[..., :length, :], layer.values[..., :length, :]) for layer in self.layers)
         return Cache(layers=[SharedLayer(*each) for each in shared])
+
+
+@torch.no_grad()
+def shared_prefix(model: Any, ids: Sequence[int], length: int) -> SharedPrefix | None:
+    """Return what inputs of up to `length` tokens share; None for a model that cannot share it, and where there is no
+    room for the keys and values of `ids` and of the inputs beside them. A sharded model cannot: a forward pass that
+    ends early would leave a layer gathered in one process that the others gather again.
+    """
+    layers = None if is_sharded(model) else _layers(model, ids[:1])
+    if layers is None:
+        return None
+    per_token = sum(layer.keys.nbytes + layer.values.nbytes for layer in layers)
+    needed = per_token * (len(ids) + max(length, HELD_TOKENS))
+    return SharedPrefix(model, ids) if needed <= SHARE_OF_MEMORY * free_memory(model.device) else None
+
+
+def _layers(model: Any, ids: Sequence[int]) -> list[DynamicLayer] | None:
+    """The layers of the cache after `ids`; None if they keep something else than the keys and values of all tokens."""
+    tokens = torch.tensor([ids], device=model.device)
+    cache = model(input_ids=tokens, use_cache=True, logits_to_keep=1).past_key_values
+    plain = type(cache) is DynamicCache and all(
+        type(layer) is DynamicLayer and layer.is_initialized for layer in cache.layers
+    )
+    return cache.layers if plain else None
 
 
 @torch.no_grad()
@@ -93,5 +113,4 @@ def last_logits(model: Any, rows: Sequence[Sequence[int]], tail: int, prefix: Sh
 
 def rows_at_once(model: Any, width: int, prefix: SharedPrefix | None) -> int:
     """Return how many inputs of `width` tokens go through a model together."""
-    whole = prefix is None or not prefix.layers
-    return max(1, (pass_tokens(model) if whole else HELD_TOKENS) // width)
+    return max(1, (HELD_TOKENS if prefix else pass_tokens(model)) // width)

@@ -16,9 +16,7 @@ from transformers import PreTrainedModel
 from pi_lora.errors import DataError
 from pi_lora.evaluation.forward import forget_lengths, padded, pass_tokens
 from pi_lora.evaluation.results import WindowPerplexity
-
-# 128 MiB and 1 GiB in float32; a window of 32k tokens over a vocabulary of 128k has 4 billion, or 16 GiB.
-LOGITS_ON_CPU, LOGITS_ON_GPU = 2**25, 2**28
+from pi_lora.planning.evaluating import LOGITS, LOGITS_ON_CPU
 
 
 @dataclass(frozen=True)
@@ -82,7 +80,7 @@ def token_losses(model: Any, ids: torch.Tensor, tokens: Sequence[int], at_once: 
     `at_once` logits are in memory at a time, or those of one position of every row where that is more.
     """
     places = torch.tensor(tokens, device=ids.device)
-    at_once = at_once or (LOGITS_ON_CPU if ids.device.type == "cpu" else LOGITS_ON_GPU)
+    at_once = at_once or (LOGITS_ON_CPU if ids.device.type == "cpu" else LOGITS)
     size = max(1, at_once // (len(ids) * model.config.get_text_config().vocab_size))
     # What ModernBERT's decoder calls its decoder is its head (transformers 5.23).
     parts = torch.split(places, size if isinstance(model.get_decoder(), PreTrainedModel) else len(places))

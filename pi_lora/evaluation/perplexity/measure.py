@@ -18,6 +18,7 @@ from pi_lora.evaluation.perplexity import losses
 from pi_lora.evaluation.perplexity.losses import DocumentLosses, Sweep, window_scores
 from pi_lora.evaluation.results import DocumentPerplexity, LossByPosition, PerplexityScores, PositionLoss
 from pi_lora.models.load import LoadedModel
+from pi_lora.planning.evaluating import sweep_of
 from pi_lora.types import Progress, silent
 
 # What a tokenizer may add to a text, such as BOS; of the text itself it makes at most one token per byte.
@@ -41,18 +42,6 @@ class Chosen(NamedTuple):
     too_short: int
 
 
-def default_windows(window: int, stride: int | None = None) -> list[int]:
-    """Return the model's window and its halves, down to the stride, or to 256 tokens.
-
-    >>> default_windows(1024), default_windows(1024, stride=512)
-    ([256, 512, 1024], [512, 1024])
-    """
-    halves = [window]
-    while halves[0] // 2 >= max(256, stride or 0):
-        halves.insert(0, halves[0] // 2)
-    return halves
-
-
 def evaluate_perplexity(
     loaded: LoadedModel,
     source: str,
@@ -69,12 +58,10 @@ def evaluate_perplexity(
     `shared` each process measures its part of the documents, with the whole model, and an interrupted evaluation
     continues when it is called again.
     """
-    windows = windows or default_windows(loaded.window, stride)
-    # The paper's 256 tokens, or half the shortest window where that is less.
-    stride = stride or min(256, max(1, min(windows) // 2))
+    windows, stride = sweep_of(windows, stride, loaded.window)
     longest = max(windows)
     bins = min(BINS, longest - 1) if by_position else 0
-    sweep = Sweep(tuple(sorted(windows)), stride, bins, depends_on_length(loaded.config))
+    sweep = Sweep(tuple(windows), stride, bins, depends_on_length(loaded.config))
     chosen = choose_documents(loaded, source, choice, longest)
     decided_by, what = {"data": source, **asdict(sweep)}, f"of {len(chosen.documents)} documents"
     with journaled(loaded, decided_by, what, shared) as journal:

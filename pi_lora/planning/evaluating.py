@@ -1,0 +1,190 @@
+"""Memory and operations of what a recipe's `evaluation` measures, while it trains and of the finished run; and how many
+tokens go through a model at a time, which the measurements read here. Benchmarks are left out.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from pi_lora.planning.memory import (
+    BFLOAT16,
+    FLOAT32,
+    OVERHEAD,
+    DeviceMemory,
+    base_bytes,
+    unpacked_bytes,
+)
+from pi_lora.planning.operations import layers_flops
+from pi_lora.planning.shape import Shape, trained_parameters
+from pi_lora.recipe.schema import PasskeyEvaluation, PerplexityEvaluation, Recipe, Tuning
+
+# Tokens that keep the hardware busy in a forward pass, and stay in a processor's caches.
+PASS_TOKENS, PASS_TOKENS_ON_CPU = 16384, 2048
+# Tokens, shared ones included, of the inputs that go through a model together: what bounds the memory of their keys.
+HELD_TOKENS = 16384
+# Logits in memory at a time; a window of 32k tokens over a vocabulary of 128k has 4 billion. Each takes two bytes, or
+# four, four as float32, and four as logarithm of a probability.
+LOGITS, LOGITS_ON_CPU = 2**28, 2**25
+LOGIT = BFLOAT16 + 2 * FLOAT32
+# Documents of the sources whose texts are known, and tokens of each: the test split of PG-19 has 6,966,499 words (Rae
+# et al. 2019, table 1), at four tokens for three words (assumed); those of proof-pile are cut to 32768.
+DOCUMENTS = {"pg19": (100, 93_000), "proof-pile": (128, 32768)}
+
+
+class Measuring(NamedTuple):
+    """What measuring takes: bytes on each device at the highest moment, and beside them those of the prefix that
+    passkey prompts share, where they can; operations of the process with most to do, over all `times`, if known.
+    """
+
+    highest: int
+    prefix: int
+    flops: float | None
+    times: int
+
+    @property
+    def peak(self) -> int:
+        """What the device must have: the highest moment, and the overhead."""
+        return self.highest + OVERHEAD
+
+
+def default_windows(window: int, stride: int | None = None) -> list[int]:
+    """Return the model's window and its halves, down to the stride, or to 256 tokens.
+
+    >>> default_windows(1024), default_windows(1024, stride=512)
+    ([256, 512, 1024], [512, 1024])
+    """
+    halves = [window]
+    while halves[0] // 2 >= max(256, stride or 0):
+        halves.insert(0, halves[0] // 2)
+    return halves
+
+
+def sweep_of(windows: Sequence[int] | None, stride: int | None, window: int) -> tuple[list[int], int]:
+    """Return windows and stride in tokens of a model that reads `window`: those asked for, or the paper's stride of
+    256, or half the shortest window where that is less.
+    """
+    found = sorted(windows or default_windows(window, stride))
+    return found, stride or min(256, max(1, found[0] // 2))
+
+
+def passes(length: int, windows: Sequence[int], stride: int) -> Iterator[int]:
+    """Yield the tokens of each forward pass that a sweep of `windows` takes over a document of `length` tokens."""
+    yield min(max(windows), length)
+    for start in range(stride, length - min(windows) + stride, stride):
+        if scoring := [window for window in windows if start + max(window - stride, 1) < length]:
+            yield min(max(scoring), length - start)
+
+
+def while_training(shape: Shape, recipe: Recipe, window: int, memory: DeviceMemory, on_cpu: bool) -> Measuring | None:
+    """Return what measuring a model that trains takes, for a model that reads `window` tokens; None if it is not.
+
+    Weights and optimizer stay where they are. Each process measures its part; a sharded model shares no prefix.
+    """
+    asked = recipe.evaluation.in_short()
+    if not asked.every or not (asked.perplexity or asked.passkey):
+        return None
+    sharded = recipe.sharded and recipe.hardware.processes > 1
+    every, steps = asked.every, recipe.training.steps
+    share = min(1.0, (recipe.training.mlp_chunk_tokens or window) / window)
+    processes = recipe.hardware.processes
+    work = _Work(shape, recipe.tuning, window, memory.in_float32, sharded, on_cpu, processes, share)
+    return work.measuring(asked.perplexity, asked.passkey, memory.between, 1 + -(-steps // every))
+
+
+def afterwards(shape: Shape, recipe: Recipe, window: int, on_cpu: bool) -> Measuring | None:
+    """Return what `pi-lora eval all` takes on one device, or `pi-lora eval summarization` of a run that was tuned on
+    examples; None if the recipe asks for neither.
+    """
+    asked, tuning = recipe.evaluation, recipe.tuning
+    if not asked.perplexity and not asked.passkey:
+        return None
+    beside = 0 if tuning.method == "full" else trained_parameters(shape, tuning) * FLOAT32
+    weights = base_bytes(shape, tuning.method == "qlora", FLOAT32 if on_cpu else BFLOAT16) + beside
+    work = _Work(shape, tuning, window, wide=on_cpu, sharded=False, on_cpu=on_cpu, processes=1)
+    found = work.measuring(asked.perplexity, asked.passkey, weights, 1)
+    if not recipe.data.has_examples:
+        return found
+    # One summary at a time is the least; on a GPU the library takes what is free for more of them.
+    writing = weights + recipe.context.target * work.cache + work.passing(PASS_TOKENS)
+    return found._replace(highest=max(found.highest, writing))
+
+
+class _Work(NamedTuple):
+    """A model that is measured in `processes`, of which each computes whole inputs: in float32 if `wide`."""
+
+    shape: Shape
+    tuning: Tuning
+    window: int
+    wide: bool
+    sharded: bool
+    on_cpu: bool
+    processes: int
+    mlp_share: float = 1.0
+
+    def measuring(
+        self, perplexity: PerplexityEvaluation | None, passkey: PasskeyEvaluation | None, resident: int, times: int
+    ) -> Measuring:
+        """Return what two measurements take beside `resident` bytes."""
+        highest, prefix = 0, 0
+        flops: list[float | None] = []
+        if perplexity:
+            windows, stride = sweep_of(perplexity.windows, perplexity.stride, self.window)
+            tokens = self.at_once(max(windows)) * max(windows)
+            most = LOGITS_ON_CPU if self.on_cpu else LOGITS
+            logits = min(most, tokens * self.shape.vocabulary) * LOGIT
+            highest = self.passing(tokens) + logits
+            flops.append(self.sweep_flops(perplexity, windows, stride))
+        if passkey:
+            target = passkey.target or self.window
+            highest = max(highest, self.passing(self.at_once(target) * target))
+            # The prefix, and the keys and values of as many tokens again, which are those of the farthest keys.
+            prefix = 0 if self.sharded or self.shape.sliding_layers else 2 * target * self.cache
+            flops.append(self.passkey_flops(passkey, target))
+        known = None if None in flops else sum(each for each in flops if each is not None) * times
+        return Measuring(resident + highest, prefix, known, times)
+
+    def at_once(self, width: int) -> int:
+        """Inputs of `width` tokens in a forward pass."""
+        return max(1, (PASS_TOKENS_ON_CPU if self.on_cpu else PASS_TOKENS) // width)
+
+    @property
+    def cache(self) -> int:
+        """Bytes of keys and values, per token."""
+        layers = self.shape.full_layers + self.shape.sliding_layers
+        return 2 * layers * self.shape.keys * (FLOAT32 if self.wide else BFLOAT16)
+
+    def passing(self, tokens: int) -> int:
+        """Bytes of a forward pass over `tokens`, without its logits; NF4 unpacks one linear layer at a time."""
+        per_token = forward_bytes(self.shape, self.tuning, self.wide, self.sharded, self.mlp_share)
+        unpacked = unpacked_bytes(self.shape) if self.tuning.method == "qlora" else 0
+        return round(tokens * per_token) + unpacked
+
+    def flops(self, tokens: int, logits: int) -> float:
+        """Operations of a forward pass over `tokens` of which `logits` are predicted."""
+        return sum(layers_flops(self.shape, self.tuning, tokens)) + 2.0 * self.shape.embedding * logits
+
+    def sweep_flops(self, asked: PerplexityEvaluation, windows: list[int], stride: int) -> float | None:
+        """Operations of the process with most documents; None if their number or lengths are not known."""
+        number, tokens = DOCUMENTS.get(asked.data, (asked.documents, asked.truncate))
+        if number is None or tokens is None:
+            return None
+        length = max(min(tokens, asked.truncate or tokens), max(windows))
+        each = sum(self.flops(size, min(size, stride * len(windows))) for size in passes(length, windows, stride))
+        return -(-min(number, asked.documents or number) // self.processes) * each
+
+    def passkey_flops(self, asked: PasskeyEvaluation, target: int) -> float:
+        """Operations of the process with most depths, with every prompt whole."""
+        return -(-asked.depths // self.processes) * asked.trials * self.flops(target, 1)
+
+
+def forward_bytes(shape: Shape, tuning: Tuning, wide: bool, gathered: bool, mlp_share: float = 1.0) -> float:
+    """Return bytes per token of a forward pass without gradients at its highest, in attention or in the MLP, which
+    takes `mlp_share` of the tokens at a time. LoRA casts its inputs to float32, unless FSDP2 has `gathered` its weights
+    in bfloat16. Counted as those of `planning.memory`, by tests/planning/test_plan_evaluating.py.
+    """
+    hidden, attention, inside = 4.3, 8.5, 3.0
+    if tuning.method != "full" and not gathered:
+        hidden, attention, inside = (6.3, 17.3, 10.0) if tuning.dora else (6.3, 13.3, 6.0)
+        if tuning.targets == "attention":
+            hidden, inside = 4.3, 3.0
+    in_mlp = hidden * shape.hidden + inside * shape.intermediate * mlp_share
+    return max(in_mlp, attention * max(shape.hidden, shape.queries)) * (FLOAT32 if wide else BFLOAT16)

@@ -1,0 +1,116 @@
+"""Data that is prepared ahead of training: elsewhere, in several processes, once."""
+
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import small_recipe
+
+from pi_lora import cli
+from pi_lora.cli import train as command
+from pi_lora.data.packing import training_sequences
+from pi_lora.data.tokens import Pool, encoder
+from pi_lora.errors import DataError
+from pi_lora.models.base import load_tokenizer
+from pi_lora.preflight import check_data
+from pi_lora.recipe.files import dump_recipe
+from pi_lora.recipe.schema import Data
+
+
+def never(tokens: int) -> None:
+    pytest.fail(f"{tokens} tokens are packed again")
+
+
+def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    monkeypatch.setattr(sys, "argv", ["pi-lora", *arguments])
+    with pytest.raises(SystemExit) as exit_:
+        cli.main()
+    return int(exit_.value.code or 0)
+
+
+def entries(cache: Path) -> dict[str, bytes]:
+    return {path.relative_to(cache).as_posix(): path.read_bytes() for path in cache.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("packing", ["wrapped", "bfd_split"])
+def test_any_number_of_processes_packs_the_same(
+    small_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, packing: str
+) -> None:
+    data = Data.model_validate({"source": ["builtin:stdlib", "builtin:recall"], "packing": packing})
+    tokenizer = load_tokenizer(small_model, 128)
+    pools = list[int]()
+    begin = Pool.__init__
+    monkeypatch.setattr(Pool, "__init__", lambda self, *given: pools.append(given[-1]) or begin(self, *given))
+    found = []
+    for processes in (1, 2):
+        monkeypatch.setenv("PI_LORA_CACHE", str(tmp_path / str(processes)))
+        told = list[int]()
+        training_sequences(data, tokenizer, 64, 128, 2000, processes=processes, missing=told.append)
+        assert told == [2000 * 128]
+        found.append(entries(tmp_path / str(processes)))
+    assert pools == [2]
+    assert found[0] == found[1]
+    assert any(name.endswith(".arrow") and len(content) > 2000 * 128 * 2 for name, content in found[0].items())
+
+
+def test_a_pool_keeps_the_order_and_names_a_process_that_died(small_model: Path) -> None:
+    tokenizer = load_tokenizer(small_model, 128)
+    texts = [[f"text {index}", "x" * index] for index in range(20)]
+    with Pool(tokenizer, False, 2) as pool:
+        given = [[list(ids) for ids in batch] for batch in pool.encode(texts)]
+        assert given == [encoder(tokenizer)(batch) for batch in texts]
+        killed = pool.encode(iter(texts))
+        next(killed)
+        for process in list(pool.executor._processes.values()):
+            process.kill()
+        with pytest.raises(DataError, match="--processes: the system ended one of them"):
+            list(killed)
+
+
+def test_a_recipe_for_gpus_is_prepared_without_and_read_by_training(
+    small_model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("PI_LORA_CACHE", str(tmp_path / "cache"))
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for file in small_model.iterdir():
+        if file.suffix != ".safetensors":
+            (folder / file.name).write_bytes(file.read_bytes())
+    recipe = small_recipe(folder, hardware={"gpus": 8}, training={"steps": 2, "global_batch_size": 8})
+    file = tmp_path / "recipe.yaml"
+    file.write_text(dump_recipe(recipe))
+    assert run(monkeypatch, "prepare", str(file), "--processes", "1") == 0
+    said = capsys.readouterr().out
+    assert "data: 2,048 tokens at hand, as many as needed: 16 sequences of 128" in said
+    assert f"{tmp_path / 'cache'}: has the data of {file}; pi-lora train reads it from there" in said
+    assert len(check_data(recipe).prepare(missing=never).rows) == 16
+
+
+def test_what_cannot_be_prepared_is_a_line(
+    small_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "recipe.yaml"
+    file.write_text(dump_recipe(small_recipe(small_model, data={"source": "nowhere.txt"})))
+    assert run(monkeypatch, "prepare", str(file)) == 2
+    assert capsys.readouterr().err.startswith("data.source: nowhere.txt: ")
+
+
+def test_training_says_that_much_text_is_not_prepared(
+    small_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PI_LORA_CACHE", str(tmp_path / "cache"))
+    file = tmp_path / "recipe.yaml"
+    training = {"steps": 1, "global_batch_size": 1}
+    file.write_text(dump_recipe(small_recipe(small_model, training=training)))
+    monkeypatch.setattr(command, "MANY_TOKENS", 128)
+    said = []
+    for output in ("first", "second"):
+        assert run(monkeypatch, "train", str(file), "--output", str(tmp_path / output)) == 0
+        said.append(" ".join(capsys.readouterr().err.split()))
+    line = (
+        "data: 128 tokens are not in the cache and are packed now; without a GPU, in several processes: pi-lora prepare"
+    )
+    assert [line in each for each in said] == [True, False], said
