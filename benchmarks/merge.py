@@ -46,7 +46,7 @@ model = AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.bfloat16)
 PeftModel.from_pretrained(model, sys.argv[2]).merge_and_unload().save_pretrained(sys.argv[3], max_shard_size="500MB")
 """
 # What `pi-lora merge --no-verify` imports before it reads anything.
-IMPORTS = "import pi_lora.merge.merging, transformers.models.llama.modeling_llama"
+IMPORTS = "import pi_lora.merging.merging, transformers.models.llama.modeling_llama"
 
 
 def make(size: str, folder: Path) -> None:
@@ -55,7 +55,7 @@ def make(size: str, folder: Path) -> None:
     from peft import LoraConfig
     from transformers import LlamaConfig
 
-    from pi_lora.merge.shards import Planned, filled_shards, write_shards
+    from pi_lora.merging.shards import Planned, filled_shards, write_shards
     from pi_lora.models.base import BUILTIN_FOLDER, extended_config, find_base, save_config
     from pi_lora.scaling.verify import build_on_meta
     from pi_lora.types import silent
@@ -101,7 +101,7 @@ def drawn(shape: tuple[int, ...], dtype: object, random: object) -> Iterator[obj
     """Weights as models begin with, some rows at a time; norms are ones."""
     import torch
 
-    from pi_lora.merge.shards import spans
+    from pi_lora.merging.shards import spans
 
     for start, stop in spans(shape):
         rows = (stop - start, *shape[1:])

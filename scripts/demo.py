@@ -20,7 +20,7 @@ from pi_lora.evaluation.passkey.measure import evaluate_passkey
 from pi_lora.evaluation.passkey.prompt import Grid
 from pi_lora.evaluation.perplexity.measure import evaluate_perplexity
 from pi_lora.evaluation.results import PasskeyScores, PerplexityScores, write_scores
-from pi_lora.merge.merging import merge
+from pi_lora.merging.merging import merge
 from pi_lora.models.load import Stretch, load
 from pi_lora.preflight import check
 from pi_lora.recipe.files import load_recipe

@@ -22,7 +22,7 @@ FLOORS = {
     "run_folder": 4,
     "evaluation": 5,
     "report": 6,
-    "merge": 7,
+    "merging": 7,
     "training": 7,
     "preflight": 8,
     "cli": 9,

@@ -25,7 +25,7 @@ def gguf(
 ) -> None:
     """Convert a model, or a run after merging it, with llama.cpp's converter; set its window, and check it."""
     with working(LIBRARIES):
-        from pi_lora.merge.llama_cpp import export_gguf
+        from pi_lora.merging.llama_cpp import export_gguf
     name = Path(model).resolve().name if Path(model).exists() else model.rpartition("/")[2].rpartition(":")[2]
     file = output or Path("models") / f"{name.removesuffix('.gguf')}.gguf"
     with progress_bar("exporting") as progress:

@@ -29,8 +29,8 @@ def merge(
     size = size_in(shard_size) if shard_size else None
     stretch = stretch_of(original, target, scaling)
     with working("loading libraries"):
-        from pi_lora.merge.facts import read_merge
-        from pi_lora.merge.merging import merge
+        from pi_lora.merging.facts import read_merge
+        from pi_lora.merging.merging import merge
     with progress_bar("merging") as progress:
         to, allowed = output or Path("models") / run.resolve().name, Allowed(trust_remote_code, allow_changed)
         folder = merge(run, to, base, dtype, onto, size, verify, progress, stretch, allowed)

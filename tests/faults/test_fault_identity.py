@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from pi_lora import cli
 from pi_lora.errors import Interrupted, ModelError
-from pi_lora.merge.merging import merge
+from pi_lora.merging.merging import merge
 from pi_lora.models.base import find_base
 from pi_lora.models.load import adapter_base, load
 from pi_lora.models.origin import RUN_FILE, read_origin, weights_digest

@@ -27,7 +27,7 @@ from pi_lora.errors import PiLoraError
 from pi_lora.evaluation.benchmarks.local_data import FORMATS, read_examples
 from pi_lora.evaluation.results import read_scores
 from pi_lora.evaluation.suite import MEASUREMENTS
-from pi_lora.merge.deltas import read_settings
+from pi_lora.merging.deltas import read_settings
 from pi_lora.models.load import Stretch, adapter_base, find
 from pi_lora.models.stored import read_index
 from pi_lora.planning.planning import find_shape, plan_recipe, target_of

@@ -19,7 +19,7 @@ from pi_lora import cli
 from pi_lora.cli.app import Terminal
 from pi_lora.errors import ModelError, RecipeError, RunExistsError
 from pi_lora.evaluation.results import write_json
-from pi_lora.merge.shards import base_shards
+from pi_lora.merging.shards import base_shards
 from pi_lora.models.adapter import load_adapter
 from pi_lora.models.base import find_base, load_model
 from pi_lora.models.load import find

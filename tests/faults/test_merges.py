@@ -12,9 +12,9 @@ import torch
 from adapters import save_run
 
 from pi_lora.errors import Interrupted, RunExistsError
-from pi_lora.merge import check
-from pi_lora.merge.facts import read_merge
-from pi_lora.merge.merging import merge
+from pi_lora.merging import check
+from pi_lora.merging.facts import read_merge
+from pi_lora.merging.merging import merge
 from pi_lora.models.load import load
 from pi_lora.run_folder import staged
 
@@ -56,8 +56,8 @@ def test_ctrl_c_in_the_check(where: str, run: Path, tmp_path: Path, monkeypatch:
 MERGE_AND_DIE = """
 import os, signal, sys
 from pathlib import Path
-from pi_lora.merge import check
-from pi_lora.merge.merging import merge
+from pi_lora.merging import check
+from pi_lora.merging.merging import merge
 
 check._logits = lambda *_: os.kill(os.getpid(), int(sys.argv[3]))
 merge(Path(sys.argv[1]), Path(sys.argv[2]))
@@ -106,7 +106,7 @@ def test_an_error_in_the_card(run: Path, tmp_path: Path, monkeypatch: pytest.Mon
     def fail(*_: object) -> None:
         raise TypeError("no card")
 
-    monkeypatch.setattr("pi_lora.merge.merging.merged_card", fail)
+    monkeypatch.setattr("pi_lora.merging.merging.merged_card", fail)
     with pytest.raises(TypeError, match="no card"):
         merge(run, tmp_path / "merged")
     facts = read_merge(tmp_path / "merged")

@@ -14,8 +14,8 @@ import pytest
 from conftest import BUILTIN, small_recipe, train
 from transformers import AutoConfig
 
-from pi_lora.merge.llama_cpp import CONVERTER, export_gguf, perplexity_in_llama_cpp
-from pi_lora.merge.merging import merge
+from pi_lora.merging.llama_cpp import CONVERTER, export_gguf, perplexity_in_llama_cpp
+from pi_lora.merging.merging import merge
 from pi_lora.models.load import load
 
 ORIGINAL, TARGET = 64, 128

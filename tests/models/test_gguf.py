@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 from pi_lora import cli
 from pi_lora.errors import ModelError
-from pi_lora.merge.merging import merge
+from pi_lora.merging.merging import merge
 from pi_lora.models.base import find_base, load_model
 from pi_lora.models.load import Stretch, load
 from pi_lora.models.stored import read_adapter_settings, read_config

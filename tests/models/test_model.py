@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from pi_lora.data.sources import Choice
 from pi_lora.errors import ModelError, ScalingError
 from pi_lora.evaluation.perplexity.measure import evaluate_perplexity
-from pi_lora.merge.merging import merge
+from pi_lora.merging.merging import merge
 from pi_lora.models.base import extended_config, find_base, load_model, save_config
 from pi_lora.models.load import Stretch, adapter_base, load
 from pi_lora.models.stored import read_adapter_settings, read_config

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from pi_lora.errors import ModelError
 from pi_lora.evaluation.results import read_scores
-from pi_lora.merge.merging import merge
+from pi_lora.merging.merging import merge
 from pi_lora.models.adapter import without_known_warnings
 from pi_lora.models.load import load
 from pi_lora.recipe.files import dump_recipe, load_recipe

@@ -12,7 +12,7 @@ from conftest import small_recipe, train
 from safetensors.torch import load_file
 
 from pi_lora.errors import PiLoraError
-from pi_lora.merge.merging import merge
+from pi_lora.merging.merging import merge
 from pi_lora.models.load import load
 from pi_lora.recipe.schema import Recipe
 

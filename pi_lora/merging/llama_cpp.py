@@ -18,7 +18,7 @@ from torch.nn.functional import cross_entropy
 
 from pi_lora.data.sources import StandardLibrary
 from pi_lora.errors import ModelError, RunExistsError
-from pi_lora.merge.merging import merge
+from pi_lora.merging.merging import merge
 from pi_lora.models.load import FoundModel, find, is_adapter
 from pi_lora.scaling.config import full_attention_rope, method_of
 from pi_lora.types import Progress, silent

@@ -19,8 +19,8 @@ from transformers import AutoModelForCausalLM
 
 from pi_lora.cli.merge import size_in
 from pi_lora.errors import PiLoraError
-from pi_lora.merge.merging import merge
-from pi_lora.merge.shards import StoredTensor
+from pi_lora.merging.merging import merge
+from pi_lora.merging.shards import StoredTensor
 from pi_lora.run_folder import staging_path
 
 INDEX = "model.safetensors.index.json"
@@ -103,7 +103,7 @@ def test_no_more_than_a_block_is_read_at_once(run: Path, tmp_path: Path, monkeyp
         read.append((tensor.name, block.numel()))
         return block
 
-    monkeypatch.setattr("pi_lora.merge.shards.BLOCK", 200)
+    monkeypatch.setattr("pi_lora.merging.shards.BLOCK", 200)
     monkeypatch.setattr(StoredTensor, "rows", noted)
     merge(run, tmp_path / "merged", verify=False)
     assert max(numbers for name, numbers in read if "lora_" not in name) <= 200
@@ -118,7 +118,9 @@ def test_progress_ends_at_the_size(run: Path, tmp_path: Path) -> None:
     assert told == sorted(told)
 
 
-MERGE = "import sys; from pathlib import Path; from pi_lora.merge.merging import merge; merge(*map(Path, sys.argv[1:]))"
+MERGE = (
+    "import sys; from pathlib import Path; from pi_lora.merging.merging import merge; merge(*map(Path, sys.argv[1:]))"
+)
 
 
 def test_killed_at_any_moment_nothing_looks_finished(python: str, run: Path, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from pi_lora.errors import ModelError, RunExistsError
-from pi_lora.merge.merging import merge
+from pi_lora.merging.merging import merge
 from pi_lora.models.load import load
 
 IDS = torch.randint(2, 1024, (2, 128), generator=torch.Generator().manual_seed(5))

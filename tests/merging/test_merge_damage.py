@@ -15,7 +15,7 @@ from test_merge_peft import ALL, llama
 
 from pi_lora.cli import main
 from pi_lora.errors import PiLoraError
-from pi_lora.merge.merging import merge
+from pi_lora.merging.merging import merge
 
 SECOND = "model-00002-of-00003.safetensors"
 ADAPTER = "adapter_model.safetensors"
@@ -172,7 +172,7 @@ def test_a_full_disk_is_seen_before_anything_is_read(
 ) -> None:
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr("shutil.disk_usage", lambda path: usage(10**9, 10**9, 50_100_000))
-    monkeypatch.setattr("pi_lora.merge.merging.write_shards", lambda *_: pytest.fail("began to write"))
+    monkeypatch.setattr("pi_lora.merging.merging.write_shards", lambda *_: pytest.fail("began to write"))
     with pytest.raises(PiLoraError, match=r"takes 0\.0 GB, and 0\.1 GB are free; make room"):
         merge(whole / "run", tmp_path / "merged")
     assert list(tmp_path.iterdir()) == []

@@ -16,10 +16,10 @@ from torch.nn.utils.parametrize import register_parametrization
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from pi_lora.data.sources import StandardLibrary
-from pi_lora.merge.deltas import after_nf4
-from pi_lora.merge.facts import Agreement, Check
-from pi_lora.merge.layout import Plan, computed_sources
-from pi_lora.merge.shards import BLOCK, StoredTensor, base_shards
+from pi_lora.merging.deltas import after_nf4
+from pi_lora.merging.facts import Agreement, Check
+from pi_lora.merging.layout import Plan, computed_sources
+from pi_lora.merging.shards import BLOCK, StoredTensor, base_shards
 from pi_lora.models.adapter import load_adapter
 from pi_lora.models.base import BaseModel, Placement, device, dtype_named, find_base, load_model, quiet_loading
 from pi_lora.models.load import FoundModel

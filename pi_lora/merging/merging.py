@@ -9,10 +9,10 @@ from typing import Literal
 from transformers.utils import GENERATION_CONFIG_NAME
 
 from pi_lora.errors import Interrupted, ModelError
-from pi_lora.merge.deltas import read_settings
-from pi_lora.merge.facts import MERGE_FILE, Check, Merge
-from pi_lora.merge.layout import Plan, plan_merge
-from pi_lora.merge.shards import base_shards, filled_shards, write_shards
+from pi_lora.merging.deltas import read_settings
+from pi_lora.merging.facts import MERGE_FILE, Check, Merge
+from pi_lora.merging.layout import Plan, plan_merge
+from pi_lora.merging.shards import base_shards, filled_shards, write_shards
 from pi_lora.models.base import (
     dtype_named,
     extended_config,
@@ -128,7 +128,7 @@ def _checked(found: FoundModel, merged: Path, plan: Plan, progress: Progress) ->
     """Check what was merged, or say why that was not possible; remove weights that failed, and raise ModelError."""
     try:
         # Imported here: PEFT takes seconds, and merging does without.
-        from pi_lora.merge.check import verify_merge
+        from pi_lora.merging.check import verify_merge
 
         check = verify_merge(found, merged, plan, progress)
     except Exception as error:

@@ -10,8 +10,8 @@ from transformers import AutoModelForCausalLM
 
 from pi_lora.cli import main
 from pi_lora.errors import ModelError, ScalingError
-from pi_lora.merge.facts import read_merge
-from pi_lora.merge.merging import merge
+from pi_lora.merging.facts import read_merge
+from pi_lora.merging.merging import merge
 from pi_lora.models.load import Stretch
 
 

@@ -10,8 +10,8 @@ import pytest
 
 from pi_lora import cli
 from pi_lora.errors import ModelError, RunExistsError
-from pi_lora.merge import llama_cpp
-from pi_lora.merge.llama_cpp import CONVERTER, Exported, export_gguf, find_converter
+from pi_lora.merging import llama_cpp
+from pi_lora.merging.llama_cpp import CONVERTER, Exported, export_gguf, find_converter
 
 # What llama.cpp's converter writes about positions, and one tensor; a case replaces some of it.
 STANDS_FOR = """

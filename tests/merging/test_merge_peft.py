@@ -8,7 +8,7 @@ import torch
 from adapters import save_base, save_run, tuned
 from transformers import AutoModelForCausalLM, GPTNeoXConfig, LlamaConfig, MixtralConfig, Phi3Config, PreTrainedConfig
 
-from pi_lora.merge.merging import merge
+from pi_lora.merging.merging import merge
 
 IDS = torch.randint(2, 1024, (2, 100), generator=torch.Generator().manual_seed(5))
 SIZES = {
