@@ -288,11 +288,11 @@ def _damage(checkpoint: Path) -> str | None:
         return None
     try:
         expected, found = json.loads((checkpoint / COMPLETE).read_text(encoding="utf-8")), _sums(checkpoint)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         return f"cannot be read ({error})"
     if not isinstance(expected, dict) or TRAINING_LOG not in expected:
         return f"{COMPLETE} is damaged"
-    differing = sorted(name for name, sum_ in expected.items() if found.get(name) != sum_)
+    differing = sorted(name for name in expected.keys() | found.keys() if found.get(name) != expected.get(name))
     return f"{', '.join(differing)} changed since they were written" if differing else None
 
 

@@ -21,6 +21,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from counted import pytest_terminal_summary
 from processes import ImportedPython
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -29,6 +30,8 @@ from pi_lora.preflight import check
 from pi_lora.recipe.schema import Recipe
 from pi_lora.training import training
 from pi_lora.types import Progress, silent
+
+__all__ = ["BUILTIN", "pytest_terminal_summary", "small_recipe", "train"]
 
 BUILTIN = "builtin:tiny"
 collect_ignore = ["as_processor"]

@@ -71,7 +71,7 @@ def read_rows(folder: Path, columns: Features) -> tuple[Dataset, Any] | None:
     try:
         found = Dataset.from_file(str(folder / ROWS))
         number, notes = json.loads((folder / NOTES).read_text(encoding="utf-8"))
-    except (pa.ArrowException, OSError, ValueError):
+    except (pa.ArrowException, OSError, ValueError, TypeError, RecursionError):
         return None
     return (found.with_format("numpy"), notes) if (len(found), found.features) == (number, columns) else None
 

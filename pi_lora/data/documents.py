@@ -111,10 +111,12 @@ def _json_rows(file: File, example: str) -> Iterator[NamedJson]:
             if line.isspace():
                 continue
             where = f"{file}:{number}"
+            text = line.decode("utf-8")
             try:
-                row = json.loads(line.decode("utf-8"))
-            except json.JSONDecodeError as error:
-                raise DataError(f"{where}: is broken JSON ({error.msg}); correct the line") from None
+                row = json.loads(text)
+            except (ValueError, RecursionError) as error:  # also of numbers of thousands of digits
+                why = error.msg if isinstance(error, json.JSONDecodeError) else str(error).partition(";")[0]
+                raise DataError(f"{where}: is broken JSON ({why}); correct the line") from None
             if not isinstance(row, dict):
                 shown = f"{{{json.dumps(example)}: ...}}"
                 raise DataError(f"{where}: is not a JSON object; write one per line, as {shown}")

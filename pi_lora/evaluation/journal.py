@@ -151,7 +151,7 @@ def kept_until_written() -> Iterator[None]:
 
 def _entry(line: bytes) -> tuple[str, Any]:
     """The name and the result in a line; an empty name if it was cut off or damaged."""
-    with suppress(ValueError, TypeError):
+    with suppress(ValueError, TypeError, RecursionError):
         *entry, sum_ = json.loads(line)
         name, result = entry
         if sum_ == _sum(entry):

@@ -1,7 +1,10 @@
 """The one way to read a small file: a regular one of bounded size, and its JSON checked against a schema."""
 
 import os
+import re
 import stat
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,7 +19,10 @@ SHOWN = 60
 # Windows, which lacks it, has no pipes among its files.
 _AT_ONCE = getattr(os, "O_NONBLOCK", 0)
 
+_KIND = re.compile(r"_.*|str|int|float|(dict|list)\[.*")
+
 T = TypeVar("T")
+_adapter: Callable[[Any], TypeAdapter[Any]] = cache(TypeAdapter)
 
 
 def read_text(file: Path, limit: int = MOST_BYTES) -> str:
@@ -39,10 +45,13 @@ def reason(error: OSError | ValueError) -> str:
     return (isinstance(error, OSError) and error.strerror) or " ".join(str(error).split()) or type(error).__name__
 
 
-def read_json(file: Path, kind: type[T], remedy: str) -> T:
-    """Return the content of a JSON file as `kind`; raise ModelError that names file and field, and says `remedy`."""
+def read_json(file: Path, kind: type[T], remedy: str, limit: int = MOST_BYTES) -> T:
+    """Return the content of a JSON file of at most `limit` bytes as `kind`; raise ModelError that names file and field,
+    and says `remedy`.
+    """
     try:
-        return TypeAdapter(kind).validate_json(read_text(file))
+        content: T = _adapter(kind).validate_json(read_text(file, limit))
+        return content
     except ValidationError as error:
         what = problem_of(error)
     except (OSError, ValueError) as error:
@@ -59,7 +68,9 @@ def problem_of(error: ValidationError) -> str:
     what = message[0].lower() + message[1:]
     if isinstance(first["input"], str | int | float | None) and first["type"] not in ("missing", "value_error"):
         what += f", not {shortened(first['input'])}"
-    return ": ".join([".".join(map(str, first["loc"])), what] if first["loc"] else [what])
+    # Without the names of the kinds that a field may be.
+    place = ".".join(part for part in map(str, first["loc"]) if not _KIND.fullmatch(part))
+    return ": ".join([place, what] if place else [what])
 
 
 def shortened(value: Any) -> str:

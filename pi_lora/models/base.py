@@ -20,12 +20,19 @@ from filelock import FileLock
 from tokenizers.models import Unigram
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
 from transformers import logging as transformers_logging
-from transformers.tokenization_utils_base import TOKENIZER_CONFIG_FILE
 from transformers.utils import cached_file
 
 from pi_lora.errors import ModelError
 from pi_lora.models.gguf import dequantize, is_gguf, read_gguf, tokenizer_of
 from pi_lora.models.stored import CONFIG_FILE, check_config, read_config
+from pi_lora.models.tokenizer_files import (
+    SETTINGS_FILE,
+    SPECIAL_FILE,
+    TOKENIZER_FILE,
+    check_file,
+    read_settings,
+    try_out,
+)
 from pi_lora.recipe.places import cache_folder
 from pi_lora.scaling.config import (
     Config,
@@ -78,7 +85,8 @@ class BaseModel:
 
     def load_tokenizer(self, window: int, folder: Path | None = None) -> Any:
         """Load the tokenizer of this model, or the one that a run of it has in `folder`, for `window` tokens."""
-        return load_tokenizer(folder or self.path, window, self.revision, self.trust_remote_code)
+        vocabulary = self.config.get("vocab_size")
+        return load_tokenizer(folder or self.path, window, self.revision, self.trust_remote_code, vocabulary)
 
     def interpolation(self, method: Method, target: int, original: int | None = None) -> Interpolation:
         """Return the extension from this model's window (or `original`) to `target` tokens."""
@@ -233,8 +241,19 @@ def _dequantized(base: BaseModel) -> Path:
     return folder
 
 
-def load_tokenizer(path: str | Path, window: int, revision: str = "main", trust_remote_code: bool = False) -> Any:
-    """Load the tokenizer of a model or run, with `window` tokens as its longest input."""
+def load_tokenizer(
+    path: str | Path,
+    window: int,
+    revision: str = "main",
+    trust_remote_code: bool = False,
+    vocabulary: int | None = None,
+) -> Any:
+    """Load the tokenizer of a model or run, with `window` tokens as its longest input; raise ModelError if its files
+    are damaged, or it gives tokens that a model of so large a `vocabulary` does not have.
+    """
+    for name in (TOKENIZER_FILE, SETTINGS_FILE, SPECIAL_FILE):
+        if file := _file(str(path), name, revision):
+            check_file(file)
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, revision=revision, trust_remote_code=trust_remote_code)
     except Exception as error:  # tokenizers raises `Exception` itself
@@ -242,6 +261,7 @@ def load_tokenizer(path: str | Path, window: int, revision: str = "main", trust_
         raise ModelError(f"{path}: {reason}") from None
     tokenizer.model_max_length = window
     _read_special_tokens_as_text(tokenizer)
+    try_out(tokenizer, str(path), vocabulary)
     return tokenizer
 
 
@@ -391,12 +411,9 @@ def _file(path: str, name: str, revision: str) -> Path | None:
 
 def _longest_input(path: str, revision: str) -> int | None:
     """Return the longest input that the tokenizer of a model declares, in tokens, if it does."""
-    with contextlib.suppress(OSError, ValueError):
-        if file := _file(path, TOKENIZER_CONFIG_FILE, revision):
-            settings = json.loads(file.read_text(encoding="utf-8"))
-            longest = settings.get("model_max_length") if isinstance(settings, dict) else None
-            return longest if isinstance(longest, int) else None
-    return None
+    file = _file(path, SETTINGS_FILE, revision)
+    longest = read_settings(file).model_max_length if file else None
+    return longest if isinstance(longest, int) else None
 
 
 def _locate(name: str) -> str:

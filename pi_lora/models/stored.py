@@ -6,12 +6,13 @@ import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
+from pydantic_core import from_json
 
 from pi_lora.errors import ModelError
-from pi_lora.files.reading import problem_of, read_json
+from pi_lora.files.reading import problem_of, read_json, reason
 from pi_lora.types import Json
 
 CONFIG_FILE = "config.json"
@@ -51,6 +52,14 @@ class _Rope(_Stored):
     partial_rotary_factor: Annotated[float, Field(gt=0, le=1)] | None = None
     short_factor: Annotated[list[Positive], Field(max_length=2**16)] | None = None
     long_factor: Annotated[list[Positive], Field(max_length=2**16)] | None = None
+
+    @model_validator(mode="after")
+    def _has_its_factor(self) -> Self:
+        if self.factor is None and (kind := self.rope_type or self.type) in ("linear", "dynamic", "yarn"):
+            raise ValueError(f"has no factor, which {kind} needs")
+        if (self.short_factor is None) != (self.long_factor is None):
+            raise ValueError("has one of short_factor and long_factor alone")
+        return self
 
 
 class _RopeOfLayers(_Rope):
@@ -169,6 +178,41 @@ def read_adapter_settings(folder: Path) -> AdapterSettings:
     if settings.peft_type != "LORA":
         raise ModelError(f"{file}: peft_type {settings.peft_type}: only LoRA adapters can be loaded and merged")
     return settings
+
+
+# Of the format (https://huggingface.co/docs/safetensors): the length of the header before it, and the longest header.
+LENGTH_BYTES, MOST_HEADER, METADATA = 8, 100_000_000, "__metadata__"
+
+
+class TensorEntry(_Stored):
+    """What the header of a safetensors file says of a tensor."""
+
+    dtype: str
+    shape: list[Annotated[int, Field(ge=0, lt=2**62)]]
+    data_offsets: list[Annotated[int, Field(ge=0, lt=2**62)]] = Field(min_length=2, max_length=2)
+
+
+_HEADER = TypeAdapter(dict[str, TensorEntry])
+
+
+def read_tensors(file: Path) -> tuple[int, dict[str, TensorEntry]]:
+    """Return where the data of a safetensors file begins, in bytes, and the entries of its header by name; raise
+    ModelError if it is damaged.
+    """
+    try:
+        with file.open("rb") as content:
+            size = int.from_bytes(content.read(LENGTH_BYTES), "little")
+            if size > MOST_HEADER:
+                raise ValueError(f"a header of {size:,} bytes")
+            entries = from_json(content.read(size))
+        if isinstance(entries, dict):
+            entries.pop(METADATA, None)
+        return LENGTH_BYTES + size, _HEADER.validate_python(entries)
+    except ValidationError as error:
+        why = problem_of(error)
+    except (OSError, ValueError) as error:
+        why = reason(error)
+    raise ModelError(f"{file}: truncated, damaged or not safetensors ({why}); download it again")
 
 
 def _check_file_name(name: str) -> str:

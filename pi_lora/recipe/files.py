@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from pi_lora.errors import RecipeError
 from pi_lora.files.reading import read_text, reason, shortened
 from pi_lora.recipe.places import shipped_recipes
-from pi_lora.recipe.schema import Recipe, Section, sections_in
+from pi_lora.recipe.schema import Recipe, Section, names_something, sections_in
 
 # The resolved recipe of a run folder.
 RECIPE_FILE = "recipe.yaml"
@@ -62,7 +62,7 @@ class _Loader(yaml.SafeLoader):
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen = set()
         for key, _ in node.value:
-            if key.tag not in (_TAG + "str", _TAG + "merge"):
+            if key.tag not in (_TAG + "str", _TAG + "merge") or not names_something(key.value):
                 raise yaml.MarkedYAMLError(problem="a key is not text; quote it", problem_mark=key.start_mark)
             if key.value in seen:
                 raise yaml.MarkedYAMLError(problem=f"{key.value}: given twice", problem_mark=key.start_mark)
@@ -210,7 +210,7 @@ def _merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
 
 def _apply_override(tree: dict[str, Any], origins: dict[KeyPath, str], override: str) -> None:
     key, equals, text = override.partition("=")
-    if not equals or not key:
+    if not equals or not key or not names_something(key):
         raise RecipeError([f"{override}: not an override; write key=value, as in training.steps=100"])
     try:
         _, value = _parsed(text)

@@ -36,7 +36,7 @@ _LIST = BeforeValidator(lambda value: tuple(value) if isinstance(value, list) el
 _SOURCES = BeforeValidator(_as_sources)
 
 
-def _names_something(text: str) -> bool:
+def names_something(text: str) -> bool:
     """Whether the system takes a text: no NUL, and no half of a character."""
     return "\0" not in text and text.encode("utf-8", "ignore").decode("utf-8") == text
 
@@ -53,7 +53,7 @@ class Section(BaseModel):
             for each in value if isinstance(value, list | tuple) else (value,):
                 if isinstance(each, int | float) and abs(each) > MOST:
                     raise ValueError(f"{key}: is more than {MOST:,}; lower it")
-                if isinstance(each, str) and not _names_something(each):
+                if isinstance(each, str) and not names_something(each):
                     raise ValueError(f"{key}: has characters that no name or text can have; leave them out")
         return values
 

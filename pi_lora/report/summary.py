@@ -77,7 +77,7 @@ def summary(scores: Scores) -> tuple[str, list[Figure]]:
             end = f" over {scores.examples:,} examples"
         case _:
             raise TypeError(type(scores).__name__)
-    return ", ".join(f"{each.heading} {each.cell}" for each in figures) + end, figures
+    return (", ".join(f"{each.heading} {each.cell}" for each in figures) or "no scores") + end, figures
 
 
 def _task(task: str, score: results.TaskScore) -> Iterator[Figure]:

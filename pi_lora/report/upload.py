@@ -1,19 +1,28 @@
 """Upload of a run or model to the hub: what is checked first, what goes up, and what stays."""
 
-import glob
+import html
+import json
+import os
 import re
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from huggingface_hub import HfApi, get_token
 from huggingface_hub.constants import SAFETENSORS_INDEX_FILE, SAFETENSORS_SINGLE_FILE
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
 from safetensors import SafetensorError, safe_open
 
+from pi_lora.data.documents import looks_local
 from pi_lora.errors import ModelError, PiLoraError
-from pi_lora.models.stored import ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILE, read_config, read_index
+from pi_lora.files.reading import read_json, read_text, reason
+from pi_lora.models.stored import ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILE, EXTENDED, read_config, read_index
+from pi_lora.recipe.files import RECIPE_FILE, dump_recipe, load_recipe
+from pi_lora.recipe.schema import Recipe
 from pi_lora.report.card import CARD, refresh_scores
 from pi_lora.report.run import Run
+from pi_lora.report.summary import literal
 from pi_lora.run_folder import CHECKPOINTS, staging_path
 
 # What runs, merges and tokenizers consist of. Anything else, such as pickles and what a user keeps beside, stays.
@@ -25,6 +34,11 @@ UPLOADED = re.compile(
     r"|merges\.txt|vocab\.txt|(tokenizer|spiece|sentencepiece\.bpe)\.model|chat_template\.jinja"
     r"|scores/[\w-][\w.-]*\.json|pictures/[\w-]+\.png"
 )
+# Those of them that may name files and folders of this machine, and the keys under which they do.
+NAMING = re.compile(
+    r".*\.(md|txt|html|yaml|jsonl)|(run|merge|config|generation_config|adapter_config)\.json|scores/.*\.json"
+)
+NAMES = {"name", "base", "run", "place", "model", "data", "predictions", "base_model_name_or_path", "_name_or_path"}
 
 
 class PushError(PiLoraError):
@@ -36,7 +50,8 @@ def push(
 ) -> str:
     """Upload the run or model in `folder` with its card to `repo` on the hub, and return the repository's address.
 
-    The repository and the branch `revision` are created if they do not exist. Only what `UPLOADED` names goes up.
+    The repository and the branch `revision` are created if they do not exist. Only what `UPLOADED` names goes up, and
+    of a path of this machine in it the last name.
     Raises ModelError if the folder is not whole, an unfinished run, or has links to files elsewhere; PushError if
     nobody is logged in or the hub refuses.
     """
@@ -52,13 +67,14 @@ def push(
             raise PushError(f"{url}: is public already; make it private in its settings, or leave out --private")
         if revision:
             hub.create_branch(url.repo_id, branch=revision, exist_ok=True)
-        hub.upload_folder(
-            repo_id=url.repo_id,
-            folder_path=folder,
-            revision=revision,
-            commit_message=message or f"Upload {folder.resolve().name} with pi-lora",
-            allow_patterns=[glob.escape(name) for name in names],
-        )
+        with tempfile.TemporaryDirectory() as outgoing:
+            _gather(folder, names, Path(outgoing))
+            hub.upload_folder(
+                repo_id=url.repo_id,
+                folder_path=outgoing,
+                revision=revision,
+                commit_message=message or f"Upload {folder.resolve().name} with pi-lora",
+            )
     except PiLoraError:
         raise
     except OfflineModeIsEnabled:
@@ -81,6 +97,76 @@ def _uploaded(folder: Path) -> Iterator[str]:
                 raise ModelError(f"{file}: is a link, which is not followed; put a copy of the file there")
             if file.is_file():
                 yield name
+
+
+def _gather(folder: Path, names: Sequence[str], outgoing: Path) -> None:
+    """Fill `outgoing` with what goes up: texts without the paths of this machine, and links to the rest."""
+    paths = sorted({path for name in names for path in _local_paths(folder / name, name)}, key=len, reverse=True)
+    for name in names:
+        new = outgoing / name
+        new.parent.mkdir(exist_ok=True)
+        if name == RECIPE_FILE:
+            recipe = _rewritten(load_recipe(folder / name).recipe.model_dump(mode="json"), paths)
+            new.write_text(dump_recipe(Recipe.model_validate(recipe)), encoding="utf-8")
+        elif NAMING.fullmatch(name):
+            new.write_text(_without(_text(folder / name), paths), encoding="utf-8")
+        else:
+            new.symlink_to((folder / name).resolve())
+
+
+def _local_paths(file: Path, name: str) -> Iterator[str]:
+    """Yield the paths that a file names: of bases, runs and data of this machine."""
+    if not NAMING.fullmatch(name):
+        return
+    if name == RECIPE_FILE:
+        tree: Any = load_recipe(file).recipe.model_dump(mode="json")
+    elif name.endswith(".json"):
+        tree = read_json(file, object, "correct it or remove it")
+    else:
+        return
+    for text in _named(tree):
+        # As entries of `evaluation.benchmarks.data` are written: TASK=PATH.
+        for path in (text.removesuffix(EXTENDED), text.partition("=")[2]):
+            if "/" in path.strip("/.") and "\0" not in path and (looks_local(path) or path.count("/") > 1):
+                yield path
+
+
+def _named(tree: Any, within: bool = False) -> Iterator[str]:
+    """Yield the texts of a tree that stand under one of `NAMES`."""
+    if isinstance(tree, str):
+        yield from [tree] * within
+    elif isinstance(tree, dict):
+        for key, each in tree.items():
+            yield from _named(each, within or key in NAMES)
+    elif isinstance(tree, list):
+        for each in tree:
+            yield from _named(each, within)
+
+
+def _rewritten(tree: Any, paths: Sequence[str]) -> Any:
+    """Return a tree whose texts are `_without` paths: in YAML they are not always quoted."""
+    if isinstance(tree, dict):
+        return {key: _rewritten(each, paths) for key, each in tree.items()}
+    if isinstance(tree, list):
+        return [_rewritten(each, paths) for each in tree]
+    return _without(tree, paths) if isinstance(tree, str) else tree
+
+
+def _without(text: str, paths: Sequence[str]) -> str:
+    """Return a text with the last name of each path in its place, and of whatever else is in the user's home."""
+    for path in paths:
+        for written in (str, lambda path: json.dumps(path)[1:-1], html.escape, literal):
+            whole, last = (re.escape(written(path)), written(Path(path).name))
+            text = re.sub(rf"(?<![\w./~-]){whole}(?![\w/-])", last.replace("\\", r"\\"), text)
+    home = re.escape(os.path.expanduser("~").rstrip("/") or "/home")
+    return re.sub(rf"(?<![\w.-]){home}/(?:[\w.~+@-]+/)*([\w.~+@-]*)", r"\1", text)
+
+
+def _text(file: Path) -> str:
+    try:
+        return read_text(file)
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{file}: cannot be read ({reason(error)}); correct it or remove it") from None
 
 
 def _check_whole(folder: Path) -> None:

@@ -15,10 +15,15 @@ from typing import Any
 import huggingface_hub
 import pytest
 import yaml
-from reported import passkey
+from conftest import small_recipe
+from reported import make_run, passkey
 
 from pi_lora import cli
 from pi_lora.errors import ModelError
+from pi_lora.models.stored import EXTENDED
+from pi_lora.report.card import write_card
+from pi_lora.report.pages import write_report
+from pi_lora.report.run import Run
 from pi_lora.report.upload import PushError, push
 
 TOKEN = "hf_standin"
@@ -152,31 +157,35 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     server.server_close()
 
 
-def contents(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+def contents(folder: Path, model: Path | None = None) -> dict[str, bytes]:
+    """Every file; the folder of its base is known by its last name."""
+    files = {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    return {name: each.replace(str(model).encode(), b"model") for name, each in files.items()} if model else files
 
 
 @pytest.mark.parametrize("run", ["lora_run", "full_run"])
-def test_the_whole_folder_arrives(run: str, hub: Hub, request: pytest.FixtureRequest) -> None:
+def test_the_whole_folder_arrives(run: str, hub: Hub, small_model: Path, request: pytest.FixtureRequest) -> None:
     folder = request.getfixturevalue(run)
     assert push(folder, "me/model") == f"{hub.url}/me/model"
-    assert hub.files == {"me/model@main": contents(folder)}
+    assert hub.files == {"me/model@main": contents(folder, small_model)}
     assert hub.messages == [f"Upload {folder.name} with pi-lora"]
     assert hub.private == {"me/model": False}
 
 
-def test_the_way_with_xet(lora_run: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_way_with_xet(lora_run: Path, small_model: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     """With Xet the client commits in batches; what Xet itself would move is declared small here."""
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_DISABLE_XET", False)
     hub.large = "nothing"
     push(lora_run, "me/model", revision="dev", message="First")
-    assert hub.files == {"me/model@dev": contents(lora_run)}
+    assert hub.files == {"me/model@dev": contents(lora_run, small_model)}
     assert hub.messages == ["First"]
 
 
-def test_what_is_no_part_of_the_model_stays_at_home(lora_run: Path, hub: Hub, tmp_path: Path) -> None:
+def test_what_is_no_part_of_the_model_stays_at_home(
+    lora_run: Path, small_model: Path, hub: Hub, tmp_path: Path
+) -> None:
     run = shutil.copytree(lora_run, tmp_path / "run")
-    wanted = contents(run)
+    wanted = contents(run, small_model)
     (run / "checkpoint-10").mkdir()
     (run / "runs").mkdir()
     for name in ("training_args.bin", "optimizer.pt", "optimizer.safetensors", "checkpoint-10/model.safetensors"):
@@ -185,6 +194,65 @@ def test_what_is_no_part_of_the_model_stays_at_home(lora_run: Path, hub: Hub, tm
         (run / name).write_bytes(b"secret")
     push(run, "me/model")
     assert hub.files == {"me/model@main": wanted}
+
+
+PRIVATE = "/home/jürgen m/secret project"
+
+
+def test_no_path_of_this_machine_goes_up(
+    small_model: Path, hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither in what runs and results say of themselves, nor in cards and pages; names on the hub stay."""
+    monkeypatch.setenv("HOME", "/home/someone")
+    sources = [{"name": f"{PRIVATE}/a&b.txt"}, {"name": "../books/*.txt"}, {"name": "owner/books"}]
+    evaluation = {"benchmarks": {"data": [f"boolq={PRIVATE}/dev.jsonl"], "tasks": ["boolq"]}, "perplexity": {}}
+    recipe = small_recipe(small_model, data={"source": sources}, evaluation=evaluation)
+    scores = {"model": f"{PRIVATE}/run", "predictions": "/mnt/x/p.jsonl", "data": {"name": "~/rows.jsonl"}}
+    run = make_run(small_model, tmp_path / "run", {"passkey": {**passkey(96), **scores}}, recipe)
+    write_card(run)
+    write_report([Run(run)], html=True)
+    card = (run / "README.md").read_text()
+    (run / "README.md").write_text(f"{card}\nSee `{PRIVATE}/a&b.txt` and /home/someone/notes/of.md, or http://x/y/z.\n")
+    facts = {"base": str(small_model), "run": f"{PRIVATE}/run", "assumed": f"{PRIVATE}/run was tuned under pi"}
+    (run / "merge.json").write_text(json.dumps(facts))
+    before = contents(run)
+    push(run, "me/model")
+    pushed = hub.files["me/model@main"]
+    assert pushed.keys() == before.keys()
+    told = {name: content.decode() for name, content in pushed.items() if not name.endswith((".safetensors", ".png"))}
+    for name, content in told.items():
+        for private in (
+            str(tmp_path),
+            str(small_model),
+            PRIVATE,
+            "jürgen",
+            "j\\u00fcrgen",
+            "secret project",
+            "someone",
+        ):
+            assert private not in content, name
+        for private in ("/mnt/x", "../books", "~/rows"):
+            assert private not in content, name
+    assert json.loads(told["run.json"])["origin"]["place"] == "model"
+    assert json.loads(told["adapter_config.json"])["base_model_name_or_path"] == "model"
+    assert [each["name"] for each in yaml.safe_load(told["recipe.yaml"])["data"]["source"]] == [
+        *("a&b.txt", "*.txt", "owner/books")
+    ]
+    assert json.loads(told["merge.json"])["assumed"] == "run was tuned under pi"
+    assert "See `a&b.txt` and of.md, or http://x/y/z." in told["README.md"]
+    assert contents(run) == before
+
+
+def test_a_base_on_the_hub_keeps_its_name(small_model: Path, hub: Hub, tmp_path: Path) -> None:
+    run = make_run(small_model, tmp_path / "run")
+    settings = json.loads((run / "adapter_config.json").read_text())
+    named = {**settings, "base_model_name_or_path": f"owner/base{EXTENDED}"}
+    (run / "adapter_config.json").write_text(json.dumps(named))
+    write_card(run)
+    push(run, "me/model")
+    pushed = hub.files["me/model@main"]
+    assert json.loads(pushed["adapter_config.json"]) == named
+    assert "base_model: owner/base" in pushed["README.md"].decode()
 
 
 def test_the_card_goes_up_with_the_newest_scores(lora_run: Path, hub: Hub, tmp_path: Path) -> None:

@@ -52,7 +52,7 @@ class Predictions:
             *whole, begun = self.file.read_text(encoding="utf-8").split("\n")
             lines = {line["id"]: line for line in map(json.loads, whole)}
             others = {line["key"] for line in lines.values()} - {self.key}
-        except (OSError, ValueError, TypeError, KeyError):
+        except (OSError, ValueError, TypeError, KeyError, RecursionError):
             raise DataError(f"{self.file}: holds something else than predictions; name another --predictions") from None
         if others:
             other = "holds predictions of another model, data or setting"
