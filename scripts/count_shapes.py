@@ -9,4 +9,4 @@ from pi_lora.planning.shape import Shape
 
 for folder in (*CONFIGS.iterdir(), BUILTIN_MODELS / "tiny"):
     shape = shape_of(find_base(str(folder)).skeleton)
-    (folder / "shape.json").write_bytes(TypeAdapter(Shape).dump_json(shape, indent=2) + b"\n")
+    (folder / "shape.json").write_bytes(TypeAdapter(Shape).dump_json(shape, indent=2, exclude_none=True) + b"\n")

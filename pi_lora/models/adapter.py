@@ -6,6 +6,7 @@ import shlex
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,15 @@ def prepare_for_tuning(
     _keep_the_dtype_of_activations(tuned)
     train_in_float32(tuned)
     return tuned
+
+
+def numbers_per_rank(model: PreTrainedModel) -> int:
+    """Return the numbers per rank of LoRA on all linear layers of `model`, which stays as it is."""
+    with warnings.catch_warnings():
+        # PEFT 0.21 warns that it adapts the tensors of experts as such.
+        warnings.simplefilter("ignore")
+        tuned = prepare_for_tuning(deepcopy(model).to("meta"), Tuning(rank=1), "")
+    return sum(weight.numel() for name, weight in tuned.named_parameters() if "lora_" in name)
 
 
 def tune_further(model: PreTrainedModel, folder: Path, tuning: Tuning) -> PeftModel:

@@ -1,7 +1,7 @@
 """The shape of a model, counted from its modules: built on the meta device, they take no memory for weights."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -29,6 +29,7 @@ def shape_of(model: PreTrainedModel) -> Shape:
     head_dim = getattr(config, "qk_head_dim", None) or getattr(config, "head_dim", None) or hidden // heads
     local = _local_layers(config.to_dict(), len(layers))
     norms = _norms(model)
+    linears = tuple(Linear(*kind, number) for kind, number in Counter(_linears(model, head)).items())
     return Shape(
         parameters=_numbers(model),
         layers=len(layers),
@@ -40,14 +41,24 @@ def shape_of(model: PreTrainedModel) -> Shape:
         heads=heads,
         vocabulary=head.out_features,
         tied=head.weight is model.get_input_embeddings().weight,
-        linears=tuple(Linear(*kind, number) for kind, number in Counter(_linears(model, head)).items()),
+        linears=linears,
         experts=sum(stored for stored, _ in experts),
         active_experts=sum(used for _, used in experts),
         norms=max(sum(not _in_attention(name) for name in _norms(layer)) for layer in layers),
         norm_weights=_numbers(nn.ModuleList(norms.values())),
         head_normed=any(map(_in_attention, norms)),
+        all_linear=_adapted_otherwise(model, linears) if per_token else None,
         **local,
     )
+
+
+def _adapted_otherwise(model: PreTrainedModel, linears: Sequence[Linear]) -> int | None:
+    """Return LoRA's numbers per rank if PEFT adapts something else than the linear layers of a mixture."""
+    # Imported here: PEFT takes seconds, and models without experts do without.
+    from pi_lora.models.adapter import numbers_per_rank
+
+    found = numbers_per_rank(model)
+    return None if found == sum(each.number * (each.inputs + each.outputs) for each in linears) else found
 
 
 def _numbers(module: nn.Module) -> int:

@@ -67,6 +67,8 @@ _LORA_ALL = _Layer((9, 4), (15, 7), 3, 2, chunked=(8, 19))
 _LORA_ATTENTION = _Layer((7, 3), (10, 6), 3, 2, chunked=(8, 19))
 # DoRA multiplies with the base's weights a second time and keeps every product.
 _DORA = _Layer((13, 8), (19, 11.5), 5, 6, chunked=(10, 13))
+# LoRA on experts adds its product to their weights: bytes per number of one layer's experts, kept and at the peak.
+_ADAPTED_EXPERTS = (2.0, 2.7)
 # During the backward of a chunked MLP: the gradients of its output, its input and the residual stream.
 _AROUND_CHUNKS = 3
 
@@ -207,7 +209,12 @@ def _activations(
     # The `eager` kernel alone materializes the attention weights of a layer.
     eager = training.per_device_batch_size if recipe.model.attention == "eager" else 0
     scores = eager * shape.heads * length**2 * EAGER_SCORE
-    kept_in_layer, peak_in_layer = (width * per_token * tokens + scores for per_token in in_layer)
+    adapted = recipe.tuning.method != "full" and recipe.tuning.targets == "all-linear" and shape.all_linear is not None
+    experts = shape.experts / shape.layers if adapted else 0
+    kept_in_layer, peak_in_layer = (
+        width * (per_token * tokens + per_expert * experts) + scores
+        for per_token, per_expert in zip(in_layer, _ADAPTED_EXPERTS, strict=True)
+    )
     if recipe.tuning.method == "qlora":
         peak_in_layer += unpacked_bytes(shape)
     if training.activation_checkpointing:

@@ -29,7 +29,8 @@ class Shape:
     `layer` is the number of parameters of the largest layer. `intermediate`, `queries` and `keys` are the widths of
     the widest layer, in numbers per token, and `norms` counts the norms of its hidden states; `head_normed` if
     attention has norms of its own. `linears` are those of all layers. The weights of experts are stored in
-    `experts` numbers, of which each token is multiplied with `active_experts`.
+    `experts` numbers, of which each token is multiplied with `active_experts`. Of such a mixture `all_linear` is what
+    LoRA on all linear layers trains per rank where PEFT adapts others than `linears`, as the experts of some types.
     """
 
     parameters: int
@@ -51,6 +52,7 @@ class Shape:
     full_layers: int
     sliding_layers: int
     sliding_window: int
+    all_linear: int | None = None
 
     @property
     def embedding(self) -> int:
@@ -64,16 +66,16 @@ class Shape:
 
 
 def adapter_parameters(shape: Shape, tuning: Tuning) -> int:
-    """Count LoRA's matrices as PEFT 0.21 makes them: on `targets`, never on the head.
-
-    Left out: LoRA on the weights of experts, which PEFT adds under `all-linear` for some types of mixtures.
-    """
+    """Count LoRA's matrices as PEFT 0.21 makes them: on `targets`, never on the head."""
+    if tuning.method == "full":
+        return 0
+    if tuning.targets == "all-linear" and shape.all_linear is not None:
+        return tuning.rank * shape.all_linear
     adapted = [each for each in shape.linears if each.in_attention or tuning.targets == "all-linear"]
-    counts = (
+    return sum(
         each.number * (tuning.rank * (each.inputs + each.outputs) + (each.outputs if tuning.dora else 0))
         for each in adapted
     )
-    return 0 if tuning.method == "full" else sum(counts)
 
 
 def trained_parameters(shape: Shape, tuning: Tuning) -> int:

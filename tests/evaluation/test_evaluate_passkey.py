@@ -12,8 +12,10 @@ from rich.console import Console
 
 from pi_lora import cli
 from pi_lora.errors import Interrupted, ModelError
-from pi_lora.evaluation.passkey.measure import evaluate_passkey
+from pi_lora.evaluation.passkey import shared_prefix
+from pi_lora.evaluation.passkey.measure import PasskeyTest, evaluate_passkey
 from pi_lora.evaluation.passkey.prompt import Grid
+from pi_lora.evaluation.passkey.shared_prefix import SharedPrefix
 from pi_lora.evaluation.passkey.table import passkey_picture, passkey_table
 from pi_lora.evaluation.results import PasskeyScores, as_json, read_scores, write_scores
 from pi_lora.models.load import LoadedModel, Stretch, load
@@ -63,6 +65,23 @@ def test_the_result_says_what_was_measured_and_how(scores: PasskeyScores, tmp_pa
     assert "left_out" not in as_json(scores)
     write_scores(scores, tmp_path / "scores.json")
     assert read_scores(tmp_path / "scores.json") == scores
+
+
+def test_prompts_are_computed_whole_where_nothing_can_be_shared(
+    stretched: LoadedModel, scores: PasskeyScores, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of keys and values alone every layer keeps those of 320 tokens and more."""
+    made: list[int] = []
+    monkeypatch.setattr(SharedPrefix, "__init__", lambda self, model, ids: made.append(len(ids)))
+    monkeypatch.setattr(shared_prefix, "free_memory", lambda _device: 2**20)
+    assert evaluate_passkey(stretched, Grid(320, 4, 3)) == scores
+    monkeypatch.undo()
+    monkeypatch.setattr(shared_prefix, "free_memory", lambda _device: 2**40)
+    asked = PasskeyTest(stretched.model, stretched.tokenizer, Grid(320, 1, 2))
+    assert asked.ask(0, range(2)) is not None
+    assert asked._prefix is None, "two trials save no more than a prompt costs"
+    assert PasskeyTest(stretched.model, stretched.tokenizer, Grid(320, 1, 3))._prefix is not None
+    assert made == []
 
 
 def test_k_max_only_says_what_was_left_out(stretched: LoadedModel) -> None:

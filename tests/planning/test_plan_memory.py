@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qw
 
 from pi_lora.models.adapter import prepare_for_tuning
 from pi_lora.planning.counting import shape_of
-from pi_lora.planning.memory import LOSS_TILE_UNFUSED, NF4, base_bytes, layer_bytes, loss_bytes
+from pi_lora.planning.memory import _ADAPTED_EXPERTS, LOSS_TILE_UNFUSED, NF4, base_bytes, layer_bytes, loss_bytes
 from pi_lora.planning.planning import find_shape
 from pi_lora.planning.shape import trained_parameters
 from pi_lora.recipe.schema import Tuning
@@ -32,7 +32,34 @@ def test_trained_parameters_on_attention_are_those_that_peft_trains(kind: str) -
     assert trained_parameters(small_shape(kind), tuning) == trained_by_peft(kind, tuning)
 
 
-# PEFT 0.21 warns of what it does to other mixtures under all-linear.
+@pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe", "deepseek_v3"])
+@pytest.mark.parametrize("rank", [4, 6])
+@pytest.mark.filterwarnings("ignore")  # PEFT 0.21 warns of what it does to experts
+def test_experts_are_adapted_as_peft_does(kind: str, rank: int) -> None:
+    """Mixtral's and Qwen 3's are; and where they are, not the dense MLPs of DeepSeek."""
+    tuning = Tuning(rank=rank)
+    model = on_meta(small_config(kind))
+    numbers = sum(weight.numel() for weight in model.parameters())
+    assert trained_parameters(shape_of(model), tuning) == trained_by_peft(kind, tuning)
+    assert sum(weight.numel() for weight in model.parameters()) == numbers, "asking changes nothing"
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe"])
+def test_adapted_experts_take_what_the_plan_says(kind: str) -> None:
+    """The part that does not depend on the tokens, by two lengths."""
+    sizes = {"mixtral": {"num_local_experts": 8, "intermediate_size": 512}, "qwen3_moe": {"moe_intermediate_size": 512}}
+    config = small_config(kind, hidden_size=256, **sizes[kind])
+    shape = shape_of(on_meta(config))
+    short, long = (one_layer(config, Tuning(rank=1), False, tokens) for tokens in (64, 128))
+    for per_number, less, more in zip(_ADAPTED_EXPERTS, short, long, strict=True):
+        assert per_number * shape.experts / shape.layers == pytest.approx(2 * less - more, rel=0.03)
+    attention = Tuning(rank=1, targets="attention")
+    kept = [one_layer(config, attention, False, tokens)[0] for tokens in (64, 128)]
+    assert abs(2 * kept[0] - kept[1]) < 0.01 * shape.experts
+
+
+# Of the mixtures that PEFT adapts otherwise see above.
 @pytest.mark.parametrize(
     "kind", ["llama", "qwen3", "gemma2", "phi3", "gpt_neox", "glm4", "nemotron", "phi", "qwen2_moe", "starcoder2"]
 )
