@@ -88,7 +88,7 @@ def train(
     if is_leader():
         measure = "summarization" if resolved.data.has_examples else "perplexity"
         if job.needs_its_config:
-            unscaled = "PEFT puts it on its plain base without the scaling, and does not say so"
+            unscaled = "PEFT puts it on its plain base without the scaling, and only warns"
             out.print(f"{folder}: load it with pi_lora.load, or merge it; {unscaled}", soft_wrap=True)
         command = shlex.join(["pi-lora", "eval", measure, str(folder)])
         out.print(f"{folder}: done; measure it with: {command}", soft_wrap=True)

@@ -21,7 +21,13 @@ from transformers import PreTrainedModel
 
 from pi_lora.errors import ModelError
 from pi_lora.models.base import check_finite
-from pi_lora.models.stored import ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILE, EXTENDED, read_adapter_settings
+from pi_lora.models.stored import (
+    ADAPTER_CONFIG_FILE,
+    ADAPTER_WEIGHTS_FILE,
+    EXTENDED,
+    WARNING,
+    read_adapter_settings,
+)
 from pi_lora.recipe.schema import Beside, Tuning
 
 
@@ -160,10 +166,13 @@ def save_adapter(model: PeftModel, folder: Path, weights: Mapping[str, torch.Ten
 
 
 def refuse_the_plain_base(folder: Path) -> None:
-    """Make whatever loads the base by its name in the adapter's config fail, with advice (see `EXTENDED`)."""
+    """Make whatever loads the base by its name in the adapter's config fail, with advice (see `EXTENDED`), and PEFT
+    warn whatever base it is given (see `WARNING`).
+    """
     file = folder / ADAPTER_CONFIG_FILE
     settings = json.loads(file.read_text(encoding="utf-8"))
     settings["base_model_name_or_path"] += EXTENDED
+    settings[WARNING] = True
     file.write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
@@ -188,7 +197,8 @@ def load_adapter(model: PreTrainedModel, folder: Path, dropout: float | None = N
     """
     settings = read_adapter_settings(folder)
     try:
-        config = peft.PeftConfig.from_pretrained(str(folder))
+        with without_known_warnings():
+            config = peft.PeftConfig.from_pretrained(str(folder))
         config.base_model_name_or_path = settings.base_model_name_or_path
         if dropout is not None:
             config.lora_dropout = dropout
@@ -225,14 +235,17 @@ def _adapted_names(folder: Path) -> set[str]:
 
 @contextmanager
 def without_known_warnings() -> Iterator[None]:
-    """Ignore two warnings: PEFT 0.21 and TRL 1.16 use a name that transformers 5.23 deprecates for activation
-    checkpointing, and at a checkpoint PEFT looks for the base's config, which a built-in model and a GGUF file have
-    elsewhere.
+    """Ignore three warnings: PEFT 0.21 and TRL 1.16 use a name that transformers 5.23 deprecates for activation
+    checkpointing, at a checkpoint PEFT looks for the base's config, which a built-in model and a GGUF file have
+    elsewhere, and our own one to users of plain PEFT.
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*gradient_checkpointing` is deprecated", category=FutureWarning)
         warnings.filterwarnings(
             "ignore", message=r"Could not find a config file in (builtin:|.*\.gguf)", category=UserWarning
+        )
+        warnings.filterwarnings(
+            "ignore", message=rf"Unexpected keyword arguments \['{WARNING}'\]", category=UserWarning
         )
         yield
 

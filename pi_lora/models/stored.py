@@ -23,6 +23,9 @@ ADAPTER_WEIGHTS_FILE = "adapter_model.safetensors"
 # name, so PEFT's AutoPeftModelForCausalLM and transformers' AutoModelForCausalLM, which would load the base by it and
 # leave its positions unscaled without a word, fail and show it.
 EXTENDED = " (extended by pi-lora: load it with pi_lora.load, or merge it)"
+# A key of such an adapter's settings. `PeftModel.from_pretrained` takes any base, and nothing in the settings stops it
+# or scales its positions; but PEFT warns of a key that it does not know, by its name, and ignores it.
+WARNING = "the base needs the config.json beside this file: load it with pi_lora.load, or merge it"
 
 # Far beyond every model there is; what is larger would only take memory, or minutes to build.
 Size = Annotated[int, Field(gt=0, le=2**30)]

@@ -147,18 +147,22 @@ def test_an_adapter_that_lacks_a_tensor_is_refused(lora_run: Path, small_model: 
         load_adapter(plain(small_model), folder)
 
 
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing` is deprecated:FutureWarning")
 @torch.no_grad()
 def test_loaders_that_would_drop_the_scaling_fail(lora_run: Path, small_model: Path, tmp_path: Path) -> None:
-    """Only a base that the user has loaded under its own config cannot be told from the right one."""
+    """Only a base that the user has loaded under its own config cannot be told from the right one: PEFT warns of it."""
     advice = "extended by pi-lora: load it with pi_lora.load, or merge it"
-    with pytest.raises(OSError, match=advice):
+    with without_known_warnings(), pytest.raises(OSError, match=advice):
         AutoPeftModelForCausalLM.from_pretrained(str(lora_run))
     with pytest.raises(OSError, match=r"no file named model\.safetensors"):
         AutoModelForCausalLM.from_pretrained(lora_run)
     # From the hub, transformers 5 takes the base's config; transformers 4 does so from a folder too.
     downloaded = shutil.copytree(lora_run, tmp_path / "downloaded", ignore=shutil.ignore_patterns("config.json"))
-    with pytest.raises(OSError, match=advice):
+    with without_known_warnings(), pytest.raises(OSError, match=advice):
         AutoModelForCausalLM.from_pretrained(downloaded)
+    unscaled = AutoModelForCausalLM.from_pretrained(small_model)
+    with pytest.warns(match=r"needs the config\.json .* pi_lora\.load, or merge it"):
+        PeftModel.from_pretrained(unscaled, lora_run)
     config = AutoConfig.from_pretrained(lora_run)
     with without_known_warnings():
         by_hand = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(small_model, config=config), lora_run)
