@@ -2,6 +2,8 @@
 PYTHON ?= python3
 BIN := .venv/bin
 export HF_HUB_DISABLE_TELEMETRY := 1
+# Prints the packages of the extra `docs`, to install them without those of pi-lora itself.
+DOCS := import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']['docs'])
 
 .PHONY: demo results key-sentences recipes test test-other-processor test-slow faults lint docs release clean
 
@@ -42,7 +44,7 @@ lint: .venv/installed
 
 # The site, in site/; a link that leads nowhere is an error.
 docs: .docs/installed
-	.docs/bin/mkdocs build --strict
+	PATH=$(CURDIR)/.docs/bin:$$PATH NO_MKDOCS_2_WARNING=1 .docs/bin/mkdocs build --strict --quiet
 
 # Wheel and sdist in dist/, checked, and the first minute of the demo with the wheel outside the checkout.
 release:
@@ -60,5 +62,5 @@ clean:
 # The site needs the sources only, not what they import.
 .docs/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .docs
-	.docs/bin/pip install --quiet --disable-pip-version-check --constraint constraints.txt $(DOCS)
+	.docs/bin/pip install --quiet --disable-pip-version-check --constraint constraints.txt $$($(PYTHON) -c "$(DOCS)")
 	touch $@

@@ -5,15 +5,30 @@ from pi_lora.errors import PiLoraError
 # Nothing else is imported here, not even `typing`: until `pi_lora.__main__` runs, Ctrl-C ends in a traceback.
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from pi_lora.api.functions import evaluate_passkey, evaluate_perplexity, merge, plan, train
     from pi_lora.models.load import LoadedModel, Stretch, load
 
-__all__ = ["LoadedModel", "PiLoraError", "Stretch", "load"]
+__all__ = [
+    "LoadedModel",
+    "PiLoraError",
+    "Stretch",
+    "evaluate_passkey",
+    "evaluate_perplexity",
+    "load",
+    "merge",
+    "plan",
+    "train",
+]
 
 
 def __getattr__(name: str) -> object:
     """Import what needs torch only when it is asked for, so that the command line starts at once."""
-    if name in __all__:
+    if name in ("LoadedModel", "Stretch", "load"):
         import pi_lora.models.load
 
         return getattr(pi_lora.models.load, name)
+    if name in __all__:
+        import pi_lora.api.functions
+
+        return getattr(pi_lora.api.functions, name)
     raise AttributeError(f"module 'pi_lora' has no attribute {name!r}")

@@ -25,6 +25,7 @@ FLOORS = {
     "merging": 7,
     "training": 7,
     "preflight": 8,
+    "api": 9,
     "cli": 9,
     "__main__": 10,
 }

@@ -117,7 +117,21 @@ def find(name: str, stretch: Stretch | None = None, allowed: Allowed = NOTHING) 
 def load(
     name: str, stretch: Stretch | None = None, dtype: str | None = None, allowed: Allowed = NOTHING
 ) -> LoadedModel:
-    """Load a model as `find` finds it."""
+    """Load a model with its scaling, ready to be measured; `window` and `scale` L'/L stand beside `model` and
+    `tokenizer`.
+
+    Args:
+        name: A hub id, a folder of full weights, a GGUF file, `builtin:tiny`, or the folder of a run or adapter, which
+            brings its own scaling.
+        stretch: How to extend a plain base that was not tuned, such as `Stretch(target=16384)`.
+        dtype: `float32`, `bfloat16` or `float16`; by default as stored on a GPU, float32 on a CPU, and bfloat16 after
+            QLoRA.
+        allowed: Whether a model's own code may run, and a run be used whose base or data changed.
+
+    Raises:
+        ModelError: The model is missing, incomplete or not the one that a run was tuned from.
+        ScalingError: Its positions cannot be interpolated.
+    """
     return find(name, stretch, allowed).load(dtype)
 
 

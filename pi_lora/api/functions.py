@@ -1,0 +1,170 @@
+"""The commands as functions: names and plain values in, folders and typed results out. They print nothing."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pi_lora.errors import RecipeError
+from pi_lora.recipe.places import find_recipe
+from pi_lora.types import Progress, silent
+
+if TYPE_CHECKING:
+    from pi_lora.evaluation.results import PasskeyScores, PerplexityScores
+    from pi_lora.models.load import LoadedModel
+    from pi_lora.planning.planning import Plan
+
+# Each function imports what it needs: a plan does without torch.
+
+
+def train(
+    recipe: str | Path,
+    *overrides: str,
+    output: str | Path | None = None,
+    resume: bool = False,
+    progress: Progress = silent,
+) -> Path:
+    """Tune a model to its target window as `pi-lora train` does, and return the folder of the run.
+
+    Args:
+        recipe: A recipe file, or the name of one that comes with pi-lora, such as `demo`.
+        overrides: Keys to change, as on the command line: `"training.steps=100"`.
+        output: The folder of the run; by default `adapters/<recipe>`, of full tuning `models/<recipe>`.
+        resume: Continue an interrupted run of the same recipe.
+        progress: Called with the step, the number of steps, and a line with loss, tokens a second and memory.
+
+    Raises:
+        PiLoraError: What is wrong with recipe, model, data or output, all that shows before weights are read at once.
+        RecipeError: The recipe asks for several processes and a launcher did not start them; `pi-lora train` does.
+        Diverged: The loss or a weight became infinite or NaN.
+        Interrupted: SIGINT, SIGTERM or SIGHUP, after a checkpoint was written.
+    """
+    from pi_lora.distributed import check_launched, is_launched
+    from pi_lora.preflight import check
+    from pi_lora.recipe.files import load_recipe
+    from pi_lora.run_folder import output_folder
+    from pi_lora.training.training import train
+
+    path = find_recipe(Path(recipe))
+    resolved = load_recipe(path, overrides).recipe
+    if is_launched():
+        check_launched(resolved)
+    elif (processes := resolved.hardware.processes) > 1:
+        raise RecipeError([f"hardware: asks for {processes} processes; start them with pi-lora train {path}"])
+    place = output_folder(resolved, path) if output is None else Path(output)
+    return train(check(resolved, place, resume), progress)
+
+
+def plan(recipe: str | Path, *overrides: str, gpu: str | None = None) -> "Plan":
+    """Plan the memory, tokens and hours of a recipe as `pi-lora plan` does, before anything is downloaded or loaded.
+
+    Args:
+        recipe: A recipe file, or the name of one that comes with pi-lora, such as `7b_16k`.
+        overrides: Keys to change, as on the command line: `"context.target=32768"`.
+        gpu: A device such as `4090`, `A100-80` or `H100`, any by its memory, as `48GB`, or `cpu`; by default the one
+            that the first line of the recipe names.
+
+    Returns:
+        The plan: `fits`, `memory.peak` in bytes on each device, `tokens`, and `hours`, which is None where the peak of
+        the device is not known.
+
+    Raises:
+        RecipeError: The recipe is wrong.
+        PiLoraError: The device is not known, or the model cannot be found or extended.
+    """
+    from pi_lora.planning.planning import find_gpu
+    from pi_lora.planning.text import planned
+
+    return planned(find_recipe(Path(recipe)), overrides, find_gpu(gpu) if gpu else None)
+
+
+def merge(
+    run: str | Path, output: str | Path | None = None, *, dtype: str | None = None, progress: Progress = silent
+) -> Path:
+    """Add an adapter to the weights of its base as `pi-lora merge` does, check the sum against base + adapter, and
+    return the folder of full weights, which every engine loads with its scaling.
+
+    Args:
+        run: A run of lora or qlora tuning.
+        output: The new folder; by default `models/<run>`.
+        dtype: `float32`, `bfloat16` or `float16`; by default what the base stores.
+        progress: Called with what is done, how much there is, and what it is.
+
+    Raises:
+        ModelError: `run` is no adapter folder, its base is missing or another one, or the check failed.
+        RunExistsError: `output` exists, or there is no room for it.
+    """
+    from pi_lora.merging.merging import merge
+
+    place = Path("models") / Path(run).resolve().name if output is None else Path(output)
+    return merge(Path(run), place, dtype=dtype, progress=progress)
+
+
+def evaluate_perplexity(
+    model: "str | LoadedModel",
+    data: str = "builtin:stdlib",
+    windows: Sequence[int] | None = None,
+    *,
+    stride: int | None = None,
+    documents: int | None = None,
+    progress: Progress = silent,
+) -> "PerplexityScores":
+    """Measure sliding-window perplexity as `pi-lora eval perplexity` does (paper, section 3.2).
+
+    Args:
+        model: What `load` returns, or takes.
+        data: A file, folder, glob or hub data set; `builtin:stdlib`, `pg19` or `proof-pile`.
+        windows: Lengths in tokens; by default the model's window and its halves down to 256.
+        stride: Tokens that a window moves; by default 256, or half the shortest window where that is less.
+        documents: Only the first so many that are at least as long as the longest window.
+        progress: Called with what is done, and how much there is.
+
+    Returns:
+        Scores whose `windows` hold the `perplexity` of each length, and the number of `tokens` that it is the mean of.
+
+    Raises:
+        DataError: `data` cannot be read, or no document is as long as the longest window.
+        ModelError: The model cannot be found or loaded.
+    """
+    from pi_lora.data.sources import Choice
+    from pi_lora.evaluation.perplexity.measure import evaluate_perplexity
+
+    return evaluate_perplexity(_loaded(model), data, windows, stride, Choice(documents), progress)
+
+
+def evaluate_passkey(
+    model: "str | LoadedModel",
+    target: int | None = None,
+    *,
+    depths: int = 32,
+    trials: int = 10,
+    seed: int = 0,
+    progress: Progress = silent,
+) -> "PasskeyScores":
+    """Measure passkey retrieval as `pi-lora eval passkey` does (paper, section 3.3).
+
+    Args:
+        model: What `load` returns, or takes.
+        target: Tokens of context, prompt and answer together; by default the model's window.
+        depths: Distances between passkey and question, evenly spaced to `target`.
+        trials: Random passkeys at each.
+        seed: Of the passkeys.
+        progress: Called with what is done, and how much there is.
+
+    Returns:
+        Scores with the `success_rate` at each of `depths`, and `k_max`, the distance in tokens up to which each is
+        retrieved in at least a fifth of the trials.
+
+    Raises:
+        ModelError: The model cannot be found or loaded.
+    """
+    from pi_lora.evaluation.passkey.measure import evaluate_passkey
+    from pi_lora.evaluation.passkey.prompt import Grid
+
+    loaded = _loaded(model)
+    return evaluate_passkey(loaded, Grid(target or loaded.window, depths, trials, seed), progress)
+
+
+def _loaded(model: "str | LoadedModel") -> "LoadedModel":
+    from pi_lora.models.load import load
+
+    return load(model) if isinstance(model, str) else model

@@ -1,0 +1,69 @@
+"""What mkdocs needs beside docs/ (`make docs`): README and other pages as pages of the site, notebooks as text, and
+links that fit. A link to a file that has no page keeps its text only.
+"""
+
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs"
+# Files from elsewhere in the repository, and their pages.
+PAGES = {
+    ROOT / "README.md": "index.md",
+    ROOT / "CHANGELOG.md": "changelog.md",
+    ROOT / "CONTRIBUTING.md": "contributing.md",
+    ROOT / "SECURITY.md": "security.md",
+    ROOT / "recipes" / "README.md": "list-of-recipes.md",
+    ROOT / "benchmarks" / "README.md": "benchmarks.md",
+    ROOT / "pi_lora" / "builtin" / "tiny" / "README.md": "builtin.md",
+    **{path: f"{path.stem}.md" for path in DOCS.glob("*.ipynb")},
+}
+LINK = re.compile(r"(!?\[(?P<text>[^\]]*)\])\((?P<target>[^)\s#]+)(?P<heading>#[^)\s]*)?\)")
+
+
+def on_files(files: Any, config: Any) -> Any:
+    """Add the pages that are not in docs/."""
+    from mkdocs.structure.files import File
+
+    for source, page in PAGES.items():
+        if old := files.get_file_from_path(os.path.relpath(source, DOCS)):
+            files.remove(old)
+        text = source.read_text(encoding="utf-8")
+        text = notebook_as_markdown(text) if source.suffix == ".ipynb" else text
+        # The card of a model begins with metadata of the hub.
+        text = re.sub(r"\A---\n.*?\n---\n", "", text, flags=re.DOTALL)
+        files.append(File.generated(config, page, content=links_fitted(text, source)))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """Fit the links of the pages that are in docs/."""
+    return markdown if page.file.generated_by else links_fitted(markdown, DOCS / page.file.src_path)
+
+
+def links_fitted(text: str, source: Path) -> str:
+    """Return Markdown whose links, relative to `source`, lead to pages of the site, all of which lie in one folder."""
+
+    def fitted(link: re.Match[str]) -> str:
+        if re.match(r"\w+:", link["target"]):
+            return link[0]
+        target = Path(os.path.normpath(source.parent / link["target"]))
+        page = PAGES.get(target) or (target.relative_to(DOCS).as_posix() if target.is_relative_to(DOCS) else None)
+        return f"{link[1]}({page}{link['heading'] or ''})" if page else link["text"]
+
+    return LINK.sub(fitted, text)
+
+
+def notebook_as_markdown(text: str) -> str:
+    """Return the cells of a notebook, and beneath code what it printed."""
+    parts = []
+    for cell in json.loads(text)["cells"]:
+        code = "".join(cell["source"])
+        parts.append(f"```python\n{code}\n```" if cell["cell_type"] == "code" else code)
+        for output in cell.get("outputs", []):
+            shown = "".join(output.get("text") or output.get("data", {}).get("text/plain", ""))
+            parts.append(f"```text\n{shown.rstrip()}\n```")
+    return "\n\n".join(parts) + "\n"
