@@ -52,7 +52,7 @@ def check_output(output: Path, resume: bool = False) -> None:
     staging = staging_path(output)
     if staging.is_symlink():
         raise RunExistsError(f"{staging}: is a link, where a run was to be made; remove it")
-    if is_leader() and (staging / LOCK).exists():
+    if is_leader() and os.path.lexists(staging / LOCK):
         with _locked(output):  # what a killed process left locks nothing
             pass
     if resume and not staging.is_dir():
@@ -136,6 +136,8 @@ def _locked(output: Path) -> Iterator[None]:
     of a process that was killed, and the file alone locks nothing.
     """
     file = staging_path(output) / LOCK
+    if file.is_symlink():
+        raise RunExistsError(f"{file}: is a link, where a lock was to be made; remove it")
     lock = FileLock(file, timeout=0)
     try:
         lock.acquire()
@@ -199,7 +201,8 @@ def remove(output: Path) -> None:
 def write_whole(file: Path, text: str) -> None:
     """Write a file whole or not at all, also if the machine loses power."""
     part = file.with_name(f".{file.name}.part")
-    with part.open("w", encoding="utf-8") as out:
+    part.unlink(missing_ok=True)  # a link that stands there is not followed
+    with part.open("x", encoding="utf-8") as out:
         out.write(text)
         out.flush()
         os.fsync(out.fileno())

@@ -1,5 +1,6 @@
 """Models as users name them (bases, full weights, runs), found and loaded with their scaling."""
 
+import shlex
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -163,7 +164,7 @@ def base_of_adapter(folder: Path, override: str | None = None, allowed: Allowed 
         return find_base(override, allowed=allowed)
     adapter, known = read_adapter_settings(folder), read_origin(folder)
     if not (name := adapter.base_model_name_or_path):
-        how = f"name it there, or merge them: pi-lora merge {folder} --base MODEL"
+        how = f"name it there, or merge them: pi-lora merge {shlex.quote(str(folder))} --base MODEL"
         raise ModelError(f"{folder / ADAPTER_CONFIG_FILE}: base_model_name_or_path: is missing; {how}")
     revision = adapter.revision or "main"
     if known and (known.commit or (known.place and Path(known.place).exists())):

@@ -38,10 +38,13 @@ def write_report(runs: Sequence[Run], output: Path | None = None, html: bool = F
     if own and card.is_file() and SCORES_BEGIN not in read_card(card):
         raise ModelError(f"{card}: has no section for scores, so pi-lora did not write it; move it away")
     drawings = drawings_of(runs)
+    pictures = [folder / PICTURES / f"{name}.png" for name in drawings]
+    if link := next((each for each in (card, page, folder / PICTURES, *pictures) if each.is_symlink()), None):
+        raise ModelError(f"{link}: is a link, which is not written through; remove it")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with themed(dark=False):
-            files = [save(draw(), folder / PICTURES / f"{name}.png") for name, draw in drawings.items()]
+            files = [save(draw(), file) for draw, file in zip(drawings.values(), pictures, strict=True)]
         files.append(card)
         if len(runs) > 1:
             card.write_text(comparison_page(runs, folder), encoding="utf-8")

@@ -2,7 +2,9 @@
 
 import json
 import os
+import shlex
 import shutil
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -12,7 +14,7 @@ import pytest
 import torch
 from adapters import TOKENIZER
 from conftest import BUILTIN, small_recipe
-from reported import make_run
+from reported import make_run, passkey, perplexity
 from rich.table import Table
 
 from pi_lora import cli
@@ -29,7 +31,7 @@ from pi_lora.recipe.files import dump_recipe, load_recipe
 from pi_lora.report import upload
 from pi_lora.report.pages import html_page, write_report
 from pi_lora.report.run import Run
-from pi_lora.run_folder import read_training_log, staged, staging_path
+from pi_lora.run_folder import read_training_log, staged, staging_path, write_whole
 
 GOOD = "model: {name: builtin:tiny}\ncontext: {target: 1024}\ndata: {source: builtin:stdlib}\n"
 LLAMA = {
@@ -237,6 +239,63 @@ def test_a_planted_link_is_not_followed(tmp_path: Path) -> None:
     write_json({"a": 1}, tmp_path / "scores.json")
     assert (elsewhere / "key").read_text() == "secret"
     assert json.loads((tmp_path / "scores.json").read_text()) == {"a": 1}
+
+
+@pytest.mark.parametrize("name", ["README.md", "report.html", "pictures", "pictures/perplexity.png"])
+def test_a_report_writes_through_no_link(name: str, small_model: Path, tmp_path: Path) -> None:
+    folder, elsewhere = make_run(small_model, tmp_path / "run"), tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "key").write_text("secret <!-- scores --> <!-- end of scores -->")
+    (folder / name).parent.mkdir(exist_ok=True)
+    (folder / name).symlink_to(elsewhere if name == "pictures" else elsewhere / "key")
+    with pytest.raises(ModelError, match=rf"{name}: is a link, which is not written through; remove it"):
+        write_report([Run(folder)], html=True)
+    assert (elsewhere / "key").read_text().startswith("secret <!-- scores --> <!-- end")
+    assert [each.name for each in elsewhere.iterdir()] == ["key"]
+
+
+def test_a_planted_link_in_place_of_a_state_file_or_a_lock_is_not_followed(tmp_path: Path) -> None:
+    key = tmp_path / "key"
+    key.write_text("secret")
+    (tmp_path / ".run.json.part").symlink_to(key)
+    write_whole(tmp_path / "run.json", "{}")
+    assert ((tmp_path / "run.json").read_text(), key.read_text()) == ("{}", "secret")
+    staging_path(tmp_path / "run").mkdir()
+    (staging_path(tmp_path / "run") / "lock").symlink_to(key)
+    with pytest.raises(RunExistsError, match="lock: is a link, where a lock was to be made"), staged(tmp_path / "run"):
+        pytest.fail("was followed")
+    assert key.read_text() == "secret"
+
+
+PASTED = "a; touch PWNED; $(touch PWNED) `touch PWNED` 'x\" &"
+
+
+def test_a_command_that_is_suggested_can_be_pasted(
+    small_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whatever the names of folders, data and models are."""
+    monkeypatch.chdir(tmp_path)
+    data = {"perplexity": perplexity(8.0, 9.0, data=PASTED), "passkey": passkey(96)}
+    folder = make_run(small_model, tmp_path / PASTED, data, small_recipe(PASTED))
+    status, _, err = run(capsys, monkeypatch, "report", PASTED)
+    assert status == 0
+    commands = [line for line in err.splitlines() if line.strip().startswith("pi-lora eval")]
+    assert len(commands) == 4
+    for file in (folder / "scores").iterdir():
+        file.unlink()
+    _, _, err = run(capsys, monkeypatch, "report", PASTED)
+    commands.append(err.partition("measure it with: ")[2])
+    settings = json.loads((folder / "adapter_config.json").read_text())
+    (folder / "adapter_config.json").write_text(json.dumps({**settings, "base_model_name_or_path": None}))
+    _, _, err = run(capsys, monkeypatch, "eval", "passkey", PASTED)
+    commands.append(err.partition("or merge them: ")[2])
+    for command in commands:
+        words = shlex.split(command)
+        assert words[0] == "pi-lora"
+        assert any(PASTED in word for word in words)
+        # As a shell runs it.
+        subprocess.run(["sh", "-c", command.strip().replace("pi-lora", "true", 1)], check=True)
+    assert not Path("PWNED").exists()
 
 
 def test_push_takes_what_it_knows_and_no_links(lora_run: Path, tmp_path: Path) -> None:

@@ -1,0 +1,278 @@
+"""Commands struck at every operation on files, by SIGKILL and by signals: what is left is whole or goes on to the same
+result, nothing that looks finished is not, and nothing is left locked.
+
+`PI_LORA_STRIKES=150 pytest tests/faults/test_kills.py` kills so often and sends as many signals, spread over all
+operations, and prints at which they struck; without it a few times.
+"""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from adapters import save_run
+from conftest import small_recipe, train
+from processes import without_progress
+from safetensors.torch import load_file
+from torch import equal
+
+from pi_lora import cli
+from pi_lora.merge.facts import read_merge
+from pi_lora.merge.merging import merge
+from pi_lora.preflight import check
+from pi_lora.recipe.files import dump_recipe
+from pi_lora.recipe.schema import Recipe
+from pi_lora.run_folder import last_checkpoint, read_training_log, staging_path
+from pi_lora.training import training
+
+STRIKES = int(os.environ.get("PI_LORA_STRIKES", "7"))
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+# Of the strikes, at each command; training has the most operations.
+SHARES = {"train": 0.6, "merge": 0.2, "eval": 0.2}
+
+# Runs a command that is struck by signal argv[3] before its operation number argv[2] on a file below argv[1], and says
+# in the file argv[4] on which; 0: by none, and it says all. Files that are read count where argv[5] says so.
+STRUCK = """
+import os, sys
+
+folder, at, number, said, reads, *command = sys.argv[1:]
+at, number, done, log = int(at), int(number), 0, open(said, "w")
+EVENTS = ("open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.chmod", "os.symlink", "shutil.rmtree")
+
+def strike(event, arguments):
+    global done
+    if event not in EVENTS:
+        return
+    names = [os.fsdecode(each) for each in arguments[:2] if isinstance(each, (str, bytes, os.PathLike))]
+    if not any(name.startswith(folder) for name in names):
+        return
+    if event == "open" and reads == "no" and not arguments[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
+        return
+    done += 1
+    if done == at or not at:
+        log.write(f"{event} {names[0].removeprefix(folder)}\\n")
+        log.flush()
+    if done == at:
+        os.kill(os.getpid(), number)
+
+sys.argv = ["pi-lora", *command]
+from pi_lora.__main__ import main
+
+sys.addaudithook(strike)
+main()
+"""
+
+PHASES = {
+    "checkpoint": r"/checkpoints(/|$)",
+    "scores": r"/scores(/|$)",
+    "card": r"README\.md",
+    "log": r"training\.jsonl",
+    "lock": r"/lock$",
+    "journal": r"/cache/evaluations",
+    "packed data": r"/cache/",
+    "result": r"result\.json",
+    "merge.json": r"merge\.json",
+    "publishing": r"os\.rename .*\.partial$|os\.chmod",
+    "merged files": r"/merged/",
+    "adapter": r"/adapter/",
+    "saving": r"\.partial/",
+}
+
+
+def phase_of(operation: str) -> str:
+    return next((name for name, shape in PHASES.items() if re.search(shape, operation)), "beginning")
+
+
+class Command:
+    """A command line in a folder of its own, and what has to come of it."""
+
+    reads = "no"
+
+    def __init__(self, place: Path, model: Path) -> None:
+        self.place, self.model = place, model
+
+    def arguments(self) -> list[str]:
+        raise NotImplementedError
+
+    def check(self) -> None:
+        """Look at what is left, do what a user would do then, and see that it ends as if nothing had happened."""
+        raise NotImplementedError
+
+
+class Train(Command):
+    def recipe(self) -> Recipe:
+        steps = {**small_recipe(self.model).training.model_dump(), "steps": 4, "save_every": 1}
+        text = self.place.parent / "text.txt"
+        if not text.exists():
+            text.write_text("".join(f"line {number} of a short text\n" for number in range(600)))
+        passkey = {"depths": 1, "trials": 1}
+        return small_recipe(
+            self.model,
+            training=steps,
+            tuning={"rank": 2, "dropout": 0.1},
+            data={"source": str(text)},
+            evaluation={"every": 2, "passkey": passkey},
+        )
+
+    def arguments(self) -> list[str]:
+        (self.place / "recipe.yaml").write_text(dump_recipe(self.recipe()))
+        return ["train", "recipe.yaml", "--output", "run"]
+
+    def reference(self) -> None:
+        train(self.recipe(), self.place / "run")
+        self.whole = load_file(self.place / "run" / "adapter_model.safetensors")
+        self.files = {str(each.relative_to(self.place / "run")) for each in (self.place / "run").rglob("*")}
+
+    def check(self) -> None:
+        output = self.place / "run"
+        if not output.exists():
+            training.train(check(self.recipe(), output, last_checkpoint(staging_path(output)) is not None))
+        assert not staging_path(output).exists()
+        left = {str(each.relative_to(output)) for each in output.rglob("*")}
+        # What is removed after the run stands under its name.
+        assert {each for each in left if not each.startswith(("checkpoints", "lock"))} == self.files
+        weights = load_file(output / "adapter_model.safetensors")
+        assert weights.keys() == self.whole.keys()
+        assert all(equal(weights[each], self.whole[each]) for each in weights), "other weights"
+        assert [line["step"] for line in read_training_log(output / "training.jsonl")] == [1, 2, 3, 4]
+        for file in output.glob("scores/*.json"):
+            json.loads(file.read_text())
+
+
+class Merge(Command):
+    reads = "yes"
+
+    def arguments(self) -> list[str]:
+        if not (self.place / "adapter").exists():
+            save_run(self.model, self.place / "adapter", r=2, target_modules=["q_proj"])
+        return ["merge", "adapter", "--output", "merged"]
+
+    def reference(self) -> None:
+        self.arguments()
+        merge(self.place / "adapter", self.place / "merged")
+        self.whole = (self.place / "merged" / "model.safetensors").read_bytes()
+        self.files = {each.name for each in (self.place / "merged").iterdir()}
+
+    def check(self) -> None:
+        output = self.place / "merged"
+        if not output.exists():
+            merge(self.place / "adapter", output, verify=False)
+        assert not staging_path(output).exists()
+        assert {
+            each.name for each in output.iterdir() if not each.name.startswith(("lock", ".README", ".merge"))
+        } == self.files
+        assert (output / "model.safetensors").read_bytes() == self.whole
+        said = read_merge(output).lines()
+        assert said == ["not checked"] or all(line.startswith("checked at") for line in said)
+
+
+class Eval(Command):
+    def arguments(self) -> list[str]:
+        options = "--target 128 --original 64 --depths 3 --trials 1 --json result.json"
+        return ["eval", "passkey", str(self.model), *options.split()]
+
+    def reference(self) -> None:
+        self.again()
+        self.whole = (self.place / "result.json").read_text()
+
+    def again(self) -> None:
+        with pytest.MonkeyPatch.context() as patched:
+            patched.chdir(self.place)
+            patched.setenv("PI_LORA_CACHE", str(self.place / "cache"))
+            patched.setattr("sys.argv", ["pi-lora", *self.arguments()])
+            with pytest.raises(SystemExit) as ended:
+                cli.main()
+            assert not ended.value.code
+
+    def check(self) -> None:
+        result = self.place / "result.json"
+        assert not result.exists() or result.read_text() == self.whole
+        self.again()
+        assert result.read_text() == self.whole
+        assert not list(self.place.glob("cache/evaluations/*"))
+
+
+COMMANDS: dict[str, type[Any]] = {"train": Train, "merge": Merge, "eval": Eval}
+
+
+def started(python: str, command: Command, at: int, number: int) -> tuple[int, str, list[str]]:
+    """Run it to its end or the strike; return its status, what it said on stderr, and the operations."""
+    said = command.place.parent / "said"
+    options = [f"{command.place}/", str(at), str(int(number)), str(said), command.reads]
+    environment = {**os.environ, "PI_LORA_CACHE": str(command.place / "cache")}
+    done = subprocess.run(
+        [python, "-c", STRUCK, *options, *command.arguments()],
+        cwd=command.place,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    return done.returncode, without_progress(done.stderr), said.read_text().splitlines()
+
+
+@pytest.fixture(scope="module", params=COMMANDS)
+def command(
+    request: pytest.FixtureRequest, small_model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Command]:
+    """A command whose undisturbed result is known."""
+    folder = tmp_path_factory.mktemp(request.param)
+    (folder / "place").mkdir()
+    made = COMMANDS[request.param](folder / "place", small_model)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("PI_LORA_CACHE", str(folder / "cache"))
+        made.reference()
+        yield made
+
+
+def emptied(place: Path) -> None:
+    for each in place.iterdir():
+        if each.name == "adapter":
+            continue
+        shutil.rmtree(each) if each.is_dir() else each.unlink()
+
+
+@pytest.mark.parametrize("by", ["SIGKILL", "signals"])
+def test_it_is_struck(
+    by: str, command: Command, python: str, record_property: Callable[[str, Any], None], request: pytest.FixtureRequest
+) -> None:
+    name = request.node.callspec.params["command"]
+    emptied(command.place)
+    status, errors, operations = started(python, command, 0, 0)
+    assert (status, errors) == (0, ""), errors
+    command.check()
+    wanted = max(2, round(STRIKES * SHARES[name]))
+    tried: Counter[str] = Counter()
+    began = time.process_time()
+    for strike in range(wanted):
+        # Spread over all operations; those of signals lie between those of kills.
+        at = 1 + (2 * strike + (by == "signals")) * len(operations) // (2 * wanted)
+        number = signal.SIGKILL if by == "SIGKILL" else SIGNALS[strike % 3]
+        emptied(command.place)
+        status, errors, on = started(python, command, at, number)
+        where = f"{number.name} before operation {at} of {len(operations)}: {' '.join(on)}"
+        assert on, where
+        if by == "SIGKILL":
+            assert status == -number, (where, errors)
+        else:
+            assert status in (0, 130, -number), (where, errors)
+            assert errors.count("\n") <= 1, (where, errors)
+            assert "Traceback" not in errors, (where, errors)
+        try:
+            command.check()
+        except BaseException as error:
+            error.add_note(where)
+            raise
+        tried[phase_of(on[0])] += 1
+    for phase, times in tried.items():
+        record_property(
+            "tried", (f"{by} of {name}: {phase}", times, (time.process_time() - began) * times / wanted, 0, 0)
+        )
