@@ -25,8 +25,8 @@ from safetensors.torch import load_file
 from torch import equal
 
 from pi_lora import cli
-from pi_lora.merge.facts import read_merge
-from pi_lora.merge.merging import merge
+from pi_lora.merging.facts import read_merge
+from pi_lora.merging.merging import merge
 from pi_lora.preflight import check
 from pi_lora.recipe.files import dump_recipe
 from pi_lora.recipe.schema import Recipe
