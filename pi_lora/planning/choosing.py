@@ -84,11 +84,14 @@ def best(first: Plan) -> Plan | None:
     """Return the plan of the best candidate with memory to spare that ends in time; if there is none, of the best with
     memory to spare, else of the one that takes least; None if not even that fits.
     """
-    plans = [plan for _, plan in replanned(first, candidates(first))]
-    roomy = [plan for plan in plans if plan.roomy]
-    found = next((plan for plan in roomy if _in_time(plan)), None)
-    found = found or next(iter(roomy), min(plans, key=lambda plan: plan.memory.peak))
-    return found if found.fits else None
+    roomy = tightest = None
+    for _, plan in replanned(first, candidates(first)):
+        if plan.roomy and _in_time(plan):
+            return plan
+        roomy = roomy or (plan if plan.roomy else None)
+        tightest = plan if tightest is None or plan.peak < tightest.peak else tightest
+    found = roomy or tightest
+    return found if found and found.fits else None
 
 
 def candidates(first: Plan) -> Iterator[Changes]:
