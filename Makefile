@@ -5,7 +5,7 @@ export HF_HUB_DISABLE_TELEMETRY := 1
 # Prints the packages of the extra `docs`, to install them without those of pi-lora itself.
 DOCS := import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']['docs'])
 
-.PHONY: demo results key-sentences recipes test test-other-processor test-slow faults lint docs release clean
+.PHONY: demo results key-sentences recipes test test-other-processor test-slow faults lint docs notebook release clean
 
 demo: .venv/installed
 	$(BIN)/python scripts/demo.py
@@ -47,6 +47,11 @@ lint: .venv/installed
 # The site, in site/; a link that leads nowhere is an error.
 docs: .docs/installed
 	PATH=$(CURDIR)/.docs/bin:$$PATH NO_MKDOCS_2_WARNING=1 .docs/bin/mkdocs build --strict --quiet
+
+# Execute the notebook, in an empty folder, and keep what it prints.
+notebook: .venv/installed
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt nbclient ipykernel
+	$(BIN)/python scripts/run_notebook.py docs/quickstart.ipynb
 
 # Wheel and sdist in dist/, checked, and the first minute of the demo with the wheel outside the checkout.
 release:

@@ -103,9 +103,7 @@ def test_the_site_has_every_page() -> None:
 
 def test_links_of_the_site_lead_to_its_pages() -> None:
     """One folder holds all pages; what has none keeps its text."""
-    readme = (
-        "[a](docs/models.md#gemma) ![b](docs/demo.png) [c](recipes/README.md) [d](LICENSE) [e](https://a.b) [f](#map)"
-    )
+    readme = "[a](docs/models.md#gemma) ![b](docs/demo.png) [c](recipes/README.md) [d](LICENSE) [e](https://a.b)"
     expected = "[a](models.md#gemma) ![b](demo.png) [c](list-of-recipes.md) d [e](https://a.b)"
     assert script("site").links_fitted(readme, ROOT / "README.md") == expected
     page = "[a](../README.md) [b](theory.md) [c](../benchmarks/gpu.py)"

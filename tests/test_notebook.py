@@ -1,0 +1,43 @@
+"""The notebook runs from its first cell to its last, in less of everything, and its outputs are kept."""
+
+import contextlib
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+NOTEBOOK = Path(__file__).parent.parent / "docs" / "quickstart.ipynb"
+CODE = [cell for cell in json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"] if cell["cell_type"] == "code"]
+LESS = "STEPS, DOCUMENTS, DEPTHS, TRIALS = 2, 1, 1, 1"
+
+
+def printed(cell: Any) -> str:
+    return "".join(text for output in cell["outputs"] for text in output["text"])
+
+
+def test_outputs_are_kept_and_no_errors() -> None:
+    assert all(cell["execution_count"] for cell in CODE)
+    kinds = {(output["output_type"], output.get("name")) for cell in CODE for output in cell["outputs"]}
+    assert kinds == {("stream", "stdout")}
+    sources = ["".join(cell["source"]) for cell in CODE]
+    assert [bool(printed(cell)) for cell in CODE] == ["print(" in each or "show(" in each for each in sources]
+
+
+def test_it_runs_from_first_to_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it planned is what it plans; of what it measures, the base is lost beyond its window and step 0 is not."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    names: dict[str, Any] = {}
+    for cell in CODE:
+        is_parameters = "parameters" in cell["metadata"].get("tags", ())
+        with contextlib.redirect_stdout(io.StringIO()) as out:
+            exec(LESS if is_parameters else "".join(cell["source"]), names)
+        if "T4" in "".join(cell["source"]):
+            assert out.getvalue() == printed(cell)
+    assert names["base"][1024] > 2 * names["base"][256]
+    assert max(names["step_0"].values()) < 1.2 * min(names["step_0"].values())
+    assert [depth.k for depth in names["passkey"].depths] == [1024]
+    assert names["model"].config.rope_parameters["factor"] == 4
+    assert (tmp_path / "models" / "quickstart" / "merge.json").is_file()
