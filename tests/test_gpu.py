@@ -74,7 +74,8 @@ def test_offloaded_activations_change_nothing(small_model: Path, tmp_path: Path)
         )
         for offload in (False, True)
     ]
-    assert losses(runs[0]) == losses(runs[1])
+    # Not to the last bit: backward kernels add in no fixed order.
+    assert losses(runs[0]) == pytest.approx(losses(runs[1]), rel=1e-3)
 
 
 def test_losses_in_bfloat16_are_near_those_of_float32_on_a_cpu(small_model: Path, tmp_path: Path) -> None:

@@ -130,14 +130,54 @@ def test_a_job_that_fails_is_a_row_that_says_so() -> None:
     assert any("Failed" in line for line in page.tables({"levers": [row]}))
 
 
+def options_for(*named: str, resume: bool = False) -> argparse.Namespace:
+    return argparse.Namespace(parts=list(named), shape=parts.TINY, caps=[None], tries=2, resume=resume)
+
+
 def test_parts_are_kept_only_beside_those_of_the_same_card() -> None:
-    options = argparse.Namespace(parts=["demo"], shape=parts.TINY)
-    first = gpu.kept({}, options, {"demo": [{"seconds": 1.0}]}, 1.0)
-    other = argparse.Namespace(parts=["levers"], shape=parts.TINY)
-    both = gpu.kept(first, other, {"levers": []}, 2.0)
-    assert (both["demo"], both["minutes"]) == ([{"seconds": 1.0}], {"demo": 1.0, "levers": 2.0})
+    demo = [{"seconds": 1.0}]
+    first = {**gpu.begun({}, options_for("demo")), "demo": demo, "finished": [{"part": "demo"}]}
+    both = gpu.begun(first, options_for("levers"))
+    assert (both["demo"], both["levers"], both["finished"]) == (demo, [], first["finished"])
+    again = gpu.begun(first, options_for("demo"))
+    assert (again["demo"], again["finished"]) == ([], [])
     elsewhere = {**first, "machine": {**first["machine"], "gpu": "another"}}
-    assert "demo" not in gpu.kept(elsewhere, other, {"levers": []}, 2.0)
+    assert "demo" not in gpu.begun(elsewhere, options_for("levers"))
+
+
+def test_rows_are_kept_as_they_come_and_an_interrupted_part_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    work = [job["method"] for job in parts.jobs(options_for("training"))]
+
+    def rows_until(end: str | None) -> Any:
+        def rows(job: dict[str, Any], shape: str) -> Any:
+            asked.append(job["method"])
+            for tokens in (64, 128):
+                yield {"method": job["method"], "tokens": tokens}
+                if job["method"] == end:
+                    raise KeyboardInterrupt
+
+        return rows
+
+    written: list[str] = []
+    monkeypatch.setattr(gpu, "in_a_process", rows_until(work[1]))
+    options = options_for("training")
+    with pytest.raises(KeyboardInterrupt):
+        gpu.measure(options, gpu.begun({}, options), lambda found: written.append(json.dumps(found)))
+    begun = json.loads(written[-1])
+    assert [(row["method"], row["tokens"]) for row in begun["training"]] == [
+        (work[0], 64),
+        (work[0], 128),
+        (work[1], 64),
+    ]
+    monkeypatch.setattr(gpu, "in_a_process", rows_until(None))
+    options = options_for("training", resume=True)
+    result = gpu.begun(begun, options)
+    gpu.measure(options, result, lambda found: None)
+    assert asked == [work[0], work[1], *work[1:]]
+    assert [(row["method"], row["tokens"]) for row in result["training"]] == [
+        (each, n) for each in work for n in (64, 128)
+    ]
 
 
 def test_shapes_grow_shallow_and_keep_their_widths() -> None:

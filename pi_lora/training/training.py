@@ -61,8 +61,7 @@ def train(job: Job, progress: Progress = silent) -> Path:
         with quiet_loading(), adapters.without_known_warnings(), ends_after_the_step(log):
             trainer = Trainer(job, model, staging, log, scores)
             start = _checkpoint_to_resume(staging) if job.resume else None
-            with adapters.input_casts(model, not _autocast_alone(job)):
-                trainer.train(resume_from_checkpoint=str(start) if start else None)
+            trainer.train(resume_from_checkpoint=str(start) if start else None)
             if log.stopped:
                 kept = f"interrupted after step {log.step}, a checkpoint is kept"
                 raise Interrupted(f"{job.output}: {kept}; continue with --resume")
@@ -216,6 +215,7 @@ class Trainer(SFTTrainer):
         self, job: Job, model: Any, staging: Path, log: TrainingLog, others: Sequence[TrainerCallback] = ()
     ) -> None:
         data, self.training, self.log_of_losses = job.prepare(), job.recipe.training, log
+        self.casts_inputs = not _autocast_alone(job)
         self.groups: Sampler[int] | None = data.groups(job.sequences_at_once, self.training.seed)
         if job.recipe.model.kernels == "liger":
             use_liger(model)
@@ -255,6 +255,11 @@ class Trainer(SFTTrainer):
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Sampler[int] | None:
         return self.groups or super()._get_train_sampler(train_dataset)
+
+    def train(self, *arguments: Any, **named: Any) -> Any:
+        """Train without the casts by PEFT that autocast makes superfluous."""
+        with adapters.input_casts(self.model, self.casts_inputs):
+            return super().train(*arguments, **named)
 
     def training_step(self, model: Any, inputs: dict[str, torch.Tensor], *others: Any) -> torch.Tensor:
         """Unmask the padding of examples, and let the log see the loss. Padding is on the right, where causality hides

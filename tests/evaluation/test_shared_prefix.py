@@ -69,3 +69,23 @@ def test_keys_and_values_are_shared_only_where_there_is_room_for_them(monkeypatc
         monkeypatch.setattr(module, "free_memory", lambda _device, room=room: room)
         with torch.no_grad():
             assert (shared_prefix(model, rows()[0][:50], LENGTH) is None) == bool(missing)
+
+
+@torch.no_grad()
+def test_the_mask_of_what_continues_a_prefix_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, alike = small("llama"), [[7] * 10 + row[10:] for row in rows()]
+    prefix = SharedPrefix(model, alike[0][:10])
+    most, plain = 0, torch.nn.functional.scaled_dot_product_attention
+
+    def watched(*tensors: torch.Tensor, attn_mask: torch.Tensor, **options: Any) -> torch.Tensor:
+        nonlocal most
+        most = max(most, attn_mask.numel())
+        return plain(*tensors, attn_mask=attn_mask, **options)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", watched)
+    whole = last_logits(model, alike, TAIL, prefix)
+    assert most == len(alike) * (LENGTH - 10) * LENGTH
+    most, bound = 0, len(alike) * 2 * TAIL * LENGTH
+    monkeypatch.setattr(module, "MASKED_PAIRS", bound)
+    torch.testing.assert_close(last_logits(model, alike, TAIL, prefix), whole, rtol=1e-6, atol=1e-5)
+    assert most <= bound

@@ -17,6 +17,8 @@ from pi_lora.planning.evaluating import HELD_TOKENS
 
 # Of the memory that is free, the most that keys and values may take; the rest is for the forward pass.
 SHARE_OF_MEMORY = 0.75
+# Pairs of tokens in the mask of a pass that continues a cache, at most; a byte each, or two where a kernel adds it.
+MASKED_PAIRS = 2**27
 
 
 class FilledError(Exception):
@@ -101,7 +103,8 @@ def last_logits(model: Any, rows: Sequence[Sequence[int]], tail: int, prefix: Sh
     cache = prefix.cache(shared)
     own = ids[:, shared:]
     # Pieces of about equal length: each attends to all before it through a mask whose upper half is computed in vain.
-    *others, last = own.tensor_split(-(-own.shape[1] // max(2 * tail, pass_tokens(model) // len(rows))), dim=1)
+    size = max(2 * tail, min(pass_tokens(model), MASKED_PAIRS // ids.shape[1]) // len(rows))
+    *others, last = own.tensor_split(-(-own.shape[1] // size), dim=1)
     for piece in others:  # the rest of the last layer is skipped
         cache.layers[-1].closing = True
         with contextlib.suppress(FilledError):
