@@ -350,6 +350,41 @@ def test_one_process_reads_the_weights_into_the_memory_of_its_host() -> None:
     assert plan_of(recipe("builtin:tiny", 1024)).memory.loading == 0
 
 
+@pytest.mark.parametrize(("method", "tokens", "gibibytes"), [("qlora", 16384, 16.8), ("lora", 32768, 34.8)])
+def test_7b_takes_what_a_recomputation_by_hand_says(method: str, tokens: int, gibibytes: float) -> None:
+    """Of 32 layers, width 4096 with MLPs of 11008 and 32000 tokens; LoRA of rank 16, embeddings and norms beside it.
+
+    The highest moment is the backward of the last layer: everything that was saved and what its recomputation made.
+    """
+    hidden, inside, layers, embedding, norms = 4096, 11008, 32, 32000 * 4096, 65 * 4096
+    linear = layers * (4 * hidden * hidden + 3 * hidden * inside)
+    # 4 bits, 8 for each 64 weights, 32 for each 256 of these; the rest, and all without NF4, has 16.
+    base = linear * (4 + 8 / 64 + 32 / (64 * 256)) / 8 if method == "qlora" else 2 * linear
+    trained = layers * 16 * (4 * 2 * hidden + 3 * (hidden + inside)) + embedding + norms
+    # A float32 weight, its gradient, and two moments.
+    weights = base + 2 * (2 * embedding + norms) + 16 * trained
+    saved = layers * tokens * hidden * 2
+    # Tensors of 16 bits per token: of the hidden width 15, and 2 of trained norms; 7 of the MLP's; q three, k, v two.
+    layer = tokens * 2 * ((15 + 2 + 3 + 2) * hidden + 7 * inside)
+    unpacked = hidden * inside * 2 if method == "qlora" else 0
+    peak = weights + saved + layer + unpacked + 1.5 * GIB
+    plan = plan_of(recipe(target=tokens, tuning={"method": method}, hardware={"gpus": 1}), "A100-80")
+    assert plan.memory.peak == pytest.approx(peak, abs=10)
+    assert peak / GIB == pytest.approx(gibibytes, abs=0.05)
+
+
+@pytest.mark.parametrize(("gpu", "gibibytes"), [("3090", 16.8), ("T4", 26.4), ("B200", 16.8)])
+def test_7b_at_16k_on_cards_of_three_generations(gpu: str, gibibytes: float) -> None:
+    """A T4 has no bfloat16: embeddings and norms (0.5 GiB), saved inputs (4) and one layer (5.1) take twice as much."""
+    plan = plan_of(recipe(target=16384, tuning={"method": "qlora"}, hardware={"gpus": 1}), gpu)
+    assert plan.memory.peak / GIB == pytest.approx(gibibytes, abs=0.05)
+    assert plan.fits == (gpu != "T4")
+    said = [
+        line for line in plan_lines(plan) if line.startswith("it does not fit on T4; the cheapest change that fits")
+    ]
+    assert len(said) == (gpu == "T4")
+
+
 def write_config(folder: Path, **changes: Any) -> str:
     config = {**json.loads((CONFIGS / "huggyllama--llama-7b" / "config.json").read_text()), **changes}
     (folder / "config.json").write_text(json.dumps({key: value for key, value in config.items() if value is not None}))
