@@ -30,6 +30,7 @@ def folder(python: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("terminal")
     document = "The agency found much to mend. It has since mended it. "
     (folder / "text.txt").write_text(document * 200)
+    (folder / "longer_than_the_base_reads.txt").write_text(document * 30)
     rows = [{"document": document, "summary": "Much was mended."}] * 3
     (folder / "reports.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     rows = [{"goal": "Open a door.", "sol1": "Turn the handle.", "sol2": "Eat the handle."}] * 2
@@ -55,6 +56,7 @@ def run(python: str, folder: Path) -> Path:
         "eval passkey run --depths 2 --trials 1",
         "eval benchmarks run --data . --tasks piqa",
         "eval summarization run --data reports.jsonl --max-new-tokens 5",
+        "summarize run longer_than_the_base_reads.txt --max-new-tokens 5",
         "merge run --output merged",
         "plan {demo}",
         "show {demo}",

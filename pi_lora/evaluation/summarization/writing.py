@@ -16,7 +16,7 @@ from pi_lora.data.examples import Prompter, Task
 from pi_lora.errors import DataError, ModelError, PiLoraError
 from pi_lora.evaluation.forward import described
 from pi_lora.evaluation.journal import identity_of
-from pi_lora.models.base import extended_config
+from pi_lora.models.base import extended_config, quiet_loading
 from pi_lora.models.load import FoundModel, LoadedModel
 from pi_lora.recipe.schema import Data
 from pi_lora.types import Json
@@ -173,7 +173,8 @@ def summarize(loaded: LoadedModel, name: str, text: str, data: Data, sampling: S
     ids = torch.tensor([prompt.ids], device=loaded.model.device)
     asked = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     streamer = _Words(loaded.tokenizer, skip_prompt=True, skip_special_tokens=True)
-    loaded.model.generate(**asked, generation_config=sampling.config(loaded.tokenizer), streamer=streamer)
+    with quiet_loading():  # transformers takes max_position_embeddings for the longest input, which is L under `pi`
+        loaded.model.generate(**asked, generation_config=sampling.config(loaded.tokenizer), streamer=streamer)
 
 
 class _Words(TextStreamer):
