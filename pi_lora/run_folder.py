@@ -147,6 +147,7 @@ def _locked(output: Path) -> Iterator[None]:
         ) from None
     except OSError as error:
         raise RunExistsError(f"{output}: cannot be written ({error.strerror}); choose another --output") from None
+    mine = None
     try:
         if not isinstance(lock, SoftFileLock):  # which writes the same itself, where the file system has no locks
             file.write_text(f"{os.getpid()}\n{socket.gethostname()}\n", encoding="utf-8")
@@ -155,7 +156,7 @@ def _locked(output: Path) -> Iterator[None]:
     finally:
         # Removed while it is locked: whoever opened it meanwhile holds a file without a name, and filelock tries again.
         with contextlib.suppress(OSError):
-            if os.path.samestat(mine, file.stat()):
+            if mine and os.path.samestat(mine, file.stat()):
                 file.unlink()
         lock.release()
 

@@ -194,6 +194,12 @@ class TensorEntry(_Stored):
     shape: list[Annotated[int, Field(ge=0, lt=2**62)]]
     data_offsets: list[Annotated[int, Field(ge=0, lt=2**62)]] = Field(min_length=2, max_length=2)
 
+    @model_validator(mode="after")
+    def _ends_after_it_begins(self) -> Self:
+        if self.data_offsets[1] < self.data_offsets[0]:
+            raise ValueError("its data ends before it begins")
+        return self
+
 
 _HEADER = TypeAdapter(dict[str, TensorEntry])
 

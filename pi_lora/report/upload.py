@@ -36,7 +36,8 @@ UPLOADED = re.compile(
 )
 # Those of them that may name files and folders of this machine, and the keys under which they do.
 NAMING = re.compile(
-    r".*\.(md|txt|html|yaml|jsonl)|(run|merge|config|generation_config|adapter_config)\.json|scores/.*\.json"
+    r"(README|LICENSE|NOTICE|USE_POLICY)(\.md|\.txt)?|recipe\.yaml|training\.jsonl|report\.html"
+    r"|(run|merge|config|generation_config|adapter_config)\.json|scores/.*\.json"
 )
 NAMES = {"name", "base", "run", "place", "model", "data", "predictions", "base_model_name_or_path", "_name_or_path"}
 
@@ -127,7 +128,8 @@ def _local_paths(file: Path, name: str) -> Iterator[str]:
     for text in _named(tree):
         # As entries of `evaluation.benchmarks.data` are written: TASK=PATH.
         for path in (text.removesuffix(EXTENDED), text.partition("=")[2]):
-            if "/" in path.strip("/.") and "\0" not in path and (looks_local(path) or path.count("/") > 1):
+            nested = path.count("/") > 1 and not re.search(r"\s|://", path)  # no address, no list of names on the hub
+            if "/" in path.strip("/.") and "\0" not in path and (nested or looks_local(path)):
                 yield path
 
 

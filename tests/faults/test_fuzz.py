@@ -9,6 +9,7 @@ there were; without it a few of each are tried. A case is made from its number, 
 import contextlib
 import io
 import json
+import logging
 import os
 import random
 import resource
@@ -22,13 +23,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
+import pyarrow.parquet
 import pytest
 import yaml
 from damage import ODD_TEXT, as_json, damaged, damaged_bytes, text, value
+from gguf_files import write_gguf
 from reported import benchmarks, make_run, passkey, perplexity, summarization
 
 from pi_lora import cli
 from pi_lora.cli.app import out
+from pi_lora.data.documents import read_document
 from pi_lora.data.sources import find_corpus, find_table
 from pi_lora.errors import PiLoraError
 from pi_lora.evaluation.benchmarks.local_data import FORMATS, read_examples
@@ -427,6 +431,56 @@ def files_of_texts(case: random.Random, at: Place) -> None:
     refused_in_a_line(lambda: list(find_corpus(source).documents()))
     if suffix != ".txt":
         refused_in_a_line(lambda: list(find_table(source).rows(["text", "summary"])))
+
+
+def original(at: Place, name: str, make: Callable[[Path], object]) -> bytes:
+    """The bytes of a file that is made once, to damage copies of."""
+    file = at.folder / "whole" / name
+    if not file.exists():
+        file.parent.mkdir(exist_ok=True)
+        make(file)
+    return file.read_bytes()
+
+
+def write_parquet(file: Path) -> None:
+    pyarrow.parquet.write_table(pyarrow.table({"text": ["a b", "c\n"] * 9, "number": list(range(18))}), file)
+
+
+@kind(share=3_000, few=10)
+def parquet_files(case: random.Random, at: Place) -> None:
+    file = at.folder / "t.parquet"
+    file.write_bytes(damaged_bytes(case, original(at, "t.parquet", write_parquet)))
+    refused_in_a_line(lambda: list(find_corpus(Source(name=str(file))).documents()))
+
+
+PDF = b"""%PDF-1.4
+1 0 obj <</Type /Catalog /Pages 2 0 R>> endobj
+2 0 obj <</Type /Pages /Kids [3 0 R] /Count 1>> endobj
+3 0 obj <</Type /Page /Parent 2 0 R /MediaBox [0 0 99 99] /Contents 4 0 R
+  /Resources <</Font <</F <</Type /Font /Subtype /Type1 /BaseFont /Helvetica>>>>>>>> endobj
+4 0 obj <</Length 30>> stream
+BT /F 9 Tf (some text) Tj ET
+endstream endobj
+trailer <</Root 1 0 R>>
+"""
+
+
+@kind(share=3_000, few=10)
+def pdf_files(case: random.Random, at: Place) -> None:
+    pytest.importorskip("pypdf")
+    (at.folder / "d.pdf").write_bytes(damaged_bytes(case, PDF))
+    logging.getLogger("pypdf").setLevel(logging.CRITICAL)
+    refused_in_a_line(lambda: read_document(str(at.folder / "d.pdf")))
+
+
+@kind(share=1_000, few=5)
+def gguf_files(case: random.Random, at: Place) -> None:
+    whole = original(at, "m.gguf", lambda file: write_gguf(at.model, file, "F32"))
+    header = 12_000 if case.random() < 0.8 else len(whole)
+    file = at.folder / "d.gguf"
+    file.write_bytes(damaged_bytes(case, whole[:header]) + whole[header:])
+    with quietly():
+        refused_in_a_line(lambda: find_base(str(file)))
 
 
 @kind(share=20_000, few=30)

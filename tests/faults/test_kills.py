@@ -76,13 +76,13 @@ PHASES = {
     "card": r"README\.md",
     "log": r"training\.jsonl",
     "lock": r"/lock$",
-    "journal": r"/cache/evaluations",
-    "packed data": r"/cache/",
+    "journal": r"cache/evaluations",
+    "packed data": r"cache/",
     "result": r"result\.json",
     "merge.json": r"merge\.json",
     "publishing": r"os\.rename .*\.partial$|os\.chmod",
-    "merged files": r"/merged/",
-    "adapter": r"/adapter/",
+    "the merge's check": r"[^.]merged/",
+    "adapter": r"adapter/",
     "saving": r"\.partial/",
 }
 

@@ -244,7 +244,9 @@ def test_no_path_of_this_machine_goes_up(
 
 
 def test_a_base_on_the_hub_keeps_its_name(small_model: Path, hub: Hub, tmp_path: Path) -> None:
-    run = make_run(small_model, tmp_path / "run")
+    tasks = {"all": "owner/one, owner/two", "one": "https://x/y/z"}
+    scores = {"model": "owner/base", "data": tasks, "tasks": {"one": {"acc": 0.5, "examples": 2}}}
+    run = make_run(small_model, tmp_path / "run", {"benchmarks": scores})
     settings = json.loads((run / "adapter_config.json").read_text())
     named = {**settings, "base_model_name_or_path": f"owner/base{EXTENDED}"}
     (run / "adapter_config.json").write_text(json.dumps(named))
@@ -253,6 +255,7 @@ def test_a_base_on_the_hub_keeps_its_name(small_model: Path, hub: Hub, tmp_path:
     pushed = hub.files["me/model@main"]
     assert json.loads(pushed["adapter_config.json"]) == named
     assert "base_model: owner/base" in pushed["README.md"].decode()
+    assert json.loads(pushed["scores/benchmarks.json"]) == scores
 
 
 def test_the_card_goes_up_with_the_newest_scores(lora_run: Path, hub: Hub, tmp_path: Path) -> None:
