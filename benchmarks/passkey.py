@@ -2,10 +2,10 @@
 
     python benchmarks/passkey.py [MODEL] [--rounds 3]
 
-MODEL is the demo's run, `demo/pi`, if `make demo` has made it, else the built-in model interpolated to 1024 tokens and
-not tuned. All measure the paper's grid, 32 distances and 10 keys each, within 1024 tokens. Rounds take turns, and the
-median counts; `generate` decodes one trial at a time, of which some at every distance are timed and scaled to all. Its
-verdicts must be pi-lora's. JSON goes to benchmarks/results/.
+MODEL is the demo's run, `demo/live`, if `make demo` has made it, else the built-in model interpolated to 1024 tokens
+and not tuned. All measure the paper's grid, 32 distances and 10 keys each, within 1024 tokens. Rounds take turns, and
+the median counts; `generate` decodes one trial at a time, of which some at every distance are timed and scaled to all.
+Its verdicts must be pi-lora's. JSON goes to benchmarks/results/.
 """
 
 import argparse
@@ -74,7 +74,7 @@ def main() -> None:
     from machine import machine
 
     logging.getLogger("transformers").setLevel(logging.ERROR)
-    name = options.model or ("demo/pi" if Path("demo/pi").exists() else "builtin:tiny")
+    name = options.model or ("demo/live" if Path("demo/live").exists() else "builtin:tiny")
     loaded = load(name, Stretch(GRID.target) if name == "builtin:tiny" else None)
     scores, only = measure(loaded), measure(loaded, k_max_only=True)
     outcomes = [row.outcomes for row in scores.depths]

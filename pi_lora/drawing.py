@@ -2,8 +2,10 @@
 
 import importlib.util
 import io
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,25 @@ from pi_lora.errors import DataError, PiLoraError
 # Colours that the colour-blind tell apart (Okabe and Ito), each with its own marker for print.
 BLUE, VERMILION, GREEN, ORANGE, PURPLE, GREY = "#0072B2", "#D55E00", "#009E73", "#E69F00", "#CC79A7", "#999999"
 STYLES = ((VERMILION, "o"), (GREY, "s"), (BLUE, "^"), (ORANGE, "D"), (GREEN, "v"), (PURPLE, "P"))
+
+
+BARS = "▁▂▃▄▅▆▇█"
+
+
+def sparkline(values: Sequence[float], low: float | None = None, high: float | None = None, width: int = 10) -> str:
+    """Return a curve as a line of at most `width` characters, each the mean of as many values, or as one more, from
+    `low` to `high`, by default their own; what is infinite or NaN is blank.
+
+    >>> sparkline([4, 2, 1, 1.5]), sparkline([0.0, 0.5, 1.0], 0, 1), sparkline([])
+    ('█▃▁▂', '▁▅█', '')
+    """
+    groups = min(width, len(values))
+    bounds = [len(values) * index // groups for index in range(groups + 1)] if groups else []
+    means = [sum(values[first:last]) / (last - first) for first, last in pairwise(bounds)]
+    finite = [mean for mean in means if isfinite(mean)] or [0.0]
+    bottom, top = min(finite) if low is None else low, max(finite) if high is None else high
+    scale = (len(BARS) - 1) / (top - bottom) if top > bottom else 0.0
+    return "".join(BARS[round((mean - bottom) * scale)] if isfinite(mean) else " " for mean in means)
 
 
 def check_can_draw(option: str) -> None:

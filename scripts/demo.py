@@ -1,19 +1,25 @@
-"""The whole method on the built-in model, on a CPU: what `make demo` runs.
+"""The whole method on the built-in model, on a CPU, in minutes: what `make demo` runs.
 
-Tunes by Position Interpolation, on whole sequences and on short ones with PoSE, and directly, with the same
-steps; measures each beside the base model and beside interpolation without tuning; merges; and shows one table and one
-picture. What it prints was measured in this run; finished runs in `demo/` are measured again, not trained again.
+Tunes by Position Interpolation, for fewer steps than recipes/demo.yaml has, and measures the result beside the base
+model, beside interpolation without tuning, and beside the released adapter, which was tuned for longer; merges; and
+shows one table and one picture. What it prints was measured in this run; a finished run in `demo/` is measured again,
+not trained again. `make results` compares the methods.
+
+    python scripts/demo.py --readme     also put table, picture and time into the README
 """
 
 import logging
+import shutil
 import sys
 import time
 from pathlib import Path
 
+from machine import machine
+from pages import write_block
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from pi_lora.cli.app import progress_bar
 from pi_lora.data.sources import Choice
 from pi_lora.errors import Interrupted, PiLoraError
 from pi_lora.evaluation.passkey.measure import evaluate_passkey
@@ -21,9 +27,10 @@ from pi_lora.evaluation.passkey.prompt import Grid
 from pi_lora.evaluation.perplexity.measure import evaluate_perplexity
 from pi_lora.evaluation.results import PasskeyScores, PerplexityScores, write_scores
 from pi_lora.merging.merging import merge
+from pi_lora.models.base import has_bfloat16_instructions
 from pi_lora.models.load import Stretch, load
 from pi_lora.preflight import check
-from pi_lora.recipe.files import load_recipe
+from pi_lora.recipe.files import RECIPE_FILE, load_recipe
 from pi_lora.report.pictures import comparison_picture
 from pi_lora.report.summary import markdown_table
 from pi_lora.run_folder import last_checkpoint, staging_path
@@ -32,62 +39,42 @@ from pi_lora.training.training import train
 ROOT = Path(__file__).parent.parent
 DEMO = Path("demo")
 RECIPE = ROOT / "recipes" / "demo.yaml"
-ORIGINAL, TARGET, WINDOWS, STRIDE, DOCUMENTS, DEPTHS, TRIALS = 256, 1024, [256, 512, 1024], 128, 6, 32, 10
+RELEASED = ROOT / "adapters" / "demo"
+# Steps, documents and trials for which two cores without bfloat16 instructions take about six minutes in all.
+STEPS, DOCUMENTS, TRIALS = 180, 3, 5
+ORIGINAL, TARGET, WINDOWS, STRIDE, DEPTHS = 256, 1024, [256, 512, 1024], 128, 32
 
 console = Console(highlight=False)
-COLUMNS = (
-    TextColumn("  {task.description}"),
-    BarColumn(),
-    MofNCompleteColumn(),
-    TimeRemainingColumn(),
-    TextColumn("{task.fields[note]}"),
-)
 
 
-class Bar:
-    """A progress bar that the library's callbacks move."""
-
-    def __init__(self, title: str) -> None:
-        self.progress = Progress(*COLUMNS, console=console, transient=True, disable=not console.is_terminal)
-        self.title = title
-
-    def __enter__(self) -> "Bar":
-        self.progress.start()
-        self.task = self.progress.add_task(self.title, total=None, note="")
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.progress.stop()
-
-    def __call__(self, done: int, total: int, note: str = "") -> None:
-        self.progress.update(self.task, completed=done, total=total, note=note)
-
-
-def tuned(name: str, *overrides: str) -> Path:
-    output = DEMO / name
+def tuned(*overrides: str) -> Path:
+    output = DEMO / "live"
     command = " ".join(["pi-lora train recipes/demo.yaml", *overrides, f"--output {output}"])
     if output.exists():
-        console.print(f"[dim]$ {command}   (done before; remove {DEMO}/ to train again)[/dim]")
+        console.print(f"[dim]$ {command}   (done before; remove {DEMO}/ to train again)[/dim]", soft_wrap=True)
         return output
-    console.print(f"$ {command}")
+    console.print(f"$ {command}", soft_wrap=True)
     started = time.monotonic()
-    with Bar("tuning") as bar:
-        resume = last_checkpoint(staging_path(output)) is not None
-        train(check(load_recipe(RECIPE, overrides).recipe, output, resume), bar)
+    job = check(load_recipe(RECIPE, overrides).recipe, output, last_checkpoint(staging_path(output)) is not None)
+    with progress_bar("packing tokens") as progress:
+        job.prepare(progress)
+    with progress_bar("training") as progress:
+        train(job, progress)
     console.print(f"  {time.monotonic() - started:.0f} s")
     return output
 
 
 def measured(name: str, model: str, stretch: Stretch | None = None) -> tuple[PerplexityScores, PasskeyScores]:
     options = f" --original {ORIGINAL} --target {TARGET}" if stretch else ""
-    sweep = f"--windows 256,512,1024 --stride {STRIDE} --documents {DOCUMENTS}"
+    sweep = f"--windows {','.join(map(str, WINDOWS))} --stride {STRIDE} --documents {DOCUMENTS}"
     console.print(f"$ pi-lora eval perplexity {model}{options} {sweep}", soft_wrap=True)
     loaded = load(model, stretch)
-    with Bar("documents") as bar:
-        perplexity = evaluate_perplexity(loaded, "builtin:stdlib", WINDOWS, STRIDE, Choice(DOCUMENTS), bar)
-    console.print(f"$ pi-lora eval passkey {model}{options or f' --target {TARGET}'}", soft_wrap=True)
-    with Bar("trials") as bar:
-        passkey = evaluate_passkey(loaded, Grid(TARGET, DEPTHS, TRIALS), bar)
+    with progress_bar("perplexity") as progress:
+        perplexity = evaluate_perplexity(loaded, "builtin:stdlib", WINDOWS, STRIDE, Choice(DOCUMENTS), progress)
+    depths = f"--depths {DEPTHS} --trials {TRIALS}"
+    console.print(f"$ pi-lora eval passkey {model}{options or f' --target {TARGET}'} {depths}", soft_wrap=True)
+    with progress_bar("passkey") as progress:
+        passkey = evaluate_passkey(loaded, Grid(TARGET, DEPTHS, TRIALS), progress)
     write_scores(perplexity, DEMO / "scores" / f"{name}-perplexity.json")
     write_scores(passkey, DEMO / "scores" / f"{name}-passkey.json")
     return perplexity, passkey
@@ -111,32 +98,50 @@ def show(models: dict[str, tuple[PerplexityScores, PasskeyScores]]) -> None:
     comparison_picture(perplexities, passkeys, ORIGINAL, DEMO / "demo.png")
 
 
+def into_readme(seconds: float) -> None:
+    here = machine()
+    which = "with" if has_bfloat16_instructions() else "without"
+    on = f"{here['cores']} cores of {here['processor']}, {which} bfloat16 instructions; {here['versions']}"
+    how = f"`make demo` in {seconds:.0f} s: {DOCUMENTS} documents, {DEPTHS} distances, {TRIALS} trials each"
+    note = f"{how}. {on}; {here['date']}."
+    write_block(ROOT / "README.md", "demo", f"{(DEMO / 'table.md').read_text()}\n{note}\n")
+    shutil.copy(DEMO / "demo.png", ROOT / "docs" / "demo.png")
+
+
 def main() -> None:
     started = time.monotonic()
     logging.getLogger("transformers").setLevel(logging.ERROR)
     console.print(f"[bold]A model that reads {ORIGINAL} tokens learns to read {TARGET}.[/bold]\n")
-    interpolated, skipping = tuned("pi"), tuned("skip", "data.positions=skip")
-    direct = tuned("direct", "scaling=direct")
+    live = tuned(f"training.steps={STEPS}")
     rows = {
         "base, extrapolating": measured("base", "builtin:tiny"),
         "PI, step 0": measured("step-0", "builtin:tiny", Stretch(TARGET, ORIGINAL)),
-        "PI, tuned": measured("pi", str(interpolated)),
-        "PI, PoSE": measured("skip", str(skipping)),
-        "direct tuning": measured("direct", str(direct)),
+        f"PI, {STEPS} steps": measured("live", str(live)),
     }
+    if (RELEASED / RECIPE_FILE).is_file():
+        steps = load_recipe(RELEASED / RECIPE_FILE).recipe.training.steps
+        rows[f"PI, released, {steps} steps"] = measured("released", str(RELEASED))
+    else:
+        console.print(f"[dim]{RELEASED}: not in this checkout, so not beside them[/dim]", soft_wrap=True)
     merged = DEMO / "merged"
     if not merged.exists():
-        console.print(f"$ pi-lora merge {interpolated} --output {merged}")
-        merge(interpolated, merged)
+        console.print(f"$ pi-lora merge {live} --output {merged}")
+        with progress_bar("merging") as progress:
+            merge(live, merged, progress=progress)
     show(rows)
+    seconds = time.monotonic() - started
+    if "--readme" in sys.argv[1:]:
+        into_readme(seconds)
     files = f"{DEMO / 'demo.png'}, {DEMO / 'table.md'}, {DEMO / 'scores'}/"
-    console.print(f"{files}   {time.monotonic() - started:.0f} s in all\n")
+    console.print(f"{files}   {seconds:.0f} s in all\n")
     console.print("Try next:")
-    console.print(f"  .venv/bin/pi-lora eval perplexity {merged} --data README.md --windows 256,1024", soft_wrap=True)
-    console.print(
-        "  .venv/bin/pi-lora train recipes/demo.yaml context.target=2048 --output adapters/2048", soft_wrap=True
-    )
-    console.print("  .venv/bin/pi-lora show recipes/demo.yaml")
+    for command in (
+        f"eval perplexity {merged} --data README.md --windows 256,1024",
+        f"eval passkey {live} --targets 256,512,1024 --depths 8",
+        "train recipes/demo.yaml scaling=direct --output adapters/direct",
+        "show recipes/demo.yaml",
+    ):
+        console.print(f"  .venv/bin/pi-lora {command}", soft_wrap=True)
 
 
 if __name__ == "__main__":

@@ -85,7 +85,7 @@ def test_ctrl_c_while_it_starts_is_one_line(tmp_path: Path, delay: float) -> Non
         while sum(psutil.Process(process.pid).cpu_times()[:2]) < delay:
             time.sleep(0.001)
         process.send_signal(signal.SIGINT)
-        _, errors = process.communicate(timeout=100)
+        errors = without_progress(process.communicate(timeout=100)[1])
     assert (process.returncode, errors.count("\n")) == (130, 1), errors
     assert errors.startswith("interrupted; nothing was written") or "interrupted after step" in errors
 

@@ -3,15 +3,20 @@
 What they say while they are imported is in the errors of the `python` fixture's server, which has to have none.
 """
 
+import io
 import json
+import re
 import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
 from processes import without_progress
 
-from pi_lora.cli.app import progress_bar
+from pi_lora.cli.app import Terminal, progress_bar, working
+
+APP = sys.modules[progress_bar.__module__]
 
 ROOT = Path(__file__).parent.parent
 DEMO = str(ROOT / "recipes" / "demo.yaml")
@@ -81,13 +86,42 @@ def test_a_report_prints_only_how_to_measure_what_it_misses(python: str, run: Pa
     assert all(line.startswith("  pi-lora eval ") for line in others)
 
 
-def test_the_demo_prints_no_line_of_a_library(python: str, folder: Path) -> None:
-    """Its steps, with fewer of each."""
+def test_the_demo_prints_no_line_of_a_library(python: str, folder: Path, run: Path) -> None:
+    """Its steps, with fewer of each, beside another run in place of the released one."""
     pytest.importorskip("matplotlib")
-    less = "demo.DOCUMENTS, demo.DEPTHS, demo.TRIALS = 1, 2, 1"
-    shorter = f"tuned = demo.tuned; demo.tuned = lambda name, *overrides: tuned(name, *{SMALL!r}, *overrides)"
+    less = f"demo.DOCUMENTS, demo.DEPTHS, demo.TRIALS, demo.RELEASED = 1, 2, 1, demo.Path({str(run)!r})"
+    shorter = f"tuned = demo.tuned; demo.tuned = lambda *overrides: tuned(*overrides, *{SMALL!r})"
     code = f"import sys; sys.path.insert(0, {str(ROOT / 'scripts')!r}); import demo; {less}; {shorter}; demo.main()"
     assert errors_of(folder, python, "-c", code) == ""
+    names = [line.split(" | ")[0] for line in (folder / "demo" / "table.md").read_text().splitlines()[2:]]
+    assert names == ["| base, extrapolating", "| PI, step 0", "| PI, 180 steps", "| PI, released, 2 steps"]
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_the_bar_shortens_before_what_it_says_does(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = Terminal(stderr=True)
+    terminal.file, terminal._force_terminal, terminal.width = io.StringIO(), True, width
+    monkeypatch.setattr(APP, "err", terminal)
+    note = "loss 2.787 █▇▆▅▄▄▃▂▂▁ 3,360 tokens/s 1.1 GiB"
+    with progress_bar("training") as progress:
+        progress(120, 760, note)
+    last = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", terminal.file.getvalue()).rstrip().splitlines()[-1]
+    assert "training" in last
+    assert "120/760" in last
+    assert last.rstrip().endswith(note)
+
+
+def test_what_takes_long_says_what_it_is(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(APP, "LONG", 0.05)
+    for what, seconds in (("loading a", 0.3), ("loading b", 0.0)):
+        with working(what):
+            time.sleep(seconds)
+    monkeypatch.setenv("RANK", "1")
+    with working("loading c"):
+        time.sleep(0.3)
+    errors = capsys.readouterr().err
+    assert errors == "loading a ...\n"
+    assert without_progress(errors) == ""
 
 
 def test_progress_is_lines_where_there_is_no_terminal(

@@ -1,8 +1,10 @@
 """What all commands share: the application, its consoles, their options and the progress bar."""
 
 import contextlib
+import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Iterable, Iterator
 from datetime import timedelta
@@ -52,6 +54,8 @@ out, err = Terminal(), Terminal(stderr=True)
 LIBRARIES = "loading libraries"
 # Seconds between lines of progress: where the note changes, and where it does not.
 EACH_NOTE, EACH_LINE = 1.0, 60.0
+# Seconds after which a command says what it does.
+LONG = 10.0
 # No window is longer.
 MOST_TOKENS = 10**9
 
@@ -96,6 +100,17 @@ def stretch_of(original: int | None, target: int | None, scaling: Method | None)
     return Stretch(target, original, scaling or "pi") if target else None
 
 
+def lengths_in(option: str, text: str) -> list[int]:
+    """Return lengths in tokens, written as 2048,4096, the shortest first."""
+    try:
+        lengths = sorted({int(part) for part in text.split(",")})
+    except ValueError:
+        lengths = [0]
+    if lengths[0] < 2 or lengths[-1] > MOST_TOKENS:
+        raise PiLoraError(f"{option}: {text}: not lengths in tokens; write them as 2048,4096")
+    return lengths
+
+
 @contextlib.contextmanager
 def progress_bar(title: str, quiet: bool = False) -> Iterator[Progress]:
     """A progress bar on stderr, or lines where that is no terminal; yields the function that moves it."""
@@ -104,9 +119,16 @@ def progress_bar(title: str, quiet: bool = False) -> Iterator[Progress]:
         return
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
     from rich.progress import Progress as Bar
+    from rich.table import Column
 
-    name, last = (TextColumn(f"{{task.{each}}}", markup=False) for each in ("description", "fields[note]"))
-    columns = (name, BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), last)
+    whole, wrapped = Column(no_wrap=True), Column()
+    columns = (
+        TextColumn("{task.description}", markup=False, table_column=whole),
+        BarColumn(max(8, min(40, err.width - 80))),  # the numbers and the note come first
+        MofNCompleteColumn(table_column=whole),
+        TimeRemainingColumn(table_column=whole),
+        TextColumn("{task.fields[note]}", markup=False, table_column=wrapped),
+    )
     with Bar(*columns, console=err, disable=quiet) as bar:
         task = bar.add_task(title, total=None, note="")
         yield lambda done, total, note="": bar.update(task, completed=done, total=total, note=note)
@@ -135,12 +157,25 @@ def _progress_lines(title: str) -> Progress:
 
 @contextlib.contextmanager
 def working(what: str) -> Iterator[None]:
-    """Something turning on stderr, on a terminal, while `what` goes on."""
+    """Something turning on stderr while `what` goes on, or where that is no terminal a line if it takes long."""
     if what != LIBRARIES:
         _work_begins()
-    with err.status(Text(what)) if err.is_terminal else contextlib.nullcontext():
+    # Of several processes the first speaks.
+    quiet = _a_line_if_long(what) if os.environ.get("RANK", "0") == "0" else contextlib.nullcontext()
+    with err.status(Text(what)) if err.is_terminal else quiet:
         yield
     _work_begins()
+
+
+@contextlib.contextmanager
+def _a_line_if_long(what: str) -> Iterator[None]:
+    said = threading.Timer(LONG, print, (printable(f"{what} ..."),), {"file": sys.stderr, "flush": True})
+    said.daemon = True
+    said.start()
+    try:
+        yield
+    finally:
+        said.cancel()
 
 
 def _work_begins() -> None:

@@ -6,7 +6,6 @@ from typing import Annotated, Any
 import typer
 
 from pi_lora.cli.app import (
-    MOST_TOKENS,
     AllowChanged,
     Dtype,
     JsonFile,
@@ -16,12 +15,12 @@ from pi_lora.cli.app import (
     Target,
     TrustRemoteCode,
     eval_app,
+    lengths_in,
     stretch_of,
     working,
 )
-from pi_lora.cli.measuring import find_all, loaded, measured, report, warn_of_length
+from pi_lora.cli.measuring import find_all, loaded, measured, report, say, warn_of_length
 from pi_lora.drawing import check_can_draw
-from pi_lora.errors import PiLoraError
 from pi_lora.types import Allowed
 
 
@@ -33,7 +32,7 @@ def perplexity(
     ] = "builtin:stdlib",
     windows: Annotated[str | None, typer.Option(help="Lengths in tokens, as 2048,4096.")] = None,
     stride: Annotated[int | None, typer.Option(min=1, help="Tokens a window moves; 256, or half the shortest.")] = None,
-    documents: Annotated[int | None, typer.Option(min=1, help="Only the first N, or N drawn by --seed.")] = None,
+    documents: Annotated[int | None, typer.Option(min=1, help="The first N, or N drawn by --seed.")] = None,
     truncate: Annotated[int | None, typer.Option(min=2, help="Cut documents to their first N tokens.")] = None,
     min_tokens: Annotated[int | None, typer.Option(min=1, help="Leave out documents of fewer.")] = None,
     seed: Annotated[int | None, typer.Option(min=0, max=2**32 - 1, help="Draw documents at random.")] = None,
@@ -52,7 +51,7 @@ def perplexity(
     """Sliding-window perplexity (paper, section 3.2), of several models side by side."""
     if plot:
         check_can_draw("--plot")
-    lengths = lengths_in(windows) if windows else None
+    lengths = lengths_in("--windows", windows) if windows else None
     stretch = stretch_of(original, target, scaling)
     with working("loading libraries"):
         from pi_lora.data.sources import Choice
@@ -65,6 +64,8 @@ def perplexity(
     lengths = lengths or default_windows(max(model.window for model in found), stride)
     choice = Choice(documents, min_tokens, truncate, seed, split, column)
     by_position = by_position or plot is not None
+    if documents is None and (taken := choice.of(data).documents):
+        say(f"{data}: {taken} documents, unless --documents says otherwise")
 
     def measure(model: Any, progress: Any) -> Any:
         return evaluate_perplexity(model, data, lengths, stride, choice, progress, by_position=by_position, shared=True)
@@ -77,14 +78,3 @@ def perplexity(
         return all_scores
 
     report(scores, json, *tables, picture=position_picture, plot=plot)
-
-
-def lengths_in(text: str) -> list[int]:
-    """Lengths in tokens, written as 2048,4096."""
-    try:
-        lengths = sorted({int(part) for part in text.split(",")})
-    except ValueError:
-        lengths = [0]
-    if lengths[0] < 2 or lengths[-1] > MOST_TOKENS:
-        raise PiLoraError(f"--windows: {text}: not lengths in tokens; write them as 2048,4096")
-    return lengths

@@ -6,9 +6,9 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from pi_lora.errors import DataError, ModelError
 from pi_lora.files.reading import problem_of, read_json
@@ -110,6 +110,21 @@ class PasskeyScores(Scores):
     left_out: Json | None = None
 
 
+class PasskeyMap(Scores):
+    """Passkey retrieval over several `lengths` of context, the shortest first, with as many depths at each."""
+
+    told_by = "lengths"
+
+    seed: int = 0
+    lengths: list[PasskeyScores] = Field(min_length=1)
+
+    @model_validator(mode="after")
+    def _alike(self) -> Self:
+        if {len(each.depths) for each in self.lengths} != {len(self.lengths[0].depths) or 1}:
+            raise ValueError("lengths: have not the same number of depths each, one at least")
+        return self
+
+
 class TaskScore(Result):
     """Accuracy over `examples` (`stderr` None for one), or the `metrics` that lm-eval reports of other tasks."""
 
@@ -159,7 +174,7 @@ class SummarizationScores(Scores):
 
 # No count, score or loss is larger.
 MOST = 1e15
-KINDS: tuple[type[Scores], ...] = (PerplexityScores, PasskeyScores, BenchmarkScores, SummarizationScores)
+KINDS: tuple[type[Scores], ...] = (PerplexityScores, PasskeyMap, PasskeyScores, BenchmarkScores, SummarizationScores)
 
 
 def read_scores(file: Path) -> Scores | None:

@@ -247,7 +247,7 @@ class PerplexityEvaluation(Section):
         None, description="in tokens; by default L', L'/2, ... while the stride fits"
     )
     stride: int | None = Field(None, gt=0, description="tokens; by default 256, or half the shortest window")
-    documents: int | None = Field(None, gt=0, description="how many; by default all")
+    documents: int | None = Field(None, gt=0, description="how many; by default all, of builtin:stdlib 12")
     truncate: int | None = Field(None, gt=0, description="tokens of each document that are measured; by default all")
 
     @model_validator(mode="after")

@@ -68,6 +68,13 @@ def summary(scores: Scores) -> tuple[str, list[Figure]]:
             found, data = f"{k_max:,} of {target:,}", f"passkey retrieval in {target} tokens"
             figure = Figure("k_max", found, k_max, data, "k_max", "k_max in tokens")
             return f"passkey k_max {found} tokens, {len(depths)} depths", [figure]
+        case results.PasskeyMap(lengths=lengths):
+            for each in lengths:
+                data = f"passkey retrieval in {each.target} tokens"
+                heading, cell = f"k_max in {each.target:,}", f"{each.k_max:,}"
+                figures.append(Figure(heading, cell, each.k_max, data, "k_max", "k_max in tokens", each.target))
+            found = ", ".join(f"{each.k_max:,} in {each.target:,}" for each in lengths)
+            return f"passkey k_max {found} tokens, {len(lengths[0].depths)} depths", figures
         case results.BenchmarkScores(tasks=tasks):
             figures = [figure for task, score in tasks.items() for figure in _task(task, score)]
         case results.SummarizationScores(data=source):

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from pi_lora.distributed import ENDING, HANG_UP, any_process, is_leader, leave_lost_terminals
+from pi_lora.drawing import sparkline
 from pi_lora.errors import Diverged
 from pi_lora.evaluation.results import write_scores
 from pi_lora.evaluation.suite import measure
@@ -42,6 +43,7 @@ class TrainingLog(TrainerCallback):
         self.step = self.last_tokens = 0
         self.started = self.last_time = time.monotonic()
         self.seconds_before, self.line = 0.0, ""
+        self.losses: list[float] = []
 
     def saw(self, loss: torch.Tensor) -> None:
         """Record whether a loss is finite, without waiting for the device."""
@@ -59,6 +61,7 @@ class TrainingLog(TrainerCallback):
         self.step, self.last_tokens = state.global_step, self._tokens(state)
         kept = [line for line in read_training_log(self.path) if line["step"] <= state.global_step]
         self.seconds_before = kept[-1].get("seconds", 0.0) if kept else 0.0
+        self.losses = [line["loss"] for line in kept]
         if is_leader():
             write_whole(self.path, "".join(json.dumps(line) + "\n" for line in kept))
 
@@ -105,7 +108,9 @@ class TrainingLog(TrainerCallback):
         if is_leader():
             with self.path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(line) + "\n")
-        self.line = f"loss {logs['loss']:.3f}  {speed:,.0f} tokens/s  {line['peak_memory'] / 2**30:.1f} GiB"
+        self.losses.append(logs["loss"])
+        cost = f"{speed:,.0f} tokens/s {line['peak_memory'] / 2**30:.1f} GiB"
+        self.line = f"loss {logs['loss']:.3f} {sparkline(self.losses)} {cost}"
 
     def _tokens(self, state: TrainerState) -> int:
         if self.tokens_per_step is None:

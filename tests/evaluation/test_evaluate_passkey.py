@@ -1,3 +1,4 @@
+import io
 import json
 import os
 import subprocess
@@ -11,13 +12,14 @@ from processes import without_progress
 from rich.console import Console
 
 from pi_lora import cli
+from pi_lora.drawing import sparkline
 from pi_lora.errors import Interrupted, ModelError
 from pi_lora.evaluation.passkey import shared_prefix
-from pi_lora.evaluation.passkey.measure import PasskeyTest, evaluate_passkey
+from pi_lora.evaluation.passkey.measure import PasskeyTest, evaluate_passkey, evaluate_passkey_map
 from pi_lora.evaluation.passkey.prompt import Grid
 from pi_lora.evaluation.passkey.shared_prefix import SharedPrefix
-from pi_lora.evaluation.passkey.table import passkey_picture, passkey_table
-from pi_lora.evaluation.results import PasskeyScores, as_json, read_scores, write_scores
+from pi_lora.evaluation.passkey.table import passkey_map_picture, passkey_map_table, passkey_picture, passkey_table
+from pi_lora.evaluation.results import PasskeyMap, PasskeyScores, as_json, read_scores, write_scores
 from pi_lora.models.load import LoadedModel, Stretch, load
 
 Run = Callable[..., tuple[int, str, str]]
@@ -52,6 +54,14 @@ def stretched() -> LoadedModel:
 @pytest.fixture(scope="module")
 def scores(stretched: LoadedModel) -> PasskeyScores:
     return evaluate_passkey(stretched, Grid(320, 4, 3))
+
+
+def test_progress_has_the_depths_so_far(stretched: LoadedModel) -> None:
+    notes: list[str] = []
+    scores = evaluate_passkey(stretched, Grid(320, 2, 3), lambda done, total, note="": notes.append(note))
+    assert [note.split(" at ")[1].split()[:2] for note in notes] == [["160", "tokens"], ["320", "tokens"]]
+    rates = [depth.success_rate for depth in scores.depths]
+    assert notes[-1] == f"{rates[1]:.0%} at 320 tokens {sparkline(rates, 0, 1)}"
 
 
 def test_the_result_says_what_was_measured_and_how(scores: PasskeyScores, tmp_path: Path) -> None:
@@ -99,7 +109,7 @@ def test_k_max_only_says_what_was_left_out(stretched: LoadedModel) -> None:
 def test_an_interrupted_evaluation_goes_on_where_it_stopped(
     stretched: LoadedModel, scores: PasskeyScores, kept: Path
 ) -> None:
-    def stop_in_the_third(done: int, total: int) -> None:
+    def stop_in_the_third(done: int, total: int, note: str = "") -> None:
         assert total == 12
         if done > 6:
             raise KeyboardInterrupt
@@ -110,7 +120,10 @@ def test_an_interrupted_evaluation_goes_on_where_it_stopped(
         evaluate_passkey(stretched, Grid(320, 4, 3), stop_in_the_third, shared=True)
     assert len(list(kept.glob("*/*.jsonl"))) == 1
     made: list[int] = []
-    assert evaluate_passkey(stretched, Grid(320, 4, 3), lambda done, total: made.append(done), shared=True) == scores
+    assert (
+        evaluate_passkey(stretched, Grid(320, 4, 3), lambda done, total, note="": made.append(done), shared=True)
+        == scores
+    )
     assert made == [9, 12]
     assert list(kept.iterdir()) == []
 
@@ -118,7 +131,7 @@ def test_an_interrupted_evaluation_goes_on_where_it_stopped(
 def test_what_was_kept_is_of_the_same_measurement_only(
     stretched: LoadedModel, scores: PasskeyScores, kept: Path
 ) -> None:
-    def stop(done: int, total: int) -> None:
+    def stop(done: int, total: int, note: str = "") -> None:
         if done > 3:
             raise KeyboardInterrupt
 
@@ -206,3 +219,76 @@ def test_pictures_are_drawn_of_one_and_of_several(scores: PasskeyScores, tmp_pat
     one, two = ((tmp_path / f"{name}.png").read_bytes() for name in ("one", "two"))
     assert min(len(one), len(two)) > 10_000
     assert one != two
+
+
+def test_a_map_is_each_length_by_itself(stretched: LoadedModel, scores: PasskeyScores) -> None:
+    moves: list[tuple[int, int]] = []
+    found = evaluate_passkey_map(
+        stretched, [Grid(200, 4, 3), Grid(320, 4, 3)], lambda done, total, note="": moves.append((done, total))
+    )
+    assert found.lengths == [evaluate_passkey(stretched, Grid(200, 4, 3)), scores]
+    assert moves == [(done, 24) for done in range(3, 25, 3)]
+
+
+def made_up_map(name: str, rates: list[list[float]]) -> PasskeyMap:
+    """Success rates by depth, the nearest to the end first, at lengths of 100 and 200 tokens."""
+    lengths = [
+        {
+            "model": name,
+            "target": target,
+            "k_max": 0,
+            "depths": [
+                {"k": target * (index + 1) // 2, "success_rate": rate, "trials": 10}
+                for index, rate in enumerate(column)
+            ],
+        }
+        for target, column in zip((100, 200), rates, strict=True)
+    ]
+    return PasskeyMap.model_validate({"model": name, "lengths": lengths})
+
+
+def test_a_map_is_read_back_and_shown(tmp_path: Path) -> None:
+    one, other = made_up_map("one", [[1.0, 0.5], [0.25, 0.0]]), made_up_map("other", [[0.0, 0.1], [0.2, 0.3]])
+    write_scores(one, tmp_path / "map.json")
+    assert read_scores(tmp_path / "map.json") == one
+    console = Console(width=100, record=True, file=io.StringIO())
+    console.print(passkey_map_table(one, other))
+    rows = [line.replace("┃", "│").split("│")[1:-1] for line in console.export_text().splitlines()]
+    cells = [[cell.strip() for cell in row] for row in rows if row]
+    assert cells[0] == ["depth", "100", "200"]
+    assert ["0%", "50%", "0%"] in cells
+    assert ["50%", "100%", "25%"] in cells
+    assert cells.index(["0%", "50%", "0%"]) < cells.index(["50%", "100%", "25%"]) < cells.index(["other", "", ""])
+    assert cells[-1] == ["k_max", "0", "0"]
+    pytest.importorskip("matplotlib")
+    passkey_map_picture([one, other], tmp_path / "map.png")
+    assert (tmp_path / "map.png").stat().st_size > 10_000
+
+
+def test_a_map_has_as_many_depths_at_each_length(tmp_path: Path) -> None:
+    uneven = as_json(made_up_map("one", [[1.0, 0.5], [0.25, 0.0]]))
+    uneven["lengths"][1]["depths"].pop()
+    for lengths in (uneven["lengths"], [{**uneven["lengths"][0], "depths": []}]):
+        (tmp_path / "map.json").write_text(json.dumps({**uneven, "lengths": lengths}))
+        with pytest.raises(ModelError, match=r"map\.json: .*the same number of depths.*; measure again or remove it"):
+            read_scores(tmp_path / "map.json")
+
+
+def test_the_command_measures_several_lengths(pi_lora: Run, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    words = "builtin:tiny --targets 200,120 --depths 2 --trials 1".split()
+    files = ["--json", str(tmp_path / "map.json"), "--plot", str(tmp_path / "map.png")]
+    status, out, errors = pi_lora(*words, *files)
+    assert (status, errors) == (0, "")
+    assert "0% is the start of the" in out
+    found = read_scores(tmp_path / "map.json")
+    assert isinstance(found, PasskeyMap)
+    assert [each.target for each in found.lengths] == [120, 200]
+    assert (tmp_path / "map.png").is_file()
+    for wrong, line in (
+        ("--target 300", "--targets: measures every depth"),
+        ("--targets no", "--targets: no: not lengths"),
+    ):
+        status, _, errors = pi_lora(*words, *wrong.split())
+        assert (status, errors.count("\n")) == (2, 1)
+        assert errors.startswith(line)

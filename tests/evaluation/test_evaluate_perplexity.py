@@ -178,6 +178,30 @@ def test_a_preset_that_cannot_be_fetched_is_one_line(loaded: LoadedModel, hub: C
     assert "\n" not in str(refusal.value)
 
 
+def test_of_the_standard_library_a_few_documents_are_enough(
+    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """All take the built-in model over ten minutes; more are measured when asked for."""
+    said = "builtin:stdlib: 12 documents, unless --documents says otherwise"
+    assert len(choose_documents(loaded, "builtin:stdlib", Choice(), 64).documents) == 12
+    assert len(choose_documents(loaded, "builtin:stdlib", Choice(20), 64).documents) == 20
+    # Too long for any: it ends when the documents are known.
+    words = ["eval", "perplexity", loaded.name, "--windows", "9999999"]
+    assert said in run(capsys, monkeypatch, *words)[2].splitlines()
+    assert said not in run(capsys, monkeypatch, *words, "--documents", "12")[2]
+
+
+def test_progress_has_the_perplexity_so_far(loaded: LoadedModel, folder: Path) -> None:
+    notes: list[tuple[int, int, str]] = []
+    scores = evaluate_perplexity(
+        loaded, str(folder), [32, 64], 16, progress=lambda done, total, note="": notes.append((done, total, note))
+    )
+    assert len(notes) > len(scores.per_document or ())
+    assert notes[0][2] != notes[-1][2]
+    assert notes[-1][0] == notes[-1][1]
+    assert notes[-1][2] == f"perplexity {scores.windows[-1].perplexity:.2f} at 64 so far"
+
+
 @pytest.fixture
 def interrupted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many documents were measured; Ctrl-C comes in the third, once."""

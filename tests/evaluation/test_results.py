@@ -13,6 +13,7 @@ from pi_lora.evaluation.results import (
     DocumentPerplexity,
     LossByPosition,
     PasskeyDepth,
+    PasskeyMap,
     PasskeyScores,
     PerplexityScores,
     PositionLoss,
@@ -73,6 +74,14 @@ RESULTS: list[Scores] = [
         rouge2=20.0,
         rougeL=30.0,
         intervals={"rouge1": (39.0, 41.0)},
+    ),
+    PasskeyMap(
+        **ABOUT,
+        seed=1,
+        lengths=[
+            PasskeyScores(model="m", target=target, k_max=0, depths=[PasskeyDepth(k=8, success_rate=0.0, trials=2)])
+            for target in (64, 128)
+        ],
     ),
 ]
 

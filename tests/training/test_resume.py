@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import time
@@ -12,11 +13,13 @@ import pytest
 import torch
 from conftest import small_recipe, train
 from safetensors.torch import load_file
+from transformers import TrainerControl, TrainerState
 
 from pi_lora.errors import Diverged, Interrupted, RecipeError, RunExistsError
 from pi_lora.recipe.files import dump_recipe
 from pi_lora.recipe.schema import Recipe
 from pi_lora.run_folder import last_checkpoint, staging_path
+from pi_lora.training.callbacks import TrainingLog
 
 STEPS = 12
 
@@ -161,3 +164,13 @@ def test_ctrl_c_ends_with_130_and_one_line(python: str, small_model: Path, tmp_p
     assert all(line.startswith("training: ") for line in progress), errors
     assert said.endswith("a checkpoint is kept; continue with --resume")
     assert not (tmp_path / "run").exists()
+
+
+def test_progress_shows_the_curve_of_the_loss_from_before_the_interruption_on(tmp_path: Path) -> None:
+    lines = [{"step": step, "loss": loss, "seconds": 1.0} for step, loss in ((1, 9.0), (2, 5.0), (3, 1.0))]
+    (tmp_path / "training.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    log = TrainingLog(tmp_path, 10)
+    state = TrainerState(global_step=2, max_steps=4)
+    log.on_train_begin(None, state, TrainerControl())
+    log.on_log(None, state, TrainerControl(), {"loss": 3.0, "learning_rate": 1.0, "grad_norm": 1.0})
+    assert re.fullmatch(r"loss 3\.000 █▃▁ [\d,]+ tokens/s \d+\.\d GiB", log.line)

@@ -10,11 +10,12 @@ from typing import Any
 import torch
 
 from pi_lora.distributed import number_of_processes
+from pi_lora.drawing import sparkline
 from pi_lora.evaluation.forward import check_ids, check_numbers, depends_on_length, described, forget_lengths
 from pi_lora.evaluation.journal import Journal, journaled
 from pi_lora.evaluation.passkey.prompt import Grid, Trial, trials_at
 from pi_lora.evaluation.passkey.shared_prefix import SharedPrefix, last_logits, rows_at_once, shared_prefix
-from pi_lora.evaluation.results import PasskeyDepth, PasskeyScores
+from pi_lora.evaluation.results import PasskeyDepth, PasskeyMap, PasskeyScores
 from pi_lora.models.base import finite
 from pi_lora.models.load import LoadedModel
 from pi_lora.types import Progress, silent
@@ -56,6 +57,7 @@ class PasskeyTest:
         self, model: Any, tokenizer: Any, grid: Grid, apart: bool = False, progress: Progress = silent
     ) -> None:
         self.model, self.tokenizer, self.grid, self.apart, self.progress = model, tokenizer, grid, apart, progress
+        self.found: dict[int, list[bool]] = {}
 
     @torch.no_grad()
     def ask(self, depth: int, which: range) -> list[bool]:
@@ -64,7 +66,10 @@ class PasskeyTest:
         size = 1 if self.apart else rows_at_once(self.model, max(trial.length for trial in trials), self._prefix)
         batches = (trials[start : start + size] for start in range(0, len(trials), size))
         found = [success for batch in batches for success in self._succeed(batch)]
-        self.progress(depth * self.grid.trials + which.stop, self.grid.depths * self.grid.trials)
+        self.found.setdefault(depth, []).extend(found)
+        rates = [sum(each) / len(each) for each in self.found.values()]
+        note = f"{rates[-1]:.0%} at {self.grid.ks[depth]:,} tokens {sparkline(rates, 0, 1, len(rates))}"
+        self.progress(depth * self.grid.trials + which.stop, self.grid.depths * self.grid.trials, note)
         return found
 
     def distance(self, depth: int) -> int:
@@ -149,3 +154,19 @@ def evaluate_passkey(
         depths=found,
         **({"left_out": left_out} if k_max_only else {}),
     )
+
+
+def evaluate_passkey_map(
+    loaded: LoadedModel, grids: Sequence[Grid], progress: Progress = silent, *, shared: bool = False
+) -> PasskeyMap:
+    """Measure passkey retrieval on several grids, which differ in their targets; otherwise as `evaluate_passkey`."""
+    trials, lengths = grids[0].depths * grids[0].trials, list[PasskeyScores]()
+    for number, grid in enumerate(grids):
+
+        def moved(
+            done: int, total: int, note: str = "", before: int = number * trials, length: int = grid.target
+        ) -> None:
+            progress(before + done, len(grids) * trials, f"within {length:,}: {note}")
+
+        lengths.append(evaluate_passkey(loaded, grid, moved, shared=shared))
+    return PasskeyMap(**described(loaded), seed=grids[0].seed, lengths=lengths)

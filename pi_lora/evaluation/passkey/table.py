@@ -7,7 +7,7 @@ from typing import Any
 from rich.table import Table
 
 from pi_lora.drawing import new_figure, plain, save
-from pi_lora.evaluation.results import PasskeyScores
+from pi_lora.evaluation.results import PasskeyMap, PasskeyScores
 
 
 def passkey_table(*models: PasskeyScores) -> Table:
@@ -67,6 +67,63 @@ def _heat_map(axes: Any, models: Sequence[PasskeyScores]) -> None:
     axes.pcolormesh(edges, [i - 0.5 for i in range(len(names) + 1)], cells, cmap="RdYlBu", vmin=0, vmax=1)
     axes.set_yticks(range(len(names)), names)
     axes.invert_yaxis()
+
+
+def passkey_map_table(*models: PasskeyMap) -> Table:
+    """Return success by depth, from the start of the text, against its length; of several models one below another."""
+    first = models[0]
+    table = Table(
+        title="passkey by depth and length" if len(models) > 1 else f"{first.model}: passkey by depth and length"
+    )
+    table.add_column("depth", justify="right")
+    for each in first.lengths:
+        table.add_column(f"{each.target:,}", justify="right")
+    for scores in models:
+        if len(models) > 1:
+            table.add_row(scores.model, *[""] * len(first.lengths), end_section=True)
+        for depth, rates in reversed(list(zip(_shares(scores), _by_depth(scores), strict=True))):
+            table.add_row(f"{depth:.0%}", *(f"{rate:.0%}" for rate in rates))
+        table.add_section()
+        table.add_row("k_max", *(f"{each.k_max:,}" for each in scores.lengths), end_section=True)
+    trials = max(depth.trials for depth in first.lengths[0].depths)
+    scales = " / ".join(f"{scores.scale:g}" for scores in models)
+    table.caption = f"0% is the start of the text; scale {scales}, {trials} trials a cell, seed {first.seed}"
+    return table
+
+
+def passkey_map_picture(models: Sequence[PasskeyMap], file: Path) -> None:
+    """Draw depth against length as a PNG, a heat map for each model."""
+    figure = new_figure(4.5 * len(models) + 0.5, 4)
+    for axes, scores in zip(figure.subplots(1, len(models), squeeze=False, sharey=True)[0], models, strict=True):
+        axes.set_title(scores.model, fontsize=11)
+        draw_passkey_map(scores, axes)
+    save(figure, file)
+
+
+def draw_passkey_map(scores: PasskeyMap, axes: Any) -> None:
+    """Draw depth, from the start of the text at the top, against length; every length is as wide as the others."""
+    cells, depths = _by_depth(scores), len(scores.lengths[0].depths)
+    edges = [1 - index / depths for index in range(depths + 1)]
+    drawn = axes.pcolormesh(
+        range(len(scores.lengths) + 1), [100 * edge for edge in edges], cells, cmap="RdYlBu", vmin=0, vmax=1
+    )
+    ticks = [index + 0.5 for index in range(len(scores.lengths))]
+    axes.set_xticks(ticks, [f"{each.target:,}" for each in scores.lengths])
+    axes.set(xlabel="length (tokens)", ylabel="depth of the passkey (%)", ylim=(100, 0))
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.figure.colorbar(drawn, ax=axes, label="retrieved", format=lambda share, _: f"{share:.0%}")
+
+
+def _by_depth(scores: PasskeyMap) -> list[list[float]]:
+    """Success at each depth, the nearest to the end first, over the lengths."""
+    return [
+        [depth.success_rate for depth in row] for row in zip(*(each.depths for each in scores.lengths), strict=True)
+    ]
+
+
+def _shares(scores: PasskeyMap) -> list[float]:
+    longest = scores.lengths[-1]
+    return [1 - depth.k / longest.target for depth in longest.depths]
 
 
 def _rates(models: Sequence[PasskeyScores]) -> list[dict[int, float]]:

@@ -157,9 +157,11 @@ def document_losses(
     document: Sequence[int],
     sweep: Sweep,
     batch_tokens: int | None = None,
-    done: Callable[[int], None] = lambda pieces: None,
+    done: Callable[[int, DocumentLosses], None] = lambda pieces, so_far: None,
 ) -> DocumentLosses:
-    """Measure a document that is at least as long as the longest window; `done` is called with pieces as they pass."""
+    """Measure a document that is at least as long as the longest window; `done` is called with how many pieces passed,
+    and what the document has so far.
+    """
     size = 1 if sweep.apart else max(1, (batch_tokens or pass_tokens(model)) // max(sweep.windows))
     found = DocumentLosses(
         by_window={window: LossSum() for window in sorted(sweep.windows)},
@@ -170,7 +172,7 @@ def document_losses(
             if sweep.apart:
                 forget_lengths(model)
             _measure(model, document, batch, found)
-            done(len(batch))
+            done(len(batch), found)
     return found
 
 

@@ -94,18 +94,27 @@ def _measure(
     names = [hashlib.sha256(document.ids).hexdigest() for document in documents]
     ids = {name: document.ids for name, document in zip(names, documents, strict=True)}
     total = sum(len(piece) for name in journal.left(list(ids)) for piece in sweep.plan(len(ids[name])))
-    done = 0
+    done, before, longest = 0, [losses.LossSum()], max(sweep.windows)
 
-    def count(pieces: int) -> None:
+    def count(pieces: int, so_far: DocumentLosses) -> None:
         nonlocal done
         done += pieces
-        progress(done, total)
+        sums = losses.added([*before, so_far.by_window[longest]])
+        progress(done, total, f"perplexity {_perplexity(sums)} at {longest:,} so far" if sums.tokens else "")
 
     def measure(name: str) -> DocumentLosses:
-        return losses.document_losses(loaded.model, ids[name], sweep, done=count)
+        its = losses.document_losses(loaded.model, ids[name], sweep, done=count)
+        before.append(its.by_window[longest])
+        return its
 
     found = journal.measure(DocumentLosses, list(ids), measure)
     return [found[name] for name in names]
+
+
+def _perplexity(sums: losses.LossSum) -> str:
+    """What overflows is refused at the end, with the reason."""
+    mean = sums.loss / sums.tokens
+    return f"{math.exp(mean):.2f}" if mean < 100 else "too large"
 
 
 def _by_position(found: Sequence[DocumentLosses], window: int) -> LossByPosition:
