@@ -39,6 +39,23 @@ def benchmarks(accuracy: float, stderr: float | None) -> dict[str, Any]:
     return {"model": "m", "scale": 2.0, "dtype": "float32", **facts, "data": {"boolq": "a"}, "tasks": {"boolq": task}}
 
 
+def ruler(*means: float) -> dict[str, Any]:
+    """At 64 tokens, 128, ..., two tasks of the same score."""
+    score = {"samples": 4, "length": 60, "tokens": 63}
+    lengths = [
+        {
+            "window": 64 * (number + 1),
+            "score": mean,
+            "stderr": 0.01,
+            "tasks": {name: {**score, "score": mean} for name in ("ruler_vt", "ruler_fwe")},
+        }
+        for number, mean in enumerate(means)
+    ]
+    reached = max((each["window"] for each in lengths if each["score"] >= 0.856), default=0)
+    facts = {"seed": 0, "samples": 4, "data": {}, "chat_template": False, "window": 64, "scale": 1.0}
+    return {"model": "m", **facts, "lengths": lengths, "effective_length": reached}
+
+
 def summarization(rouge1: float, rouge2: float, rouge_l: float) -> dict[str, Any]:
     """As evaluate_summarization writes them: `data` is the source of a recipe."""
     rouge = {"rouge1": rouge1, "rouge2": rouge2, "rougeL": rouge_l}

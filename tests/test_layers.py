@@ -34,7 +34,7 @@ HOMES = {
     "peft": {"models/adapter.py"},
     "datasets": {"data"},
     "matplotlib": {"drawing.py"},
-    "lm_eval": {"evaluation/benchmarks"},
+    "lm_eval": {"evaluation/benchmarks", "evaluation/ruler"},
     "typer": {"cli"},
 }
 # The package's own door re-exports; it belongs to no floor.

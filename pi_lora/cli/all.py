@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from pi_lora.cli.app import AllowChanged, Dtype, TrustRemoteCode, eval_app, out, working
-from pi_lora.cli.measuring import find_all, loaded, measured, say
+from pi_lora.cli.measuring import find_all, loaded, measure_into, say
 from pi_lora.errors import ModelError
 from pi_lora.types import Allowed
 
@@ -22,8 +22,7 @@ def everything(
     """Measure what RUN's recipe names under `evaluation`, and keep it in RUN/scores."""
     with working("loading libraries"):
         from pi_lora.distributed import is_leader
-        from pi_lora.evaluation.journal import kept_until_written
-        from pi_lora.evaluation.results import check_can_write, read_scores, write_scores
+        from pi_lora.evaluation.results import check_can_write, read_scores
         from pi_lora.evaluation.suite import MEASUREMENTS, asked_for, evaluation_of
         from pi_lora.run_folder import SCORES
 
@@ -40,12 +39,7 @@ def everything(
     if not named:
         say(f"{run}: its recipe names no measurements; perplexity and passkey with their defaults")
     for each in found:
-        model = loaded(each, dtype)
-        for name, measure in missing.items():
-            with kept_until_written():
-                scores = measured(name, model, measure)
-                if is_leader():
-                    write_scores(scores, files[name])
+        measure_into(loaded(each, dtype), missing, files)
     for name, file in files.items() if is_leader() else ():
         if name not in missing:
             say(f"{file}: measured before; measure again with --again")

@@ -1,6 +1,6 @@
 """What the commands that measure models share: all are found before one is measured, and one process reports."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -10,6 +10,8 @@ from pi_lora.types import Allowed
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from pi_lora.evaluation.results import Scores
+    from pi_lora.evaluation.suite import Measure
     from pi_lora.models.load import FoundModel, LoadedModel, Stretch
 
 S = TypeVar("S")
@@ -46,6 +48,23 @@ def measured(title: str, model: "LoadedModel", measure: "Callable[[LoadedModel, 
 
     with progress_bar(f"{title} {model.name}", quiet=not is_leader()) as progress:
         return measure(model, progress)
+
+
+def measure_into(
+    model: "LoadedModel", missing: "Mapping[str, Measure]", files: Mapping[str, Path]
+) -> "dict[str, Scores]":
+    """Measure a model by name, and write each result as soon as it is known; return them."""
+    from pi_lora.distributed import is_leader
+    from pi_lora.evaluation.journal import kept_until_written
+    from pi_lora.evaluation.results import write_scores
+
+    found = {}
+    for name, measure in missing.items():
+        with kept_until_written():
+            found[name] = measured(name, model, measure)
+            if is_leader() and name in files:
+                write_scores(found[name], files[name])
+    return found
 
 
 def report(

@@ -16,10 +16,17 @@ from pi_lora.evaluation.passkey.prompt import Grid
 from pi_lora.evaluation.passkey.table import passkey_table
 from pi_lora.evaluation.perplexity.measure import evaluate_perplexity
 from pi_lora.evaluation.perplexity.table import perplexity_table
-from pi_lora.evaluation.results import BenchmarkScores, PasskeyScores, PerplexityScores, Scores
+from pi_lora.evaluation.results import BenchmarkScores, PasskeyScores, PerplexityScores, RulerScores, Scores
+from pi_lora.evaluation.ruler.table import ruler_table
 from pi_lora.models.load import LoadedModel
 from pi_lora.recipe.files import RECIPE_FILE, load_recipe
-from pi_lora.recipe.schema import BenchmarksEvaluation, Evaluation, PasskeyEvaluation, PerplexityEvaluation
+from pi_lora.recipe.schema import (
+    BenchmarksEvaluation,
+    Evaluation,
+    PasskeyEvaluation,
+    PerplexityEvaluation,
+    RulerEvaluation,
+)
 from pi_lora.types import Progress, silent
 
 Measure = Callable[[LoadedModel, Progress], Scores]
@@ -38,15 +45,32 @@ def _passkey(asked: PasskeyEvaluation) -> Measure:
     )
 
 
+def check_has_lm_eval(name: str) -> None:
+    """Raise PiLoraError unless the packages of the measurement `name` are installed."""
+    for package in ("lm_eval", *(("nltk", "wonderwords") if name == "ruler" else ())):
+        if importlib.util.find_spec(package) is None:
+            raise PiLoraError(f"pi-lora eval {name}: needs the package {package}; pip install 'pi-lora[eval]'")
+
+
 def _benchmarks(asked: BenchmarksEvaluation) -> Measure:
-    if importlib.util.find_spec("lm_eval") is None:
-        raise PiLoraError("pi-lora eval benchmarks: needs the package lm_eval; pip install 'pi-lora[eval]'")
+    check_has_lm_eval("benchmarks")
     # Imported here: it is an extra of this package, and takes seconds.
     from pi_lora.evaluation.benchmarks.measure import evaluate_benchmarks, prepare
 
     prepared = prepare(asked.tasks, asked.data)
     return lambda loaded, progress: evaluate_benchmarks(
         loaded, prepared, asked.limit, asked.batch_size, asked.window, progress
+    )
+
+
+def _ruler(asked: RulerEvaluation) -> Measure:
+    check_has_lm_eval("ruler")
+    from pi_lora.evaluation.ruler.measure import evaluate_ruler
+    from pi_lora.evaluation.ruler.prompts import MAKERS, find_texts
+
+    texts = find_texts(asked.tasks or tuple(MAKERS), Path(asked.haystack) if asked.haystack else None, asked.data)
+    return lambda loaded, progress: evaluate_ruler(
+        loaded, texts, asked.windows, asked.samples, asked.seed, asked.batch_size, asked.chat_template, progress
     )
 
 
@@ -61,12 +85,40 @@ class Measurement:
     table: Callable[..., Table]
 
 
-# In the order of the paper, named as the sections of a recipe's `evaluation` and the files in a run's scores.
+# Named as the sections of a recipe's `evaluation` and the files in a run's scores; the paper's are first, in its order.
 MEASUREMENTS: Mapping[str, Measurement] = {
     "perplexity": Measurement(PerplexityScores, _perplexity, perplexity_table),
     "passkey": Measurement(PasskeyScores, _passkey, passkey_table),
     "benchmarks": Measurement(BenchmarkScores, _benchmarks, benchmarks_table),
+    "ruler": Measurement(RulerScores, _ruler, ruler_table),
 }
+
+
+def alike(scores: Scores) -> Measure:
+    """Return what measures another model as a result was made, in a share of the work for each process."""
+    match scores:
+        case PerplexityScores():
+            windows, choice = [row.window for row in scores.windows], (scores.documents, scores.min_tokens)
+            chosen = Choice(*choice, scores.truncate, scores.seed)
+            return lambda loaded, progress: evaluate_perplexity(
+                loaded, scores.data, windows, scores.stride, chosen, progress, shared=True
+            )
+        case PasskeyScores():
+            trials = max((depth.trials for depth in scores.depths), default=1)
+            grid = Grid(scores.target, len(scores.depths), trials, scores.seed)
+            return lambda loaded, progress: evaluate_passkey(loaded, grid, progress, shared=True)
+        case BenchmarkScores():
+            data = tuple(f"{name}={place}" for name, place in (scores.data or {}).items() if Path(place).exists())
+            settings: dict[str, Any] = {"limit": scores.limit, "batch_size": scores.batch_size or 8}
+            asked = BenchmarksEvaluation(tasks=tuple(scores.tasks), data=data, window=scores.window, **settings)
+            return _benchmarks(asked)
+        case RulerScores():
+            files = {key: name for key, name in (scores.data or {}).items() if Path(name).is_file()}
+            settings = {key: getattr(scores, key) for key in ("seed", "samples", "batch_size", "chat_template")}
+            settings |= {"haystack": files.pop("essays", None), "tasks": tuple(scores.lengths[0].tasks)}
+            data = tuple(f"{key}={name}" for key, name in files.items())
+            return _ruler(RulerEvaluation(windows=tuple(each.window for each in scores.lengths), data=data, **settings))
+    raise TypeError(type(scores).__name__)
 
 
 def asked_for(evaluation: Evaluation) -> dict[str, Any]:

@@ -280,6 +280,21 @@ class BenchmarksEvaluation(Section):
     data: Annotated[tuple[str, ...], _LIST] = Field((), description="local data: `boolq=FILE`, or a folder of them")
 
 
+class RulerEvaluation(Section):
+    """RULER (Hsieh et al. 2024) through lm-eval, of the finished run only."""
+
+    windows: Annotated[tuple[int, ...] | None, _LIST] = Field(
+        None, description="in tokens; by default L', L'/2, ... down to L"
+    )
+    tasks: Annotated[tuple[str, ...] | None, _LIST] = Field(None, description="of lm-eval's 13; by default all")
+    samples: int = Field(100, gt=0, le=500, description="prompts of each task and window")
+    seed: Annotated[int, _SEED] = Field(0, description="of the prompts")
+    haystack: str | None = Field(None, description="a file of text instead of the hub's essays")
+    data: Annotated[tuple[str, ...], _LIST] = Field((), description="local data: `ruler_qa_squad=FILE`")
+    batch_size: int | None = Field(None, gt=0, description="prompts at once; by default as many as 16,384 tokens hold")
+    chat_template: bool = Field(False, description="put prompts as chats")
+
+
 class ShortEvaluation(Section):
     """What is smaller in the measurements during training; what is left out is as in those of the finished run."""
 
@@ -297,6 +312,7 @@ class Evaluation(Section):
     perplexity: PerplexityEvaluation | None = None
     passkey: PasskeyEvaluation | None = None
     benchmarks: BenchmarksEvaluation | None = None
+    ruler: RulerEvaluation | None = None
     while_training: ShortEvaluation | None = None
 
     def in_short(self) -> "Evaluation":

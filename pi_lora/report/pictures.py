@@ -1,4 +1,4 @@
-"""Pictures of runs and models: perplexity against window, passkeys against distance, loss against step."""
+"""Pictures of runs and models: perplexity and RULER against window, passkeys against distance, loss against step."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from pi_lora.drawing import STYLES, new_figure, plain, round_levels, save, themed
-from pi_lora.evaluation.results import PasskeyScores, PerplexityScores
+from pi_lora.evaluation.results import PasskeyScores, PerplexityScores, RulerScores
+from pi_lora.evaluation.ruler.table import ruler_figure
 from pi_lora.report.run import Run, S
 
 PICTURES = "pictures"
@@ -15,6 +16,7 @@ PICTURES = "pictures"
 CAPTIONS = {
     "perplexity": "Perplexity against window",
     "passkey": "Passkeys retrieved against their distance",
+    "ruler": "RULER against window, the mean and each task",
     "loss": "Training loss against step",
 }
 # Inches; narrow enough that the letters can be read on a phone.
@@ -26,7 +28,7 @@ Drawings = dict[str, Callable[[], Any]]
 
 
 def drawings_of(runs: Sequence[Run]) -> Drawings:
-    """Return what draws `perplexity`, `passkey` and `loss`, as far as there are results.
+    """Return what draws `perplexity`, `passkey`, `ruler` and `loss`, as far as there are results.
 
     The curves are the stages of one run, or the tuned models of several.
     """
@@ -43,7 +45,10 @@ def drawings_of(runs: Sequence[Run]) -> Drawings:
         "passkey": partial(_passkey, scores("passkey", PasskeyScores), original),
         "loss": partial(_loss, losses),
     }
-    return {name: partial(_figure, panel) for name, panel in panels.items() if panel.args[0]}  # has curves
+    drawings: Drawings = {
+        name: partial(_figure, panel) for name, panel in panels.items() if panel.args[0]
+    }  # has curves
+    return drawings | ({"ruler": partial(ruler_figure, found)} if (found := scores("ruler", RulerScores)) else {})
 
 
 def comparison_picture(

@@ -1,6 +1,5 @@
 """A run folder as reports read it: recipe, config, provenance, scores by stage and training log, each read once."""
 
-import itertools
 import re
 import shlex
 from collections.abc import Iterator, Mapping
@@ -10,7 +9,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from pi_lora.errors import ModelError
-from pi_lora.evaluation.results import PasskeyScores, PerplexityScores, Scores, read_scores
+from pi_lora.evaluation.results import PasskeyScores, PerplexityScores, RulerScores, Scores, read_scores
+from pi_lora.evaluation.ruler.effective import relative_to
 from pi_lora.models.stored import ADAPTER_CONFIG_FILE, read_adapter_settings, read_config
 from pi_lora.recipe.files import RECIPE_FILE, load_recipe
 from pi_lora.recipe.schema import Model, Recipe
@@ -86,6 +86,9 @@ class Run:
         found: dict[str, dict[str, Scores | None]] = {}
         for name, _, stage, file in sorted(map(_parts, (self.path / SCORES).glob("*.json"))):
             found.setdefault(name, {})[stage] = read_scores(file)
+        if isinstance(base := found.get("ruler", {}).get(BASE), RulerScores):
+            stages = found["ruler"].items()
+            found["ruler"] = {stage: relative_to(base, x) if isinstance(x, RulerScores) else x for stage, x in stages}
         return found
 
     @property
@@ -93,6 +96,10 @@ class Run:
         """The results of the tuned model by measurement, each with its stage: the finished run or the last step."""
         tuned = {name: [stage for stage in stages if stage != BASE] for name, stages in self.scores.items()}
         return {name: (stages[-1], self.scores[name][stages[-1]]) for name, stages in tuned.items() if stages}
+
+    def scores_file(self, name: str, base: bool = False) -> Path:
+        """Return where a measurement of this run, or of its base, is kept."""
+        return self.path / SCORES / f"{name}{f'-{BASE}' if base else ''}.json"
 
     def main_stages(self, name: str, kind: type[S]) -> dict[str, S]:
         """Return a measurement of the base, of step 0 and of the tuned model, as far as there are results."""
@@ -103,6 +110,21 @@ class Run:
     def tuned(self, name: str, kind: type[S]) -> S | None:
         """Return a measurement of the tuned model."""
         return self.main_stages(name, kind).get(TUNED)
+
+
+def own_scores(run: Run) -> dict[str, Scores]:
+    """Return the results of a finished run by measurement."""
+    return {name: scores for name, (stage, scores) in run.results.items() if stage == TUNED and scores}
+
+
+def base_scores(run: Run, base: str, own: Mapping[str, Scores]) -> dict[str, Scores]:
+    """Return the results that a run has of the model `base`, as far as they were made like its `own`."""
+    kept = {name: stages.get(BASE) for name, stages in run.scores.items() if name in own}
+    return {
+        name: scores
+        for name, scores in kept.items()
+        if scores and scores.model == base and options_of(scores) == options_of(own[name])
+    }
 
 
 def measured_run(path: Path) -> Run:
@@ -117,22 +139,29 @@ def measured_run(path: Path) -> Run:
 
 def missing_baselines(run: Run) -> Iterator[str]:
     """Yield the commands that measure what the curves of a run are compared with: base and step 0."""
-    for name in ("perplexity", "passkey"):
-        options = _options(run.tuned(name, Scores))
+    for name in ("perplexity", "passkey", "ruler"):
+        options = options_of(run.tuned(name, Scores))
         target = options.get("target", run.recipe.context.target)
         stages = {BASE: options}
         if run.recipe.scaling != "direct":
             stages[STEP_0] = {**options, "original": run.original, "target": target, "scaling": run.recipe.scaling}
         for stage, chosen in stages.items() if options else ():
             if stage not in run.scores[name]:
-                given = {f"--{key.replace('_', '-')}": f"{value}" for key, value in chosen.items() if value is not None}
                 file = run.path / SCORES / f"{name}-{stage.replace(' ', '-')}.json"
-                words = itertools.chain(*{**given, "--json": f"{file}"}.items())
+                words = [*_words(chosen), "--json", f"{file}"]
                 yield shlex.join(["pi-lora", "eval", name, run.recipe.model.name, *words])
 
 
-def _options(tuned: Scores | None) -> dict[str, Any]:
-    """The options that measure another model as `tuned` was measured; none if it was not."""
+def _words(options: Mapping[str, Any]) -> Iterator[str]:
+    for key, value in options.items():
+        for each in value if isinstance(value, list) else [value]:
+            if each is not None and each is not False:
+                yield f"--{key.replace('_', '-')}"
+                yield from [] if each is True else [f"{each}"]
+
+
+def options_of(tuned: Scores | None) -> dict[str, Any]:
+    """Return the options of the command that measures another model as `tuned` was; none if it was not measured."""
     if isinstance(tuned, PasskeyScores):
         trials = max((depth.trials for depth in tuned.depths), default=None)
         return {"target": tuned.target, "depths": len(tuned.depths), "trials": trials, "seed": tuned.seed}
@@ -140,6 +169,12 @@ def _options(tuned: Scores | None) -> dict[str, Any]:
         windows = ",".join(str(row.window) for row in tuned.windows)
         others = {key: getattr(tuned, key) for key in ("stride", "documents", "min_tokens", "truncate", "seed")}
         return {"data": tuned.data, "windows": windows, **others}
+    if isinstance(tuned, RulerScores):
+        names = {"windows": [f"{each.window}" for each in tuned.lengths], "tasks": tuned.lengths[0].tasks}
+        files = {key: name for key, name in (tuned.data or {}).items() if Path(name).is_file()}
+        texts = {"haystack": files.pop("essays", None), "data": [f"{key}={name}" for key, name in files.items()]}
+        others = {key: getattr(tuned, key) for key in ("samples", "seed", "batch_size", "chat_template")}
+        return {**{key: ",".join(each) for key, each in names.items()}, **texts, **others}
     return {}
 
 

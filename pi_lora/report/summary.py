@@ -8,11 +8,14 @@ from huggingface_hub import EvalResult
 
 from pi_lora.evaluation import results
 from pi_lora.evaluation.results import Scores
+from pi_lora.evaluation.ruler.effective import PAPERS_THRESHOLD, SHARE_OF_BASE
 from pi_lora.recipe.schema import Recipe
 from pi_lora.report.run import TUNED, Run, Stages
 from pi_lora.run_folder import SCORES
 
 WINDOWS = (2048, 4096, 8192, 16384, 32768)
+# Where columns stand that have no window: behind all that do.
+LAST = 10**12
 SIZES = {"7b": "7B", "13b": "13B", "30b": "33B", "33b": "33B", "65b": "65B"}
 
 
@@ -77,6 +80,11 @@ def summary(scores: Scores) -> tuple[str, list[Figure]]:
             return f"passkey k_max {found} tokens, {len(lengths[0].depths)} depths", figures
         case results.BenchmarkScores(tasks=tasks):
             figures = [figure for task, score in tasks.items() for figure in _task(task, score)]
+        case results.RulerScores():
+            figures = list(_ruler(scores))
+            found = ", ".join(f"{each.cell} at {each.heading}" for each in figures if each.metric == "score")
+            reached = ", ".join(f"{each.heading} {each.cell}" for each in figures if each.metric != "score")
+            return f"RULER {found}; {reached}", figures
         case results.SummarizationScores(data=source):
             data = source if isinstance(source, str) else str(source.get("name", ""))
             rouge = {name: getattr(scores, name) for name in ("rouge1", "rouge2", "rougeL")}
@@ -93,6 +101,19 @@ def _task(task: str, score: results.TaskScore) -> Iterator[Figure]:
         yield Figure(task, f"{score.acc:.3f}{error}", score.acc, task, "accuracy", "accuracy, zero-shot")
     for metric, value in (score.metrics or {}).items():
         yield Figure(f"{task} {metric}", f"{value:.3f}", value, task, metric, f"{metric}, zero-shot")
+
+
+def _ruler(scores: results.RulerScores) -> Iterator[Figure]:
+    for each in scores.lengths:
+        error = "" if each.stderr is None else f" ± {200 * each.stderr:.1f}"
+        data, value = f"RULER, {len(each.tasks)} tasks at {each.window} tokens", 100 * each.score
+        heading = f"{each.window:,} tokens"
+        yield Figure(heading, f"{value:.1f}{error}", value, data, "score", "mean score in %", each.window)
+    lengths = {f"effective length ({PAPERS_THRESHOLD:.1%})": scores.effective_length}
+    if (found := scores.relative) is not None:
+        lengths[f"effective length ({SHARE_OF_BASE:.0%} of the base at {found.window:,})"] = found.effective_length
+    for heading, length in lengths.items():
+        yield Figure(heading, f"{length:,}", length, "RULER", "effective length", f"{heading}, in tokens", LAST)
 
 
 def score_lines(run: Run) -> Iterator[str]:

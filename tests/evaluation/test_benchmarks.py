@@ -292,12 +292,12 @@ def test_rolling_perplexities_are_kept_and_shared(
 ) -> None:
     ask = SimpleNamespace(args=("The cat sat on the mat. " * 80,))
     alone = answering_with(tiny, 256, 2, Journal(tmp_path))
-    done: list[tuple[int, int]] = []
+    done: list[tuple[int, int, str]] = []
     alone.progress = lambda *at: done.append(at)  # type: ignore[assignment,misc]
     perplexities = alone.loglikelihood_rolling([ask])
     theirs = HFLM(tiny.model, tokenizer=load("builtin:tiny").tokenizer, max_length=256, batch_size=2)
     assert perplexities == theirs.loglikelihood_rolling([ask])  # type: ignore[list-item]
-    assert done == [(2, 0), (3, 0)]
+    assert done == [(2, 0, ""), (3, 0, "")]
 
     def computed(*_: Any, **__: Any) -> None:
         raise AssertionError("a batch was computed again")
@@ -306,7 +306,45 @@ def test_rolling_perplexities_are_kept_and_shared(
     assert answering_with(tiny, 256, 2, Journal(tmp_path)).loglikelihood_rolling([ask]) == perplexities
 
 
-def test_texts_are_lm_evals_and_the_same_in_every_process(
+def test_greedy_texts_are_kept_and_shared(tiny: LoadedModel, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    words = ("cat", "dog", "dog", "sun " * 300, "old man", "sea")
+    prompts: list[Any] = [
+        SimpleNamespace(args=(f"The {each} is", {"until": [], "max_gen_toks": 5 + (each == "sea"), "do_sample": False}))
+        for each in words
+    ]
+    theirs = HFLM(tiny.model, tokenizer=load("builtin:tiny").tokenizer, max_length=256, batch_size=2)
+    expected = theirs.generate_until(prompts)
+    done: list[tuple[int, int, str]] = []
+    ours = answering_with(tiny, 256, 2, Journal(tmp_path))
+    ours.progress = lambda *at: done.append(at)  # type: ignore[assignment,misc]
+    ours.note = lambda indices, texts: f"{indices} {len(texts)}"
+    assert ours.generate_until(prompts) == expected
+    assert (ours.truncated_inputs, ours.asked) == (1, 6)
+    assert [each[:2] for each in done] == [(1, 4), (2, 4), (3, 4), (4, 4)]
+    assert done[0][2] == "[3, 4] 2"
+    shares: list[list[Any]] = []
+
+    def gather(found: list[Any]) -> list[Any]:
+        shares.append(found)
+        return shares[0] + shares[-1]
+
+    def written(*_: Any, **__: Any) -> None:
+        raise AssertionError("a batch was written again")
+
+    monkeypatch.setattr(answering, "from_all", gather)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "1")
+    with pytest.raises(KeyError):  # what the other process has is not there yet
+        answering_with(tiny, 256, 2).generate_until(prompts)
+    monkeypatch.setenv("RANK", "0")
+    assert answering_with(tiny, 256, 2).generate_until(prompts) == expected
+    assert [len(share) for share in shares] == [2, 2]
+    monkeypatch.delenv("WORLD_SIZE")
+    monkeypatch.setattr(HFLM, "_model_generate", written)
+    assert answering_with(tiny, 256, 2, Journal(tmp_path)).generate_until(prompts) == expected
+
+
+def test_sampled_texts_are_lm_evals_and_the_same_in_every_process(
     tiny: LoadedModel, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     settings = {"until": ["."], "max_gen_toks": 5, "do_sample": True, "temperature": 1.0}

@@ -17,6 +17,10 @@ from pi_lora.evaluation.results import (
     PasskeyScores,
     PerplexityScores,
     PositionLoss,
+    RelativeLength,
+    RulerScores,
+    RulerTask,
+    RulerWindow,
     Scores,
     SummarizationScores,
     TaskScore,
@@ -62,6 +66,22 @@ RESULTS: list[Scores] = [
             "boolq": TaskScore(acc=1.0, stderr=None, examples=1, truncated_inputs=0),
             "niah": TaskScore(examples=3, metrics={"4096": 0.5}),
         },
+    ),
+    RulerScores(
+        **ABOUT,
+        seed=1,
+        samples=2,
+        data={"essays": "essays.txt"},
+        left_out={"ruler_qa_squad": "no questions"},
+        lengths=[
+            RulerWindow(
+                window=128,
+                score=0.9,
+                tasks={"niah_single_2": RulerTask(score=0.9, samples=2, length=120, tokens=127, outcomes=[1.0, 0.8])},
+            )
+        ],
+        effective_length=128,
+        relative=RelativeLength(base="b", window=64, score=0.5, effective_length=128),
     ),
     SummarizationScores(
         **ABOUT,

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from conftest import small_recipe
 from huggingface_hub import ModelCard
-from reported import make_run, passkey, perplexity
+from reported import make_run, passkey, perplexity, ruler
 from test_cli import run as command
 
 from pi_lora.drawing import round_levels
@@ -56,6 +56,31 @@ def test_the_card_holds_what_was_measured(run: Path) -> None:
     for picture in re.findall(r"!\[[^]]+\]\(([^)]+)\)", text):
         assert (run / picture).read_bytes()[:4] == b"\x89PNG"
     assert "1,024 tokens in 2 seconds, at most 1.0 GiB" in text
+
+
+def test_the_card_holds_the_effective_length(small_model: Path, tmp_path: Path) -> None:
+    base, tuned = ruler(0.8, 0.1), {**ruler(0.9, 0.77), "window": 128, "scale": 2.0}
+    folder = make_run(small_model, tmp_path / "mine", {"ruler": tuned})
+    (command_,) = [line for line in missing_baselines(measured_run(folder)) if "step-0" not in line]
+    assert command_.endswith(
+        "--windows 64,128 --tasks ruler_vt,ruler_fwe --samples 4 --seed 0 "
+        f"--json {folder / 'scores' / 'ruler-base.json'}"
+    )
+    (line,) = score_lines(Run(folder))
+    assert line.endswith("RULER 90.0 ± 2.0 at 64 tokens, 77.0 ± 2.0 at 128 tokens; effective length (85.6%) 64")
+    (folder / "scores" / "ruler-base.json").write_text(json.dumps(base))
+    assert folder / "pictures" / "ruler.png" in write_report([measured_run(folder)])
+    text = (folder / "README.md").read_text()
+    assert "![RULER against window, the mean and each task](pictures/ruler.png)" in text
+    relative = "effective length (95% of the base at 64)"
+    assert f"| ruler | 64 tokens | 128 tokens | effective length (85.6%) | {relative} |" in text
+    assert "| base | 80.0 ± 2.0 | 10.0 ± 2.0 | 0 | 64 |\n| tuned | 90.0 ± 2.0 | 77.0 ± 2.0 | 64 | 128 |" in text
+    results = ModelCard(text).data.eval_results
+    assert results is not None
+    assert [(each.dataset_name, each.metric_value) for each in results if each.metric_type == "effective length"] == [
+        ("RULER", 64),
+        ("RULER", 128),
+    ]
 
 
 def test_the_hubs_library_takes_the_card(run: Path) -> None:

@@ -4,6 +4,7 @@ installed lm-eval, on the hub's data sets or the files that a user names.
 
 import contextlib
 import difflib
+import io
 import json
 import logging
 import os
@@ -11,7 +12,7 @@ import random
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import IO, Any, NamedTuple, cast
 
@@ -166,8 +167,10 @@ def evaluate_benchmarks(
     with journaled(loaded, {**asked, "window": window, "tasks": list(prepared)}, "batches") as journal:
         with quiet():
             answering = Answering(loaded.model, loaded.tokenizer, window, batch_size, journal)
+        answering.progress = progress
         for name, (_, parts) in prepared.items():
-            answering.progress = partial(progress, note=TITLES.get(name, name))
+            title = TITLES.get(name, name)
+            answering.note = lambda *_, title=title: title
             tasks[name] = measure(answering, name, parts, limit)
     return BenchmarkScores(
         **{**described(loaded), "window": window},
@@ -187,7 +190,7 @@ def measure(answering: Answering, name: str, tasks: dict[str, Any], limit: int |
     set_torch_seed(DEFAULT_OTHER_SEED)
     with quiet():
         try:
-            results = evaluate(answering, tasks, limit=limit, log_samples=False)
+            results = evaluate(answering, tasks, limit=limit)
         except (AssertionError, ValueError, NotImplementedError) as error:
             raise DataError(f"{name}: lm-eval cannot measure it ({_reason(error)}); leave it out") from error
     scores = results["results"][name]
@@ -195,6 +198,8 @@ def measure(answering: Answering, name: str, tasks: dict[str, Any], limit: int |
     found: dict[str, Any] = {"examples": scores["sample_len"], "truncated_inputs": answering.truncated_inputs}
     if "acc" in numbers:
         found |= {"acc": numbers["acc"], "stderr": numbers.get("acc_stderr")}
+        if name in results["samples"]:
+            found["outcomes"] = [float(sample["acc"]) for sample in results["samples"][name]]
     else:
         found["metrics"] = numbers
     found |= {"acc_norm": numbers["acc_norm"]} if "acc_norm" in numbers else {}
@@ -204,12 +209,13 @@ def measure(answering: Answering, name: str, tasks: dict[str, Any], limit: int |
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Keep lm-eval's bars and warnings off the terminal; rich finds it behind the proxy, for the progress bar."""
+    """Keep what lm-eval prints, its bars and warnings off the terminal; rich finds it behind the proxy, for its bar."""
     logger = logging.getLogger("lm_eval")
     level, terminal = logger.level, getattr(sys.stderr, "rich_proxied_file", sys.stderr)
     logger.setLevel(logging.ERROR)
     try:
-        with contextlib.redirect_stderr(cast(IO[str], FileProxy(Console(quiet=True), terminal))):
+        proxy = cast(IO[str], FileProxy(Console(quiet=True), terminal))
+        with contextlib.redirect_stderr(proxy), contextlib.redirect_stdout(io.StringIO()):
             yield
     finally:
         logger.setLevel(level)

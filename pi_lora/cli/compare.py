@@ -1,0 +1,73 @@
+"""`pi-lora compare`."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from pi_lora.cli.app import AllowChanged, Dtype, JsonFile, TrustRemoteCode, app, out, working
+from pi_lora.cli.measuring import find_all, loaded, measure_into, say
+from pi_lora.types import Allowed
+
+
+@app.command()
+def compare(
+    base: Annotated[str, typer.Argument(metavar="BASE", help="Hub id, folder, GGUF file or builtin:tiny.")],
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder, tuned from BASE.")],
+    short: Annotated[
+        list[str] | None, typer.Option(metavar="TASK=FILE", help="Also short benchmarks, on a file or the hub: TASK.")
+    ] = None,
+    ruler: Annotated[
+        int | None, typer.Option(metavar="N", min=1, max=500, help="Also RULER, N prompts of each task and window.")
+    ] = None,
+    haystack: Annotated[Path | None, typer.Option(metavar="FILE", help="RULER: a text instead of essays.")] = None,
+    again: Annotated[bool, typer.Option("--again", help="Measure also what has been.")] = False,
+    dtype: Dtype = None,
+    trust_remote_code: TrustRemoteCode = False,
+    allow_changed: AllowChanged = False,
+    json: JsonFile = None,
+) -> None:
+    """What the stretch gained and cost: BASE and RUN side by side, with intervals and verdicts.
+
+    Perplexity, passkeys and what the run's recipe names: read from RUN/scores, or measured and kept there.
+    """
+    with working("loading libraries"):
+        from pi_lora.distributed import is_leader
+        from pi_lora.evaluation.results import as_json, check_can_write, write_json
+        from pi_lora.evaluation.suite import MEASUREMENTS, alike, asked_for, evaluation_of
+        from pi_lora.recipe.schema import BenchmarksEvaluation, PasskeyEvaluation, PerplexityEvaluation, RulerEvaluation
+        from pi_lora.report.run import Run, base_scores, own_scores
+        from pi_lora.report.verdicts import compare as rows_of
+        from pi_lora.report.verdicts import verdict_table
+
+        asked: dict[str, Any] = {"perplexity": PerplexityEvaluation(), "passkey": PasskeyEvaluation()}
+        asked |= asked_for(evaluation_of(run)[0])
+        if short:
+            data = tuple(each for each in short if "=" in each)
+            asked["benchmarks"] = BenchmarksEvaluation(tasks=tuple(each.partition("=")[0] for each in short), data=data)
+        if ruler:
+            asked["ruler"] = RulerEvaluation(samples=ruler, haystack=str(haystack) if haystack else None)
+        folder = Run(run)
+        own = {} if again else own_scores(folder)
+        names = [name for name in MEASUREMENTS if name in asked or name in own]
+        missing = {name: MEASUREMENTS[name].prepare(asked[name]) for name in names if name not in own}
+        files = {name: folder.scores_file(name) for name in missing}
+        check_can_write(json, *files.values())
+        kept = {} if again else base_scores(folder, base, own)
+        wanted = [*([str(run)] if missing else []), *([base] if set(names) > set(kept) else [])]
+        found = find_all(wanted, None, Allowed(trust_remote_code, allow_changed))
+    if missing:
+        own = {**own, **measure_into(loaded(found[0], dtype), missing, files)}
+        kept = {} if again else base_scores(folder, base, own)
+    files = {name: folder.scores_file(name, base=True) for name in names if name not in kept}
+    free = {name: file for name, file in files.items() if again or not file.exists()}
+    for name in files.keys() - free.keys():
+        say(f"{files[name]}: is of another model, or measured otherwise; {base} is measured, and not kept")
+    if files:
+        kept = {**kept, **measure_into(loaded(found[-1], dtype), {name: alike(own[name]) for name in files}, free)}
+    if is_leader():
+        rows = [row for name in names for row in rows_of(kept[name], own[name], folder.original)]
+        if json:
+            content = {"base": base, "run": str(run), "original": folder.original}
+            write_json({**content, "rows": [as_json(row) for row in rows]}, json)
+        out.print(verdict_table(base, str(run), rows))

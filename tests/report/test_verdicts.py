@@ -1,0 +1,258 @@
+"""What a stretch gained and cost, on made-up scores of which the verdicts are known, and the command."""
+
+import json
+import math
+import random
+import shutil
+from pathlib import Path
+from statistics import stdev
+from typing import Any
+
+import pytest
+import yaml
+from reported import benchmarks, make_run, passkey, perplexity
+from test_cli import run as command
+
+from pi_lora.evaluation.results import (
+    BenchmarkScores,
+    PasskeyScores,
+    PerplexityScores,
+    RulerScores,
+    RulerTask,
+    Scores,
+)
+from pi_lora.evaluation.ruler.effective import effective_length, mean_of, standard_error
+from pi_lora.report.verdicts import compare, of_means, of_pairs, quantile, unpaired, verdict
+
+
+def read(windows: dict[int, list[float]], tokens: int = 1000) -> PerplexityScores:
+    """Perplexities by window and document; documents of `tokens`, twice as many, ..."""
+    each = len(next(iter(windows.values())))
+    sizes = [tokens * (number + 1) for number in range(each)]
+    documents = [
+        {
+            "name": str(number),
+            "tokens": sizes[number],
+            "windows": [
+                {"window": window, "perplexity": found[number], "tokens": sizes[number]}
+                for window, found in windows.items()
+            ],
+        }
+        for number in range(each)
+    ]
+    whole = [
+        {
+            "window": window,
+            "perplexity": math.exp(sum(n * math.log(x) for n, x in zip(sizes, found, strict=True)) / sum(sizes)),
+            "tokens": sum(sizes),
+        }
+        for window, found in windows.items()
+    ]
+    return PerplexityScores.model_validate({"model": "m", "windows": whole, "per_document": documents})
+
+
+def one(base: Scores, run: Scores, original: int | None = None) -> dict[str, Any]:
+    return {row.measurement: row for row in compare(base, run, original)}
+
+
+def test_perplexity_is_paired_by_document() -> None:
+    """Documents differ by far more than the models do, all in one direction."""
+    before = [10.0, 100.0, 40.0, 20.0]
+    base = read({64: before, 128: before})
+    run = read({64: [x * y for x, y in zip(before, (1.03, 1.032, 1.028, 1.03), strict=True)], 128: before[::-1]})
+    rows = one(base, run, 64)
+    old, beyond = rows["perplexity at 64 (old window)"], rows["perplexity at 128 (beyond)"]
+    assert old.verdict == "3.0 % worse"
+    assert old.pairs == 4
+    assert old.interval is not None
+    assert 2.7 < old.interval[0] < old.change < old.interval[1] < 3.3
+    assert beyond.verdict == "within noise"
+    assert one(run, base, 64)["perplexity at 64 (old window)"].verdict == "2.9 % better"
+
+
+def test_one_document_has_no_interval_and_others_do_not_pair() -> None:
+    (row,) = compare(read({64: [10.0]}), read({64: [11.0]}))
+    assert (row.interval, row.verdict) == (None, "10.0 % worse, no interval")
+    (row,) = compare(read({64: [10.0, 20.0]}), read({64: [11.0, 22.0]}, tokens=900))
+    assert (row.pairs, row.interval) == (None, None)
+
+
+def test_the_interval_holds_the_truth_as_often_as_it_says() -> None:
+    rng = random.Random(0)
+    for number in (2, 4, 20):
+        held = 0
+        for _ in range(1000):
+            differences = [rng.gauss(0.1, 1) for _ in range(number)]
+            _, interval = of_means(differences, [1.0] * number)
+            assert interval is not None
+            held += interval[0] <= 0.1 <= interval[1]
+        assert 930 <= held <= 970
+    _, interval = of_means([1.0, 2.0, 4.0], [1, 1, 1])
+    assert interval is not None
+    assert interval[1] - interval[0] == pytest.approx(2 * quantile(3) * stdev([1, 2, 4]) / math.sqrt(3))
+
+
+def asked(outcomes: list[list[bool]], seed: int = 0) -> PasskeyScores:
+    depths = [
+        {"k": 32 * (k + 1), "success_rate": sum(each) / len(each), "trials": len(each), "outcomes": each}
+        for k, each in enumerate(outcomes)
+    ]
+    k_max = sum(32 for each in outcomes if sum(each) / len(each) >= 0.2)
+    return PasskeyScores.model_validate({"model": "m", "target": 128, "k_max": k_max, "seed": seed, "depths": depths})
+
+
+def test_passkeys_are_paired_by_trial() -> None:
+    base, run = asked([[True] * 8, [False] * 8]), asked([[True] * 8, [True] * 7 + [False]])
+    rows = one(base, run)
+    row = rows["passkeys in 128, %"]
+    assert (row.base, row.run, row.pairs, row.verdict) == (50, 93.75, 16, "43.8 points better")
+    assert rows["k_max of 128"].verdict == "32 tokens longer"
+    rows = one(base, asked([[True] * 8, [True] + [False] * 7]))
+    assert rows["passkeys in 128, %"].verdict == "within noise"
+    assert one(base, base)["k_max of 128"].verdict == "the same"
+    assert list(one(base, asked([[True] * 8] * 2, seed=1))) == ["k_max of 128"]
+
+
+def test_the_interval_of_pairs_is_that_of_its_authors() -> None:
+    """Bonett and Price (2012): (12 + 1 - 2 - 1) / 102 and so on, of 100 pairs of which 12 gained and 2 lost."""
+    before = [False] * 12 + [True] * 2 + [True] * 86
+    after = [True] * 12 + [False] * 2 + [True] * 86
+    change, (low, high) = of_pairs(before, after)
+    middle, reach = (13 - 3) / 102, 1.96 * math.sqrt((16 / 102 - (10 / 102) ** 2) / 102)
+    assert (change, low, high) == pytest.approx((0.1, middle - reach, middle + reach))
+
+
+def test_benchmarks_are_paired_where_examples_are_known() -> None:
+    rng = random.Random(0)
+    before = [float(rng.random() < 0.5) for _ in range(400)]
+    after = [1.0 if x or number % 8 == 0 else 0.0 for number, x in enumerate(before)]
+
+    def scores(outcomes: list[float], known: bool) -> BenchmarkScores:
+        error = standard_error(outcomes)
+        task = {"acc": sum(outcomes) / 400, "stderr": error, "examples": 400, "outcomes": outcomes if known else None}
+        return BenchmarkScores.model_validate({"model": "m", "tasks": {"boolq": task}})
+
+    (paired,) = compare(scores(before, True), scores(after, True))
+    (loose,) = compare(scores(before, True), scores(after, False))
+    assert paired.change == pytest.approx(loose.change)
+    assert (paired.pairs, paired.verdict) == (400, f"{paired.change:.1f} points better")
+    assert (loose.pairs, loose.verdict) == (None, "within noise")
+    assert loose.interval is not None
+    assert loose.interval[0] == pytest.approx(
+        loose.change - 200 * math.hypot(*[standard_error(before) or 0] * 2), rel=0.02
+    )
+    assert unpaired(0.5, 0.6, 0.01, None) == (pytest.approx(0.1), None)
+
+
+def ruler(windows: dict[int, dict[str, list[float]]], length: int = 0) -> RulerScores:
+    lengths = [
+        mean_of(
+            window,
+            {
+                name: RulerTask(
+                    score=sum(found) / len(found),
+                    stderr=standard_error(found),
+                    samples=len(found),
+                    length=length or window,
+                    tokens=window,
+                    outcomes=found,
+                )
+                for name, found in tasks.items()
+            },
+        )
+        for window, tasks in windows.items()
+    ]
+    reached = effective_length(lengths)
+    return RulerScores(model="m", window=64, seed=0, lengths=lengths, effective_length=reached)
+
+
+def test_ruler_is_paired_by_prompt() -> None:
+    base = ruler({64: {"a": [1.0, 1.0, 0.5, 1.0], "b": [1.0, 0.75, 1.0, 1.0]}, 128: {"a": [0.0] * 4, "b": [0.0] * 4}})
+    run = ruler({64: {"a": [1.0, 1.0, 0.5, 1.0], "b": [1.0, 0.75, 1.0, 0.75]}, 128: {"a": [1.0] * 4, "b": [0.5] * 4}})
+    rows = one(base, run, 64)
+    assert rows["RULER at 64 (old window), 2 tasks, %"].verdict == "within noise"
+    assert rows["RULER at 64 (old window), 2 tasks, %"].pairs == 8
+    assert rows["RULER at 128 (beyond), 2 tasks, %"].verdict == "75.0 points better"
+    assert rows["effective length, 85.6%"].verdict == "the same"
+    assert rows["effective length, 95% of the base"].base == 64
+    other = one(base, ruler({64: {"a": [1.0, 0.9, 0.5, 1.0], "c": [0.0] * 4}}, length=60), 64)
+    row = other["RULER at 64 (old window), 1 tasks, %"]
+    assert (row.pairs, row.verdict) == (None, "within noise")
+
+
+def test_what_is_known_without_an_interval_says_so() -> None:
+    assert verdict(0.0, None, "%") == "the same"
+    assert verdict(-2.5, None, "%", lower_is_better=True) == "2.5 % better, no interval"
+    assert verdict(-512, None, "tokens") == "512 tokens shorter"
+
+
+def test_the_command_reads_what_is_there(
+    small_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def loaded(*_: object, **__: object) -> None:
+        raise AssertionError("a model was looked for")
+
+    monkeypatch.chdir(tmp_path)
+    base = {"model": str(small_model)}
+    scores = {
+        "perplexity": perplexity(9.0, 7.125),
+        "perplexity-base": {**perplexity(8.5, 60.25), **base},
+        "passkey": passkey(128),
+        "passkey-base": {**passkey(32), **base},
+        "benchmarks": benchmarks(0.5, 0.02),
+        "benchmarks-base": {**benchmarks(0.52, 0.02), **base},
+    }
+    make_run(small_model, tmp_path / "mine", scores)
+    monkeypatch.setattr("pi_lora.models.load.find", loaded)
+    status, out, err = command(capsys, monkeypatch, "compare", str(small_model), "mine", "--json", "c.json")
+    assert (status, err) == (0, "")
+    rows = {row["measurement"]: row for row in json.loads((tmp_path / "c.json").read_text())["rows"]}
+    assert rows["perplexity at 64 (old window)"]["verdict"] == "5.9 % worse, no interval"
+    assert rows["perplexity at 128 (beyond)"]["verdict"] == "88.2 % better, no interval"
+    assert rows["boolq, %"]["verdict"] == "within noise"
+    assert rows["k_max of 128"]["change"] == 96
+    assert "k_max of" in out
+
+
+def test_the_command_measures_what_is_missing(
+    small_model: Path,
+    lora_run: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(lora_run, tmp_path / "run")
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    for name in "ab":
+        (texts / name).with_suffix(".txt").write_text(f"The road {name} is long and the door is open. " * 40)
+    file = tmp_path / "run" / "recipe.yaml"
+    perplexity = {"data": "texts", "windows": [64, 128], "stride": 32}
+    passkeys = {"depths": 2, "trials": 2, "target": 256}
+    asked = {"perplexity": perplexity, "passkey": passkeys}
+    file.write_text(yaml.safe_dump({**yaml.safe_load(file.read_text()), "evaluation": asked}))
+    status, out, err = command(capsys, monkeypatch, "compare", str(small_model), "run")
+    assert status == 0, err
+    assert "k_max of" in out
+    kept = {file.stem: json.loads(file.read_text()) for file in (tmp_path / "run" / "scores").iterdir()}
+    assert set(kept) == {"perplexity", "perplexity-base", "passkey", "passkey-base"}
+    assert kept["perplexity-base"]["model"] == str(small_model)
+    assert kept["perplexity-base"]["stride"] == kept["perplexity"]["stride"] == 32
+    again = command(capsys, monkeypatch, "compare", str(small_model), "run")
+    assert again == (0, out, "")
+    other = tmp_path / "other"
+    other.symlink_to(small_model)
+    status, _, err = command(capsys, monkeypatch, "compare", "other", "run")
+    assert status == 0
+    assert "perplexity-base.json: is of another model, or measured otherwise; other is measured, and not kept" in err
+    assert json.loads((tmp_path / "run" / "scores" / "perplexity-base.json").read_text()) == kept["perplexity-base"]
+
+
+def test_a_mistake_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    status, out, err = command(capsys, monkeypatch, "compare", "builtin:tiny", str(tmp_path))
+    assert (status, out, err.count("\n")) == (2, "", 1)
+    assert "holds no recipe.yaml" in err
