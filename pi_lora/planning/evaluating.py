@@ -66,12 +66,17 @@ def sweep_of(windows: Sequence[int] | None, stride: int | None, window: int) -> 
     return found, stride or min(256, max(1, found[0] // 2))
 
 
-def passes(length: int, windows: Sequence[int], stride: int) -> Iterator[int]:
-    """Yield the tokens of each forward pass that a sweep of `windows` takes over a document of `length` tokens."""
-    yield min(max(windows), length)
-    for start in range(stride, length - min(windows) + stride, stride):
-        if scoring := [window for window in windows if start + max(window - stride, 1) < length]:
-            yield min(max(scoring), length - start)
+def passes(length: int, windows: Sequence[int], stride: int) -> Iterator[tuple[int, int]]:
+    """Yield how many forward passes a sweep of `windows` takes over a document of `length` tokens, and their tokens."""
+    yield 1, min(max(windows), length)
+    done = 0
+    for window in sorted(windows, reverse=True):
+        # Starts, in strides, of the last window that scores a token, and of the last one that is whole.
+        last = max(done, (length - max(window - stride, 1) - 1) // stride)
+        whole = min(last, max(done, (length - window) // stride))
+        yield whole - done, window
+        yield from ((1, length - start * stride) for start in range(whole + 1, last + 1))
+        done = last
 
 
 def while_training(shape: Shape, recipe: Recipe, window: int, memory: DeviceMemory, on_cpu: bool) -> Measuring | None:
@@ -168,7 +173,10 @@ class _Work(NamedTuple):
         if number is None or tokens is None:
             return None
         length = max(min(tokens, asked.truncate or tokens), max(windows))
-        each = sum(self.flops(size, min(size, stride * len(windows))) for size in passes(length, windows, stride))
+        each = sum(
+            number * self.flops(size, min(size, stride * len(windows)))
+            for number, size in passes(length, windows, stride)
+        )
         return -(-min(number, asked.documents or number) // self.processes) * each
 
     def passkey_flops(self, asked: PasskeyEvaluation, target: int) -> float:

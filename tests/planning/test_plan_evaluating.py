@@ -41,7 +41,8 @@ def measuring(plan: Plan) -> Measuring:
 def test_the_passes_of_a_sweep_are_those_that_it_makes(windows: list[int], stride: int, length: int) -> None:
     stride = min(stride, *windows)
     made = [piece.stop - piece.start for piece in pieces(length, windows, stride)]
-    assert list(passes(length, windows, stride)) == made
+    counted = [size for number, size in passes(length, windows, stride) for _ in range(number)]
+    assert sorted(counted) == sorted(made)
 
 
 def highest_forward(tuning: Tuning | None, dtype: torch.dtype, kind: type, tokens: int, **sizes: int) -> int:
