@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 export HF_HUB_DISABLE_TELEMETRY := 1
 
-.PHONY: demo results key-sentences recipes test test-other-processor test-slow faults lint clean
+.PHONY: demo results key-sentences engines recipes test test-other-processor test-slow faults lint clean
 
 demo: .venv/installed
 	$(BIN)/python scripts/demo.py
@@ -13,6 +13,12 @@ results: .venv/installed
 
 key-sentences: .venv/installed
 	$(BIN)/python scripts/key_sentences.py
+
+# Other engines beside transformers, each in an environment of its own in the cache folder (about 6 GB): docs/engines.md.
+engines: .venv/installed
+	$(BIN)/python scripts/smollm2.py
+	$(BIN)/python benchmarks/engines.py
+	$(BIN)/python benchmarks/tables.py
 
 recipes: .venv/installed
 	$(BIN)/python scripts/count_shapes.py
