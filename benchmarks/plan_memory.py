@@ -2,8 +2,9 @@
 
     python benchmarks/plan_memory.py [--model models/smollm2_135m_instruct] [--data builtin:stdlib] [--rows ROW ...]
 
-Each row is a process of its own that tunes one step; its peak is that of the whole process (resident), libraries
-included, as training.jsonl has it. A row is kept in benchmarks/results/plan_memory.json when it is measured.
+Each row is a process of its own that tunes three steps, since the first takes less; its peak is that of the whole
+process (resident), libraries included, as training.jsonl has it. A row is kept in benchmarks/results/plan_memory.json
+when it is measured.
 """
 
 import argparse
@@ -38,17 +39,17 @@ ROWS: dict[str, tuple[str, ...]] = {
     ),
     "built-in model, lora, 4,096 tokens": (*TINY, "data.positions=contiguous"),
 }
-RECIPE = """# One step on a CPU.
+RECIPE = """# A few steps on a CPU.
 model: {{name: {model}, dtype: bfloat16}}
 context: {{target: 16384}}
 tuning: {{method: lora, rank: 16, also_train: nothing}}
 data: {{source: "{data}", positions: skip}}
-training: {{steps: 1, global_batch_size: 1, activation_checkpointing: false, log_every: 1}}
+training: {{steps: 3, global_batch_size: 1, activation_checkpointing: false, log_every: 1}}
 """
 
 
 def measured(recipe: Path, changes: tuple[str, ...], folder: Path) -> int:
-    """The peak in bytes of a process that tunes one step."""
+    """The peak in bytes of a process that tunes three steps."""
     command = [sys.executable, "-m", "pi_lora", "train", str(recipe), *changes, "--force", "--output", str(folder)]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     line = (folder / "training.jsonl").read_text(encoding="utf-8").splitlines()[-1]

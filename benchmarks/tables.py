@@ -17,6 +17,7 @@ from small import page as small_page
 HERE = Path(__file__).parent
 PERFORMANCE = HERE.parent / "docs" / "performance.md"
 PAPER_IN_SMALL = HERE.parent / "docs" / "results.md"
+ENGINES = HERE.parent / "docs" / "engines.md"
 README = HERE.parent / "README.md"
 NOVELS = HERE.parent / "docs" / "smollm2.png"
 sys.path.append(str(HERE.parent / "scripts"))
@@ -28,6 +29,7 @@ Written by `python benchmarks/tables.py` from what the scripts here leave in `re
 compares in one run on one machine; run it to have the numbers of yours.
 """
 MEBI = 2**20
+GREEDY = 24  # tokens that each engine chose: see engines.py
 
 Result = Mapping[str, Any]
 
@@ -186,6 +188,41 @@ def smollm2(result: Result) -> Iterator[str]:
     yield "The tables: [docs/results.md](../docs/results.md#a-model-that-others-trained)."
 
 
+def engines(result: Result) -> Iterator[str]:
+    """They stand on the page about engines."""
+    yield "The tables: [docs/engines.md](../docs/engines.md#measured)."
+
+
+def engine_tables(result: Result) -> Iterator[str]:
+    """For each model a table, an engine a row: what it made of the merged weights, beside transformers 5."""
+    head = ("engine", "window read", "largest difference", "perplexity", "greedy tokens", "day")
+    for name, model in result["models"].items():
+        yield (
+            f"`{name}`, {model['original']:,} to {model['target']:,} tokens: {model['tokens']:,} tokens of "
+            f"{model['text']}, then {GREEDY} chosen greedily; perplexity is of those beyond {model['original']:,}.\n"
+        )
+        yield from table(head, *(_engine_row(engine, row) for engine, row in model["rows"].items()))
+        yield ""
+
+
+def _engine_row(engine: str, row: Result) -> tuple[object, ...]:
+    name = engine.replace("_adapter", ", adapter on its base").replace("_", " ")
+    if "failed" in row:
+        return (name, f"**failed**: {row['failed'].replace('|', ' ')}", "", "", "", row["date"])
+    package, version = next(iter(row["versions"].items()))
+    greedy = f"{row['greedy']} of {GREEDY}"
+    if row["as_unscaled"]:
+        greedy = f"**{greedy}: those of the unscaled model**"
+    elif row["greedy"] < GREEDY:
+        behind = "no likely one" if row["behind"] is None else f"{row['behind']:.2g} nats less likely"
+        greedy += f"; the next is {behind}"
+    window = f"{row['window']:,}" if row["window"] else "none"
+    if "largest" not in row:
+        return (f"{name} ({package} {version})", window, "not given", "not given", greedy, row["date"])
+    both = f"{row['perplexity']:.3f}, here {row['expected']:.3f}"
+    return (f"{name} ({package} {version})", window, f"{row['largest']:.1e} nats", both, greedy, row["date"])
+
+
 def block_of(script: str, write: Callable[[Result], Iterator[str]], nothing: str) -> str:
     """What a page of docs says of the last result of a script, or that there is none."""
     file = HERE / "results" / f"{script}.json"
@@ -200,10 +237,12 @@ def blocks() -> Iterator[tuple[Path, str, str]]:
     yield PERFORMANCE, "gpu", block_of("gpu", gpu_page.tables, gpu_page.NOTHING)
     yield PAPER_IN_SMALL, "paper in small", block_of("paper_in_small", small_page.tables, small_page.NOTHING)
     yield PAPER_IN_SMALL, "smollm2", block_of("smollm2", novels.tables, novels.NOTHING)
+    yield ENGINES, "engines", block_of("engines", engine_tables, "Not run yet.\n")
     yield README, "smollm2", block_of("smollm2", novels.short_table, novels.NOTHING)
 
 
 TABLES: dict[str, Callable[[Result], Iterator[str]]] = {
+    "engines": engines,
     "gpu": gpu,
     "length_groups": length_groups,
     "lm_eval_command": lm_eval_command,
