@@ -7,14 +7,18 @@ from pathlib import Path
 from typing import Any
 
 from pi_lora.drawing import STYLES, new_figure, plain, round_levels, save, themed
-from pi_lora.evaluation.results import PasskeyScores, PerplexityScores
+from pi_lora.evaluation.passkey.table import draw_passkey_map
+from pi_lora.evaluation.results import PasskeyMap, PasskeyScores, PerplexityScores
 from pi_lora.report.run import Run, S
 
 PICTURES = "pictures"
+# The name of scores in a run that are a PasskeyMap.
+LENGTHS = "passkey-lengths"
 # What each picture shows, for those who do not see it.
 CAPTIONS = {
     "perplexity": "Perplexity against window",
     "passkey": "Passkeys retrieved against their distance",
+    "lengths": "Passkeys retrieved by depth and length",
     "loss": "Training loss against step",
 }
 # Inches; narrow enough that the letters can be read on a phone.
@@ -43,7 +47,12 @@ def drawings_of(runs: Sequence[Run]) -> Drawings:
         "passkey": partial(_passkey, scores("passkey", PasskeyScores), original),
         "loss": partial(_loss, losses),
     }
-    return {name: partial(_figure, panel) for name, panel in panels.items() if panel.args[0]}  # has curves
+    drawings: Drawings = {
+        name: partial(_figure, panel) for name, panel in panels.items() if panel.args[0]
+    }  # has curves
+    if maps := {run.name: found for run in runs if (found := run.tuned(LENGTHS, PasskeyMap))}:
+        drawings["lengths"] = partial(_figure, *(partial(_lengths, name, found) for name, found in maps.items()))
+    return drawings
 
 
 def comparison_picture(
@@ -68,7 +77,8 @@ def _figure(*panels: Callable[[Any], None]) -> Any:
         axes = part.subplots()
         panel(axes)
         plain(axes)
-        part.legend(frameon=False, loc="outside upper left", ncols=2, fontsize=10 if len(panels) == 1 else 8)
+        if axes.get_legend_handles_labels()[0]:
+            part.legend(frameon=False, loc="outside upper left", ncols=2, fontsize=10 if len(panels) == 1 else 8)
     return figure
 
 
@@ -90,6 +100,11 @@ def _passkey(models: Mapping[str, PasskeyScores], original: int | None, axes: An
     }
     _curves(axes, points, original)
     axes.set(xlabel="distance of the passkey (tokens)", ylabel="retrieved (%)", ylim=(-4, 104))
+
+
+def _lengths(name: str, found: PasskeyMap, axes: Any) -> None:
+    draw_passkey_map(found, axes)
+    axes.set_title(name, fontsize=11)
 
 
 def _loss(points: Curves, axes: Any) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from pi_lora.errors import ModelError
-from pi_lora.evaluation.results import PasskeyScores, PerplexityScores, Scores, read_scores
+from pi_lora.evaluation.results import PasskeyMap, PasskeyScores, PerplexityScores, Scores, read_scores
 from pi_lora.models.stored import ADAPTER_CONFIG_FILE, read_adapter_settings, read_config
 from pi_lora.recipe.files import RECIPE_FILE, load_recipe
 from pi_lora.recipe.schema import Model, Recipe
@@ -118,28 +118,49 @@ def measured_run(path: Path) -> Run:
 def missing_baselines(run: Run) -> Iterator[str]:
     """Yield the commands that measure what the curves of a run are compared with: base and step 0."""
     for name in ("perplexity", "passkey"):
-        options = _options(run.tuned(name, Scores))
-        target = options.get("target", run.recipe.context.target)
-        stages = {BASE: options}
-        if run.recipe.scaling != "direct":
-            stages[STEP_0] = {**options, "original": run.original, "target": target, "scaling": run.recipe.scaling}
-        for stage, chosen in stages.items() if options else ():
-            if stage not in run.scores[name]:
-                given = {f"--{key.replace('_', '-')}": f"{value}" for key, value in chosen.items() if value is not None}
-                file = run.path / SCORES / f"{name}-{stage.replace(' ', '-')}.json"
-                words = itertools.chain(*{**given, "--json": f"{file}"}.items())
-                yield shlex.join(["pi-lora", "eval", name, run.recipe.model.name, *words])
+        tuned = run.tuned(name, Scores)
+        for stage in (BASE, *([STEP_0] if run.recipe.scaling != "direct" else [])):
+            if stage not in run.scores.get(name, {}) and (command := _command(run, name, stage, tuned)):
+                yield command
 
 
-def _options(tuned: Scores | None) -> dict[str, Any]:
-    """The options that measure another model as `tuned` was measured; none if it was not."""
-    if isinstance(tuned, PasskeyScores):
-        trials = max((depth.trials for depth in tuned.depths), default=None)
-        return {"target": tuned.target, "depths": len(tuned.depths), "trials": trials, "seed": tuned.seed}
-    if isinstance(tuned, PerplexityScores):
-        windows = ",".join(str(row.window) for row in tuned.windows)
-        others = {key: getattr(tuned, key) for key in ("stride", "documents", "min_tokens", "truncate", "seed")}
-        return {"data": tuned.data, "windows": windows, **others}
+def commands(run: Run) -> Iterator[str]:
+    """Yield the commands that make a run and its scores again; those that it took while it trained come with it."""
+    yield shlex.join(["pi-lora", "train", str(run.path / RECIPE_FILE), "--output", str(run.path)])
+    for name, stages in run.scores.items():
+        for stage in (BASE, STEP_0, TUNED):
+            if command := _command(run, name, stage, stages.get(stage)):
+                yield command
+
+
+def _command(run: Run, name: str, stage: str, like: Scores | None) -> str | None:
+    """The command that measures a stage of a run as `like` was measured; None where no such scores are known."""
+    if not (options := _options(like)):
+        return None
+    kind = "perplexity" if isinstance(like, PerplexityScores) else "passkey"
+    if stage == STEP_0:
+        target = {} if "targets" in options else {"target": options.get("target", run.recipe.context.target)}
+        options |= {"original": run.original, **target, "scaling": run.recipe.scaling}
+    given = {f"--{key.replace('_', '-')}": f"{value}" for key, value in options.items() if value is not None}
+    file = run.path / SCORES / f"{name}{'' if stage == TUNED else f'-{stage}'.replace(' ', '-')}.json"
+    words = itertools.chain(*{**given, "--json": f"{file}"}.items())
+    model = str(run.path) if stage == TUNED else run.recipe.model.name
+    return shlex.join(["pi-lora", "eval", kind, model, *words])
+
+
+def _options(scores: Scores | None) -> dict[str, Any]:
+    """The options that measure another model as `scores` were measured; none if nothing was."""
+    if isinstance(scores, PasskeyMap):
+        targets = ",".join(str(each.target) for each in scores.lengths)
+        each = _options(scores.lengths[0])
+        return {"targets": targets, "depths": each["depths"], "trials": each["trials"], "seed": scores.seed}
+    if isinstance(scores, PasskeyScores):
+        trials = max((depth.trials for depth in scores.depths), default=None)
+        return {"target": scores.target, "depths": len(scores.depths), "trials": trials, "seed": scores.seed}
+    if isinstance(scores, PerplexityScores):
+        windows = ",".join(str(row.window) for row in scores.windows)
+        others = {key: getattr(scores, key) for key in ("stride", "documents", "min_tokens", "truncate", "seed")}
+        return {"data": scores.data, "windows": windows, **others}
     return {}
 
 
