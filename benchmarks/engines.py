@@ -21,9 +21,10 @@ import venv
 from datetime import date
 from pathlib import Path
 
-from pi_lora.errors import PiLoraError
 from pi_lora.merge.llama_cpp import CONVERTER, export_gguf
-from pi_lora.merge.merging import merge
+
+from pi_lora.errors import PiLoraError
+from pi_lora.merging.merging import merge
 from pi_lora.models.base import BUILTIN_FOLDER
 from pi_lora.models.load import find
 from pi_lora.recipe.places import cache_folder

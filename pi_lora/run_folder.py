@@ -319,6 +319,7 @@ class Provenance(BaseModel, extra="allow", strict=True, frozen=True):
     commit: str | None
     hardware: str
     original: int | None = None
+    trainable_parameters: int | None = None
 
 
 def read_provenance(folder: Path) -> Provenance | None:

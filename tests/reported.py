@@ -32,6 +32,11 @@ def passkey(k_max: int) -> dict[str, Any]:
     return {"model": "m", "scale": 2.0, "seed": 0, "target": 128, "k_max": k_max, "depths": depths}
 
 
+def passkey_map() -> dict[str, Any]:
+    lengths = [{**passkey(96), "target": target} for target in (64, 128)]
+    return {"model": "m", "scale": 2.0, "seed": 0, "lengths": lengths}
+
+
 def benchmarks(accuracy: float, stderr: float | None) -> dict[str, Any]:
     """As evaluate_benchmarks writes them: a single example has no standard error."""
     task = {"acc": accuracy, "stderr": stderr, "examples": 100, "truncated_inputs": 0}

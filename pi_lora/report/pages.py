@@ -8,12 +8,14 @@ from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader
 from markdown_it import MarkdownIt
+from markdown_it.common.utils import escapeHtml
 from markdown_it.token import Token
 
 from pi_lora.drawing import drawn, save, themed
 from pi_lora.errors import DataError, ModelError
 from pi_lora.evaluation.results import PerplexityScores
 from pi_lora.report.card import CARD, SCORES_BEGIN, read_card, refresh_scores, write_card
+from pi_lora.report.details import Details, details_of
 from pi_lora.report.pictures import PICTURES, Drawings, drawings_of, picture_lines
 from pi_lora.report.run import Run
 from pi_lora.report.summary import side_by_side
@@ -53,7 +55,7 @@ def write_report(runs: Sequence[Run], output: Path | None = None, html: bool = F
         else:
             write_card(folder, runs[0])
         if html:
-            page.write_text(html_page(read_card(card), drawings), encoding="utf-8")
+            page.write_text(html_page(read_card(card), drawings, list(map(details_of, runs))), encoding="utf-8")
             files.append(page)
     except OSError as error:
         raise DataError(f"{folder}: cannot be written ({error.strerror}); choose another --output") from None
@@ -75,8 +77,9 @@ def comparison_page(runs: Sequence[Run], folder: Path) -> str:
     )
 
 
-def html_page(card: str, drawings: Drawings) -> str:
-    """Return a card in Markdown as an HTML page that needs no other file: pictures are inside, light and dark.
+def html_page(card: str, drawings: Drawings, runs: Sequence[Details] = ()) -> str:
+    """Return a card in Markdown as an HTML page that needs no other file: pictures are inside, light and dark. Below it
+    are the details of `runs`, of which one of several can be hidden, with its rows in the tables.
 
     The metadata is left out. HTML in the card is shown as text, and images other than `drawings` by their captions:
     names of models and data come from elsewhere.
@@ -93,7 +96,10 @@ def html_page(card: str, drawings: Drawings) -> str:
     markdown.add_render_rule("image", image)
     body = markdown.render(text)
     body = body.replace("<table>", '<div class="table"><table>').replace("</table>", "</table></div>")
-    return TEMPLATES.get_template("page.html").render(title=title, body=body)
+    for number, run in enumerate(runs, 1):
+        cell = f"<td>{escapeHtml(run.name)}</td>"
+        body = body.replace(f"<tr>\n{cell}", f'<tr class="run-{number}">\n{cell}')
+    return TEMPLATES.get_template("page.html").render(title=title, body=body, runs=runs)
 
 
 def _picture(drawings: Drawings, name: str, caption: str) -> str:

@@ -7,15 +7,19 @@ from pathlib import Path
 from typing import Any
 
 from pi_lora.drawing import STYLES, new_figure, plain, round_levels, save, themed
-from pi_lora.evaluation.results import PasskeyScores, PerplexityScores, RulerScores
+from pi_lora.evaluation.passkey.table import draw_passkey_map
+from pi_lora.evaluation.results import PasskeyMap, PasskeyScores, PerplexityScores, RulerScores
 from pi_lora.evaluation.ruler.table import ruler_figure
 from pi_lora.report.run import Run, S
 
 PICTURES = "pictures"
+# The name of scores in a run that are a PasskeyMap.
+LENGTHS = "passkey-lengths"
 # What each picture shows, for those who do not see it.
 CAPTIONS = {
     "perplexity": "Perplexity against window",
     "passkey": "Passkeys retrieved against their distance",
+    "lengths": "Passkeys retrieved by depth and length",
     "ruler": "RULER against window, the mean and each task",
     "loss": "Training loss against step",
 }
@@ -48,7 +52,9 @@ def drawings_of(runs: Sequence[Run]) -> Drawings:
     drawings: Drawings = {
         name: partial(_figure, panel) for name, panel in panels.items() if panel.args[0]
     }  # has curves
-    return drawings | ({"ruler": partial(ruler_figure, found)} if (found := scores("ruler", RulerScores)) else {})
+    if maps := {run.name: found for run in runs if (found := run.tuned(LENGTHS, PasskeyMap))}:
+        drawings["lengths"] = partial(_figure, *(partial(_lengths, name, found) for name, found in maps.items()))
+    return drawings | ({"ruler": partial(ruler_figure, rulers)} if (rulers := scores("ruler", RulerScores)) else {})
 
 
 def comparison_picture(
@@ -73,7 +79,8 @@ def _figure(*panels: Callable[[Any], None]) -> Any:
         axes = part.subplots()
         panel(axes)
         plain(axes)
-        part.legend(frameon=False, loc="outside upper left", ncols=2, fontsize=10 if len(panels) == 1 else 8)
+        if axes.get_legend_handles_labels()[0]:
+            part.legend(frameon=False, loc="outside upper left", ncols=2, fontsize=10 if len(panels) == 1 else 8)
     return figure
 
 
@@ -95,6 +102,11 @@ def _passkey(models: Mapping[str, PasskeyScores], original: int | None, axes: An
     }
     _curves(axes, points, original)
     axes.set(xlabel="distance of the passkey (tokens)", ylabel="retrieved (%)", ylim=(-4, 104))
+
+
+def _lengths(name: str, found: PasskeyMap, axes: Any) -> None:
+    draw_passkey_map(found, axes)
+    axes.set_title(name, fontsize=11)
 
 
 def _loss(points: Curves, axes: Any) -> None:

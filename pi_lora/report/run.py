@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from pi_lora.errors import ModelError
-from pi_lora.evaluation.results import PasskeyScores, PerplexityScores, RulerScores, Scores, read_scores
+from pi_lora.evaluation.results import PasskeyMap, PasskeyScores, PerplexityScores, RulerScores, Scores, read_scores
 from pi_lora.evaluation.ruler.effective import relative_to
 from pi_lora.models.stored import ADAPTER_CONFIG_FILE, read_adapter_settings, read_config
 from pi_lora.recipe.files import RECIPE_FILE, load_recipe
@@ -140,16 +140,33 @@ def measured_run(path: Path) -> Run:
 def missing_baselines(run: Run) -> Iterator[str]:
     """Yield the commands that measure what the curves of a run are compared with: base and step 0."""
     for name in ("perplexity", "passkey", "ruler"):
-        options = options_of(run.tuned(name, Scores))
-        target = options.get("target", run.recipe.context.target)
-        stages = {BASE: options}
-        if run.recipe.scaling != "direct":
-            stages[STEP_0] = {**options, "original": run.original, "target": target, "scaling": run.recipe.scaling}
-        for stage, chosen in stages.items() if options else ():
-            if stage not in run.scores[name]:
-                file = run.path / SCORES / f"{name}-{stage.replace(' ', '-')}.json"
-                words = [*_words(chosen), "--json", f"{file}"]
-                yield shlex.join(["pi-lora", "eval", name, run.recipe.model.name, *words])
+        tuned = run.tuned(name, Scores)
+        for stage in (BASE, *([STEP_0] if run.recipe.scaling != "direct" else [])):
+            if stage not in run.scores.get(name, {}) and (command := _command(run, name, stage, tuned)):
+                yield command
+
+
+def commands(run: Run) -> Iterator[str]:
+    """Yield the commands that make a run and its scores again; those that it took while it trained come with it."""
+    yield shlex.join(["pi-lora", "train", str(run.path / RECIPE_FILE), "--output", str(run.path)])
+    for name, stages in run.scores.items():
+        for stage in (BASE, STEP_0, TUNED):
+            if command := _command(run, name, stage, stages.get(stage)):
+                yield command
+
+
+def _command(run: Run, name: str, stage: str, like: Scores | None) -> str | None:
+    """The command that measures a stage of a run as `like` was measured; None where no such scores are known."""
+    if not (options := options_of(like)):
+        return None
+    kinds = (PerplexityScores, "perplexity"), (RulerScores, "ruler"), (Scores, "passkey")
+    kind = next(kind for scores, kind in kinds if isinstance(like, scores))
+    if stage == STEP_0:
+        target = {} if "targets" in options else {"target": options.get("target", run.recipe.context.target)}
+        options |= {"original": run.original, **target, "scaling": run.recipe.scaling}
+    file = run.path / SCORES / f"{name}{'' if stage == TUNED else f'-{stage}'.replace(' ', '-')}.json"
+    model = str(run.path) if stage == TUNED else run.recipe.model.name
+    return shlex.join(["pi-lora", "eval", kind, model, *_words({**options, "json": file})])
 
 
 def _words(options: Mapping[str, Any]) -> Iterator[str]:
@@ -160,21 +177,26 @@ def _words(options: Mapping[str, Any]) -> Iterator[str]:
                 yield from [] if each is True else [f"{each}"]
 
 
-def options_of(tuned: Scores | None) -> dict[str, Any]:
-    """Return the options of the command that measures another model as `tuned` was; none if it was not measured."""
-    if isinstance(tuned, PasskeyScores):
-        trials = max((depth.trials for depth in tuned.depths), default=None)
-        return {"target": tuned.target, "depths": len(tuned.depths), "trials": trials, "seed": tuned.seed}
-    if isinstance(tuned, PerplexityScores):
-        windows = ",".join(str(row.window) for row in tuned.windows)
-        others = {key: getattr(tuned, key) for key in ("stride", "documents", "min_tokens", "truncate", "seed")}
-        return {"data": tuned.data, "windows": windows, **others}
-    if isinstance(tuned, RulerScores):
-        names = {"windows": [f"{each.window}" for each in tuned.lengths], "tasks": tuned.lengths[0].tasks}
-        files = {key: name for key, name in (tuned.data or {}).items() if Path(name).is_file()}
-        texts = {"haystack": files.pop("essays", None), "data": [f"{key}={name}" for key, name in files.items()]}
-        others = {key: getattr(tuned, key) for key in ("samples", "seed", "batch_size", "chat_template")}
-        return {**{key: ",".join(each) for key, each in names.items()}, **texts, **others}
+def options_of(scores: Scores | None) -> dict[str, Any]:
+    """Return the options of the command that measures another model as `scores` were; none if nothing was."""
+    match scores:
+        case PasskeyMap():
+            targets = ",".join(str(each.target) for each in scores.lengths)
+            each = options_of(scores.lengths[0])
+            return {"targets": targets, "depths": each["depths"], "trials": each["trials"], "seed": scores.seed}
+        case PasskeyScores():
+            trials = max((depth.trials for depth in scores.depths), default=None)
+            return {"target": scores.target, "depths": len(scores.depths), "trials": trials, "seed": scores.seed}
+        case PerplexityScores():
+            windows = ",".join(str(row.window) for row in scores.windows)
+            others = {key: getattr(scores, key) for key in ("stride", "documents", "min_tokens", "truncate", "seed")}
+            return {"data": scores.data, "windows": windows, **others}
+        case RulerScores():
+            names = {"windows": [f"{each.window}" for each in scores.lengths], "tasks": scores.lengths[0].tasks}
+            files = {key: name for key, name in (scores.data or {}).items() if Path(name).is_file()}
+            texts = {"haystack": files.pop("essays", None), "data": [f"{key}={name}" for key, name in files.items()]}
+            others = {key: getattr(scores, key) for key in ("samples", "seed", "batch_size", "chat_template")}
+            return {**{key: ",".join(each) for key, each in names.items()}, **texts, **others}
     return {}
 
 

@@ -1,5 +1,6 @@
 """`pi-lora report`: cards that the hub's library takes, pictures, comparisons, and one page that reads on a phone."""
 
+import html
 import json
 import re
 import shutil
@@ -10,12 +11,14 @@ from typing import Any
 import pytest
 from conftest import small_recipe
 from huggingface_hub import ModelCard
-from reported import make_run, passkey, perplexity, ruler
+from reported import make_run, passkey, passkey_map, perplexity, ruler
 from test_cli import run as command
 
 from pi_lora.drawing import round_levels
 from pi_lora.errors import PiLoraError
 from pi_lora.evaluation.results import PasskeyScores, PerplexityScores
+from pi_lora.recipe.files import dump_recipe
+from pi_lora.report.details import details_of
 from pi_lora.report.pages import html_page, write_report
 from pi_lora.report.pictures import comparison_picture
 from pi_lora.report.run import Run, measured_run, missing_baselines
@@ -264,6 +267,54 @@ def test_the_page_reads_on_a_phone(number: int, scheme: Any, run: Path, small_mo
     assert len({source for _, source in pictures}) == 3
     assert max(wide) <= 390
     assert (sum(paper) < sum(ink)) == (scheme == "dark")
+
+
+def test_the_page_says_how_a_run_was_made(run: Path, tmp_path: Path) -> None:
+    (run / "scores" / "passkey-lengths.json").write_text(json.dumps(passkey_map()))
+    files = write_report([measured_run(run)], tmp_path / "page", html=True)
+    assert tmp_path / "page" / "pictures" / "lengths.png" in files
+    assert (
+        "![Passkeys retrieved by depth and length](pictures/lengths.png)"
+        in (tmp_path / "page" / "README.md").read_text()
+    )
+    use, commands, recipe = details_of(measured_run(run))[1:]
+    assert [row[0] for row in use] == ["trained parameters", "tokens", "peak memory", use[3][0]]
+    assert use[0][2] == "1,000"
+    assert use[1][1:] == (f"{4 * 2 * 128:,}", "1,024")
+    assert use[3][2] == "a minute"
+    assert commands[0] == f"pi-lora train {run}/recipe.yaml --output {run}"
+    measured = f"pi-lora eval passkey {run} --targets 64,128 --depths 4 --trials 4 --seed 0"
+    assert f"{measured} --json {run}/scores/passkey-lengths.json" in commands
+    assert sum("perplexity" in command for command in commands) == 3
+    page = (tmp_path / "page" / "report.html").read_text()
+    assert "<td>peak memory</td>" in page
+    assert html.escape(recipe) in page
+    assert "<fieldset>" not in page
+
+
+def test_without_its_base_a_run_has_no_plan(run: Path, small_model: Path) -> None:
+    gone = small_recipe(small_model, model={"name": "no/such/base"})
+    (run / "recipe.yaml").write_text(dump_recipe(gone))
+    assert details_of(Run(run)).use == []
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on the path; apt-get install chromium")
+def test_a_run_can_be_hidden(run: Path, small_model: Path, tmp_path: Path) -> None:
+    """With everything that the page says of it alone; the page has no script."""
+    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed; pip install '.[dev]'")
+    runs = [run, make_run(small_model, tmp_path / "other <b>")]
+    write_report([measured_run(each) for each in runs], tmp_path / "page", html=True)
+    with playwright.sync_playwright() as browsers:
+        browser = browsers.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        page = browser.new_page(viewport={"width": 390, "height": 844})
+        page.goto((tmp_path / "page" / "report.html").as_uri())
+        shown = [each.inner_text() for each in page.locator("tr, section").filter(visible=True).all()]
+        page.get_by_label("other <b>").uncheck()
+        left = [each.inner_text() for each in page.locator("tr, section").filter(visible=True).all()]
+        browser.close()
+    hidden = [each for each in shown if each not in left]
+    assert sum(each.startswith("other <b>") for each in shown) == len(hidden) == 4
+    assert all(each.startswith("other <b>") for each in hidden)
 
 
 @pytest.mark.parametrize("bounds", [(7.1, 8.5), (6.9, 57.0), (2.0, 5000.0), (6.91, 6.94)])
