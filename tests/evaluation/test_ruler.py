@@ -380,6 +380,8 @@ def test_the_relative_length_is_of_the_base_inside_its_own_window(tmp_path: Path
     assert (other.relative.base, other.relative.effective_length) == ("base", 2048)
     assert other.effective_length == 0
     assert relative_to(scored("base", 512, {1024: 0.7}), run_) == run_
+    nothing = [each.model_copy(update={"score": 0.0}) for each in base.lengths]
+    assert relative_to(base.model_copy(update={"lengths": nothing}), run_) == run_
     assert relative_to(scored("base", 2048, {2048: 0.7}, ("a", "c")), run_) == run_
     write_scores(other, tmp_path / "ruler.json")
     assert read_scores(tmp_path / "ruler.json") == other
@@ -393,7 +395,7 @@ def test_the_table_and_the_picture_show_every_model(tmp_path: Path) -> None:
     assert columns[1] == ["base", "run"] * 3
     assert columns[3] == ["70.0", "67.5", "50.0", "47.5", "60.0 ± 4.2", "57.5 ± 4.2"]
     assert columns[4][-2:] == ["", "50.0 ± 4.2"]
-    assert "run: effective length 0 (85.6%), 2,048 (95% of base at 2,048)" in str(table.caption)
+    assert "run: effective length 0 (85.6%), 2,048 (95% of base's 60.0 at 2,048)" in str(table.caption)
     assert "2 of 13 tasks, left out for want of text: c; 10 samples a task and window, seed 0" in str(table.caption)
     alone = ruler_table(models[0])
     assert [column.header for column in alone.columns] == ["task", "1,024", "2,048"]

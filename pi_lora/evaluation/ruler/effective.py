@@ -39,13 +39,15 @@ def effective_length(lengths: Sequence[RulerWindow], threshold: float = PAPERS_T
 
 def relative_to(base: RulerScores, scores: RulerScores) -> RulerScores:
     """Return `scores` with the effective length by 95 % of the mean that `base` has at the longest measured window of
-    its own; as they are if it was measured at none, or on other tasks.
+    its own; as they are if it has none there, or was measured on other tasks.
     """
     own = (base.window or 0) / base.scale
     inside = [each for each in base.lengths if each.window <= own]
     if not inside or {frozenset(each.tasks) for each in (*scores.lengths, *inside)} != {frozenset(inside[0].tasks)}:
         return scores
     best = max(inside, key=lambda each: each.window)
+    if best.score == 0:  # 95 % of which every model reaches
+        return scores
     found = effective_length(scores.lengths, SHARE_OF_BASE * best.score)
     relative = RelativeLength(base=base.model, window=best.window, score=best.score, effective_length=found)
     return RulerScores.model_validate(scores.model_dump(exclude_unset=True) | {"relative": relative})

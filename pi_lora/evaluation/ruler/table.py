@@ -39,9 +39,10 @@ def ruler_table(*models: RulerScores) -> Table:
 def ruler_figure(models: Mapping[str, RulerScores]) -> Any:
     """Return a figure of score against length, a curve for each model: the mean with the threshold, and each task."""
     names = _names(list(models.values()))
-    rows = -(-(len(names) + 1) // COLUMNS)
-    figure = new_figure(2.6 * min(COLUMNS, len(names) + 1), 2.2 * rows + 0.5)
-    panels = figure.subplots(rows, min(COLUMNS, len(names) + 1), sharex=True, sharey=True, squeeze=False).flat
+    across = min(COLUMNS, len(names) + 1)
+    rows = -(-(len(names) + 1) // across)
+    figure = new_figure(2.6 * across, 2.2 * rows + 0.5)
+    panels = figure.subplots(rows, across, sharex=True, sharey=True, squeeze=False).flat
     for name, axes in zip(["mean", *names], panels, strict=False):
         for (model, scores), (colour, marker) in zip(models.items(), cycle(STYLES), strict=False):
             found = {each.window: each.tasks.get(name) if name in names else each for each in scores.lengths}
@@ -57,6 +58,8 @@ def ruler_figure(models: Mapping[str, RulerScores]) -> Any:
     for axes in figure.axes:
         axes.set_xticks(windows, [f"{window // 1024}k" if window % 1024 == 0 else f"{window:,}" for window in windows])
         axes.minorticks_off()
+    for axes in figure.axes[len(names) + 1 - across : len(names) + 1]:  # the last of each column
+        axes.xaxis.set_tick_params(labelbottom=True)
     for axes in figure.axes[len(names) + 1 :]:
         axes.set_visible(False)
     figure.supxlabel("window (tokens)", fontsize=10)
@@ -86,7 +89,8 @@ def _lengths(scores: RulerScores) -> str:
     found = f"{scores.model}: effective length {scores.effective_length:,} ({PAPERS_THRESHOLD:.1%})"
     if scores.relative is None:
         return found
-    share = f"{SHARE_OF_BASE:.0%} of {scores.relative.base} at {scores.relative.window:,}"
+    score = f"{scores.relative.base}'s {100 * scores.relative.score:.1f} at {scores.relative.window:,}"
+    share = f"{SHARE_OF_BASE:.0%} of {score}"
     return f"{found}, {scores.relative.effective_length:,} ({share})"
 
 
