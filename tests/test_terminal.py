@@ -82,7 +82,7 @@ def test_a_report_prints_only_how_to_measure_what_it_misses(python: str, run: Pa
 def test_the_demo_prints_no_line_of_a_library(python: str, folder: Path) -> None:
     """Its steps, with fewer of each."""
     pytest.importorskip("matplotlib")
-    less = "demo.DOCUMENTS, demo.DEPTHS, demo.TRIALS = 1, 2, 1"
+    less = "demo.STRIDE, demo.DOCUMENTS, demo.DEPTHS, demo.TRIALS = 256, 1, 2, 1"
     shorter = f"tuned = demo.tuned; demo.tuned = lambda name, *overrides: tuned(name, *{SMALL!r}, *overrides)"
     code = f"import sys; sys.path.insert(0, {str(ROOT / 'scripts')!r}); import demo; {less}; {shorter}; demo.main()"
     assert errors_of(folder, python, "-c", code) == ""
