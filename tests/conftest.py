@@ -4,6 +4,7 @@
 instructions for bfloat16.
 """
 
+import gc
 import os
 import signal
 import sys
@@ -12,6 +13,8 @@ from as_processor import sitecustomize as processor
 
 # Set before torch and transformers are imported, which read it once; as_processor sets its variables above.
 os.environ["HF_HUB_OFFLINE"] = "1"
+# As lm-eval sets it: a test that imports it would leave others with settings that the `python` fixture does not have.
+os.environ["HF_XET_HIGH_PERFORMANCE"] = "1"
 # A shell starts what runs in its background with Ctrl-C ignored, and so would be every process that a test starts.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -22,7 +25,7 @@ from pathlib import Path
 import pytest
 import torch
 from counted import pytest_terminal_summary
-from processes import ImportedPython
+from processes import ImportedPython, settings_of_imports
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from pi_lora.models.base import BUILTIN_FOLDER
@@ -42,6 +45,12 @@ def pytest_report_header() -> str:
     return f"processor: {own}" + (f", taken for {kind}" if kind and kind != own else "")
 
 
+def pytest_collection_finish() -> None:
+    """Spare collections what is imported: accelerate asks for one after every training, of 0.4 s otherwise."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(scope="session", autouse=True)
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Packed sequences go to a temporary folder, never to the user's cache; processes that tests start inherit it."""
@@ -59,6 +68,7 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         patch.setenv("PYTHON_EXEC", imported.executable)
         yield imported.executable
         assert imported.errors.read_text() == ""
+        assert imported.settings == settings_of_imports(os.environ), "a test has left settings behind"
 
 
 @pytest.fixture(scope="session")

@@ -7,6 +7,7 @@ ends. A client that is killed takes its process with it. Only what an import pri
 
 import atexit
 import contextlib
+import gc
 import importlib
 import json
 import os
@@ -18,6 +19,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import traceback
 import types
 from collections.abc import Mapping
@@ -47,7 +49,8 @@ class ImportedPython:
     def __init__(self, folder: Path, path: list[str]) -> None:
         address, script, self.errors = str(folder / "socket"), folder / "python", folder / "errors"
         load = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import processes"
-        call = f"processes.client({address!r}, {settings_of_imports(os.environ)!r})"
+        self.settings = settings_of_imports(os.environ)
+        call = f"processes.client({address!r}, {self.settings!r})"
         script.write_text(f"#!{sys.executable} -IS\n{load}; {call}\n")
         script.chmod(0o755)
         self.executable = str(script)
@@ -118,8 +121,12 @@ def settings_of_imports(environment: Mapping[str, str]) -> dict[str, str]:
 def serve(path: str, search: list[str]) -> None:
     """Import the heavy libraries, then fork a process for each client until standard input ends."""
     sys.path[:] = search
+    gc.disable()
     for name in HEAVY:
         importlib.import_module(name)
+    # What is imported is never garbage: no collection has to walk it, nor copy its pages in every process.
+    gc.freeze()
+    gc.enable()
     assert len(os.listdir("/proc/self/task")) == 1, "a library has started a thread: forking is not safe"
     woken, wake = os.pipe()
     os.set_blocking(wake, False)
@@ -166,11 +173,7 @@ def serve(path: str, search: list[str]) -> None:
                     each.close()
                 os.close(woken)
                 os.close(wake)
-                try:
-                    become(*request, files)
-                except KeyboardInterrupt:
-                    end_by_interrupt()
-                return
+                end(status_of(*request, files))
 
 
 def become(arguments: list[str], folder: str, environment: dict[str, str], files: list[int]) -> None:
@@ -202,10 +205,35 @@ def become(arguments: list[str], folder: str, environment: dict[str, str], files
         runpy.run_path(kind, run_name="__main__")
 
 
-def end_by_interrupt() -> None:
-    """As an interpreter ends that nobody keeps from it."""
-    traceback.print_exc()
+def status_of(arguments: list[str], folder: str, environment: dict[str, str], files: list[int]) -> int:
+    """Become `arguments` and return the status as an interpreter decides it: negative for the signal that ends it."""
+    try:
+        become(arguments, folder, environment, files)
+    except SystemExit as said:
+        if said.code is None or isinstance(said.code, int):
+            return said.code or 0
+        print(said.code, file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        traceback.print_exc()
+        return -signal.SIGINT
+    except BaseException:
+        traceback.print_exc()
+        return 1
+    return 0
+
+
+def end(status: int) -> NoReturn:
+    """End this process as an interpreter ends, but do not take apart what was imported, which takes half a second."""
+    for thread in threading.enumerate():
+        if thread is not threading.current_thread() and not thread.daemon:
+            thread.join()
     atexit._run_exitfuncs()
-    sys.stdout.flush()
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    os.kill(os.getpid(), signal.SIGINT)
+    gc.collect()
+    with contextlib.suppress(BrokenPipeError):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    if status < 0:
+        signal.signal(-status, signal.SIG_DFL)
+        os.kill(os.getpid(), -status)
+    os._exit(status & 0xFF)
