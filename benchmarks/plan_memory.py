@@ -2,8 +2,8 @@
 
     python benchmarks/plan_memory.py [--model models/smollm2_135m_instruct] [--data builtin:stdlib] [--rows ROW ...]
 
-Each row is a process of its own that tunes three steps, since the first takes less; its peak is that of the whole
-process (resident), libraries included, as training.jsonl has it. A row is kept in benchmarks/results/plan_memory.json
+Each row is a process of its own that tunes three steps; its peak is that of the whole process (resident), libraries
+included, as training.jsonl has it. A row is kept in benchmarks/results/plan_memory.json
 when it is measured.
 """
 
