@@ -21,9 +21,8 @@ import venv
 from datetime import date
 from pathlib import Path
 
-from pi_lora.merge.llama_cpp import CONVERTER, export_gguf
-
 from pi_lora.errors import PiLoraError
+from pi_lora.merging.llama_cpp import CONVERTER, export_gguf
 from pi_lora.merging.merging import merge
 from pi_lora.models.base import BUILTIN_FOLDER
 from pi_lora.models.load import find

@@ -64,8 +64,6 @@ def perplexity(
     lengths = lengths or default_windows(max(model.window for model in found), stride)
     choice = Choice(documents, min_tokens, truncate, seed, split, column)
     by_position = by_position or plot is not None
-    if documents is None and (taken := choice.of(data).documents):
-        say(f"{data}: {taken} documents, unless --documents says otherwise")
 
     def measure(model: Any, progress: Any) -> Any:
         return evaluate_perplexity(model, data, lengths, stride, choice, progress, by_position=by_position, shared=True)
@@ -75,6 +73,8 @@ def perplexity(
     def scores() -> list[Any]:
         all_scores = [measured("perplexity", loaded(model, dtype), measure) for model in found]
         warn_of_length(found, "--windows", max(lengths))
+        if documents is None and (taken := choice.of(data).documents):
+            say(f"{data}: {taken} documents, unless --documents says otherwise")
         return all_scores
 
     report(scores, json, *tables, picture=position_picture, plot=plot)

@@ -226,10 +226,10 @@ class SummarizationScores(Scores):
 MOST = 1e15
 KINDS: tuple[type[Scores], ...] = (
     PerplexityScores,
+    RulerScores,  # which has `lengths` as well
     PasskeyMap,
     PasskeyScores,
     BenchmarkScores,
-    RulerScores,
     SummarizationScores,
 )
 

@@ -102,7 +102,9 @@ def _uploaded(folder: Path) -> Iterator[str]:
 
 def _gather(folder: Path, names: Sequence[str], outgoing: Path) -> None:
     """Fill `outgoing` with what goes up: texts without the paths of this machine, and links to the rest."""
-    paths = sorted({path for name in names for path in _local_paths(folder / name, name)}, key=len, reverse=True)
+    found = {path for name in names for path in _local_paths(folder / name, name)}
+    # The page names the commands that made the run.
+    paths = sorted({*found, str(folder.resolve()), str(folder.absolute())}, key=len, reverse=True)
     for name in names:
         new = outgoing / name
         new.parent.mkdir(exist_ok=True)
@@ -159,7 +161,7 @@ def _without(text: str, paths: Sequence[str]) -> str:
     for path in paths:
         for written in (str, lambda path: json.dumps(path)[1:-1], html.escape, literal):
             whole, last = (re.escape(written(path)), written(Path(path).name))
-            text = re.sub(rf"(?<![\w./~-]){whole}(?![\w/-])", last.replace("\\", r"\\"), text)
+            text = re.sub(rf"(?<![\w./~-]){whole}(?![\w-])", last.replace("\\", r"\\"), text)
     home = re.escape(os.path.expanduser("~").rstrip("/") or "/home")
     return re.sub(rf"(?<![\w.-]){home}/(?:[\w.~+@-]+/)*([\w.~+@-]*)", r"\1", text)
 

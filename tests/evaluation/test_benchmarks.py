@@ -634,7 +634,7 @@ def test_a_mistake_is_one_line_before_a_model_is_loaded(
 def test_without_lm_eval_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(PiLoraError, match=r"needs the package lm_eval; pip install 'pi-lora\[eval\]'"):
-        MEASUREMENTS["benchmarks"].prepare(BenchmarksEvaluation(), True)
+        MEASUREMENTS["benchmarks"].prepare(BenchmarksEvaluation())
 
 
 def test_the_command_shows_models_side_by_side(

@@ -185,8 +185,7 @@ def test_of_the_standard_library_a_few_documents_are_enough(
     said = "builtin:stdlib: 12 documents, unless --documents says otherwise"
     assert len(choose_documents(loaded, "builtin:stdlib", Choice(), 64).documents) == 12
     assert len(choose_documents(loaded, "builtin:stdlib", Choice(20), 64).documents) == 20
-    # Too long for any: it ends when the documents are known.
-    words = ["eval", "perplexity", loaded.name, "--windows", "9999999"]
+    words = ["eval", "perplexity", loaded.name, "--windows", "64", "--stride", "64", "--truncate", "65"]
     assert said in run(capsys, monkeypatch, *words)[2].splitlines()
     assert said not in run(capsys, monkeypatch, *words, "--documents", "12")[2]
 

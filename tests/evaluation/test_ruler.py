@@ -316,11 +316,10 @@ def test_an_interrupted_measurement_goes_on(
 def test_a_recipe_may_ask_for_it(small: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     knowing(small, monkeypatch, list)
     asked = RulerEvaluation(windows=(1024, 768), tasks=("ruler_fwe",), samples=2, chat_template=False)
-    scores = MEASUREMENTS["ruler"].prepare(asked, True)(small, silent)
+    scores = MEASUREMENTS["ruler"].prepare(asked)(small, silent)
     assert isinstance(scores, RulerScores)
     assert [each.window for each in scores.lengths] == [768, 1024]
     assert (scores.effective_length, scores.lengths[1].score, scores.relative) == (1024, 1.0, None)
-    assert not MEASUREMENTS["ruler"].while_training
 
 
 def test_chats_fit_the_window_too(small: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
