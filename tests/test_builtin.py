@@ -12,6 +12,7 @@ from pi_lora.models.base import BUILTIN_FOLDER
 from pi_lora.models.load import LoadedModel, Stretch, load
 
 FOLDER = BUILTIN_FOLDER / "tiny"
+SOME = Choice(2, truncate=2048)
 
 
 @pytest.fixture(scope="module")
@@ -38,12 +39,12 @@ def test_it_retrieves_every_passkey_inside_its_window(base: LoadedModel) -> None
 
 
 def test_beyond_its_window_it_fails_as_the_paper_says(base: LoadedModel) -> None:
-    windows = evaluate_perplexity(base, "builtin:stdlib", [256, 1024], 128, Choice(3)).windows
+    windows = evaluate_perplexity(base, "builtin:stdlib", [256, 1024], 128, SOME).windows
     assert windows[1].perplexity > 5 * windows[0].perplexity
     assert evaluate_passkey(base, Grid(1024, 8, 2, seed=1)).k_max <= 256
 
 
 def test_interpolated_without_tuning_it_is_flat() -> None:
     step_0 = load("builtin:tiny", Stretch(target=1024))
-    windows = evaluate_perplexity(step_0, "builtin:stdlib", [256, 1024], 128, Choice(3)).windows
+    windows = evaluate_perplexity(step_0, "builtin:stdlib", [256, 1024], 128, SOME).windows
     assert windows[1].perplexity == pytest.approx(windows[0].perplexity, rel=0.3)
