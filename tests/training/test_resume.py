@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -46,6 +47,7 @@ def whole(small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[s
 # Trains to argv[2] as the recipe argv[1] says, and is killed as soon as step argv[3] is done.
 TRAIN_AND_DIE = """
 import os, signal, sys
+from collections.abc import Iterator
 from pathlib import Path
 from pi_lora.preflight import check
 from pi_lora.recipe.files import load_recipe
@@ -102,6 +104,15 @@ def interrupt_at(step: int, recipe: Recipe, output: Path, number: signal.Signals
     assert not output.exists()
 
 
+@pytest.fixture
+def heard() -> Iterator[None]:
+    """A connection that drops is heard, also where the tests run under nohup, which trainings go on under."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.usefixtures("heard")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_ends_the_run_behind_a_checkpoint(
     small_model: Path, tmp_path: Path, whole: dict[str, torch.Tensor], number: signal.Signals
