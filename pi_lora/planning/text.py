@@ -70,12 +70,13 @@ def _evaluation_lines(plan: Plan) -> Iterator[str]:
         yield f"evaluation while training: {taking}"
     if after := plan.afterwards:
         hours, memory = plan.hours_of(after), f"{_gib(after.peak)} GiB"
+        shared = _gib(after.peak + after.prefix)
         if after.peak > plan.gpu.memory:
             memory += f" (more than {plan.gpu.name} has)"
-        elif after.prefix and after.peak + after.prefix <= plan.gpu.memory:
-            memory += f", or {_gib(after.peak + after.prefix)} with passkey prompts that share what they begin with"
+        elif shared != _gib(after.peak) and after.peak + after.prefix <= plan.gpu.memory:
+            memory += f", or {shared} with passkey prompts that share what they begin with"
         without = ", without benchmarks" if plan.recipe.evaluation.benchmarks else ""
-        yield f"evaluation afterwards: {memory}; {_measuring_time(plan, hours)} on one device{without}"
+        yield f"evaluation afterwards, on one device: {memory}; {_measuring_time(plan, hours)}{without}"
 
 
 def _measuring_time(plan: Plan, hours: float | None) -> str:
