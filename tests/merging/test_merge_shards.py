@@ -147,8 +147,8 @@ def test_killed_at_any_moment_nothing_looks_finished(python: str, run: Path, tmp
         attempt(output, number / 20 * whole)
         if output.exists():
             finished += 1
-            # How its check came out is written beside merge.json, which it then replaces.
-            names = {path.name for path in output.iterdir()} - {".merge.json.part"}
+            # How its check came out is written beside merge.json and the card, which it then replaces.
+            names = {path.name for path in output.iterdir()} - {".merge.json.part", ".README.md.part"}
             assert names == {path.name for path in (tmp_path / "whole").iterdir()}
             assert all(torch.equal(tensor, expected[name]) for name, tensor in weights(output).items())
         # Beside it lies what was begun, under no name that a command takes, and in nobody's way.
