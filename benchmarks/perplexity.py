@@ -70,7 +70,7 @@ def contend(name: str, folder: Path, file: Path) -> dict:
     import torch
     from transformers import AutoModelForCausalLM, logging
 
-    from pi_lora.models.base import device
+    from pi_lora.models.device import device
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()

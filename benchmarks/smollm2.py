@@ -23,7 +23,7 @@ from pi_lora.evaluation.passkey.measure import evaluate_passkey
 from pi_lora.evaluation.passkey.prompt import Grid
 from pi_lora.evaluation.perplexity.measure import evaluate_perplexity
 from pi_lora.evaluation.results import Scores
-from pi_lora.models.base import has_fast_bfloat16
+from pi_lora.models.device import has_fast_bfloat16
 from pi_lora.models.load import LoadedModel, Stretch, load
 
 ROOT = Path(__file__).parent.parent

@@ -30,7 +30,8 @@ def bare(steps: int) -> float:
     from trl import SFTConfig, SFTTrainer
 
     from pi_lora.data.packing import training_sequences
-    from pi_lora.models.base import BUILTIN_FOLDER, has_fast_bfloat16
+    from pi_lora.models.base import BUILTIN_FOLDER
+    from pi_lora.models.device import has_fast_bfloat16
     from pi_lora.recipe.files import load_recipe
 
     transformers.logging.set_verbosity_error()

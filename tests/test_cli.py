@@ -94,12 +94,15 @@ def test_version(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyP
     assert run(capsys, monkeypatch, "--version") == (0, "pi-lora 0.1.0\n", "")
 
 
-@pytest.mark.parametrize("instructions", [True, False])
+@pytest.mark.parametrize("speed", [4.0, 0.5, None])
 def test_env_says_what_a_report_of_a_bug_needs(
-    instructions: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    speed: float | None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kind, precision = ("with", "bfloat16") if instructions else ("without", "float32")
-    capabilities = {"cpu_name": "A processor", "avx512_bf16": instructions}
+    kind = f"bfloat16 {speed} times as fast as float32" if speed else "without bfloat16 instructions"
+    precision = "bfloat16" if speed == 4 else "float32"
+    capabilities = {"cpu_name": "A processor", "avx512_bf16": speed is not None}
+    monkeypatch.setattr("pi_lora.models.device.bfloat16_speed", lambda: speed)
+    monkeypatch.setattr("pi_lora.models.machine.bfloat16_speed", lambda: speed)
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setenv("PI_LORA_CACHE", "/somewhere")
@@ -108,7 +111,7 @@ def test_env_says_what_a_report_of_a_bug_needs(
     said = dict(line.split(maxsplit=1) for line in out.splitlines())
     assert {*LIBRARIES, "Python", "system", "memory", "GPUs", "CUDA"} < set(said)
     assert said["torch"] == torch.__version__
-    assert said["processor"].startswith(f"A processor, {hardware()}, {kind} bfloat16 instructions; torch uses ")
+    assert said["processor"].startswith(f"A processor, {hardware()}, {kind}; torch uses ")
     assert said["precision"] == f"training.precision: auto is {precision}"
     assert said["attention"].startswith("model.attention: auto is sdpa; there are sdpa, eager")
     if find_spec("bitsandbytes"):

@@ -9,7 +9,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from on_gpu.setting import Setting
-from pi_lora.models.base import device
+from pi_lora.models.device import device
 
 ROUNDS = 20
 BACKENDS = {

@@ -8,7 +8,7 @@ from typing import Any
 
 from on_gpu.setting import Setting, random_model
 from on_gpu.training import Clock, Row, about, job_of, measured, steps_at, synthetic
-from pi_lora.models.base import device, has_fast_bfloat16
+from pi_lora.models.device import device, has_fast_bfloat16
 from pi_lora.recipe.schema import Recipe
 
 PLAIN = "TRL + PEFT"

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from pi_lora.data.sources import find_corpus
-from pi_lora.models.base import device
+from pi_lora.models.device import device
 from pi_lora.recipe.schema import Source
 from small.setting import Setting
 

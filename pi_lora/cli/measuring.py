@@ -20,7 +20,7 @@ S = TypeVar("S")
 def find_all(names: Sequence[str], stretch: "Stretch | None", allowed: Allowed) -> "list[FoundModel]":
     """Find every model, and meet the other processes of this command if a launcher started several."""
     from pi_lora.distributed import is_launched, join_processes
-    from pi_lora.models.base import device
+    from pi_lora.models.device import device
     from pi_lora.models.load import find
 
     found = [find(name, stretch, allowed) for name in names]

@@ -21,7 +21,8 @@ from pi_lora.merging.facts import Agreement, Check
 from pi_lora.merging.layout import Plan, computed_sources
 from pi_lora.merging.shards import BLOCK, StoredTensor, base_shards
 from pi_lora.models.adapter import load_adapter
-from pi_lora.models.base import BaseModel, Placement, device, dtype_named, find_base, load_model, quiet_loading
+from pi_lora.models.base import BaseModel, Placement, find_base, load_model, quiet_loading
+from pi_lora.models.device import device, dtype_named
 from pi_lora.models.load import FoundModel
 from pi_lora.scaling.config import Config
 from pi_lora.types import Progress

@@ -13,14 +13,8 @@ from pi_lora.merging.deltas import read_settings
 from pi_lora.merging.facts import MERGE_FILE, Check, Merge
 from pi_lora.merging.layout import Plan, plan_merge
 from pi_lora.merging.shards import base_shards, filled_shards, write_shards
-from pi_lora.models.base import (
-    dtype_named,
-    extended_config,
-    first_line,
-    quiet_loading,
-    save_config,
-    save_tokenizer,
-)
+from pi_lora.models.base import extended_config, first_line, quiet_loading, save_config, save_tokenizer
+from pi_lora.models.device import dtype_named
 from pi_lora.models.load import FoundModel, Stretch, adapter_base, base_of_adapter, is_adapter, tuned_quantized
 from pi_lora.models.machine import versions
 from pi_lora.models.origin import check_origin

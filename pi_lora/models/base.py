@@ -23,6 +23,7 @@ from transformers import logging as transformers_logging
 from transformers.utils import cached_file
 
 from pi_lora.errors import ModelError
+from pi_lora.models.device import device
 from pi_lora.models.gguf import dequantize, is_gguf, read_gguf, tokenizer_of
 from pi_lora.models.stored import CONFIG_FILE, check_config, read_config
 from pi_lora.models.tokenizer_files import (
@@ -281,31 +282,6 @@ def save_config(config: Config, folder: Path) -> None:
     """Write `config.json` in both dialects."""
     text = json.dumps(in_both_dialects(config), indent=2, sort_keys=True) + "\n"
     (folder / CONFIG_FILE).write_text(text, encoding="utf-8")
-
-
-def device() -> torch.device:
-    """Return the accelerator if there is one, else the CPU."""
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-
-def has_fast_bfloat16() -> bool:
-    """Return whether bfloat16 arithmetic is faster than float32: on a GPU or CPU with instructions for it. GPUs before
-    Ampere emulate it.
-    """
-    if device().type == "cuda":
-        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
-    return has_bfloat16_instructions()
-
-
-def has_bfloat16_instructions() -> bool:
-    """Whether the processor multiplies in bfloat16 (AVX512-BF16 or AMX)."""
-    return any(torch.cpu.get_capabilities().get(each) for each in ("avx512_bf16", "amx_bf16"))
-
-
-def dtype_named(name: str) -> torch.dtype:
-    """Return torch's dtype of that name, such as `bfloat16`."""
-    found: torch.dtype = getattr(torch, name)
-    return found
 
 
 def quantization(dtype: torch.dtype) -> dict[str, Any]:

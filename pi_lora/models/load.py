@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from pi_lora.errors import ModelError
 from pi_lora.models import base as bases
 from pi_lora.models.base import BaseModel, Placement, find_base
+from pi_lora.models.device import device, dtype_named
 from pi_lora.models.machine import attention_kernel, dtype_of_base, measured_under_autocast
 from pi_lora.models.origin import check_origin, read_origin
 from pi_lora.models.stored import ADAPTER_CONFIG_FILE, read_adapter_settings, read_config
@@ -67,11 +68,11 @@ class FoundModel(_Scaled):
         """
         if self.adapter is not None:
             check_origin(self.adapter, self.base, self.allowed)
-        recipe, on_cpu = _recipe_of(self.adapter or Path(self.name)), bases.device().type == "cpu"
+        recipe, on_cpu = _recipe_of(self.adapter or Path(self.name)), device().type == "cpu"
         quantized = self.adapter is not None and recipe is not None and recipe.tuning.method == "qlora"
         place: Placement = "quantized" if quantized else "device"
         stored = "float32" if on_cpu else str(self.base.config.get("dtype") or "float32").removeprefix("torch.")
-        of_weights = bases.dtype_named(dtype or stored)
+        of_weights = dtype_named(dtype or stored)
         if dtype is None and self.adapter and recipe and (quantized or not on_cpu):
             of_weights = dtype_of_base(recipe)
         kernel = attention_kernel("auto", self.base, of_weights == torch.bfloat16)

@@ -10,7 +10,14 @@ import torch
 from transformers import PreTrainedModel
 from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available, is_flash_attn_4_available
 
-from pi_lora.models.base import BaseModel, device, dtype_named, has_bfloat16_instructions, has_fast_bfloat16
+from pi_lora.models.base import BaseModel
+from pi_lora.models.device import (
+    bfloat16_speed,
+    device,
+    dtype_named,
+    has_bfloat16_instructions,
+    has_fast_bfloat16,
+)
 from pi_lora.recipe.schema import Recipe
 
 SDPA = "sdpa"
@@ -33,7 +40,7 @@ def computes_in_bfloat16(recipe: Recipe) -> bool:
 def dtype_of_base(recipe: Recipe) -> torch.dtype:
     """Return the dtype of a base that is tuned here: float32 master weights where every weight trains, else bfloat16
     under a float32 adapter; float32 on a GPU that has no bfloat16. On a CPU a LoRA base is float32 as well, which is
-    faster without bfloat16 instructions.
+    faster where bfloat16 is not.
     """
     method, on_cpu = recipe.tuning.method, device().type == "cpu"
     in_float32 = method == "full" or (method == "lora" if on_cpu else not has_fast_bfloat16())
@@ -83,14 +90,6 @@ def versions(names: tuple[str, ...] = LIBRARIES) -> dict[str, str]:
     return found
 
 
-def free_memory(place: torch.device) -> int:
-    """Return the bytes that this process can still take on a device; on a GPU also those that torch holds unused."""
-    if place.type == "cpu":
-        return int(psutil.virtual_memory().available)
-    free, _ = torch.cuda.mem_get_info(place)
-    return free + torch.cuda.memory_reserved(place) - torch.cuda.memory_allocated(place)
-
-
 def hardware() -> str:
     """Return the processor's architecture and how many cores there are."""
     return f"{platform.machine()}, {os.cpu_count()} cores"
@@ -101,7 +100,9 @@ def facts() -> dict[str, str]:
     libraries, in_bfloat16 = versions(LIBRARIES + OPTIONAL), has_fast_bfloat16()
     flash = {"flash_attention_2": is_flash_attn_2_available, **dict(_MADE_FOR.values())}
     kernels = ", ".join([SDPA, "eager", *(name for name, is_present in flash.items() if is_present())])
-    instructions = "with" if has_bfloat16_instructions() else "without"
+    instructions = "without bfloat16 instructions"
+    if has_bfloat16_instructions():
+        instructions = f"bfloat16 {bfloat16_speed():.1f} times as fast as float32"
     name = torch.cpu.get_capabilities().get("cpu_name") or platform.processor()
     memory = psutil.virtual_memory()
     gpus = [
@@ -112,7 +113,7 @@ def facts() -> dict[str, str]:
         **libraries,
         "Python": platform.python_version(),
         "system": platform.platform(),
-        "processor": f"{name}, {hardware()}, {instructions} bfloat16 instructions; torch uses "
+        "processor": f"{name}, {hardware()}, {instructions}; torch uses "
         f"{torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads",
         "memory": f"{memory.total / 2**30:.1f} GiB, {memory.available / 2**30:.1f} GiB available",
         "GPUs": "; ".join(gpus) or "none",

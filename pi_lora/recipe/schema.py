@@ -203,7 +203,7 @@ class Training(Section):
     weight_decay: float = Field(0.0, ge=0, description="of AdamW")
     betas: Annotated[tuple[float, float], _LIST] = Field((0.9, 0.95), description="of AdamW")
     max_grad_norm: float = Field(1.0, gt=0, description="gradients are clipped to this norm")
-    precision: Literal["auto", "float32", "bfloat16"] = Field("auto", description="auto: bfloat16 if supported")
+    precision: Literal["auto", "float32", "bfloat16"] = Field("auto", description="auto: bfloat16 where it is faster")
     activation_checkpointing: bool = Field(True, description="recompute layers in the backward pass, to save memory")
     mlp_chunk_tokens: int | None = Field(None, gt=0, description="tokens per piece of an MLP's input; by default all")
     save_every: int = Field(100, gt=0, description="steps between checkpoints; a complete run keeps none")

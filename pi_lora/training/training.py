@@ -24,7 +24,8 @@ from pi_lora.data.tokens import tokenizer_identity
 from pi_lora.distributed import from_all, is_leader, join_processes, number_of_processes, wait_for_all
 from pi_lora.errors import Interrupted
 from pi_lora.models import adapter as adapters
-from pi_lora.models.base import Placement, device, load_model, quiet_loading, save_config, save_tokenizer
+from pi_lora.models.base import Placement, load_model, quiet_loading, save_config, save_tokenizer
+from pi_lora.models.device import device
 from pi_lora.models.liger import use_liger
 from pi_lora.models.load import LoadedModel
 from pi_lora.models.machine import SDPA, measured_under_autocast

@@ -1,8 +1,11 @@
 """Let tests, and the processes that they start, take this processor for one of another kind.
 
 `PI_LORA_TEST_PROCESSOR` says which: `bf16` (with AVX512-BF16), `plain` (without, nor any AVX-512 for torch), or `other`
-than this one. What asks for the instructions is answered accordingly: torch's capabilities, which decide the precision
-of training, and bitsandbytes' library, which decides whether NF4 weights are repacked.
+than this one. What asks for the instructions is answered accordingly: torch's capabilities and the speed that is
+measured, which decide the precision of training, and bitsandbytes' library, which decides whether NF4 weights are
+repacked.
+
+`other` is `plain` where the precision of training is bfloat16 by itself, else `bf16`.
 
 On a processor without the instructions, `bf16` takes the code paths of those that have them, but not their kernels: a
 product with repacked NF4 weights fails, and bfloat16 arithmetic is torch's own rather than the processor's, so that it
@@ -13,6 +16,7 @@ Python imports this module at its start where its folder is on the path.
 
 import importlib.machinery
 import os
+import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -35,7 +39,9 @@ def asked_kind() -> str | None:
     """The kind that the tests are to see; None: whatever is there."""
     asked = os.environ.get(VARIABLE) or None
     if asked == "other":
-        return "plain" if own_kind() == "bf16" else "bf16"
+        fast = "from pi_lora.models.device import has_fast_bfloat16; raise SystemExit(not has_fast_bfloat16())"
+        own = {**os.environ, VARIABLE: ""}
+        return "bf16" if subprocess.run([sys.executable, "-c", fast], env=own, check=False).returncode else "plain"
     if asked not in (None, "plain", "bf16"):
         raise ValueError(f"{VARIABLE}: {asked}: no kind of processor; set plain, bf16 or other")
     return asked
@@ -63,6 +69,10 @@ def _torch_cpu(module: ModuleType, has_bf16: bool) -> None:
     module.get_capabilities = get_capabilities
 
 
+def _pi_lora(module: ModuleType, has_bf16: bool) -> None:
+    module.bfloat16_speed = lambda: 2.0 if has_bf16 else 0.5
+
+
 def _bitsandbytes(module: ModuleType, has_bf16: bool) -> None:
     module.lib.has_avx512bf16_cpu = lambda: has_bf16
     if has_bf16 and own_kind() != "bf16":
@@ -75,6 +85,7 @@ def _not_here(*arguments: object) -> None:
 
 CHANGES: dict[str, Callable[[ModuleType, bool], None]] = {
     "torch.cpu": _torch_cpu,
+    "pi_lora.models.device": _pi_lora,
     "bitsandbytes.cextension": _bitsandbytes,
 }
 

@@ -14,7 +14,7 @@ from pi_lora.errors import ModelError
 from pi_lora.merging.check import agreement, move_as_rounding_does
 from pi_lora.merging.facts import Agreement, Check, read_merge
 from pi_lora.merging.merging import merge
-from pi_lora.models.base import dtype_named
+from pi_lora.models.device import dtype_named
 from pi_lora.models.stored import AdapterSettings
 
 SETTINGS = {
