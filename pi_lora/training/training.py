@@ -24,7 +24,7 @@ from pi_lora.data.tokens import tokenizer_identity
 from pi_lora.distributed import from_all, is_leader, join_processes, number_of_processes, wait_for_all
 from pi_lora.errors import Interrupted
 from pi_lora.models import adapter as adapters
-from pi_lora.models.base import Placement, load_model, quiet_loading, save_config, save_tokenizer
+from pi_lora.models.base import Placement, load_model, save_config, save_tokenizer
 from pi_lora.models.device import device
 from pi_lora.models.liger import use_liger
 from pi_lora.models.load import LoadedModel
@@ -35,6 +35,7 @@ from pi_lora.report.card import write_card
 from pi_lora.training.callbacks import TrainingLog, TrainingScores, ends_after_the_step
 from pi_lora.training.chunked_mlp import chunk_mlps
 from pi_lora.training.job import Job, rate_share
+from pi_lora.training.library_log import libraries_speak_into
 from pi_lora.types import Progress, silent
 
 
@@ -44,7 +45,7 @@ def train(job: Job, progress: Progress = silent) -> Path:
     """
     join_processes(cpu=device().type == "cpu")
     data = job.prepare(progress)
-    with _staged_by_the_leader(job) as staging:
+    with _staged_by_the_leader(job) as staging, libraries_speak_into(staging):
         if is_leader():
             origin = origin_of(job.base, tokenizer_identity(job.tokenizer), data.digest)
             check_resumed(job.output, staging, origin, job.allowed)
@@ -59,7 +60,7 @@ def train(job: Job, progress: Progress = silent) -> Path:
         asked, scores = job.recipe.evaluation, list[TrainerCallback]()
         if asked.every:
             scores.append(TrainingScores(asked, loaded, staging, log, job.attention_of_scores))
-        with quiet_loading(), adapters.without_known_warnings(), ends_after_the_step(log):
+        with adapters.without_known_warnings(), ends_after_the_step(log):
             trainer = Trainer(job, model, staging, log, scores)
             start = _checkpoint_to_resume(staging) if job.resume else None
             trainer.train(resume_from_checkpoint=str(start) if start else None)

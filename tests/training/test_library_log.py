@@ -1,0 +1,52 @@
+"""What libraries say during training is in the run and not on the terminal."""
+
+import logging
+import warnings
+from pathlib import Path
+
+import pytest
+from conftest import BUILTIN, small_recipe, train
+
+from pi_lora.training import training
+from pi_lora.training.library_log import LIBRARY_LOG, libraries_speak_into
+
+
+def test_warnings_and_logs_go_to_the_file_once_each(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    before = {name: logging.getLogger(name).handlers[:] for name in (None, "transformers", "datasets")}
+    with warnings.catch_warnings(), libraries_speak_into(tmp_path):
+        warnings.simplefilter("always")
+        for _ in range(2):
+            logging.getLogger("transformers.trainer").warning("of transformers")
+            logging.getLogger("datasets.table").error("of datasets")
+            logging.getLogger("trl.trainer").warning("of TRL")
+            logging.getLogger("trl.trainer").info("of no interest")
+            warnings.warn(" ".join(["of", "torch"]), stacklevel=1)
+    said = (tmp_path / LIBRARY_LOG).read_text()
+    assert [said.count(f"of {name}") for name in ("transformers", "datasets", "TRL", "torch")] == [1] * 4
+    assert "of no interest" not in said
+    assert capfd.readouterr() == ("", "")
+    assert {name: logging.getLogger(name).handlers for name in before} == before
+
+
+def test_nothing_said_is_no_file(tmp_path: Path) -> None:
+    with libraries_speak_into(tmp_path):
+        logging.getLogger("transformers").debug("nothing")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_disk_that_is_full_ends_no_training(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with libraries_speak_into(tmp_path / "missing"):
+        logging.getLogger("transformers").warning("heard by nobody")
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_run_holds_what_was_said_in_its_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seed = training.set_seed
+
+    def set_seed(number: int) -> None:
+        logging.getLogger("transformers.trainer").warning("a library's complaint")
+        seed(number)
+
+    monkeypatch.setattr(training, "set_seed", set_seed)
+    run = train(small_recipe(BUILTIN, context={"target": 512}, training={"steps": 1}), tmp_path / "run")
+    assert "a library's complaint" in (run / LIBRARY_LOG).read_text()
