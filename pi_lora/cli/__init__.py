@@ -33,7 +33,7 @@ Version = Annotated[bool, typer.Option("--version", callback=_version, is_eager=
 
 
 @app.callback()
-def options(version: Version = False) -> None:
+def about(version: Version = False) -> None:
     """Stretch the context window of a RoPE language model by Position Interpolation: train, eval, merge."""
 
 
@@ -47,7 +47,7 @@ def env() -> None:
         found = {**facts(), "cache": str(cache_folder())}
     width = max(map(len, found))
     for name, value in found.items():
-        out.print(f"{name:{width}}  {value}", soft_wrap=True)
+        out.lines(f"{name:{width}}  {value}")
 
 
 def main() -> None:
@@ -66,7 +66,9 @@ def main() -> None:
         if (status := status_of(ending)) is not None:
             sys.exit(status)
         if isinstance(ending, OSError) and ending.strerror:
-            _fail(_in_a_line(_refused(ending)), 2)
+            # A folder that nobody may read, a name that is too long, a full disk.
+            refused = f"{ending.filename or 'pi-lora'}: {ending.strerror}; name another file or folder, or make room"
+            _fail(_in_a_line(refused), 2)
         if not isinstance(ending, PiLoraError):
             raise
         lines = ending.problems if isinstance(ending, RecipeError) else [str(ending)]
@@ -88,12 +90,6 @@ def _expand_segments() -> None:
 def _in_a_line(message: str) -> str:
     """Names may have line breaks."""
     return " ".join(message.splitlines())
-
-
-def _refused(error: OSError) -> str:
-    """What the system refused, and where: a folder that nobody may read, a name that is too long, a full disk."""
-    where = "pi-lora" if error.filename is None else error.filename
-    return f"{where}: {error.strerror}; name another file or folder, or make room"
 
 
 def _fail(message: str, status: int) -> NoReturn:

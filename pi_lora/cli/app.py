@@ -1,4 +1,4 @@
-"""What all commands share: the application, its consoles, their options and the progress bar."""
+"""What all commands share: the application, its consoles and the progress bar."""
 
 import contextlib
 import os
@@ -9,16 +9,13 @@ import time
 from collections.abc import Iterable, Iterator
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING
 
 import typer
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 from rich.text import Text
 
-from pi_lora.errors import PiLoraError
-from pi_lora.recipe.places import find_recipe
-from pi_lora.scaling.config import Method
 from pi_lora.types import Progress, silent
 
 if TYPE_CHECKING:
@@ -46,6 +43,10 @@ class Terminal(Console):
         for segment in super().render(renderable, options):
             yield segment if segment.control else Segment(printable(segment.text), segment.style)
 
+    def lines(self, *lines: object) -> None:
+        """Print lines, which are not broken however long they are."""
+        self.print(*map(str, lines), sep="\n", soft_wrap=True)
+
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 eval_app = typer.Typer(no_args_is_help=True, help="Measure a model.")
@@ -56,28 +57,6 @@ LIBRARIES = "loading libraries"
 EACH_NOTE, EACH_LINE = 1.0, 60.0
 # Seconds after which a command says what it does.
 LONG = 10.0
-# No window is longer.
-MOST_TOKENS = 10**9
-
-RecipeFile = Annotated[
-    Path, typer.Argument(metavar="RECIPE", callback=find_recipe, help="A file, or the name of a recipe of pi-lora.")
-]
-Overrides = Annotated[list[str] | None, typer.Argument(metavar="[key=value ...]", help="Keys to change.")]
-ModelName = Annotated[str, typer.Argument(metavar="MODEL", help="Hub id, folder, run, GGUF file or builtin:tiny.")]
-JsonFile = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the result there as well.")]
-Original = Annotated[
-    int | None,
-    typer.Option(min=1, max=MOST_TOKENS, help="L, with --target: stretch a plain base first (the paper's step 0)."),
-]
-Scaling = Annotated[Method | None, typer.Option(help="How a plain base is to read --target tokens.")]
-Models = Annotated[
-    list[str], typer.Argument(metavar="MODEL ...", help="Hub ids, folders, runs, GGUF files or builtin:tiny.")
-]
-Target = Annotated[int | None, typer.Option(min=1, max=MOST_TOKENS, help="L', the window to stretch to.")]
-TrustRemoteCode = Annotated[bool, typer.Option("--trust-remote-code", help="Run Python code that a model brings.")]
-AllowChanged = Annotated[bool, typer.Option("--allow-changed", help="Use a run though its base or data changed.")]
-Seed = Annotated[int, typer.Option(min=0, max=2**32 - 1)]
-Dtype = Annotated[Literal["float32", "bfloat16", "float16"] | None, typer.Option(help="Of the weights.")]
 
 
 def read_recipe(recipe: Path, overrides: list[str] | None) -> "ResolvedRecipe":
@@ -87,28 +66,16 @@ def read_recipe(recipe: Path, overrides: list[str] | None) -> "ResolvedRecipe":
 
     resolved = load_recipe(recipe, overrides or [])
     if resolved.renamed and not is_launched():
-        err.print(resolved.renamed, soft_wrap=True)
+        err.lines(resolved.renamed)
     return resolved
 
 
-def stretch_of(original: int | None, target: int | None, scaling: Method | None) -> Any:
-    """What `--original`, `--target` and `--scaling` ask of a plain base; None if they ask nothing."""
-    from pi_lora.models.load import Stretch
+def say(line: str) -> None:
+    """Print a line on stderr, once however many processes there are."""
+    from pi_lora.distributed import is_leader
 
-    if target is None and (original is not None or scaling is not None):
-        raise PiLoraError("--original, --scaling: go with --target, the window to stretch to; give it as well")
-    return Stretch(target, original, scaling or "pi") if target else None
-
-
-def lengths_in(option: str, text: str) -> list[int]:
-    """Return lengths in tokens, written as 2048,4096, the shortest first."""
-    try:
-        lengths = sorted({int(part) for part in text.split(",")})
-    except ValueError:
-        lengths = [0]
-    if lengths[0] < 2 or lengths[-1] > MOST_TOKENS:
-        raise PiLoraError(f"{option}: {text}: not lengths in tokens; write them as 2048,4096")
-    return lengths
+    if is_leader():
+        err.lines(line)
 
 
 @contextlib.contextmanager
@@ -160,22 +127,16 @@ def working(what: str) -> Iterator[None]:
     """Something turning on stderr while `what` goes on, or where that is no terminal a line if it takes long."""
     if what != LIBRARIES:
         _work_begins()
-    # Of several processes the first speaks.
-    quiet = _a_line_if_long(what) if os.environ.get("RANK", "0") == "0" else contextlib.nullcontext()
-    with err.status(Text(what)) if err.is_terminal else quiet:
+    with contextlib.ExitStack() as signs:
+        if err.is_terminal:
+            signs.enter_context(err.status(Text(what)))
+        elif os.environ.get("RANK", "0") == "0":  # of several processes the first speaks
+            line = threading.Timer(LONG, print, (printable(f"{what} ..."),), {"file": sys.stderr, "flush": True})
+            line.daemon = True
+            line.start()
+            signs.callback(line.cancel)
         yield
     _work_begins()
-
-
-@contextlib.contextmanager
-def _a_line_if_long(what: str) -> Iterator[None]:
-    said = threading.Timer(LONG, print, (printable(f"{what} ..."),), {"file": sys.stderr, "flush": True})
-    said.daemon = True
-    said.start()
-    try:
-        yield
-    finally:
-        said.cancel()
 
 
 def _work_begins() -> None:

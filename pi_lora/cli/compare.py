@@ -5,15 +5,17 @@ from typing import Annotated, Any
 
 import typer
 
-from pi_lora.cli.app import AllowChanged, Dtype, JsonFile, TrustRemoteCode, app, out, working
-from pi_lora.cli.measuring import find_all, loaded, measure_into, say
-from pi_lora.types import Allowed
+from pi_lora.cli.app import LIBRARIES, app, out, say, working
+from pi_lora.cli.measuring import Loading, measure_into
+from pi_lora.cli.options import Again, JsonFile, grouped
 
 
 @app.command()
+@grouped
 def compare(
     base: Annotated[str, typer.Argument(metavar="BASE", help="Hub id, folder, GGUF file or builtin:tiny.")],
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder, tuned from BASE.")],
+    how: Loading,
     short: Annotated[
         list[str] | None, typer.Option(metavar="TASK=FILE", help="Also short benchmarks, on a file or the hub: TASK.")
     ] = None,
@@ -21,17 +23,14 @@ def compare(
         int | None, typer.Option(metavar="N", min=1, max=500, help="Also RULER, N prompts of each task and window.")
     ] = None,
     haystack: Annotated[Path | None, typer.Option(metavar="FILE", help="RULER: a text instead of essays.")] = None,
-    again: Annotated[bool, typer.Option("--again", help="Measure also what has been.")] = False,
-    dtype: Dtype = None,
-    trust_remote_code: TrustRemoteCode = False,
-    allow_changed: AllowChanged = False,
+    again: Again = False,
     json: JsonFile = None,
 ) -> None:
     """What the stretch gained and cost: BASE and RUN side by side, with intervals and verdicts.
 
     Perplexity, passkeys and what the run's recipe names: read from RUN/scores, or measured and kept there.
     """
-    with working("loading libraries"):
+    with working(LIBRARIES):
         from pi_lora.distributed import is_leader
         from pi_lora.evaluation.results import as_json, check_can_write, write_json
         from pi_lora.evaluation.suite import MEASUREMENTS, alike, asked_for, evaluation_of
@@ -54,17 +53,16 @@ def compare(
         files = {name: folder.scores_file(name) for name in missing}
         check_can_write(json, *files.values())
         kept = {} if again else base_scores(folder, base, own)
-        wanted = [*([str(run)] if missing else []), *([base] if set(names) > set(kept) else [])]
-        found = find_all(wanted, None, Allowed(trust_remote_code, allow_changed))
+        found = how.find(*[str(run)] if missing else [], *[base] if set(names) > set(kept) else [])
     if missing:
-        own = {**own, **measure_into(loaded(found[0], dtype), missing, files)}
+        own |= measure_into(how.load(found[0]), missing, files)
         kept = {} if again else base_scores(folder, base, own)
     files = {name: folder.scores_file(name, base=True) for name in names if name not in kept}
     free = {name: file for name, file in files.items() if again or not file.exists()}
     for name in files.keys() - free.keys():
         say(f"{files[name]}: is of another model, or measured otherwise; {base} is measured, and not kept")
     if files:
-        kept = {**kept, **measure_into(loaded(found[-1], dtype), {name: alike(own[name]) for name in files}, free)}
+        kept |= measure_into(how.load(found[-1]), {name: alike(own[name]) for name in files}, free)
     if is_leader():
         rows = [row for name in names for row in rows_of(kept[name], own[name], folder.original)]
         if json:

@@ -5,7 +5,8 @@ from typing import Annotated, Literal
 
 import typer
 
-from pi_lora.cli.app import LIBRARIES, ModelName, app, out, progress_bar, working
+from pi_lora.cli.app import LIBRARIES, app, out, progress_bar, working
+from pi_lora.cli.options import ModelName
 
 export_app = typer.Typer(no_args_is_help=True, help="Write a model in the format of another engine.")
 app.add_typer(export_app, name="export")
@@ -30,4 +31,4 @@ def gguf(
     file = output or Path("models") / f"{name.removesuffix('.gguf')}.gguf"
     with progress_bar("exporting") as progress:
         exported = export_gguf(model, file, converter, dtype, progress)
-    out.print(*exported.lines(), f"{file}: written for llama.cpp", sep="\n", highlight=False, soft_wrap=True)
+    out.lines(*exported.lines(), f"{file}: written for llama.cpp")

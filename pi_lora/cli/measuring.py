@@ -1,11 +1,12 @@
 """What the commands that measure models share: all are found before one is measured, and one process reports."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from pi_lora.cli.app import err, out, progress_bar, working
-from pi_lora.types import Allowed
+from pi_lora.cli.app import out, progress_bar, say, working
+from pi_lora.cli.options import Dtype, JsonFile, Original, Scaling, Target, Trust, stretch_of
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -17,16 +18,71 @@ if TYPE_CHECKING:
 S = TypeVar("S")
 
 
-def find_all(names: Sequence[str], stretch: "Stretch | None", allowed: Allowed) -> "list[FoundModel]":
-    """Find every model, and meet the other processes of this command if a launcher started several."""
-    from pi_lora.distributed import is_launched, join_processes
-    from pi_lora.models.device import device
-    from pi_lora.models.load import find
+@dataclass(frozen=True)
+class Loading(Trust):
+    """How models are found and loaded."""
 
-    found = [find(name, stretch, allowed) for name in names]
-    if is_launched():
-        join_processes(cpu=device().type == "cpu")
-    return found
+    dtype: Dtype = None
+
+    def find(self, *names: str, stretch: "Stretch | None" = None) -> "list[FoundModel]":
+        """Find every model, and meet the other processes of this command if a launcher started several."""
+        from pi_lora.distributed import is_launched, join_processes
+        from pi_lora.models.device import device
+        from pi_lora.models.load import find
+
+        found = [find(name, stretch, self.allowed) for name in names]
+        if is_launched():
+            join_processes(cpu=device().type == "cpu")
+        return found
+
+    def load(self, model: "FoundModel") -> "LoadedModel":
+        """Load a model while something turns on the terminal."""
+        with working(f"loading {model.name}"):
+            return model.load(self.dtype)
+
+
+@dataclass(frozen=True)
+class Measuring(Loading):
+    """How models are found, stretched if they are plain bases, loaded, and what becomes of their scores."""
+
+    original: Original = None
+    target: Target = None
+    scaling: Scaling = None
+    json: JsonFile = None
+
+    def find_stretched(self, names: Sequence[str]) -> "list[FoundModel]":
+        """Find every model, as a base that is stretched to `--target`, if given."""
+        return self.find(*names, stretch=stretch_of(self.original, self.target, self.scaling))
+
+    def report(
+        self,
+        found: "Sequence[FoundModel]",
+        title: str,
+        measure: Callable[[Any, Any], Any],
+        *tables: "Callable[..., Table]",
+        load: "Callable[[FoundModel], Any] | None" = None,
+        complete: Callable[[list[Any]], list[Any]] = list,
+        picture: "Callable[[Any, Path], None] | None" = None,
+        plot: Path | None = None,
+    ) -> None:
+        """Measure models and `complete` their scores; then one process of several writes, prints and draws them. Where
+        nothing can be written is known before; what was measured is kept until it is.
+        """
+        from pi_lora.distributed import is_leader
+        from pi_lora.evaluation.journal import kept_until_written
+        from pi_lora.evaluation.results import check_can_write, write_scores
+
+        check_can_write(self.json, plot)
+        with kept_until_written():
+            scores = complete([measured(title, (load or self.load)(model), measure) for model in found])
+            if not is_leader():
+                return
+            if self.json:
+                write_scores(scores, self.json)
+            for table in tables:
+                out.print(table(*scores))
+            if plot and picture:
+                picture(scores, plot)
 
 
 def warn_of_length(models: "Sequence[FoundModel]", option: str, tokens: int) -> None:
@@ -36,13 +92,7 @@ def warn_of_length(models: "Sequence[FoundModel]", option: str, tokens: int) -> 
             say(f"{option}: {tokens} tokens are more than the {each.window} that {each.name} covers; measured anyway")
 
 
-def loaded(model: "FoundModel", dtype: str | None) -> "LoadedModel":
-    """Load a model while something turns on the terminal."""
-    with working(f"loading {model.name}"):
-        return model.load(dtype)
-
-
-def measured(title: str, model: "LoadedModel", measure: "Callable[[LoadedModel, Any], S]") -> S:
+def measured(title: str, model: Any, measure: Callable[[Any, Any], S]) -> S:
     """Return what `measure` finds of a model and a progress bar that it moves."""
     from pi_lora.distributed import is_leader
 
@@ -65,38 +115,3 @@ def measure_into(
             if is_leader() and name in files:
                 write_scores(found[name], files[name])
     return found
-
-
-def report(
-    scores: "Callable[[], Sequence[Any]]",
-    json: Path | None,
-    *tables: "Callable[..., Table]",
-    picture: "Callable[[Any, Path], None] | None" = None,
-    plot: Path | None = None,
-) -> None:
-    """Measure several models, then write, print and draw their scores in one process of several. Where nothing can be
-    written is known before; what was measured is kept until it is.
-    """
-    from pi_lora.distributed import is_leader
-    from pi_lora.evaluation.journal import kept_until_written
-    from pi_lora.evaluation.results import check_can_write, write_scores
-
-    check_can_write(json, plot)
-    with kept_until_written():
-        found = scores()
-        if not is_leader():
-            return
-        if json:
-            write_scores(found, json)
-        for table in tables:
-            out.print(table(*found))
-        if plot and picture:
-            picture(found, plot)
-
-
-def say(line: str) -> None:
-    """Print a line on stderr, once however many processes there are."""
-    from pi_lora.distributed import is_leader
-
-    if is_leader():
-        err.print(line, soft_wrap=True)

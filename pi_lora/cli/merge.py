@@ -5,14 +5,16 @@ from typing import Annotated, Literal
 
 import typer
 
-from pi_lora.cli.app import AllowChanged, Dtype, Scaling, TrustRemoteCode, app, out, progress_bar, stretch_of, working
+from pi_lora.cli.app import LIBRARIES, app, out, progress_bar, working
+from pi_lora.cli.options import Dtype, Scaling, Trust, grouped, stretch_of
 from pi_lora.errors import PiLoraError
-from pi_lora.types import Allowed
 
 
 @app.command()
+@grouped
 def merge(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run or adapter folder.")],
+    trust: Trust,
     base: Annotated[str | None, typer.Option(metavar="MODEL", help="The base, if it moved or is not named.")] = None,
     original: Annotated[int | None, typer.Option(help="L, with --target: of the base, if not its config's.")] = None,
     target: Annotated[int | None, typer.Option(help="L' of an adapter made elsewhere, which does not say it.")] = None,
@@ -22,20 +24,18 @@ def merge(
     onto: Annotated[Literal["base", "quantized"], typer.Option(help="After QLoRA: base as stored, or NF4.")] = "base",
     shard_size: Annotated[str | None, typer.Option(metavar="SIZE", help="Of a file (5GB); else the base's.")] = None,
     verify: Annotated[bool, typer.Option(help="Compare the merged weights with base + adapter.")] = True,
-    trust_remote_code: TrustRemoteCode = False,
-    allow_changed: AllowChanged = False,
 ) -> None:
     """Add an adapter to the weights of its base, with the scaling written for every engine."""
     size = size_in(shard_size) if shard_size else None
     stretch = stretch_of(original, target, scaling)
-    with working("loading libraries"):
+    with working(LIBRARIES):
         from pi_lora.merging.facts import read_merge
         from pi_lora.merging.merging import merge
     with progress_bar("merging") as progress:
-        to, allowed = output or Path("models") / run.resolve().name, Allowed(trust_remote_code, allow_changed)
-        folder = merge(run, to, base, dtype, onto, size, verify, progress, stretch, allowed)
+        to = output or Path("models") / run.resolve().name
+        folder = merge(run, to, base, dtype, onto, size, verify, progress, stretch, trust.allowed)
     done = f"{folder}: merged; it loads like any model, its scaling is in config.json"
-    out.print(*read_merge(folder).lines(), done, sep="\n", soft_wrap=True)
+    out.lines(*read_merge(folder).lines(), done)
 
 
 def size_in(text: str) -> int:

@@ -7,7 +7,8 @@ from typing import Annotated
 
 import typer
 
-from pi_lora.cli.app import ModelName, Target, TrustRemoteCode, app, err, out, working
+from pi_lora.cli.app import app, err, out, working
+from pi_lora.cli.options import GpuName, ModelName, Target, TrustRemoteCode
 from pi_lora.errors import PiLoraError, RunExistsError
 from pi_lora.types import Allowed
 
@@ -16,9 +17,7 @@ from pi_lora.types import Allowed
 def new(
     model: ModelName,
     target: Target = None,
-    gpu: Annotated[
-        str | None, typer.Option(metavar="NAME", help="As 4090, H100, 24GB or cpu; by default what is here.")
-    ] = None,
+    gpu: GpuName = None,
     data: Annotated[
         list[str] | None, typer.Option(metavar="SOURCE", help="Text to tune on: a file, folder, glob or hub id.")
     ] = None,
@@ -52,11 +51,11 @@ def new(
     plan = choose(wish, lambda source: find_corpus(source).size(), allowed)
     with file.open("x", encoding="utf-8") as recipe:
         recipe.write(recipe_text(plan, file))
-    out.print(*plan_lines(plan), sep="\n", soft_wrap=True)
+    out.lines(*plan_lines(plan))
     if not data:
         sources = " and ".join(source.name for source in plan.recipe.data.source)
-        err.print(f"--data: not given; the recipe reads {sources}", soft_wrap=True)
-    out.print(f"{file}: written; read it, then: pi-lora train {shlex.quote(str(file))}", soft_wrap=True)
+        err.lines(f"--data: not given; the recipe reads {sources}")
+    out.lines(f"{file}: written; read it, then: pi-lora train {shlex.quote(str(file))}")
 
 
 def asks() -> bool:

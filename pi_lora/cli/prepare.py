@@ -5,7 +5,8 @@ from typing import Annotated
 
 import typer
 
-from pi_lora.cli.app import LIBRARIES, Overrides, RecipeFile, TrustRemoteCode, app, out, progress_bar, working
+from pi_lora.cli.app import LIBRARIES, app, out, progress_bar, working
+from pi_lora.cli.options import Overrides, RecipeFile, TrustRemoteCode
 from pi_lora.types import Allowed
 
 MOST_PROCESSES = 1024
@@ -29,6 +30,5 @@ def prepare(
         job = check_data(load_recipe(recipe, overrides or []).recipe, Allowed(trust_remote_code))
     with progress_bar("preparing data") as progress:
         data = job.prepare(progress, processes or os.cpu_count() or 1)
-    for line in data.said:
-        out.print(f"data: {line}", soft_wrap=True)
-    out.print(f"{cache_folder()}: has the data of {recipe}; pi-lora train reads it from there", soft_wrap=True)
+    done = f"{cache_folder()}: has the data of {recipe}; pi-lora train reads it from there"
+    out.lines(*(f"data: {line}" for line in data.said), done)

@@ -6,7 +6,8 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from pi_lora.cli.app import JsonFile, Overrides, RecipeFile, TrustRemoteCode, app, out, printable, read_recipe
+from pi_lora.cli.app import app, out, printable, read_recipe
+from pi_lora.cli.options import GpuName, JsonFile, Overrides, RecipeFile, TrustRemoteCode
 from pi_lora.errors import PiLoraError
 from pi_lora.recipe.places import shipped_recipes
 from pi_lora.types import Allowed
@@ -28,10 +29,7 @@ def show(recipe: RecipeFile, overrides: Overrides = None) -> None:
 def plan(
     recipe: RecipeFile,
     overrides: Overrides = None,
-    gpu: Annotated[
-        str | None,
-        typer.Option(metavar="NAME", help="As 4090, A100-80 or H100; any by its memory, as 48GB; or cpu."),
-    ] = None,
+    gpu: GpuName = None,
     trust_remote_code: TrustRemoteCode = False,
     json: JsonFile = None,
 ) -> None:
@@ -45,7 +43,7 @@ def plan(
     table = Table("on each device", "at most", box=None)
     for row in component_lines(found):
         table.add_row(*row)
-    out.print("\n".join(plan_lines(found)), soft_wrap=True)
+    out.lines(*plan_lines(found))
     out.print(table)
     if json:
         write_json(found.as_json(), json)

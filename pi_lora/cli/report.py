@@ -26,10 +26,10 @@ def report(
 
         read = [measured_run(run) for run in runs]
         files = write_report(read, output, html)
-    out.print(*map(str, files), sep="\n", soft_wrap=True)
+    out.lines(*files)
     if len(read) == 1 and (commands := list(missing_baselines(read[0]))):
         what = "To compare with the base and step 0, measure them and write the report again:"
-        err.print(what, *commands, sep="\n  ", soft_wrap=True)
+        err.lines(what, *(f"  {command}" for command in commands))
 
 
 @app.command()
@@ -45,4 +45,4 @@ def push(
         from pi_lora.report.upload import push
 
         url = push(model, repo, private, revision, message)
-    out.print(url, soft_wrap=True)
+    out.lines(url)

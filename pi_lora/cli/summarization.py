@@ -5,35 +5,22 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from pi_lora.cli.app import (
-    AllowChanged,
-    Dtype,
-    JsonFile,
-    ModelName,
-    Original,
-    Scaling,
-    Seed,
-    Target,
-    TrustRemoteCode,
-    app,
-    eval_app,
-    stretch_of,
-    working,
-)
-from pi_lora.cli.measuring import find_all, loaded, measured, report, say
-from pi_lora.types import Allowed
+from pi_lora.cli.app import LIBRARIES, app, eval_app, say, working
+from pi_lora.cli.measuring import Loading, Measuring
+from pi_lora.cli.options import ModelName, Seed, grouped
 
 Temperature = Annotated[float, typer.Option(min=0, help="Of sampling; 0 takes the likeliest token.")]
 TopP = Annotated[float, typer.Option(min=0.01, max=1, help="Sample among the likeliest tokens of this share.")]
 MaxNewTokens = Annotated[
     int | None, typer.Option(min=1, help="The longest summary; the run's data.completion_tokens, or 1000.")
 ]
-PREDICTIONS = Path("predictions.jsonl")
 
 
 @eval_app.command()
+@grouped
 def summarization(
     model: ModelName,
+    how: Measuring,
     data: Annotated[str | None, typer.Option(metavar="SOURCE", help="Files, a folder, a glob or a hub id.")] = None,
     subset: Annotated[str | None, typer.Option(help="Of a hub data set.")] = None,
     split: Annotated[str | None, typer.Option(help="Of a hub data set; validation by default.")] = None,
@@ -49,25 +36,19 @@ def summarization(
     max_new_tokens: MaxNewTokens = None,
     seed: Seed = 0,
     engine: Annotated[Literal["transformers", "vllm"], typer.Option(help="What generates.")] = "transformers",
-    predictions: Annotated[Path, typer.Option(metavar="FILE", help="Kept there as they come.")] = PREDICTIONS,
-    original: Original = None,
-    target: Target = None,
-    scaling: Scaling = None,
-    dtype: Dtype = None,
-    trust_remote_code: TrustRemoteCode = False,
-    allow_changed: AllowChanged = False,
-    json: JsonFile = None,
+    predictions: Annotated[Path, typer.Option(metavar="FILE", help="Kept there as they come.")] = Path(
+        "predictions.jsonl"
+    ),
 ) -> None:
     """Summaries of long documents, scored by ROUGE (paper, section 3.5): GovReport's, or as a run was tuned."""
-    stretch = stretch_of(original, target, scaling)
-    with working("loading libraries"):
+    with working(LIBRARIES):
         from pi_lora.evaluation.results import check_can_write
         from pi_lora.evaluation.summarization.measure import evaluate_summarization, evaluation_data
         from pi_lora.evaluation.summarization.rouge import summarization_table
         from pi_lora.evaluation.summarization.writing import Sampling, find_writer
 
         check_can_write(predictions)
-        [found] = find_all([model], stretch, Allowed(trust_remote_code, allow_changed))
+        found = how.find_stretched([model])
         source = {"name": data, "subset": subset, "split": split}
         columns = {"document": document, "summary": summary, "template": template, "completion": completion}
         limits = {"document_tokens": document_tokens, "completion_tokens": max_new_tokens}
@@ -75,37 +56,35 @@ def summarization(
         rows = evaluation_data(model, source, {**columns, **limits})
         sampling = Sampling(temperature, top_p, rows.completion_tokens, seed)
 
+    def load(found: Any) -> Any:
+        with working(f"loading {model}"):
+            return find_writer(found, engine, how.dtype)
+
     def measure(writer: Any, progress: Any) -> Any:
         return evaluate_summarization(writer, rows, sampling, predictions, limit, progress, say)
 
-    def scores() -> list[Any]:
-        with working(f"loading {model}"):
-            writer: Any = find_writer(found, engine, dtype)
-        return [measured("writing", writer, measure)]
-
-    report(scores, json, summarization_table)
+    how.report(found, "writing", measure, summarization_table, load=load)
 
 
 @app.command()
+@grouped
 def summarize(
     model: ModelName,
     file: Annotated[str, typer.Argument(metavar="FILE", help="A .txt, .md or .pdf file, or - for standard input.")],
+    how: Loading,
     temperature: Temperature = 0.5,
     top_p: TopP = 0.95,
     max_new_tokens: MaxNewTokens = None,
     seed: Seed = 0,
-    dtype: Dtype = None,
-    trust_remote_code: TrustRemoteCode = False,
-    allow_changed: AllowChanged = False,
 ) -> None:
     """Write a summary of FILE, as it comes."""
-    with working("loading libraries"):
+    with working(LIBRARIES):
         from pi_lora.data.documents import read_document
         from pi_lora.evaluation.summarization.measure import evaluation_data
         from pi_lora.evaluation.summarization.writing import Sampling, summarize
 
         text = read_document(file)
-        [found] = find_all([model], None, Allowed(trust_remote_code, allow_changed))
+        [found] = how.find(model)
         task = evaluation_data(model, {}, {"completion_tokens": max_new_tokens})
     sampling = Sampling(temperature, top_p, task.completion_tokens, seed)
-    summarize(loaded(found, dtype), file, text, task, sampling, say)
+    summarize(how.load(found), file, text, task, sampling, say)

@@ -6,13 +6,16 @@ from typing import Annotated
 
 import typer
 
-from pi_lora.cli.app import MOST_TOKENS, AllowChanged, JsonFile, TrustRemoteCode, app, out, progress_bar, working
+from pi_lora.cli.app import app, out, progress_bar, working
+from pi_lora.cli.options import MOST_TOKENS, JsonFile, Trust, grouped
 from pi_lora.errors import PiLoraError
-from pi_lora.types import Allowed, Json
+from pi_lora.types import Json
 
 
 @app.command()
+@grouped
 def theory(
+    trust: Trust,
     model: Annotated[
         str | None,
         typer.Option(metavar="MODEL", help="Take d, c, L and L' from a model: hub id, folder, run, builtin:tiny."),
@@ -29,8 +32,6 @@ def theory(
         int | None, typer.Option(min=1, max=MOST_TOKENS, help="L' in tokens; the model's, or twice L.")
     ] = None,
     output: Annotated[Path, typer.Option(metavar="DIR", help="Folder for the figures.")] = Path("theory"),
-    trust_remote_code: TrustRemoteCode = False,
-    allow_changed: AllowChanged = False,
     json: JsonFile = None,
 ) -> None:
     """Show why it works: the bounds and figures of the paper (section 2), for any setting and on a real model."""
@@ -48,9 +49,8 @@ def theory(
         if model:
             from pi_lora.models.load import find
 
-            setting = setting_of(
-                (found := find(model, allowed=Allowed(trust_remote_code, allow_changed))).config, original, target
-            )
+            found = find(model, allowed=trust.allowed)
+            setting = setting_of(found.config, original, target)
         else:
             window = original or Setting.original
             setting = Setting(head_dim or Setting.head_dim, theta or Setting.theta, window, target or 2 * window)
@@ -69,7 +69,7 @@ def theory(
         out.print(attention_table(attention))
         result["measured"] = {key: value for key, value in asdict(attention).items() if key != "example"}
         files += draw_attention(attention, setting, output)
-    out.print(*map(str, files), sep="\n", soft_wrap=True)
+    out.lines(*files)
     if json:
         from pi_lora.evaluation.results import write_json
 

@@ -1,42 +1,29 @@
 """`pi-lora train`."""
 
 import shlex
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from pi_lora.cli.app import (
-    AllowChanged,
-    Overrides,
-    RecipeFile,
-    TrustRemoteCode,
-    app,
-    err,
-    out,
-    printable,
-    progress_bar,
-    read_recipe,
-    working,
-)
+from pi_lora.cli.app import LIBRARIES, app, err, out, printable, progress_bar, read_recipe, working
+from pi_lora.cli.options import Overrides, RecipeFile, Trust, grouped
 from pi_lora.errors import PiLoraError
-from pi_lora.types import Allowed
 
 # Text that takes minutes to pack.
 MANY_TOKENS = 10**8
 
 
 @app.command()
+@grouped
 def train(
     recipe: RecipeFile,
+    trust: Trust,
     overrides: Overrides = None,
     output: Annotated[Path | None, typer.Option(metavar="DIR", help="The run; adapters/<recipe> by default.")] = None,
     resume: Annotated[bool, typer.Option(help="Continue an interrupted run.")] = False,
     dry_run: Annotated[bool, typer.Option(help="Check recipe, model, data and output, then stop.")] = False,
     force: Annotated[bool, typer.Option(help="Train even what the plan says does not fit.")] = False,
-    trust_remote_code: TrustRemoteCode = False,
-    allow_changed: AllowChanged = False,
     print_launch: Annotated[bool, typer.Option(help="Print the accelerate launch line instead of running it.")] = False,
     num_machines: Annotated[
         int | None, typer.Option(min=1, max=10**6, help="Instead of the recipe's hardware.machines.")
@@ -48,40 +35,45 @@ def train(
     ] = None,
 ) -> None:
     """Tune a model to its target window, as RECIPE says, in as many processes as it asks for."""
-    from pi_lora.distributed import check_launched, is_launched, launch, launch_arguments
+    from pi_lora.distributed import check_launched, is_launched, is_leader, launch, launch_arguments
 
     changes = (overrides or []) + ([f"hardware.machines={num_machines}"] if num_machines else [])
     resolved = read_recipe(recipe, changes).recipe
+    allowed, launched = trust.allowed, is_launched()
+    worker = ["train", str(recipe), *changes, *(["--output", str(output)] if output else []), *["--resume"] * resume]
+    worker += ["--trust-remote-code"] * allowed.remote_code + ["--allow-changed"] * allowed.changed
     where = (machine_rank, main_process_ip, main_process_port)
-    several = resolved.hardware.processes > 1 and not is_launched()
-    worker = ["train", str(recipe), *changes, *(["--output", str(output)] if output else [])]
-    worker += ["--resume"] * resume + ["--trust-remote-code"] * trust_remote_code + ["--allow-changed"] * allow_changed
     if print_launch:
         print(printable(shlex.join(["accelerate", "launch", *launch_arguments(resolved, worker, *where)])))
         return
-    if is_launched():
+    if launched:
         check_launched(resolved)
-    with working("loading libraries"):
-        from pi_lora.distributed import is_leader
+    with working(LIBRARIES):
         from pi_lora.preflight import check
         from pi_lora.run_folder import output_folder
 
-        place = output or output_folder(resolved, recipe)
-        job = check(resolved, place, resume, Allowed(trust_remote_code, allow_changed))
-    if not is_launched():
+        job = check(resolved, output or output_folder(resolved, recipe), resume, allowed)
+    if not launched:
         _show_plan(job, force)
     if dry_run:
         return
+
+    def say_what_is_missing(tokens: int) -> None:
+        """Say how to pack much text elsewhere, before it is packed here."""
+        if tokens >= MANY_TOKENS:
+            elsewhere = f"without a GPU, in several processes: {shlex.join(['pi-lora', 'prepare', str(recipe)])}"
+            err.lines(f"data: {tokens:,} tokens are not in the cache and are packed now; {elsewhere}")
+
     preparing = "preparing examples" if resolved.data.has_examples else "packing tokens"
     with progress_bar(preparing, quiet=not is_leader()) as progress:
-        data = job.prepare(progress, missing=partial(_say_what_is_missing, recipe))
-    for line in () if is_launched() else data.said:
-        out.print(f"data: {line}", soft_wrap=True)
-    if several:
+        data = job.prepare(progress, missing=say_what_is_missing)
+    for line in () if launched else data.said:
+        out.lines(f"data: {line}")
+    if resolved.hardware.processes > 1 and not launched:
         if status := launch(launch_arguments(resolved, worker, *where)):
             raise typer.Exit(status)
         return
-    with working("loading libraries"):
+    with working(LIBRARIES):
         from pi_lora.training.training import train
     with progress_bar("training", quiet=not is_leader()) as progress:
         folder = train(job, progress)
@@ -89,20 +81,8 @@ def train(
         measure = "summarization" if resolved.data.has_examples else "perplexity"
         if job.needs_its_config:
             unscaled = "PEFT puts it on its plain base without the scaling, and only warns"
-            out.print(f"{folder}: load it with pi_lora.load, or merge it; {unscaled}", soft_wrap=True)
-        command = shlex.join(["pi-lora", "eval", measure, str(folder)])
-        out.print(f"{folder}: done; measure it with: {command}", soft_wrap=True)
-
-
-def _say_what_is_missing(recipe: Path, tokens: int) -> None:
-    """Say how to pack much text elsewhere, before it is packed here."""
-    if tokens >= MANY_TOKENS:
-        prepare = shlex.join(["pi-lora", "prepare", str(recipe)])
-        err.print(
-            f"data: {tokens:,} tokens are not in the cache and are packed now; without a GPU, in several processes: "
-            f"{prepare}",
-            soft_wrap=True,
-        )
+            out.lines(f"{folder}: load it with pi_lora.load, or merge it; {unscaled}")
+        out.lines(f"{folder}: done; measure it with: {shlex.join(['pi-lora', 'eval', measure, str(folder)])}")
 
 
 def _show_plan(job: Any, force: bool) -> None:
@@ -112,9 +92,9 @@ def _show_plan(job: Any, force: bool) -> None:
 
     plan = plan_here(job)
     if plan is None:
-        out.print(f"{job.base.name}: no plan for a model of this kind; watch its memory", soft_wrap=True)
+        out.lines(f"{job.base.name}: no plan for a model of this kind; watch its memory")
         return
     *lines, last = plan_lines(plan)
     if not plan.fits and not force:
         raise PiLoraError(f"{last}; or train all the same with --force")
-    out.print(*lines, last, sep="\n", soft_wrap=True)
+    out.lines(*lines, last)

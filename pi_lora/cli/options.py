@@ -1,0 +1,107 @@
+"""Options that several commands have: their types, and groups of them, which a command takes as one parameter."""
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+
+from pi_lora.drawing import check_can_draw
+from pi_lora.errors import PiLoraError
+from pi_lora.recipe.places import find_recipe
+from pi_lora.scaling.config import Method
+from pi_lora.types import Allowed
+
+# No window is longer.
+MOST_TOKENS = 10**9
+
+
+def _drawable(file: Path | None) -> Path | None:
+    if file:
+        check_can_draw("--plot")
+    return file
+
+
+RecipeFile = Annotated[
+    Path, typer.Argument(metavar="RECIPE", callback=find_recipe, help="A file, or the name of a recipe of pi-lora.")
+]
+Overrides = Annotated[list[str] | None, typer.Argument(metavar="[key=value ...]", help="Keys to change.")]
+ModelName = Annotated[str, typer.Argument(metavar="MODEL", help="Hub id, folder, run, GGUF file or builtin:tiny.")]
+Models = Annotated[
+    list[str], typer.Argument(metavar="MODEL ...", help="Hub ids, folders, runs, GGUF files or builtin:tiny.")
+]
+JsonFile = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the result there as well.")]
+Plot = Annotated[Path | None, typer.Option(metavar="FILE", callback=_drawable, help="Draw the scores, a PNG.")]
+Original = Annotated[
+    int | None,
+    typer.Option(min=1, max=MOST_TOKENS, help="L, with --target: stretch a plain base first (the paper's step 0)."),
+]
+Target = Annotated[int | None, typer.Option(min=1, max=MOST_TOKENS, help="L', the window to stretch to.")]
+Scaling = Annotated[Method | None, typer.Option(help="How a plain base is to read --target tokens.")]
+TrustRemoteCode = Annotated[bool, typer.Option("--trust-remote-code", help="Run Python code that a model brings.")]
+AllowChanged = Annotated[bool, typer.Option("--allow-changed", help="Use a run though its base or data changed.")]
+Seed = Annotated[int, typer.Option(min=0, max=2**32 - 1)]
+Dtype = Annotated[Literal["float32", "bfloat16", "float16"] | None, typer.Option(help="Of the weights.")]
+GpuName = Annotated[
+    str | None, typer.Option(metavar="NAME", help="As 4090, A100-80 or H100; any by its memory, as 48GB; or cpu.")
+]
+Again = Annotated[bool, typer.Option("--again", help="Measure also what has been.")]
+
+
+@dataclasses.dataclass(frozen=True)
+class Trust:
+    """What only the person at the keyboard can allow."""
+
+    trust_remote_code: TrustRemoteCode = False
+    allow_changed: AllowChanged = False
+
+    @property
+    def allowed(self) -> Allowed:
+        """What is allowed."""
+        return Allowed(self.trust_remote_code, self.allow_changed)
+
+
+def grouped(command: Callable[..., None]) -> Callable[..., None]:
+    """Return a command that has, in place of each parameter that is a group (a dataclass), the options in it. They come
+    last in the help.
+    """
+    parameters = inspect.signature(command).parameters.values()
+    groups: dict[str, Any] = {x.name: x.annotation for x in parameters if dataclasses.is_dataclass(x.annotation)}
+
+    @functools.wraps(command)
+    def flat(**given: Any) -> None:
+        made = {
+            name: group(**{field.name: given.pop(field.name) for field in dataclasses.fields(group)})
+            for name, group in groups.items()
+        }
+        command(**given, **made)
+
+    own = [each for each in parameters if each.name not in groups]
+    of_groups = [each for group in groups.values() for each in inspect.signature(group).parameters.values()]
+    vars(flat)["__signature__"] = inspect.Signature([*own, *of_groups])  # which typer reads
+    return flat
+
+
+def stretch_of(original: int | None, target: int | None, scaling: Method | None) -> Any:
+    """What `--original`, `--target` and `--scaling` ask of a plain base; None if they ask nothing."""
+    from pi_lora.models.load import Stretch
+
+    if target is None and (original is not None or scaling is not None):
+        raise PiLoraError("--original, --scaling: go with --target, the window to stretch to; give it as well")
+    return Stretch(target, original, scaling or "pi") if target else None
+
+
+def lengths_in(option: str, text: str | None) -> list[int]:
+    """Return lengths in tokens, written as 2048,4096, the shortest first."""
+    if text is None:
+        return []
+    try:
+        lengths = sorted({int(part) for part in text.split(",")})
+    except ValueError:
+        lengths = [0]
+    if lengths[0] < 2 or lengths[-1] > MOST_TOKENS:
+        raise PiLoraError(f"{option}: {text}: not lengths in tokens; write them as 2048,4096")
+    return lengths
