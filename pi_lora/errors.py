@@ -37,3 +37,8 @@ class Diverged(PiLoraError):
 
 class Interrupted(PiLoraError):
     """An interruption after what was done so far was kept; the message says how to continue. Exit status 130."""
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message, or what kind of error it is."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")

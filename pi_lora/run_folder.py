@@ -21,6 +21,7 @@ from pydantic import BaseModel, ValidationError
 
 from pi_lora.distributed import is_leader
 from pi_lora.errors import ModelError, RecipeError, RunExistsError
+from pi_lora.files.making import write_whole
 from pi_lora.files.reading import read_json
 from pi_lora.models.machine import hardware, versions
 from pi_lora.models.origin import RUN_FILE, Origin
@@ -197,17 +198,6 @@ def remove(output: Path) -> None:
     staging = staging_path(output)
     os.replace(_place(output), staging)
     shutil.rmtree(staging, ignore_errors=True)
-
-
-def write_whole(file: Path, text: str) -> None:
-    """Write a file whole or not at all, also if the machine loses power."""
-    part = file.with_name(f".{file.name}.part")
-    part.unlink(missing_ok=True)  # a link that stands there is not followed
-    with part.open("x", encoding="utf-8") as out:
-        out.write(text)
-        out.flush()
-        os.fsync(out.fileno())
-    os.replace(part, file)
 
 
 def check_resumed_recipe(output: Path, recipe: Recipe) -> None:

@@ -17,7 +17,7 @@ import torch
 from pretraining import Mixture, optimizers_for, save, train_step, train_tokenizer
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, logging
 
-from pi_lora.data.sources import StandardLibrary
+from pi_lora.data.sources import standard_library
 
 VOCABULARY = 1024
 WINDOW = 256
@@ -75,7 +75,7 @@ def main() -> None:
     torch.manual_seed(args.seed)
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    texts = [document.text for document in StandardLibrary().documents()]
+    texts = [document.text for document in standard_library().documents()]
     if args.resume:
         tokenizer = AutoTokenizer.from_pretrained(args.resume)
         model = LlamaForCausalLM.from_pretrained(args.resume, dtype=torch.float32)
@@ -83,7 +83,7 @@ def main() -> None:
         tokenizer = train_tokenizer(texts, VOCABULARY, WINDOW, args.seed)
         model = new_model()
     mixture = Mixture(tokenizer, texts, SHARES, args.seed + args.resume_step)
-    texts_held_out = [document.text for document in StandardLibrary(held_out=True).documents()]
+    texts_held_out = [document.text for document in standard_library(held_out=True).documents()]
     held_out = [i for text in texts_held_out for i in tokenizer(text, verbose=False)["input_ids"]]
     held_out_rows = torch.tensor(held_out[: 64 * WINDOW]).view(64, WINDOW)
     print(f"{sum(map(len, mixture.documents)):,} tokens to train on, {len(held_out):,} held out", flush=True)

@@ -7,16 +7,15 @@ import hashlib
 import itertools
 import json
 import os
-import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 from datasets import Dataset, Features, List, Value
-from filelock import FileLock, Timeout
 
 from pi_lora.errors import DataError
+from pi_lora.files.making import make_once
 from pi_lora.recipe.places import cache_folder
 from pi_lora.types import Json, Progress, silent
 
@@ -45,25 +44,22 @@ def cached(
     """
     key = hashlib.sha256(json.dumps(made_from, sort_keys=True).encode()).hexdigest()
     folder = cache_folder() / "sequences" / key
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(folder.with_suffix(".lock"))
-        try:
-            held = lock.acquire(timeout=0)
-        except Timeout:
-            progress(0, 0, "waiting for another process that makes the same")
-            held = lock.acquire()
-        with held:
-            if (found := read_rows(folder, columns)) is None:
-                _write_whole(folder, made_from, columns, make(), notes)
-                found = read_rows(folder, columns)
-            assert found is not None, f"{folder}: cannot be read back"
-            return found
-    except OSError as error:
-        raise DataError(
-            f"{folder}: the cache cannot be written ({error.strerror or error}); "
-            "make room, or name another folder in the environment variable PI_LORA_CACHE"
-        ) from error
+
+    def fill(part: Path) -> None:
+        number = write_rows(part / ROWS, columns, make())
+        for name, content in {MADE_FROM: made_from, NOTES: [number, notes()]}.items():
+            (part / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+    make_once(
+        folder,
+        lambda: read_rows(folder, columns) is not None,
+        fill,
+        lambda why: DataError(f"{folder}: the cache cannot be written {why}"),
+        lambda: progress(0, 0, "waiting for another process that makes the same"),
+    )
+    found = read_rows(folder, columns)
+    assert found is not None, f"{folder}: cannot be read back"
+    return found
 
 
 def read_rows(folder: Path, columns: Features) -> tuple[Dataset, Any] | None:
@@ -88,19 +84,3 @@ def write_rows(file: Path, columns: Features, rows: Iterator[Row]) -> int:
         out.flush()
         os.fsync(out.fileno())
     return number
-
-
-def _write_whole(
-    folder: Path, made_from: Json, columns: Features, rows: Iterator[Row], notes: Callable[[], Any]
-) -> None:
-    part = folder.with_suffix(".partial")
-    shutil.rmtree(part, ignore_errors=True)
-    part.mkdir()
-    try:
-        number = write_rows(part / ROWS, columns, rows)
-        for name, content in {MADE_FROM: made_from, NOTES: [number, notes()]}.items():
-            (part / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-        shutil.rmtree(folder, ignore_errors=True)
-        part.rename(folder)
-    finally:
-        shutil.rmtree(part, ignore_errors=True)

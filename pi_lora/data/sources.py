@@ -1,15 +1,14 @@
 """Sources of rows with named columns: local files, the hub, and Python's standard library; documents are one column."""
 
+import functools
 import hashlib
 import os
 import platform
 import random
 import sysconfig
 import zipfile
-from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from huggingface_hub.constants import HF_HUB_CACHE
 
 from pi_lora.data import documents
 from pi_lora.data.documents import DOCUMENT_SUFFIXES, TABLE_SUFFIXES, Document, NamedJson
-from pi_lora.errors import DataError
+from pi_lora.errors import DataError, first_line
 from pi_lora.recipe.schema import Source
 from pi_lora.types import Json
 
@@ -39,23 +38,24 @@ SCROLLS = "tau/scrolls"
 NamedRow = tuple[str, dict[str, str]]
 
 
-class Table(ABC):
-    """A source that was found; its rows are read as they are asked for and never held as a whole."""
+@dataclass(frozen=True)
+class Table:
+    """A source that was found; its rows are read as they are asked for and never held as a whole.
+
+    `read` yields the texts in some columns of every row, in a fixed order or in the one that a seed gives. `identity`
+    is what decides the rows, as JSON: a cache made from them is stale when it changes. `size` is the bytes of its files
+    on this machine, None of what is on the hub.
+    """
 
     name: str
     column: str
+    read: Callable[[Sequence[str], int | None], Iterator[NamedRow]]
+    identity: Callable[[], Json]
+    size: Callable[[], int | None] = lambda: None
 
-    @abstractmethod
     def rows(self, columns: Sequence[str], seed: int | None = None) -> Iterator[NamedRow]:
-        """Yield the texts in `columns` of every row, in a fixed order or in the one that `seed` gives."""
-
-    @abstractmethod
-    def identity(self) -> Json:
-        """Return what decides the rows, as JSON: a cache made from them is stale when this changes."""
-
-    def size(self) -> int | None:
-        """Return the bytes of its files on this machine; None of what is on the hub."""
-        return None
+        """Yield the texts in `columns` of every row."""
+        return self.read(columns, seed)
 
     def documents(self, seed: int | None = None) -> Iterator[Document]:
         """Yield the texts of `column` that are not blank, ordered as `rows`; raise DataError if there is none."""
@@ -80,10 +80,8 @@ def texts(rows: Iterable[NamedJson], columns: Sequence[str]) -> Iterator[NamedRo
 
 
 def shuffled(rows: Iterable[NamedRow], seed: int | None, room: int = SHUFFLE_CHARACTERS) -> Iterator[NamedRow]:
-    """Shuffle a stream: hold about `room` characters, and yield a random one of the rows held for each that comes.
-
-    Bounded by characters rather than rows, since a thousand books are a gigabyte and a thousand posts are not. Without
-    a seed the order stays.
+    """Shuffle a stream if there is a seed: hold about `room` characters, and yield a random one of the rows held for
+    each that comes. A thousand books are a gigabyte and a thousand posts are not, so it is not rows that are counted.
     """
     if seed is None:
         yield from rows
@@ -103,30 +101,20 @@ def shuffled(rows: Iterable[NamedRow], seed: int | None, room: int = SHUFFLE_CHA
     yield from held
 
 
-@dataclass(frozen=True)
-class LocalFiles(Table):
-    """Files, read one at a time. The seeded order shuffles the files, and the rows of each through a buffer."""
+def local_files(name: str, files: tuple[Path, ...], column: str, suffixes: tuple[str, ...]) -> Table:
+    """Return files as a table, read one at a time. The seeded order shuffles the files, and the rows of each."""
 
-    name: str
-    files: tuple[Path, ...]
-    column: str = "text"
-    suffixes: tuple[str, ...] = DOCUMENT_SUFFIXES
-
-    def rows(self, columns: Sequence[str], seed: int | None = None) -> Iterator[NamedRow]:
-        """Yield file after file, row after row."""
-        files = list(self.files)
+    def read(columns: Sequence[str], seed: int | None) -> Iterator[NamedRow]:
+        order = list(files)
         if seed is not None:
-            random.Random(seed).shuffle(files)
-        for file in files:
-            yield from shuffled(texts(documents.rows_in(file, columns, self.suffixes), columns), seed)
+            random.Random(seed).shuffle(order)
+        for file in order:
+            yield from shuffled(texts(documents.rows_in(file, columns, suffixes), columns), seed)
 
-    def size(self) -> int:
-        """Return the bytes of its files; of compressed ones they count as text."""
-        return sum(file.stat().st_size for file in self.files)
+    def identity() -> Json:
+        return {"files": len(files), "sha256": documents.fingerprint(files)}
 
-    def identity(self) -> Json:
-        """Return the number of files, and a digest of their sizes and modification times."""
-        return {"files": len(self.files), "sha256": documents.fingerprint(self.files)}
+    return Table(name, column, read, identity, lambda: sum(file.stat().st_size for file in files))
 
 
 def is_held_out(relative_path: str) -> bool:
@@ -135,37 +123,29 @@ def is_held_out(relative_path: str) -> bool:
     return int.from_bytes(digest[:8], "big") / 2**64 < HELD_OUT_SHARE
 
 
-@dataclass(frozen=True)
-class StandardLibrary(Table):
-    """Python's own sources, those held out or the others: a few megabytes, all of which are shuffled."""
+def standard_library(held_out: bool = False) -> Table:
+    """Return Python's own sources, those held out or the others: a few megabytes, all of which are shuffled. The text
+    of each file that is not blank stands under every column.
+    """
 
-    held_out: bool = False
-    name: str = STDLIB
-    column: str = "text"
-
-    def rows(self, columns: Sequence[str], seed: int | None = None) -> Iterator[NamedRow]:
-        """Yield file after file that is not blank, its text under every column."""
-        read = ((name, file.read_text(encoding="utf-8", errors="replace")) for name, file in self._files().items())
-        found = ((name, dict.fromkeys(columns, text)) for name, text in read if text.strip())
-        return shuffled(found, seed)
-
-    def size(self) -> int:
-        """Return the bytes of its files."""
-        return sum(file.stat().st_size for file in self._files().values())
-
-    def identity(self) -> Json:
-        """Return the Python that it belongs to, and a digest of its files."""
-        return {"python": platform.python_version(), "sha256": documents.fingerprint(self._files().values())}
-
-    def _files(self) -> dict[str, Path]:
+    def files() -> dict[str, Path]:
         root = Path(sysconfig.get_path("stdlib"))
         found: list[Path] = []
-        for folder, folders, files in os.walk(root):
+        for folder, folders, names in os.walk(root):
             # Not entered at all: what is installed beside the library is often a hundred times as much.
             folders[:] = (name for name in folders if name not in SKIPPED_FOLDERS)
-            found += (Path(folder, name) for name in files if name.endswith(".py"))
+            found += (Path(folder, name) for name in names if name.endswith(".py"))
         named = {path.relative_to(root).as_posix(): path for path in sorted(found)}
-        return {name: path for name, path in named.items() if is_held_out(name) == self.held_out}
+        return {name: path for name, path in named.items() if is_held_out(name) == held_out}
+
+    def read(columns: Sequence[str], seed: int | None) -> Iterator[NamedRow]:
+        found = ((name, file.read_text(encoding="utf-8", errors="replace")) for name, file in files().items())
+        return shuffled(((name, dict.fromkeys(columns, text)) for name, text in found if text.strip()), seed)
+
+    def identity() -> Json:
+        return {"python": platform.python_version(), "sha256": documents.fingerprint(files().values())}
+
+    return Table(STDLIB, "text", read, identity, lambda: sum(file.stat().st_size for file in files().values()))
 
 
 def commit_of(name: str, revision: str) -> str:
@@ -180,85 +160,68 @@ def commit_of(name: str, revision: str) -> str:
         return known.read_text(encoding="utf-8").strip() if known.is_file() else revision
 
 
-class HubDataset(Table):
-    """A split of a hub data set; nothing is fetched before it is read.
+def hub_dataset(source: Source) -> Table:
+    """Return a split of a hub data set; nothing is fetched before it is read. Rows are named by their number where the
+    order is fixed.
 
     The seeded order permutes all rows on disk; of a stream the files, several of which are read in turns into a buffer.
     """
+    name, streaming = source.name, source.streaming
+    commit = functools.cache(lambda: commit_of(name, source.revision))
 
-    def __init__(self, source: Source) -> None:
-        self.source, self.name, self.column = source, source.name, source.column
-
-    @cached_property
-    def commit(self) -> str:
-        """The commit that the revision stands for."""
-        return commit_of(self.name, self.source.revision)
-
-    def identity(self) -> Json:
-        """Return the commit."""
-        return {"commit": self.commit}
-
-    def rows(self, columns: Sequence[str], seed: int | None = None) -> Iterator[NamedRow]:
-        """Yield row after row, each named by its number where the order is fixed."""
-        return shuffled(texts(self._read(columns, seed), columns), seed if self.source.streaming else None)
-
-    @cached_property
-    def _dataset(self) -> Any:
+    @functools.cache
+    def loaded() -> Any:
         # `datasets` takes a second to import, and local text does without.
         from datasets import load_dataset
 
-        its = self.source
-        return load_dataset(its.name, its.subset, split=its.split, revision=self.commit, streaming=its.streaming)
+        return load_dataset(name, source.subset, split=source.split, revision=commit(), streaming=streaming)
 
-    def _read(self, columns: Sequence[str], seed: int | None) -> Iterator[NamedJson]:
+    def uploaded(columns: Sequence[str], seed: int | None) -> Iterator[NamedJson]:
         try:
-            dataset = self._dataset
+            dataset = loaded()
             # What is not needed is not decoded. A streamed data set may not know its columns before its first row.
             if set(columns) <= set(dataset.column_names or ()):
                 dataset = dataset.select_columns(list(columns))
             if seed is not None:
-                dataset = dataset.shuffle(seed, **({"buffer_size": STREAMED_ROWS} if self.source.streaming else {}))
+                dataset = dataset.shuffle(seed, **({"buffer_size": STREAMED_ROWS} if streaming else {}))
             for number, row in enumerate(dataset, 1):
-                yield (f"{self.name}:{number}" if seed is None else self.name), row
+                yield (f"{name}:{number}" if seed is None else name), row
         except Exception as error:
             # `datasets` raises a dozen kinds for a user's mistakes: not found, gated, offline, no such split.
-            raise _not_on_the_hub(self.name, error) from error
+            raise _not_on_the_hub(name, error) from error
+
+    def read(columns: Sequence[str], seed: int | None) -> Iterator[NamedRow]:
+        return shuffled(texts(uploaded(columns, seed), columns), seed if streaming else None)
+
+    return Table(name, source.column, read, lambda: {"commit": commit()})
 
 
-@dataclass(frozen=True)
-class HubFile(Table):
-    """One file of a data set on the hub as it was uploaded, or a `member` of a zip archive, so that no script runs."""
+def hub_file(
+    name: str, file: str, revision: str, column: str = "text", member: str = "", pinned: bool = False
+) -> Table:
+    """Return one file of a data set on the hub as it was uploaded, or a `member` of a zip archive, so that no script
+    runs. Rows are named by where they are on the hub; `pinned`: the revision is a commit.
+    """
 
-    name: str
-    file: str
-    revision: str
-    column: str = "text"
-    member: str = ""
-
-    def rows(self, columns: Sequence[str], seed: int | None = None) -> Iterator[NamedRow]:
-        """Yield row after row, named by where they are on the hub; raise DataError if it cannot be downloaded."""
+    def read(columns: Sequence[str], seed: int | None) -> Iterator[NamedRow]:
         try:
-            path = Path(hf_hub_download(self.name, self.file, repo_type="dataset", revision=self.revision))
+            path = Path(hf_hub_download(name, file, repo_type="dataset", revision=revision))
         except OSError as error:
-            raise _not_on_the_hub(f"{self.name}/{self.file}", error) from None
-        file = zipfile.Path(path, self.member) if self.member else path
-        if not file.is_file():
-            raise DataError(f"{self.name}: has no split {self.member}; there are train, validation and test")
-        there = f"{self.name}/{self.member.removesuffix('.jsonl') or self.file}"
-        rows = documents.rows_in(file, columns, DOCUMENT_SUFFIXES)
-        named = ((where.replace(str(file), there, 1), row) for where, row in rows)
+            raise _not_on_the_hub(f"{name}/{file}", error) from None
+        opened = zipfile.Path(path, member) if member else path
+        if not opened.is_file():
+            raise DataError(f"{name}: has no split {member}; there are train, validation and test")
+        there = f"{name}/{member.removesuffix('.jsonl') or file}"
+        rows = documents.rows_in(opened, columns, DOCUMENT_SUFFIXES)
+        named = ((where.replace(str(opened), there, 1), row) for where, row in rows)
         return shuffled(texts(named, columns), seed)
 
-    def identity(self) -> Json:
-        """Return the commit; that of a preset is written there."""
-        pinned = self in PRESETS.values()
-        return {"commit": self.revision if pinned else commit_of(self.name, self.revision)}
+    return Table(name, column, read, lambda: {"commit": revision if pinned else commit_of(name, revision)})
 
 
 def _not_on_the_hub(name: str, error: Exception) -> DataError:
-    reason = (str(error).strip() or type(error).__name__).splitlines()[0]
     return DataError(
-        f"{name}: is neither a file or folder nor a hub data set that can be read ({reason}); "
+        f"{name}: is neither a file or folder nor a hub data set that can be read ({first_line(error)}); "
         "check its name, subset, split and revision, the network, or log in with `hf auth login`"
     )
 
@@ -272,19 +235,19 @@ def find_table(source: Source, suffixes: tuple[str, ...] = TABLE_SUFFIXES) -> Ta
         if source.subset is None:
             raise DataError(f"{SCROLLS}: has several subsets; set subset, as gov_report")
         member = f"{source.subset}/{source.split}.jsonl"
-        return HubFile(SCROLLS, f"{source.subset}.zip", source.revision, source.column, member)
+        return hub_file(SCROLLS, f"{source.subset}.zip", source.revision, source.column, member)
     if not documents.looks_local(name):
-        return HubDataset(source)
+        return hub_dataset(source)
     files = documents.files_named(name, suffixes)
     if suffixes == TABLE_SUFFIXES and not files[0].name.lower().endswith(suffixes):
         raise DataError(f"{name}: holds no rows with columns; name {', '.join(suffixes)} files")
-    return LocalFiles(name, files, source.column, suffixes)
+    return local_files(name, files, source.column, suffixes)
 
 
 def find_corpus(source: Source, held_out: bool = False) -> Table:
     """Find the documents that `source` names, as `find_table` does; of `builtin:recall` the text between its facts."""
     if source.name in (STDLIB, RECALL):
-        return StandardLibrary(held_out)
+        return standard_library(held_out)
     return find_table(source, DOCUMENT_SUFFIXES)
 
 
@@ -309,13 +272,17 @@ class Choice:
 
 PRESETS = {
     # All 100 books of the test split; `deepmind/pg19` itself needs a script.
-    "pg19": HubFile(
+    "pg19": hub_file(
         "emozilla/pg19-test",
         "data/test-00000-of-00001-29a571947c0b5ccc.parquet",
         "c5e39bf32e33f9111323aa68d7d9000d22722035",
+        pinned=True,
     ),
-    "proof-pile": HubFile(
-        "hoskinson-center/proof-pile", "test/proofpile_test.jsonl.gz", "490b980249446f2f3bd2df3a8cf085d0f2de240a"
+    "proof-pile": hub_file(
+        "hoskinson-center/proof-pile",
+        "test/proofpile_test.jsonl.gz",
+        "490b980249446f2f3bd2df3a8cf085d0f2de240a",
+        pinned=True,
     ),
 }
 # The paper's choice of documents: 128 of 32768 tokens and more; which the paper drew is not known. Of the standard

@@ -3,7 +3,6 @@
 import gc
 import math
 from collections.abc import Sequence, Set
-from copy import deepcopy
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from torch import nn
 from torch.nn.utils.parametrize import register_parametrization
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from pi_lora.data.sources import StandardLibrary
+from pi_lora.data.sources import standard_library
 from pi_lora.merging.deltas import after_nf4
 from pi_lora.merging.facts import Agreement, Check
 from pi_lora.merging.layout import Plan, computed_sources
@@ -25,6 +24,7 @@ from pi_lora.models.base import BaseModel, Placement, find_base, load_model, qui
 from pi_lora.models.device import device, dtype_named
 from pi_lora.models.load import FoundModel
 from pi_lora.scaling.config import Config
+from pi_lora.scaling.verify import config_of
 from pi_lora.types import Progress
 
 # The number of logits that are compared, at the end of each sequence, where most context precedes them.
@@ -126,7 +126,7 @@ def _logits(model: Any, ids: torch.Tensor) -> torch.Tensor:
 
 def _real_text(tokenizer: Any, lengths: Sequence[int]) -> list[torch.Tensor]:
     """Return token ids of Python's own sources, different ones for each length."""
-    texts = (document.text for document in StandardLibrary(held_out=True).documents())
+    texts = (document.text for document in standard_library(held_out=True).documents())
     ids = (token for text in texts for token in tokenizer(text, verbose=False)["input_ids"])
     return [torch.tensor(list(islice(ids, length))) for length in lengths]
 
@@ -190,7 +190,7 @@ class _Read(nn.Module):
 def _by_layer(base: BaseModel, config: Config, rounded: Set[str] = frozenset(), adapter: Path | None = None) -> Any:
     """Build the model of `config` with `adapter` on it; it reads the weights of `base`, `rounded` ones through NF4."""
     with init_empty_weights():  # buffers have values
-        own = base.kind.from_dict(deepcopy(dict(config)))
+        own = config_of(base.kind, config)
         model: PreTrainedModel = AutoModelForCausalLM.from_config(own, dtype=torch.float32)
     _, sources, _ = computed_sources(model, chain.from_iterable(base_shards(base)))
     weights = []

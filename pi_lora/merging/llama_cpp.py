@@ -16,7 +16,7 @@ import torch
 from pydantic import BaseModel
 from torch.nn.functional import cross_entropy
 
-from pi_lora.data.sources import StandardLibrary
+from pi_lora.data.sources import standard_library
 from pi_lora.errors import ModelError, RunExistsError
 from pi_lora.merging.merging import merge
 from pi_lora.models.load import FoundModel, find, is_adapter
@@ -206,7 +206,7 @@ def _value(reader: Any, key: str) -> Any:
 def _compared(file: Path, found: FoundModel, tolerance: float) -> Perplexities:
     """Compare perplexities of a text that is longer than L, if a processor reads so much in a moment."""
     loaded = found.load("float32")
-    text = next(each.text for each in StandardLibrary(held_out=True).documents() if len(each.text) > 10 * TOKENS)
+    text = next(each.text for each in standard_library(held_out=True).documents() if len(each.text) > 10 * TOKENS)
     whole = loaded.tokenizer(text)["input_ids"]
     ids = whole[: min(TOKENS, found.window)]
     rows = torch.tensor([ids], device=loaded.model.device)

@@ -8,12 +8,13 @@ from typing import Literal
 
 from transformers.utils import GENERATION_CONFIG_NAME
 
-from pi_lora.errors import Interrupted, ModelError
+from pi_lora.errors import Interrupted, ModelError, first_line
+from pi_lora.files.making import write_whole
 from pi_lora.merging.deltas import read_settings
 from pi_lora.merging.facts import MERGE_FILE, Check, Merge
 from pi_lora.merging.layout import Plan, plan_merge
 from pi_lora.merging.shards import base_shards, filled_shards, write_shards
-from pi_lora.models.base import extended_config, first_line, quiet_loading, save_config, save_tokenizer
+from pi_lora.models.base import extended_config, quiet_loading, save_config, save_tokenizer
 from pi_lora.models.device import dtype_named
 from pi_lora.models.load import FoundModel, Stretch, adapter_base, base_of_adapter, is_adapter, tuned_quantized
 from pi_lora.models.machine import versions
@@ -21,7 +22,7 @@ from pi_lora.models.origin import check_origin
 from pi_lora.models.stored import CONFIG_FILE
 from pi_lora.recipe.files import RECIPE_FILE
 from pi_lora.report.card import CARD, merged_card
-from pi_lora.run_folder import check_room, remove, staged, write_whole
+from pi_lora.run_folder import check_room, remove, staged
 from pi_lora.scaling.verify import build_on_meta
 from pi_lora.types import NOTHING, Allowed, Progress, silent
 

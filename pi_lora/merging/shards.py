@@ -21,8 +21,8 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME as INDEX
 from transformers.utils import SAFE_WEIGHTS_NAME as SINGLE
 from transformers.utils import WEIGHTS_INDEX_NAME, WEIGHTS_NAME
 
-from pi_lora.errors import ModelError
-from pi_lora.models.base import BaseModel, first_line
+from pi_lora.errors import ModelError, first_line
+from pi_lora.models.base import BaseModel
 from pi_lora.models.stored import LENGTH_BYTES, METADATA, read_index, read_tensors
 from pi_lora.types import Progress
 

@@ -5,9 +5,7 @@ import hashlib
 import io
 import json
 import os
-import shutil
 from collections.abc import Iterable, Iterator, Mapping
-from copy import deepcopy
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -16,22 +14,20 @@ from typing import Any, Literal
 import torch
 import transformers
 from accelerate import init_empty_weights
-from filelock import FileLock
-from tokenizers.models import Unigram
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
 from transformers import logging as transformers_logging
 from transformers.utils import cached_file
 
-from pi_lora.errors import ModelError
+from pi_lora.errors import ModelError, first_line
+from pi_lora.files.making import make_once
 from pi_lora.models.device import device
 from pi_lora.models.gguf import dequantize, is_gguf, read_gguf, tokenizer_of
 from pi_lora.models.stored import CONFIG_FILE, check_config, read_config
 from pi_lora.models.tokenizer_files import (
     SETTINGS_FILE,
-    SPECIAL_FILE,
-    TOKENIZER_FILE,
-    check_file,
+    check_files,
     read_settings,
+    read_special_tokens_as_text,
     try_out,
 )
 from pi_lora.recipe.places import cache_folder
@@ -45,7 +41,7 @@ from pi_lora.scaling.config import (
     in_both_dialects,
     window_of,
 )
-from pi_lora.scaling.verify import build_on_meta, check_scaling
+from pi_lora.scaling.verify import build_on_meta, check_scaling, config_of
 from pi_lora.types import NOTHING, Allowed
 
 Placement = Literal["device", "quantized", "host", "empty"]
@@ -53,8 +49,6 @@ Placement = Literal["device", "quantized", "host", "empty"]
 BUILTIN = "builtin:"
 BUILTIN_FOLDER = Path(__file__).parents[1] / "builtin"
 REMOTE_CODE = "runs Python code of its own; read that code, and if you trust it give --trust-remote-code"
-# A logarithm of a probability that is lower than that of any text of a special token's length.
-NEVER = -1e4
 # Weights are read in this dtype to be quantized: read in another one, the same weight may have another NF4 value.
 QUANTIZED_FROM = torch.bfloat16
 # How many names a message shows of many.
@@ -126,7 +120,8 @@ def find_base(name: str, revision: str = "main", allowed: Allowed = NOTHING) -> 
     own: Config = _own_entries(config)
     check_config(own, name)
     if full_attention_rope(own).get("rope_type") == "linear" and not is_gguf(place):
-        own = declaring_original(own, _longest_input(place, revision))
+        settings = _file(place, SETTINGS_FILE, revision)
+        own = declaring_original(own, read_settings(settings).model_max_length if settings else None)
     return BaseModel(name, place, revision, trust, type(config), own)
 
 
@@ -159,7 +154,7 @@ def load_model(
         try:
             model, report = AutoModelForCausalLM.from_pretrained(
                 path,
-                config=base.kind.from_dict(deepcopy(dict(config))),
+                config=config_of(base.kind, config),
                 revision=base.revision,
                 trust_remote_code=base.trust_remote_code,
                 dtype=QUANTIZED_FROM if place == "quantized" else dtype,
@@ -221,24 +216,14 @@ def _in_cache(file: Path) -> Path:
 
 def _dequantized(base: BaseModel) -> Path:
     """Return the folder of a GGUF model in the cache, made whole if it is not there."""
-    file = Path(base.place)
+    file, config = Path(base.place), config_of(base.kind, base.config)
     folder = _in_cache(file)
-    making = folder.with_suffix(".partial")
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(folder.with_suffix(".lock")):
-            if not folder.is_dir():
-                shutil.rmtree(making, ignore_errors=True)
-                making.mkdir()
-                try:
-                    save_dequantized(file, base.kind.from_dict(deepcopy(dict(base.config))), making)
-                    making.rename(folder)
-                finally:
-                    shutil.rmtree(making, ignore_errors=True)
-    except OSError as error:
-        why = f"cannot be dequantized into {folder} ({error.strerror or error})"
-        advice = "make room, or name another folder in the environment variable PI_LORA_CACHE"
-        raise ModelError(f"{base.name}: {why}; {advice}") from None
+    make_once(
+        folder,
+        folder.is_dir,
+        lambda making: save_dequantized(file, config, making),
+        lambda why: ModelError(f"{base.name}: cannot be dequantized into {folder} {why}"),
+    )
     return folder
 
 
@@ -252,16 +237,14 @@ def load_tokenizer(
     """Load the tokenizer of a model or run, with `window` tokens as its longest input; raise ModelError if its files
     are damaged, or it gives tokens that a model of so large a `vocabulary` does not have.
     """
-    for name in (TOKENIZER_FILE, SETTINGS_FILE, SPECIAL_FILE):
-        if file := _file(str(path), name, revision):
-            check_file(file)
+    check_files(lambda name: _file(str(path), name, revision))
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, revision=revision, trust_remote_code=trust_remote_code)
     except Exception as error:  # tokenizers raises `Exception` itself
         reason = REMOTE_CODE if _wants_code(error) else f"has no tokenizer that can be read ({first_line(error)})"
         raise ModelError(f"{path}: {reason}") from None
     tokenizer.model_max_length = window
-    _read_special_tokens_as_text(tokenizer)
+    read_special_tokens_as_text(tokenizer)
     try_out(tokenizer, str(path), vocabulary)
     return tokenizer
 
@@ -304,19 +287,6 @@ def quiet_loading() -> Iterator[None]:
         transformers_logging.set_verbosity(verbosity)
 
 
-def _read_special_tokens_as_text(tokenizer: Any) -> None:
-    """Let `</s>` in a text be four characters and not the end of it, unless a call of the tokenizer asks otherwise.
-
-    The special tokens of a Unigram model are among its pieces, with the score of the likeliest (tokenizers 0.22): they
-    get one that no text is read by.
-    """
-    tokenizer.split_special_tokens = True
-    if tokenizer.is_fast and isinstance(tokenizer.backend_tokenizer.model, Unigram):
-        model, special = json.loads(tokenizer.backend_tokenizer.to_str())["model"], set(tokenizer.all_special_tokens)
-        pieces = [(piece, NEVER if piece in special else score) for piece, score in model["vocab"]]
-        tokenizer.backend_tokenizer.model = Unigram(pieces, model["unk_id"], model["byte_fallback"])
-
-
 def _check_complete(name: str, report: Mapping[str, Any]) -> None:
     """Raise ModelError if the weights are not exactly those that the config describes: transformers would give what is
     missing or has another shape random values, and leave out what it does not expect.
@@ -343,7 +313,7 @@ def _empty_model(base: BaseModel, config: Config, dtype: torch.dtype, attention:
     """
     with quiet_loading(), init_empty_weights():
         model: PreTrainedModel = AutoModelForCausalLM.from_config(
-            base.kind.from_dict(deepcopy(dict(config))),
+            config_of(base.kind, config),
             trust_remote_code=base.trust_remote_code,
             dtype=dtype,
             attn_implementation=attention,
@@ -385,13 +355,6 @@ def _file(path: str, name: str, revision: str) -> Path | None:
     return Path(found) if found else None
 
 
-def _longest_input(path: str, revision: str) -> int | None:
-    """Return the longest input that the tokenizer of a model declares, in tokens, if it does."""
-    file = _file(path, SETTINGS_FILE, revision)
-    longest = read_settings(file).model_max_length if file else None
-    return longest if isinstance(longest, int) else None
-
-
 def _locate(name: str) -> str:
     if name.startswith(BUILTIN):
         there = {BUILTIN + each.name: each for each in sorted(BUILTIN_FOLDER.iterdir()) if each.is_dir()}
@@ -407,8 +370,3 @@ def _locate(name: str) -> str:
     if looks_local and not folder.is_dir():
         raise ModelError(f"{name}: no such folder; give a model folder, a hub id or {BUILTIN}tiny")
     return str(folder) if looks_local else name
-
-
-def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")

@@ -5,17 +5,19 @@ catches and which prints a trace of its own.
 """
 
 import contextlib
+import json
 import math
 import os
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from tokenizers.models import Unigram
 
-from pi_lora.errors import ModelError
+from pi_lora.errors import ModelError, first_line
 from pi_lora.files.reading import read_json
 
 TOKENIZER_FILE, SETTINGS_FILE, SPECIAL_FILE = "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"
@@ -29,6 +31,8 @@ TRIAL = (
     "The 3rd text, 1999: naïve “café”\n\n\t  if x_1 != 0:   # 中文 здесь 🦋 aaaaaaaaaaaaaaaa ---------- 00000000\n" * 8
 )
 TRIAL_LENGTHS, MOST_SECONDS = (60, 200, 800), 2.0
+# A logarithm of a probability that is lower than that of any text of a special token's length.
+NEVER = -1e4
 REMEDY = "correct it, or download it again"
 
 _TOKEN = re.compile(
@@ -43,27 +47,23 @@ def check_expression(expression: str) -> str:
     >>> check_expression(r"(?i:'s|'t)|[^\r\n\p{L}]?\p{L}+|(?=(\d{3})+(?!\d))|\s+(?!\S)")
     "(?i:'s|'t)|[^\\r\\n\\p{L}]?\\p{L}+|(?=(\\d{3})+(?!\\d))|\\s+(?!\\S)"
     """
-    choices, depth_of_set = [False], 0
-    closed = False  # whether a group with a choice ends just here
     if len(expression) > MOST_CHARACTERS:
         raise ValueError(f"has more than {MOST_CHARACTERS:,} characters")
+    choices, depth_of_set = [False], 0
+    ends_choice = False  # whether a group with a choice ends just here
     for part in _TOKEN.findall(expression):
+        after_choice, ends_choice = ends_choice, False
         if depth_of_set or part[0] == "[":
             depth_of_set += (part[0] == "[") - (part == "]")
-            closed = False
         elif part[0] == "(":
             choices.append(False)
-            closed = False
         elif part == ")":
-            closed = choices.pop() if len(choices) > 1 else False
-            choices[-1] |= closed
+            ends_choice = choices.pop() if len(choices) > 1 else False
+            choices[-1] |= ends_choice
         elif part in "*+?|" or (len(part) > 1 and part[0] == "{"):
-            if closed and part not in "?|":
+            if after_choice and part not in "?|":
                 raise ValueError(f"{expression[:60]!r} is a regular expression that may take very long")
             choices[-1] |= not re.fullmatch(r"\{\d+\}", part)
-            closed = False
-        else:
-            closed = False
     return expression
 
 
@@ -101,6 +101,14 @@ class _Pattern(_File):
     regex: Annotated[str, AfterValidator(check_expression)] | None = Field(None, alias="Regex")
 
 
+class _Named(_File):
+    id: str
+
+
+class _Piece(_File):
+    special: _Named | None = Field(None, alias="SpecialToken")
+
+
 class _Step(_File):
     """A part of a pipeline, of which sequences have parts."""
 
@@ -110,20 +118,15 @@ class _Step(_File):
     normalizers: "list[_Step]" = []
     pretokenizers: "list[_Step]" = []
     processors: "list[_Step]" = []
-    special_tokens: Any = None
-    single: Any = None
-    pair: Any = None
+    special_tokens: dict[str, Any] = {}
+    single: list[_Piece] = []
+    pair: list[_Piece] = []
 
     @model_validator(mode="after")
-    def _frames_with_its_own(self) -> "_Step":
-        if self.type == "TemplateProcessing":
-            pieces = [piece for frame in (self.single, self.pair) if isinstance(frame, list) for piece in frame]
-            named = [piece.get("SpecialToken") for piece in pieces if isinstance(piece, dict)]
-            missing = {str(token.get("id")) for token in named if isinstance(token, dict)} - set(
-                self.special_tokens or ()
-            )
-            if missing:
-                raise ValueError(f"special token {min(missing)[:60]!r} is not among its special_tokens")
+    def _frames_with_its_own(self) -> Self:
+        named = {piece.special.id for piece in self.single + self.pair if piece.special}
+        if missing := named - self.special_tokens.keys():
+            raise ValueError(f"special token {min(missing)[:60]!r} is not among its special_tokens")
         return self
 
     @property
@@ -140,7 +143,7 @@ class _Vocabulary(_File):
     unk_id: _Id | None = None
 
     @model_validator(mode="after")
-    def _unknown_is_known(self) -> "_Vocabulary":
+    def _unknown_is_known(self) -> Self:
         if self.unk_id is not None and self.unk_id >= len(self.vocab):
             raise ValueError(f"unk_id is {self.unk_id}, beyond its vocabulary")
         return self
@@ -154,7 +157,7 @@ class _Tokenizer(_File):
     model: _Vocabulary
 
     @model_validator(mode="after")
-    def _grows_little(self) -> "_Tokenizer":
+    def _grows_little(self) -> Self:
         if self.normalizer and self.normalizer.growth > MOST_GROWTH:
             raise ValueError("its normalizer makes texts thousands of times longer")
         return self
@@ -188,15 +191,31 @@ def read_settings(file: Path) -> TokenizerSettings:
     return read_json(file, TokenizerSettings, REMEDY)
 
 
-def check_file(file: Path) -> None:
+_FILES: dict[str, tuple[Any, int]] = {
+    TOKENIZER_FILE: (_Tokenizer, MOST_BYTES),
+    SETTINGS_FILE: (TokenizerSettings, 2**24),
+    SPECIAL_FILE: (dict[str, _Special | list[str | _SavedToken]], 2**24),
+}
+
+
+def check_files(find: Callable[[str], Path | None]) -> None:
     """Raise ModelError, in a line with file and field, if a file of a tokenizer is damaged or does harm."""
-    kinds: dict[str, tuple[Any, int]] = {
-        TOKENIZER_FILE: (_Tokenizer, MOST_BYTES),
-        SETTINGS_FILE: (TokenizerSettings, 2**24),
-        SPECIAL_FILE: (dict[str, _Special | list[str | _SavedToken]], 2**24),
-    }
-    kind, limit = kinds[file.name]
-    read_json(file, kind, REMEDY, limit)
+    for name, (kind, limit) in _FILES.items():
+        if file := find(name):
+            read_json(file, kind, REMEDY, limit)
+
+
+def read_special_tokens_as_text(tokenizer: Any) -> None:
+    """Let `</s>` in a text be four characters and not the end of it, unless a call of the tokenizer asks otherwise.
+
+    The special tokens of a Unigram model are among its pieces, with the score of the likeliest (tokenizers 0.22): they
+    get one that no text is read by.
+    """
+    tokenizer.split_special_tokens = True
+    if tokenizer.is_fast and isinstance(tokenizer.backend_tokenizer.model, Unigram):
+        model, special = json.loads(tokenizer.backend_tokenizer.to_str())["model"], set(tokenizer.all_special_tokens)
+        pieces = [(piece, NEVER if piece in special else score) for piece, score in model["vocab"]]
+        tokenizer.backend_tokenizer.model = Unigram(pieces, model["unk_id"], model["byte_fallback"])
 
 
 def try_out(tokenizer: Any, where: str, vocabulary: int | None) -> None:
@@ -212,8 +231,7 @@ def try_out(tokenizer: Any, where: str, vocabulary: int | None) -> None:
             # A panic of tokenizers is no Exception.
             if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
                 raise
-            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-            raise ModelError(f"{where}: its tokenizer cannot tokenize ({reason}); {REMEDY}") from None
+            raise ModelError(f"{where}: its tokenizer cannot tokenize ({first_line(error)}); {REMEDY}") from None
         if time.monotonic() - started > MOST_SECONDS:
             raise ModelError(f"{where}: its tokenizer takes very long for {length} characters; {REMEDY}")
         if vocabulary and ids and max(ids) >= vocabulary:

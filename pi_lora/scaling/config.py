@@ -138,7 +138,7 @@ def window_of(config: Config) -> int:
     return round(multiplied * rope["factor"]) if multiplies else declared
 
 
-def declaring_original(config: Config, longest_input: int | None) -> Config:
+def declaring_original(config: Config, longest_input: float | None) -> Config:
     """Return a config whose `linear` rope multiplies `max_position_embeddings`, as transformers documents it. Some that
     were published (DeepSeek-Coder, Chinese-Alpaca-2-16k) declare the extended window there instead. No key tells them
     apart, but the `longest_input` of their tokenizer, in tokens, is the same number.

@@ -12,6 +12,11 @@ from pi_lora.scaling.config import SLIDING_ATTENTION, Config, Interpolation, ext
 FREQUENCIES = "inv_freq"
 
 
+def config_of(kind: type[PreTrainedConfig], config: Config) -> PreTrainedConfig:
+    """Return a dictionary as an object of transformers, which changes what it is given in place."""
+    return kind.from_dict(deepcopy(dict(config)))
+
+
 def build_on_meta(
     kind: type[PreTrainedConfig], config: Config, trust_remote_code: bool = False, dtype: torch.dtype | None = None
 ) -> PreTrainedModel:
@@ -19,7 +24,7 @@ def build_on_meta(
     try:
         with torch.device("meta"):
             model: PreTrainedModel = AutoModelForCausalLM.from_config(
-                kind.from_dict(deepcopy(dict(config))), trust_remote_code=trust_remote_code, dtype=dtype
+                config_of(kind, config), trust_remote_code=trust_remote_code, dtype=dtype
             )
     except Exception as error:  # config classes and model code raise their own kinds
         raise _cannot_be_built(kind, error) from None

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pi_lora.data.recall import FORMS, recall_document, recall_documents
-from pi_lora.data.sources import RECALL, STDLIB, StandardLibrary, evaluation_documents, find_corpus, is_held_out
+from pi_lora.data.sources import RECALL, STDLIB, evaluation_documents, find_corpus, is_held_out, standard_library
 from pi_lora.errors import DataError
 from pi_lora.evaluation.passkey.prompt import FILLER, STATEMENT
 from pi_lora.recipe.schema import Source
@@ -17,7 +17,7 @@ def words(text: str) -> int:
 
 
 def test_splits_are_disjoint_and_cover_the_library() -> None:
-    train, held_out = ({each.name for each in StandardLibrary(held_out).documents()} for held_out in (False, True))
+    train, held_out = ({each.name for each in standard_library(held_out).documents()} for held_out in (False, True))
     assert not train & held_out
     assert "argparse.py" in train | held_out
     assert not [name for name in train | held_out if "site-packages" in name or "/test/" in name]
@@ -65,7 +65,7 @@ def test_recall_questions_are_answered_by_the_text_before() -> None:
 
 
 def test_tuning_documents_never_show_the_passkey_prompt() -> None:
-    filler = [line for each in StandardLibrary().documents() for line in each.text.splitlines() if line.strip()]
+    filler = [line for each in standard_library().documents() for line in each.text.splitlines() if line.strip()]
     text = "\n".join(itertools.islice(recall_documents(0, 300, words, filler), 300))
     assert "pass key" not in text
     assert FILLER[:20] not in text

@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from pi_lora.data import sources
-from pi_lora.data.sources import HubDataset, HubFile, evaluation_documents
+from pi_lora.data.sources import evaluation_documents, hub_dataset, hub_file
 from pi_lora.errors import DataError
 from pi_lora.recipe.schema import Source
 
@@ -41,7 +41,7 @@ def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def read(folder: Path, seed: int | None = None, **fields: object) -> list[str]:
     source = Source.model_validate({"name": str(folder), "column": "content", "subset": "en", **fields})
-    return [document.text for document in HubDataset(source).documents(seed)]
+    return [document.text for document in hub_dataset(source).documents(seed)]
 
 
 @pytest.mark.parametrize("streaming", [False, True])
@@ -65,7 +65,7 @@ def test_the_seeded_order_is_a_shuffle_of_all_rows(repository: Path, streaming: 
 def test_a_streamed_data_set_is_read_as_it_is_needed(repository: Path) -> None:
     (repository / "en/train-00003.parquet").write_bytes(b"PAR1 cut off")
     source = Source(name=str(repository), column="content", subset="en", streaming=True)
-    documents = HubDataset(source).documents()
+    documents = hub_dataset(source).documents()
     assert next(documents).text == "en 0 0"
     with pytest.raises(DataError, match="nor a hub data set that can be read"):
         list(documents)
@@ -102,13 +102,13 @@ def test_offline_it_is_the_commit_that_was_downloaded(monkeypatch: pytest.Monkey
     found = []
     for commit in ("0123abc", "4567def"):
         (refs / "main").write_text(commit)
-        found.append(HubDataset(Source(name="owner/books")).identity())
-        assert HubFile("owner/books", "x.jsonl", "main").identity() == found[-1] == {"commit": commit}
-    assert HubDataset(Source(name="owner/never")).identity() == {"commit": "main"}
+        found.append(hub_dataset(Source(name="owner/books")).identity())
+        assert hub_file("owner/books", "x.jsonl", "main").identity() == found[-1] == {"commit": commit}
+    assert hub_dataset(Source(name="owner/never")).identity() == {"commit": "main"}
 
 
 def test_the_commit_is_what_the_revision_stands_for(monkeypatch: pytest.MonkeyPatch, repository: Path) -> None:
-    assert HubDataset(Source(name=str(repository), revision="v1")).identity() == {"commit": "v1"}
+    assert hub_dataset(Source(name=str(repository), revision="v1")).identity() == {"commit": "v1"}
     asked = []
 
     class Api:
@@ -118,7 +118,7 @@ def test_the_commit_is_what_the_revision_stands_for(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(sources, "HfApi", Api)
     monkeypatch.setattr(datasets, "load_dataset", lambda *names, revision, **options: pytest.fail(revision))
-    found = HubDataset(Source(name="owner/name", revision="v1"))
+    found = hub_dataset(Source(name="owner/name", revision="v1"))
     assert found.identity() == {"commit": "0123abc"}
     with pytest.raises(pytest.fail.Exception, match="0123abc"):
         list(found.documents())

@@ -16,7 +16,7 @@ from pi_lora.data import packing as packing_module
 from pi_lora.data import tokens
 from pi_lora.data.examples import Prompter, Task
 from pi_lora.data.packing import training_sequences
-from pi_lora.data.sources import StandardLibrary
+from pi_lora.data.sources import standard_library
 from pi_lora.data.tokens import encoder, ids_in_pieces, tokenized, tokenizer_identity
 from pi_lora.errors import DataError
 from pi_lora.models.base import BUILTIN_FOLDER, load_tokenizer, save_tokenizer
@@ -51,7 +51,7 @@ def made(kind: str) -> Tokenizer:
         tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(False, use_regex=False)])
         tokenizer.decoder = decoders.ByteLevel()
         trainer.initial_alphabet = pre_tokenizers.ByteLevel.alphabet()
-    texts = [document.text for document, _ in zip(StandardLibrary().documents(), range(12), strict=False)]
+    texts = [document.text for document, _ in zip(standard_library().documents(), range(12), strict=False)]
     tokenizer.train_from_iterator(texts, trainer)
     if kind == "llama":
         tokenizer.pre_tokenizer = None
@@ -101,7 +101,7 @@ def test_pieces_have_the_ids_of_the_whole(tokenizer: Any, text: str, spaces: int
 
 
 def test_a_long_text_is_tokenized_in_pieces(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    text = "".join(document.text for document, _ in zip(StandardLibrary().documents(), range(8), strict=False))
+    text = "".join(document.text for document, _ in zip(standard_library().documents(), range(8), strict=False))
     [whole] = tokenized(tokenizer, [text])
     sizes: list[int] = []
     own = type(tokenizer)._encode_plus

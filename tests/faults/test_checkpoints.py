@@ -12,6 +12,7 @@ from conftest import small_recipe, train
 from safetensors.torch import load_file
 
 from pi_lora.errors import Interrupted, ModelError
+from pi_lora.files.making import write_whole
 from pi_lora.recipe.schema import Recipe
 from pi_lora.run_folder import (
     checkpoint_to_resume,
@@ -19,7 +20,6 @@ from pi_lora.run_folder import (
     mark_complete,
     read_training_log,
     staging_path,
-    write_whole,
 )
 
 STEPS = 6

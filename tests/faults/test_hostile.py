@@ -21,6 +21,7 @@ from pi_lora import cli
 from pi_lora.cli.app import Terminal
 from pi_lora.errors import ModelError, RecipeError, RunExistsError
 from pi_lora.evaluation.results import write_json
+from pi_lora.files.making import write_whole
 from pi_lora.merging.shards import base_shards
 from pi_lora.models.adapter import load_adapter
 from pi_lora.models.base import find_base, load_model
@@ -31,7 +32,7 @@ from pi_lora.recipe.files import dump_recipe, load_recipe
 from pi_lora.report import upload
 from pi_lora.report.pages import html_page, write_report
 from pi_lora.report.run import Run
-from pi_lora.run_folder import read_training_log, staged, staging_path, write_whole
+from pi_lora.run_folder import read_training_log, staged, staging_path
 
 GOOD = "model: {name: builtin:tiny}\ncontext: {target: 1024}\ndata: {source: builtin:stdlib}\n"
 LLAMA = {

@@ -17,9 +17,9 @@ from pi_lora.errors import DataError, Interrupted
 from pi_lora.evaluation.results import SummarizationScores
 from pi_lora.evaluation.summarization.rouge import HOW, ROUGES, rouge
 from pi_lora.evaluation.summarization.writing import Sampling, Say, Writer
+from pi_lora.files.making import write_whole
 from pi_lora.recipe.files import RECIPE_FILE, load_recipe
 from pi_lora.recipe.schema import Data
-from pi_lora.run_folder import write_whole
 from pi_lora.types import Json, Progress, silent
 
 GOVREPORT: Json = {"source": {"name": SCROLLS, "subset": "gov_report"}, "document": "input", "summary": "output"}
