@@ -36,11 +36,15 @@ class Scores(Result):
 
 
 class WindowPerplexity(Result):
-    """The perplexity at one window length (tokens) over `tokens` scored tokens, each weighted equally."""
+    """The perplexity at one window length (tokens) over `tokens` scored tokens, each weighted equally, and their loss
+    in bits over the `bytes` of UTF-8 text that they stand for.
+    """
 
     window: int
     perplexity: float
     tokens: int
+    bits_per_byte: float | None = None
+    bytes: int | None = None
 
 
 class DocumentPerplexity(Result):

@@ -66,7 +66,9 @@ def summary(scores: Scores) -> tuple[str, list[Figure]]:
                 about = f"perplexity at {window} tokens, stride {stride}"
                 figures.append(Figure(f"{window:,} tokens", f"{value:.2f}", value, data, "perplexity", about, window))
             found = ", ".join(f"{row.perplexity:.3f} at {row.window:,}" for row in rows)
-            return f"perplexity {found} tokens; stride {stride}", figures
+            bits = ", ".join(f"{row.bits_per_byte:.3f}" for row in rows if row.bits_per_byte)
+            in_bits = f" ({bits} bits per byte)" if bits else ""
+            return f"perplexity {found} tokens{in_bits}; stride {stride}", figures
         case results.PasskeyScores(k_max=k_max, target=target, depths=depths):
             found, data = f"{k_max:,} of {target:,}", f"passkey retrieval in {target} tokens"
             figure = Figure("k_max", found, k_max, data, "k_max", "k_max in tokens")

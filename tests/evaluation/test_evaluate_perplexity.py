@@ -2,8 +2,10 @@
 
 import gzip
 import json
+import math
 import os
 import subprocess
+import unicodedata
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -14,16 +16,22 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from oracle_perplexity import losses_by_token
+from small_tokenizers import made
 from test_cli import run
+from test_report import printed
+from tokenizers import normalizers
 
 from pi_lora.data.sources import PRESETS, Choice
 from pi_lora.errors import DataError, Interrupted, ModelError
 from pi_lora.evaluation.perplexity import losses as sweep
 from pi_lora.evaluation.perplexity.measure import choose_documents, evaluate_perplexity
-from pi_lora.evaluation.results import as_json
+from pi_lora.evaluation.perplexity.table import perplexity_table
+from pi_lora.evaluation.results import PerplexityScores, as_json
 from pi_lora.models import base as bases
 from pi_lora.models import load as models_load
 from pi_lora.models.load import LoadedModel, load
+from pi_lora.report.summary import summary
 
 WORDS = "the road is long and the night is dark but a light burns in every window of the old house".split()
 
@@ -80,6 +88,63 @@ def test_the_result_says_how_it_was_measured(loaded: LoadedModel, folder: Path) 
     log_mean = sum(torch.tensor(each.windows[1].perplexity).log().item() for each in documents) / 3
     assert scores.windows[1].perplexity == pytest.approx(torch.tensor(log_mean).exp().item(), rel=1e-5)
     assert "by_position" not in as_json(scores)
+
+
+LLAMAS = "a llama \N{LLAMA} and a cafe\N{COMBINING ACUTE ACCENT} of \N{LLAMA}\N{LLAMA} is the old house. " * 12
+
+
+@pytest.mark.parametrize("kind", ["bytes", "llama"])
+@pytest.mark.parametrize(("window", "stride", "truncate"), [(64, 16, None), (64, 16, 106), (32, 32, 106)])
+def test_bits_per_byte_are_those_computed_directly(
+    loaded: LoadedModel, tmp_path: Path, kind: str, window: int, stride: int, truncate: int | None
+) -> None:
+    """Of a tokenizer whose tokens are bytes, and of one that puts a space before a text and falls back to bytes; also
+    of documents that end between the bytes of a character.
+    """
+    if kind == "llama":
+        loaded.tokenizer.backend_tokenizer.__setstate__(made("llama").__getstate__())
+    (tmp_path / "llamas.txt").write_text(LLAMAS)
+    choice = Choice(truncate=truncate)
+    [score] = evaluate_perplexity(loaded, str(tmp_path / "llamas.txt"), [window], stride, choice).windows
+    whole = loaded.tokenizer(LLAMAS, return_offsets_mapping=True)
+    spans = [tuple(span) for span in whole["offset_mapping"]]
+    # Tokens of one character, and here no others, have one span; each is a byte of it.
+    sizes = [len(LLAMAS[first:last].encode()) / spans.count((first, last)) for first, last in spans]
+    found = losses_by_token(loaded.model, whole["input_ids"][:truncate], window, stride)
+    size = sum(sizes[token] for token, _, _ in found)
+    assert score.bytes == size
+    assert score.bits_per_byte == pytest.approx(sum(loss for *_, loss in found) / math.log(2) / size, rel=1e-5)
+    if truncate is None:
+        assert size == len(LLAMAS.encode())
+    elif kind == "bytes":
+        assert spans[truncate - 1] == spans[truncate], "a character is cut"
+
+
+def test_bytes_are_those_of_the_text_as_it_was(loaded: LoadedModel, tmp_path: Path) -> None:
+    """Before its tokenizer composed characters."""
+    loaded.tokenizer.backend_tokenizer.normalizer = normalizers.NFC()
+    (tmp_path / "llamas.txt").write_text(LLAMAS)
+    [score] = evaluate_perplexity(loaded, str(tmp_path / "llamas.txt"), [64], 16).windows
+    assert score.bytes == len(LLAMAS.encode()) == len(unicodedata.normalize("NFC", LLAMAS).encode()) + 12
+
+
+def test_bits_per_byte_stand_beside_perplexities_that_do_not_compare(loaded: LoadedModel, tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text(text(200))
+
+    def measure() -> PerplexityScores:
+        return evaluate_perplexity(loaded, str(tmp_path), [64], 32, Choice(truncate=100))
+
+    own = measure()
+    loaded.tokenizer.backend_tokenizer.__setstate__(made("llama").__getstate__())
+    other = measure()
+    bits = [f"{row.bits_per_byte:.4f}" for scores in (own, other) for row in scores.windows]
+    assert bits[0] != bits[1]
+    assert bits[0] in printed(perplexity_table(own))
+    assert bits[0] not in printed(perplexity_table(own, own))
+    shown = printed(perplexity_table(own, other))
+    assert all(each in shown for each in bits)
+    assert "perplexities by token do not compare, bits per byte do" in " ".join(shown.split())
+    assert f" ({own.windows[0].bits_per_byte:.3f} bits per byte)" in summary(own)[0]
 
 
 def test_documents_are_chosen_by_length_and_number(loaded: LoadedModel, folder: Path) -> None:
@@ -261,7 +326,7 @@ def test_two_processes_write_what_one_does(python: str, small_model: Path, folde
         file = folder / f"{len(several)}.json"
         done = subprocess.run([python, *several, *command, str(file)], env=environment, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
-        assert done.stdout.count("every token weighted equally") == 1
+        assert " ".join(done.stdout.split()).count("every token weighted equally") == 1
         found.append(file.read_text())
     assert found[0] == found[1]
     assert json.loads(found[0])["documents"] == 5

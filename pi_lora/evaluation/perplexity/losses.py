@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from pi_lora.errors import DataError
 from pi_lora.evaluation.forward import forget_lengths, padded, pass_tokens
 from pi_lora.evaluation.results import WindowPerplexity
 from pi_lora.planning.evaluating import LOGITS, LOGITS_ON_CPU
+from pi_lora.types import Json
 
 
 @dataclass(frozen=True)
@@ -126,6 +128,16 @@ class Sweep:
         if not 1 <= self.stride <= shortest:
             raise DataError(f"--stride: {self.stride} must be from 1 to the shortest window, {shortest}; lower it")
 
+    def scored_bytes(self, before: Sequence[float]) -> dict[int, float]:
+        """Return the bytes of text that each window scores in a document, of which `before` says how many come before
+        each token and in all.
+        """
+        scored = dict.fromkeys(self.windows, 0.0)
+        for piece in chain.from_iterable(self.plan(len(before) - 1)):
+            for window, tokens in piece.scored.items():
+                scored[window] += before[tokens.stop] - before[tokens.start]
+        return scored
+
     def plan(self, length: int) -> list[list[Piece]]:
         """Return the pieces of a document that share forward passes; only the longest window counts by position."""
         sweeps = [(window,) for window in sorted(self.windows)] if self.apart else [self.windows]
@@ -207,10 +219,15 @@ def added(sums: Iterable[LossSum]) -> LossSum:
     return LossSum(loss=math.fsum(losses), tokens=sum(tokens))
 
 
-def window_scores(found: Sequence[DocumentLosses]) -> list[WindowPerplexity]:
-    """Return the token-weighted perplexities of all documents together, the shortest window first."""
-    totals = {window: added(each.by_window[window] for each in found) for window in sorted(found[0].by_window)}
-    return [
-        WindowPerplexity(window=window, perplexity=math.exp(total.loss / total.tokens), tokens=total.tokens)
-        for window, total in totals.items()
-    ]
+def window_scores(found: Sequence[DocumentLosses], sizes: Sequence[Mapping[int, float]] = ()) -> list[WindowPerplexity]:
+    """Return the token-weighted perplexities of all documents together, the shortest window first; and the bits per
+    byte where `sizes` has, for each document, the bytes of the text that each window scores.
+    """
+    scores = []
+    for window in sorted(found[0].by_window):
+        total = added(each.by_window[window] for each in found)
+        size = math.fsum(each[window] for each in sizes)
+        in_bytes: Json = {"bits_per_byte": total.loss / math.log(2) / size, "bytes": round(size)} if size else {}
+        mean = math.exp(total.loss / total.tokens)
+        scores.append(WindowPerplexity(window=window, perplexity=mean, tokens=total.tokens, **in_bytes))
+    return scores

@@ -3,10 +3,13 @@
 import hashlib
 import math
 import random
+import re
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
-from typing import NamedTuple
+from functools import cache
+from itertools import accumulate
+from typing import Any, NamedTuple
 
 from pi_lora.data.documents import Document
 from pi_lora.data.sources import Choice, evaluation_documents
@@ -28,10 +31,13 @@ ALL_DOCUMENTS = Choice()
 
 
 class Measured(NamedTuple):
-    """A document as it is measured: its name, and its token ids, truncated if asked."""
+    """A document as it is measured: its name, its token ids, truncated if asked, and the bytes of its text before each
+    token and in all of them.
+    """
 
     name: str
     ids: "array[int]"
+    bytes_before: "array[float]"
 
 
 class Chosen(NamedTuple):
@@ -66,6 +72,7 @@ def evaluate_perplexity(
     decided_by, what = {"data": source, **asdict(sweep)}, f"of {len(chosen.documents)} documents"
     with journaled(loaded, decided_by, what, shared) as journal:
         found = _measure(loaded, chosen.documents, sweep, journal, progress)
+    sizes = [sweep.scored_bytes(document.bytes_before) for document in chosen.documents]
     total = losses.added(loss for each in found for loss in each.by_window.values())
     check_numbers(loaded.name, loaded.model.dtype, math.isfinite(total.loss))
     return PerplexityScores(
@@ -79,10 +86,10 @@ def evaluate_perplexity(
         bos=chosen.documents[0].ids[0] == loaded.tokenizer.bos_token_id,
         stride=stride,
         weighting="token",
-        windows=window_scores(found),
+        windows=window_scores(found, sizes),
         per_document=[
-            DocumentPerplexity(name=document.name, tokens=len(document.ids), windows=window_scores([its]))
-            for document, its in zip(chosen.documents, found, strict=True)
+            DocumentPerplexity(name=document.name, tokens=len(document.ids), windows=window_scores([its], [size]))
+            for document, its, size in zip(chosen.documents, found, sizes, strict=True)
         ],
         **({"by_position": _by_position(found, longest)} if by_position else {}),
     )
@@ -139,11 +146,13 @@ def choose_documents(loaded: LoadedModel, source: str, choice: Choice, longest: 
         documents, passed_over = _drawn(documents, choice.seed, needed)
     found: list[Measured] = []
     lengths: list[int] = []
-    for name, ids in _encoded(loaded, documents):
+    size_of = bytes_of_tokens(loaded.tokenizer)
+    for document, ids in _encoded(loaded, documents):
         lengths.append(len(ids))
         if len(ids) >= needed:
             check_ids(loaded, ids)
-            found.append(Measured(name, array("i", ids[: choice.truncate])))
+            before, kept = bytes_before(ids, document.text, size_of), array("i", ids[: choice.truncate])
+            found.append(Measured(document.name, kept, before[: len(kept) + 1]))
         if len(found) == choice.documents:
             break
     if not found:
@@ -167,8 +176,42 @@ def _drawn(documents: Iterable[Document], seed: int, needed: int) -> tuple[list[
     return held, seen - len(held)
 
 
-def _encoded(loaded: LoadedModel, documents: Iterable[Document]) -> Iterator[tuple[str, Tokens]]:
-    """Yield names and token ids; without EOS, which the model would be asked to predict."""
+def _encoded(loaded: LoadedModel, documents: Iterable[Document]) -> Iterator[tuple[Document, Tokens]]:
+    """Yield documents and token ids; without EOS, which the model would be asked to predict."""
     for batch in in_batches(documents, lambda document: len(document.text), CHARACTERS_AT_ONCE):
-        ids = tokenized(loaded.tokenizer, [document.text for document in batch])
-        yield from zip((document.name for document in batch), ids, strict=True)
+        yield from zip(batch, tokenized(loaded.tokenizer, [document.text for document in batch]), strict=True)
+
+
+def bytes_of_tokens(tokenizer: Any) -> Callable[[int], int]:
+    """Return a function of an id to the bytes of UTF-8 that its token stands for, of a character that several tokens
+    share those of each; none of BOS and the like.
+    """
+    # Each character of its tokens is a byte.
+    byte_level = "ByteLevel" in repr(tokenizer.backend_tokenizer.decoder) if tokenizer.is_fast else False
+    added = {index: token.content for index, token in tokenizer.added_tokens_decoder.items()}
+
+    @cache
+    def size_of(index: int) -> int:
+        token: str = tokenizer.convert_ids_to_tokens(index)
+        if not byte_level and re.fullmatch("<0x[0-9A-F]{2}>", token):
+            return 1
+        if index in tokenizer.all_special_ids:
+            return 0
+        if index in added or not byte_level:
+            return len(token.replace("\N{LOWER ONE EIGHTH BLOCK}", " ").encode())  # SentencePiece's space
+        return len(token)
+
+    return size_of
+
+
+def bytes_before(ids: Tokens, text: str, size_of: Callable[[int], int]) -> "array[float]":
+    """Return the bytes of `text` before each of its tokens, and in all. Of the space that Llama's tokenizer puts before
+    a text the first token loses its byte; where a tokenizer changes a text otherwise (NFC), all are scaled alike.
+    """
+    sizes: list[float] = list(map(size_of, ids))
+    surplus = sum(sizes) - len(text.encode())
+    if surplus == 1:
+        sizes[next(index for index, size in enumerate(sizes) if size)] -= 1
+    elif surplus and any(sizes):
+        sizes = [size * (1 - surplus / sum(sizes)) for size in sizes]
+    return array("d", accumulate(sizes, initial=0.0))

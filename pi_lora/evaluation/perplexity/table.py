@@ -1,7 +1,7 @@
 """Perplexity as a table, of one model or several side by side, and the loss by position as a table and a picture."""
 
 from collections.abc import Sequence
-from itertools import cycle
+from itertools import chain, cycle
 from pathlib import Path
 
 from rich.table import Table
@@ -13,24 +13,33 @@ COLOURS = (BLUE, VERMILION, GREEN, ORANGE, PURPLE, GREY)
 
 
 def perplexity_table(*models: PerplexityScores) -> Table:
-    """Return perplexity by window, a column for each model."""
+    """Return perplexity by window, a column for each model; with bits per byte for one model, or where tokenizers
+    differ.
+    """
     first, alone = models[0], len(models) == 1
     about = f"perplexity, {first.documents} documents of {first.data}"
     table = Table(title=f"{first.model}: {about}" if alone else about)
     table.add_column("window", justify="right")
+    # Cut to as many tokens, a text has as many in every tokenizer, but not of the same bytes.
+    alike = len({tuple((row.tokens, row.bytes) for row in scores.windows) for scores in models}) == 1
+    known = all(row.bits_per_byte for scores in models for row in scores.windows)
+    in_bits = known and (alone or not alike)
     for scores in models:
         table.add_column("perplexity" if alone else scores.model, justify="right", overflow="fold")
-    alike = len({tuple(row.tokens for row in scores.windows) for scores in models}) == 1
+        if in_bits:
+            table.add_column("bits per byte", justify="right")
     if alike:
         table.add_column("tokens", justify="right")
     for rows in zip(*(scores.windows for scores in models), strict=True):
         tokens = [f"{rows[0].tokens:,}"] if alike else []
-        table.add_row(str(rows[0].window), *(f"{row.perplexity:.3f}" for row in rows), *tokens)
+        cells = ((f"{row.perplexity:.3f}", *([f"{row.bits_per_byte:.4f}"] if in_bits else [])) for row in rows)
+        table.add_row(str(rows[0].window), *chain.from_iterable(cells), *tokens)
     scales = ", ".join(f"{scores.scale:g}" for scores in models)
     dtypes = ", ".join(dict.fromkeys(str(scores.dtype) for scores in models))
     table.caption = f"scale {scales}, stride {first.stride}, {dtypes}, every token weighted equally"
     if not alike:
         table.caption += "; the tokenizers differ: perplexities by token do not compare"
+        table.caption += ", bits per byte do" * in_bits
     return table
 
 

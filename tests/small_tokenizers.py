@@ -1,0 +1,43 @@
+"""Small tokenizers of the kinds that families of models have."""
+
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+
+from pi_lora.data.sources import standard_library
+
+# What cl100k, Llama 3 and Qwen split text by before BPE.
+CL100K = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|"
+    r"\s+(?!\S)|\s+"
+)
+SPECIAL = ["<unk>", "<s>", "</s>"]
+
+
+def made(kind: str) -> Tokenizer:
+    """A small tokenizer of the kind of a family's, trained on some of the standard library."""
+    trainer: trainers.Trainer = trainers.BpeTrainer(vocab_size=600, special_tokens=SPECIAL, show_progress=False)
+    if kind == "llama":  # SentencePiece's BPE: over the whole text, bytes for what is not known
+        bytes_ = [f"<0x{byte:02X}>" for byte in range(256)]
+        trainer = trainers.BpeTrainer(vocab_size=800, special_tokens=SPECIAL + bytes_, show_progress=False)
+        tokenizer = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+        # Trained by words, or pieces would go across spaces, as they do not in Llama's vocabulary.
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+    elif kind == "unigram":
+        trainer = trainers.UnigramTrainer(
+            vocab_size=600, special_tokens=SPECIAL, unk_token="<unk>", show_progress=False
+        )
+        tokenizer = Tokenizer(models.Unigram())
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    else:
+        tokenizer = Tokenizer(models.BPE())
+        split = pre_tokenizers.Split(Regex(CL100K), "isolated")
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(False, use_regex=False)])
+        tokenizer.decoder = decoders.ByteLevel()
+        trainer.initial_alphabet = pre_tokenizers.ByteLevel.alphabet()
+    texts = [document.text for document, _ in zip(standard_library().documents(), range(12), strict=False)]
+    tokenizer.train_from_iterator(texts, trainer)
+    if kind == "llama":
+        tokenizer.pre_tokenizer = None
+        tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    frame = ("<s> $A </s>", [("<s>", 1), ("</s>", 2)])
+    tokenizer.post_processor = processors.TemplateProcessing(single=frame[0], special_tokens=frame[1])
+    return tokenizer
