@@ -1,6 +1,5 @@
 """What all pictures share: colours, axes, and files written whole or refused; the only home of matplotlib."""
 
-import importlib.util
 import io
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -9,7 +8,7 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
-from pi_lora.errors import DataError, PiLoraError
+from pi_lora.errors import DataError
 
 # Colours that the colour-blind tell apart (Okabe and Ito), each with its own marker for print.
 BLUE, VERMILION, GREEN, ORANGE, PURPLE, GREY = "#0072B2", "#D55E00", "#009E73", "#E69F00", "#CC79A7", "#999999"
@@ -33,12 +32,6 @@ def sparkline(values: Sequence[float], low: float | None = None, high: float | N
     bottom, top = min(finite) if low is None else low, max(finite) if high is None else high
     scale = (len(BARS) - 1) / (top - bottom) if top > bottom else 0.0
     return "".join(BARS[round((mean - bottom) * scale)] if isfinite(mean) else " " for mean in means)
-
-
-def check_can_draw(option: str) -> None:
-    """Raise PiLoraError if matplotlib is not installed, before anything is measured."""
-    if importlib.util.find_spec("matplotlib") is None:
-        raise PiLoraError(f"{option}: needs matplotlib, which is not installed; pip install 'pi-lora[plots]'")
 
 
 def new_figure(width: float, height: float) -> Any:

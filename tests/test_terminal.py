@@ -78,7 +78,6 @@ def test_a_command_prints_no_line_of_a_library(python: str, run: Path, command: 
 
 
 def test_a_report_prints_only_how_to_measure_what_it_misses(python: str, run: Path) -> None:
-    pytest.importorskip("matplotlib")
     measured = ["--depths", "1", "--trials", "1", "--json", "run/scores/passkey.json"]
     assert errors_of(run.parent, python, "-m", "pi_lora", "eval", "passkey", "run", *measured) == ""
     first, *others = errors_of(run.parent, python, "-m", "pi_lora", "report", "run").splitlines()
@@ -88,7 +87,6 @@ def test_a_report_prints_only_how_to_measure_what_it_misses(python: str, run: Pa
 
 def test_the_demo_prints_no_line_of_a_library(python: str, folder: Path, run: Path) -> None:
     """Its steps, with fewer of each, beside another run in place of the released one."""
-    pytest.importorskip("matplotlib")
     less = "demo.STRIDE = 256; "
     less += f"demo.DOCUMENTS, demo.DEPTHS, demo.TRIALS, demo.RELEASED = 1, 2, 1, demo.Path({str(run)!r})"
     shorter = f"tuned = demo.tuned; demo.tuned = lambda *overrides: tuned(*overrides, *{SMALL!r})"

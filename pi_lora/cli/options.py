@@ -9,7 +9,6 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from pi_lora.drawing import check_can_draw
 from pi_lora.errors import PiLoraError
 from pi_lora.recipe.places import find_recipe
 from pi_lora.scaling.config import Method
@@ -17,12 +16,6 @@ from pi_lora.types import Allowed
 
 # No window is longer.
 MOST_TOKENS = 10**9
-
-
-def _drawable(file: Path | None) -> Path | None:
-    if file:
-        check_can_draw("--plot")
-    return file
 
 
 RecipeFile = Annotated[
@@ -34,7 +27,7 @@ Models = Annotated[
     list[str], typer.Argument(metavar="MODEL ...", help="Hub ids, folders, runs, GGUF files or builtin:tiny.")
 ]
 JsonFile = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the result there as well.")]
-Plot = Annotated[Path | None, typer.Option(metavar="FILE", callback=_drawable, help="Draw the scores, a PNG.")]
+Plot = Annotated[Path | None, typer.Option(metavar="FILE", help="Draw the scores, a PNG.")]
 Original = Annotated[
     int | None,
     typer.Option(min=1, max=MOST_TOKENS, help="L, with --target: stretch a plain base first (the paper's step 0)."),

@@ -18,9 +18,6 @@ def report(
 ) -> None:
     """Write the model card of a run with its pictures, or compare several runs."""
     with working("writing the report"):
-        from pi_lora.drawing import check_can_draw
-
-        check_can_draw("report")
         from pi_lora.report.pages import write_report
         from pi_lora.report.run import measured_run, missing_baselines
 

@@ -35,9 +35,6 @@ def theory(
     json: JsonFile = None,
 ) -> None:
     """Show why it works: the bounds and figures of the paper (section 2), for any setting and on a real model."""
-    from pi_lora.drawing import check_can_draw
-
-    check_can_draw("theory")
     if text and not model:
         raise PiLoraError("--text: is what a model reads; name one with --model")
     if model and (head_dim is not None or theta is not None):

@@ -167,7 +167,6 @@ def test_two_processes_write_what_one_writes(python: str, kept: Path, tmp_path: 
 
 
 def test_several_models_stand_side_by_side(pi_lora: Run, tmp_path: Path, small_model: Path) -> None:
-    pytest.importorskip("matplotlib")
     options = ["--depths", "3", "--trials", "2", "--target", "200"]
     file, picture = tmp_path / "scores.json", tmp_path / "new" / "picture.png"
     status, out, err = pi_lora("builtin:tiny", str(small_model), *options, "--json", str(file), "--plot", str(picture))
@@ -184,13 +183,6 @@ def test_the_longest_window_is_measured_unless_another_is_named(pi_lora: Run, tm
     file = tmp_path / "scores.json"
     assert pi_lora(str(lora_run), "builtin:tiny", "--depths", "1", "--trials", "1", "--json", str(file))[0] == 0
     assert [scores["target"] for scores in json.loads(file.read_text())] == [256, 256]
-
-
-def test_nothing_is_measured_that_cannot_be_drawn(pi_lora: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    status, out, err = pi_lora("builtin:tiny", "--plot", "picture.png")
-    assert (status, out) == (2, "")
-    assert err == "--plot: needs matplotlib, which is not installed; pip install 'pi-lora[plots]'\n"
 
 
 def printed(table: Any) -> str:
@@ -212,7 +204,6 @@ def test_a_table_holds_what_was_measured(scores: PasskeyScores, stretched: Loade
 
 
 def test_pictures_are_drawn_of_one_and_of_several(scores: PasskeyScores, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
     cut = scores.model_copy(update={"depths": scores.depths[:2]})
     for name, models in (("one", [scores]), ("two", [scores, cut])):
         passkey_picture(models, tmp_path / f"{name}.png")
@@ -260,7 +251,6 @@ def test_a_map_is_read_back_and_shown(tmp_path: Path) -> None:
     assert ["50%", "100%", "25%"] in cells
     assert cells.index(["0%", "50%", "0%"]) < cells.index(["50%", "100%", "25%"]) < cells.index(["other", "", ""])
     assert cells[-1] == ["k_max", "0", "0"]
-    pytest.importorskip("matplotlib")
     passkey_map_picture([one, other], tmp_path / "map.png")
     assert (tmp_path / "map.png").stat().st_size > 10_000
 
@@ -275,7 +265,6 @@ def test_a_map_has_as_many_depths_at_each_length(tmp_path: Path) -> None:
 
 
 def test_the_command_measures_several_lengths(pi_lora: Run, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
     words = "builtin:tiny --targets 200,120 --depths 2 --trials 1".split()
     files = ["--json", str(tmp_path / "map.json"), "--plot", str(tmp_path / "map.png")]
     status, out, errors = pi_lora(*words, *files)

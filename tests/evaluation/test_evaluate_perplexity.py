@@ -339,7 +339,6 @@ def test_several_models_stand_side_by_side(
     small_model: Path,
     lora_run: Path,
 ) -> None:
-    pytest.importorskip("matplotlib")
     monkeypatch.chdir(folder)
     options = ["--data", ".", "--truncate", "150", "--stride", "32", "--json", "both.json", "--plot", "curve.png"]
     models = [str(small_model), str(lora_run)]

@@ -14,7 +14,6 @@ sys.path[:0] = [str(Path(__file__).parents[2] / "scripts")]
 def test_the_demo_shows_a_row_and_a_curve_per_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    pytest.importorskip("matplotlib")
     import demo
 
     monkeypatch.setattr(demo, "DEMO", tmp_path / "demo")

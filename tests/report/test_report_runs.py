@@ -25,7 +25,6 @@ from pi_lora.report.run import Run, measured_run, missing_baselines
 from pi_lora.report.summary import PAPER as MEASURED
 from pi_lora.report.summary import WINDOWS, paper_section, score_lines
 
-pytest.importorskip("matplotlib")
 PAPER = Path(__file__).parents[3] / "shared" / "paper.tex"
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-headless-shell", "google-chrome"))), None)
 

@@ -114,7 +114,6 @@ def test_other_scalings_are_refused() -> None:
 def test_the_command_measures(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pytest.importorskip("matplotlib")
     folder, file = tmp_path / "figures", tmp_path / "theory.json"
     options = ["--model", "builtin:tiny", "--text", str(TEXT), "--output", str(folder), "--json", str(file)]
     status, printed, errors = run(capsys, monkeypatch, "theory", *options)

@@ -137,7 +137,6 @@ def test_a_setting_that_is_none_is_one_line(options: dict[str, float], line: str
 def test_the_command_prints_and_draws(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pytest.importorskip("matplotlib")
     folder, file = tmp_path / "figures", tmp_path / "theory.json"
     status, printed, errors = run(capsys, monkeypatch, "theory", "--output", str(folder), "--json", str(file))
     assert status == 0, errors
@@ -166,7 +165,6 @@ def test_mistakes_are_one_line(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    pytest.importorskip("matplotlib")
     monkeypatch.chdir(tmp_path)
     Path("README.md").write_text("text")
     status, _, errors = run(capsys, monkeypatch, "theory", *options)
@@ -176,7 +174,6 @@ def test_mistakes_are_one_line(
 
 def test_bounds_need_no_torch() -> None:
     """`pi-lora theory` without a model answers in seconds."""
-    pytest.importorskip("matplotlib")
     modules = "pi_lora.theory.bounds, pi_lora.theory.figures, pi_lora.evaluation.results"
     code = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
