@@ -9,6 +9,7 @@ import sys
 from typing import Annotated, NoReturn, cast
 
 import typer
+from typer import Option
 
 from pi_lora.cli.app import LIBRARIES, app, out, printable, working
 from pi_lora.errors import Interrupted, PiLoraError, RecipeError
@@ -29,7 +30,7 @@ def _version(value: bool) -> None:
         raise typer.Exit
 
 
-Version = Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print it and exit.")]
+Version = Annotated[bool, Option("--version", callback=_version, is_eager=True, help="Print it and exit.")]
 
 
 @app.callback()

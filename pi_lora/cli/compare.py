@@ -3,26 +3,22 @@
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
+from typer import Argument, Option
 
 from pi_lora.cli.app import LIBRARIES, app, out, say, working
 from pi_lora.cli.measuring import Loading, measure_into
-from pi_lora.cli.options import Again, JsonFile, grouped
+from pi_lora.cli.options import Again, Haystack, JsonFile, grouped
 
 
 @app.command()
 @grouped
 def compare(
-    base: Annotated[str, typer.Argument(metavar="BASE", help="Hub id, folder, GGUF file or builtin:tiny.")],
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder, tuned from BASE.")],
+    base: Annotated[str, Argument(metavar="BASE", help="Hub id, folder, GGUF file or builtin:tiny.")],
+    run: Annotated[Path, Argument(metavar="RUN", help="A run folder, tuned from BASE.")],
     how: Loading,
-    short: Annotated[
-        list[str] | None, typer.Option(metavar="TASK=FILE", help="Also short benchmarks, on a file or the hub: TASK.")
-    ] = None,
-    ruler: Annotated[
-        int | None, typer.Option(metavar="N", min=1, max=500, help="Also RULER, N prompts of each task and window.")
-    ] = None,
-    haystack: Annotated[Path | None, typer.Option(metavar="FILE", help="RULER: a text instead of essays.")] = None,
+    short: Annotated[list[str] | None, Option(metavar="TASK=FILE", help="Also benchmarks; or TASK alone.")] = None,
+    ruler: Annotated[int | None, Option(metavar="N", min=1, max=500, help="Also RULER, N prompts of each.")] = None,
+    haystack: Haystack = None,
     again: Again = False,
     json: JsonFile = None,
 ) -> None:
@@ -35,7 +31,7 @@ def compare(
         from pi_lora.evaluation.results import as_json, check_can_write, write_json
         from pi_lora.evaluation.suite import MEASUREMENTS, alike, asked_for, evaluation_of
         from pi_lora.recipe.schema import BenchmarksEvaluation, PasskeyEvaluation, PerplexityEvaluation, RulerEvaluation
-        from pi_lora.report.run import Run, base_scores, own_scores
+        from pi_lora.report.run import BASE, Run, base_scores, own_scores
         from pi_lora.report.verdicts import compare as rows_of
         from pi_lora.report.verdicts import verdict_table
 
@@ -57,7 +53,7 @@ def compare(
     if missing:
         own |= measure_into(how.load(found[0]), missing, files)
         kept = {} if again else base_scores(folder, base, own)
-    files = {name: folder.scores_file(name, base=True) for name in names if name not in kept}
+    files = {name: folder.scores_file(name, BASE) for name in names if name not in kept}
     free = {name: file for name, file in files.items() if again or not file.exists()}
     for name in files.keys() - free.keys():
         say(f"{files[name]}: is of another model, or measured otherwise; {base} is measured, and not kept")

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
+from typer import Option
 
 from pi_lora.cli.app import LIBRARIES, app, out, progress_bar, working
 from pi_lora.cli.options import ModelName
@@ -15,14 +16,9 @@ app.add_typer(export_app, name="export")
 @export_app.command("gguf")
 def gguf(
     model: ModelName,
-    output: Annotated[Path | None, typer.Option(metavar="FILE", help="models/<model>.gguf by default.")] = None,
-    converter: Annotated[
-        Path | None,
-        typer.Option(metavar="PATH", help="convert_hf_to_gguf.py of llama.cpp; else in $LLAMA_CPP."),
-    ] = None,
-    dtype: Annotated[
-        Literal["f32", "f16", "bf16", "q8_0"] | None, typer.Option(help="By default that of the weights.")
-    ] = None,
+    output: Annotated[Path | None, Option(metavar="FILE", help="models/<model>.gguf by default.")] = None,
+    converter: Annotated[Path | None, Option(help="convert_hf_to_gguf.py of llama.cpp; else in $LLAMA_CPP.")] = None,
+    dtype: Annotated[Literal["f32", "f16", "bf16", "q8_0"] | None, Option(help="Else that of the weights.")] = None,
 ) -> None:
     """Convert a model, or a run after merging it, with llama.cpp's converter; set its window, and check it."""
     with working(LIBRARIES):

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Annotated, Literal
 
-import typer
+from typer import Argument, Option
 
 from pi_lora.cli.app import LIBRARIES, app, out, progress_bar, working
 from pi_lora.cli.options import Dtype, Scaling, Trust, grouped, stretch_of
@@ -13,17 +13,17 @@ from pi_lora.errors import PiLoraError
 @app.command()
 @grouped
 def merge(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run or adapter folder.")],
+    run: Annotated[Path, Argument(metavar="RUN", help="A run or adapter folder.")],
     trust: Trust,
-    base: Annotated[str | None, typer.Option(metavar="MODEL", help="The base, if it moved or is not named.")] = None,
-    original: Annotated[int | None, typer.Option(help="L, with --target: of the base, if not its config's.")] = None,
-    target: Annotated[int | None, typer.Option(help="L' of an adapter made elsewhere, which does not say it.")] = None,
+    base: Annotated[str | None, Option(metavar="MODEL", help="The base, if it moved or is not named.")] = None,
+    original: Annotated[int | None, Option(help="L, with --target: of the base, if not its config's.")] = None,
+    target: Annotated[int | None, Option(help="L' of an adapter made elsewhere, which does not say it.")] = None,
     scaling: Scaling = None,
-    output: Annotated[Path | None, typer.Option(metavar="DIR", help="models/<run> by default.")] = None,
+    output: Annotated[Path | None, Option(metavar="DIR", help="models/<run> by default.")] = None,
     dtype: Dtype = None,
-    onto: Annotated[Literal["base", "quantized"], typer.Option(help="After QLoRA: base as stored, or NF4.")] = "base",
-    shard_size: Annotated[str | None, typer.Option(metavar="SIZE", help="Of a file (5GB); else the base's.")] = None,
-    verify: Annotated[bool, typer.Option(help="Compare the merged weights with base + adapter.")] = True,
+    onto: Annotated[Literal["base", "quantized"], Option(help="After QLoRA: base as stored, or NF4.")] = "base",
+    shard_size: Annotated[str | None, Option(metavar="SIZE", help="Of a file (5GB); else the base's.")] = None,
+    verify: Annotated[bool, Option(help="Compare the merged weights with base + adapter.")] = True,
 ) -> None:
     """Add an adapter to the weights of its base, with the scaling written for every engine."""
     size = size_in(shard_size) if shard_size else None

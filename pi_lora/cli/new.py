@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from typer import Option
 
 from pi_lora.cli.app import app, err, out, working
-from pi_lora.cli.options import GpuName, ModelName, Target, TrustRemoteCode
+from pi_lora.cli.options import MOST_TOKENS, GpuName, ModelName, TrustRemoteCode
 from pi_lora.errors import PiLoraError, RunExistsError
 from pi_lora.types import Allowed
 
@@ -16,14 +17,10 @@ from pi_lora.types import Allowed
 @app.command()
 def new(
     model: ModelName,
-    target: Target = None,
+    target: Annotated[int | None, Option(min=1, max=MOST_TOKENS, help="L', the window to stretch to.")] = None,
     gpu: GpuName = None,
-    data: Annotated[
-        list[str] | None, typer.Option(metavar="SOURCE", help="Text to tune on: a file, folder, glob or hub id.")
-    ] = None,
-    output: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="The recipe; MODEL_TARGET.yaml otherwise.")
-    ] = None,
+    data: Annotated[list[str] | None, Option(help="Text to tune on: a file, folder, glob or hub id.")] = None,
+    output: Annotated[Path | None, Option(metavar="FILE", help="The recipe; MODEL_TARGET.yaml otherwise.")] = None,
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Write a recipe that stretches MODEL to --target tokens on the GPU that is here, or on --gpu."""

@@ -3,22 +3,18 @@
 import os
 from typing import Annotated
 
-import typer
+from typer import Option
 
 from pi_lora.cli.app import LIBRARIES, app, out, progress_bar, working
 from pi_lora.cli.options import Overrides, RecipeFile, TrustRemoteCode
 from pi_lora.types import Allowed
-
-MOST_PROCESSES = 1024
 
 
 @app.command()
 def prepare(
     recipe: RecipeFile,
     overrides: Overrides = None,
-    processes: Annotated[
-        int | None, typer.Option(min=1, max=MOST_PROCESSES, metavar="N", help="That tokenize; one a core by default.")
-    ] = None,
+    processes: Annotated[int | None, Option(min=1, max=1024, help="That tokenize; one a core by default.")] = None,
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Pack the training data of RECIPE into the cache, on a machine without GPUs; no weights are read."""

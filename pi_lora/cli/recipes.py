@@ -3,8 +3,8 @@
 from pathlib import Path
 from typing import Annotated
 
-import typer
 from rich.table import Table
+from typer import Argument, Option
 
 from pi_lora.cli.app import app, out, printable, read_recipe
 from pi_lora.cli.options import GpuName, JsonFile, Overrides, RecipeFile, TrustRemoteCode
@@ -51,11 +51,9 @@ def plan(
 
 @app.command()
 def recipes(
-    folder: Annotated[
-        Path | None, typer.Argument(help="Where to look; by default those that come with pi-lora.", show_default=False)
-    ] = None,
-    markdown: Annotated[bool, typer.Option(help="Print the page with what each takes, recipes/README.md.")] = False,
-    keys: Annotated[bool, typer.Option(help="Print every key that a recipe may have, docs/recipes.md.")] = False,
+    folder: Annotated[Path | None, Argument(help="Where to look; pi-lora's own otherwise.", show_default=False)] = None,
+    markdown: Annotated[bool, Option(help="Print the page with what each takes, recipes/README.md.")] = False,
+    keys: Annotated[bool, Option(help="Print every key that a recipe may have, docs/recipes.md.")] = False,
 ) -> None:
     """List the recipes that come with pi-lora by name, or those in a folder."""
     from pi_lora.recipe.files import recipe_paths, recipe_summary

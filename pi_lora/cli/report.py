@@ -3,18 +3,16 @@
 from pathlib import Path
 from typing import Annotated
 
-import typer
+from typer import Argument, Option
 
 from pi_lora.cli.app import app, err, out, working
 
 
 @app.command()
 def report(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN ...", help="Run folders that were measured.")],
-    html: Annotated[bool, typer.Option("--html", help="Also write one HTML page that needs no other file.")] = False,
-    output: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Folder to write to; the run's own, or report/ for several.")
-    ] = None,
+    runs: Annotated[list[Path], Argument(metavar="RUN ...", help="Run folders that were measured.")],
+    html: Annotated[bool, Option("--html", help="Also write one HTML page that needs no other file.")] = False,
+    output: Annotated[Path | None, Option(help="Folder to write to; the run's own, or report/ for several.")] = None,
 ) -> None:
     """Write the model card of a run with its pictures, or compare several runs."""
     with working("writing the report"):
@@ -34,11 +32,11 @@ def report(
 
 @app.command()
 def push(
-    model: Annotated[Path, typer.Argument(metavar="RUN|MODEL", help="A run folder, or a folder of full weights.")],
-    repo: Annotated[str, typer.Argument(metavar="REPO", help="As you/name; created if it does not exist.")],
-    private: Annotated[bool, typer.Option(help="Create a private repository.")] = False,
-    revision: Annotated[str | None, typer.Option(metavar="BRANCH", help="Created if it does not exist.")] = None,
-    message: Annotated[str | None, typer.Option(help="The commit message.")] = None,
+    model: Annotated[Path, Argument(metavar="RUN|MODEL", help="A run folder, or a folder of full weights.")],
+    repo: Annotated[str, Argument(metavar="REPO", help="As you/name; created if it does not exist.")],
+    private: Annotated[bool, Option(help="Create a private repository.")] = False,
+    revision: Annotated[str | None, Option(metavar="BRANCH", help="Created if it does not exist.")] = None,
+    message: Annotated[str | None, Option(help="The commit message.")] = None,
 ) -> None:
     """Upload a run or a merged model to the Hugging Face hub, with its card but without checkpoints."""
     with working(f"uploading {model}"):

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from typer import Option
 
 from pi_lora.cli.app import LIBRARIES, app, err, out, printable, progress_bar, read_recipe, working
 from pi_lora.cli.options import Overrides, RecipeFile, Trust, grouped
@@ -20,19 +21,15 @@ def train(
     recipe: RecipeFile,
     trust: Trust,
     overrides: Overrides = None,
-    output: Annotated[Path | None, typer.Option(metavar="DIR", help="The run; adapters/<recipe> by default.")] = None,
-    resume: Annotated[bool, typer.Option(help="Continue an interrupted run.")] = False,
-    dry_run: Annotated[bool, typer.Option(help="Check recipe, model, data and output, then stop.")] = False,
-    force: Annotated[bool, typer.Option(help="Train even what the plan says does not fit.")] = False,
-    print_launch: Annotated[bool, typer.Option(help="Print the accelerate launch line instead of running it.")] = False,
-    num_machines: Annotated[
-        int | None, typer.Option(min=1, max=10**6, help="Instead of the recipe's hardware.machines.")
-    ] = None,
-    machine_rank: Annotated[int, typer.Option(min=0, help="Which of several machines this is.")] = 0,
-    main_process_ip: Annotated[str | None, typer.Option(metavar="IP", help="The address of machine 0.")] = None,
-    main_process_port: Annotated[
-        int | None, typer.Option(min=1, max=65535, metavar="PORT", help="The port there.")
-    ] = None,
+    output: Annotated[Path | None, Option(metavar="DIR", help="The run; adapters/<recipe> by default.")] = None,
+    resume: Annotated[bool, Option(help="Continue an interrupted run.")] = False,
+    dry_run: Annotated[bool, Option(help="Check recipe, model, data and output, then stop.")] = False,
+    force: Annotated[bool, Option(help="Train even what the plan says does not fit.")] = False,
+    print_launch: Annotated[bool, Option(help="Print the accelerate launch line instead of running it.")] = False,
+    num_machines: Annotated[int | None, Option(min=1, max=10**6, help="Instead of hardware.machines.")] = None,
+    machine_rank: Annotated[int, Option(min=0, help="Which of several machines this is.")] = 0,
+    main_process_ip: Annotated[str | None, Option(metavar="IP", help="The address of machine 0.")] = None,
+    main_process_port: Annotated[int | None, Option(min=1, max=65535, metavar="PORT", help="The port there.")] = None,
 ) -> None:
     """Tune a model to its target window, as RECIPE says, in as many processes as it asks for."""
     from pi_lora.distributed import check_launched, is_launched, is_leader, launch, launch_arguments

@@ -16,7 +16,14 @@ from pi_lora.evaluation.passkey.prompt import Grid
 from pi_lora.evaluation.passkey.table import passkey_table
 from pi_lora.evaluation.perplexity.measure import evaluate_perplexity
 from pi_lora.evaluation.perplexity.table import perplexity_table
-from pi_lora.evaluation.results import BenchmarkScores, PasskeyScores, PerplexityScores, RulerScores, Scores
+from pi_lora.evaluation.results import (
+    BenchmarkScores,
+    PasskeyScores,
+    PerplexityScores,
+    RulerScores,
+    Scores,
+    options_of,
+)
 from pi_lora.evaluation.ruler.table import ruler_table
 from pi_lora.models.load import LoadedModel
 from pi_lora.recipe.files import RECIPE_FILE, load_recipe
@@ -76,9 +83,7 @@ def _ruler(asked: RulerEvaluation) -> Measure:
 
 @dataclass(frozen=True)
 class Measurement:
-    """A measurement and the `kind` of its results: `prepare` reads what a recipe's section needs before any model is
-    loaded. Each process measures its part.
-    """
+    """A measurement: the `kind` of its results, and what prepares a recipe's section before any model is loaded."""
 
     kind: type[Scores]
     prepare: Callable[[Any], Measure]
@@ -96,28 +101,20 @@ MEASUREMENTS: Mapping[str, Measurement] = {
 
 def alike(scores: Scores) -> Measure:
     """Return what measures another model as a result was made, in a share of the work for each process."""
+    asked = {key: value for key, value in options_of(scores).items() if value is not None}
     match scores:
         case PerplexityScores():
-            windows, choice = [row.window for row in scores.windows], (scores.documents, scores.min_tokens)
-            chosen = Choice(*choice, scores.truncate, scores.seed)
+            data, windows, stride = (asked.pop(key) for key in ("data", "windows", "stride"))
+            choice = Choice(**asked)
             return lambda loaded, progress: evaluate_perplexity(
-                loaded, scores.data, windows, scores.stride, chosen, progress, shared=True
+                loaded, data, windows, stride, choice, progress, shared=True
             )
         case PasskeyScores():
-            trials = max((depth.trials for depth in scores.depths), default=1)
-            grid = Grid(scores.target, len(scores.depths), trials, scores.seed)
-            return lambda loaded, progress: evaluate_passkey(loaded, grid, progress, shared=True)
+            return _passkey(PasskeyEvaluation.model_validate(asked))
         case BenchmarkScores():
-            data = tuple(f"{name}={place}" for name, place in (scores.data or {}).items() if Path(place).exists())
-            settings: dict[str, Any] = {"limit": scores.limit, "batch_size": scores.batch_size or 8}
-            asked = BenchmarksEvaluation(tasks=tuple(scores.tasks), data=data, window=scores.window, **settings)
-            return _benchmarks(asked)
+            return _benchmarks(BenchmarksEvaluation.model_validate(asked))
         case RulerScores():
-            files = {key: name for key, name in (scores.data or {}).items() if Path(name).is_file()}
-            settings = {key: getattr(scores, key) for key in ("seed", "samples", "batch_size", "chat_template")}
-            settings |= {"haystack": files.pop("essays", None), "tasks": tuple(scores.lengths[0].tasks)}
-            data = tuple(f"{key}={name}" for key, name in files.items())
-            return _ruler(RulerEvaluation(windows=tuple(each.window for each in scores.lengths), data=data, **settings))
+            return _ruler(RulerEvaluation.model_validate(asked))
     raise TypeError(type(scores).__name__)
 
 
@@ -128,8 +125,7 @@ def asked_for(evaluation: Evaluation) -> dict[str, Any]:
 
 def evaluation_of(run: Path) -> tuple[Evaluation, bool]:
     """Return what a run's recipe asks for, and whether it names anything; perplexity and passkey if it does not."""
-    file = run / RECIPE_FILE
-    if not file.is_file():
+    if not (file := run / RECIPE_FILE).is_file():
         raise ModelError(f"{run}: holds no {RECIPE_FILE}; name a run folder that pi-lora train made")
     evaluation = load_recipe(file).recipe.evaluation
     if asked_for(evaluation):

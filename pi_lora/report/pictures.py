@@ -32,10 +32,7 @@ Drawings = dict[str, Callable[[], Any]]
 
 
 def drawings_of(runs: Sequence[Run]) -> Drawings:
-    """Return what draws `perplexity`, `passkey`, `ruler` and `loss`, as far as there are results.
-
-    The curves are the stages of one run, or the tuned models of several.
-    """
+    """Return what draws the results that there are: the stages of one run, or the tuned models of several."""
 
     def scores(name: str, kind: type[S]) -> dict[str, S]:
         tuned = {run.name: found for run in runs if (found := run.tuned(name, kind))}
