@@ -8,6 +8,7 @@ from typer import Argument, Option
 from pi_lora.cli.app import LIBRARIES, eval_app, out, say, working
 from pi_lora.cli.measuring import Loading, Measuring, measure_into, warn_of_length
 from pi_lora.cli.options import Again, Haystack, Models, Plot, Seed, TaskFiles, grouped, lengths_in, stretch_of
+from pi_lora.distributed import is_leader
 from pi_lora.errors import ModelError, PiLoraError
 
 # Of depths, and of trials at each.
@@ -172,7 +173,6 @@ def everything(
 ) -> None:
     """Measure what RUN's recipe names under `evaluation`, and keep it in RUN/scores."""
     with working(LIBRARIES):
-        from pi_lora.distributed import is_leader
         from pi_lora.evaluation.results import check_can_write, read_scores
         from pi_lora.evaluation.suite import MEASUREMENTS, asked_for, evaluation_of
         from pi_lora.run_folder import SCORES

@@ -1,13 +1,16 @@
-"""`pi-lora merge`."""
+"""`pi-lora merge` and `pi-lora export gguf`."""
 
 from pathlib import Path
 from typing import Annotated, Literal
 
-from typer import Argument, Option
+from typer import Argument, Option, Typer
 
 from pi_lora.cli.app import LIBRARIES, app, out, progress_bar, working
-from pi_lora.cli.options import Dtype, Scaling, Trust, grouped, stretch_of
+from pi_lora.cli.options import Dtype, ModelName, Scaling, Trust, grouped, stretch_of
 from pi_lora.errors import PiLoraError
+
+export_app = Typer(no_args_is_help=True, help="Write a model in the format of another engine.")
+app.add_typer(export_app, name="export")
 
 
 @app.command()
@@ -36,6 +39,23 @@ def merge(
         folder = merge(run, to, base, dtype, onto, size, verify, progress, stretch, trust.allowed)
     done = f"{folder}: merged; it loads like any model, its scaling is in config.json"
     out.lines(*read_merge(folder).lines(), done)
+
+
+@export_app.command("gguf")
+def gguf(
+    model: ModelName,
+    output: Annotated[Path | None, Option(metavar="FILE", help="models/<model>.gguf by default.")] = None,
+    converter: Annotated[Path | None, Option(help="convert_hf_to_gguf.py of llama.cpp; else in $LLAMA_CPP.")] = None,
+    dtype: Annotated[Literal["f32", "f16", "bf16", "q8_0"] | None, Option(help="Else that of the weights.")] = None,
+) -> None:
+    """Convert a model, or a run after merging it, with llama.cpp's converter; set its window, and check it."""
+    with working(LIBRARIES):
+        from pi_lora.merging.llama_cpp import export_gguf
+    name = Path(model).resolve().name if Path(model).exists() else model.rpartition("/")[2].rpartition(":")[2]
+    file = output or Path("models") / f"{name.removesuffix('.gguf')}.gguf"
+    with progress_bar("exporting") as progress:
+        exported = export_gguf(model, file, converter, dtype, progress)
+    out.lines(*exported.lines(), f"{file}: written for llama.cpp")
 
 
 def size_in(text: str) -> int:

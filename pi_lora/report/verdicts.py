@@ -9,15 +9,8 @@ from typing import Literal
 
 from rich.table import Table
 
-from pi_lora.evaluation.results import (
-    BenchmarkScores,
-    PasskeyScores,
-    PerplexityScores,
-    Result,
-    RulerScores,
-    Scores,
-    WindowPerplexity,
-)
+from pi_lora.evaluation import results
+from pi_lora.evaluation.results import Result, Scores
 from pi_lora.evaluation.ruler.effective import PAPERS_THRESHOLD, SHARE_OF_BASE, mean_of, relative_to, standard_error
 
 # Student's t for 95 % by degrees of freedom, from 1.
@@ -92,13 +85,13 @@ def unpaired(before: float, after: float, *errors: float | None) -> tuple[float,
 def compare(base: Scores, run: Scores, original: int | None = None) -> Iterator[Row]:
     """Yield rows of two results of one kind; `original` (L, tokens) tells the old window from what is beyond it."""
     match base, run:
-        case PerplexityScores(), PerplexityScores():
+        case results.PerplexityScores(), results.PerplexityScores():
             yield from _perplexity(base, run, original)
-        case PasskeyScores(), PasskeyScores():
+        case results.PasskeyScores(), results.PasskeyScores():
             yield from _passkey(base, run)
-        case BenchmarkScores(), BenchmarkScores():
+        case results.BenchmarkScores(), results.BenchmarkScores():
             yield from _benchmarks(base, run)
-        case RulerScores(), RulerScores():
+        case results.RulerScores(), results.RulerScores():
             yield from _ruler(base, run, original)
 
 
@@ -134,7 +127,7 @@ def verdict_table(base: str, run: str, rows: Sequence[Row]) -> Table:
     return table
 
 
-def _perplexity(base: PerplexityScores, run: PerplexityScores, original: int | None) -> Iterator[Row]:
+def _perplexity(base: results.PerplexityScores, run: results.PerplexityScores, original: int | None) -> Iterator[Row]:
     """By window: the change of the mean loss, of which each document's tokens have the same weight."""
     rows = {row.window: row.perplexity for row in base.windows}
     for window, after in ((row.window, row.perplexity) for row in run.windows if row.window in rows):
@@ -149,12 +142,12 @@ def _perplexity(base: PerplexityScores, run: PerplexityScores, original: int | N
         yield _row(what, before, after, change, interval, "%", len(own) if paired else None)
 
 
-def _by_document(scores: PerplexityScores, window: int) -> dict[tuple[str, int], WindowPerplexity]:
+def _by_document(scores: results.PerplexityScores, window: int) -> dict[tuple[str, int], results.WindowPerplexity]:
     rows = ((each.name, each.tokens, row) for each in scores.per_document or () for row in each.windows)
     return {(name, tokens): row for name, tokens, row in rows if row.window == window}
 
 
-def _passkey(base: PasskeyScores, run: PasskeyScores) -> Iterator[Row]:
+def _passkey(base: results.PasskeyScores, run: results.PasskeyScores) -> Iterator[Row]:
     if base.target != run.target:
         return
     outcomes = {depth.k: depth.outcomes or [] for depth in base.depths if base.seed == run.seed}
@@ -167,7 +160,7 @@ def _passkey(base: PasskeyScores, run: PasskeyScores) -> Iterator[Row]:
     yield _row(f"k_max of {run.target:,}", base.k_max, run.k_max, run.k_max - base.k_max, None, "tokens")
 
 
-def _benchmarks(base: BenchmarkScores, run: BenchmarkScores) -> Iterator[Row]:
+def _benchmarks(base: results.BenchmarkScores, run: results.BenchmarkScores) -> Iterator[Row]:
     for task, after in run.tasks.items():
         before = base.tasks.get(task)
         if before is None or before.acc is None or after.acc is None:
@@ -179,7 +172,7 @@ def _benchmarks(base: BenchmarkScores, run: BenchmarkScores) -> Iterator[Row]:
             yield _points(task, before.acc, after.acc, *unpaired(before.acc, after.acc, before.stderr, after.stderr))
 
 
-def _ruler(base: RulerScores, run: RulerScores, original: int | None) -> Iterator[Row]:
+def _ruler(base: results.RulerScores, run: results.RulerScores, original: int | None) -> Iterator[Row]:
     """By window: the mean of the tasks that both were measured on, each of the same weight."""
     windows = {each.window: each.tasks for each in base.lengths}
     for each in run.lengths:
@@ -192,15 +185,15 @@ def _ruler(base: RulerScores, run: RulerScores, original: int | None) -> Iterato
         what = f"RULER at {each.window:,}{_place(each.window, original)}, {len(names)} tasks"
         if base.seed == run.seed and all(b.length == a.length and b.outcomes and a.outcomes for b, a in tasks):
             differences = [[y - x for x, y in zip(b.outcomes or (), a.outcomes or (), strict=False)] for b, a in tasks]
-            change, fewest, interval = after.score - before.score, min(map(len, differences)), None
-            if fewest > 1:
-                error = math.hypot(*(standard_error(every) or 0 for every in differences)) / len(names)
-                reach = quantile(fewest) * error
+            errors = [standard_error(each) for each in differences]
+            change, interval = after.score - before.score, None
+            if None not in errors:
+                reach = quantile(min(map(len, differences))) * math.hypot(*filter(None, errors)) / len(names)
                 interval = (change - reach, change + reach)
             yield _points(what, before.score, after.score, change, interval, sum(map(len, differences)))
         else:
-            errors = (before.stderr or None, after.stderr or None)  # 0 where all outcomes are the same: not known
-            yield _points(what, before.score, after.score, *unpaired(before.score, after.score, *errors))
+            known = (before.stderr or None, after.stderr or None)  # 0 where all outcomes are the same: not known
+            yield _points(what, before.score, after.score, *unpaired(before.score, after.score, *known))
     lengths = {f"effective length, {PAPERS_THRESHOLD:.1%}": (base.effective_length, run.effective_length)}
     if (own := relative_to(base, base).relative) and (its_own := relative_to(base, run).relative):
         of_base = f"effective length, {SHARE_OF_BASE:.0%} of the base"
