@@ -15,12 +15,14 @@ import types
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import psutil
 
 from pi_lora.errors import Diverged, Interrupted, PiLoraError, RecipeError
-from pi_lora.recipe.schema import Recipe
+
+if TYPE_CHECKING:
+    from pi_lora.recipe.schema import Recipe
 
 T = TypeVar("T")
 # One process may work alone for long, on the scores of the longest document or a large cache; a process that dies is
@@ -85,7 +87,7 @@ def is_launched() -> bool:
     return "WORLD_SIZE" in os.environ
 
 
-def check_launched(recipe: Recipe) -> None:
+def check_launched(recipe: "Recipe") -> None:
     """Raise RecipeError if the launcher started another number of processes than the recipe asks for."""
     started, wanted = int(os.environ["WORLD_SIZE"]), recipe.hardware.processes
     if started != wanted:
@@ -93,7 +95,7 @@ def check_launched(recipe: Recipe) -> None:
 
 
 def launch_arguments(
-    recipe: Recipe, command: Sequence[str], rank: int = 0, address: str | None = None, port: int | None = None
+    recipe: "Recipe", command: Sequence[str], rank: int = 0, address: str | None = None, port: int | None = None
 ) -> list[str]:
     """Return the arguments of `accelerate launch` that run `pi-lora COMMAND` as `recipe.hardware` says. `rank` is this
     machine's among several, the first of which listens at `address` and `port`. What FSDP2 does not shard, each process

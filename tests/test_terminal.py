@@ -134,7 +134,8 @@ def test_progress_is_lines_where_there_is_no_terminal(
         for seconds, done, note in calls:
             now = seconds
             progress(done, 1011, note)
-    with progress_bar("training", quiet=True) as progress:
+    monkeypatch.setenv("RANK", "1")
+    with progress_bar("training") as progress:
         now = 1000
         progress(1, 2)
     lines = ["training: 1 of 1,011, 2:48:20 left, loss 2", "training: 11 of 1,011, 1:47:35 left, loss 2"]

@@ -9,8 +9,10 @@ import sys
 from typing import Annotated, NoReturn, cast
 
 import typer
+from typer import Option
 
 from pi_lora.cli.app import LIBRARIES, app, out, printable, working
+from pi_lora.distributed import status_of
 from pi_lora.errors import Interrupted, PiLoraError, RecipeError
 
 __all__ = ["app", "main"]
@@ -29,7 +31,7 @@ def _version(value: bool) -> None:
         raise typer.Exit
 
 
-Version = Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print it and exit.")]
+Version = Annotated[bool, Option("--version", callback=_version, is_eager=True, help="Print it and exit.")]
 
 
 @app.callback()
@@ -52,7 +54,10 @@ def env() -> None:
 
 def main() -> None:
     """Run a command; a user's mistake is a line on stderr and exit status 2, an interruption 130."""
-    _expand_segments()
+    # Sequences of changing length leave gaps in GPU memory that nothing fits into, unless its segments may grow. torch
+    # reads this when it is imported, here and in launched processes; what the user says goes first.
+    if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & set(os.environ):
+        os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
     # A terminal that is not UTF-8 gets escapes for what it cannot print.
     cast("io.TextIOWrapper", sys.stdout).reconfigure(errors="backslashreplace")
     try:
@@ -60,8 +65,6 @@ def main() -> None:
     except UsageError as mistake:
         _fail(f"pi-lora: {_in_a_line(mistake.format_message())}; see pi-lora --help", 2)
     except Exception as ending:
-        from pi_lora.distributed import status_of
-
         # The process that launched this one may speak for it.
         if (status := status_of(ending)) is not None:
             sys.exit(status)
@@ -77,14 +80,6 @@ def main() -> None:
     if status == INTERRUPTED:
         _fail("interrupted; nothing was written", INTERRUPTED)
     sys.exit(status)
-
-
-def _expand_segments() -> None:
-    """Let the allocator of GPU memory grow its segments, unless the user configured it: sequences of changing length
-    otherwise leave gaps that nothing fits into. torch reads it when it is imported, here and in launched processes.
-    """
-    if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & set(os.environ):
-        os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
 
 
 def _in_a_line(message: str) -> str:

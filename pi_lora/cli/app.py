@@ -1,7 +1,6 @@
 """What all commands share: the application, its consoles and the progress bar."""
 
 import contextlib
-import os
 import signal
 import sys
 import threading
@@ -16,6 +15,7 @@ from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 from rich.text import Text
 
+from pi_lora.distributed import is_launched, is_leader
 from pi_lora.types import Progress, silent
 
 if TYPE_CHECKING:
@@ -61,7 +61,6 @@ LONG = 10.0
 
 def read_recipe(recipe: Path, overrides: list[str] | None) -> "ResolvedRecipe":
     """Read a recipe, and warn of a key that has another name now; once, not in each of several processes."""
-    from pi_lora.distributed import is_launched
     from pi_lora.recipe.files import load_recipe
 
     resolved = load_recipe(recipe, overrides or [])
@@ -72,17 +71,17 @@ def read_recipe(recipe: Path, overrides: list[str] | None) -> "ResolvedRecipe":
 
 def say(line: str) -> None:
     """Print a line on stderr, once however many processes there are."""
-    from pi_lora.distributed import is_leader
-
     if is_leader():
         err.lines(line)
 
 
 @contextlib.contextmanager
-def progress_bar(title: str, quiet: bool = False) -> Iterator[Progress]:
-    """A progress bar on stderr, or lines where that is no terminal; yields the function that moves it."""
-    if not err.is_terminal:
-        yield silent if quiet else _progress_lines(title)
+def progress_bar(title: str) -> Iterator[Progress]:
+    """A progress bar on stderr, or lines where that is no terminal, of the first of several processes; yields the
+    function that moves it.
+    """
+    if not (is_leader() and err.is_terminal):
+        yield _progress_lines(title) if is_leader() else silent
         return
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
     from rich.progress import Progress as Bar
@@ -96,7 +95,7 @@ def progress_bar(title: str, quiet: bool = False) -> Iterator[Progress]:
         TimeRemainingColumn(table_column=whole),
         TextColumn("{task.fields[note]}", markup=False, table_column=wrapped),
     )
-    with Bar(*columns, console=err, disable=quiet) as bar:
+    with Bar(*columns, console=err) as bar:
         task = bar.add_task(title, total=None, note="")
         yield lambda done, total, note="": bar.update(task, completed=done, total=total, note=note)
 
@@ -130,7 +129,7 @@ def working(what: str) -> Iterator[None]:
     with contextlib.ExitStack() as signs:
         if err.is_terminal:
             signs.enter_context(err.status(Text(what)))
-        elif os.environ.get("RANK", "0") == "0":  # of several processes the first speaks
+        elif is_leader():
             line = threading.Timer(LONG, print, (printable(f"{what} ..."),), {"file": sys.stderr, "flush": True})
             line.daemon = True
             line.start()

@@ -3,15 +3,17 @@
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
+from typer import Argument, Option
 
 from pi_lora.cli.app import LIBRARIES, eval_app, out, say, working
 from pi_lora.cli.measuring import Loading, Measuring, measure_into, warn_of_length
-from pi_lora.cli.options import Again, Models, Plot, Seed, grouped, lengths_in, stretch_of
+from pi_lora.cli.options import Again, Haystack, Models, Plot, Seed, TaskFiles, grouped, lengths_in, stretch_of
+from pi_lora.distributed import is_leader
 from pi_lora.errors import ModelError, PiLoraError
 
 # Of depths, and of trials at each.
 MOST = 10_000
+PAPERS_TASKS = "boolq,piqa,race_middle,race_high,winogrande"
 
 
 @eval_app.command()
@@ -19,18 +21,16 @@ MOST = 10_000
 def perplexity(
     models: Models,
     how: Measuring,
-    data: Annotated[
-        str, typer.Option(metavar="SOURCE", help="A file, folder, glob or hub id; builtin:stdlib; pg19 or proof-pile.")
-    ] = "builtin:stdlib",
-    windows: Annotated[str | None, typer.Option(help="Lengths in tokens, as 2048,4096.")] = None,
-    stride: Annotated[int | None, typer.Option(min=1, help="Tokens a window moves; 256, or half the shortest.")] = None,
-    documents: Annotated[int | None, typer.Option(min=1, help="The first N, or N drawn by --seed.")] = None,
-    truncate: Annotated[int | None, typer.Option(min=2, help="Cut documents to their first N tokens.")] = None,
-    min_tokens: Annotated[int | None, typer.Option(min=1, help="Leave out documents of fewer.")] = None,
-    seed: Annotated[int | None, typer.Option(min=0, max=2**32 - 1, help="Draw documents at random.")] = None,
-    split: Annotated[str, typer.Option(help="Of a hub data set.")] = "test",
-    column: Annotated[str, typer.Option(help="Of rows: the one that holds the text.")] = "text",
-    by_position: Annotated[bool, typer.Option("--by-position", help="Also the loss by position in a window.")] = False,
+    data: Annotated[str, Option(help="A file, folder, glob or hub id; pg19 or proof-pile.")] = "builtin:stdlib",
+    windows: Annotated[str | None, Option(help="Lengths in tokens, as 2048,4096.")] = None,
+    stride: Annotated[int | None, Option(min=1, help="Tokens a window moves; 256, or half the shortest.")] = None,
+    documents: Annotated[int | None, Option(min=1, help="The first N, or N drawn by --seed.")] = None,
+    truncate: Annotated[int | None, Option(min=2, help="Cut documents to their first N tokens.")] = None,
+    min_tokens: Annotated[int | None, Option(min=1, help="Leave out documents of fewer.")] = None,
+    seed: Annotated[int | None, Option(min=0, max=2**32 - 1, help="Draw documents at random.")] = None,
+    split: Annotated[str, Option(help="Of a hub data set.")] = "test",
+    column: Annotated[str, Option(help="Of rows: the one that holds the text.")] = "text",
+    by_position: Annotated[bool, Option("--by-position", help="Also the loss by position in a window.")] = False,
     plot: Plot = None,
 ) -> None:
     """Sliding-window perplexity (paper, section 3.2), of several models side by side; --plot draws it by position."""
@@ -65,13 +65,11 @@ def perplexity(
 def passkey(
     models: Models,
     how: Measuring,
-    targets: Annotated[
-        str | None, typer.Option(metavar="L',...", help="Several lengths, as 1024,2048: depth against length.")
-    ] = None,
-    depths: Annotated[int, typer.Option(min=1, max=MOST, help="Distances, uniformly spaced to the target.")] = 32,
-    trials: Annotated[int, typer.Option(min=1, max=MOST, help="Random keys at each.")] = 10,
+    targets: Annotated[str | None, Option(metavar="L',...", help="Several lengths, as 1024,2048.")] = None,
+    depths: Annotated[int, Option(min=1, max=MOST, help="Distances, uniformly spaced to the target.")] = 32,
+    trials: Annotated[int, Option(min=1, max=MOST, help="Random keys at each.")] = 10,
     seed: Seed = 0,
-    k_max_only: Annotated[bool, typer.Option("--k-max-only", help="Measure no more than decides k_max.")] = False,
+    k_max_only: Annotated[bool, Option("--k-max-only", help="Measure no more than decides k_max.")] = False,
     plot: Plot = None,
 ) -> None:
     """Passkey retrieval and k_max (paper, section 3.3) in --target tokens of context, by default the longest window; of
@@ -108,16 +106,11 @@ def passkey(
 def benchmarks(
     models: Models,
     how: Measuring,
-    tasks: Annotated[
-        str, typer.Option(metavar="NAME,...", help="Tasks or groups of lm-eval.")
-    ] = "boolq,piqa,race_middle,race_high,winogrande",
-    data: Annotated[
-        list[str] | None,
-        typer.Option(metavar="TASK=FILE", help="A task's own file or folder instead of the hub, or a folder of such."),
-    ] = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="Only the first N examples of each.")] = None,
-    batch_size: Annotated[int, typer.Option(min=1, help="Inputs a forward pass.")] = 8,
-    window: Annotated[int | None, typer.Option(min=2, help="Tokens that inputs are cut to; L by default.")] = None,
+    tasks: Annotated[str, Option(metavar="NAME,...", help="Tasks or groups of lm-eval.")] = PAPERS_TASKS,
+    data: TaskFiles = None,
+    limit: Annotated[int | None, Option(min=1, help="Only the first N examples of each.")] = None,
+    batch_size: Annotated[int, Option(min=1, help="Inputs a forward pass.")] = 8,
+    window: Annotated[int | None, Option(min=2, help="Tokens that inputs are cut to; L by default.")] = None,
 ) -> None:
     """Short-context benchmarks (paper, table 5) through lm-eval, of several models side by side."""
     with working("loading benchmarks"):
@@ -138,22 +131,14 @@ def benchmarks(
 def ruler(
     models: Models,
     how: Measuring,
-    windows: Annotated[
-        str | None, typer.Option(help="Lengths in tokens, as 4096,8192; by default L', halved down to L.")
-    ] = None,
-    tasks: Annotated[str | None, typer.Option(metavar="NAME,...", help="Of lm-eval's 13; all by default.")] = None,
-    samples: Annotated[int, typer.Option(min=1, max=500, help="Prompts of each task and length.")] = 100,
+    windows: Annotated[str | None, Option(help="As 4096,8192; by default L', halved down to L.")] = None,
+    tasks: Annotated[str | None, Option(metavar="NAME,...", help="Of lm-eval's 13; all by default.")] = None,
+    samples: Annotated[int, Option(min=1, max=500, help="Prompts of each task and length.")] = 100,
     seed: Seed = 0,
-    haystack: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="A text instead of the hub's essays, that needles lie in.")
-    ] = None,
-    data: Annotated[
-        list[str] | None, typer.Option(metavar="TASK=FILE", help="A file instead of the web, for ruler_qa_*.")
-    ] = None,
-    batch_size: Annotated[
-        int | None, typer.Option(min=1, help="Prompts continued together; as many as 16,384 tokens hold.")
-    ] = None,
-    chat_template: Annotated[bool, typer.Option("--chat-template", help="Put prompts as chats.")] = False,
+    haystack: Haystack = None,
+    data: TaskFiles = None,
+    batch_size: Annotated[int | None, Option(min=1, help="Prompts at a time; as 16,384 tokens hold.")] = None,
+    chat_template: Annotated[bool, Option("--chat-template", help="Put prompts as chats.")] = False,
     plot: Plot = None,
 ) -> None:
     """RULER and the effective length (Hsieh et al. 2024) through lm-eval; several models side by side."""
@@ -184,11 +169,10 @@ def ruler(
 @eval_app.command("all")
 @grouped
 def everything(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")], how: Loading, again: Again = False
+    run: Annotated[Path, Argument(metavar="RUN", help="A run folder.")], how: Loading, again: Again = False
 ) -> None:
     """Measure what RUN's recipe names under `evaluation`, and keep it in RUN/scores."""
     with working(LIBRARIES):
-        from pi_lora.distributed import is_leader
         from pi_lora.evaluation.results import check_can_write, read_scores
         from pi_lora.evaluation.suite import MEASUREMENTS, asked_for, evaluation_of
         from pi_lora.run_folder import SCORES

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from pi_lora.cli.app import out, progress_bar, say, working
 from pi_lora.cli.options import Dtype, JsonFile, Original, Scaling, Target, Trust, stretch_of
+from pi_lora.distributed import is_launched, is_leader, join_processes
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -26,7 +27,6 @@ class Loading(Trust):
 
     def find(self, *names: str, stretch: "Stretch | None" = None) -> "list[FoundModel]":
         """Find every model, and meet the other processes of this command if a launcher started several."""
-        from pi_lora.distributed import is_launched, join_processes
         from pi_lora.models.device import device
         from pi_lora.models.load import find
 
@@ -68,7 +68,6 @@ class Measuring(Loading):
         """Measure models and `complete` their scores; then one process of several writes, prints and draws them. Where
         nothing can be written is known before; what was measured is kept until it is.
         """
-        from pi_lora.distributed import is_leader
         from pi_lora.evaluation.journal import kept_until_written
         from pi_lora.evaluation.results import check_can_write, write_scores
 
@@ -94,9 +93,7 @@ def warn_of_length(models: "Sequence[FoundModel]", option: str, tokens: int) -> 
 
 def measured(title: str, model: Any, measure: Callable[[Any, Any], S]) -> S:
     """Return what `measure` finds of a model and a progress bar that it moves."""
-    from pi_lora.distributed import is_leader
-
-    with progress_bar(f"{title} {model.name}", quiet=not is_leader()) as progress:
+    with progress_bar(f"{title} {model.name}") as progress:
         return measure(model, progress)
 
 
@@ -104,7 +101,6 @@ def measure_into(
     model: "LoadedModel", missing: "Mapping[str, Measure]", files: Mapping[str, Path]
 ) -> "dict[str, Scores]":
     """Measure a model by name, and write each result as soon as it is known; return them."""
-    from pi_lora.distributed import is_leader
     from pi_lora.evaluation.journal import kept_until_written
     from pi_lora.evaluation.results import write_scores
 

@@ -1,29 +1,32 @@
-"""`pi-lora merge`."""
+"""`pi-lora merge` and `pi-lora export gguf`."""
 
 from pathlib import Path
 from typing import Annotated, Literal
 
-import typer
+from typer import Argument, Option, Typer
 
 from pi_lora.cli.app import LIBRARIES, app, out, progress_bar, working
-from pi_lora.cli.options import Dtype, Scaling, Trust, grouped, stretch_of
+from pi_lora.cli.options import Dtype, ModelName, Scaling, Trust, grouped, stretch_of
 from pi_lora.errors import PiLoraError
+
+export_app = Typer(no_args_is_help=True, help="Write a model in the format of another engine.")
+app.add_typer(export_app, name="export")
 
 
 @app.command()
 @grouped
 def merge(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run or adapter folder.")],
+    run: Annotated[Path, Argument(metavar="RUN", help="A run or adapter folder.")],
     trust: Trust,
-    base: Annotated[str | None, typer.Option(metavar="MODEL", help="The base, if it moved or is not named.")] = None,
-    original: Annotated[int | None, typer.Option(help="L, with --target: of the base, if not its config's.")] = None,
-    target: Annotated[int | None, typer.Option(help="L' of an adapter made elsewhere, which does not say it.")] = None,
+    base: Annotated[str | None, Option(metavar="MODEL", help="The base, if it moved or is not named.")] = None,
+    original: Annotated[int | None, Option(help="L, with --target: of the base, if not its config's.")] = None,
+    target: Annotated[int | None, Option(help="L' of an adapter made elsewhere, which does not say it.")] = None,
     scaling: Scaling = None,
-    output: Annotated[Path | None, typer.Option(metavar="DIR", help="models/<run> by default.")] = None,
+    output: Annotated[Path | None, Option(metavar="DIR", help="models/<run> by default.")] = None,
     dtype: Dtype = None,
-    onto: Annotated[Literal["base", "quantized"], typer.Option(help="After QLoRA: base as stored, or NF4.")] = "base",
-    shard_size: Annotated[str | None, typer.Option(metavar="SIZE", help="Of a file (5GB); else the base's.")] = None,
-    verify: Annotated[bool, typer.Option(help="Compare the merged weights with base + adapter.")] = True,
+    onto: Annotated[Literal["base", "quantized"], Option(help="After QLoRA: base as stored, or NF4.")] = "base",
+    shard_size: Annotated[str | None, Option(metavar="SIZE", help="Of a file (5GB); else the base's.")] = None,
+    verify: Annotated[bool, Option(help="Compare the merged weights with base + adapter.")] = True,
 ) -> None:
     """Add an adapter to the weights of its base, with the scaling written for every engine."""
     size = size_in(shard_size) if shard_size else None
@@ -36,6 +39,23 @@ def merge(
         folder = merge(run, to, base, dtype, onto, size, verify, progress, stretch, trust.allowed)
     done = f"{folder}: merged; it loads like any model, its scaling is in config.json"
     out.lines(*read_merge(folder).lines(), done)
+
+
+@export_app.command("gguf")
+def gguf(
+    model: ModelName,
+    output: Annotated[Path | None, Option(metavar="FILE", help="models/<model>.gguf by default.")] = None,
+    converter: Annotated[Path | None, Option(help="convert_hf_to_gguf.py of llama.cpp; else in $LLAMA_CPP.")] = None,
+    dtype: Annotated[Literal["f32", "f16", "bf16", "q8_0"] | None, Option(help="Else that of the weights.")] = None,
+) -> None:
+    """Convert a model, or a run after merging it, with llama.cpp's converter; set its window, and check it."""
+    with working(LIBRARIES):
+        from pi_lora.merging.llama_cpp import export_gguf
+    name = Path(model).resolve().name if Path(model).exists() else model.rpartition("/")[2].rpartition(":")[2]
+    file = output or Path("models") / f"{name.removesuffix('.gguf')}.gguf"
+    with progress_bar("exporting") as progress:
+        exported = export_gguf(model, file, converter, dtype, progress)
+    out.lines(*exported.lines(), f"{file}: written for llama.cpp")
 
 
 def size_in(text: str) -> int:

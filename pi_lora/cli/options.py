@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import typer
+from typer import Argument, Option
 
 from pi_lora.errors import PiLoraError
 from pi_lora.recipe.places import find_recipe
@@ -18,30 +18,23 @@ from pi_lora.types import Allowed
 MOST_TOKENS = 10**9
 
 
-RecipeFile = Annotated[
-    Path, typer.Argument(metavar="RECIPE", callback=find_recipe, help="A file, or the name of a recipe of pi-lora.")
-]
-Overrides = Annotated[list[str] | None, typer.Argument(metavar="[key=value ...]", help="Keys to change.")]
-ModelName = Annotated[str, typer.Argument(metavar="MODEL", help="Hub id, folder, run, GGUF file or builtin:tiny.")]
-Models = Annotated[
-    list[str], typer.Argument(metavar="MODEL ...", help="Hub ids, folders, runs, GGUF files or builtin:tiny.")
-]
-JsonFile = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the result there as well.")]
-Plot = Annotated[Path | None, typer.Option(metavar="FILE", help="Draw the scores, a PNG.")]
-Original = Annotated[
-    int | None,
-    typer.Option(min=1, max=MOST_TOKENS, help="L, with --target: stretch a plain base first (the paper's step 0)."),
-]
-Target = Annotated[int | None, typer.Option(min=1, max=MOST_TOKENS, help="L', the window to stretch to.")]
-Scaling = Annotated[Method | None, typer.Option(help="How a plain base is to read --target tokens.")]
-TrustRemoteCode = Annotated[bool, typer.Option("--trust-remote-code", help="Run Python code that a model brings.")]
-AllowChanged = Annotated[bool, typer.Option("--allow-changed", help="Use a run though its base or data changed.")]
-Seed = Annotated[int, typer.Option(min=0, max=2**32 - 1)]
-Dtype = Annotated[Literal["float32", "bfloat16", "float16"] | None, typer.Option(help="Of the weights.")]
-GpuName = Annotated[
-    str | None, typer.Option(metavar="NAME", help="As 4090, A100-80 or H100; any by its memory, as 48GB; or cpu.")
-]
-Again = Annotated[bool, typer.Option("--again", help="Measure also what has been.")]
+RecipeFile = Annotated[Path, Argument(metavar="RECIPE", callback=find_recipe, help="A file, or a name of pi-lora's.")]
+Overrides = Annotated[list[str] | None, Argument(metavar="[key=value ...]", help="Keys to change.")]
+ModelName = Annotated[str, Argument(metavar="MODEL", help="Hub id, folder, run, GGUF file or builtin:tiny.")]
+Models = Annotated[list[str], Argument(metavar="MODEL ...", help="Hub ids, folders, runs, GGUF files or builtin:tiny.")]
+JsonFile = Annotated[Path | None, Option("--json", metavar="FILE", help="Write the result there as well.")]
+Plot = Annotated[Path | None, Option(metavar="FILE", help="Draw the scores, a PNG.")]
+Original = Annotated[int | None, Option(min=1, max=MOST_TOKENS, help="L of a plain base, if not its config's.")]
+Target = Annotated[int | None, Option(min=1, max=MOST_TOKENS, help="L', to stretch a plain base to (step 0).")]
+Scaling = Annotated[Method | None, Option(help="How a plain base is to read --target tokens.")]
+TrustRemoteCode = Annotated[bool, Option("--trust-remote-code", help="Run Python code that a model brings.")]
+AllowChanged = Annotated[bool, Option("--allow-changed", help="Use a run though its base or data changed.")]
+Seed = Annotated[int, Option(min=0, max=2**32 - 1)]
+Dtype = Annotated[Literal["float32", "bfloat16", "float16"] | None, Option(help="Of the weights.")]
+GpuName = Annotated[str | None, Option(metavar="NAME", help="As 4090 or H100; any by its memory, as 48GB; or cpu.")]
+TaskFiles = Annotated[list[str] | None, Option(metavar="TASK=FILE", help="A file or folder instead of the hub's.")]
+Haystack = Annotated[Path | None, Option(metavar="FILE", help="Of RULER: the text that needles lie in, not essays.")]
+Again = Annotated[bool, Option("--again", help="Measure also what has been.")]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,9 +51,7 @@ class Trust:
 
 
 def grouped(command: Callable[..., None]) -> Callable[..., None]:
-    """Return a command that has, in place of each parameter that is a group (a dataclass), the options in it. They come
-    last in the help.
-    """
+    """Return a command with the options of its groups, parameters that are dataclasses, in their place and last."""
     parameters = inspect.signature(command).parameters.values()
     groups: dict[str, Any] = {x.name: x.annotation for x in parameters if dataclasses.is_dataclass(x.annotation)}
 

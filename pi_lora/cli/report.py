@@ -1,20 +1,77 @@
-"""`pi-lora report` and `push`: the card of a run, and its way to the hub."""
+"""`pi-lora compare`, `report` and `push`: a run beside its base, its card, and its way to the hub."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
-import typer
+from typer import Argument, Option
 
-from pi_lora.cli.app import app, err, out, working
+from pi_lora.cli.app import LIBRARIES, app, err, out, say, working
+from pi_lora.cli.measuring import Loading, measure_into
+from pi_lora.cli.options import Again, Haystack, JsonFile, grouped
+from pi_lora.distributed import is_leader
+
+
+@app.command()
+@grouped
+def compare(
+    base: Annotated[str, Argument(metavar="BASE", help="Hub id, folder, GGUF file or builtin:tiny.")],
+    run: Annotated[Path, Argument(metavar="RUN", help="A run folder, tuned from BASE.")],
+    how: Loading,
+    short: Annotated[list[str] | None, Option(metavar="TASK=FILE", help="Also benchmarks; or TASK alone.")] = None,
+    ruler: Annotated[int | None, Option(metavar="N", min=1, max=500, help="Also RULER, N prompts of each.")] = None,
+    haystack: Haystack = None,
+    again: Again = False,
+    json: JsonFile = None,
+) -> None:
+    """What the stretch gained and cost: BASE and RUN side by side, with intervals and verdicts.
+
+    Perplexity, passkeys and what the run's recipe names: read from RUN/scores, or measured and kept there.
+    """
+    with working(LIBRARIES):
+        from pi_lora.evaluation.results import as_json, check_can_write, write_json
+        from pi_lora.evaluation.suite import MEASUREMENTS, alike, asked_for, evaluation_of
+        from pi_lora.recipe.schema import BenchmarksEvaluation, PasskeyEvaluation, PerplexityEvaluation, RulerEvaluation
+        from pi_lora.report.run import BASE, Run, base_scores, own_scores
+        from pi_lora.report.verdicts import compare as rows_of
+        from pi_lora.report.verdicts import verdict_table
+
+        asked: dict[str, Any] = {"perplexity": PerplexityEvaluation(), "passkey": PasskeyEvaluation()}
+        asked |= asked_for(evaluation_of(run)[0])
+        if short:
+            data = tuple(each for each in short if "=" in each)
+            asked["benchmarks"] = BenchmarksEvaluation(tasks=tuple(each.partition("=")[0] for each in short), data=data)
+        if ruler:
+            asked["ruler"] = RulerEvaluation(samples=ruler, haystack=str(haystack) if haystack else None)
+        folder = Run(run)
+        own = {} if again else own_scores(folder)
+        names = [name for name in MEASUREMENTS if name in asked or name in own]
+        missing = {name: MEASUREMENTS[name].prepare(asked[name]) for name in names if name not in own}
+        files = {name: folder.scores_file(name) for name in missing}
+        check_can_write(json, *files.values())
+        kept = {} if again else base_scores(folder, base, own)
+        found = how.find(*[str(run)] if missing else [], *[base] if set(names) > set(kept) else [])
+    if missing:
+        own |= measure_into(how.load(found[0]), missing, files)
+        kept = {} if again else base_scores(folder, base, own)
+    files = {name: folder.scores_file(name, BASE) for name in names if name not in kept}
+    free = {name: file for name, file in files.items() if again or not file.exists()}
+    for name in files.keys() - free.keys():
+        say(f"{files[name]}: is of another model, or measured otherwise; {base} is measured, and not kept")
+    if files:
+        kept |= measure_into(how.load(found[-1]), {name: alike(own[name]) for name in files}, free)
+    if is_leader():
+        rows = [row for name in names for row in rows_of(kept[name], own[name], folder.original)]
+        if json:
+            content = {"base": base, "run": str(run), "original": folder.original}
+            write_json({**content, "rows": [as_json(row) for row in rows]}, json)
+        out.print(verdict_table(base, str(run), rows))
 
 
 @app.command()
 def report(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN ...", help="Run folders that were measured.")],
-    html: Annotated[bool, typer.Option("--html", help="Also write one HTML page that needs no other file.")] = False,
-    output: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Folder to write to; the run's own, or report/ for several.")
-    ] = None,
+    runs: Annotated[list[Path], Argument(metavar="RUN ...", help="Run folders that were measured.")],
+    html: Annotated[bool, Option("--html", help="Also write one HTML page that needs no other file.")] = False,
+    output: Annotated[Path | None, Option(help="Folder to write to; the run's own, or report/ for several.")] = None,
 ) -> None:
     """Write the model card of a run with its pictures, or compare several runs."""
     with working("writing the report"):
@@ -31,11 +88,11 @@ def report(
 
 @app.command()
 def push(
-    model: Annotated[Path, typer.Argument(metavar="RUN|MODEL", help="A run folder, or a folder of full weights.")],
-    repo: Annotated[str, typer.Argument(metavar="REPO", help="As you/name; created if it does not exist.")],
-    private: Annotated[bool, typer.Option(help="Create a private repository.")] = False,
-    revision: Annotated[str | None, typer.Option(metavar="BRANCH", help="Created if it does not exist.")] = None,
-    message: Annotated[str | None, typer.Option(help="The commit message.")] = None,
+    model: Annotated[Path, Argument(metavar="RUN|MODEL", help="A run folder, or a folder of full weights.")],
+    repo: Annotated[str, Argument(metavar="REPO", help="As you/name; created if it does not exist.")],
+    private: Annotated[bool, Option(help="Create a private repository.")] = False,
+    revision: Annotated[str | None, Option(metavar="BRANCH", help="Created if it does not exist.")] = None,
+    message: Annotated[str | None, Option(help="The commit message.")] = None,
 ) -> None:
     """Upload a run or a merged model to the Hugging Face hub, with its card but without checkpoints."""
     with working(f"uploading {model}"):

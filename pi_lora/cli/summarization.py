@@ -3,17 +3,15 @@
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import typer
+from typer import Argument, Option
 
 from pi_lora.cli.app import LIBRARIES, app, eval_app, say, working
 from pi_lora.cli.measuring import Loading, Measuring
 from pi_lora.cli.options import ModelName, Seed, grouped
 
-Temperature = Annotated[float, typer.Option(min=0, help="Of sampling; 0 takes the likeliest token.")]
-TopP = Annotated[float, typer.Option(min=0.01, max=1, help="Sample among the likeliest tokens of this share.")]
-MaxNewTokens = Annotated[
-    int | None, typer.Option(min=1, help="The longest summary; the run's data.completion_tokens, or 1000.")
-]
+Temperature = Annotated[float, Option(min=0, help="Of sampling; 0 takes the likeliest token.")]
+TopP = Annotated[float, Option(min=0.01, max=1, help="Sample among the likeliest tokens of this share.")]
+MaxNewTokens = Annotated[int | None, Option(min=1, help="The longest summary; the recipe's, or 1000.")]
 
 
 @eval_app.command()
@@ -21,24 +19,22 @@ MaxNewTokens = Annotated[
 def summarization(
     model: ModelName,
     how: Measuring,
-    data: Annotated[str | None, typer.Option(metavar="SOURCE", help="Files, a folder, a glob or a hub id.")] = None,
-    subset: Annotated[str | None, typer.Option(help="Of a hub data set.")] = None,
-    split: Annotated[str | None, typer.Option(help="Of a hub data set; validation by default.")] = None,
-    document: Annotated[str | None, typer.Option(metavar="COLUMN", help="What is to be read.")] = None,
-    summary: Annotated[str | None, typer.Option(metavar="COLUMN", help="What it is compared with.")] = None,
-    template: Annotated[str | None, typer.Option(help="Another prompt than the paper's, with {column}s.")] = None,
-    completion: Annotated[str | None, typer.Option(metavar="COLUMN", help="--summary of a --template.")] = None,
-    document_tokens: Annotated[int | None, typer.Option(min=1, help="Cut documents to them; 15000.")] = None,
-    special_tokens: Annotated[bool, typer.Option("--special-tokens", help="Read them in texts as such.")] = False,
-    limit: Annotated[int | None, typer.Option(min=1, help="Only the first N examples.")] = None,
+    data: Annotated[str | None, Option(metavar="SOURCE", help="Files, a folder, a glob or a hub id.")] = None,
+    subset: Annotated[str | None, Option(help="Of a hub data set.")] = None,
+    split: Annotated[str | None, Option(help="Of a hub data set; validation by default.")] = None,
+    document: Annotated[str | None, Option(metavar="COLUMN", help="What is to be read.")] = None,
+    summary: Annotated[str | None, Option(metavar="COLUMN", help="What it is compared with.")] = None,
+    template: Annotated[str | None, Option(help="Another prompt than the paper's, with {column}s.")] = None,
+    completion: Annotated[str | None, Option(metavar="COLUMN", help="--summary of a --template.")] = None,
+    document_tokens: Annotated[int | None, Option(min=1, help="Cut documents to them; 15000.")] = None,
+    special_tokens: Annotated[bool, Option("--special-tokens", help="Read them in texts as such.")] = False,
+    limit: Annotated[int | None, Option(min=1, help="Only the first N examples.")] = None,
     temperature: Temperature = 0.5,
     top_p: TopP = 0.95,
     max_new_tokens: MaxNewTokens = None,
     seed: Seed = 0,
-    engine: Annotated[Literal["transformers", "vllm"], typer.Option(help="What generates.")] = "transformers",
-    predictions: Annotated[Path, typer.Option(metavar="FILE", help="Kept there as they come.")] = Path(
-        "predictions.jsonl"
-    ),
+    engine: Annotated[Literal["transformers", "vllm"], Option(help="What generates.")] = "transformers",
+    predictions: Annotated[Path, Option(metavar="FILE", help="Kept there as they come.")] = Path("predictions.jsonl"),
 ) -> None:
     """Summaries of long documents, scored by ROUGE (paper, section 3.5): GovReport's, or as a run was tuned."""
     with working(LIBRARIES):
@@ -70,7 +66,7 @@ def summarization(
 @grouped
 def summarize(
     model: ModelName,
-    file: Annotated[str, typer.Argument(metavar="FILE", help="A .txt, .md or .pdf file, or - for standard input.")],
+    file: Annotated[str, Argument(metavar="FILE", help="A .txt, .md or .pdf file, or - for standard input.")],
     how: Loading,
     temperature: Temperature = 0.5,
     top_p: TopP = 0.95,

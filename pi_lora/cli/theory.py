@@ -4,7 +4,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
-import typer
+from typer import Option
 
 from pi_lora.cli.app import app, out, progress_bar, working
 from pi_lora.cli.options import MOST_TOKENS, JsonFile, Trust, grouped
@@ -16,22 +16,13 @@ from pi_lora.types import Json
 @grouped
 def theory(
     trust: Trust,
-    model: Annotated[
-        str | None,
-        typer.Option(metavar="MODEL", help="Take d, c, L and L' from a model: hub id, folder, run, builtin:tiny."),
-    ] = None,
-    text: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Also measure the scores of MODEL's queries and keys on a text.")
-    ] = None,
-    head_dim: Annotated[int | None, typer.Option(min=2, max=4096, help="d; 128 as in LLaMA-7B.")] = None,
-    theta: Annotated[float | None, typer.Option(min=1.001, max=1e12, help="c; 10000 as in LLaMA.")] = None,
-    original: Annotated[
-        int | None, typer.Option(min=1, max=MOST_TOKENS, help="L in tokens; the model's, or 2048.")
-    ] = None,
-    target: Annotated[
-        int | None, typer.Option(min=1, max=MOST_TOKENS, help="L' in tokens; the model's, or twice L.")
-    ] = None,
-    output: Annotated[Path, typer.Option(metavar="DIR", help="Folder for the figures.")] = Path("theory"),
+    model: Annotated[str | None, Option(help="Take d, c, L and L' from a hub id, folder, run or builtin:tiny.")] = None,
+    text: Annotated[Path | None, Option(help="Also measure the model's queries and keys on this text.")] = None,
+    head_dim: Annotated[int | None, Option(min=2, max=4096, help="d; 128 as in LLaMA-7B.")] = None,
+    theta: Annotated[float | None, Option(min=1.001, max=1e12, help="c; 10000 as in LLaMA.")] = None,
+    original: Annotated[int | None, Option(min=1, max=MOST_TOKENS, help="L in tokens; the model's, or 2048.")] = None,
+    target: Annotated[int | None, Option(min=1, max=MOST_TOKENS, help="L' in tokens; the model's, or twice L.")] = None,
+    output: Annotated[Path, Option(metavar="DIR", help="Folder for the figures.")] = Path("theory"),
     json: JsonFile = None,
 ) -> None:
     """Show why it works: the bounds and figures of the paper (section 2), for any setting and on a real model."""

@@ -1,14 +1,18 @@
-"""`pi-lora train`."""
+"""`pi-lora train` and `pi-lora prepare`."""
 
+import os
 import shlex
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from typer import Option
 
 from pi_lora.cli.app import LIBRARIES, app, err, out, printable, progress_bar, read_recipe, working
-from pi_lora.cli.options import Overrides, RecipeFile, Trust, grouped
+from pi_lora.cli.options import Overrides, RecipeFile, Trust, TrustRemoteCode, grouped
+from pi_lora.distributed import check_launched, is_launched, is_leader, launch, launch_arguments
 from pi_lora.errors import PiLoraError
+from pi_lora.types import Allowed
 
 # Text that takes minutes to pack.
 MANY_TOKENS = 10**8
@@ -20,23 +24,17 @@ def train(
     recipe: RecipeFile,
     trust: Trust,
     overrides: Overrides = None,
-    output: Annotated[Path | None, typer.Option(metavar="DIR", help="The run; adapters/<recipe> by default.")] = None,
-    resume: Annotated[bool, typer.Option(help="Continue an interrupted run.")] = False,
-    dry_run: Annotated[bool, typer.Option(help="Check recipe, model, data and output, then stop.")] = False,
-    force: Annotated[bool, typer.Option(help="Train even what the plan says does not fit.")] = False,
-    print_launch: Annotated[bool, typer.Option(help="Print the accelerate launch line instead of running it.")] = False,
-    num_machines: Annotated[
-        int | None, typer.Option(min=1, max=10**6, help="Instead of the recipe's hardware.machines.")
-    ] = None,
-    machine_rank: Annotated[int, typer.Option(min=0, help="Which of several machines this is.")] = 0,
-    main_process_ip: Annotated[str | None, typer.Option(metavar="IP", help="The address of machine 0.")] = None,
-    main_process_port: Annotated[
-        int | None, typer.Option(min=1, max=65535, metavar="PORT", help="The port there.")
-    ] = None,
+    output: Annotated[Path | None, Option(metavar="DIR", help="The run; adapters/<recipe> by default.")] = None,
+    resume: Annotated[bool, Option(help="Continue an interrupted run.")] = False,
+    dry_run: Annotated[bool, Option(help="Check recipe, model, data and output, then stop.")] = False,
+    force: Annotated[bool, Option(help="Train even what the plan says does not fit.")] = False,
+    print_launch: Annotated[bool, Option(help="Print the accelerate launch line instead of running it.")] = False,
+    num_machines: Annotated[int | None, Option(min=1, max=10**6, help="Instead of hardware.machines.")] = None,
+    machine_rank: Annotated[int, Option(min=0, help="Which of several machines this is.")] = 0,
+    main_process_ip: Annotated[str | None, Option(metavar="IP", help="The address of machine 0.")] = None,
+    main_process_port: Annotated[int | None, Option(min=1, max=65535, metavar="PORT", help="The port there.")] = None,
 ) -> None:
     """Tune a model to its target window, as RECIPE says, in as many processes as it asks for."""
-    from pi_lora.distributed import check_launched, is_launched, is_leader, launch, launch_arguments
-
     changes = (overrides or []) + ([f"hardware.machines={num_machines}"] if num_machines else [])
     resolved = read_recipe(recipe, changes).recipe
     allowed, launched = trust.allowed, is_launched()
@@ -65,7 +63,7 @@ def train(
             err.lines(f"data: {tokens:,} tokens are not in the cache and are packed now; {elsewhere}")
 
     preparing = "preparing examples" if resolved.data.has_examples else "packing tokens"
-    with progress_bar(preparing, quiet=not is_leader()) as progress:
+    with progress_bar(preparing) as progress:
         data = job.prepare(progress, missing=say_what_is_missing)
     for line in () if launched else data.said:
         out.lines(f"data: {line}")
@@ -75,7 +73,7 @@ def train(
         return
     with working(LIBRARIES):
         from pi_lora.training.training import train
-    with progress_bar("training", quiet=not is_leader()) as progress:
+    with progress_bar("training") as progress:
         folder = train(job, progress)
     if is_leader():
         measure = "summarization" if resolved.data.has_examples else "perplexity"
@@ -98,3 +96,23 @@ def _show_plan(job: Any, force: bool) -> None:
     if not plan.fits and not force:
         raise PiLoraError(f"{last}; or train all the same with --force")
     out.lines(*lines, last)
+
+
+@app.command()
+def prepare(
+    recipe: RecipeFile,
+    overrides: Overrides = None,
+    processes: Annotated[int | None, Option(min=1, max=1024, help="That tokenize; one a core by default.")] = None,
+    trust_remote_code: TrustRemoteCode = False,
+) -> None:
+    """Pack the training data of RECIPE into the cache, on a machine without GPUs; no weights are read."""
+    with working(LIBRARIES):
+        from pi_lora.preflight import check_data
+        from pi_lora.recipe.files import load_recipe
+        from pi_lora.recipe.places import cache_folder
+
+        job = check_data(load_recipe(recipe, overrides or []).recipe, Allowed(trust_remote_code))
+    with progress_bar("preparing data") as progress:
+        data = job.prepare(progress, processes or os.cpu_count() or 1)
+    done = f"{cache_folder()}: has the data of {recipe}; pi-lora train reads it from there"
+    out.lines(*(f"data: {line}" for line in data.said), done)

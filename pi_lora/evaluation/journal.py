@@ -30,36 +30,33 @@ _WAITING: ContextVar[list[Path] | None] = ContextVar("waiting", default=None)
 
 
 class Journal:
-    """Results by name, in a folder named after everything that decides them, one file per process. A line is written as
-    soon as its result is known; one that was cut off or damaged is ignored, and measured again. If the folder cannot be
-    written, the measurement goes on without it. Without a folder nothing is kept. The processes of this run measure a
-    `model` together, each its part; without it this process measures all.
+    """Results by name, in a folder named after what decides them, one file per process, a line as soon as a result is
+    known; what was cut off or damaged is measured again. Without a folder, or if it cannot be written, nothing is kept.
+    With a `model` the processes of this run measure together, each its part; without it this process measures all.
     """
 
     def __init__(self, folder: Path | None = None, model: Any = None) -> None:
         self.folder, self.model = folder, model
         self.found: dict[str, Any] = {}
-        self.kept = folder is not None
         for file in sorted(folder.glob("*.jsonl")) if folder else ():
             with suppress(OSError):
-                self.found |= dict(map(_entry, file.read_bytes().split(b"\n")))
-        self.found.pop("", None)
+                self.found |= _entries(file.read_bytes())
 
     def add(self, name: str, result: Any) -> None:
         """Keep a result, a JSON value."""
         self.found[name] = result
-        if self.folder is None or not self.kept:
+        if self.folder is None:
             return
         entry = [name, result]
-        own = self.folder / f"{os.environ.get('RANK', '0')}-{os.getpid()}.jsonl"
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
+            own = self.folder / f"{os.environ.get('RANK', '0')}-{os.getpid()}.jsonl"
             with own.open("a", encoding="utf-8") as file:
                 file.write(json.dumps([*entry, _sum(entry)]) + "\n")
         except OSError as error:
-            self.kept = False
             lost = f"cannot be written ({error.strerror}); an interrupted measurement will begin anew"
             print(f"{self.folder}: {lost}", file=sys.stderr)
+            self.folder = None
 
     def left(self, names: Sequence[str]) -> list[str]:
         """Return those of `names` that this process has to measure."""
@@ -86,7 +83,7 @@ class Journal:
 @contextmanager
 def _as_many_passes(model: Any) -> Iterator[None]:
     """Have all processes make as many forward passes of a sharded model, each of which gathers its weights from all:
-    who has measured its part repeats a pass over one token.
+    who is done repeats a pass over one token.
     """
     if not is_sharded(model):
         yield
@@ -96,11 +93,8 @@ def _as_many_passes(model: Any) -> Iterator[None]:
         any_process(True)
 
     # Before FSDP's own hook: all processes ask, and then gather.
-    hook = model.register_forward_pre_hook(ask, prepend=True)
-    try:
+    with model.register_forward_pre_hook(ask, prepend=True):
         yield
-    finally:
-        hook.remove()
     one = torch.zeros((1, 1), dtype=torch.long, device=model.device)
     with torch.no_grad():
         while any(any_process(False)):
@@ -121,8 +115,8 @@ def journaled(loaded: LoadedModel, decided_by: Mapping[str, Any], what: str, sha
     try:
         yield journal
     except KeyboardInterrupt:
-        done = f"{len(journal.found)} {what}"
-        raise Interrupted(f"{loaded.name}: interrupted after {done}; the same command goes on from there") from None
+        done = f"interrupted after {len(journal.found)} {what}"
+        raise Interrupted(f"{loaded.name}: {done}; the same command goes on from there") from None
     wait_for_all()  # Until here another process may read the journal.
     if (waiting := _WAITING.get()) is not None:
         waiting.append(folder)
@@ -149,14 +143,13 @@ def kept_until_written() -> Iterator[None]:
         _WAITING.reset(token)
 
 
-def _entry(line: bytes) -> tuple[str, Any]:
-    """The name and the result in a line; an empty name if it was cut off or damaged."""
-    with suppress(ValueError, TypeError, RecursionError):
-        *entry, sum_ = json.loads(line)
-        name, result = entry
-        if sum_ == _sum(entry):
-            return str(name), result
-    return "", None
+def _entries(content: bytes) -> Iterator[tuple[str, Any]]:
+    """Yield the name and the result in each line that is whole."""
+    for line in content.split(b"\n"):
+        with suppress(ValueError, TypeError, RecursionError):
+            name, result, sum_ = json.loads(line)
+            if sum_ == _sum([name, result]):
+                yield str(name), result
 
 
 def _sum(entry: Sequence[Any]) -> int:

@@ -25,6 +25,7 @@ class Scores(Result):
     """What every result says of its model: name, scale L'/L, dtype, attention kernel, window in tokens, step."""
 
     told_by: ClassVar[str]  # the key that only this kind of result has
+    command: ClassVar[str]  # of `pi-lora eval`, that gives such results
 
     model: str
     scale: float = 1.0
@@ -74,7 +75,7 @@ class LossByPosition(Result):
 class PerplexityScores(Scores):
     """Sliding-window perplexity of `documents`, chosen and truncated as the other fields say."""
 
-    told_by = "windows"
+    told_by, command = "windows", "perplexity"
 
     data: str = ""
     documents: int | None = None
@@ -103,7 +104,7 @@ class PasskeyDepth(Result):
 class PasskeyScores(Scores):
     """Passkey retrieval over `target` tokens of context; `k_max` in tokens, depths from the nearest."""
 
-    told_by = "k_max"
+    told_by, command = "k_max", "passkey"
 
     seed: int = 0
     decoding: str = "greedy"
@@ -117,7 +118,7 @@ class PasskeyScores(Scores):
 class PasskeyMap(Scores):
     """Passkey retrieval over several `lengths` of context, the shortest first, with as many depths at each."""
 
-    told_by = "lengths"
+    told_by, command = "lengths", "passkey"
 
     seed: int = 0
     lengths: list[PasskeyScores] = Field(min_length=1)
@@ -144,7 +145,7 @@ class TaskScore(Result):
 class BenchmarkScores(Scores):
     """Short-context benchmarks by task, as lm-eval scores them."""
 
-    told_by = "tasks"
+    told_by, command = "tasks", "benchmarks"
 
     shots: int = 0
     metric: str | None = None
@@ -156,8 +157,8 @@ class BenchmarkScores(Scores):
 
 
 class RulerTask(Result):
-    """A task of RULER at one window: the mean of `outcomes`, each the share of its answers that was found, in prompts
-    that lm-eval made for `length` tokens; `tokens` is the longest with what is written after it.
+    """A task of RULER at one window: the mean of `outcomes`, the share of answers found in each of the prompts made for
+    `length` tokens; `tokens` is the longest with what is written after it.
     """
 
     score: float = Field(ge=0, le=1)
@@ -189,7 +190,7 @@ class RelativeLength(Result):
 class RulerScores(Scores):
     """RULER at several windows, and its effective length in tokens: up to it every mean reaches the paper's 85.6 %."""
 
-    told_by = "effective_length"
+    told_by, command = "effective_length", "ruler"
 
     seed: int = 0
     samples: int = 0
@@ -207,7 +208,7 @@ class RulerScores(Scores):
 class SummarizationScores(Scores):
     """ROUGE F1 in percent over `examples` with 95 % intervals, and how the summaries were prompted and sampled."""
 
-    told_by = "rougeL"
+    told_by, command = "rougeL", "summarization"
 
     engine: str | None = None
     data: Json | str = ""
@@ -236,6 +237,32 @@ KINDS: tuple[type[Scores], ...] = (
     BenchmarkScores,
     SummarizationScores,
 )
+
+
+def options_of(scores: Scores) -> Json:
+    """Return the options of `pi-lora eval` that measure another model as `scores` were made, lists as tuples, or as
+    lists if the option is repeated; none of summaries. Files that are gone are left out.
+    """
+    match scores:
+        case PerplexityScores(windows=windows):
+            chosen = {key: getattr(scores, key) for key in ("stride", "documents", "min_tokens", "truncate", "seed")}
+            return {"data": scores.data, "windows": tuple(row.window for row in windows), **chosen}
+        case PasskeyScores(target=target, depths=depths):
+            trials = max((depth.trials for depth in depths), default=None)
+            return {"target": target, "depths": len(depths), "trials": trials, "seed": scores.seed}
+        case PasskeyMap(lengths=lengths):
+            grid = {key: value for key, value in options_of(lengths[0]).items() if key != "target"}
+            return {"targets": tuple(each.target for each in lengths), **grid, "seed": scores.seed}
+        case BenchmarkScores(limit=limit, batch_size=size, window=window):
+            data = [f"{name}={place}" for name, place in (scores.data or {}).items() if Path(place).exists()]
+            return {"tasks": tuple(scores.tasks), "data": data, "limit": limit, "batch_size": size, "window": window}
+        case RulerScores(lengths=windows_):
+            files = {key: name for key, name in (scores.data or {}).items() if Path(name).is_file()}
+            names = {"windows": tuple(each.window for each in windows_), "tasks": tuple(windows_[0].tasks)}
+            texts = {"haystack": files.pop("essays", None), "data": [f"{key}={name}" for key, name in files.items()]}
+            others = {key: getattr(scores, key) for key in ("samples", "seed", "batch_size", "chat_template")}
+            return {**names, **texts, **others}
+    return {}
 
 
 def read_scores(file: Path) -> Scores | None:

@@ -10,36 +10,32 @@ from rich.table import Table
 
 from pi_lora.data.sources import Choice
 from pi_lora.errors import ModelError, PiLoraError
+from pi_lora.evaluation import results
 from pi_lora.evaluation.benchmarks.table import benchmarks_table
 from pi_lora.evaluation.passkey.measure import evaluate_passkey
 from pi_lora.evaluation.passkey.prompt import Grid
 from pi_lora.evaluation.passkey.table import passkey_table
 from pi_lora.evaluation.perplexity.measure import evaluate_perplexity
 from pi_lora.evaluation.perplexity.table import perplexity_table
-from pi_lora.evaluation.results import BenchmarkScores, PasskeyScores, PerplexityScores, RulerScores, Scores
+from pi_lora.evaluation.results import Scores, options_of
 from pi_lora.evaluation.ruler.table import ruler_table
 from pi_lora.models.load import LoadedModel
+from pi_lora.recipe import schema
 from pi_lora.recipe.files import RECIPE_FILE, load_recipe
-from pi_lora.recipe.schema import (
-    BenchmarksEvaluation,
-    Evaluation,
-    PasskeyEvaluation,
-    PerplexityEvaluation,
-    RulerEvaluation,
-)
+from pi_lora.recipe.schema import Evaluation
 from pi_lora.types import Progress, silent
 
 Measure = Callable[[LoadedModel, Progress], Scores]
 
 
-def _perplexity(asked: PerplexityEvaluation) -> Measure:
-    choice = Choice(asked.documents, truncate=asked.truncate)
+def _perplexity(asked: schema.PerplexityEvaluation, **drawn: Any) -> Measure:
+    choice = Choice(asked.documents, truncate=asked.truncate, **drawn)
     return lambda loaded, progress: evaluate_perplexity(
         loaded, asked.data, asked.windows, asked.stride, choice, progress, shared=True
     )
 
 
-def _passkey(asked: PasskeyEvaluation) -> Measure:
+def _passkey(asked: schema.PasskeyEvaluation) -> Measure:
     return lambda loaded, progress: evaluate_passkey(
         loaded, Grid(asked.target or loaded.window, asked.depths, asked.trials, asked.seed), progress, shared=True
     )
@@ -52,7 +48,7 @@ def check_has_lm_eval(name: str) -> None:
             raise PiLoraError(f"pi-lora eval {name}: needs the package {package}; pip install 'pi-lora[eval]'")
 
 
-def _benchmarks(asked: BenchmarksEvaluation) -> Measure:
+def _benchmarks(asked: schema.BenchmarksEvaluation) -> Measure:
     check_has_lm_eval("benchmarks")
     # Imported here: it is an extra of this package, and takes seconds.
     from pi_lora.evaluation.benchmarks.measure import evaluate_benchmarks, prepare
@@ -63,7 +59,7 @@ def _benchmarks(asked: BenchmarksEvaluation) -> Measure:
     )
 
 
-def _ruler(asked: RulerEvaluation) -> Measure:
+def _ruler(asked: schema.RulerEvaluation) -> Measure:
     check_has_lm_eval("ruler")
     from pi_lora.evaluation.ruler.measure import evaluate_ruler
     from pi_lora.evaluation.ruler.prompts import MAKERS, find_texts
@@ -76,9 +72,7 @@ def _ruler(asked: RulerEvaluation) -> Measure:
 
 @dataclass(frozen=True)
 class Measurement:
-    """A measurement and the `kind` of its results: `prepare` reads what a recipe's section needs before any model is
-    loaded. Each process measures its part.
-    """
+    """A measurement: the `kind` of its results, and what prepares a recipe's section before any model is loaded."""
 
     kind: type[Scores]
     prepare: Callable[[Any], Measure]
@@ -87,37 +81,26 @@ class Measurement:
 
 # Named as the sections of a recipe's `evaluation` and the files in a run's scores; the paper's are first, in its order.
 MEASUREMENTS: Mapping[str, Measurement] = {
-    "perplexity": Measurement(PerplexityScores, _perplexity, perplexity_table),
-    "passkey": Measurement(PasskeyScores, _passkey, passkey_table),
-    "benchmarks": Measurement(BenchmarkScores, _benchmarks, benchmarks_table),
-    "ruler": Measurement(RulerScores, _ruler, ruler_table),
+    "perplexity": Measurement(results.PerplexityScores, _perplexity, perplexity_table),
+    "passkey": Measurement(results.PasskeyScores, _passkey, passkey_table),
+    "benchmarks": Measurement(results.BenchmarkScores, _benchmarks, benchmarks_table),
+    "ruler": Measurement(results.RulerScores, _ruler, ruler_table),
 }
 
 
 def alike(scores: Scores) -> Measure:
     """Return what measures another model as a result was made, in a share of the work for each process."""
+    asked = {key: value for key, value in options_of(scores).items() if value is not None}
     match scores:
-        case PerplexityScores():
-            windows, choice = [row.window for row in scores.windows], (scores.documents, scores.min_tokens)
-            chosen = Choice(*choice, scores.truncate, scores.seed)
-            return lambda loaded, progress: evaluate_perplexity(
-                loaded, scores.data, windows, scores.stride, chosen, progress, shared=True
-            )
-        case PasskeyScores():
-            trials = max((depth.trials for depth in scores.depths), default=1)
-            grid = Grid(scores.target, len(scores.depths), trials, scores.seed)
-            return lambda loaded, progress: evaluate_passkey(loaded, grid, progress, shared=True)
-        case BenchmarkScores():
-            data = tuple(f"{name}={place}" for name, place in (scores.data or {}).items() if Path(place).exists())
-            settings: dict[str, Any] = {"limit": scores.limit, "batch_size": scores.batch_size or 8}
-            asked = BenchmarksEvaluation(tasks=tuple(scores.tasks), data=data, window=scores.window, **settings)
-            return _benchmarks(asked)
-        case RulerScores():
-            files = {key: name for key, name in (scores.data or {}).items() if Path(name).is_file()}
-            settings = {key: getattr(scores, key) for key in ("seed", "samples", "batch_size", "chat_template")}
-            settings |= {"haystack": files.pop("essays", None), "tasks": tuple(scores.lengths[0].tasks)}
-            data = tuple(f"{key}={name}" for key, name in files.items())
-            return _ruler(RulerEvaluation(windows=tuple(each.window for each in scores.lengths), data=data, **settings))
+        case results.PerplexityScores():
+            drawn = {key: asked.pop(key, None) for key in ("min_tokens", "seed")}
+            return _perplexity(schema.PerplexityEvaluation.model_validate(asked), **drawn)
+        case results.PasskeyScores():
+            return _passkey(schema.PasskeyEvaluation.model_validate(asked))
+        case results.BenchmarkScores():
+            return _benchmarks(schema.BenchmarksEvaluation.model_validate(asked))
+        case results.RulerScores():
+            return _ruler(schema.RulerEvaluation.model_validate(asked))
     raise TypeError(type(scores).__name__)
 
 
@@ -128,13 +111,12 @@ def asked_for(evaluation: Evaluation) -> dict[str, Any]:
 
 def evaluation_of(run: Path) -> tuple[Evaluation, bool]:
     """Return what a run's recipe asks for, and whether it names anything; perplexity and passkey if it does not."""
-    file = run / RECIPE_FILE
-    if not file.is_file():
+    if not (file := run / RECIPE_FILE).is_file():
         raise ModelError(f"{run}: holds no {RECIPE_FILE}; name a run folder that pi-lora train made")
     evaluation = load_recipe(file).recipe.evaluation
     if asked_for(evaluation):
         return evaluation, True
-    return Evaluation(perplexity=PerplexityEvaluation(), passkey=PasskeyEvaluation()), False
+    return Evaluation(perplexity=schema.PerplexityEvaluation(), passkey=schema.PasskeyEvaluation()), False
 
 
 def measure(loaded: LoadedModel, evaluation: Evaluation) -> dict[str, Scores]:

@@ -25,10 +25,7 @@ SCORES_BEGIN, SCORES_END = "<!-- scores -->", "<!-- end of scores -->"
 
 
 def write_card(folder: Path, run: Run | None = None) -> None:
-    """Write into `folder` the card of `run`, by default the run that it is, with the pictures that are there.
-
-    Raises ModelError if its config or a result cannot be read.
-    """
+    """Write into `folder` the card of `run`, by default its own, with the pictures there; raise ModelError."""
     run = run or Run(folder)
     _card(run, run.recipe.tuning.method == "full", folder, None, {}).save(folder / CARD)
 
@@ -36,23 +33,21 @@ def write_card(folder: Path, run: Run | None = None) -> None:
 def merged_card(
     run: Path, merged: Path, checks: Sequence[str], facts: Mapping[str, str] | None = None, base: str = ""
 ) -> str:
-    """Return the card of `merged`, full weights made from the adapter in `run`; raise ModelError as `write_card`.
-
-    `checks` say what the comparison with base and adapter found, and are empty if there was none; `facts` are further
-    rows of the table on how it was made. `run` may be an adapter folder without recipe, provenance and config, and
-    `base` is what it was merged with, if it does not say.
+    """Return the card of `merged`, full weights made from the adapter folder `run`, which may hold nothing else.
+    `checks` say what the comparison with base and adapter found, `facts` are further rows on how it was made, `base` is
+    what it was merged with, if `run` does not say. Raise ModelError as `write_card`.
     """
     dtype = read_config(merged).get("dtype", "float32")
     rows = {"weights": f"base and adapter added in float32, stored in {dtype}", **(facts or {})}
     return str(_card(Run(run, merged, base), True, None, checks, rows))
 
 
-def read_card(file: Path) -> str:
-    """Return the text of a card; raise ModelError if it is none."""
+def read_card(file: Path, remedy: str = "remove it, and write the report again") -> str:
+    """Return the text of a card or another file of a run; raise ModelError if it is none."""
     try:
         return read_text(file)
     except (OSError, ValueError) as error:
-        raise ModelError(f"{file}: cannot be read ({reason(error)}); remove it, and write the report again") from None
+        raise ModelError(f"{file}: cannot be read ({reason(error)}); {remedy}") from None
 
 
 def refresh_scores(run: Run) -> None:

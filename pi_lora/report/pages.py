@@ -3,8 +3,9 @@
 import base64
 import html
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from jinja2 import Environment, FileSystemLoader
 from markdown_it import MarkdownIt
@@ -12,12 +13,15 @@ from markdown_it.common.utils import escapeHtml
 from markdown_it.token import Token
 
 from pi_lora.drawing import drawn, save, themed
-from pi_lora.errors import DataError, ModelError
+from pi_lora.errors import DataError, ModelError, PiLoraError
 from pi_lora.evaluation.results import PerplexityScores
+from pi_lora.planning.memory import GIB
+from pi_lora.planning.planning import CPU, GPUS, plan_recipe, target_of
+from pi_lora.planning.text import hours_in_words
+from pi_lora.recipe.files import dump_recipe
 from pi_lora.report.card import CARD, SCORES_BEGIN, read_card, refresh_scores, write_card
-from pi_lora.report.details import Details, details_of
 from pi_lora.report.pictures import PICTURES, Drawings, drawings_of, picture_lines
-from pi_lora.report.run import Run
+from pi_lora.report.run import Run, commands
 from pi_lora.report.summary import side_by_side
 
 COMPARISON = Path("report")
@@ -26,11 +30,19 @@ HIDDEN = re.compile(r"\A---\n.*?\n---\n|<!--.*?-->", re.DOTALL)  # metadata and 
 IMAGE = re.compile(rf"{PICTURES}/(\w+)\.png")
 
 
-def write_report(runs: Sequence[Run], output: Path | None = None, html: bool = False) -> list[Path]:
-    """Write the card of one run, or the comparison of several, with pictures, and as an HTML page if asked.
+class Details(NamedTuple):
+    """Rows of a name, what was planned and what was used; the commands that made a run, and its recipe."""
 
-    The card of one run goes into its folder, a comparison into `report/`, unless `output` names another folder. Raises
-    DataError if it cannot be written, ModelError if two runs have one name or the card there is not pi-lora's.
+    name: str
+    use: list[tuple[str, str, str]]
+    commands: list[str]
+    recipe: str
+
+
+def write_report(runs: Sequence[Run], output: Path | None = None, html: bool = False) -> list[Path]:
+    """Write the card of one run into its folder, or the comparison of several into `report/`, or into `output`, with
+    pictures, and as an HTML page if asked. Raise DataError if it cannot be written, ModelError if two runs have one
+    name or the card there is not pi-lora's.
     """
     names = [run.name for run in runs]
     if doubled := sorted({name for name in names if names.count(name) > 1}):
@@ -78,11 +90,9 @@ def comparison_page(runs: Sequence[Run], folder: Path) -> str:
 
 
 def html_page(card: str, drawings: Drawings, runs: Sequence[Details] = ()) -> str:
-    """Return a card in Markdown as an HTML page that needs no other file: pictures are inside, light and dark. Below it
-    are the details of `runs`, of which one of several can be hidden, with its rows in the tables.
-
-    The metadata is left out. HTML in the card is shown as text, and images other than `drawings` by their captions:
-    names of models and data come from elsewhere.
+    """Return a card in Markdown as an HTML page that needs no other file, pictures inside, light and dark; below it the
+    details of `runs`, each of which can be hidden. Names come from elsewhere: HTML in the card is shown as text, and
+    images other than `drawings` by their captions. The metadata is left out.
     """
     text = HIDDEN.sub("", card)
     title = next((line.removeprefix("# ") for line in text.splitlines() if line.startswith("# ")), "pi-lora")
@@ -94,8 +104,7 @@ def html_page(card: str, drawings: Drawings, runs: Sequence[Details] = ()) -> st
         return _picture(drawings, found[1], caption) if found and found[1] in drawings else caption
 
     markdown.add_render_rule("image", image)
-    body = markdown.render(text)
-    body = body.replace("<table>", '<div class="table"><table>').replace("</table>", "</table></div>")
+    body = markdown.render(text).replace("<table>", '<div class="table"><table>').replace("</table>", "</table></div>")
     for number, run in enumerate(runs, 1):
         cell = f"<td>{escapeHtml(run.name)}</td>"
         body = body.replace(f"<tr>\n{cell}", f'<tr class="run-{number}">\n{cell}')
@@ -113,3 +122,24 @@ def _picture(drawings: Drawings, name: str, caption: str) -> str:
         f'<picture><source media="(prefers-color-scheme: dark)" srcset="{addresses[0]}">'
         f'<img src="{addresses[1]}" alt="{caption}"></picture>'
     )
+
+
+def details_of(run: Run) -> Details:
+    """Return what a page says of a run; nothing of its plan where its base is not here."""
+    return Details(run.name, list(_use(run)), list(commands(run)), dump_recipe(run.recipe))
+
+
+def _use(run: Run) -> Iterator[tuple[str, str, str]]:
+    used = run.made_with
+    if used is None:
+        return
+    try:
+        plan = plan_recipe(run.recipe, target_of(run.recipe), None if run.recipe.hardware.gpus else GPUS[CPU])
+    except PiLoraError:  # gone, or on a hub that cannot be asked
+        return
+    if used.trainable_parameters:
+        yield "trained parameters", f"{plan.trained:,}", f"{used.trainable_parameters:,}"
+    yield "tokens", f"{plan.tokens:,}", f"{used.tokens:,}"
+    yield "peak memory", f"{plan.memory.peak / GIB:.1f} GiB", f"{used.peak_memory / GIB:.1f} GiB"
+    planned = hours_in_words(plan.hours) if plan.hours is not None else "not known"
+    yield f"time ({plan.gpu.name} planned, {used.hardware} used)", planned, hours_in_words(used.seconds / 3600)

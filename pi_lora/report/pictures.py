@@ -32,10 +32,7 @@ Drawings = dict[str, Callable[[], Any]]
 
 
 def drawings_of(runs: Sequence[Run]) -> Drawings:
-    """Return what draws `perplexity`, `passkey`, `ruler` and `loss`, as far as there are results.
-
-    The curves are the stages of one run, or the tuned models of several.
-    """
+    """Return what draws the results that there are: the stages of one run, or the tuned models of several."""
 
     def scores(name: str, kind: type[S]) -> dict[str, S]:
         tuned = {run.name: found for run in runs if (found := run.tuned(name, kind))}
@@ -43,18 +40,18 @@ def drawings_of(runs: Sequence[Run]) -> Drawings:
 
     originals = {run.original for run in runs}
     original = originals.pop() if len(originals) == 1 else None
-    losses = {run.name: [(line["step"], line["loss"]) for line in run.log] for run in runs if run.log}
-    panels = {
-        "perplexity": partial(_perplexity, scores("perplexity", PerplexityScores), original),
-        "passkey": partial(_passkey, scores("passkey", PasskeyScores), original),
-        "loss": partial(_loss, losses),
-    }
-    drawings: Drawings = {
-        name: partial(_figure, panel) for name, panel in panels.items() if panel.args[0]
-    }  # has curves
+    drawings: Drawings = {}
+    if perplexities := scores("perplexity", PerplexityScores):
+        drawings["perplexity"] = partial(_figure, partial(_perplexity, perplexities, original))
+    if passkeys := scores("passkey", PasskeyScores):
+        drawings["passkey"] = partial(_figure, partial(_passkey, passkeys, original))
+    if losses := {run.name: [(line["step"], line["loss"]) for line in run.log] for run in runs if run.log}:
+        drawings["loss"] = partial(_figure, partial(_loss, losses))
     if maps := {run.name: found for run in runs if (found := run.tuned(LENGTHS, PasskeyMap))}:
         drawings["lengths"] = partial(_figure, *(partial(_lengths, name, found) for name, found in maps.items()))
-    return drawings | ({"ruler": partial(ruler_figure, rulers)} if (rulers := scores("ruler", RulerScores)) else {})
+    if rulers := scores("ruler", RulerScores):
+        drawings["ruler"] = partial(ruler_figure, rulers)
+    return drawings
 
 
 def comparison_picture(

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from pi_lora.errors import ModelError
-from pi_lora.evaluation.results import PasskeyMap, PasskeyScores, PerplexityScores, RulerScores, Scores, read_scores
+from pi_lora.evaluation.results import RulerScores, Scores, options_of, read_scores
 from pi_lora.evaluation.ruler.effective import relative_to
 from pi_lora.models.stored import ADAPTER_CONFIG_FILE, read_adapter_settings, read_config
 from pi_lora.recipe.files import RECIPE_FILE, load_recipe
@@ -97,9 +97,9 @@ class Run:
         tuned = {name: [stage for stage in stages if stage != BASE] for name, stages in self.scores.items()}
         return {name: (stages[-1], self.scores[name][stages[-1]]) for name, stages in tuned.items() if stages}
 
-    def scores_file(self, name: str, base: bool = False) -> Path:
-        """Return where a measurement of this run, or of its base, is kept."""
-        return self.path / SCORES / f"{name}{f'-{BASE}' if base else ''}.json"
+    def scores_file(self, name: str, stage: str = TUNED) -> Path:
+        """Return where a measurement of this run, or of an earlier stage, is kept."""
+        return self.path / SCORES / f"{name}{'' if stage == TUNED else f'-{stage}'.replace(' ', '-')}.json"
 
     def main_stages(self, name: str, kind: type[S]) -> dict[str, S]:
         """Return a measurement of the base, of step 0 and of the tuned model, as far as there are results."""
@@ -157,47 +157,19 @@ def commands(run: Run) -> Iterator[str]:
 
 def _command(run: Run, name: str, stage: str, like: Scores | None) -> str | None:
     """The command that measures a stage of a run as `like` was measured; None where no such scores are known."""
-    if not (options := options_of(like)):
+    if like is None or not (options := options_of(like)):
         return None
-    kinds = (PerplexityScores, "perplexity"), (RulerScores, "ruler"), (Scores, "passkey")
-    kind = next(kind for scores, kind in kinds if isinstance(like, scores))
     if stage == STEP_0:
         target = {} if "targets" in options else {"target": options.get("target", run.recipe.context.target)}
         options |= {"original": run.original, **target, "scaling": run.recipe.scaling}
-    file = run.path / SCORES / f"{name}{'' if stage == TUNED else f'-{stage}'.replace(' ', '-')}.json"
     model = str(run.path) if stage == TUNED else run.recipe.model.name
-    return shlex.join(["pi-lora", "eval", kind, model, *_words({**options, "json": file})])
-
-
-def _words(options: Mapping[str, Any]) -> Iterator[str]:
-    for key, value in options.items():
+    words = ["pi-lora", "eval", like.command, model]
+    for key, value in {**options, "json": run.scores_file(name, stage)}.items():
         for each in value if isinstance(value, list) else [value]:
             if each is not None and each is not False:
-                yield f"--{key.replace('_', '-')}"
-                yield from [] if each is True else [f"{each}"]
-
-
-def options_of(scores: Scores | None) -> dict[str, Any]:
-    """Return the options of the command that measures another model as `scores` were; none if nothing was."""
-    match scores:
-        case PasskeyMap():
-            targets = ",".join(str(each.target) for each in scores.lengths)
-            each = options_of(scores.lengths[0])
-            return {"targets": targets, "depths": each["depths"], "trials": each["trials"], "seed": scores.seed}
-        case PasskeyScores():
-            trials = max((depth.trials for depth in scores.depths), default=None)
-            return {"target": scores.target, "depths": len(scores.depths), "trials": trials, "seed": scores.seed}
-        case PerplexityScores():
-            windows = ",".join(str(row.window) for row in scores.windows)
-            others = {key: getattr(scores, key) for key in ("stride", "documents", "min_tokens", "truncate", "seed")}
-            return {"data": scores.data, "windows": windows, **others}
-        case RulerScores():
-            names = {"windows": [f"{each.window}" for each in scores.lengths], "tasks": scores.lengths[0].tasks}
-            files = {key: name for key, name in (scores.data or {}).items() if Path(name).is_file()}
-            texts = {"haystack": files.pop("essays", None), "data": [f"{key}={name}" for key, name in files.items()]}
-            others = {key: getattr(scores, key) for key in ("samples", "seed", "batch_size", "chat_template")}
-            return {**{key: ",".join(each) for key, each in names.items()}, **texts, **others}
-    return {}
+                text = ",".join(map(str, each)) if isinstance(each, tuple) else str(each)
+                words += [f"--{key.replace('_', '-')}", *([] if each is True else [text])]
+    return shlex.join(words)
 
 
 def _parts(file: Path) -> tuple[str, int, str, Path]:

@@ -4,23 +4,22 @@ import html
 import json
 import os
 import re
-import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import HfApi, get_token
+from huggingface_hub import CommitOperationAdd, HfApi, get_token
 from huggingface_hub.constants import SAFETENSORS_INDEX_FILE, SAFETENSORS_SINGLE_FILE
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
 from safetensors import SafetensorError, safe_open
 
 from pi_lora.data.documents import looks_local
 from pi_lora.errors import ModelError, PiLoraError
-from pi_lora.files.reading import read_json, read_text, reason
+from pi_lora.files.reading import read_json
 from pi_lora.models.stored import ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILE, EXTENDED, read_config, read_index
 from pi_lora.recipe.files import RECIPE_FILE, dump_recipe, load_recipe
 from pi_lora.recipe.schema import Recipe
-from pi_lora.report.card import CARD, refresh_scores
+from pi_lora.report.card import CARD, read_card, refresh_scores
 from pi_lora.report.run import Run
 from pi_lora.report.summary import literal
 from pi_lora.run_folder import CHECKPOINTS, staging_path
@@ -49,18 +48,17 @@ class PushError(PiLoraError):
 def push(
     folder: Path, repo: str, private: bool = False, revision: str | None = None, message: str | None = None
 ) -> str:
-    """Upload the run or model in `folder` with its card to `repo` on the hub, and return the repository's address.
-
-    The repository and the branch `revision` are created if they do not exist. Only what `UPLOADED` names goes up, and
-    of a path of this machine in it the last name.
-    Raises ModelError if the folder is not whole, an unfinished run, or has links to files elsewhere; PushError if
-    nobody is logged in or the hub refuses.
+    """Upload what `UPLOADED` names of the run or model in `folder`, without paths of this machine, to `repo` on the hub
+    and its branch `revision`, which are created if they do not exist; return the address. Raise ModelError if the
+    folder is not whole, unfinished, or has links to files elsewhere; PushError if nobody is logged in or the hub
+    refuses.
     """
     _check_whole(folder)
     names = sorted(_uploaded(folder))
     if get_token() is None:
         raise PushError("not logged in to the hub; run `hf auth login`, or set HF_TOKEN")
     refresh_scores(Run(folder))
+    operations = list(_operations(folder, names))
     hub = HfApi()
     try:
         url = hub.create_repo(repo, private=private or None, exist_ok=True)
@@ -68,14 +66,8 @@ def push(
             raise PushError(f"{url}: is public already; make it private in its settings, or leave out --private")
         if revision:
             hub.create_branch(url.repo_id, branch=revision, exist_ok=True)
-        with tempfile.TemporaryDirectory() as outgoing:
-            _gather(folder, names, Path(outgoing))
-            hub.upload_folder(
-                repo_id=url.repo_id,
-                folder_path=outgoing,
-                revision=revision,
-                commit_message=message or f"Upload {folder.resolve().name} with pi-lora",
-            )
+        words = message or f"Upload {folder.resolve().name} with pi-lora"
+        hub.create_commit(url.repo_id, operations, commit_message=words, revision=revision)
     except PiLoraError:
         raise
     except OfflineModeIsEnabled:
@@ -100,33 +92,26 @@ def _uploaded(folder: Path) -> Iterator[str]:
                 yield name
 
 
-def _gather(folder: Path, names: Sequence[str], outgoing: Path) -> None:
-    """Fill `outgoing` with what goes up: texts without the paths of this machine, and links to the rest."""
-    found = {path for name in names for path in _local_paths(folder / name, name)}
+def _operations(folder: Path, names: Sequence[str]) -> Iterator[CommitOperationAdd]:
+    """Yield what goes up, texts without the paths of this machine; raise ModelError if one cannot be read."""
+    texts = {name: read_card(folder / name, "correct it or remove it") for name in names if NAMING.fullmatch(name)}
+    trees = {name: read_json(folder / name, object, "correct it") for name in texts if name.endswith(".json")}
+    if RECIPE_FILE in texts:
+        trees[RECIPE_FILE] = load_recipe(folder / RECIPE_FILE).recipe.model_dump(mode="json")
     # The page names the commands that made the run.
-    paths = sorted({*found, str(folder.resolve()), str(folder.absolute())}, key=len, reverse=True)
+    found = {str(folder.resolve()), str(folder.absolute())}.union(*map(_local_paths, trees.values()))
+    paths = sorted(found, key=len, reverse=True)
     for name in names:
-        new = outgoing / name
-        new.parent.mkdir(exist_ok=True)
-        if name == RECIPE_FILE:
-            recipe = _rewritten(load_recipe(folder / name).recipe.model_dump(mode="json"), paths)
-            new.write_text(dump_recipe(Recipe.model_validate(recipe)), encoding="utf-8")
-        elif NAMING.fullmatch(name):
-            new.write_text(_without(_text(folder / name), paths), encoding="utf-8")
-        else:
-            new.symlink_to((folder / name).resolve())
+        if name == RECIPE_FILE:  # paths in YAML are not always quoted
+            recipe = json.loads(_without(json.dumps(trees[name], ensure_ascii=False), paths))
+            texts[name] = dump_recipe(Recipe.model_validate(recipe))
+        elif name in texts:
+            texts[name] = _without(texts[name], paths)
+        yield CommitOperationAdd(name, texts[name].encode() if name in texts else folder / name)
 
 
-def _local_paths(file: Path, name: str) -> Iterator[str]:
-    """Yield the paths that a file names: of bases, runs and data of this machine."""
-    if not NAMING.fullmatch(name):
-        return
-    if name == RECIPE_FILE:
-        tree: Any = load_recipe(file).recipe.model_dump(mode="json")
-    elif name.endswith(".json"):
-        tree = read_json(file, object, "correct it or remove it")
-    else:
-        return
+def _local_paths(tree: Any) -> Iterator[str]:
+    """Yield the paths that the content of a file names: of bases, runs and data of this machine."""
     for text in _named(tree):
         # As entries of `evaluation.benchmarks.data` are written: TASK=PATH.
         for path in (text.removesuffix(EXTENDED), text.partition("=")[2]):
@@ -137,23 +122,11 @@ def _local_paths(file: Path, name: str) -> Iterator[str]:
 
 def _named(tree: Any, within: bool = False) -> Iterator[str]:
     """Yield the texts of a tree that stand under one of `NAMES`."""
-    if isinstance(tree, str):
-        yield from [tree] * within
-    elif isinstance(tree, dict):
-        for key, each in tree.items():
+    if isinstance(tree, str) and within:
+        yield tree
+    elif isinstance(tree, dict | list):
+        for key, each in tree.items() if isinstance(tree, dict) else enumerate(tree):
             yield from _named(each, within or key in NAMES)
-    elif isinstance(tree, list):
-        for each in tree:
-            yield from _named(each, within)
-
-
-def _rewritten(tree: Any, paths: Sequence[str]) -> Any:
-    """Return a tree whose texts are `_without` paths: in YAML they are not always quoted."""
-    if isinstance(tree, dict):
-        return {key: _rewritten(each, paths) for key, each in tree.items()}
-    if isinstance(tree, list):
-        return [_rewritten(each, paths) for each in tree]
-    return _without(tree, paths) if isinstance(tree, str) else tree
 
 
 def _without(text: str, paths: Sequence[str]) -> str:
@@ -164,13 +137,6 @@ def _without(text: str, paths: Sequence[str]) -> str:
             text = re.sub(rf"(?<![\w./~-]){whole}(?![\w-])", last.replace("\\", r"\\"), text)
     home = re.escape(os.path.expanduser("~").rstrip("/") or "/home")
     return re.sub(rf"(?<![\w.-]){home}/(?:[\w.~+@-]+/)*([\w.~+@-]*)", r"\1", text)
-
-
-def _text(file: Path) -> str:
-    try:
-        return read_text(file)
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{file}: cannot be read ({reason(error)}); correct it or remove it") from None
 
 
 def _check_whole(folder: Path) -> None:

@@ -1,18 +1,17 @@
-"""What a stretch gained and cost: a base and its run side by side, a 95 % interval and a plain verdict for each row.
-
-Both models read the same documents, prompts and examples, so their differences are paired where both results hold each
-one: their spread decides, not that of the models' own scores, most of which is common to both.
+"""What a stretch gained and cost: a base and its run side by side, with a 95 % interval and a verdict for each row.
+Both models read the same documents, prompts and examples: where both results hold each one, differences are paired.
 """
 
 import math
 from collections.abc import Iterator, Sequence
-from statistics import fmean, stdev
+from statistics import fmean
 from typing import Literal
 
 from rich.table import Table
 
-from pi_lora.evaluation.results import BenchmarkScores, PasskeyScores, PerplexityScores, Result, RulerScores, Scores
-from pi_lora.evaluation.ruler.effective import PAPERS_THRESHOLD, SHARE_OF_BASE, relative_to
+from pi_lora.evaluation import results
+from pi_lora.evaluation.results import Result, Scores
+from pi_lora.evaluation.ruler.effective import PAPERS_THRESHOLD, SHARE_OF_BASE, mean_of, relative_to, standard_error
 
 # Student's t for 95 % by degrees of freedom, from 1.
 T_95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23)
@@ -22,8 +21,8 @@ Unit = Literal["%", "points", "tokens"]
 
 
 class Row(Result):
-    """A number of a base and of its run: by how much it changed, in `unit`, with the 95 % interval if there is one.
-    `pairs` are the documents, trials or examples whose differences gave it; None if it is of two standard errors.
+    """A number of a base and its run, and its change in `unit`. `pairs` are the documents, trials or examples whose
+    differences gave the interval; None if it is of two standard errors.
     """
 
     measurement: str
@@ -85,14 +84,15 @@ def unpaired(before: float, after: float, *errors: float | None) -> tuple[float,
 
 def compare(base: Scores, run: Scores, original: int | None = None) -> Iterator[Row]:
     """Yield rows of two results of one kind; `original` (L, tokens) tells the old window from what is beyond it."""
-    if isinstance(base, PerplexityScores) and isinstance(run, PerplexityScores):
-        yield from _perplexity(base, run, original)
-    elif isinstance(base, PasskeyScores) and isinstance(run, PasskeyScores):
-        yield from _passkey(base, run)
-    elif isinstance(base, BenchmarkScores) and isinstance(run, BenchmarkScores):
-        yield from _benchmarks(base, run)
-    elif isinstance(base, RulerScores) and isinstance(run, RulerScores):
-        yield from _ruler(base, run, original)
+    match base, run:
+        case results.PerplexityScores(), results.PerplexityScores():
+            yield from _perplexity(base, run, original)
+        case results.PasskeyScores(), results.PasskeyScores():
+            yield from _passkey(base, run)
+        case results.BenchmarkScores(), results.BenchmarkScores():
+            yield from _benchmarks(base, run)
+        case results.RulerScores(), results.RulerScores():
+            yield from _ruler(base, run, original)
 
 
 def verdict(change: float, interval: Interval | None, unit: Unit, lower_is_better: bool = False) -> str:
@@ -113,9 +113,9 @@ def verdict(change: float, interval: Interval | None, unit: Unit, lower_is_bette
 
 def verdict_table(base: str, run: str, rows: Sequence[Row]) -> Table:
     """Return the rows as a table."""
-    table = Table(title=f"{base} beside {run}")
-    for heading in ("", "base", "run", "change", "95 % interval"):
-        table.add_column(heading, justify="right" if heading else "left")
+    table = Table("", title=f"{base} beside {run}")
+    for heading in ("base", "run", "change", "95 % interval"):
+        table.add_column(heading, justify="right")
     table.add_column("verdict")
     for row in rows:
         digits = ",.0f" if row.unit == "tokens" else ".3f" if row.unit == "%" else ".1f"
@@ -127,36 +127,27 @@ def verdict_table(base: str, run: str, rows: Sequence[Row]) -> Table:
     return table
 
 
-def _perplexity(base: PerplexityScores, run: PerplexityScores, original: int | None) -> Iterator[Row]:
+def _perplexity(base: results.PerplexityScores, run: results.PerplexityScores, original: int | None) -> Iterator[Row]:
     """By window: the change of the mean loss, of which each document's tokens have the same weight."""
-    documents = {(each.name, each.tokens): each for each in base.per_document or ()}
-    both = [(documents.get((each.name, each.tokens)), each) for each in run.per_document or ()]
-    rows = {row.window: row for row in base.windows}
-    for row in (row for row in run.windows if row.window in rows):
-        before = rows[row.window]
-        found = [
-            (math.log(own.perplexity / its.perplexity), own.tokens)
-            for one, other in both
-            for its in (one.windows if one else ())
-            for own in other.windows
-            if own.window == its.window == row.window
-        ]
-        paired = len(found) == len(documents) == len(both) > 0
-        _, interval = of_means(*zip(*found, strict=True)) if paired else (0.0, None)
-        change = _percent(math.log(row.perplexity / before.perplexity))
-        yield _row(
-            f"perplexity at {row.window:,}{_place(row.window, original)}",
-            (before.perplexity, row.perplexity),
-            change,
-            interval and (_percent(interval[0]), _percent(interval[1])),
-            "%",
-            len(found) if paired else None,
-            lower_is_better=True,
-        )
+    rows = {row.window: row.perplexity for row in base.windows}
+    for window, after in ((row.window, row.perplexity) for row in run.windows if row.window in rows):
+        before, its, own = rows[window], _by_document(base, window), _by_document(run, window)
+        interval = None
+        if paired := its.keys() == own.keys() and len(own) > 0:
+            ratios = [math.log(own[each].perplexity / its[each].perplexity) for each in own]
+            if found := of_means(ratios, [each.tokens for each in own.values()])[1]:
+                interval = _percent(found[0]), _percent(found[1])
+        change = _percent(math.log(after / before))
+        what = f"perplexity at {window:,}{_place(window, original)}"
+        yield _row(what, before, after, change, interval, "%", len(own) if paired else None)
 
 
-def _passkey(base: PasskeyScores, run: PasskeyScores) -> Iterator[Row]:
-    what = f"passkeys in {run.target:,}"
+def _by_document(scores: results.PerplexityScores, window: int) -> dict[tuple[str, int], results.WindowPerplexity]:
+    rows = ((each.name, each.tokens, row) for each in scores.per_document or () for row in each.windows)
+    return {(name, tokens): row for name, tokens, row in rows if row.window == window}
+
+
+def _passkey(base: results.PasskeyScores, run: results.PasskeyScores) -> Iterator[Row]:
     if base.target != run.target:
         return
     outcomes = {depth.k: depth.outcomes or [] for depth in base.depths if base.seed == run.seed}
@@ -165,12 +156,11 @@ def _passkey(base: PasskeyScores, run: PasskeyScores) -> Iterator[Row]:
     ]
     if pairs:
         before, after = zip(*pairs, strict=True)
-        change, interval = of_pairs(before, after)
-        yield _points(what, fmean(before), fmean(after), change, interval, len(pairs))
-    yield _row(f"k_max of {run.target:,}", (base.k_max, run.k_max), run.k_max - base.k_max, None, "tokens")
+        yield _points(f"passkeys in {run.target:,}", fmean(before), fmean(after), *of_pairs(before, after), len(pairs))
+    yield _row(f"k_max of {run.target:,}", base.k_max, run.k_max, run.k_max - base.k_max, None, "tokens")
 
 
-def _benchmarks(base: BenchmarkScores, run: BenchmarkScores) -> Iterator[Row]:
+def _benchmarks(base: results.BenchmarkScores, run: results.BenchmarkScores) -> Iterator[Row]:
     for task, after in run.tasks.items():
         before = base.tasks.get(task)
         if before is None or before.acc is None or after.acc is None:
@@ -182,61 +172,49 @@ def _benchmarks(base: BenchmarkScores, run: BenchmarkScores) -> Iterator[Row]:
             yield _points(task, before.acc, after.acc, *unpaired(before.acc, after.acc, before.stderr, after.stderr))
 
 
-def _ruler(base: RulerScores, run: RulerScores, original: int | None) -> Iterator[Row]:
+def _ruler(base: results.RulerScores, run: results.RulerScores, original: int | None) -> Iterator[Row]:
     """By window: the mean of the tasks that both were measured on, each of the same weight."""
     windows = {each.window: each.tasks for each in base.lengths}
-    for each in (each for each in run.lengths if each.window in windows):
-        tasks = [
-            (windows[each.window][name], task) for name, task in each.tasks.items() if name in windows[each.window]
-        ]
-        if not tasks:
+    for each in run.lengths:
+        its = windows.get(each.window, {})
+        names = [name for name in each.tasks if name in its]
+        if not names:
             continue
-        before, after = (fmean(pair[side].score for pair in tasks) for side in (0, 1))
-        what = f"RULER at {each.window:,}{_place(each.window, original)}, {len(tasks)} tasks"
+        tasks = [(its[name], each.tasks[name]) for name in names]
+        before, after = (mean_of(each.window, dict(zip(names, of, strict=True))) for of in zip(*tasks, strict=True))
+        what = f"RULER at {each.window:,}{_place(each.window, original)}, {len(names)} tasks"
         if base.seed == run.seed and all(b.length == a.length and b.outcomes and a.outcomes for b, a in tasks):
             differences = [[y - x for x, y in zip(b.outcomes or (), a.outcomes or (), strict=False)] for b, a in tasks]
-            fewest = min(map(len, differences))
-            errors = [stdev(every) / math.sqrt(len(every)) if len(every) > 1 else math.inf for every in differences]
-            reach = quantile(max(2, fewest)) * math.hypot(*errors) / len(tasks)
-            interval = (after - before - reach, after - before + reach) if fewest > 1 else None
-            yield _points(what, before, after, after - before, interval, sum(map(len, differences)))
+            errors = [standard_error(each) for each in differences]
+            change, interval = after.score - before.score, None
+            if None not in errors:
+                reach = quantile(min(map(len, differences))) * math.hypot(*filter(None, errors)) / len(names)
+                interval = (change - reach, change + reach)
+            yield _points(what, before.score, after.score, change, interval, sum(map(len, differences)))
         else:
-            errors_of = [math.hypot(*(pair[side].stderr or math.inf for pair in tasks)) / len(tasks) for side in (0, 1)]
-            known = [error if math.isfinite(error) else None for error in errors_of]
-            yield _points(what, before, after, *unpaired(before, after, *known))
+            known = (before.stderr or None, after.stderr or None)  # 0 where all outcomes are the same: not known
+            yield _points(what, before.score, after.score, *unpaired(before.score, after.score, *known))
     lengths = {f"effective length, {PAPERS_THRESHOLD:.1%}": (base.effective_length, run.effective_length)}
-    if (own := relative_to(base, base).relative) and (its := relative_to(base, run).relative):
+    if (own := relative_to(base, base).relative) and (its_own := relative_to(base, run).relative):
         of_base = f"effective length, {SHARE_OF_BASE:.0%} of the base"
-        lengths[of_base] = (own.effective_length, its.effective_length)
-    for what, reached in lengths.items():
-        yield _row(what, reached, reached[1] - reached[0], None, "tokens")
+        lengths[of_base] = (own.effective_length, its_own.effective_length)
+    for what, (was, reached) in lengths.items():
+        yield _row(what, was, reached, reached - was, None, "tokens")
 
 
 def _points(
     what: str, before: float, after: float, change: float, interval: Interval | None, pairs: int | None = None
 ) -> Row:
     in_percent = interval and (100 * interval[0], 100 * interval[1])
-    return _row(f"{what}, %", (100 * before, 100 * after), 100 * change, in_percent, "points", pairs)
+    return _row(f"{what}, %", 100 * before, 100 * after, 100 * change, in_percent, "points", pairs)
 
 
 def _row(
-    what: str,
-    values: tuple[float, float],
-    change: float,
-    interval: Interval | None,
-    unit: Unit,
-    pairs: int | None = None,
-    lower_is_better: bool = False,
+    what: str, base: float, run: float, change: float, interval: Interval | None, unit: Unit, pairs: int | None = None
 ) -> Row:
+    words = verdict(change, interval, unit, lower_is_better=unit == "%")
     return Row(
-        measurement=what,
-        base=values[0],
-        run=values[1],
-        unit=unit,
-        change=change,
-        interval=interval,
-        pairs=pairs,
-        verdict=verdict(change, interval, unit, lower_is_better),
+        measurement=what, base=base, run=run, unit=unit, change=change, interval=interval, pairs=pairs, verdict=words
     )
 
 

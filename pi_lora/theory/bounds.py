@@ -140,9 +140,8 @@ class Setting:
 
 
 def setting_of(config: Config, original: int | None = None, target: int | None = None) -> Setting:
-    """Return the setting of a model; L' is its own if it was extended by PI, or else twice L, unless given.
-
-    Raises ScalingError if it has no rotary embeddings, or frequencies that are not `c^(-2j / d)` over one scale.
+    """Return the setting of a model; L' is its own if PI extended it, else twice L, unless given. Raise ScalingError if
+    it has no rotary embeddings, or frequencies that are not `c^(-2j / d)` over one scale.
     """
     rope = full_attention_rope(config)
     if (kind := rope.get("rope_type", "default")) not in ("default", "linear"):
@@ -155,9 +154,8 @@ def setting_of(config: Config, original: int | None = None, target: int | None =
 
 
 def distances(setting: Setting) -> tuple[Reals, Reals, Reals]:
-    """Return whole distances inside the window and beyond it, and the fractional ones that PI makes of whole ones.
-
-    Of each at most `DISTANCES`, evenly spread from the first to the last.
+    """Return whole distances inside the window, beyond it, and the fractional ones that PI makes of whole ones; of each
+    at most `DISTANCES`, evenly spread.
     """
     extended = np.arange(setting.target)
     # The remainder is exact where a division is not: it is 0 for a whole distance.

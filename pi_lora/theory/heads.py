@@ -57,10 +57,9 @@ class Attention:
 
 
 def measure_attention(loaded: LoadedModel, text: Path, setting: Setting, progress: Progress = silent) -> Attention:
-    """Take queries and keys from a model while it reads a text, and measure the scores they have at any distance.
-
-    It reads no further than its own window, so that only the distance is beyond it. Raises DataError if the text holds
-    fewer than two tokens, ScalingError if the model is extended by another method than PI.
+    """Take queries and keys from a model while it reads a text, no further than its window, and measure their scores at
+    any distance. Raise DataError if the text has fewer than two tokens, ScalingError if another method than PI extended
+    it.
     """
     if method_of(loaded.config) not in (None, "pi"):
         raise ScalingError(f"{loaded.name}: is not stretched by PI; the bounds are for its frequencies alone")
@@ -113,10 +112,8 @@ def sampled_pairs(tokens: int, number: int) -> tuple[Positions, Positions]:
 def layer_coefficients(
     model: Any, ids: Sequence[int], pairs: tuple[Positions, Positions], setting: Setting, scale: float = 1.0
 ) -> dict[int, Complexes]:
-    """Return the `h` of pairs of tokens in a text by layer, [heads, pairs, d / 2].
-
-    `pairs` are the positions of queries and of keys. Layers that do not rotate by `setting` and `scale` (sliding ones
-    with a rope of their own, those without) are left out; raises ScalingError if none is left.
+    """Return the `h` of pairs of queries and keys, given by their positions, by layer: [heads, pairs, d / 2]. Layers
+    that do not rotate by `setting` and `scale` are left out; raise ScalingError if none is left.
     """
     speeds = bounds.frequencies(setting.head_dim, setting.theta) / scale
     layouts = _layouts(model, ids[0], speeds)
@@ -133,9 +130,8 @@ def layer_coefficients(
 
 
 def _layouts(model: Any, token: int, speeds: Reals) -> dict[int, list[int]]:
-    """By layer, the order in which the numbers of a head form pairs.
-
-    In a text of one repeated token attention averages equal values, so a layer's queries differ by rotation only.
+    """By layer, the order in which the numbers of a head form pairs. In a text of one repeated token attention averages
+    equal values, so a layer's queries differ by rotation only.
     """
     numbers = list(range(2 * len(speeds)))
     halves_apart = np.reshape(numbers, (2, -1)).T.ravel().tolist()  # LLaMA in transformers

@@ -12,7 +12,7 @@ import yaml
 from conftest import train
 
 from pi_lora import cli
-from pi_lora.cli import new
+from pi_lora.cli import recipes
 from pi_lora.cli.app import err
 from pi_lora.errors import DataError, PiLoraError
 from pi_lora.planning import choosing, planning
@@ -173,7 +173,7 @@ def test_on_a_terminal_it_asks(command: Command, tmp_path: Path, monkeypatch: py
         return 4096 if isinstance(default, int) else "notes.txt"
 
     (tmp_path / "notes.txt").write_text("Long documents serve best. " * 200_000)
-    monkeypatch.setattr(new, "asks", lambda: True)
+    monkeypatch.setattr(recipes, "asks", lambda: True)
     monkeypatch.setattr(typer, "prompt", prompt)
     assert command(LLAMA, "--gpu", "H100")[0] == 0
     assert [default for _, default in asked] == [8192, ""]

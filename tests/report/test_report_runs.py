@@ -18,8 +18,7 @@ from pi_lora.drawing import round_levels
 from pi_lora.errors import PiLoraError
 from pi_lora.evaluation.results import PasskeyScores, PerplexityScores
 from pi_lora.recipe.files import dump_recipe
-from pi_lora.report.details import details_of
-from pi_lora.report.pages import html_page, write_report
+from pi_lora.report.pages import details_of, html_page, write_report
 from pi_lora.report.pictures import comparison_picture
 from pi_lora.report.run import Run, measured_run, missing_baselines
 from pi_lora.report.summary import PAPER as MEASURED

@@ -24,8 +24,8 @@ Request = tuple[Any, list[int], list[int]]
 
 class Answering(HFLM):
     """lm-eval's own transformers model, with the same batches and numbers. Each batch is computed by one process only,
-    and known by its content: no answer depends on who computes it or when, and one journal serves all tasks. Text that
-    is sampled depends on what was sampled before it, and every process samples all.
+    and known by its content, so that one journal serves all tasks; but text that is sampled depends on what was sampled
+    before, and every process samples all.
     """
 
     def __init__(self, model: Any, tokenizer: Any, window: int, batch_size: int, journal: Journal) -> None:
@@ -50,10 +50,8 @@ class Answering(HFLM):
         """Return lm-eval's answers, computed in its own batches; raise DataError if the window does not hold one."""
         longest = max(len(answer) for _, _, answer in requests)
         if longest > self.max_length:
-            raise DataError(
-                f"--window: {self.max_length} tokens do not hold an answer of {longest} that is asked about; "
-                "choose a longer one, or fewer examples with --limit"
-            )
+            held = f"{self.max_length} tokens do not hold an answer of {longest} that is asked about"
+            raise DataError(f"--window: {held}; choose a longer one, or fewer examples with --limit")
         self.truncated_inputs += sum(len(context + answer) > self.max_length + 1 for _, context, answer in requests)
         self.asked += len(requests)
 

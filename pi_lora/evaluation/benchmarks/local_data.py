@@ -75,8 +75,8 @@ FORMATS: dict[str, type[_Example]] = dict(zip(TITLES, (_BoolQ, _Piqa, _Race, _Ra
 
 
 def read_examples(task: str, path: Path) -> list[Json]:
-    """Return the examples of one of the five in a file, or in a folder with the data set's own, for lm-eval's task.
-    Raise DataError with file, line and field if there are none, or one has another format.
+    """Return the examples in a file or a folder of the data set's own format, for lm-eval's task; raise DataError with
+    file, line and field if there are none, or one has another format.
     """
     race = FORMATS[task] is _Race
     files = [path] if path.is_file() else (sorted(path.glob("*.txt")) if race else [])

@@ -1,5 +1,5 @@
-"""Short-context benchmarks at a model's original window: tasks by name, with the prompts, truncation and metrics of the
-installed lm-eval, on the hub's data sets or the files that a user names.
+"""Short-context benchmarks at a model's original window, with the prompts, truncation and metrics of the installed
+lm-eval.
 """
 
 import contextlib
@@ -7,7 +7,6 @@ import difflib
 import io
 import json
 import logging
-import os
 import random
 import sys
 import tempfile
@@ -60,9 +59,8 @@ def manager(paper: bool) -> lm_eval.tasks.TaskManager:
 
 
 def prepare(names: Sequence[str], data: Sequence[str] = ()) -> dict[str, Prepared]:
-    """Return tasks with their examples: from `data`, as `boolq=FILE` or a folder of folders by task, or the hub's. A
-    group that lm-eval gives no score of its own becomes its tasks. Raise DataError if there is no such task, group or
-    tag, or its file or data set is missing or of another schema.
+    """Return tasks with their examples, from `data` (`boolq=FILE`, or a folder of folders by task) or the hub. Raise
+    DataError if there is no such task, group or tag, or its file or data set is missing or of another schema.
     """
     for name in names:
         if name not in TITLES and name not in (known := manager(paper=False).task_index):
@@ -82,11 +80,10 @@ def _places(names: Sequence[str], data: Sequence[str]) -> dict[str, Path]:
     places: dict[str, Path] = {}
     for given in data:
         name, equals, path = given.partition("=")
-        folder = Path(os.path.expanduser(given))
-        inside = {each: folder / each for each in names if (folder / each).exists()}
+        folder = Path(given).expanduser()
         if equals and name in names:
-            places[name] = Path(os.path.expanduser(path))
-        elif inside:
+            places[name] = Path(path).expanduser()
+        elif inside := {each: folder / each for each in names if (folder / each).exists()}:
             places = inside | places
         else:
             wanted = f"neither TASK=FILE nor a folder of what is asked for, {', '.join(names)}"
@@ -95,7 +92,7 @@ def _places(names: Sequence[str], data: Sequence[str]) -> dict[str, Path]:
 
 
 def load_tasks(name: str, path: Path | None) -> dict[str, dict[str, Any]]:
-    """Return what is measured for a name, on the hub's examples or those at `path`: a task, a group with a score of its
+    """Return what is measured for a name, on the examples at `path` or the hub's: a task, a group with a score of its
     own, or else each task of it. Raise DataError if the examples cannot be read.
     """
     tasks, base = manager(paper=name in TITLES), OURS.get(name, name)
@@ -111,12 +108,10 @@ def load_tasks(name: str, path: Path | None) -> dict[str, dict[str, Any]]:
         except Exception as error:
             # `datasets` raises a dozen kinds for what a user can mend: offline, gone, gated, of another schema.
             title, reason = TITLES.get(name, name), _reason(error)
-            raise DataError(
-                f"{path}: cannot be read as examples of {title} ({reason}); correct it"
-                if path is not None
-                else f"{title}: cannot be had from the hub ({reason}); check the network, "
-                f"or give its file with --data {name}=FILE"
-            ) from error
+            if path is not None:
+                raise DataError(f"{path}: cannot be read as examples of {title} ({reason}); correct it") from error
+            remedy = f"check the network, or give its file with --data {name}=FILE"
+            raise DataError(f"{title}: cannot be had from the hub ({reason}); {remedy}") from error
         for task in loaded["tasks"].values():
             # As lm_eval.simple_evaluate, which this replaces: it gathers the versions of everything for seconds.
             if task.get_config("num_fewshot") is None:
@@ -156,9 +151,8 @@ def evaluate_benchmarks(
     window: int | None = None,
     progress: Progress = silent,
 ) -> BenchmarkScores:
-    """Measure each task, inputs cut to `window` tokens, the original ones: what stretching costs there. Every process
-    has the whole model and computes its share of the batches, which are kept until all tasks are measured. Raise
-    DataError if the window does not hold an answer, and Interrupted on Ctrl-C.
+    """Measure each task, inputs cut to `window` tokens, by default the original ones. Every process computes its share
+    of the batches. Raise DataError if the window does not hold an answer, and Interrupted on Ctrl-C.
     """
     # The config of a model tuned with `scaling: direct` tells only L'.
     window = window or round(loaded.window / loaded.scale)
@@ -183,8 +177,8 @@ def evaluate_benchmarks(
 
 
 def measure(answering: Answering, name: str, tasks: dict[str, Any], limit: int | None) -> TaskScore:
-    """Return the score of a task or group on the first `limit` examples of each task; all processes call it. Raise
-    DataError if the window does not hold an answer, or lm-eval cannot measure the task on such a model.
+    """Return the score on the first `limit` examples of each task; all processes call it. Raise DataError if the window
+    does not hold an answer, or lm-eval cannot measure the task on such a model.
     """
     answering.truncated_inputs = answering.asked = 0
     set_torch_seed(DEFAULT_OTHER_SEED)
@@ -193,15 +187,14 @@ def measure(answering: Answering, name: str, tasks: dict[str, Any], limit: int |
             results = evaluate(answering, tasks, limit=limit)
         except (AssertionError, ValueError, NotImplementedError) as error:
             raise DataError(f"{name}: lm-eval cannot measure it ({_reason(error)}); leave it out") from error
-    scores = results["results"][name]
+    scores, samples = results["results"][name], results["samples"].get(name)
     numbers = {key.removesuffix(",none"): float(x) for key, x in scores.items() if "," in key and x != "N/A"}
     found: dict[str, Any] = {"examples": scores["sample_len"], "truncated_inputs": answering.truncated_inputs}
-    if "acc" in numbers:
-        found |= {"acc": numbers["acc"], "stderr": numbers.get("acc_stderr")}
-        if name in results["samples"]:
-            found["outcomes"] = [float(sample["acc"]) for sample in results["samples"][name]]
-    else:
+    if "acc" not in numbers:
         found["metrics"] = numbers
+    else:
+        found |= {"acc": numbers["acc"], "stderr": numbers.get("acc_stderr")}
+        found |= {"outcomes": [float(sample["acc"]) for sample in samples]} if samples is not None else {}
     found |= {"acc_norm": numbers["acc_norm"]} if "acc_norm" in numbers else {}
     found |= {"shots": shots} if (shots := results["n-shot"].get(name)) else {}
     return TaskScore.model_validate(found)

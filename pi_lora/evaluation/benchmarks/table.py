@@ -11,11 +11,9 @@ def benchmarks_table(*models: BenchmarkScores) -> Table:
     first = models[0]
     limit = f", first {first.limit} of each" if first.limit else ""
     zero_shot = "" if any(getattr(score, "shots", 0) for score in first.tasks.values()) else "zero-shot "
-    table = Table(title=f"{zero_shot}accuracy in %{limit}")
-    table.add_column("model")
-    table.add_column("scale", justify="right")
-    for name in first.tasks:
-        table.add_column(TITLES.get(name, name), justify="right")
+    table = Table("model", title=f"{zero_shot}accuracy in %{limit}")
+    for heading in ("scale", *(TITLES.get(name, name) for name in first.tasks)):
+        table.add_column(heading, justify="right")
     for scores in models:
         table.add_row(scores.model, f"{scores.scale:g}", *(_cell(score) for score in scores.tasks.values()))
     windows = "/".join(dict.fromkeys(str(scores.window) for scores in models))

@@ -1,5 +1,5 @@
-"""Passkey retrieval (Mohtashami and Jaggi 2023; paper.tex, section 3.3): five random digits are hidden in a text and
-asked for at its end; the success rate by their distance from the end measures the effective context window.
+"""Passkey retrieval (Mohtashami and Jaggi 2023; paper.tex, section 3.3): the success rate by the distance of the
+digits.
 """
 
 from collections.abc import Iterator, Sequence
@@ -40,17 +40,13 @@ def trials_until_certain(outcomes: Sequence[bool], trials: int) -> int:
     [2, 1, 0, 1]
     """
     required = next(number for number in range(trials + 1) if number / trials >= REQUIRED_SUCCESS)
-    bearable = trials - required
-    return max(0, min(required - sum(outcomes), bearable + 1 - outcomes.count(False)))
+    return max(0, min(required - sum(outcomes), trials - required + 1 - outcomes.count(False)))
 
 
 class PasskeyTest:
-    """Puts the trials of a grid to a model.
-
-    A trial succeeds if greedy decoding gives the digits. One forward pass over prompt and answer decides it: each
-    answer token must be the model's first choice given the true ones before it. Text ahead of the key is computed once
-    for all trials and depths where that pays and has room, unless trials go `apart`, for models whose frequencies
-    follow the length of the input.
+    """Puts the trials of a grid to a model. One forward pass over prompt and answer decides a trial: each digit must be
+    the first choice given those before it, as greedy decoding gives them. Text ahead of the key is computed once where
+    that pays and has room, unless trials go `apart`, where frequencies follow the length of the input.
     """
 
     def __init__(
@@ -104,8 +100,8 @@ class PasskeyTest:
 def passkey_retrieval(
     test: PasskeyTest, k_max_only: bool = False, journal: Journal | None = None
 ) -> list[PasskeyDepth]:
-    """Return the results at every depth, the nearest first. `k_max_only` asks for no more trials than settle whether
-    20 % succeed, and ends at the first depth where they do not; raise DataError if the target is too short.
+    """Return the results at every depth, the nearest first; with `k_max_only` of no more trials than settle whether 20
+    % succeed, up to the first depth where they do not. Raise DataError if the target is too short.
     """
     grid, journal = test.grid, journal or Journal()
 
@@ -133,7 +129,7 @@ def evaluate_passkey(
     loaded: LoadedModel, grid: Grid, progress: Progress = silent, *, k_max_only: bool = False, shared: bool = False
 ) -> PasskeyScores:
     """Measure passkey retrieval; `k_max_only` measures no more than decides k_max. With `shared` each process measures
-    its part of the depths, with the whole model, and an interrupted evaluation continues when it is called again.
+    its part of the depths, and an interrupted evaluation continues when it is called again.
     """
     [first] = trials_at(loaded.tokenizer, grid, 0, range(1))
     check_ids(loaded, [*first.prompt, *first.answer])
@@ -160,13 +156,12 @@ def evaluate_passkey_map(
     loaded: LoadedModel, grids: Sequence[Grid], progress: Progress = silent, *, shared: bool = False
 ) -> PasskeyMap:
     """Measure passkey retrieval on several grids, which differ in their targets; otherwise as `evaluate_passkey`."""
-    trials, lengths = grids[0].depths * grids[0].trials, list[PasskeyScores]()
-    for number, grid in enumerate(grids):
 
-        def moved(
-            done: int, total: int, note: str = "", before: int = number * trials, length: int = grid.target
-        ) -> None:
-            progress(before + done, len(grids) * trials, f"within {length:,}: {note}")
+    def measure(number: int, grid: Grid) -> PasskeyScores:
+        def moved(done: int, total: int, note: str = "") -> None:
+            progress(number * total + done, len(grids) * total, f"within {grid.target:,}: {note}")
 
-        lengths.append(evaluate_passkey(loaded, grid, moved, shared=shared))
+        return evaluate_passkey(loaded, grid, moved, shared=shared)
+
+    lengths = [measure(*each) for each in enumerate(grids)]
     return PasskeyMap(**described(loaded), seed=grids[0].seed, lengths=lengths)

@@ -1,6 +1,5 @@
-"""Inputs that begin alike: the keys and values of what they share are computed once, as attention is causal. Models
-get every input whole where frequencies follow its length, or layers keep something else than the keys and values of all
-tokens (sliding windows, state spaces).
+"""Inputs that begin alike share the keys and values of what they begin with, as attention is causal; unless frequencies
+follow the length of the input, or layers keep something else (sliding windows, state spaces).
 """
 
 import contextlib
@@ -69,9 +68,9 @@ class SharedPrefix:
 
 @torch.no_grad()
 def shared_prefix(model: Any, ids: Sequence[int], length: int) -> SharedPrefix | None:
-    """Return what inputs of up to `length` tokens share; None for a model that cannot share it, and where there is no
-    room for the keys and values of `ids` and of the inputs beside them. A sharded model cannot: a forward pass that
-    ends early would leave a layer gathered in one process that the others gather again.
+    """Return what inputs of up to `length` tokens share; None for a model that cannot share it, or without room for its
+    keys and values beside those of the inputs. A sharded model cannot: a pass that ends early would gather a layer in
+    one process alone.
     """
     layers = None if is_sharded(model) else _layers(model, ids[:1])
     if layers is None:

@@ -34,8 +34,8 @@ Questions = Mapping[str, tuple[Prompt, str]]
 
 class Predictions:
     """`predictions.jsonl`: for each example its `id`, the `prediction`, the `reference`, and the key of what decides
-    it; a file with another key is refused. A line that a crash cut off is dropped. Several processes may append to one
-    file, a line at a time.
+    it; a file with another key is refused, a line that was cut off dropped. Several processes may append a line at a
+    time.
     """
 
     def __init__(self, file: Path, decided_by: Json) -> None:
@@ -72,10 +72,9 @@ class Predictions:
 
 
 def evaluation_data(model: str, source: Mapping[str, Any], asked: Mapping[str, Any]) -> Data:
-    """Return the rows to measure `model` on, and their prompts, as a recipe's `data`; raise DataError if keys do not go
-    together. The rows are those of `source` where it has a name, else those of the run's recipe if it was tuned on
-    examples, else GovReport's; of the validation split unless `source` says. `asked` are keys of `data` that go first.
-    Values of None are ignored.
+    """Return the rows to measure `model` on, and their prompts, as a recipe's `data`: `source` where it has a name,
+    else what the run was tuned on if that were examples, else GovReport; of the validation split unless `source` says.
+    Keys of `asked` go first; None is ignored. Raise DataError if keys do not go together.
     """
     source, asked = ({key: x for key, x in given.items() if x is not None} for given in (source, asked))
     recipe = Path(model) / RECIPE_FILE
@@ -106,10 +105,9 @@ def evaluate_summarization(
     progress: Progress = silent,
     say: Say = lambda line: None,
 ) -> SummarizationScores:
-    """Score what `writer` writes for the rows of `data`, of which `limit` takes the first, by ROUGE. Predictions go to
-    `file` as they come; those that are there are not written again. Every process has the whole model and writes its
-    part. `say` is told what a user should know, a line each. Raise DataError if the data cannot be read, lacks a column
-    or holds nothing, or the window is too short for the task, and Interrupted on Ctrl-C.
+    """Score by ROUGE what `writer` writes for the first `limit` rows of `data`; each process writes its part.
+    Predictions go to `file` as they come; those that are there are not written again. Raise DataError if the data
+    cannot be read, lacks a column or holds nothing, or the window is too short, and Interrupted on Ctrl-C.
     """
     task = replace(Task.of(data), completion_tokens=sampling.max_new_tokens)
     table = find_table(data.source[0])

@@ -1,5 +1,5 @@
-"""What a model writes, sampled and seeded: after many prompts, by transformers' continuous batching or by vLLM, and the
-summary of one document.
+"""What a model writes, sampled and seeded: after many prompts, by transformers or vLLM, and the summary of one
+document.
 """
 
 import importlib.util
@@ -71,7 +71,7 @@ def find_writer(
     found: FoundModel, engine: Literal["transformers", "vllm"] = "transformers", dtype: str | None = None
 ) -> Writer:
     """Return a model as a writer; its weights are loaded now, by vLLM when it first writes. Raise PiLoraError as
-    `FoundModel.load` does, or if vLLM is not installed or cannot take the model as it is.
+    `FoundModel.load` does, or if vLLM is missing or cannot take the model.
     """
     if engine == "transformers":
         loaded = found.load(dtype)
@@ -95,11 +95,9 @@ def find_writer(
 
 
 def write_batched(model: Any, tokenizer: Any, prompts: Prompts, sampling: Sampling) -> Written:
-    """Continue each of `prompts` by continuous batching; each result comes as soon as it is whole. Raise PiLoraError if
+    """Continue each of `prompts` by continuous batching; each result comes as soon as it is whole. All requests wait
+    before the first is computed, so that the random numbers they share do not depend on timing. Raise PiLoraError if
     the library gives up, as where memory is short.
-
-    All requests wait before the first is computed, so that their order does not depend on timing. They draw from one
-    stream of random numbers: what is written depends on the seed and on which prompts are given together.
     """
     memory: dict[str, int] = {}
     if model.device.type == "cpu":  # on a GPU the library looks how much memory there is
@@ -149,8 +147,8 @@ def write_with_vllm(model: str, window: int, dtype: str, end: int, prompts: Prom
 
 
 def summarize(loaded: LoadedModel, name: str, text: str, data: Data, sampling: Sampling, say: Say) -> None:
-    """Print a summary of `text` under the task of `data` as it comes; `say` is told what was cut off, if any. Raise
-    DataError if the task needs more than a document, or the window has no room for one.
+    """Print a summary of `text` under the task of `data` as it comes, and `say` what was cut off; raise DataError if
+    the task needs more than a document, or the window has no room for one.
     """
     task = Task.of(data)
     if task.document is None or task.read != [task.document]:
