@@ -6,11 +6,8 @@ from pydantic import BaseModel
 
 MERGE_FILE = "merge.json"
 # How far logits may differ, as a multiple of what rounding weights at random changes in them; in sound merges it is 1.3
-# at most (docs/merging.md).
-MARGIN = 3.0
-# What adding in another order changes, which float32 rounds to: the root mean square of the difference over that of the
-# logits.
-LEAST = 1e-4
+# at most (docs/merging.md). And what adding in another order changes in float32, in the unit of `Agreement.relative`.
+MARGIN, LEAST = 3.0, 1e-4
 
 
 class Agreement(BaseModel, frozen=True):
@@ -99,14 +96,12 @@ class Merge(BaseModel, frozen=True):
 
     def card_rows(self) -> dict[str, str]:
         """Return the rows of the model card that not every merge has."""
-        rows = {}
-        if self.assumed:
-            rows["assumed"] = self.assumed
-        if self.onto == "quantized":
-            rows["added onto"] = "the base after the rounding to NF4 that it was tuned on"
-        if self.untied:
-            rows["head"] = "was tied to the embeddings; they diverged, and are two tensors now"
-        return rows
+        rows = {
+            "assumed": self.assumed,
+            "added onto": self.onto == "quantized" and "the base after the rounding to NF4 that it was tuned on",
+            "head": self.untied and "was tied to the embeddings; they diverged, and are two tensors now",
+        }
+        return {name: row for name, row in rows.items() if row}
 
 
 def read_merge(folder: Path) -> Merge:
