@@ -25,7 +25,7 @@ from pi_lora.files.making import write_whole
 from pi_lora.files.reading import read_json
 from pi_lora.models.machine import hardware, versions
 from pi_lora.models.origin import RUN_FILE, Origin
-from pi_lora.recipe.files import RECIPE_FILE, dump_recipe, load_recipe
+from pi_lora.recipe.files import RECIPE_FILE, load_recipe
 from pi_lora.recipe.schema import Recipe
 
 CHECKPOINTS = "checkpoints"
@@ -239,30 +239,26 @@ def checkpoint_to_resume(staging: Path) -> tuple[Path | None, list[str]]:
     which newer ones are damaged; these are removed. None if there was no complete one yet. Raises ModelError if there
     is none but damaged ones.
     """
-    newer: list[Path] = []
+    unusable: list[Path] = []
     damaged: list[str] = []
     for checkpoint in _checkpoints(staging):
-        if not (checkpoint / COMPLETE).is_file():
-            newer.append(checkpoint)
-        elif (problem := _damage(checkpoint)) is not None:
-            newer.append(checkpoint)
+        if (checkpoint / COMPLETE).is_file():
+            if (problem := _damage(checkpoint)) is None:
+                break
             damaged.append(f"{checkpoint}: {problem}")
-        else:
-            for each in newer:
-                shutil.rmtree(each)
-            said = [f"{each}; resuming from {checkpoint.name}" for each in damaged]
-            if _has_sums(checkpoint):
-                write_whole(staging / TRAINING_LOG, (checkpoint / TRAINING_LOG).read_text(encoding="utf-8"))
-            else:
-                said.append(f"{checkpoint}: has no sums, as an earlier version wrote it; resuming from it unchecked")
-            return checkpoint, said
-    if damaged:
-        raise ModelError(f"{'; '.join(damaged)}; no checkpoint before is left: remove {staging} and start again")
-    return None, []
-
-
-def _has_sums(checkpoint: Path) -> bool:
-    return (checkpoint / COMPLETE).stat().st_size > 0
+        unusable.append(checkpoint)
+    else:
+        if damaged:
+            raise ModelError(f"{'; '.join(damaged)}; no checkpoint before is left: remove {staging} and start again")
+        return None, []
+    for each in unusable:
+        shutil.rmtree(each)
+    said = [f"{each}; resuming from {checkpoint.name}" for each in damaged]
+    if (log := checkpoint / TRAINING_LOG).is_file():
+        write_whole(staging / TRAINING_LOG, log.read_text(encoding="utf-8"))
+    else:
+        said.append(f"{checkpoint}: has no sums, as an earlier version wrote it; resuming from it unchecked")
+    return checkpoint, said
 
 
 def _sums(checkpoint: Path) -> dict[str, str]:
@@ -278,7 +274,7 @@ def _sums(checkpoint: Path) -> dict[str, str]:
 
 def _damage(checkpoint: Path) -> str | None:
     """Return what is wrong with a complete checkpoint, or None."""
-    if not _has_sums(checkpoint):
+    if not (checkpoint / COMPLETE).stat().st_size:
         return None
     try:
         expected, found = json.loads((checkpoint / COMPLETE).read_text(encoding="utf-8")), _sums(checkpoint)
@@ -327,11 +323,6 @@ def read_training_log(path: Path) -> list[dict[str, Any]]:
         with contextlib.suppress(ValidationError):
             lines.append(LogLine.model_validate_json(line).model_dump())
     return lines
-
-
-def write_recipe(folder: Path, recipe: Recipe) -> None:
-    """Write the resolved recipe."""
-    write_whole(folder / RECIPE_FILE, dump_recipe(recipe))
 
 
 def write_provenance(folder: Path, origin: Origin, facts: Mapping[str, Any]) -> None:

@@ -23,6 +23,7 @@ import pi_lora.run_folder as run_folder
 from pi_lora.data.tokens import tokenizer_identity
 from pi_lora.distributed import from_all, is_leader, join_processes, number_of_processes, wait_for_all
 from pi_lora.errors import Interrupted
+from pi_lora.files.making import write_whole
 from pi_lora.models import adapter as adapters
 from pi_lora.models.base import Placement, load_model, quiet_loading, save_config, save_tokenizer
 from pi_lora.models.device import device
@@ -30,6 +31,7 @@ from pi_lora.models.liger import use_liger
 from pi_lora.models.load import LoadedModel
 from pi_lora.models.machine import SDPA, measured_under_autocast
 from pi_lora.models.origin import check_origin, check_resumed, origin_of, read_origin
+from pi_lora.recipe.files import RECIPE_FILE, dump_recipe
 from pi_lora.recipe.schema import Recipe
 from pi_lora.report.card import write_card
 from pi_lora.training.callbacks import TrainingLog, TrainingScores, ends_after_the_step
@@ -48,7 +50,7 @@ def train(job: Job, progress: Progress = silent) -> Path:
         if is_leader():
             origin = origin_of(job.base, tokenizer_identity(job.tokenizer), data.digest)
             check_resumed(job.output, staging, origin, job.allowed)
-            run_folder.write_recipe(staging, job.recipe)
+            write_whole(staging / RECIPE_FILE, dump_recipe(job.recipe))
             run_folder.write_provenance(staging, origin, {})
         set_seed(job.recipe.training.seed)
         model = _prepared_model(job)
