@@ -170,9 +170,7 @@ def launch(command: Sequence[str]) -> int:
 
 
 def status_of(ending: BaseException) -> int | None:
-    """In a worker of `launch`, which prints one line for all of them: leave word of how it ends. Return the exit
-    status, or None if nobody speaks for this process.
-    """
+    """Return the exit status of a worker of `launch`, and leave word of why it ends; None if nobody speaks for it."""
     if WORD not in os.environ:
         return None
     outcome, signalled = (Path(os.environ[WORD], name) for name in (OUTCOME, SIGNALLED))
@@ -196,9 +194,7 @@ def leave_lost_terminals() -> None:
 
 @contextlib.contextmanager
 def answered(answer: Callable[[int, types.FrameType | None], None]) -> Iterator[None]:
-    """Call `answer` when a signal of `ENDING` comes; what is ignored stays so: nohup does it to SIGHUP, a shell to the
-    SIGINT of what runs in its background.
-    """
+    """Call `answer` on the signals of `ENDING` that are not ignored, as under nohup or in the background of a shell."""
     heard = [each for each in ENDING if signal.getsignal(each) is not signal.SIG_IGN]
     before = {each: signal.signal(each, answer) for each in heard}
     try:

@@ -90,9 +90,7 @@ def check_room(output: Path, needed: int) -> None:
 
 
 def staging_path(output: Path) -> Path:
-    """Return the folder beside `output` in which a run is made and which is renamed to `output` when it is complete;
-    if `output` is a link, beside where it leads.
-    """
+    """Return the folder in which a run is made: beside `output`, or where that leads if it is a link."""
     place = _place(output)
     return place.with_name(f".{place.name}.partial")
 
@@ -227,17 +225,14 @@ def _checkpoints(staging: Path) -> list[Path]:
 
 
 def mark_complete(checkpoint: Path) -> None:
-    """Mark a checkpoint as complete, with the training log up to it and the SHA-256 sums of its files; a process may be
-    killed while it writes one, and a disk may return other bits than were written.
-    """
+    """Mark a checkpoint as complete, with the training log up to it and the SHA-256 sums of its files."""
     shutil.copyfile(checkpoint.parent.parent / TRAINING_LOG, checkpoint / TRAINING_LOG)
     write_whole(checkpoint / COMPLETE, json.dumps(_sums(checkpoint), indent=2) + "\n")
 
 
 def checkpoint_to_resume(staging: Path) -> tuple[Path | None, list[str]]:
-    """Return the newest checkpoint whose files are as they were written, with the training log as it was then, and say
-    which newer ones are damaged; these are removed. None if there was no complete one yet. Raises ModelError if there
-    is none but damaged ones.
+    """Return the newest checkpoint whose files are as they were written, whose training log is restored, or None; and
+    say which newer ones are damaged, which are removed. Raise ModelError if there are only damaged ones.
     """
     unusable: list[Path] = []
     damaged: list[str] = []
@@ -315,9 +310,7 @@ def read_provenance(folder: Path) -> Provenance | None:
 
 
 def read_training_log(path: Path) -> list[dict[str, Any]]:
-    """Return the lines of a training.jsonl, without those that a crash cut off or a disk damaged; none if there is no
-    file yet.
-    """
+    """Return the lines of a training.jsonl, if there is one, but those that a crash cut off or a disk damaged."""
     lines = []
     for line in path.read_bytes().split(b"\n") if path.is_file() else ():
         with contextlib.suppress(ValidationError):

@@ -31,10 +31,9 @@ DIGESTED = 1000
 
 
 def collate(rows: Sequence[Mapping[str, Any]]) -> Batch:
-    """Stack rows of equal length into int64 tensors, `(batch, length)` each, and add `labels` and `attention_mask`.
-
-    The mask of ones says that a row is one sequence. Without it transformers (5.23, `find_packed_sequence_indices`)
-    starts another wherever `position_ids` do not rise by one: PoSE would train each chunk alone.
+    """Stack rows of equal length into int64 tensors, `(batch, length)` each, with `labels` and an `attention_mask` of
+    ones: each row is one sequence. Without it transformers (5.23, `find_packed_sequence_indices`) starts another
+    wherever `position_ids` do not rise by one: PoSE would train each chunk alone.
     """
     batch = {column: torch.from_numpy(np.array([row[column] for row in rows], np.int64)) for column in rows[0]}
     # A tensor of its own: context parallelism cuts each one in place.

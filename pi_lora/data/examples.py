@@ -80,9 +80,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt in token ids, which holds the first `kept` of the document's `document_tokens`; `fits`: it leaves room
-    for a completion without dropping the whole document.
-    """
+    """A prompt in token ids with the first `kept` of `document_tokens`; `fits`: not all of a document had to go."""
 
     ids: list[int]
     document_tokens: int = 0
@@ -209,9 +207,8 @@ class Account:
 def prompted(
     rows: Iterable[NamedRow], prompter: Prompter, account: Account, limit: int | None = None
 ) -> Iterator[list[tuple[str, Texts, Prompt]]]:
-    """Yield rows by the batch, each with its name and a prompt that fits.
-
-    The others go to the account: those with an empty column, beside which `limit` are read, and those too long.
+    """Yield rows by the batch, each with its name and a prompt that fits. The others go to the account: those with an
+    empty column, beside which `limit` are read, and those too long.
     """
 
     def filled() -> Iterator[NamedRow]:

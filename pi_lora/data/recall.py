@@ -70,9 +70,7 @@ def sentence(rng: random.Random) -> str:
 
 
 def filler(rng: random.Random, lines: Sequence[str]) -> Callable[[], str]:
-    """Draw what stands between facts, and return a function that gives the next piece of it, about a line long: a few
-    sentences repeated, ever new ones, or lines of real text.
-    """
+    """Draw what stands between facts: a function of its next line; one refrain, ever new sentences, or real text."""
     kind = rng.choice("refrain refrain sentences lines lines".split() if lines else ["refrain", "sentences"])
     refrain = " ".join(sentence(rng) for _ in range(rng.randint(2, 6)))
     following = itertools.count(rng.randrange(len(lines)) + 1 if lines else 0)

@@ -107,17 +107,13 @@ def _cut(
 def encoded(
     texts: Iterable[str], encode: Encode, room: int = CHARACTERS_AT_ONCE, pool: "Pool | None" = None
 ) -> Iterator[Tokens]:
-    """Yield the ids of one text after the other, read ahead by about `room` characters for a call of `encode`, or of
-    the processes of a `pool`.
-    """
+    """Yield the ids of each text, read ahead by about `room` characters for a call of `encode` or for a `pool`."""
     batches = in_batches(texts, len, room)
     yield from itertools.chain.from_iterable(map(encode, batches) if pool is None else pool.encode(batches))
 
 
 class Pool(ProcessPoolExecutor):
-    """Processes that encode as `encoder` of the same arguments does; what they give does not depend on their number.
-    Raises DataError if the system ends one.
-    """
+    """Processes that encode as `encoder` of the same arguments does; DataError if the system ends one."""
 
     def __init__(self, tokenizer: Any, special_tokens: bool, processes: int) -> None:
         self.ahead = 2 * processes
@@ -161,9 +157,7 @@ def _encode(texts: Sequence[str]) -> list[Tokens]:
 def in_batches(
     items: Iterable[Item], size: Callable[[Item], int], room: int = CHARACTERS_AT_ONCE
 ) -> Iterator[list[Item]]:
-    """Yield batches of items whose sizes come to about `room`. The first are smaller, each twice the one before: who
-    needs little text does not wait for much.
-    """
+    """Yield batches of items whose sizes come to about `room`; less at first, so that who needs little waits little."""
     limit, held = CHARACTERS_AT_FIRST, 0
     batch: list[Item] = []
     for item in items:

@@ -35,9 +35,8 @@ FLOAT32_BYTES = 4
 
 
 def verify_merge(found: FoundModel, merged: Path, plan: Plan, progress: Progress) -> Check:
-    """Compare logits of the folder `merged` with those of `found`, a base and its adapter, both in float32.
-
-    One model is in memory at a time, and if it does not fit, one of its layers at a time.
+    """Compare logits of the folder `merged` with those of `found`, a base and its adapter, both in float32. One model
+    is in memory at a time, and if it does not fit, one of its layers at a time.
     """
     longest = min(found.window, MOST_ON_CPU) if device().type == "cpu" else found.window
     fits = _memory_for(plan, found.config, longest) < SHARE * free_memory(device())

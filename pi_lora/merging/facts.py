@@ -33,9 +33,8 @@ class Agreement(BaseModel, frozen=True):
 
 
 class Check(BaseModel, frozen=True):
-    """The agreements at all lengths; `how` is whole or layer by layer, `skipped` the reason for making no check.
-
-    `rounding` is the coarsest dtype that the merged weights have gone through.
+    """The agreements at all lengths; `how` is whole or layer by layer, `skipped` the reason for making no check,
+    `rounding` the coarsest dtype that the merged weights have gone through.
     """
 
     rounding: str
@@ -44,9 +43,8 @@ class Check(BaseModel, frozen=True):
     skipped: str | None = None
 
     def problem(self) -> str | None:
-        """Return why the merged weights are not the tuned model, or None.
-
-        They may differ by rounding, and by less than half of what tuning changed: else the adapter was not added.
+        """Return why the merged weights are not the tuned model, or None. They may differ by rounding, and by less than
+        half of what tuning changed: else the adapter was not added.
         """
         for each in self.agreements:
             size = f"at {each.length} tokens logits differ by {each.relative:.1e} of their size"
@@ -71,10 +69,9 @@ class Check(BaseModel, frozen=True):
 
 
 class Merge(BaseModel, frozen=True):
-    """What was merged: `onto` the stored or the quantized base; `untied` if a tied head became its own tensor.
-
-    `scale` is L'/L, `window` L' in tokens; no `check` means that there was none (yet). `assumed` is what the adapter's
-    folder does not say.
+    """What was merged: `onto` the stored or the quantized base; `untied` if a tied head became its own tensor. `scale`
+    is L'/L, `window` L' in tokens; `check` None if there was none (yet); `assumed` what the adapter's folder does not
+    say.
     """
 
     base: str

@@ -132,9 +132,7 @@ def _convert(script: Path, folder: Path, file: Path, outtype: str) -> None:
 
 
 def _set_window(file: Path, window: int) -> None:
-    """Set `context_length`, for which the converter takes `max_position_embeddings`: under `pi` that is L, and
-    llama-server and Ollama stop there.
-    """
+    """Set `context_length` to L': the converter writes L there under `pi`, where llama-server and Ollama stop."""
     from gguf import GGUFReader  # an optional package
 
     reader: Any = GGUFReader(file, "r+")

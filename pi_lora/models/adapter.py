@@ -119,9 +119,7 @@ def kept_values(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def input_casts(model: nn.Module, enabled: bool) -> Iterator[None]:
-    """Have the layers of LoRA cast their inputs to float32, the dtype of their weights, or not. Autocast casts both to
-    bfloat16 in any case.
-    """
+    """Have LoRA's layers cast their inputs to float32, as their weights are, or not; autocast makes both bfloat16."""
     layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
     before = [layer.cast_input_dtype_enabled for layer in layers]
     for layer in layers:
@@ -227,9 +225,8 @@ def _adapted_names(folder: Path) -> set[str]:
 
 @contextmanager
 def without_known_warnings() -> Iterator[None]:
-    """Ignore three warnings: PEFT 0.21 and TRL 1.16 use a name that transformers 5.23 deprecates for activation
-    checkpointing, at a checkpoint PEFT looks for the base's config, which a built-in model and a GGUF file have
-    elsewhere, and our own one to users of plain PEFT.
+    """Ignore warnings of PEFT 0.21: its name for activation checkpointing, as TRL 1.16's, is deprecated in transformers
+    5.23; no base's config is where it looks beside a checkpoint; and our own to users of plain PEFT.
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*gradient_checkpointing` is deprecated", FutureWarning)

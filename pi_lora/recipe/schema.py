@@ -338,9 +338,7 @@ class Recipe(Section):
 
     @property
     def sharded(self) -> bool:
-        """Whether FSDP2 shards the model over the GPUs, each transformer layer a unit. Every GPU holds the whole of a
-        quantized model, which is small enough.
-        """
+        """Whether FSDP2 shards the model over the GPUs, layer by layer; each holds the whole of a quantized one."""
         return self.hardware.gpus is not None and self.tuning.method != "qlora"
 
     @model_validator(mode="after")

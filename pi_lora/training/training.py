@@ -120,9 +120,7 @@ def _prepared_model(job: Job) -> Any:
 
 
 def _autocast_alone(job: Job) -> bool:
-    """Whether PEFT's casts change no number under autocast; dropout may draw others in another dtype, and DoRA takes
-    norms in float32.
-    """
+    """Whether PEFT's casts change no number under autocast: dropout and DoRA's norms depend on the dtype."""
     return job.in_bfloat16 and not job.recipe.tuning.dropout and not job.recipe.tuning.dora
 
 
@@ -210,9 +208,7 @@ def trainer_arguments(job: Job, staging: Path) -> SFTConfig:
 
 
 class Trainer(SFTTrainer):
-    """SFTTrainer with our schedule, batches of similar lengths, a check on losses, and checkpoints in `staging`
-    that are marked when they are whole.
-    """
+    """SFTTrainer with our schedule, batches of similar lengths, checked losses, and checkpoints marked when whole."""
 
     def __init__(
         self, job: Job, model: Any, staging: Path, log: TrainingLog, others: Sequence[TrainerCallback] = ()
