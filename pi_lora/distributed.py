@@ -12,7 +12,7 @@ import signal
 import sys
 import tempfile
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -123,8 +123,8 @@ def launch_arguments(
         flags |= {"fsdp_reshard_after_forward": "true", "fsdp_state_dict_type": "SHARDED_STATE_DICT"}
         flags |= {"fsdp_cpu_ram_efficient_loading": "true"}  # the first process sends them
     if recipe.sharded and hardware.context_parallel > 1:
-        sizes = {"dp_shard_size": hardware.data_parallel, "cp_size": hardware.context_parallel}
-        flags |= {"use_parallelism_config": None, **{f"parallelism_config_{key}": size for key, size in sizes.items()}}
+        flags |= {"use_parallelism_config": None, "parallelism_config_dp_shard_size": hardware.data_parallel}
+        flags |= {"parallelism_config_cp_size": hardware.context_parallel}
     written = [part for name, value in flags.items() for part in (f"--{name}", value) if part is not None]
     return [*map(str, written), "--module", "pi_lora", *command]
 
@@ -172,9 +172,7 @@ def launch(command: Sequence[str]) -> int:
 
 
 def status_of(ending: BaseException) -> int | None:
-    """In a worker of `launch`, which prints one line for all of them: leave word of how it ends. Return the exit
-    status, or None if nobody speaks for this process.
-    """
+    """Return the exit status of a worker of `launch`, and leave word of why it ends; None if nobody speaks for it."""
     if WORD not in os.environ:
         return None
     outcome, signalled = (Path(os.environ[WORD], name) for name in (OUTCOME, SIGNALLED))
@@ -197,6 +195,18 @@ def leave_lost_terminals() -> None:
 
 
 @contextlib.contextmanager
+def answered(answer: Callable[[int, types.FrameType | None], None]) -> Iterator[None]:
+    """Call `answer` on the signals of `ENDING` that are not ignored, as under nohup or in the background of a shell."""
+    heard = [each for each in ENDING if signal.getsignal(each) is not signal.SIG_IGN]
+    before = {each: signal.signal(each, answer) for each in heard}
+    try:
+        yield
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)
+
+
+@contextlib.contextmanager
 def _signals_go_to_workers() -> Iterator[list[int]]:
     received: list[int] = []
 
@@ -213,11 +223,5 @@ def _signals_go_to_workers() -> Iterator[list[int]]:
         if not workers:
             raise KeyboardInterrupt
 
-    # What is ignored stays so: nohup does it to SIGHUP, a shell to the SIGINT of what runs in its background.
-    heard = [each for each in ENDING if signal.getsignal(each) is not signal.SIG_IGN]
-    before = {each: signal.signal(each, forward) for each in heard}
-    try:
+    with answered(forward):
         yield received
-    finally:
-        for each, handler in before.items():
-            signal.signal(each, handler)

@@ -130,38 +130,35 @@ def _hardware_problems(recipe: Recipe) -> Iterator[str]:
     if hardware.gpus and hardware.gpus > here:
         what = f"{hardware.gpus} needed on each machine, {here} here"
         yield f"hardware.gpus: {what}; run it on such machines, or change hardware.gpus (pi-lora plan shows what fits)"
-    if hardware.context_parallel > 1 and not hardware.gpus:
-        yield "hardware.context_parallel: needs GPUs; set hardware.gpus"
-    if hardware.context_parallel > 1 and recipe.model.attention not in ("auto", "sdpa"):
-        yield f"model.attention: {recipe.model.attention} cannot share a sequence between GPUs; use sdpa"
-    if recipe.training.optimizer == "paged_adamw_8bit" and not here:
-        yield "training.optimizer: paged_adamw_8bit needs a GPU; use adamw"
-    if recipe.training.optimizer == "paged_adamw_8bit" and recipe.sharded and hardware.processes > 1:
-        # bitsandbytes 0.50 takes the local part of no sharded tensor (DTensor).
-        yield "training.optimizer: paged_adamw_8bit cannot train weights that are sharded over GPUs; use adamw"
-    if hardware.offload_activations and not here:
-        yield "hardware.offload_activations: needs a GPU; leave it out"
-    if recipe.model.kernels == "liger" and not here:
-        yield "model.kernels: liger needs a GPU; leave it out"
-    if recipe.model.attention == "flash_attention_2" and not here:
-        yield "model.attention: flash_attention_2 needs a GPU; use sdpa"
+    paged, kernel = recipe.training.optimizer == "paged_adamw_8bit", recipe.model.attention
+    parallel, other_kernel = hardware.context_parallel > 1, kernel not in ("auto", "sdpa")
+    # bitsandbytes 0.50 takes the local part of no sharded tensor (DTensor).
+    cannot_page = paged and recipe.sharded and hardware.processes > 1
+    problems = {
+        "hardware.context_parallel: needs GPUs; set hardware.gpus": parallel and not hardware.gpus,
+        f"model.attention: {kernel} cannot share a sequence between GPUs; use sdpa": parallel and other_kernel,
+        "training.optimizer: paged_adamw_8bit needs a GPU; use adamw": paged and not here,
+        "training.optimizer: paged_adamw_8bit cannot train weights that are sharded over GPUs; use adamw": cannot_page,
+        "hardware.offload_activations: needs a GPU; leave it out": hardware.offload_activations and not here,
+        "model.kernels: liger needs a GPU; leave it out": recipe.model.kernels == "liger" and not here,
+        "model.attention: flash_attention_2 needs a GPU; use sdpa": kernel == "flash_attention_2" and not here,
+    }
+    yield from (problem for problem, holds in problems.items() if holds)
 
 
 def _missing_packages(recipe: Recipe) -> Iterator[str]:
-    wanted = []
-    if recipe.tuning.method == "qlora":
-        wanted.append(("bitsandbytes", "tuning.method: qlora", "'pi-lora[qlora]'"))
-    elif recipe.training.optimizer == "paged_adamw_8bit":
-        wanted.append(("bitsandbytes", "training.optimizer: paged_adamw_8bit", "'pi-lora[qlora]'"))
-    if recipe.model.attention == "flash_attention_2":
-        wanted.append(("flash_attn", "model.attention: flash_attention_2", "'pi-lora[flash-attn]'"))
-    if recipe.model.kernels == "liger":
-        wanted.append((liger.PACKAGE, "model.kernels: liger", "'pi-lora[liger]'"))
-    if recipe.evaluation.benchmarks is not None:
-        wanted.append(("lm_eval", "evaluation.benchmarks", "'pi-lora[eval]'"))
-    wanted += [(tracker, f"training.tracking: {tracker}", tracker) for tracker in recipe.training.tracking]
-    for package, where, install in wanted:
-        if importlib.util.find_spec(package) is None:
+    qlora, benchmarks = recipe.tuning.method == "qlora", recipe.evaluation.benchmarks is not None
+    paged, flash = recipe.training.optimizer == "paged_adamw_8bit", recipe.model.attention == "flash_attention_2"
+    wanted = [
+        (qlora, "bitsandbytes", "tuning.method: qlora", "'pi-lora[qlora]'"),
+        (paged and not qlora, "bitsandbytes", "training.optimizer: paged_adamw_8bit", "'pi-lora[qlora]'"),
+        (flash, "flash_attn", "model.attention: flash_attention_2", "'pi-lora[flash-attn]'"),
+        (recipe.model.kernels == "liger", liger.PACKAGE, "model.kernels: liger", "'pi-lora[liger]'"),
+        (benchmarks, "lm_eval", "evaluation.benchmarks", "'pi-lora[eval]'"),
+    ]
+    wanted += [(True, tracker, f"training.tracking: {tracker}", tracker) for tracker in recipe.training.tracking]
+    for asked, package, where, install in wanted:
+        if asked and importlib.util.find_spec(package) is None:
             yield f"{where}: needs the package {package}; pip install {install}"
 
 

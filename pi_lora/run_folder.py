@@ -25,7 +25,7 @@ from pi_lora.files.making import write_whole
 from pi_lora.files.reading import read_json
 from pi_lora.models.machine import hardware, versions
 from pi_lora.models.origin import RUN_FILE, Origin
-from pi_lora.recipe.files import RECIPE_FILE, dump_recipe, load_recipe
+from pi_lora.recipe.files import RECIPE_FILE, load_recipe
 from pi_lora.recipe.schema import Recipe
 
 CHECKPOINTS = "checkpoints"
@@ -90,9 +90,7 @@ def check_room(output: Path, needed: int) -> None:
 
 
 def staging_path(output: Path) -> Path:
-    """Return the folder beside `output` in which a run is made and which is renamed to `output` when it is complete;
-    if `output` is a link, beside where it leads.
-    """
+    """Return the folder in which a run is made: beside `output`, or where that leads if it is a link."""
     place = _place(output)
     return place.with_name(f".{place.name}.partial")
 
@@ -227,42 +225,35 @@ def _checkpoints(staging: Path) -> list[Path]:
 
 
 def mark_complete(checkpoint: Path) -> None:
-    """Mark a checkpoint as complete, with the training log up to it and the SHA-256 sums of its files; a process may be
-    killed while it writes one, and a disk may return other bits than were written.
-    """
+    """Mark a checkpoint as complete, with the training log up to it and the SHA-256 sums of its files."""
     shutil.copyfile(checkpoint.parent.parent / TRAINING_LOG, checkpoint / TRAINING_LOG)
     write_whole(checkpoint / COMPLETE, json.dumps(_sums(checkpoint), indent=2) + "\n")
 
 
 def checkpoint_to_resume(staging: Path) -> tuple[Path | None, list[str]]:
-    """Return the newest checkpoint whose files are as they were written, with the training log as it was then, and say
-    which newer ones are damaged; these are removed. None if there was no complete one yet. Raises ModelError if there
-    is none but damaged ones.
+    """Return the newest checkpoint whose files are as they were written, whose training log is restored, or None; and
+    say which newer ones are damaged, which are removed. Raise ModelError if there are only damaged ones.
     """
-    newer: list[Path] = []
+    unusable: list[Path] = []
     damaged: list[str] = []
     for checkpoint in _checkpoints(staging):
-        if not (checkpoint / COMPLETE).is_file():
-            newer.append(checkpoint)
-        elif (problem := _damage(checkpoint)) is not None:
-            newer.append(checkpoint)
+        if (checkpoint / COMPLETE).is_file():
+            if (problem := _damage(checkpoint)) is None:
+                break
             damaged.append(f"{checkpoint}: {problem}")
-        else:
-            for each in newer:
-                shutil.rmtree(each)
-            said = [f"{each}; resuming from {checkpoint.name}" for each in damaged]
-            if _has_sums(checkpoint):
-                write_whole(staging / TRAINING_LOG, (checkpoint / TRAINING_LOG).read_text(encoding="utf-8"))
-            else:
-                said.append(f"{checkpoint}: has no sums, as an earlier version wrote it; resuming from it unchecked")
-            return checkpoint, said
-    if damaged:
-        raise ModelError(f"{'; '.join(damaged)}; no checkpoint before is left: remove {staging} and start again")
-    return None, []
-
-
-def _has_sums(checkpoint: Path) -> bool:
-    return (checkpoint / COMPLETE).stat().st_size > 0
+        unusable.append(checkpoint)
+    else:
+        if damaged:
+            raise ModelError(f"{'; '.join(damaged)}; no checkpoint before is left: remove {staging} and start again")
+        return None, []
+    for each in unusable:
+        shutil.rmtree(each)
+    said = [f"{each}; resuming from {checkpoint.name}" for each in damaged]
+    if (log := checkpoint / TRAINING_LOG).is_file():
+        write_whole(staging / TRAINING_LOG, log.read_text(encoding="utf-8"))
+    else:
+        said.append(f"{checkpoint}: has no sums, as an earlier version wrote it; resuming from it unchecked")
+    return checkpoint, said
 
 
 def _sums(checkpoint: Path) -> dict[str, str]:
@@ -278,7 +269,7 @@ def _sums(checkpoint: Path) -> dict[str, str]:
 
 def _damage(checkpoint: Path) -> str | None:
     """Return what is wrong with a complete checkpoint, or None."""
-    if not _has_sums(checkpoint):
+    if not (checkpoint / COMPLETE).stat().st_size:
         return None
     try:
         expected, found = json.loads((checkpoint / COMPLETE).read_text(encoding="utf-8")), _sums(checkpoint)
@@ -319,19 +310,12 @@ def read_provenance(folder: Path) -> Provenance | None:
 
 
 def read_training_log(path: Path) -> list[dict[str, Any]]:
-    """Return the lines of a training.jsonl, without those that a crash cut off or a disk damaged; none if there is no
-    file yet.
-    """
+    """Return the lines of a training.jsonl, if there is one, but those that a crash cut off or a disk damaged."""
     lines = []
     for line in path.read_bytes().split(b"\n") if path.is_file() else ():
         with contextlib.suppress(ValidationError):
             lines.append(LogLine.model_validate_json(line).model_dump())
     return lines
-
-
-def write_recipe(folder: Path, recipe: Recipe) -> None:
-    """Write the resolved recipe."""
-    write_whole(folder / RECIPE_FILE, dump_recipe(recipe))
 
 
 def write_provenance(folder: Path, origin: Origin, facts: Mapping[str, Any]) -> None:

@@ -9,7 +9,6 @@ Json = dict[str, Any]
 @dataclass(frozen=True)
 class Allowed:
     """What only the person at the keyboard can allow, by a flag of the command: no file of a run or model does.
-
     `changed`: a run is used although its base, tokenizer or data are not what they were.
     """
 

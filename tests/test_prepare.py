@@ -61,7 +61,7 @@ def test_a_pool_keeps_the_order_and_names_a_process_that_died(small_model: Path)
         assert given == [encoder(tokenizer)(batch) for batch in texts]
         killed = pool.encode(iter(texts))
         next(killed)
-        for process in list(pool.executor._processes.values()):
+        for process in list(pool._processes.values()):
             process.kill()
         with pytest.raises(DataError, match="--processes: the system ended one of them"):
             list(killed)

@@ -15,7 +15,8 @@ from pi_lora.planning.evaluating import sweep_of
 from pi_lora.planning.planning import CONFIGS, shipped_config
 from pi_lora.planning.text import gpu_named_in, planned, recipes_page
 from pi_lora.recipe.files import load_recipe, recipe_paths, recipe_summary
-from pi_lora.recipe.schema import Recipe, reference_page
+from pi_lora.recipe.reference import reference_page
+from pi_lora.recipe.schema import Recipe
 
 RECIPES = Path(__file__).parent.parent / "recipes"
 

@@ -111,7 +111,7 @@ def recipes(
     if not place.is_dir():
         raise PiLoraError(f"{place}: no such folder; name one that holds recipes")
     if keys:
-        from pi_lora.recipe.schema import reference_page
+        from pi_lora.recipe.reference import reference_page
 
         print(reference_page(), end="")
     elif markdown:

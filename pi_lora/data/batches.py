@@ -31,10 +31,9 @@ DIGESTED = 1000
 
 
 def collate(rows: Sequence[Mapping[str, Any]]) -> Batch:
-    """Stack rows of equal length into int64 tensors, `(batch, length)` each, and add `labels` and `attention_mask`.
-
-    The mask of ones says that a row is one sequence. Without it transformers (5.23, `find_packed_sequence_indices`)
-    starts another wherever `position_ids` do not rise by one: PoSE would train each chunk alone.
+    """Stack rows of equal length into int64 tensors, `(batch, length)` each, with `labels` and an `attention_mask` of
+    ones: each row is one sequence. Without it transformers (5.23, `find_packed_sequence_indices`) starts another
+    wherever `position_ids` do not rise by one: PoSE would train each chunk alone.
     """
     batch = {column: torch.from_numpy(np.array([row[column] for row in rows], np.int64)) for column in rows[0]}
     # A tensor of its own: context parallelism cuts each one in place.
@@ -45,9 +44,8 @@ def collate(rows: Sequence[Mapping[str, Any]]) -> Batch:
 
 @dataclass(frozen=True)
 class CollateExamples:
-    """Batch rows of `prompt_ids` and `completion_ids`, padded on the right to the longest of them.
-
-    What is not learned has the label -100: padding always, the prompt unless `learn_prompts`.
+    """Batch rows of `prompt_ids` and `completion_ids`, padded on the right to the longest of them. What is not learned
+    has the label -100: padding always, the prompt unless `learn_prompts`.
     """
 
     padding: int
@@ -67,10 +65,9 @@ class CollateExamples:
 
 
 class LengthGroups(Sampler[int]):
-    """Indices of examples so that the `at_once` that are computed together have about the same length.
-
-    The groups come in random order, another one in each epoch. Unlike that of transformers' `LengthGroupedSampler`
-    (5.23), it follows from seed and epoch alone, so that a resumed run continues it; and few examples are grouped too.
+    """Indices of examples so that the `at_once` that are computed together have about the same length, in another order
+    of groups in each epoch. Unlike that of transformers' `LengthGroupedSampler` (5.23), it follows from seed and epoch
+    alone, so that a resumed run continues it; and few examples are grouped too.
     """
 
     def __init__(self, lengths: Sequence[int], at_once: int, seed: int) -> None:
@@ -133,10 +130,8 @@ def training_data(
     missing: Missing = lambda tokens: None,
 ) -> TrainingData:
     """Return what the sections of a recipe ask for, from the cache where it was made before. Text that is packed is
-    tokenized in `processes`, after `missing` is told; examples by the threads of the tokenizer.
-
-    Under PoSE sequences have `original` (L) tokens, otherwise `target` (L'), which is also the limit of an example.
-    Raises DataError if a source cannot be read, or holds too little for the steps.
+    tokenized in `processes`, after `missing` is told; examples, of at most `target` (L') tokens, by the tokenizer's
+    threads. Raise DataError if a source cannot be read, or holds too little for the steps.
     """
     if data.has_examples:
         return _examples(data, training, tokenizer, target, progress)

@@ -1,7 +1,4 @@
-"""Sequences on disk: an Arrow file that is written piece by piece under a lock, and mapped into memory when read.
-
-A folder is named by the digest of what its sequences are made from, and appears whole or not at all.
-"""
+"""Sequences on disk: an Arrow file, written piece by piece and mapped into memory when read; whole or not at all."""
 
 import hashlib
 import itertools
@@ -37,10 +34,9 @@ def cached(
     progress: Progress = silent,
     notes: Callable[[], Any] = lambda: None,
 ) -> tuple[Dataset, Any]:
-    """Return the rows made from `made_from`, and the notes on them: those in the cache, or what `make` yields.
-
-    The rows are NumPy arrays mapped into memory. `notes` is asked for JSON once all rows are made; `progress` is
-    told if another process makes the same rows. Raises DataError if the cache cannot be written.
+    """Return the rows made from `made_from`, NumPy arrays mapped into memory, and the notes on them: those in the
+    cache, or what `make` yields and the JSON of `notes` after it. `progress` is told if another process makes the same.
+    Raise DataError if the cache cannot be written.
     """
     key = hashlib.sha256(json.dumps(made_from, sort_keys=True).encode()).hexdigest()
     folder = cache_folder() / "sequences" / key

@@ -56,10 +56,7 @@ def looks_local(name: str) -> bool:
 
 
 def files_named(name: str, suffixes: tuple[str, ...]) -> tuple[Path, ...]:
-    """Return the files that `name` stands for: itself, those of a folder and its subfolders, or those of a glob.
-
-    Raises DataError if nothing is there, or nothing whose name ends in one of `suffixes`.
-    """
+    """Return the files that `name` stands for: itself, those in a folder at any depth, or of a glob; DataError if none."""
     path = Path(os.path.expanduser(name))
     if path.is_file():
         return (path,)
@@ -81,10 +78,9 @@ def fingerprint(files: Iterable[Path]) -> str:
 
 
 def rows_in(file: File, columns: Sequence[str], suffixes: tuple[str, ...]) -> Iterator[NamedJson]:
-    """Yield `(file:line, row)` for every row of a file, with at least those of `columns` that it has.
-
-    A file whose name does not end in one of `suffixes`, or is of text, is one row: its text, under every column.
-    Raise DataError if the file cannot be read or is damaged.
+    """Yield `(file:line, row)` for every row of a file, with at least those of `columns` that it has; raise DataError
+    if it is damaged or cannot be read. One whose name does not end in one of `suffixes`, or is of text, is one row, its
+    text under every column.
     """
     kind = next((suffix for suffix in suffixes if file.name.lower().endswith(suffix)), "text")
     try:
@@ -157,10 +153,7 @@ def _decoded(content: bytes, name: str) -> str:
 
 
 def read_document(name: str) -> str:
-    """Return the text of a text or PDF file, or of standard input for `-`; raise DataError if there is none.
-
-    A PDF needs pypdf; its pages are separated by blank lines.
-    """
+    """Return the text of a text file, of the pages of a PDF (by pypdf), or of standard input (`-`); DataError if none."""
     file, is_pdf = Path(os.path.expanduser(name)), name.lower().endswith(PDF)
     try:
         content = sys.stdin.buffer.read() if name == STDIN else file.read_bytes()

@@ -27,7 +27,6 @@ Summary:"""
 # Raise it with every change to how examples are made.
 FORMAT = 3
 SHOWN = 5
-HUB_KEYS = ("subset", "split", "revision", "streaming")
 
 Texts = Mapping[str, str]
 
@@ -36,8 +35,8 @@ Texts = Mapping[str, str]
 class Task:
     """The columns of a prompt with the text around them, and the column of the completion.
 
-    `pieces` are texts, each with the column that follows it, None at the end. `document` is the column that is cut, to
-    its first `document_tokens` or to what fits; `completion_tokens` is the longest that is learned and written.
+    `pieces` are texts, each with the column that follows it or None. `document` is the column that is cut, to its first
+    `document_tokens` or to what fits; `completion_tokens` is the longest that is learned and written.
     `special_tokens`: those in rows and template are what they stand for; else they are text.
     """
 
@@ -81,10 +80,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt in token ids, which holds the first `kept` of the document's `document_tokens`.
-
-    `fits`: it leaves room for a completion without dropping the whole document.
-    """
+    """A prompt in token ids with the first `kept` of `document_tokens`; `fits`: not all of a document had to go."""
 
     ids: list[int]
     document_tokens: int = 0
@@ -93,31 +89,30 @@ class Prompt:
 
 
 class Prompter:
-    """Encodes rows of a task for a model that reads `window` tokens.
-
-    A prompt leaves room for `completion_tokens` and EOS, so that whatever the document, nothing after it is cut.
+    """Encodes rows of a task for a model that reads `window` tokens, of which a prompt leaves `completion_tokens` and
+    one for EOS: whatever the document, nothing after it is cut.
     """
 
     def __init__(self, task: Task, tokenizer: Any, window: int) -> None:
-        self.task = task
+        self.task, self.longest = task, window - task.completion_tokens - 1
         self.tokenizer = partial(tokenizer, split_special_tokens=not task.special_tokens, verbose=False)
         self.eos, self.decode, self.is_fast = tokenizer.eos_token_id, tokenizer.decode, tokenizer.is_fast
         template = "".join(text for text, _ in task.pieces)
         if not task.special_tokens and (found := [each for each in tokenizer.all_special_tokens if each in template]):
             how = "set data.special_tokens: true, which reads those in the rows as well, or leave it out"
             raise DataError(f"data.template: {found[0]} is a special token, and would be read as text; {how}")
-        self.longest = window - task.completion_tokens - 1
 
     def prompts(self, rows: Sequence[Texts]) -> list[Prompt]:
         """Return the prompts of rows, as the tokenizer begins a text; many at a time are encoded in parallel."""
-        column = self.task.document
+        column, longest = self.task.document, self.longest
         if column is None:
-            return [Prompt(ids, fits=len(ids) <= self.longest) for ids in self._framed(rows)]
-        frames = self._framed([{**row, column: ""} for row in rows])
+            return [Prompt(ids, fits=len(ids) <= longest) for ids in self._framed(rows)]
         documents = self._documents([row[column] for row in rows])
-        room = [min(self.task.document_tokens, self.longest - len(frame)) for frame in frames]
-        kept = [max(0, min(size, each)) for (size, _), each in zip(documents, room, strict=True)]
-        cut = [{**row, column: first(n)} for row, (_, first), n in zip(rows, documents, kept, strict=True)]
+        kept, cut = [], []
+        frames = self._framed([{**row, column: ""} for row in rows])
+        for row, frame, (size, first) in zip(rows, frames, documents, strict=True):
+            kept.append(max(0, min(size, self.task.document_tokens, longest - len(frame))))
+            cut.append({**row, column: first(kept[-1])})
         found = []
         for row, (size, first), ids, number in zip(rows, documents, self._framed(cut), kept, strict=True):
             # A prompt is tokenized as a whole, which may take a token or two more than its parts did; then more is cut.
@@ -129,19 +124,18 @@ class Prompter:
         return found
 
     def completions(self, rows: Sequence[Texts]) -> list[list[int]]:
-        """Return what follows the prompts, cut to `completion_tokens`, and EOS, which the model has to learn too.
-
-        A space joins it to a prompt that does not end in one. It is tokenized after the prompt's last words, since
-        tokenizers treat the start of a text differently.
+        """Return what follows the prompts, after a space if they end in none: cut to `completion_tokens`, and EOS.
+        It is tokenized after the prompt's last words, since tokenizers treat the start of a text differently.
         """
         last, column = self.task.pieces[-1]
         tail = last[-20:] if column is None else ""
         texts = [("" if tail[-1:].isspace() else " ") + row[self.task.completion].strip() for row in rows]
-        before, *after = self._plain([tail, *(tail + text for text in texts)])
+        plain = partial(self.tokenizer, add_special_tokens=False)
+        before, *after = plain([tail, *(tail + text for text in texts)])["input_ids"]
         found = []
         for text, ids in zip(texts, after, strict=True):
             # Where the two merged into one token, the text is tokenized by itself.
-            own = ids[len(before) :] if ids[: len(before)] == before else self._plain([text])[0]
+            own = ids[len(before) :] if ids[: len(before)] == before else plain(text)["input_ids"]
             found.append([*own[: self.task.completion_tokens], self.eos])
         return found
 
@@ -149,10 +143,6 @@ class Prompter:
         """Encode with the tokenizer's own BOS, but without the EOS that some add."""
         encoded: list[list[int]] = self.tokenizer([self.task.prompt(row) for row in rows])["input_ids"]
         return [ids[:-1] if ids[-1:] == [self.eos] else ids for ids in encoded]
-
-    def _plain(self, texts: list[str]) -> list[list[int]]:
-        encoded: list[list[int]] = self.tokenizer(texts, add_special_tokens=False)["input_ids"]
-        return encoded
 
     def _documents(self, texts: list[str]) -> list[tuple[int, Callable[[int], str]]]:
         """Return the number of tokens of each text, and a function that gives the text of so many of its first."""
@@ -217,9 +207,8 @@ class Account:
 def prompted(
     rows: Iterable[NamedRow], prompter: Prompter, account: Account, limit: int | None = None
 ) -> Iterator[list[tuple[str, Texts, Prompt]]]:
-    """Yield rows by the batch, each with its name and a prompt that fits.
-
-    The others go to the account: those with an empty column, beside which `limit` are read, and those too long.
+    """Yield rows by the batch, each with its name and a prompt that fits. The others go to the account: those with an
+    empty column, beside which `limit` are read, and those too long.
     """
 
     def filled() -> Iterator[NamedRow]:
@@ -237,10 +226,9 @@ def prompted(
 
 
 def training_examples(data: Data, tokenizer: Any, window: int, progress: Progress = silent) -> tuple[Dataset, Account]:
-    """Make the examples of a recipe for a model that reads `window` tokens, or read them from the cache.
-
-    Returns rows of `prompt_ids` and `completion_ids`, and the account of them. Raises DataError if a source cannot be
-    read or lacks a column, every row is empty or too long, or the tokenizer has no EOS to end a completion with.
+    """Return the examples of a recipe for a model that reads `window` tokens, rows of `prompt_ids` and
+    `completion_ids`, and the account of them; both from the cache if they are there. Raise DataError if a source cannot
+    be read or lacks a column, every row is empty or too long, or the tokenizer has no EOS to end a completion with.
     """
     if tokenizer.eos_token_id is None:
         raise DataError("model.name: its tokenizer has no EOS token, without which no completion ends; give it one")
@@ -283,8 +271,8 @@ def data_problems(data: Data) -> list[str]:
     problems = []
     for source in data.source:
         local = source.name.startswith("builtin:") or looks_local(source.name)
-        for key in HUB_KEYS if local else ():
-            if getattr(source, key) != Source.model_fields[key].default:
+        for key in ("subset", "split", "revision", "streaming"):
+            if local and getattr(source, key) != Source.model_fields[key].default:
                 problems.append(f"{source.name}: {key} is for data sets of the hub, and this is not one; remove it")
         try:
             table = find_table(source) if columns else find_corpus(source)

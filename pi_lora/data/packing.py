@@ -6,6 +6,7 @@ import itertools
 import math
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +30,12 @@ FORMAT = 3
 
 
 def skip_positions(rng: random.Random, tokens: int, target: int, chunks: int) -> list[int]:
-    """Draw positions for `tokens` tokens within `[0, target)` (L'): consecutive runs with gaps between them.
+    """Draw strictly increasing positions for `tokens` tokens within `[0, target)` (L') that begin at 0: consecutive
+    runs with gaps between them. Needs chunks <= tokens <= L'.
 
     PoSE (Zhu et al. 2023, section 3.2) has L tokens; fewer work alike. They are divided into `chunks` of random
     lengths, and chunk i is shifted by a bias u_i drawn uniformly from u_(i-1) ... L' - tokens, with u_0 = 0. The text
-    itself stays contiguous (their v_i = 0). Needs chunks <= tokens <= L'. Returns strictly increasing positions that
-    begin at 0.
+    itself stays contiguous (their v_i = 0).
 
     >>> skip_positions(random.Random(0), tokens=6, target=24, chunks=2)
     [0, 1, 2, 3, 17, 18]
@@ -197,14 +198,13 @@ def training_sequences(
     processes: int = 1,
     missing: Missing = lambda tokens: None,
 ) -> Dataset:
-    """Make `number` sequences from the sources of a recipe, mixed by weight and seeded, or read them from the cache.
-    `processes` tokenize, and `missing` is told before with how many tokens.
+    """Make `number` sequences from the sources of a recipe, mixed by weight and seeded, or read them from the cache:
+    rows of `input_ids` as NumPy arrays mapped into memory. `processes` tokenize, and `missing` is told before with how
+    many tokens; `progress` with the tokens packed, those needed, and a note.
 
     Under PoSE (`positions: skip`) they have `sequence_tokens`, by default `original` (L), and `position_ids`; otherwise
-    `target` (L') tokens.
-    Returns rows of `input_ids` as NumPy arrays mapped into memory; `batches.collate` makes the batch of them.
-    `progress` is called with the tokens packed, those needed, and a note. Raises DataError if a source has too little
-    text for its share: going on without it would train on another mixture than the recipe names.
+    `target` (L') tokens. Raise DataError if a source has too little text for its share: going on without it would train
+    on another mixture than the recipe names.
     """
     pose = data.positions == "skip"
     length = data.tokens_per_sequence(original, target)
@@ -224,10 +224,7 @@ def training_sequences(
 
     def rows() -> Iterator[Row]:
         missing(number * length)
-        if processes == 1:
-            yield from packed()
-            return
-        with Pool(tokenizer, data.special_tokens, processes) as pool:
+        with Pool(tokenizer, data.special_tokens, processes) if processes > 1 else nullcontext() as pool:
             for stream in streams:
                 stream.pool = pool
             yield from packed()

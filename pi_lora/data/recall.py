@@ -4,6 +4,7 @@ They teach what the passkey test measures, retrieving a token from far back, in 
 prompt: prose, code, tables, registers and verbatim repetition. Every question is answered by the text before it.
 """
 
+import itertools
 import random
 from collections.abc import Callable, Iterator, Sequence
 
@@ -68,23 +69,17 @@ def sentence(rng: random.Random) -> str:
     return f"{rng.choice(SUBJECTS)} {rng.choice(PREDICATES)}."
 
 
-class Filler:
-    """Text between the facts: a few sentences repeated, ever new ones, or lines of real text."""
-
-    def __init__(self, rng: random.Random, lines: Sequence[str]) -> None:
-        self.rng, self.lines = rng, lines
-        self.kind = rng.choice("refrain refrain sentences lines lines".split() if lines else ["refrain", "sentences"])
-        self.refrain = " ".join(sentence(rng) for _ in range(rng.randint(2, 6)))
-        self.line = rng.randrange(len(lines)) if lines else 0
-
-    def next(self) -> str:
-        """Return the next piece, about a line long."""
-        if self.kind == "refrain":
-            return self.refrain
-        if self.kind == "sentences":
-            return " ".join(sentence(self.rng) for _ in range(3))
-        self.line = (self.line + 1) % len(self.lines)
-        return self.lines[self.line]
+def filler(rng: random.Random, lines: Sequence[str]) -> Callable[[], str]:
+    """Draw what stands between facts: a function of its next line; one refrain, ever new sentences, or real text."""
+    kind = rng.choice("refrain refrain sentences lines lines".split() if lines else ["refrain", "sentences"])
+    refrain = " ".join(sentence(rng) for _ in range(rng.randint(2, 6)))
+    following = itertools.count(rng.randrange(len(lines)) + 1 if lines else 0)
+    kinds = {
+        "refrain": lambda: refrain,
+        "sentences": lambda: " ".join(sentence(rng) for _ in range(3)),
+        "lines": lambda: lines[next(following) % len(lines)],
+    }
+    return kinds[kind]
 
 
 class Page:
@@ -105,7 +100,7 @@ class Page:
 
 def facts_document(rng: random.Random, budget: int, count: Counter, lines: Sequence[str]) -> str:
     """State facts in one form, ask for some along the way, and fill the last part of `budget` with questions."""
-    page, filler, (state, ask) = Page(budget, count), Filler(rng, lines), rng.choice(FORMS)
+    page, more, (state, ask) = Page(budget, count), filler(rng, lines), rng.choice(FORMS)
     known: list[dict[str, str]] = []
 
     def new_fact() -> bool:
@@ -123,12 +118,12 @@ def facts_document(rng: random.Random, budget: int, count: Counter, lines: Seque
 
     closing = int(budget * rng.uniform(0.03, 0.3))
     for _ in range(rng.choice((0, 0, 1, 2))):
-        page.say(filler.next(), closing)
+        page.say(more(), closing)
     for _ in range(rng.randint(1, max(1, min(12, budget // 40)))):
         new_fact()
     going = bool(known)
     while going:
-        going = page.say(filler.next(), closing)
+        going = page.say(more(), closing)
         if going and rng.random() < 0.4:
             going = new_fact() if rng.random() < 0.3 else question(closing, len(known))
     # Half of the time only the oldest facts, so that long distances are as frequent as short ones.
@@ -146,10 +141,10 @@ def copy_document(rng: random.Random, budget: int, count: Counter, lines: Sequen
     size = rng.randint(6, max(8, budget // (16 if apart else 3)))
     while count(text := joint.join(rng.choices(pool, k=size))) > budget * 0.45:
         size = size * 3 // 4
-    page, filler = Page(budget, count), Filler(rng, lines)
+    page, more = Page(budget, count), filler(rng, lines)
     page.say(text)
     if apart:
-        while page.say(filler.next(), reserve=count(text + "\n")):
+        while page.say(more(), reserve=count(text + "\n")):
             pass
     while page.say(text):
         pass

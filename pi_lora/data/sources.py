@@ -40,11 +40,9 @@ NamedRow = tuple[str, dict[str, str]]
 
 @dataclass(frozen=True)
 class Table:
-    """A source that was found; its rows are read as they are asked for and never held as a whole.
-
-    `read` yields the texts in some columns of every row, in a fixed order or in the one that a seed gives. `identity`
-    is what decides the rows, as JSON: a cache made from them is stale when it changes. `size` is the bytes of its files
-    on this machine, None of what is on the hub.
+    """A source that was found; rows are read as they are asked for. `read` yields the texts in some columns of every
+    row, in a fixed order or in that of a seed. `identity` is what decides the rows, as JSON: a cache made from them is
+    stale when it changes. `size` is the bytes of its files on this machine, None of what is on the hub.
     """
 
     name: str
@@ -124,9 +122,7 @@ def is_held_out(relative_path: str) -> bool:
 
 
 def standard_library(held_out: bool = False) -> Table:
-    """Return Python's own sources, those held out or the others: a few megabytes, all of which are shuffled. The text
-    of each file that is not blank stands under every column.
-    """
+    """Return Python's own sources, those held out or the others: a few megabytes, all of which are shuffled."""
 
     def files() -> dict[str, Path]:
         root = Path(sysconfig.get_path("stdlib"))
@@ -149,9 +145,7 @@ def standard_library(held_out: bool = False) -> Table:
 
 
 def commit_of(name: str, revision: str) -> str:
-    """Return the commit that a revision of a hub data set stands for: now, or if the hub cannot be asked, when it was
-    last downloaded. The revision as it is written for one that never was.
-    """
+    """Return the commit of a revision of a hub data set: now, or offline that of its last download; else the revision."""
     try:
         return HfApi().dataset_info(name, revision=revision).sha or revision
     except Exception:
@@ -162,9 +156,8 @@ def commit_of(name: str, revision: str) -> str:
 
 def hub_dataset(source: Source) -> Table:
     """Return a split of a hub data set; nothing is fetched before it is read. Rows are named by their number where the
-    order is fixed.
-
-    The seeded order permutes all rows on disk; of a stream the files, several of which are read in turns into a buffer.
+    order is fixed. The seeded order permutes all rows on disk; of a stream the files, several of which are read in
+    turns.
     """
     name, streaming = source.name, source.streaming
     commit = functools.cache(lambda: commit_of(name, source.revision))
@@ -254,7 +247,6 @@ def find_corpus(source: Source, held_out: bool = False) -> Table:
 @dataclass(frozen=True)
 class Choice:
     """The first `documents` of at least `min_tokens`, or with a `seed` as many at random, `truncate`d to that length.
-
     `split` and `column` are of hub data sets, `column` also of rows in local files.
     """
 
@@ -294,10 +286,8 @@ CHOICES = {
 
 
 def evaluation_documents(source: str, split: str = "test", column: str = "text") -> Iterator[Document]:
-    """Return the documents to measure on, in a fixed order, read as they are asked for.
-
-    Of `builtin:stdlib` they are the held-out files. `split` is of hub data sets; `PRESETS` know their own. Raises
-    DataError if the source does not exist, or while reading if it holds no readable text.
+    """Return the documents to measure on, read as they are asked for in a fixed order: of `builtin:stdlib` the held-out
+    files, of the hub those of `split` or of `PRESETS`. Raise DataError if there are none, or while reading.
     """
     if source == RECALL:
         raise DataError(f"{RECALL}: is for training; measure recall with `pi-lora eval passkey`")

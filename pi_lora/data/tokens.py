@@ -51,8 +51,7 @@ def tokenized(tokenizer: Any, texts: Sequence[str], special_tokens: bool = False
 
     def ids_of(parts: list[str], framed: bool = True) -> list[list[int]]:
         options = {"add_special_tokens": framed, "split_special_tokens": not special_tokens, "verbose": False}
-        found: list[list[int]] = tokenizer(parts, **options)["input_ids"]
-        return found
+        return list(tokenizer(parts, **options)["input_ids"])
 
     def long(text: str) -> Tokens:
         framed, bare = ids_of(["a"])[0], ids_of(["a"], False)[0]
@@ -71,9 +70,9 @@ def tokenized(tokenizer: Any, texts: Sequence[str], special_tokens: bool = False
 def ids_in_pieces(text: str, ids_of: Callable[[str], list[int]], piece: int, context: int) -> Iterator[list[int]]:
     """Yield the ids of a text about `piece` characters at a time, the same as `ids_of` gives for all of it.
 
-    A text is cut only where the last tokens before the cut are the same after much text and after little, and with what
-    follows and without it: where tokens depend on their surroundings alone. A piece is tokenized together with the
-    `context` before it, since tokenizers treat the start of a text differently; where no cut is found it is longer.
+    A text is cut where the last tokens before the cut are the same after much text and after little, and with what
+    follows and without it: they depend on their surroundings alone. A piece is tokenized together with the `context`
+    before it, since tokenizers treat the start of a text differently; where no cut is found it is longer.
     """
     start, known = 0, list[int]()
     while True:
@@ -108,47 +107,35 @@ def _cut(
 def encoded(
     texts: Iterable[str], encode: Encode, room: int = CHARACTERS_AT_ONCE, pool: "Pool | None" = None
 ) -> Iterator[Tokens]:
-    """Yield the ids of one text after the other, read ahead until there are `room` characters for a call of `encode`,
-    or of the processes of a `pool`.
-
-    The first calls are smaller, each twice the one before: who needs little text does not wait for much.
-    """
+    """Yield the ids of each text, read ahead by about `room` characters for a call of `encode` or for a `pool`."""
     batches = in_batches(texts, len, room)
     yield from itertools.chain.from_iterable(map(encode, batches) if pool is None else pool.encode(batches))
 
 
-class Pool:
-    """Processes that encode as `encoder` of the same arguments does; what they give does not depend on their number.
-    Raises DataError if the system ends one.
-    """
+class Pool(ProcessPoolExecutor):
+    """Processes that encode as `encoder` of the same arguments does; DataError if the system ends one."""
 
     def __init__(self, tokenizer: Any, special_tokens: bool, processes: int) -> None:
-        self.processes = processes
+        self.ahead = 2 * processes
         # Not forked: threads of the tokenizer and of Arrow would be missing in the copies.
-        self.executor = ProcessPoolExecutor(
-            processes, get_context("spawn"), initializer=_begin, initargs=(tokenizer, special_tokens)
-        )
+        super().__init__(processes, get_context("spawn"), initializer=_begin, initargs=(tokenizer, special_tokens))
 
     def encode(self, batches: Iterable[Sequence[str]]) -> Iterator[list[Tokens]]:
         """Yield the ids of batches of texts in their order; two for each process are on their way."""
         waiting = deque[Future[list[Tokens]]]()
         try:
             for batch in batches:
-                waiting.append(self.executor.submit(_encode, batch))
-                if len(waiting) > 2 * self.processes:
+                waiting.append(self.submit(_encode, batch))
+                if len(waiting) > self.ahead:
                     yield waiting.popleft().result()
             while waiting:
                 yield waiting.popleft().result()
         except BrokenProcessPool:
-            raise DataError(
-                "--processes: the system ended one of them, as where memory is short; ask for fewer"
-            ) from None
-
-    def __enter__(self) -> "Pool":
-        return self
+            ended = "the system ended one of them, as where memory is short"
+            raise DataError(f"--processes: {ended}; ask for fewer") from None
 
     def __exit__(self, *_: object) -> None:
-        self.executor.shutdown(cancel_futures=True)
+        self.shutdown(cancel_futures=True)
 
 
 # Of a process of a pool.
@@ -170,7 +157,7 @@ def _encode(texts: Sequence[str]) -> list[Tokens]:
 def in_batches(
     items: Iterable[Item], size: Callable[[Item], int], room: int = CHARACTERS_AT_ONCE
 ) -> Iterator[list[Item]]:
-    """Yield batches of items whose sizes come to about `room`, the first ones smaller."""
+    """Yield batches of items whose sizes come to about `room`; less at first, so that who needs little waits little."""
     limit, held = CHARACTERS_AT_FIRST, 0
     batch: list[Item] = []
     for item in items:

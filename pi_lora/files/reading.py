@@ -26,9 +26,7 @@ _adapter: Callable[[Any], TypeAdapter[Any]] = cache(TypeAdapter)
 
 
 def read_text(file: Path, limit: int = MOST_BYTES) -> str:
-    """Return the text of a regular file of at most `limit` bytes; raise OSError or ValueError, whose `reason` says why
-    it is not read. A pipe is not waited for.
-    """
+    """Return the text of a regular file of at most `limit` bytes; raise OSError or ValueError, which `reason` explains."""
     with open(file, "rb", opener=lambda path, flags: os.open(path, flags | _AT_ONCE)) as content:
         if not stat.S_ISREG(os.fstat(content.fileno()).st_mode):
             raise ValueError("it is not a regular file")
@@ -46,9 +44,7 @@ def reason(error: OSError | ValueError) -> str:
 
 
 def read_json(file: Path, kind: type[T], remedy: str, limit: int = MOST_BYTES) -> T:
-    """Return the content of a JSON file of at most `limit` bytes as `kind`; raise ModelError that names file and field,
-    and says `remedy`.
-    """
+    """Return a JSON file of at most `limit` bytes as `kind`; raise ModelError with file, field and `remedy`."""
     try:
         content: T = _adapter(kind).validate_json(read_text(file, limit))
         return content

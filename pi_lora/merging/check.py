@@ -7,7 +7,6 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 from accelerate import init_empty_weights
 from torch import nn
@@ -21,28 +20,26 @@ from pi_lora.merging.layout import Plan, computed_sources
 from pi_lora.merging.shards import BLOCK, StoredTensor, base_shards
 from pi_lora.models.adapter import load_adapter
 from pi_lora.models.base import BaseModel, Placement, find_base, load_model, quiet_loading
-from pi_lora.models.device import device, dtype_named
+from pi_lora.models.device import device, dtype_named, free_memory
 from pi_lora.models.load import FoundModel
 from pi_lora.scaling.config import Config
 from pi_lora.scaling.verify import config_of
 from pi_lora.types import Progress
 
-# The number of logits that are compared, at the end of each sequence, where most context precedes them.
-SCORED = 256
-# A processor takes minutes for a longer sequence through billions of weights.
-MOST_ON_CPU = 2048
+# How many logits are compared, at the end of each sequence, where most context precedes them; and the longest sequence
+# on a processor, which takes minutes for it through billions of weights.
+SCORED, MOST_ON_CPU = 256, 2048
 # The share of free memory that the plan may take; the rest is for the file cache, fragments and the libraries.
 SHARE = 0.8
 FLOAT32_BYTES = 4
 
 
 def verify_merge(found: FoundModel, merged: Path, plan: Plan, progress: Progress) -> Check:
-    """Compare logits of the folder `merged` with those of `found`, a base and its adapter, both in float32.
-
-    One model is in memory at a time, and if it does not fit, one of its layers at a time.
+    """Compare logits of the folder `merged` with those of `found`, a base and its adapter, both in float32. One model
+    is in memory at a time, and if it does not fit, one of its layers at a time.
     """
     longest = min(found.window, MOST_ON_CPU) if device().type == "cpu" else found.window
-    fits = _memory_for(plan, found.config, longest) < SHARE * _free_memory()
+    fits = _memory_for(plan, found.config, longest) < SHARE * free_memory(device())
     sequences = _real_text(found.tokenizer, sorted({max(2, longest // part) for part in (16, 4, 1)}))
     for how in ["whole"] * fits + ["layer by layer"] * (not plan.joined):
         progress(0, 2, f"checking, {how}")
@@ -79,8 +76,8 @@ def _agreements(
 
 def _memory_for(plan: Plan, config: Config, tokens: int) -> int:
     """Return the bytes of all weights in float32, of all logits that are kept, and of a layer's activations."""
-    sizes = (int(config.get(key) or 0) for key in ("vocab_size", "hidden_size", "intermediate_size"))
-    vocabulary, hidden, intermediate = sizes
+    keys = ("vocab_size", "hidden_size", "intermediate_size")
+    vocabulary, hidden, intermediate = (int(config.get(key) or 0) for key in keys)
     # Those of tuned, untuned, merged and rounded weights, at up to three lengths.
     logits = 12 * SCORED * vocabulary
     # The residual stream, what attention makes of it, and the MLP's gate, up and product; a mask has a byte each.
@@ -129,10 +126,6 @@ def _real_text(tokenizer: Any, lengths: Sequence[int]) -> list[torch.Tensor]:
     texts = (document.text for document in standard_library(held_out=True).documents())
     ids = (token for text in texts for token in tokenizer(text, verbose=False)["input_ids"])
     return [torch.tensor(list(islice(ids, length))) for length in lengths]
-
-
-def _free_memory() -> int:
-    return int(torch.cuda.mem_get_info()[0] if device().type == "cuda" else psutil.virtual_memory().available)
 
 
 def _tuned(found: FoundModel, rounded: Set[str], whole: bool) -> Any:

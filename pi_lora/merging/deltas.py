@@ -43,9 +43,8 @@ class LowRank:
         return (inputs, outputs) if self.transposed else (outputs, inputs)
 
     def blocks(self, rows: Callable[[int, int], torch.Tensor]) -> Iterator[torch.Tensor]:
-        """Yield the merged tensor in float32 and the base's orientation, a few rows at a time.
-
-        `rows` reads the base's tensor from a first to a last row (exclusive), and may be called twice for each.
+        """Yield the merged tensor in float32 and the base's orientation, a few rows at a time. `rows` reads the base's
+        tensor from a first to a last row (exclusive), and may be called twice for each.
         """
         a, b = _in_float32(self.a), _in_float32(self.b)
         left, right = (a.T, b.T) if self.transposed else (b, a)
@@ -98,9 +97,8 @@ def read_settings(folder: Path) -> AdapterSettings:
 
 
 def read_adapter(folder: Path, settings: AdapterSettings) -> dict[str, Change]:
-    """Return the changes of the adapter in `folder` by the name that transformers computes a weight under.
-
-    Raises ModelError if the adapter is missing, damaged, pickled or incomplete.
+    """Return the changes of the adapter in `folder` by the name that transformers computes a weight under; raise
+    ModelError if the adapter is missing, damaged, pickled or incomplete.
     """
     path = folder / ADAPTER_WEIGHTS_FILE
     if not path.is_file():

@@ -6,11 +6,8 @@ from pydantic import BaseModel
 
 MERGE_FILE = "merge.json"
 # How far logits may differ, as a multiple of what rounding weights at random changes in them; in sound merges it is 1.3
-# at most (docs/merging.md).
-MARGIN = 3.0
-# What adding in another order changes, which float32 rounds to: the root mean square of the difference over that of the
-# logits.
-LEAST = 1e-4
+# at most (docs/merging.md). And what adding in another order changes in float32, in the unit of `Agreement.relative`.
+MARGIN, LEAST = 3.0, 1e-4
 
 
 class Agreement(BaseModel, frozen=True):
@@ -36,9 +33,8 @@ class Agreement(BaseModel, frozen=True):
 
 
 class Check(BaseModel, frozen=True):
-    """The agreements at all lengths; `how` is whole or layer by layer, `skipped` the reason for making no check.
-
-    `rounding` is the coarsest dtype that the merged weights have gone through.
+    """The agreements at all lengths; `how` is whole or layer by layer, `skipped` the reason for making no check,
+    `rounding` the coarsest dtype that the merged weights have gone through.
     """
 
     rounding: str
@@ -47,9 +43,8 @@ class Check(BaseModel, frozen=True):
     skipped: str | None = None
 
     def problem(self) -> str | None:
-        """Return why the merged weights are not the tuned model, or None.
-
-        They may differ by rounding, and by less than half of what tuning changed: else the adapter was not added.
+        """Return why the merged weights are not the tuned model, or None. They may differ by rounding, and by less than
+        half of what tuning changed: else the adapter was not added.
         """
         for each in self.agreements:
             size = f"at {each.length} tokens logits differ by {each.relative:.1e} of their size"
@@ -74,10 +69,9 @@ class Check(BaseModel, frozen=True):
 
 
 class Merge(BaseModel, frozen=True):
-    """What was merged: `onto` the stored or the quantized base; `untied` if a tied head became its own tensor.
-
-    `scale` is L'/L, `window` L' in tokens; no `check` means that there was none (yet). `assumed` is what the adapter's
-    folder does not say.
+    """What was merged: `onto` the stored or the quantized base; `untied` if a tied head became its own tensor. `scale`
+    is L'/L, `window` L' in tokens; `check` None if there was none (yet); `assumed` what the adapter's folder does not
+    say.
     """
 
     base: str
@@ -99,14 +93,12 @@ class Merge(BaseModel, frozen=True):
 
     def card_rows(self) -> dict[str, str]:
         """Return the rows of the model card that not every merge has."""
-        rows = {}
-        if self.assumed:
-            rows["assumed"] = self.assumed
-        if self.onto == "quantized":
-            rows["added onto"] = "the base after the rounding to NF4 that it was tuned on"
-        if self.untied:
-            rows["head"] = "was tied to the embeddings; they diverged, and are two tensors now"
-        return rows
+        rows = {
+            "assumed": self.assumed,
+            "added onto": self.onto == "quantized" and "the base after the rounding to NF4 that it was tuned on",
+            "head": self.untied and "was tied to the embeddings; they diverged, and are two tensors now",
+        }
+        return {name: row for name, row in rows.items() if row}
 
 
 def read_merge(folder: Path) -> Merge:

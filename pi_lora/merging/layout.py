@@ -66,9 +66,8 @@ def plan_merge(
     quantized: bool = False,
 ) -> Plan:
     """Match the changes of the adapter in the folder `run` with the base's tensors; `model` is on the meta device.
-
     `dtype` is what floating tensors are cast to, by default their own; `quantized` adds the adapter to the base's
-    weights after NF4. Raises ModelError with all that the base lacks, or all changes that do not fit it.
+    weights after NF4. Raise ModelError with all that the base lacks, or all changes that do not fit it.
     """
     adapter, tied = run / ADAPTER_WEIGHTS_FILE, dict(model.all_tied_weights_keys)
     stored = [tensor for shard in shards for tensor in shard]
@@ -136,10 +135,9 @@ def _quantized_weights(model: PreTrainedModel) -> frozenset[str]:
 def _settle_ties(
     adapter: Path, changes: Mapping[str, Change], tied: Mapping[str, str], model: PreTrainedModel
 ) -> tuple[dict[str, Change], list[str]]:
-    """Return the changes without those that tying makes redundant, and the tied weights that differ after tuning.
-
-    PEFT trains embeddings through `modules_to_save` as a copy, from which a tied head diverges unless
-    `ensure_weight_tying` was set; it then saves the one tensor under both names.
+    """Return the changes without those that tying makes redundant, and the tied weights that differ after tuning: PEFT
+    trains a copy of embeddings in `modules_to_save`, from which a tied head diverges unless `ensure_weight_tying` was
+    set; then it saves the one tensor under both names.
     """
     settled, untied = dict(changes), []
     for weight, twin in tied.items():

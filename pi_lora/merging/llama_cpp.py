@@ -7,7 +7,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -50,7 +50,7 @@ class Exported(BaseModel, frozen=True):
     factor: float
     window: int
     theta: float
-    perplexities: Perplexities | None
+    perplexities: Perplexities | None = None
 
     def lines(self) -> list[str]:
         """Return the lines for the terminal."""
@@ -73,11 +73,8 @@ def export_gguf(
     """Write the model `name` to the GGUF file `output`, an adapter after merging it; whole or not at all.
 
     `converter` is llama.cpp's, or the folder that holds it; by default where `find_converter` finds it. `outtype` is by
-    default the dtype of the weights.
-
-    Raises:
-        ModelError: there is no converter, it fails, or what it wrote is not the model.
-        RunExistsError: `output` exists.
+    default the dtype of the weights. Raise ModelError if there is no converter, it fails, or what it wrote is not the
+    model; RunExistsError if `output` exists.
     """
     script = find_converter(converter)
     if importlib.util.find_spec("gguf") is None:
@@ -99,41 +96,29 @@ def export_gguf(
         kind = outtype or OUTTYPES[str(found.base.config.get("dtype") or "float32").removeprefix("torch.")]
         _convert(script, folder, file, kind)
         _set_window(file, found.window)
-        facts = _checked(file, found)
+        exported = _checked(file, found)
         if importlib.util.find_spec("llama_cpp") is not None:
             progress(0, 0, "comparing")
-            facts["perplexities"] = _compared(file, found, TOLERANCES[kind])
+            exported = exported.model_copy(update={"perplexities": _compared(file, found, TOLERANCES[kind])})
         shutil.move(file, output)
-    return Exported.model_validate(facts)
+    return exported
 
 
 def find_converter(given: Path | None = None) -> Path:
     """Return llama.cpp's converter: the one given, or in `$LLAMA_CPP`, on the path, or in the sources of a package."""
-    if given is not None:
-        places: Iterator[Path] = iter([given])
-    elif named := os.environ.get("LLAMA_CPP"):
-        places = iter([Path(named).expanduser()])
+    if place := given or os.environ.get("LLAMA_CPP"):
+        places = [Path(place).expanduser()]
     else:
-        places = _usual_places()
-    looked = []
-    for place in places:
-        script = place / CONVERTER if place.is_dir() else place
-        if script.is_file():
-            return script.resolve()
-        looked.append(str(script))
-    where = ", ".join(looked) or CONVERTER
+        installed, package = shutil.which(CONVERTER), importlib.util.find_spec("llama_cpp")
+        places = [Path(installed)] if installed else []
+        if package is not None and package.origin:
+            # An editable installation lies in the sources.
+            places += [Path(package.origin).resolve().parent.parent / "vendor" / "llama.cpp"]
+    scripts = [place / CONVERTER if place.is_dir() else place for place in places]
+    if script := next((script for script in scripts if script.is_file()), None):
+        return script.resolve()
+    where = ", ".join(str(script) for script in scripts) or CONVERTER
     raise ModelError(f"{where}: no such converter; {WHERE}; name it with --converter, or its folder in LLAMA_CPP")
-
-
-def _usual_places() -> Iterator[Path]:
-    if installed := shutil.which(CONVERTER):
-        yield Path(installed)
-    package = importlib.util.find_spec("llama_cpp")
-    if package is not None and package.origin:
-        # An editable installation lies in the sources.
-        source = Path(package.origin).resolve().parent.parent / "vendor" / "llama.cpp"
-        if source.is_dir():
-            yield source
 
 
 def _convert(script: Path, folder: Path, file: Path, outtype: str) -> None:
@@ -147,60 +132,50 @@ def _convert(script: Path, folder: Path, file: Path, outtype: str) -> None:
 
 
 def _set_window(file: Path, window: int) -> None:
-    """Set `context_length`, for which the converter takes `max_position_embeddings`: under `pi` that is L, and
-    llama-server and Ollama stop there.
-    """
+    """Set `context_length` to L': the converter writes L there under `pi`, where llama-server and Ollama stop."""
     from gguf import GGUFReader  # an optional package
 
     reader: Any = GGUFReader(file, "r+")
-    field = reader.get_field(f"{_value(reader, 'general.architecture')}.context_length")
+    field = reader.get_field(f"{reader.get_field('general.architecture').contents()}.context_length")
     if field is None:
         raise ModelError(f"{file.name}: the converter wrote no context_length; it is another one than llama.cpp's")
     field.parts[field.data[0]][0] = window
     reader.data.flush()
 
 
-def _checked(file: Path, found: FoundModel) -> dict[str, Any]:
+def _checked(file: Path, found: FoundModel) -> Exported:
     """Return what the file says about positions; raise ModelError if it is not what the config says."""
     from gguf import GGUFReader  # an optional package
 
-    reader = GGUFReader(file)
-    prefix = _value(reader, "general.architecture")
+    reader: Any = GGUFReader(file)
+    prefix = reader.get_field("general.architecture").contents()
     rope = full_attention_rope(found.config)
-    kind = rope.get("rope_type", "default")
-    scaled = kind != "default"
+    scaled = rope.get("rope_type", "default") != "default"
     expected = {
         "tensors": True,
-        "rope.scaling.type": kind if scaled else "none",
+        "rope.scaling.type": rope["rope_type"] if scaled else "none",
         "rope.scaling.factor": float(rope["factor"]) if scaled else 1.0,
         "rope.freq_base": float(rope["rope_theta"]),
         "context_length": found.window,
     }
-    written = {
-        "tensors": len(reader.tensors) > 0,
-        "rope.scaling.type": _value(reader, f"{prefix}.rope.scaling.type") or "none",
-        "rope.scaling.factor": _value(reader, f"{prefix}.rope.scaling.factor") or 1.0,
-        "rope.freq_base": _value(reader, f"{prefix}.rope.freq_base") or 10000.0,
-        "context_length": _value(reader, f"{prefix}.context_length"),
-    }
+    # What an absent field means.
+    written: dict[str, Any] = {"rope.scaling.type": "none", "rope.scaling.factor": 1.0, "rope.freq_base": 10000.0}
+    fields = ((key, reader.get_field(f"{prefix}.{key}")) for key in expected)
+    written |= {key: field.contents() for key, field in fields if field is not None}
+    written["tensors"] = bool(reader.tensors)
     if wrong := [
-        f"{key} is {written[key]} instead of {value}"
+        f"{key} is {written.get(key)} instead of {value}"
         for key, value in expected.items()
-        if not (written[key] == value or (isinstance(value, float) and math.isclose(written[key], value, rel_tol=1e-6)))
+        if written.get(key) != value
+        and not (isinstance(value, float) and math.isclose(written[key], value, rel_tol=1e-6))
     ]:
         raise ModelError(f"{found.name}: the converter wrote another model, which is not kept: {'; '.join(wrong)}")
-    return {
-        "scaling": written["rope.scaling.type"],
-        "factor": written["rope.scaling.factor"],
-        "window": written["context_length"],
-        "theta": written["rope.freq_base"],
-        "perplexities": None,
-    }
-
-
-def _value(reader: Any, key: str) -> Any:
-    field = reader.get_field(key)
-    return None if field is None else field.contents()
+    return Exported(
+        scaling=written["rope.scaling.type"],
+        factor=written["rope.scaling.factor"],
+        theta=written["rope.freq_base"],
+        window=written["context_length"],
+    )
 
 
 def _compared(file: Path, found: FoundModel, tolerance: float) -> Perplexities:
@@ -228,5 +203,4 @@ def perplexity_in_llama_cpp(file: Path, ids: list[int], text: str, **options: An
     model = Llama(str(file), n_ctx=len(ids), logits_all=True, verbose=False, **options)
     model.eval(ids)
     logits = torch.from_numpy(model.scores[: len(ids) - 1]).float()
-    perplexity = math.exp(cross_entropy(logits, torch.tensor(ids[1:])))
-    return perplexity, list(model.tokenize(text.encode(), add_bos=True))
+    return math.exp(cross_entropy(logits, torch.tensor(ids[1:]))), list(model.tokenize(text.encode(), add_bos=True))

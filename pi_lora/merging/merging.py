@@ -48,11 +48,9 @@ def merge(
     whether the adapter of QLoRA is added to the base as it is stored, or as training saw it, after NF4. Files are
     divided as the base's are, or by `shard_size` in bytes. `stretch` is the scaling of an adapter made elsewhere.
 
-    Raises:
-        ModelError: `run` is no adapter folder, its base is missing, damaged or another one, they do not fit together,
-            or the check failed.
-        RunExistsError: `output` exists, or there is no room for it.
-        Interrupted: Ctrl-C during the check.
+    Raise ModelError if `run` is no adapter folder, its base is missing, damaged or another one, they do not fit
+    together, or the check failed; RunExistsError if `output` exists, or there is no room for it; Interrupted on Ctrl-C
+    during the check.
     """
     if not is_adapter(run):
         raise ModelError(f"{run}: holds no adapter; name a run of lora tuning (full tuning needs no merge)")
@@ -109,10 +107,8 @@ def _found(run: Path, base: str | None, stretch: Stretch | None, allowed: Allowe
     if (run / RECIPE_FILE).is_file():
         raise ModelError(f"{run}: brings its own scaling; leave out --original, --target and --scaling")
     of = base_of_adapter(run, base, allowed)
-    config = extended_config(
-        of, of.interpolation(stretch.method, stretch.target, stretch.original) if stretch else None
-    )
-    found = FoundModel(str(run), of, config, adapter=run)
+    interpolation = of.interpolation(stretch.method, stretch.target, stretch.original) if stretch else None
+    found = FoundModel(str(run), of, extended_config(of, interpolation), adapter=run)
     if stretch:
         return found, f"{run} was tuned under {stretch.method} to {found.window} tokens, as stated"
     known = "has no config.json; if it was tuned under another scaling, state it with --target and --original"

@@ -116,9 +116,8 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
 
 
 def base_shards(base: BaseModel) -> list[list[StoredTensor]]:
-    """Return the tensors of each weight file of `base`, in the order of its data; only headers are read.
-
-    Raise ModelError if a file is missing or damaged, lacks what the index places there, or the weights are pickled.
+    """Return the tensors of each weight file of `base`, in the order of its data; only headers are read. Raise
+    ModelError if a file is missing or damaged, lacks what the index places there, or the weights are pickled.
     """
     if (index := base.file(INDEX)) is None:
         if single := base.file(SINGLE):

@@ -15,7 +15,6 @@ import torch
 from peft import LoraConfig, PeftModel
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import ModulesToSaveWrapper
-from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -27,6 +26,7 @@ from pi_lora.models.stored import (
     EXTENDED,
     WARNING,
     read_adapter_settings,
+    read_tensors,
 )
 from pi_lora.recipe.schema import Beside, Tuning
 
@@ -69,8 +69,8 @@ def numbers_per_rank(model: PreTrainedModel) -> int:
 
 
 def tune_further(model: PreTrainedModel, folder: Path, tuning: Tuning) -> PeftModel:
-    """Load the adapter in `folder` onto its base `model` to train it further; the result is one adapter of that base. A
-    second adapter would need both to be loaded, and merging the first into a quantized base would round it.
+    """Load the adapter in `folder` onto its base `model` to train it further; the result is one adapter of that base.
+    A second one would need both to be loaded, and merging the first into a quantized base would round it.
     """
     tuned = load_adapter(model, folder, is_trainable=True, dropout=tuning.dropout)
     train_in_float32(tuned)
@@ -119,9 +119,7 @@ def kept_values(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def input_casts(model: nn.Module, enabled: bool) -> Iterator[None]:
-    """Have the layers of LoRA cast their inputs to float32, the dtype of their weights, or not. Autocast casts both to
-    bfloat16 in any case.
-    """
+    """Have LoRA's layers cast their inputs to float32, as their weights are, or not; autocast makes both bfloat16."""
     layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
     before = [layer.cast_input_dtype_enabled for layer in layers]
     for layer in layers:
@@ -155,8 +153,7 @@ def save_adapter(model: PeftModel, folder: Path, weights: Mapping[str, torch.Ten
     """Write the adapter and check that the trained parameters were saved; `weights` are those gathered from FSDP."""
     # Trained embeddings are in modules_to_save; to decide whether to add them PEFT would ask the hub for the base.
     model.save_pretrained(folder, save_embedding_layers=False, state_dict=weights)
-    with safe_open(folder / ADAPTER_WEIGHTS_FILE, framework="pt") as file:
-        saved = set(file.keys())
+    saved = read_tensors(folder / ADAPTER_WEIGHTS_FILE)[1].keys()
     trained = {_saved_name(name) for name, weight in model.named_parameters() if weight.requires_grad}
     tied = {_saved_name(name) for name, _ in model.named_parameters(remove_duplicate=False)}
     if missing := sorted(trained - saved):
@@ -183,10 +180,8 @@ def save_full(model: PreTrainedModel, folder: Path, weights: Mapping[str, torch.
     if weights is not None:
         weights = {name: weight for name, weight in weights.items() if name not in model.all_tied_weights_keys}
     model.save_pretrained(folder, state_dict=weights)
-    saved = 0
-    for path in folder.glob("*.safetensors"):
-        with safe_open(path, framework="pt") as file:
-            saved += sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118
+    entries = (entry for file in folder.glob("*.safetensors") for entry in read_tensors(file)[1].values())
+    saved = sum(math.prod(entry.shape) for entry in entries)
     if saved != (trained := model.num_parameters(only_trainable=True)):
         raise ModelError(f"{folder}: {trained:,} numbers were trained, but {saved:,} saved")
 
@@ -216,37 +211,27 @@ def load_adapter(model: PreTrainedModel, folder: Path, dropout: float | None = N
     _keep_the_dtype_of_activations(adapted)
     expected = peft.get_peft_model_state_dict(adapted, save_embedding_layers=False)
     check_finite(str(folder), expected.items())
-    with safe_open(folder / ADAPTER_WEIGHTS_FILE, framework="pt") as file:
-        if missing := sorted(expected.keys() - set(file.keys())):
-            raise ModelError(f"{folder / ADAPTER_WEIGHTS_FILE}: lacks {', '.join(missing)}; tune again")
+    if missing := sorted(expected.keys() - read_tensors(folder / ADAPTER_WEIGHTS_FILE)[1].keys()):
+        raise ModelError(f"{folder / ADAPTER_WEIGHTS_FILE}: lacks {', '.join(missing)}; tune again")
     return adapted
 
 
 def _adapted_names(folder: Path) -> set[str]:
     """Return the names of the modules that have matrices in an adapter's file; raise ModelError if it is damaged."""
-    file = folder / ADAPTER_WEIGHTS_FILE
-    try:
-        with safe_open(file, framework="pt") as weights:
-            parts = [name.removeprefix("base_model.model.").partition(".lora_") for name in weights.keys()]  # noqa: SIM118
-    except (SafetensorError, OSError) as error:
-        raise ModelError(f"{file}: cannot be read ({error}); tune or download it again") from None
+    names = read_tensors(folder / ADAPTER_WEIGHTS_FILE)[1]
+    parts = [name.removeprefix("base_model.model.").partition(".lora_") for name in names]
     return {module for module, adapted, _ in parts if adapted}
 
 
 @contextmanager
 def without_known_warnings() -> Iterator[None]:
-    """Ignore three warnings: PEFT 0.21 and TRL 1.16 use a name that transformers 5.23 deprecates for activation
-    checkpointing, at a checkpoint PEFT looks for the base's config, which a built-in model and a GGUF file have
-    elsewhere, and our own one to users of plain PEFT.
+    """Ignore warnings of PEFT 0.21: its name for activation checkpointing, as TRL 1.16's, is deprecated in transformers
+    5.23; no base's config is where it looks beside a checkpoint; and our own to users of plain PEFT.
     """
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*gradient_checkpointing` is deprecated", category=FutureWarning)
-        warnings.filterwarnings(
-            "ignore", message=r"Could not find a config file in (builtin:|.*\.gguf)", category=UserWarning
-        )
-        warnings.filterwarnings(
-            "ignore", message=rf"Unexpected keyword arguments \['{WARNING}'\]", category=UserWarning
-        )
+        warnings.filterwarnings("ignore", ".*gradient_checkpointing` is deprecated", FutureWarning)
+        warnings.filterwarnings("ignore", r"Could not find a config file in (builtin:|.*\.gguf)", UserWarning)
+        warnings.filterwarnings("ignore", rf"Unexpected keyword arguments \['{WARNING}'\]", UserWarning)
         yield
 
 

@@ -293,13 +293,12 @@ def _check_complete(name: str, report: Mapping[str, Any]) -> None:
     """
     mismatched = [f"{key} is {list(stored)} instead of {list(own)}" for key, stored, own in report["mismatched_keys"]]
     kinds = {"lack": report["missing_keys"], "have": mismatched, "have beyond its config": report["unexpected_keys"]}
-    if problems := [f"{verb} {_some(names)}" for verb, names in kinds.items() if names]:
+    problems = []
+    for verb, found in kinds.items():
+        more = f" and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
+        problems += [f"{verb} {', '.join(sorted(found)[:SHOWN])}{more}"] if found else []
+    if problems:
         raise ModelError(f"{name}: its weights {', and '.join(problems)}; download all of its files")
-
-
-def _some(names: Iterable[str]) -> str:
-    first, more = sorted(names)[:SHOWN], len(list(names)) - SHOWN
-    return ", ".join(first) + (f" and {more} more" if more > 0 else "")
 
 
 def _wants_code(error: Exception) -> bool:
@@ -362,11 +361,9 @@ def _locate(name: str) -> str:
             raise ModelError(f"{name}: no such built-in model; there is {', '.join(there)}")
         return str(there[name])
     folder = Path(os.path.expanduser(name))
-    if is_gguf(name):
-        if not folder.is_file():
-            raise ModelError(f"{name}: no such file; give the path of a GGUF file")
-        return str(folder)
+    if is_gguf(name) and not folder.is_file():
+        raise ModelError(f"{name}: no such file; give the path of a GGUF file")
     looks_local = name.startswith((".", "/", "~")) or name.count("/") > 1 or Path(name).exists()
-    if looks_local and not folder.is_dir():
+    if looks_local and not (folder.is_dir() or is_gguf(name)):
         raise ModelError(f"{name}: no such folder; give a model folder, a hub id or {BUILTIN}tiny")
     return str(folder) if looks_local else name

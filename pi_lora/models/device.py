@@ -33,9 +33,7 @@ def has_bfloat16_instructions() -> bool:
 
 @functools.cache
 def bfloat16_speed() -> float:
-    """Measure how many times as fast as in float32 this processor multiplies matrices in bfloat16: once, in 50 ms.
-    The best of six rounds each, in turns, so that other work does not decide.
-    """
+    """Measure how many times as fast as in float32 this processor multiplies matrices in bfloat16: once, in 50 ms."""
     best = {torch.float32: math.inf, torch.bfloat16: math.inf}
     pairs = {dtype: torch.ones(2, 512, 512, dtype=dtype) for dtype in best}
     for _ in range(6):

@@ -43,14 +43,12 @@ def is_gguf(name: str | Path) -> bool:
 
 
 def read_gguf(file: Path) -> PreTrainedConfig:
-    """Return the config of the model in `file`, with its scaling and the dtype that its weights are to be loaded in.
-
-    Raises:
-        ModelError: the file cannot be read, or describes positions or a tokenizer in a way that is not supported.
+    """Return the config of the model in `file`, with its scaling and the dtype that its weights are to be loaded in;
+    raise ModelError if it cannot be read, or describes positions or a tokenizer in a way that is not supported.
     """
     if importlib.util.find_spec("gguf") is None:
         raise ModelError(f"{file}: reading it needs the package gguf; pip install 'pi-lora[gguf]'")
-    fields, header = _metadata(file), _header(file)
+    fields, header = _read(file)
     if own := [tensor.name for tensor in header.tensors if OWN_FREQUENCIES.fullmatch(tensor.name)]:
         raise _refused(file, f"{own[0]} scales its positions (as in Llama 3.1), and transformers does not read it")
     architecture = fields["general.architecture"]
@@ -87,7 +85,7 @@ def dequantize(file: Path, config: PreTrainedConfig) -> PreTrainedModel:
         del model.config.quantization_config
     # Layers beyond the last predict several tokens at once; the decoder has no such layers.
     layers = model.config.num_hidden_layers
-    blocks = ((re.match(r"blk\.(\d+)\.", tensor.name), math.prod(tensor.shape)) for tensor in _header(file).tensors)
+    blocks = ((re.match(r"blk\.(\d+)\.", tensor.name), math.prod(tensor.shape)) for tensor in _read(file)[1].tensors)
     stored = sum(numbers for block, numbers in blocks if block is None or int(block.group(1)) < layers)
     if found["missing_keys"] or stored != model.num_parameters():
         counts = f"{stored:,} numbers, of a model of {model.num_parameters():,}"
@@ -104,29 +102,24 @@ def tokenizer_of(file: Path, config: PreTrainedConfig) -> Any:
             raise ModelError(f"{own}: {theirs}; remove it, or put that model's own there")
         return tokenizer
     tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
-    if _metadata(file).get("tokenizer.ggml.pre") in DIGITS_FIRST:
+    if _read(file)[0].get("tokenizer.ggml.pre") in DIGITS_FIRST:
         steps = [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
         tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
     return tokenizer
 
 
-def _metadata(file: Path) -> Mapping[str, Any]:
-    """Return the keys and values of a file, of long arrays the length; the package gguf takes seconds for those."""
+def _read(file: Path) -> tuple[Mapping[str, Any], GgufHeader]:
+    """Return the keys and values of a file, of long arrays the length (the package gguf takes seconds for those), and
+    the names, shapes, types and places of its tensors, all of which lie within it.
+    """
     try:
-        return dict(read_gguf_metadata(str(file))[0])
+        fields, header = dict(read_gguf_metadata(str(file))[0]), GgufHeader.from_file(str(file))
+        if max(header.data_start + each.offset + each.nbytes for each in header.tensors) > file.stat().st_size:
+            raise ValueError("it ends within a tensor")
     except (OSError, ValueError, IndexError, struct.error) as error:
-        raise _damaged(file, str(error)) from None
-
-
-def _header(file: Path) -> GgufHeader:
-    """Return the names, shapes, types and places of a file's tensors, all of which lie within it."""
-    try:
-        header = GgufHeader.from_file(str(file))
-    except (OSError, ValueError, IndexError, struct.error) as error:
-        raise _damaged(file, str(error)) from None
-    if max(header.data_start + each.offset + each.nbytes for each in header.tensors) > file.stat().st_size:
-        raise _damaged(file, "it ends within a tensor")
-    return header
+        why = f"truncated, damaged or not GGUF ({str(error).strip().rstrip('.')})"
+        raise ModelError(f"{file}: {why}; download it again") from None
+    return fields, header
 
 
 def _scale(config: PreTrainedConfig, factor: float) -> None:
@@ -142,10 +135,6 @@ def _check_splitting(file: Path, kind: str) -> None:
     if kind not in known and not file.with_name("tokenizer.json").is_file():
         splits = f"its tokenizer splits text in a way ({kind}) that transformers does not know"
         raise ModelError(f"{file}: {splits}; put the model's tokenizer.json and tokenizer_config.json beside it")
-
-
-def _damaged(file: Path, why: str) -> ModelError:
-    return ModelError(f"{file}: truncated, damaged or not GGUF ({why.strip().rstrip('.')}); download it again")
 
 
 def _refused(file: Path, why: str) -> ModelError:

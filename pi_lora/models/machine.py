@@ -48,9 +48,7 @@ def dtype_of_base(recipe: Recipe) -> torch.dtype:
 
 
 def measured_under_autocast(recipe: Recipe) -> bool:
-    """Return whether float32 weights are measured in the bfloat16 arithmetic in which they are tuned: on a GPU, where
-    float32 takes several times as long. A CPU measures them in float32.
-    """
+    """Whether float32 weights are measured in bfloat16 as they were tuned: on a GPU, where float32 takes far longer."""
     in_float32 = dtype_of_base(recipe) == torch.float32
     return in_float32 and computes_in_bfloat16(recipe) and device().type != "cpu"
 

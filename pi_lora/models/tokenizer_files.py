@@ -206,10 +206,8 @@ def check_files(find: Callable[[str], Path | None]) -> None:
 
 
 def read_special_tokens_as_text(tokenizer: Any) -> None:
-    """Let `</s>` in a text be four characters and not the end of it, unless a call of the tokenizer asks otherwise.
-
-    The special tokens of a Unigram model are among its pieces, with the score of the likeliest (tokenizers 0.22): they
-    get one that no text is read by.
+    """Let `</s>` in a text be four characters and not the end of it, unless a call of the tokenizer asks otherwise. A
+    Unigram model has special tokens among its pieces, as the likeliest (tokenizers 0.22): they get the lowest score.
     """
     tokenizer.split_special_tokens = True
     if tokenizer.is_fast and isinstance(tokenizer.backend_tokenizer.model, Unigram):
@@ -219,9 +217,7 @@ def read_special_tokens_as_text(tokenizer: Any) -> None:
 
 
 def try_out(tokenizer: Any, where: str, vocabulary: int | None) -> None:
-    """Raise ModelError if a tokenizer cannot tokenize, takes very long for a few words, or gives ids that a model of
-    so large a `vocabulary` does not have.
-    """
+    """Raise ModelError if a tokenizer fails, takes very long, or gives ids beyond the `vocabulary` of its model."""
     started = time.monotonic()
     for length in TRIAL_LENGTHS:
         try:

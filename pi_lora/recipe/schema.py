@@ -1,23 +1,19 @@
-"""The schema of a recipe, checked once, the only home of each default; and the reference page of its keys."""
+"""The schema of a recipe, checked once, and the only home of each default."""
 
-import json
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal, Self, get_args, get_origin
+from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
-from pydantic.fields import FieldInfo
 
 from pi_lora.errors import RecipeError
 
 # No number of a recipe is larger, be it tokens, steps or weights of a source.
 MOST = 10**12
-_SEED = Field(ge=0, lt=2**32)
+Seed = Annotated[int, Field(ge=0, lt=2**32)]
 Dtype = Literal["float32", "bfloat16", "float16"]
 # fmt: off
-Schedule = Literal[
-    "constant", "linear", "cosine", "cosine_with_restarts", "cosine_with_min_lr", "polynomial", "inverse_sqrt",
-    "warmup_stable_decay",
-]
+Schedule = Literal["constant", "linear", "cosine", "cosine_with_restarts", "cosine_with_min_lr", "polynomial",
+                   "inverse_sqrt", "warmup_stable_decay"]
 # fmt: on
 Tracker = Literal["tensorboard", "wandb", "trackio"]
 Kernel = Literal["auto", "sdpa", "flash_attention_2", "eager"]
@@ -26,14 +22,15 @@ Scaling = Literal["pi", "direct", "dynamic", "yarn", "keep"]
 Beside = Literal["embeddings_and_norms", "norms", "nothing"]
 
 
+# YAML has lists only; a recipe is frozen and holds tuples.
+_LIST = BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)
+Texts = Annotated[tuple[str, ...], _LIST]
+Windows = Annotated[tuple[int, ...] | None, _LIST]
+
+
 def _as_sources(value: object) -> object:
     entries = value if isinstance(value, list) else [value]
     return tuple({"name": entry} if isinstance(entry, str) else entry for entry in entries)
-
-
-# YAML has lists only; a recipe is frozen and holds tuples.
-_LIST = BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)
-_SOURCES = BeforeValidator(_as_sources)
 
 
 def names_something(text: str) -> bool:
@@ -138,7 +135,7 @@ class Source(Section):
 class Data(Section):
     """The training data: documents packed into sequences of L' tokens, or examples of a task, one per row."""
 
-    source: Annotated[tuple[Source, ...], _SOURCES, Field(min_length=1)]
+    source: Annotated[tuple[Source, ...], BeforeValidator(_as_sources), Field(min_length=1)]
     packing: Literal["wrapped", "bfd_split"] = Field("wrapped", description="cut one stream, or fit documents together")
     positions: Literal["contiguous", "skip"] = Field("contiguous", description="skip: PoSE, few tokens spread over L'")
     sequence_tokens: int | None = Field(None, gt=1, description="PoSE: tokens of a sequence, at most and by default L")
@@ -153,7 +150,7 @@ class Data(Section):
     loss: Literal["completion", "all"] = Field("completion", description="which tokens count; `all`: prompts too")
     epochs: int = Field(1, gt=0, description="how often the same text may be used")
     special_tokens: bool = Field(False, description="read `</s>` and its like in texts as special tokens, not as text")
-    seed: Annotated[int, _SEED] = Field(0, description="of the order of documents, the mixture and PoSE")
+    seed: Seed = Field(0, description="of the order of documents, the mixture and PoSE")
 
     @property
     def has_examples(self) -> bool:
@@ -209,9 +206,7 @@ class Training(Section):
     save_every: int = Field(100, gt=0, description="steps between checkpoints; a complete run keeps none")
     log_every: int = Field(10, gt=0, description="steps between lines of training.jsonl")
     tracking: Annotated[tuple[Tracker, ...], _LIST] = Field((), description="also log to these")
-    seed: Annotated[int, _SEED] = Field(
-        0, description="of the adapter's initial values, dropout and the order of sequences"
-    )
+    seed: Seed = Field(0, description="of the adapter's initial values, dropout and the order of sequences")
 
 
 class Hardware(Section):
@@ -243,9 +238,7 @@ class PerplexityEvaluation(Section):
     """Sliding-window perplexity (paper, section 3.2)."""
 
     data: str = Field("builtin:stdlib", description="a file, folder, glob or hub id with a column `text`")
-    windows: Annotated[tuple[int, ...] | None, _LIST] = Field(
-        None, description="in tokens; by default L', L'/2, ... while the stride fits"
-    )
+    windows: Windows = Field(None, description="in tokens; by default L', L'/2, ... while the stride fits")
     stride: int | None = Field(None, gt=0, description="tokens; by default 256, or half the shortest window")
     documents: int | None = Field(None, gt=0, description="how many; by default all, of builtin:stdlib 12")
     truncate: int | None = Field(None, gt=0, description="tokens of each document that are measured; by default all")
@@ -265,32 +258,30 @@ class PasskeyEvaluation(Section):
     target: int | None = Field(None, gt=0, description="tokens of context; by default L'")
     depths: int = Field(32, gt=0, description="number of distances, uniformly spaced up to the target")
     trials: int = Field(10, gt=0, description="random keys at each distance")
-    seed: Annotated[int, _SEED] = Field(0, description="of the random keys")
+    seed: Seed = Field(0, description="of the random keys")
 
 
 class BenchmarksEvaluation(Section):
     """Short-context benchmarks (paper, table 5), of the finished run only."""
 
-    tasks: Annotated[tuple[str, ...], _LIST, Field(min_length=1)] = Field(
+    tasks: Annotated[Texts, Field(min_length=1)] = Field(
         ("boolq", "piqa", "race_middle", "race_high", "winogrande"), description="tasks or groups of lm-eval"
     )
     window: int | None = Field(None, gt=1, description="tokens that an input is cut to; by default L")
     limit: int | None = Field(None, gt=0, description="examples of each task; by default all")
     batch_size: int = Field(8, gt=0, description="inputs per forward pass")
-    data: Annotated[tuple[str, ...], _LIST] = Field((), description="local data: `boolq=FILE`, or a folder of them")
+    data: Texts = Field((), description="local data: `boolq=FILE`, or a folder of them")
 
 
 class RulerEvaluation(Section):
     """RULER (Hsieh et al. 2024) through lm-eval, of the finished run only."""
 
-    windows: Annotated[tuple[int, ...] | None, _LIST] = Field(
-        None, description="in tokens; by default L', L'/2, ... down to L"
-    )
+    windows: Windows = Field(None, description="in tokens; by default L', L'/2, ... down to L")
     tasks: Annotated[tuple[str, ...] | None, _LIST] = Field(None, description="of lm-eval's 13; by default all")
     samples: int = Field(100, gt=0, le=500, description="prompts of each task and window")
-    seed: Annotated[int, _SEED] = Field(0, description="of the prompts")
+    seed: Seed = Field(0, description="of the prompts")
     haystack: str | None = Field(None, description="a file of text instead of the hub's essays")
-    data: Annotated[tuple[str, ...], _LIST] = Field((), description="local data: `ruler_qa_squad=FILE`")
+    data: Texts = Field((), description="local data: `ruler_qa_squad=FILE`")
     batch_size: int | None = Field(None, gt=0, description="prompts at once; by default as many as 16,384 tokens hold")
     chat_template: bool = Field(False, description="put prompts as chats")
 
@@ -347,9 +338,7 @@ class Recipe(Section):
 
     @property
     def sharded(self) -> bool:
-        """Whether FSDP2 shards the model over the GPUs, each transformer layer a unit. Every GPU holds the whole of a
-        quantized model, which is small enough.
-        """
+        """Whether FSDP2 shards the model over the GPUs, layer by layer; each holds the whole of a quantized one."""
         return self.hardware.gpus is not None and self.tuning.method != "qlora"
 
     @model_validator(mode="after")
@@ -374,64 +363,11 @@ class Recipe(Section):
         if parallel > 1 and (self.data.has_examples or pose):
             what = "examples differ in length, and positions: skip has short sequences"
             raise ValueError(f"hardware.context_parallel: {what}; set it to 1")
+        if parallel > 1 and target % (2 * parallel):
+            multiple = f"{2 * parallel}, twice hardware.context_parallel"
+            raise ValueError(f"context.target: {target} is not a multiple of {multiple}")
         if keep and self.context.original is not None:
             raise ValueError("context.original: with scaling: keep the windows are the model's own; leave it out")
         if keep and pose:
             raise ValueError("data.positions: skip: is for extending a model; not with scaling: keep")
-        if parallel > 1 and target % (2 * parallel):
-            multiple = f"{2 * parallel}, twice hardware.context_parallel"
-            raise ValueError(f"context.target: {target} is not a multiple of {multiple}")
         return self
-
-
-HEAD = """# Every key of a recipe
-
-Written by `pi-lora recipes --keys` from the schema. A key without a default is required. On the command line:
-`pi-lora train RECIPE training.steps=200`. `pi-lora show RECIPE` prints a resolved recipe, and the origin of each value.
-"""
-TABLE_HEAD = "| key | values | default | |\n|---|---|---|---|\n"
-
-
-def reference_page() -> str:
-    """Return a table for each section of a recipe: key, values, default, description."""
-    parts = [HEAD, "\n## The recipe itself\n\n", TABLE_HEAD, *_rows("", Recipe)]
-    for name, field in Recipe.model_fields.items():
-        for section in sections_in(field.annotation):
-            parts += [f"\n## `{name}`\n\n{_summary(section)}\n\n", TABLE_HEAD, *_rows(f"{name}.", section)]
-    return "".join(parts)
-
-
-def _rows(prefix: str, section: type[Section]) -> Iterator[str]:
-    for name, field in section.model_fields.items():
-        key, inner = f"{prefix}{name}", next(sections_in(field.annotation), None)
-        if inner is None:
-            yield f"| `{key}` | {_values(field.annotation)} | {_default(field)} | {field.description or ''} |\n"
-        elif prefix:
-            kind = "section, or a list of them" if get_origin(field.annotation) is tuple else "section"
-            yield f"| `{key}` | {kind} | {_default(field)} | {_summary(inner)} |\n"
-            yield from _rows(f"{key}.", inner)
-
-
-def _values(annotation: Any) -> str:
-    if get_origin(annotation) is Literal:
-        return ", ".join(f"`{value}`" for value in get_args(annotation))
-    arguments = [each for each in get_args(annotation) if each not in (type(None), Ellipsis)]
-    if get_origin(annotation) is tuple:
-        return "list of " + _values(arguments[0])
-    if get_origin(annotation) is dict:
-        return "keys with numbers"
-    if arguments:
-        return " or ".join(_values(each) for each in arguments)
-    return {str: "text", int: "whole number", float: "number", bool: "`true`, `false`"}[annotation]
-
-
-def _default(field: FieldInfo) -> str:
-    if field.is_required():
-        return ""
-    if field.default in (None, (), {}):
-        return "none"
-    return f"`{json.dumps(field.default)}`".replace('"', "")
-
-
-def _summary(section: type[Section]) -> str:
-    return (section.__doc__ or "").splitlines()[0]

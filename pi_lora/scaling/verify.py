@@ -9,8 +9,6 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from pi_lora.errors import ScalingError
 from pi_lora.scaling.config import SLIDING_ATTENTION, Config, Interpolation, extend_config
 
-FREQUENCIES = "inv_freq"
-
 
 def config_of(kind: type[PreTrainedConfig], config: Config) -> PreTrainedConfig:
     """Return a dictionary as an object of transformers, which changes what it is given in place."""
@@ -32,15 +30,14 @@ def build_on_meta(
 
 
 def check_scaling(plain: PreTrainedModel, config: Config, interpolation: Interpolation, trust: bool = False) -> None:
-    """Refuse a model whose rotary frequencies under `interpolation` do not follow from its plain ones.
+    """Raise ScalingError if the rotary frequencies of the model of `config` under `interpolation`, which changes some,
+    do not follow from those of `plain`, the same on the meta device without it.
 
-    `plain` is the model of `config` on the meta device. Config classes drop or reject a scaling, and models without
-    positions have a rope in their config all the same, so what the model's own rotary modules compute is compared.
-    Under `pi` each frequency is the plain one divided by the scale, or unchanged on sliding layers; under `yarn` it
-    lies between these two. `dynamic` scales long inputs only, so its model is asked about `pi`.
+    Config classes drop or reject a scaling, and models without positions have a rope in their config all the same, so
+    what the model's own rotary modules compute is compared. Under `pi` each frequency is the plain one divided by the
+    scale, or unchanged on sliding layers; under `yarn` it lies between these two. `dynamic` scales long inputs only, so
+    its model is asked about `pi`.
     """
-    if interpolation.method == "direct":
-        return
     asked = replace(interpolation, method="pi") if interpolation.method == "dynamic" else interpolation
     kind = type(plain.config)
     frequencies = rotary_frequencies(plain)
@@ -59,7 +56,7 @@ def rotary_frequencies(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     found = {}
     try:
         for name, module in model.named_modules():
-            if any(buffer.endswith(FREQUENCIES) for buffer, _ in module.named_buffers(recurse=False)):
+            if any(buffer.endswith("inv_freq") for buffer, _ in module.named_buffers(recurse=False)):
                 for buffer, values in type(module)(config=module.config).named_buffers():
                     found[f"{name}.{buffer}"] = values
     except Exception as error:  # model code raises its own kinds

@@ -16,7 +16,7 @@ from accelerate.big_modeling import _attach_context_parallel_hooks
 from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
-from pi_lora.distributed import ENDING, HANG_UP, any_process, is_leader, leave_lost_terminals
+from pi_lora.distributed import HANG_UP, answered, any_process, is_leader, leave_lost_terminals
 from pi_lora.drawing import sparkline
 from pi_lora.errors import Diverged
 from pi_lora.evaluation.results import write_scores
@@ -32,15 +32,14 @@ from pi_lora.types import Progress, silent
 
 class TrainingLog(TrainerCallback):
     """Write training.jsonl, report progress, and end training after the step in which a signal came, or the loss or
-    weights that are to be saved became infinite or NaN. Without `tokens_per_step` the trainer counts tokens, padding
-    excluded.
+    weights that are to be saved became infinite or NaN. Without `tokens_per_step` the trainer counts all but padding.
     """
 
     def __init__(self, folder: Path, tokens_per_step: int | None, progress: Progress = silent) -> None:
         self.path = folder / TRAINING_LOG
         self.tokens_per_step, self.progress = tokens_per_step, progress
         self.signalled = self.stopped = False
-        self.finite: torch.Tensor | None = None
+        self.finite: torch.Tensor | bool = True
         self.step = self.last_tokens = 0
         self.started = self.last_time = time.monotonic()
         self.seconds_before, self.line = 0.0, ""
@@ -48,8 +47,7 @@ class TrainingLog(TrainerCallback):
 
     def saw(self, loss: torch.Tensor) -> None:
         """Record whether a loss is finite, without waiting for the device."""
-        finite = torch.isfinite(loss).all()
-        self.finite = finite if self.finite is None else self.finite & finite
+        self.finite = torch.isfinite(loss).all() & self.finite
 
     def not_training(self, seconds: float) -> None:
         """Do not count `seconds`, in which something was measured."""
@@ -69,9 +67,8 @@ class TrainingLog(TrainerCallback):
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, model: Any = None, **_: Any) -> None:
         """Report the step; log the last one; stop after a checkpoint if any process received a signal."""
         self.step = state.global_step
-        finite = self.finite is None or bool(self.finite)
         # All processes act on this answer; a signal that comes later counts from the next step on.
-        asked_to_stop, diverged = any_process(self.signalled, not finite)
+        asked_to_stop, diverged = any_process(self.signalled, not self.finite)
         ends, which = state.global_step == state.max_steps, "loss"
         if not diverged and (ends or asked_to_stop or control.should_save):
             # The loss of a step says nothing of the weights after it, which are about to be saved.
@@ -92,8 +89,7 @@ class TrainingLog(TrainerCallback):
         """Append a line: loss in nats a token, rate, tokens so far, tokens a second, peak memory in bytes."""
         if "loss" not in logs:
             return
-        now = time.monotonic()
-        tokens = self._tokens(state)
+        now, tokens = time.monotonic(), self._tokens(state)
         speed = (tokens - self.last_tokens) / max(now - self.last_time, 1e-9)
         self.last_time, self.last_tokens = now, tokens
         line = {
@@ -114,9 +110,8 @@ class TrainingLog(TrainerCallback):
         self.line = f"loss {logs['loss']:.3f} {sparkline(self.losses)} {cost}"
 
     def _tokens(self, state: TrainerState) -> int:
-        if self.tokens_per_step is None:
-            return int(state.num_input_tokens_seen)
-        return int(state.global_step * self.tokens_per_step)
+        per_step = self.tokens_per_step
+        return int(state.num_input_tokens_seen if per_step is None else state.global_step * per_step)
 
 
 def _finite_weights(model: Any) -> bool:
@@ -142,22 +137,17 @@ def ends_after_the_step(log: TrainingLog) -> Iterator[None]:
     """Let the current step end after SIGINT, SIGTERM or SIGHUP (a connection that dropped); a second SIGINT ends at
     once. A second SIGTERM does not: a cluster sends it to a worker and to its launchers, which forward it.
     """
+    before = signal.getsignal(signal.SIGINT)
 
     def note(number: int, frame: types.FrameType | None) -> None:
         log.signalled = True
         if number == signal.SIGINT:
-            signal.signal(number, before[signal.SIGINT])
+            signal.signal(number, before)
         if number == HANG_UP:
             leave_lost_terminals()
 
-    # What is ignored stays so, as in `distributed`.
-    heard = [each for each in ENDING if signal.getsignal(each) is not signal.SIG_IGN]
-    before = {each: signal.signal(each, note) for each in heard}
-    try:
+    with answered(note):
         yield
-    finally:
-        for each, handler in before.items():
-            signal.signal(each, handler)
 
 
 class TrainingScores(TrainerCallback):

@@ -23,6 +23,7 @@ import pi_lora.run_folder as run_folder
 from pi_lora.data.tokens import tokenizer_identity
 from pi_lora.distributed import from_all, is_leader, join_processes, number_of_processes, wait_for_all
 from pi_lora.errors import Interrupted
+from pi_lora.files.making import write_whole
 from pi_lora.models import adapter as adapters
 from pi_lora.models.base import Placement, load_model, save_config, save_tokenizer
 from pi_lora.models.device import device
@@ -30,6 +31,7 @@ from pi_lora.models.liger import use_liger
 from pi_lora.models.load import LoadedModel
 from pi_lora.models.machine import SDPA, measured_under_autocast
 from pi_lora.models.origin import check_origin, check_resumed, origin_of, read_origin
+from pi_lora.recipe.files import RECIPE_FILE, dump_recipe
 from pi_lora.recipe.schema import Recipe
 from pi_lora.report.card import write_card
 from pi_lora.training.callbacks import TrainingLog, TrainingScores, ends_after_the_step
@@ -49,7 +51,7 @@ def train(job: Job, progress: Progress = silent) -> Path:
         if is_leader():
             origin = origin_of(job.base, tokenizer_identity(job.tokenizer), data.digest)
             check_resumed(job.output, staging, origin, job.allowed)
-            run_folder.write_recipe(staging, job.recipe)
+            write_whole(staging / RECIPE_FILE, dump_recipe(job.recipe))
             run_folder.write_provenance(staging, origin, {})
         set_seed(job.recipe.training.seed)
         model = _prepared_model(job)
@@ -119,9 +121,7 @@ def _prepared_model(job: Job) -> Any:
 
 
 def _autocast_alone(job: Job) -> bool:
-    """Whether PEFT's casts change no number under autocast; dropout may draw others in another dtype, and DoRA takes
-    norms in float32.
-    """
+    """Whether PEFT's casts change no number under autocast: dropout and DoRA's norms depend on the dtype."""
     return job.in_bfloat16 and not job.recipe.tuning.dropout and not job.recipe.tuning.dora
 
 
@@ -209,9 +209,7 @@ def trainer_arguments(job: Job, staging: Path) -> SFTConfig:
 
 
 class Trainer(SFTTrainer):
-    """SFTTrainer with our schedule, batches of similar lengths, a check on losses, and checkpoints in `staging`
-    that are marked when they are whole.
-    """
+    """SFTTrainer with our schedule, batches of similar lengths, checked losses, and checkpoints marked when whole."""
 
     def __init__(
         self, job: Job, model: Any, staging: Path, log: TrainingLog, others: Sequence[TrainerCallback] = ()

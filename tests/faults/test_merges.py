@@ -96,7 +96,7 @@ def test_the_check_plans_logits_and_activations(run: Path, tmp_path: Path, monke
     """Memory for the weights alone is not enough."""
     weights = sum(tensor.numel() for tensor in load(str(run), dtype="float32").model.base_model.parameters()) * 4
     for free, how in ((weights * 2, "layer by layer"), (10**9, "whole")):
-        monkeypatch.setattr(check, "_free_memory", lambda free=free: free)
+        monkeypatch.setattr(check, "free_memory", lambda place, free=free: free)
         found = read_merge(merge(run, tmp_path / how)).check
         assert found
         assert found.how == how

@@ -67,7 +67,7 @@ def test_layer_by_layer_says_the_same(case: str, tmp_path: Path, monkeypatch: py
     config, settings = SETTINGS[case]
     run = save_run(save_base(config, tmp_path / "base", torch.bfloat16), tmp_path / "run", r=4, **settings)
     whole = check_of(merge(run, tmp_path / "whole"))
-    monkeypatch.setattr("pi_lora.merging.check._free_memory", lambda: 0)
+    monkeypatch.setattr("pi_lora.merging.check.free_memory", lambda place: 0)
     layered = check_of(merge(run, tmp_path / "layered"))
     assert (whole.how, layered.how) == ("whole", "layer by layer")
     for mine, theirs in zip(layered.agreements, whole.agreements, strict=True):
@@ -78,7 +78,7 @@ def test_layer_by_layer_says_the_same(case: str, tmp_path: Path, monkeypatch: py
 
 def test_what_cannot_be_read_layer_by_layer_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = save_run(save_base(MIXTRAL, tmp_path / "base"), tmp_path / "run", r=4, target_modules=["q_proj"])
-    monkeypatch.setattr("pi_lora.merging.check._free_memory", lambda: 0)
+    monkeypatch.setattr("pi_lora.merging.check.free_memory", lambda place: 0)
     lines = read_merge(merge(run, tmp_path / "merged")).lines()
     assert lines == ["not checked: it does not fit in memory, and its layers cannot be read one by one"]
 
@@ -118,7 +118,7 @@ def test_a_merge_gone_wrong_is_not_kept(
     monkeypatch.setattr(check, "verify_merge", damage_first)
     if damage == "its alpha":
         monkeypatch.setattr(AdapterSettings, "scaling", lambda *_: 1.9)  # instead of 8 / 4
-    monkeypatch.setattr("pi_lora.merging.check._free_memory", lambda: free)
+    monkeypatch.setattr("pi_lora.merging.check.free_memory", lambda place: free)
     with pytest.raises(ModelError, match="failed the check and are not kept: ") as raised:
         merge(run, tmp_path / "merged")
     assert "\n" not in str(raised.value)

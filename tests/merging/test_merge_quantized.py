@@ -59,7 +59,7 @@ def test_onto_what_it_was_trained_on(
 ) -> None:
     from bitsandbytes.functional import dequantize_4bit
 
-    monkeypatch.setattr("pi_lora.merging.check._free_memory", lambda: free)
+    monkeypatch.setattr("pi_lora.merging.check.free_memory", lambda place: free)
     folder = merge(run, tmp_path / "merged", onto="quantized")
     merged, stored = weights(folder), weights(base)
     found = find_base(str(base))
@@ -89,7 +89,7 @@ def test_of_a_float16_base_check_and_merge_have_the_weights_of_training(
     base = save_base(TIED, tmp_path / "base", torch.float16)
     tuning = {"method": "qlora", "rank": 4, "targets": "attention"}
     run = train(small_recipe(base, tuning=tuning), tmp_path / "run")
-    monkeypatch.setattr("pi_lora.merging.check._free_memory", lambda: free)
+    monkeypatch.setattr("pi_lora.merging.check.free_memory", lambda place: free)
     check = check_of(merge(run, tmp_path / "merged", onto="quantized"))
     assert all(each.relative < 5e-3 for each in check.agreements)
 

@@ -1,0 +1,61 @@
+"""The reference page of a recipe's keys, from its schema."""
+
+import json
+from collections.abc import Iterator
+from typing import Any, Literal, get_args, get_origin
+
+from pydantic.fields import FieldInfo
+
+from pi_lora.recipe.schema import Recipe, Section, sections_in
+
+HEAD = """# Every key of a recipe
+
+Written by `pi-lora recipes --keys` from the schema. A key without a default is required. On the command line:
+`pi-lora train RECIPE training.steps=200`. `pi-lora show RECIPE` prints a resolved recipe, and the origin of each value.
+"""
+TABLE_HEAD = "| key | values | default | |\n|---|---|---|---|\n"
+
+
+def reference_page() -> str:
+    """Return a table for each section of a recipe: key, values, default, description."""
+    parts = [HEAD, "\n## The recipe itself\n\n", TABLE_HEAD, *_rows("", Recipe)]
+    for name, field in Recipe.model_fields.items():
+        for section in sections_in(field.annotation):
+            parts += [f"\n## `{name}`\n\n{_summary(section)}\n\n", TABLE_HEAD, *_rows(f"{name}.", section)]
+    return "".join(parts)
+
+
+def _rows(prefix: str, section: type[Section]) -> Iterator[str]:
+    for name, field in section.model_fields.items():
+        key, inner = f"{prefix}{name}", next(sections_in(field.annotation), None)
+        if inner is None:
+            yield f"| `{key}` | {_values(field.annotation)} | {_default(field)} | {field.description or ''} |\n"
+        elif prefix:
+            kind = "section, or a list of them" if get_origin(field.annotation) is tuple else "section"
+            yield f"| `{key}` | {kind} | {_default(field)} | {_summary(inner)} |\n"
+            yield from _rows(f"{key}.", inner)
+
+
+def _values(annotation: Any) -> str:
+    if get_origin(annotation) is Literal:
+        return ", ".join(f"`{value}`" for value in get_args(annotation))
+    arguments = [each for each in get_args(annotation) if each not in (type(None), Ellipsis)]
+    if get_origin(annotation) is tuple:
+        return "list of " + _values(arguments[0])
+    if get_origin(annotation) is dict:
+        return "keys with numbers"
+    if arguments:
+        return " or ".join(_values(each) for each in arguments)
+    return {str: "text", int: "whole number", float: "number", bool: "`true`, `false`"}[annotation]
+
+
+def _default(field: FieldInfo) -> str:
+    if field.is_required():
+        return ""
+    if field.default in (None, (), {}):
+        return "none"
+    return f"`{json.dumps(field.default)}`".replace('"', "")
+
+
+def _summary(section: type[Section]) -> str:
+    return (section.__doc__ or "").splitlines()[0]
