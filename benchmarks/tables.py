@@ -28,7 +28,7 @@ HEAD = """# Measurements
 Written by `python benchmarks/tables.py` from what the scripts here leave in `results/`. Each script runs all that it
 compares in one run on one machine; run it to have the numbers of yours.
 """
-MEBI = 2**20
+MEBI, GIBI = 2**20, 2**30
 GREEDY = 24  # tokens that each engine chose: see engines.py
 
 Result = Mapping[str, Any]
@@ -72,6 +72,9 @@ def train_overhead(result: Result) -> Iterator[str]:
     rows = [(number, each["pi_lora"], each["bare"], each["ratio"]) for number, each in enumerate(result["rounds"], 1)]
     yield from table(("round", "pi-lora train, tokens/s", "bare script, tokens/s", "ratio"), *rows)
     yield f"\nMedian of the ratios: {result['median_ratio']:.3f}, over {result['steps']} steps."
+    if "peak_memory" in result:
+        peak, plan = result["peak_memory"], result["planned_memory"]
+        yield f"\nPeak memory: {peak / GIBI:.2f} GiB, planned {plan / GIBI:.2f} ({plan / peak - 1:+.0%})."
 
 
 def perplexity(result: Result) -> Iterator[str]:
@@ -253,6 +256,7 @@ TABLES: dict[str, Callable[[Result], Iterator[str]]] = {
     "plan_memory": plan_memory,
     "smollm2": smollm2,
     "train_overhead": train_overhead,
+    "train_overhead_smollm2_135m_16k_cpu": train_overhead,
 }
 
 

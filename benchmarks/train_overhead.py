@@ -1,9 +1,10 @@
-"""What `pi-lora train` costs over a bare SFTTrainer: tokens a second of both on the demo, in turns, in one run.
+"""What `pi-lora train` costs over a bare SFTTrainer: tokens a second of both, in turns, in one run, and the peak memory
+of ours beside its plan.
 
-    python benchmarks/train_overhead.py [--steps 60] [--rounds 3]
+    python benchmarks/train_overhead.py [--recipe demo] [--steps 60] [--warm 10] [--rounds 3] [key=value ...]
 
 The bare script is what TRL's documentation would have one write: the same model, adapter, sequences and settings, no
-more. Each turn is a process of its own; the first ten steps are not counted. JSON goes to benchmarks/results/.
+more. Each turn is a process of its own; the first steps, `--warm`, are not counted. JSON goes to benchmarks/results/.
 """
 
 import argparse
@@ -15,14 +16,15 @@ import tempfile
 import time
 from pathlib import Path
 
+from pi_lora.recipe.schema import Recipe
+
 ROOT = Path(__file__).parent.parent
-RESULTS = ROOT / "benchmarks" / "results" / "train_overhead.json"
-RECIPE = ROOT / "recipes" / "demo.yaml"
-WARM = 10
+sys.path.insert(0, str(ROOT / "scripts"))
+RESULTS = ROOT / "benchmarks" / "results"
 
 
-def bare(steps: int) -> float:
-    """Tokens a second of a plain TRL and PEFT script on the demo's model, adapter, sequences and settings."""
+def bare(recipe: Recipe, warm: int) -> float:
+    """Tokens a second of a plain TRL and PEFT script on the recipe's model, adapter, sequences and settings."""
     import transformers
     from datasets import Dataset
     from peft import LoraConfig
@@ -30,18 +32,18 @@ def bare(steps: int) -> float:
     from trl import SFTConfig, SFTTrainer
 
     from pi_lora.data.packing import training_sequences
-    from pi_lora.models.base import BUILTIN_FOLDER
+    from pi_lora.models.base import find_base
     from pi_lora.models.device import has_fast_bfloat16
-    from pi_lora.recipe.files import load_recipe
 
     transformers.logging.set_verbosity_error()
-    recipe = load_recipe(RECIPE).recipe
-    training, folder = recipe.training, BUILTIN_FOLDER / "tiny"
+    training, folder = recipe.training, find_base(recipe.model.name).folder
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    packed = training_sequences(recipe.data, tokenizer, 256, 1024, steps * training.global_batch_size)
-    rows = [row["input_ids"].tolist() for row in packed]
     config = AutoConfig.from_pretrained(folder)
-    config.rope_parameters = {**config.rope_parameters, "rope_type": "linear", "factor": 4.0}
+    original, target = config.max_position_embeddings, recipe.context.target
+    packed = training_sequences(recipe.data, tokenizer, original, target, training.steps * training.global_batch_size)
+    # Contiguous positions, which cost what those of PoSE do.
+    rows = [row["input_ids"].tolist() for row in packed]
+    config.rope_parameters = {**config.rope_parameters, "rope_type": "linear", "factor": target / original}
     ends = {}
 
     class Clock(TrainerCallback):
@@ -49,17 +51,18 @@ def bare(steps: int) -> float:
             ends[state.global_step] = time.monotonic()
 
     whole = ["embed_tokens", "input_layernorm", "post_attention_layernorm", "norm"]
+    also = {"modules_to_save": whole, "ensure_weight_tying": True} if recipe.tuning.also_train != "nothing" else {}
     with tempfile.TemporaryDirectory() as output:
         SFTTrainer(
             model=AutoModelForCausalLM.from_pretrained(folder, config=config, dtype="float32"),
             args=SFTConfig(
                 output_dir=output,
-                max_steps=steps,
+                max_steps=training.steps,
                 learning_rate=training.learning_rate,
                 lr_scheduler_type="linear",
                 warmup_steps=training.warmup_steps,
                 per_device_train_batch_size=training.per_device_batch_size,
-                gradient_accumulation_steps=1,
+                gradient_accumulation_steps=training.global_batch_size // training.per_device_batch_size,
                 adam_beta2=training.betas[1],
                 bf16=has_fast_bfloat16(),
                 use_cpu=True,
@@ -77,50 +80,66 @@ def bare(steps: int) -> float:
                 r=recipe.tuning.rank,
                 lora_alpha=recipe.tuning.lora_alpha,
                 target_modules="all-linear",
-                modules_to_save=whole,
-                ensure_weight_tying=True,
                 task_type="CAUSAL_LM",
+                **also,
             ),
             callbacks=[Clock()],
         ).train()
-    return (steps - WARM) * training.global_batch_size * 1024 / (ends[steps] - ends[WARM])
+    tokens = len(rows[0]) * training.global_batch_size * (training.steps - warm)
+    return tokens / (ends[training.steps] - ends[warm])
 
 
-def ours(steps: int) -> float:
-    """Tokens a second of `pi-lora train` on the demo, by its own log."""
+def ours(given: list[str], warm: int) -> tuple[float, int]:
+    """Tokens a second of `pi-lora train`, by its own log, and its peak memory in bytes."""
     with tempfile.TemporaryDirectory() as output:
         run = Path(output) / "run"
-        command = ["train", str(RECIPE), f"training.steps={steps}", "--output", str(run)]
-        subprocess.run([sys.executable, "-m", "pi_lora", *command], check=True, stdout=subprocess.DEVNULL)
+        command = [sys.executable, "-m", "pi_lora", "train", *given, "training.log_every=1", "--output", str(run)]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
         lines = [json.loads(line) for line in (run / "training.jsonl").read_text().splitlines()]
-    first = next(line for line in lines if line["step"] == WARM)
-    return (lines[-1]["tokens"] - first["tokens"]) / (lines[-1]["seconds"] - first["seconds"])
+    first, last = lines[warm - 1], lines[-1]
+    return (last["tokens"] - first["tokens"]) / (last["seconds"] - first["seconds"]), last["peak_memory"]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--bare", action="store_true", help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.bare:
-        print(json.dumps(bare(options.steps)))
-        return
-    rounds = []
-    for _ in range(options.rounds):
-        mine = ours(options.steps)
-        command = [sys.executable, __file__, "--bare", "--steps", str(options.steps)]
-        theirs = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()[-1])
-        rounds.append({"pi_lora": round(mine, 1), "bare": round(theirs, 1), "ratio": round(mine / theirs, 4)})
-        print(rounds[-1])
-    sys.path.insert(0, str(ROOT / "scripts"))
     from machine import machine
 
-    ratio = statistics.median(each["ratio"] for each in rounds)
-    RESULTS.parent.mkdir(parents=True, exist_ok=True)
-    result = {"machine": machine(), "steps": options.steps, "rounds": rounds, "median_ratio": ratio}
-    RESULTS.write_text(json.dumps(result, indent=2) + "\n")
-    print(f"median: {ratio:.3f} of the bare script's tokens a second; {RESULTS}")
+    import pi_lora
+    from pi_lora.recipe.files import load_recipe
+    from pi_lora.recipe.places import find_recipe
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--recipe", default="demo")
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--warm", type=int, default=10)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--bare", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("overrides", nargs="*", metavar="key=value")
+    options = parser.parse_args()
+    file, changes = find_recipe(Path(options.recipe)), [f"training.steps={options.steps}", *options.overrides]
+    recipe = load_recipe(file, changes).recipe
+    if options.bare:
+        print(json.dumps(bare(recipe, options.warm)))
+        return
+    rounds, peaks = [], []
+    for _ in range(options.rounds):
+        mine, peak = ours([str(file), *changes], options.warm)
+        command = [sys.executable, __file__, "--bare", *sys.argv[1:]]
+        theirs = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()[-1])
+        rounds.append({"pi_lora": round(mine, 1), "bare": round(theirs, 1), "ratio": round(mine / theirs, 4)})
+        peaks.append(peak)
+        print(rounds[-1], flush=True)
+    result = {
+        "machine": machine(),
+        "recipe": " ".join([options.recipe, *changes]),
+        "steps": options.steps,
+        "rounds": rounds,
+        "median_ratio": statistics.median(each["ratio"] for each in rounds),
+        "peak_memory": max(peaks),
+        "planned_memory": round(pi_lora.plan(str(file), *changes, gpu="cpu").memory.peak),
+    }
+    name = "train_overhead" if options.recipe == "demo" else f"train_overhead_{file.stem}"
+    (RESULTS / f"{name}.json").write_text(json.dumps(result, indent=2) + "\n")
+    print(json.dumps({key: result[key] for key in ("median_ratio", "peak_memory", "planned_memory")}))
 
 
 if __name__ == "__main__":

@@ -13,9 +13,9 @@ set -x
 "$command" env
 "$command" recipes
 "$command" plan 7b_16k
-"$command" train demo training.steps=4
-"$command" eval perplexity adapters/demo --windows 256,1024 --stride 128 --documents 1
-"$command" eval passkey adapters/demo --depths 2 --trials 1
+"$command" train demo training.steps=4 evaluation.perplexity.documents=1 \
+    evaluation.passkey.depths=2 evaluation.passkey.trials=1
+"$command" eval all adapters/demo
 "$command" report adapters/demo --html
 "$command" merge adapters/demo
 "$command" eval passkey models/demo --depths 2 --trials 1
