@@ -144,6 +144,28 @@ def merge(result: Result) -> Iterator[str]:
         yield ""
 
 
+def loading(result: Result) -> Iterator[str]:
+    """A model a row: seconds to load a run of it with its checks and without, medians, and the median of the ratios."""
+    rows = [
+        (
+            name,
+            *(f"{row[time][way]:.2f}" for time in ("clock", "processor") for way in ("checked", "unchecked")),
+            *(f"{row[time]['ratio']:.3f}" for time in ("clock", "processor")),
+        )
+        for name, row in result["models"].items()
+    ]
+    head = (
+        "model",
+        "checked, s",
+        "unchecked, s",
+        "checked, s of a processor",
+        "unchecked",
+        "ratio",
+        "of processor time",
+    )
+    yield from table(head, *rows)
+
+
 def length_groups(result: Result) -> Iterator[str]:
     """A distribution of lengths a row: tokens a second of each way, and how much faster grouping is."""
     rows = []
@@ -249,6 +271,7 @@ TABLES: dict[str, Callable[[Result], Iterator[str]]] = {
     "gpu": gpu,
     "length_groups": length_groups,
     "lm_eval_command": lm_eval_command,
+    "loading": loading,
     "merge": merge,
     "paper_in_small": paper_in_small,
     "passkey": passkey,

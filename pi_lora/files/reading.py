@@ -27,13 +27,17 @@ _adapter: Callable[[Any], TypeAdapter[Any]] = cache(TypeAdapter)
 
 def read_text(file: Path, limit: int = MOST_BYTES) -> str:
     """Return the text of a regular file of at most `limit` bytes; raise OSError or ValueError, which `reason` explains."""
+    return _read(file, limit).decode("utf-8")
+
+
+def _read(file: Path, limit: int) -> bytes:
     with open(file, "rb", opener=lambda path, flags: os.open(path, flags | _AT_ONCE)) as content:
         if not stat.S_ISREG(os.fstat(content.fileno()).st_mode):
             raise ValueError("it is not a regular file")
         text = content.read(limit + 1)
     if len(text) > limit:
         raise ValueError(f"it has more than {limit:,} bytes")
-    return text.decode("utf-8")
+    return text
 
 
 def reason(error: OSError | ValueError) -> str:
@@ -46,7 +50,7 @@ def reason(error: OSError | ValueError) -> str:
 def read_json(file: Path, kind: type[T], remedy: str, limit: int = MOST_BYTES) -> T:
     """Return a JSON file of at most `limit` bytes as `kind`; raise ModelError with file, field and `remedy`."""
     try:
-        content: T = _adapter(kind).validate_json(read_text(file, limit))
+        content: T = _adapter(kind).validate_json(_read(file, limit))
         return content
     except ValidationError as error:
         what = problem_of(error)

@@ -17,7 +17,7 @@ from transformers.quantizers.quantizers_utils import should_convert_module
 from pi_lora.errors import ModelError
 from pi_lora.merging.deltas import Change, after_nf4, check_finite, read_adapter
 from pi_lora.merging.shards import Planned, StoredTensor, spans
-from pi_lora.models.base import finite
+from pi_lora.models.finite import finite
 from pi_lora.models.stored import ADAPTER_WEIGHTS_FILE, AdapterSettings
 
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)

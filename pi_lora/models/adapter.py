@@ -19,7 +19,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from pi_lora.errors import ModelError
-from pi_lora.models.base import check_finite
+from pi_lora.models.finite import check_finite
 from pi_lora.models.stored import (
     ADAPTER_CONFIG_FILE,
     ADAPTER_WEIGHTS_FILE,

@@ -21,6 +21,7 @@ from transformers.utils import cached_file
 from pi_lora.errors import ModelError, first_line
 from pi_lora.files.making import make_once
 from pi_lora.models.device import device
+from pi_lora.models.finite import check_finite, finite_as_read
 from pi_lora.models.gguf import dequantize, is_gguf, read_gguf, tokenizer_of
 from pi_lora.models.stored import CONFIG_FILE, check_config, read_config
 from pi_lora.models.tokenizer_files import (
@@ -150,7 +151,7 @@ def load_model(
     if place == "empty":
         return _empty_model(base, config, dtype, attention)
     path = base.path
-    with quiet_loading():
+    with quiet_loading(), finite_as_read() as found:
         try:
             model, report = AutoModelForCausalLM.from_pretrained(
                 path,
@@ -171,24 +172,9 @@ def load_model(
     if place == "quantized":
         _compute_in(dtype, model)
     loaded: PreTrainedModel = model.to(device()) if place == "device" else model
-    check_finite(base.name, loaded.named_parameters())
+    if place == "quantized" or not all(found):
+        check_finite(base.name, loaded.named_parameters())
     return loaded
-
-
-def finite(values: torch.Tensor) -> bool:
-    """Return whether all numbers are finite; their sum tells in one pass, unless it overflows itself."""
-    total = values.sum(dtype=torch.float32 if values.dtype == torch.float16 else None)
-    return bool(total.isfinite() or values.isfinite().all())
-
-
-def check_finite(name: str, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Raise ModelError if the model `name` has infinite or NaN weights, also in the scales of NF4 ones."""
-    for key, weight in weights:
-        state = getattr(weight, "quant_state", None)
-        # The mean of the scales, which double quantization subtracts from them, is NaN if one of them is.
-        values = weight.detach() if state is None else state.offset
-        if values.itemsize > 1 and not finite(values):
-            raise ModelError(f"{name}: {key} has infinite or NaN values; it is damaged, download or tune it again")
 
 
 def save_dequantized(file: Path, config: PreTrainedConfig, folder: Path) -> None:

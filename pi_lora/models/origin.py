@@ -83,7 +83,7 @@ def _tensors(file: Path) -> list[tuple[str, list[object]]]:
     """Return each tensor's name with its type, shape and a digest of sampled bytes."""
     start_of_data, entries = read_tensors(file)
     found: list[tuple[str, list[object]]] = []
-    with file.open("rb") as stream:
+    with file.open("rb", buffering=0) as stream:
         for name, entry in entries.items():
             first, last = (start_of_data + offset for offset in entry.data_offsets)
             digest = hashlib.sha256()

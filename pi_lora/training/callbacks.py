@@ -23,7 +23,7 @@ from pi_lora.evaluation.results import write_scores
 from pi_lora.evaluation.suite import measure
 from pi_lora.files.making import write_whole
 from pi_lora.models.adapter import input_casts
-from pi_lora.models.base import finite
+from pi_lora.models.finite import finite
 from pi_lora.models.load import LoadedModel
 from pi_lora.recipe.schema import Evaluation
 from pi_lora.run_folder import SCORES, TRAINING_LOG, last_checkpoint, read_training_log

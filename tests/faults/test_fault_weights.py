@@ -88,6 +88,28 @@ def test_numbers_that_are_none_are_seen_in_nf4_too(base: Path, value: float) -> 
         load_model(found.base, found.config, torch.bfloat16, place="quantized")
 
 
+@pytest.mark.parametrize(
+    ("stored", "value", "dtype"),
+    [
+        (torch.bfloat16, math.nan, "float32"),
+        (torch.float16, -math.inf, "float32"),
+        (torch.float64, 1e300, "float32"),
+        (torch.bfloat16, 1e5, "float16"),
+        (torch.float32, torch.finfo(torch.float32).max, "bfloat16"),
+    ],
+)
+def test_numbers_are_finite_as_stored_and_as_loaded(base: Path, stored: torch.dtype, value: float, dtype: str) -> None:
+    edit(base / WEIGHTS, lambda tensors: tensors.update({key: each.to(stored) for key, each in tensors.items()}))
+    edit(base / WEIGHTS, one(value))
+    with pytest.raises(ModelError, match=f"{UP} has infinite or NaN values"):
+        load(str(base), dtype=dtype)
+
+
+def test_large_numbers_are_finite_though_their_sum_is_not(base: Path) -> None:
+    edit(base / WEIGHTS, lambda tensors: tensors[UP].fill_(3e38))
+    load(str(base))
+
+
 def test_an_adapter_of_nan_is_refused(lora_run: Path, tmp_path: Path) -> None:
     run = Path(shutil.copytree(lora_run, tmp_path / "run"))
     edit(run / "adapter_model.safetensors", lambda tensors: next(iter(tensors.values())).view(-1)[:1].fill_(math.nan))

@@ -12,7 +12,7 @@ from safetensors.torch import save
 from pi_lora.errors import ModelError
 from pi_lora.merging.deltas import LowRank
 from pi_lora.merging.shards import StoredTensor, read_header
-from pi_lora.models.base import finite
+from pi_lora.models.finite import finite
 from pi_lora.models.stored import AdapterSettings
 
 SIDES = st.integers(1, 9)

@@ -16,7 +16,7 @@ from pi_lora.evaluation.journal import Journal, journaled
 from pi_lora.evaluation.passkey.prompt import Grid, Trial, trials_at
 from pi_lora.evaluation.passkey.shared_prefix import SharedPrefix, last_logits, rows_at_once, shared_prefix
 from pi_lora.evaluation.results import PasskeyDepth, PasskeyMap, PasskeyScores
-from pi_lora.models.base import finite
+from pi_lora.models.finite import finite
 from pi_lora.models.load import LoadedModel
 from pi_lora.types import Progress, silent
 
