@@ -7,14 +7,15 @@ FOLDER of --books has one novel a file, named `AUTHOR_TITLE_YEAR.txt`; --split l
 `books/train`, which the recipe names, and stops. The base is made by `python scripts/smollm2.py`, the tuned run is the
 released adapter, or another one with `--run`. FOLDER of --short has BoolQ, PIQA and WinoGrande. Each measurement is
 kept in benchmarks/results/smollm2.json when it is complete, and an interrupted one goes on: call it again, in the
-root of the repository.
+root of the repository. `--same-budget pi=RUN yarn=RUN direct=RUN` measures the perplexity of runs that were tuned with
+one budget and other scalings.
 """
 
 import argparse
 import json
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from pi_lora.data.sources import Choice
@@ -104,13 +105,17 @@ def main() -> None:
     parser.add_argument("--parts", nargs="+", default=["perplexity", "passkey", "short"])
     parser.add_argument("--models", nargs="+", default=["base", "pi", "tuned"])
     parser.add_argument("--run", default=RUN)
+    parser.add_argument("--same-budget", nargs="+", default=[], metavar="SCALING=RUN")
     options = parser.parse_args()
     split(options.books, Path("books"))
     if not options.split:
-        measure(options.parts, options.models, options.run, options.short)
+        same_budget = dict(each.split("=") for each in options.same_budget)
+        measure(options.parts, options.models, options.run, options.short, same_budget)
 
 
-def measure(parts: Sequence[str], models: Sequence[str], run: str, short_data: Path | None) -> None:
+def measure(
+    parts: Sequence[str], models: Sequence[str], run: str, short_data: Path | None, same_budget: Mapping[str, str]
+) -> None:
     from machine import machine
 
     held_out = Path("books/held-out")
@@ -138,6 +143,10 @@ def measure(parts: Sequence[str], models: Sequence[str], run: str, short_data: P
                 keep(f"passkey {which}", lambda which=which: passkey(loaded(which, run, dtype), which))
             elif short_data is not None and which != "pi":
                 keep(f"short {which}", lambda which=which: short(loaded(which, run, dtype), short_data))
+    for scaling, tuned in same_budget.items():
+        name = f"{scaling}, same budget"
+        keep(f"training {name}", lambda tuned=tuned: training(tuned))
+        keep(f"perplexity {name}", lambda tuned=tuned: perplexity(loaded("tuned", tuned, dtype), held_out))
     if dtype == "bfloat16":
         keep("bfloat16 over float32", lambda: agreement(held_out))
 

@@ -8,6 +8,7 @@ from typing import Any
 from pi_lora.drawing import BLUE, GREY, VERMILION, new_figure, plain, save
 
 MODELS = {"base": "base", "pi": "PI, step 0", "tuned": "PI, tuned"}
+SAME_BUDGET = {"direct": "direct", "yarn": "YaRN", "pi": "PI"}
 STYLES = {"base": (VERMILION, "o"), "pi": (GREY, "s"), "tuned": (BLUE, "^")}
 NOTHING = "Not run yet.\n"
 
@@ -55,6 +56,13 @@ def tables(result: Result) -> Iterator[str]:
             yield f"| {depth['distance']:,} | {sum(depth['outcomes'])} of {depth['trials']} ({low:.0%} to {high:.0%}) |"
         if "passkey base" in result:
             yield "\nThe untuned models were asked only until `k_max` was decided."
+    if budget := {which: title for which, title in SAME_BUDGET.items() if f"perplexity {which}, same budget" in result}:
+        tokens = result[f"training {next(iter(budget))}, same budget"]["curve"][-1][0]
+        windows = " | ".join(f"{each['window'] // 1024}k" for each in scores["windows"])
+        yield f"\n| tuned on {tokens:,} tokens | {windows} |\n|{'---|' * (1 + len(scores['windows']))}"
+        for which, title in budget.items():
+            found = result[f"perplexity {which}, same budget"]["windows"]
+            yield f"| {title} | " + " | ".join(f"{each['perplexity']:.2f}" for each in found) + " |"
     if "short tuned" in result:
         yield "\n| task | examples | base | PI, tuned |\n|---|---|---|---|"
         for name, base in result["short base"]["tasks"].items():
