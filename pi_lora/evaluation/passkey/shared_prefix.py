@@ -31,9 +31,7 @@ class SharedPrefix:
         return sum(1 for _ in same)
 
     def cache(self, length: int, rows: int) -> Cache:
-        """Return a cache for `rows` inputs that begin with the first `length` tokens. Each layer copies them when it
-        adds an input's own.
-        """
+        """Return a cache for `rows` inputs that begin with the first `length` tokens, which each layer copies."""
         layers = [DynamicLayer() for _ in self.layers]
         for new, layer in zip(layers, self.layers, strict=True):
             new.lazy_initialization(layer.keys, layer.values)
@@ -45,9 +43,8 @@ class SharedPrefix:
 
 @torch.no_grad()
 def shared_prefix(model: Any, ids: Sequence[int], length: int) -> SharedPrefix | None:
-    """Return what inputs of up to `length` tokens share; None for a model that cannot share it, or without room for its
-    keys and values beside those of the inputs. A sharded model cannot: a pass that ends early would gather a layer in
-    one process alone.
+    """Return what inputs of up to `length` tokens share; None for a model that cannot share it, without room for its
+    keys and values beside those of the inputs, and for a sharded model, whose plan leaves none.
     """
     layers = None if is_sharded(model) else _layers(model, ids[:1])
     if layers is None:
