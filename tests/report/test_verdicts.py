@@ -22,6 +22,7 @@ from pi_lora.evaluation.results import (
     Scores,
 )
 from pi_lora.evaluation.ruler.effective import effective_length, mean_of, standard_error
+from pi_lora.report.run import Run, base_scores, commands, own_scores
 from pi_lora.report.verdicts import compare, of_means, of_pairs, quantile, unpaired, verdict
 
 
@@ -212,6 +213,17 @@ def test_the_command_reads_what_is_there(
     assert rows["boolq, %"]["verdict"] == "within noise"
     assert rows["k_max of 128"]["change"] == 96
     assert "k_max of" in out
+
+
+@pytest.mark.parametrize("limit", [None, 5])
+def test_kept_benchmarks_count_where_they_were_measured_alike(
+    limit: int | None, small_model: Path, tmp_path: Path
+) -> None:
+    base = {**benchmarks(0.52, 0.02), "model": str(small_model), "limit": limit}
+    run = Run(make_run(small_model, tmp_path / "mine", {"benchmarks": benchmarks(0.5, 0.02), "benchmarks-base": base}))
+    assert list(base_scores(run, str(small_model), own_scores(run))) == ([] if limit else ["benchmarks"])
+    _, command = [line for line in commands(run) if line.startswith("pi-lora eval benchmarks ")]
+    assert command.endswith(f"--tasks boolq --batch-size 8 --json {run.scores_file('benchmarks')}")
 
 
 def test_the_command_measures_what_is_missing(

@@ -2,7 +2,6 @@
 follow the length of the input, or layers keep something else (sliding windows, state spaces).
 """
 
-import contextlib
 from collections.abc import Sequence
 from itertools import takewhile
 from typing import Any, cast
@@ -20,35 +19,6 @@ SHARE_OF_MEMORY = 0.75
 MASKED_PAIRS = 2**27
 
 
-class FilledError(Exception):
-    """Ends a forward pass once the last layer has its keys and values: nothing beyond them is needed."""
-
-
-class SharedLayer(DynamicLayer):
-    """One layer of a cache: keys and values (1, heads, tokens, size) that all inputs share, repeated for each only
-    while the layer attends to them, and each input's own. A `closing` layer ends the forward pass with FilledError.
-    """
-
-    def __init__(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        super().__init__()
-        self.shared = keys, values
-        self.closing = False
-
-    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Keep an input's own keys and values; return all of them, the shared first."""
-        own = super().update(key_states, value_states, *args, **kwargs)
-        if self.closing:
-            raise FilledError
-        return tuple(
-            torch.cat([shared.expand(len(each), -1, -1, -1), each], dim=-2)
-            for shared, each in zip(self.shared, own, strict=True)
-        )
-
-    def get_seq_length(self) -> int:
-        """Return how many tokens precede an input's next ones."""
-        return int(self.shared[0].shape[-2] + super().get_seq_length())
-
-
 class SharedPrefix:
     """The keys and values of `ids`, with which inputs may begin."""
 
@@ -60,17 +30,21 @@ class SharedPrefix:
         same = takewhile(lambda column: len(set(column)) == 1, zip(self.ids, *rows, strict=False))
         return sum(1 for _ in same)
 
-    def cache(self, length: int) -> Cache:
-        """Return a cache for inputs that begin with the first `length` tokens."""
-        shared = ((layer.keys[..., :length, :], layer.values[..., :length, :]) for layer in self.layers)
-        return Cache(layers=[SharedLayer(*each) for each in shared])
+    def cache(self, length: int, rows: int) -> Cache:
+        """Return a cache for `rows` inputs that begin with the first `length` tokens, which each layer copies."""
+        layers = [DynamicLayer() for _ in self.layers]
+        for new, layer in zip(layers, self.layers, strict=True):
+            new.lazy_initialization(layer.keys, layer.values)
+            new.keys, new.values = (
+                each[..., :length, :].expand(rows, -1, -1, -1) for each in (layer.keys, layer.values)
+            )
+        return Cache(layers=layers)
 
 
 @torch.no_grad()
 def shared_prefix(model: Any, ids: Sequence[int], length: int) -> SharedPrefix | None:
-    """Return what inputs of up to `length` tokens share; None for a model that cannot share it, or without room for its
-    keys and values beside those of the inputs. A sharded model cannot: a pass that ends early would gather a layer in
-    one process alone.
+    """Return what inputs of up to `length` tokens share; None for a model that cannot share it, without room for its
+    keys and values beside those of the inputs, and for a sharded model, whose plan leaves none.
     """
     layers = None if is_sharded(model) else _layers(model, ids[:1])
     if layers is None:
@@ -99,16 +73,12 @@ def last_logits(model: Any, rows: Sequence[Sequence[int]], tail: int, prefix: Sh
     shared = min(prefix.length_in(rows), ids.shape[1] - tail) if prefix else 0
     if prefix is None or not shared:
         return cast(torch.Tensor, model(input_ids=ids, use_cache=False, logits_to_keep=tail).logits)
-    cache = prefix.cache(shared)
-    own = ids[:, shared:]
+    cache, own = prefix.cache(shared, len(rows)), ids[:, shared:]
     # Pieces of about equal length: each attends to all before it through a mask whose upper half is computed in vain.
     size = max(2 * tail, min(pass_tokens(model), MASKED_PAIRS // ids.shape[1]) // len(rows))
     *others, last = own.tensor_split(-(-own.shape[1] // size), dim=1)
-    for piece in others:  # the rest of the last layer is skipped
-        cache.layers[-1].closing = True
-        with contextlib.suppress(FilledError):
-            model(input_ids=piece, past_key_values=cache, use_cache=True, logits_to_keep=1)
-        cache.layers[-1].closing = False
+    for piece in others:
+        model(input_ids=piece, past_key_values=cache, use_cache=True, logits_to_keep=1)
     made = model(input_ids=last, past_key_values=cache, use_cache=True, logits_to_keep=tail)
     return cast(torch.Tensor, made.logits)
 
