@@ -101,11 +101,6 @@ class TrainingData:
     said: list[str]
 
     @property
-    def tokens_per_row(self) -> int | None:
-        """None where each row has its own number."""
-        return self.tokens if isinstance(self.tokens, int) else None
-
-    @property
     def digest(self) -> str:
         """A SHA-256 of the number of rows and of about a thousand of them."""
         found = hashlib.sha256(f"{len(self.rows)}".encode())

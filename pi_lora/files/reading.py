@@ -26,7 +26,7 @@ _adapter: Callable[[Any], TypeAdapter[Any]] = cache(TypeAdapter)
 
 
 def read_text(file: Path, limit: int = MOST_BYTES) -> str:
-    """Return the text of a regular file of at most `limit` bytes; raise OSError or ValueError, which `reason` explains."""
+    """Return the text of a regular file of at most `limit` bytes; raise OSError or ValueError (see `reason`)."""
     with open(file, "rb", opener=lambda path, flags: os.open(path, flags | _AT_ONCE)) as content:
         if not stat.S_ISREG(os.fstat(content.fileno()).st_mode):
             raise ValueError("it is not a regular file")

@@ -251,26 +251,21 @@ def _keep_the_dtype_of_activations(model: PeftModel) -> None:
     for module in _trained_whole(model):
         # The RMS norms of transformers take any dtype; torch's own modules take only their weight's.
         if isinstance(module.original_module, (nn.Linear, nn.LayerNorm)):
-            module.register_forward_pre_hook(_in_the_dtype_of_its_weight)
+            # In float32, or in what FSDP2 has gathered it in.
+            module.register_forward_pre_hook(lambda own, inputs: tuple(each.to(own.weight.dtype) for each in inputs))
         if not isinstance(module.original_module, nn.Linear):
             dtype = next(module.original_module.parameters()).dtype
             module.register_forward_hook(lambda _module, _inputs, output, dtype=dtype: output.to(dtype))
 
 
-def _in_the_dtype_of_its_weight(module: ModulesToSaveWrapper, inputs: tuple[torch.Tensor, ...]) -> Any:
-    """Cast what goes into a module: to float32, or to what FSDP2 has gathered its weight in."""
-    return tuple(each.to(module.weight.dtype) for each in inputs)
-
-
 def _trained_whole(model: PeftModel) -> list[ModulesToSaveWrapper]:
     """Return the embeddings, norms and head that train beside LoRA; adapters made elsewhere may have other modules."""
-    wrappers = (module for module in model.modules() if isinstance(module, ModulesToSaveWrapper))
-    kinds = (nn.Embedding, nn.Linear)
-    return [
-        each
-        for each in wrappers
-        if isinstance(each.original_module, kinds) or "Norm" in type(each.original_module).__name__
-    ]
+    found = []
+    for module in model.modules():
+        own = module.original_module if isinstance(module, ModulesToSaveWrapper) else None
+        if isinstance(own, (nn.Embedding, nn.Linear)) or "Norm" in type(own).__name__:
+            found.append(module)
+    return found
 
 
 def _saved_name(name: str) -> str:

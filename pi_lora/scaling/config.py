@@ -91,6 +91,12 @@ def full_attention_rope(config: Config) -> dict[str, Any]:
     return dict(rope[FULL_ATTENTION])
 
 
+def with_full_rope(config: Config, rope: Config) -> dict[str, Any]:
+    """Return a copy of a config with `rope` for the layers that attend to the whole window."""
+    nested = read_rope(config)
+    return {**config, "rope_parameters": {**nested, FULL_ATTENTION: rope} if FULL_ATTENTION in nested else rope}
+
+
 def constant_longrope(rope: Config) -> float | None:
     """Return what a `longrope` written by `extend_config` divides every frequency by; None for any other rope."""
     factors = {*rope.get("short_factor", []), *rope.get("long_factor", [])}
@@ -155,9 +161,8 @@ def in_both_dialects(config: Config) -> dict[str, Any]:
     transformers 4 loads a config with `rope_parameters` alone silently unscaled. Models with ropes per layer type that
     only transformers 5 knows get no top level, which 5 would apply to the sliding layers too.
     """
-    nested, rope = read_rope(config), full_attention_rope(config)
+    nested, rope, model_type = read_rope(config), full_attention_rope(config), str(config.get("model_type"))
     both = {**config, "rope_parameters": nested}
-    model_type = str(config.get("model_type"))
     if FULL_ATTENTION in nested and model_type not in LAYERED_IN_4:
         return {key: value for key, value in both.items() if key not in ("rope_theta", "rope_scaling")}
     names = GPT_NEOX_IN_4 if model_type in GPT_NEOX else {}
@@ -192,11 +197,8 @@ def extend_config(config: Config, interpolation: Interpolation) -> dict[str, Any
     - L' under `yarn`: transformers 4 computes the factor from it, and SGLang takes it as the window.
     """
     check_extendable(config, interpolation)
-    nested = read_rope(config)
     rope, declared = _stretched_rope(config, interpolation)
-    extended = dict(config)
-    extended["rope_parameters"] = {**nested, FULL_ATTENTION: rope} if FULL_ATTENTION in nested else rope
-    extended["max_position_embeddings"] = declared
+    extended = {**with_full_rope(config, rope), "max_position_embeddings": declared}
     if rope.get("rope_type") == "longrope":
         extended["original_max_position_embeddings"] = declared
     return in_both_dialects(extended)
@@ -204,10 +206,8 @@ def extend_config(config: Config, interpolation: Interpolation) -> dict[str, Any
 
 def check_extendable(config: Config, interpolation: Interpolation) -> None:
     """Raise ScalingError if the rope has another type, or no layer has positions and attends to the target window."""
-    model_type, method = config.get("model_type"), interpolation.method
-    rope = full_attention_rope(config)
-    kind = rope.get("rope_type", "default")
-    own = method_of(config)
+    model_type, method, own = config.get("model_type"), interpolation.method, method_of(config)
+    kind = full_attention_rope(config).get("rope_type", "default")
     problem, target, reach = None, interpolation.target, local_window(config)
     if kind != "default" and own != "pi":
         problem = f"rope_type {kind}: positions are already extended in another way; start from an unextended base"

@@ -4,7 +4,7 @@ import os
 import shutil
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +27,8 @@ from pi_lora.files.making import write_whole
 from pi_lora.models import adapter as adapters
 from pi_lora.models.base import Placement, load_model, quiet_loading, save_config, save_tokenizer
 from pi_lora.models.device import device
-from pi_lora.models.liger import use_liger
 from pi_lora.models.load import LoadedModel
-from pi_lora.models.machine import SDPA, measured_under_autocast
+from pi_lora.models.machine import SDPA, measured_under_autocast, use_liger
 from pi_lora.models.origin import check_origin, check_resumed, origin_of, read_origin
 from pi_lora.recipe.files import RECIPE_FILE, dump_recipe
 from pi_lora.recipe.schema import Recipe
@@ -53,9 +52,8 @@ def train(job: Job, progress: Progress = silent) -> Path:
             write_whole(staging / RECIPE_FILE, dump_recipe(job.recipe))
             run_folder.write_provenance(staging, origin, {})
         set_seed(job.recipe.training.seed)
-        model = _prepared_model(job)
-        per_step = data.tokens_per_row and data.tokens_per_row * job.recipe.training.global_batch_size
-        log = TrainingLog(staging, per_step, progress)
+        model, batch = _prepared_model(job), job.recipe.training.global_batch_size
+        log = TrainingLog(staging, data.tokens * batch if isinstance(data.tokens, int) else None, progress)
         autocast = measured_under_autocast(job.recipe)
         loaded = LoadedModel(str(job.output), model, job.tokenizer, job.config, autocast=autocast)
         asked, scores = job.recipe.evaluation, list[TrainerCallback]()
@@ -80,22 +78,17 @@ def train(job: Job, progress: Progress = silent) -> Path:
 
 def _checkpoint_to_resume(staging: Path) -> Path | None:
     """The checkpoint that the leader finds undamaged, in every process."""
-    if not is_leader():
-        return from_all(list[Path | None]())[0]
-    checkpoint, damaged = run_folder.checkpoint_to_resume(staging)
-    for line in damaged:
+    found, said = run_folder.checkpoint_to_resume(staging) if is_leader() else (None, [])
+    for line in said:
         print(line, file=sys.stderr)
-    return from_all([checkpoint])[0]
+    return from_all([found])[0]
 
 
 @contextmanager
 def _staged_by_the_leader(job: Job) -> Iterator[Path]:
     """`staged`, once for all processes; several machines need an output folder that they share."""
-    if not is_leader():
-        wait_for_all()
-        yield run_folder.staging_path(job.output)
-        return
-    with run_folder.staged(job.output, job.resume) as staging:
+    waiting = nullcontext(run_folder.staging_path(job.output))
+    with run_folder.staged(job.output, job.resume) if is_leader() else waiting as staging:
         wait_for_all()
         yield staging
 
