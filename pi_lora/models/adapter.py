@@ -19,15 +19,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from pi_lora.errors import ModelError
+from pi_lora.models import stored
 from pi_lora.models.base import check_finite
-from pi_lora.models.stored import (
-    ADAPTER_CONFIG_FILE,
-    ADAPTER_WEIGHTS_FILE,
-    EXTENDED,
-    WARNING,
-    read_adapter_settings,
-    read_tensors,
-)
 from pi_lora.recipe.schema import Beside, Tuning
 
 
@@ -83,7 +76,7 @@ def check_shape(folder: Path, tuning: Tuning, base: PreTrainedModel) -> None:
     if tuning.method == "full":
         why = f"{folder} is an adapter, which tuning.method: full cannot tune"
         raise ModelError(f"model.name: {why}; {merge_it}, or use lora or qlora")
-    saved = read_adapter_settings(folder)
+    saved = stored.read_adapter_settings(folder)
     on_attention_alone = {name.rpartition(".")[2] for name in _adapted_names(folder)} <= _attention_names(base)
     pairs = {
         "rank": (saved.r, tuning.rank),
@@ -153,7 +146,7 @@ def save_adapter(model: PeftModel, folder: Path, weights: Mapping[str, torch.Ten
     """Write the adapter and check that the trained parameters were saved; `weights` are those gathered from FSDP."""
     # Trained embeddings are in modules_to_save; to decide whether to add them PEFT would ask the hub for the base.
     model.save_pretrained(folder, save_embedding_layers=False, state_dict=weights)
-    saved = read_tensors(folder / ADAPTER_WEIGHTS_FILE)[1].keys()
+    saved = stored.read_tensors(folder / stored.ADAPTER_WEIGHTS_FILE)[1].keys()
     trained = {_saved_name(name) for name, weight in model.named_parameters() if weight.requires_grad}
     tied = {_saved_name(name) for name, _ in model.named_parameters(remove_duplicate=False)}
     if missing := sorted(trained - saved):
@@ -166,10 +159,10 @@ def refuse_the_plain_base(folder: Path) -> None:
     """Make whatever loads the base by its name in the adapter's config fail, with advice (see `EXTENDED`), and PEFT
     warn whatever base it is given (see `WARNING`).
     """
-    file = folder / ADAPTER_CONFIG_FILE
+    file = folder / stored.ADAPTER_CONFIG_FILE
     settings = json.loads(file.read_text(encoding="utf-8"))
-    settings["base_model_name_or_path"] += EXTENDED
-    settings[WARNING] = True
+    settings["base_model_name_or_path"] += stored.EXTENDED
+    settings[stored.WARNING] = True
     file.write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
@@ -180,7 +173,7 @@ def save_full(model: PreTrainedModel, folder: Path, weights: Mapping[str, torch.
     if weights is not None:
         weights = {name: weight for name, weight in weights.items() if name not in model.all_tied_weights_keys}
     model.save_pretrained(folder, state_dict=weights)
-    entries = (entry for file in folder.glob("*.safetensors") for entry in read_tensors(file)[1].values())
+    entries = (entry for file in folder.glob("*.safetensors") for entry in stored.read_tensors(file)[1].values())
     saved = sum(math.prod(entry.shape) for entry in entries)
     if saved != (trained := model.num_parameters(only_trainable=True)):
         raise ModelError(f"{folder}: {trained:,} numbers were trained, but {saved:,} saved")
@@ -190,7 +183,7 @@ def load_adapter(model: PreTrainedModel, folder: Path, dropout: float | None = N
     """Load the adapter in `folder` onto its base, whose scaling the caller has restored, to compute as in training;
     `options` are PEFT's. Raises ModelError if it is damaged or does not fit.
     """
-    settings = read_adapter_settings(folder)
+    settings = stored.read_adapter_settings(folder)
     try:
         with without_known_warnings():
             config = peft.PeftConfig.from_pretrained(str(folder))
@@ -211,14 +204,14 @@ def load_adapter(model: PreTrainedModel, folder: Path, dropout: float | None = N
     _keep_the_dtype_of_activations(adapted)
     expected = peft.get_peft_model_state_dict(adapted, save_embedding_layers=False)
     check_finite(str(folder), expected.items())
-    if missing := sorted(expected.keys() - read_tensors(folder / ADAPTER_WEIGHTS_FILE)[1].keys()):
-        raise ModelError(f"{folder / ADAPTER_WEIGHTS_FILE}: lacks {', '.join(missing)}; tune again")
+    if missing := sorted(expected.keys() - stored.read_tensors(folder / stored.ADAPTER_WEIGHTS_FILE)[1].keys()):
+        raise ModelError(f"{folder / stored.ADAPTER_WEIGHTS_FILE}: lacks {', '.join(missing)}; tune again")
     return adapted
 
 
 def _adapted_names(folder: Path) -> set[str]:
     """Return the names of the modules that have matrices in an adapter's file; raise ModelError if it is damaged."""
-    names = read_tensors(folder / ADAPTER_WEIGHTS_FILE)[1]
+    names = stored.read_tensors(folder / stored.ADAPTER_WEIGHTS_FILE)[1]
     parts = [name.removeprefix("base_model.model.").partition(".lora_") for name in names]
     return {module for module, adapted, _ in parts if adapted}
 
@@ -231,7 +224,7 @@ def without_known_warnings() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*gradient_checkpointing` is deprecated", FutureWarning)
         warnings.filterwarnings("ignore", r"Could not find a config file in (builtin:|.*\.gguf)", UserWarning)
-        warnings.filterwarnings("ignore", rf"Unexpected keyword arguments \['{WARNING}'\]", UserWarning)
+        warnings.filterwarnings("ignore", rf"Unexpected keyword arguments \['{stored.WARNING}'\]", UserWarning)
         yield
 
 

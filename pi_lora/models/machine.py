@@ -15,13 +15,7 @@ from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_availa
 
 from pi_lora.errors import ModelError
 from pi_lora.models.base import BaseModel
-from pi_lora.models.device import (
-    bfloat16_speed,
-    device,
-    dtype_named,
-    has_bfloat16_instructions,
-    has_fast_bfloat16,
-)
+from pi_lora.models.device import bfloat16_speed, device, dtype_named, has_bfloat16_instructions, has_fast_bfloat16
 from pi_lora.recipe.schema import Recipe
 
 SDPA = "sdpa"

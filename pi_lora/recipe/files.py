@@ -26,6 +26,7 @@ MOST_BYTES, MOST_NODES, MOST_DEPTH = 1_000_000, 1_000, 20
 KeyPath = tuple[str | int, ...]
 # A key that version 0.1 still reads; `true` and `false` are two of the values that it has now. Origins tell.
 FORMER, PRESENT, AS_FORMER = ("tuning", "embeddings_and_norms"), ("tuning", "also_train"), ", as embeddings_and_norms"
+NOW = {True: "embeddings_and_norms", False: "nothing"}
 _TAG = "tag:yaml.org,2002:"
 _KINDS = ("null", "bool", "int", "float", "str", "seq", "map")
 
@@ -117,12 +118,11 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> ResolvedRecipe:
         recipe = Recipe.model_validate(tree)
     except ValidationError as error:
         raise RecipeError([_problem(path, each, origins) for each in error.errors()]) from None
-    found = {}
+    places: list[tuple[str, ...]] = []
     for section, content in recipe:
-        for key in type(content).model_fields if isinstance(content, Section) else [""]:
-            at = (section, key) if key else (section,)
-            found[".".join(at)] = origins.get(at, DEFAULT)
-    return ResolvedRecipe(recipe, found)
+        keys = type(content).model_fields if isinstance(content, Section) else ()
+        places += [(section, key) for key in keys] or [(section,)]
+    return ResolvedRecipe(recipe, {".".join(place): origins.get(place, DEFAULT) for place in places})
 
 
 def dump_recipe(recipe: Recipe) -> str:
@@ -171,13 +171,9 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[KeyPath, str]]:
     origins = dict(_lines(node, path))
     tuning = tree.get("tuning")
     if isinstance(tuning, dict) and PRESENT[1] not in tuning and isinstance(tuning.get(FORMER[1]), bool):
-        tuning[PRESENT[1]] = _present(tuning.pop(FORMER[1]))
+        tuning[PRESENT[1]] = NOW[tuning.pop(FORMER[1])]
         origins[PRESENT] = origins.get(FORMER, str(path)) + AS_FORMER
     return tree, origins
-
-
-def _present(value: bool) -> str:
-    return "embeddings_and_norms" if value else "nothing"
 
 
 def _parsed(text: str) -> tuple[yaml.Node | None, Any]:
@@ -218,7 +214,7 @@ def _apply_override(tree: dict[str, Any], origins: dict[KeyPath, str], override:
         raise RecipeError([f"{override}: the value is not YAML; quote it"]) from None
     origin = COMMAND_LINE
     if key == ".".join(FORMER) and isinstance(value, bool):
-        key, value, origin = ".".join(PRESENT), _present(value), origin + AS_FORMER
+        key, value, origin = ".".join(PRESENT), NOW[value], origin + AS_FORMER
     *sections, last = key.split(".")
     for section in sections:
         inner = tree.get(section) or {}

@@ -155,10 +155,8 @@ class TrainingScores(TrainerCallback):
     `scores/NAME-step-N.json`. Each process measures its part; the leader writes.
     """
 
-    def __init__(
-        self, evaluation: Evaluation, loaded: LoadedModel, folder: Path, log: TrainingLog, attention: str
-    ) -> None:
-        self.evaluation, self.loaded, self.folder, self.log = evaluation, loaded, folder / SCORES, log
+    def __init__(self, asked: Evaluation, loaded: LoadedModel, folder: Path, log: TrainingLog, attention: str) -> None:
+        self.asked, self.loaded, self.folder, self.log = asked, loaded, folder / SCORES, log
         self.attention = attention
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
@@ -168,14 +166,14 @@ class TrainingScores(TrainerCallback):
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Measure if it is time to."""
-        every = self.evaluation.every
+        every = self.asked.every
         if every and (state.global_step % every == 0 or state.global_step == state.max_steps):
             self._measure(state.global_step)
 
     def _measure(self, step: int) -> None:
         started = time.monotonic()
         with _as_when_loaded(self.loaded.model, self.attention, self.loaded.autocast):
-            measured = measure(self.loaded, self.evaluation)
+            measured = measure(self.loaded, self.asked)
         if is_leader():
             for name, scores in measured.items():
                 write_scores(scores.model_copy(update={"step": step}), self.folder / f"{name}-step-{step}.json")

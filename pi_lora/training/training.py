@@ -25,10 +25,10 @@ from pi_lora.distributed import from_all, is_leader, join_processes, number_of_p
 from pi_lora.errors import Interrupted
 from pi_lora.files.making import write_whole
 from pi_lora.models import adapter as adapters
+from pi_lora.models import machine
 from pi_lora.models.base import Placement, load_model, quiet_loading, save_config, save_tokenizer
 from pi_lora.models.device import device
 from pi_lora.models.load import LoadedModel
-from pi_lora.models.machine import SDPA, measured_under_autocast, use_liger
 from pi_lora.models.origin import check_origin, check_resumed, origin_of, read_origin
 from pi_lora.recipe.files import RECIPE_FILE, dump_recipe
 from pi_lora.recipe.schema import Recipe
@@ -54,11 +54,13 @@ def train(job: Job, progress: Progress = silent) -> Path:
         set_seed(job.recipe.training.seed)
         model, batch = _prepared_model(job), job.recipe.training.global_batch_size
         log = TrainingLog(staging, data.tokens * batch if isinstance(data.tokens, int) else None, progress)
-        autocast = measured_under_autocast(job.recipe)
+        autocast = machine.measured_under_autocast(job.recipe)
         loaded = LoadedModel(str(job.output), model, job.tokenizer, job.config, autocast=autocast)
         asked, scores = job.recipe.evaluation, list[TrainerCallback]()
         if asked.every:
-            scores.append(TrainingScores(asked, loaded, staging, log, job.attention_of_scores))
+            # With the kernel of a model that is loaded.
+            kernel = machine.attention_kernel("auto", job.base, machine.dtype_of_base(job.recipe) == torch.bfloat16)
+            scores.append(TrainingScores(asked, loaded, staging, log, kernel))
         with quiet_loading(), adapters.without_known_warnings(), ends_after_the_step(log):
             trainer = Trainer(job, model, staging, log, scores)
             start = _checkpoint_to_resume(staging) if job.resume else None
@@ -95,7 +97,7 @@ def _staged_by_the_leader(job: Job) -> Iterator[Path]:
 
 def _prepared_model(job: Job) -> Any:
     recipe = job.recipe
-    model = load_model(job.base, job.config, job.dtype, job.attention, _placement(recipe))
+    model = load_model(job.base, job.config, machine.dtype_of_base(recipe), job.attention, _placement(recipe))
     if recipe.sharded and number_of_processes() > 1:
         # transformers reads the weights of some modules in float32, whatever the dtype.
         dtypes = from_all([{name: weight.dtype for name, weight in model.named_parameters()}])[0]
@@ -110,11 +112,6 @@ def _prepared_model(job: Job) -> Any:
     if recipe.sharded and recipe.tuning.method == "lora":
         adapters.keep_ties(tuned)
     return tuned
-
-
-def _autocast_alone(job: Job) -> bool:
-    """Whether PEFT's casts change no number under autocast: dropout and DoRA's norms depend on the dtype."""
-    return job.in_bfloat16 and not job.recipe.tuning.dropout and not job.recipe.tuning.dora
 
 
 def _placement(recipe: Recipe) -> Placement:
@@ -169,7 +166,7 @@ def trainer_arguments(job: Job, staging: Path) -> SFTConfig:
         adam_beta1=training.betas[0],
         adam_beta2=training.betas[1],
         max_grad_norm=training.max_grad_norm,
-        bf16=job.in_bfloat16,
+        bf16=machine.computes_in_bfloat16(job.recipe),
         use_cpu=device().type == "cpu",
         gradient_checkpointing=training.activation_checkpointing,
         gradient_checkpointing_kwargs={"offload": True} if hardware.offload_activations else None,
@@ -207,10 +204,12 @@ class Trainer(SFTTrainer):
         self, job: Job, model: Any, staging: Path, log: TrainingLog, others: Sequence[TrainerCallback] = ()
     ) -> None:
         data, self.training, self.log_of_losses = job.prepare(), job.recipe.training, log
-        self.casts_inputs = not _autocast_alone(job)
+        # Under autocast PEFT's casts change no number but of dropout and DoRA's norms, which depend on the dtype.
+        tuning = job.recipe.tuning
+        self.casts_inputs = bool(not machine.computes_in_bfloat16(job.recipe) or tuning.dropout or tuning.dora)
         self.groups: Sampler[int] | None = data.groups(job.sequences_at_once, self.training.seed)
         if job.recipe.model.kernels == "liger":
-            use_liger(model)
+            machine.use_liger(model)
         if self.training.mlp_chunk_tokens:
             chunk_mlps(model, self.training.mlp_chunk_tokens)
         # TensorBoard's events go into the run; by default they are removed with the checkpoints.
@@ -227,7 +226,7 @@ class Trainer(SFTTrainer):
         # Without a mask torch chooses its fast kernel; FlashAttention leaves padding out by itself, and the loss that
         # balances experts counts what the mask says.
         balances_experts = bool(job.config.get("output_router_logits"))
-        self.unmasked = job.recipe.data.has_examples and job.attention == SDPA and not balances_experts
+        self.unmasked = job.recipe.data.has_examples and job.attention == machine.SDPA and not balances_experts
         if self.is_fsdp_enabled:
             self._sum_in_float32()
 
