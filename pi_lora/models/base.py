@@ -106,9 +106,8 @@ def find_base(name: str, revision: str = "main", allowed: Allowed = NOTHING) -> 
     check_config(own, name)
     if scaling.full_attention_rope(own).get("rope_type") == "linear" and not is_gguf(place):
         settings = _file(place, tokenizer_files.SETTINGS_FILE, revision)
-        own = scaling.declaring_original(
-            own, tokenizer_files.read_settings(settings).model_max_length if settings else None
-        )
+        longest = tokenizer_files.read_settings(settings).model_max_length if settings else None
+        own = scaling.declaring_original(own, longest)
     return BaseModel(name, place, revision, trust, type(config), own)
 
 
