@@ -111,8 +111,11 @@ def staged(output: Path, resume: bool = False) -> Iterator[Path]:
     with _locked(output):
         try:
             _check_place(output)  # another process may have finished it meanwhile
-            if not resume:
-                _empty(staging)
+            for each in () if resume else staging.iterdir():
+                if each.is_dir() and not each.is_symlink():
+                    shutil.rmtree(each)
+                elif each.name != LOCK:
+                    each.unlink()
             yield staging
         except BaseException:
             if last_checkpoint(staging) is None:
@@ -139,7 +142,9 @@ def _locked(output: Path) -> Iterator[None]:
     try:
         lock.acquire()
     except Timeout:
-        owner = _owner(file)
+        owner = "another process"
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            owner = "process {} on {}".format(*file.read_text(encoding="utf-8").split()[:2])
         raise RunExistsError(f"{output}: is being made by {owner}; wait for it, or choose another --output") from None
     except OSError as error:
         raise RunExistsError(f"{output}: cannot be written ({error.strerror}); choose another --output") from None
@@ -155,22 +160,6 @@ def _locked(output: Path) -> Iterator[None]:
             if mine and os.path.samestat(mine, file.stat()):
                 file.unlink()
         lock.release()
-
-
-def _owner(lock: Path) -> str:
-    try:
-        process, host, *_ = lock.read_text(encoding="utf-8").split()
-    except (OSError, ValueError):
-        return "another process"
-    return f"process {process} on {host}"
-
-
-def _empty(staging: Path) -> None:
-    for each in staging.iterdir():
-        if each.is_dir() and not each.is_symlink():
-            shutil.rmtree(each)
-        elif each.name != LOCK:
-            each.unlink()
 
 
 def _publish(staging: Path, output: Path) -> Path:

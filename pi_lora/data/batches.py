@@ -27,7 +27,6 @@ Collate = Callable[[Sequence[Mapping[str, Any]]], Batch]
 IGNORED = -100
 # How far, as a share of its length, an example moves in the order of lengths, so that each epoch has other batches.
 JITTER = 0.1
-DIGESTED = 1000
 
 
 def collate(rows: Sequence[Mapping[str, Any]]) -> Batch:
@@ -104,7 +103,7 @@ class TrainingData:
     def digest(self) -> str:
         """A SHA-256 of the number of rows and of about a thousand of them."""
         found = hashlib.sha256(f"{len(self.rows)}".encode())
-        for index in range(0, len(self.rows), max(1, len(self.rows) // DIGESTED)):
+        for index in range(0, len(self.rows), max(1, len(self.rows) // 1000)):
             for values in self.rows[index].values():
                 found.update(values.tobytes())
         return found.hexdigest()

@@ -13,7 +13,7 @@ from typing import Any
 import peft
 import torch
 from peft import LoraConfig, PeftModel
-from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.helpers import disable_input_dtype_casting as disable_input_dtype_casting
 from peft.utils import ModulesToSaveWrapper
 from torch import nn
 from transformers import PreTrainedModel
@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from pi_lora.errors import ModelError
 from pi_lora.models import stored
 from pi_lora.models.base import check_finite
-from pi_lora.recipe.schema import Beside, Tuning
+from pi_lora.recipe.schema import Tuning
 
 
 def prepare_for_tuning(
@@ -77,14 +77,16 @@ def check_shape(folder: Path, tuning: Tuning, base: PreTrainedModel) -> None:
         why = f"{folder} is an adapter, which tuning.method: full cannot tune"
         raise ModelError(f"model.name: {why}; {merge_it}, or use lora or qlora")
     saved = stored.read_adapter_settings(folder)
-    on_attention_alone = {name.rpartition(".")[2] for name in _adapted_names(folder)} <= _attention_names(base)
+    on_attention_alone = _last_parts(_adapted_names(folder)) <= _attention_names(base)
+    whole = _last_parts(saved.modules_to_save or [])
+    beside = "embeddings_and_norms" if _embedding_name(base) in whole else "norms" if whole else "nothing"
     pairs = {
         "rank": (saved.r, tuning.rank),
         "alpha": (saved.lora_alpha, tuning.lora_alpha),
         "rank_stabilized": (bool(saved.use_rslora), tuning.rank_stabilized),
         "dora": (bool(saved.use_dora), tuning.dora),
         "targets": ("attention" if on_attention_alone else "all-linear", tuning.targets),
-        "also_train": (_trained_beside(saved.modules_to_save or [], base), tuning.also_train),
+        "also_train": (beside, tuning.also_train),
     }
     if differing := [f"tuning.{key}={str(has).lower()}" for key, (has, asked) in pairs.items() if has != asked]:
         other = f"the adapter in {folder} has another shape, which tuning further does not change"
@@ -108,20 +110,6 @@ def kept_values(model: nn.Module) -> Iterator[None]:
     for name, weight in model.named_parameters():
         if weight.requires_grad:
             weight.data = values[name]
-
-
-@contextmanager
-def input_casts(model: nn.Module, enabled: bool) -> Iterator[None]:
-    """Have LoRA's layers cast their inputs to float32, as their weights are, or not; autocast makes both bfloat16."""
-    layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
-    before = [layer.cast_input_dtype_enabled for layer in layers]
-    for layer in layers:
-        layer.cast_input_dtype_enabled = enabled
-    try:
-        yield
-    finally:
-        for layer, value in zip(layers, before, strict=True):
-            layer.cast_input_dtype_enabled = value
 
 
 def keep_ties(model: PeftModel) -> None:
@@ -269,18 +257,11 @@ def _saved_name(name: str) -> str:
 
 def _names_trained_whole(model: PreTrainedModel, tuning: Tuning) -> list[str]:
     """Return the last part of the names of the modules that train in full beside LoRA."""
-    names = {_embedding_name(model)} if tuning.with_embeddings else set()
-    for name, module in model.named_modules() if tuning.with_norms else ():
-        # The norms of OLMo have no parameters.
-        if "Norm" in type(module).__name__ and any(True for _ in module.parameters()):
-            names.add(name.rpartition(".")[2])
-    return sorted(names)
-
-
-def _trained_beside(names: Iterable[str], base: PreTrainedModel) -> Beside:
-    """Return what an adapter of `base` trained in full beside its matrices, by the names of its modules."""
-    saved = {name.rpartition(".")[2] for name in names}
-    return "embeddings_and_norms" if _embedding_name(base) in saved else "norms" if saved else "nothing"
+    embedding = [_embedding_name(model)] if tuning.with_embeddings else []
+    norms = ((name, module) for name, module in model.named_modules() if "Norm" in type(module).__name__)
+    # The norms of OLMo have no parameters.
+    with_weights = [name for name, module in norms if tuning.with_norms and any(True for _ in module.parameters())]
+    return sorted(_last_parts([*embedding, *with_weights]))
 
 
 def _embedding_name(model: PreTrainedModel) -> str:
@@ -290,8 +271,9 @@ def _embedding_name(model: PreTrainedModel) -> str:
 
 def _attention_names(model: nn.Module) -> set[str]:
     """Return the last part of the names of the linear layers in attention, which differ between architectures."""
-    return {
-        name.rpartition(".")[2]
-        for name, module in model.named_modules()
-        if isinstance(module, torch.nn.Linear) and ("attn." in name or "attention." in name)
-    }
+    linear = (name for name, module in model.named_modules() if isinstance(module, nn.Linear))
+    return _last_parts(name for name in linear if "attn." in name or "attention." in name)
+
+
+def _last_parts(names: Iterable[str]) -> set[str]:
+    return {name.rpartition(".")[2] for name in names}

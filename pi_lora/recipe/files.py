@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from pi_lora.errors import RecipeError
+from pi_lora.errors import RecipeError, first_line
 from pi_lora.files.reading import read_text, reason, shortened
 from pi_lora.recipe.places import shipped_recipes
 from pi_lora.recipe.schema import Recipe, Section, names_something, sections_in
@@ -28,7 +28,6 @@ KeyPath = tuple[str | int, ...]
 FORMER, PRESENT, AS_FORMER = ("tuning", "embeddings_and_norms"), ("tuning", "also_train"), ", as embeddings_and_norms"
 NOW = {True: "embeddings_and_norms", False: "nothing"}
 _TAG = "tag:yaml.org,2002:"
-_KINDS = ("null", "bool", "int", "float", "str", "seq", "map")
 
 
 class _Loader(yaml.SafeLoader):
@@ -76,13 +75,10 @@ _Loader.yaml_implicit_resolvers = {
     first: [(tag, shape) for tag, shape in known if tag != _TAG + "timestamp"]
     for first, known in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
-_EXPONENT = re.compile(r"^[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+$")
-_Loader.add_implicit_resolver(_TAG + "float", _EXPONENT, list("-+0123456789."))
-_Loader.yaml_constructors = {
-    tag: make
-    for tag, make in yaml.SafeLoader.yaml_constructors.items()
-    if tag is None or tag.removeprefix(_TAG) in _KINDS
-}
+_exponent = re.compile(r"^[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+$")
+_Loader.add_implicit_resolver(_TAG + "float", _exponent, list("-+0123456789."))
+_made = (None, *(_TAG + kind for kind in ("null", "bool", "int", "float", "str", "seq", "map")))
+_Loader.yaml_constructors = {tag: yaml.SafeLoader.yaml_constructors[tag] for tag in _made}
 
 
 @dataclass(frozen=True)
@@ -164,7 +160,7 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[KeyPath, str]]:
         line = error.problem_mark.line + 1 if error.problem_mark else 1
         raise RecipeError([f"{path}:{line}: {error.problem}; correct the YAML"]) from None
     except yaml.YAMLError as error:
-        raise RecipeError([f"{path}: not YAML ({str(error).splitlines()[0]}); give a YAML file"]) from None
+        raise RecipeError([f"{path}: not YAML ({first_line(error)}); give a YAML file"]) from None
     if not isinstance(tree, dict):
         what = "is empty" if tree is None else f"holds a {type(tree).__name__}, not keys"
         raise RecipeError([f"{path}: {what}; write `key: value` lines, at least of model, context and data"])

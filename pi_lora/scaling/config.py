@@ -262,22 +262,12 @@ def _stretched_rope(config: Config, interpolation: Interpolation) -> tuple[dict[
     factor = scale_of(config) * scale
     if factor == 1.0:
         return {**rope, "rope_type": "default"}, interpolation.target
-    if config.get("model_type") in LONGROPE_ONLY:
-        return _as_longrope(config, rope, factor, interpolation.target), interpolation.target
-    declared = interpolation.target / (1 if config.get("model_type") in WINDOW_DECLARED else factor)
-    return {**rope, "rope_type": "linear", "factor": factor}, round(declared)
-
-
-def _as_longrope(config: Config, rope: Config, factor: float, window: int) -> dict[str, Any]:
-    """Return PI as a `longrope`: every frequency is divided by the same `factor`, attention is not scaled."""
+    if config.get("model_type") not in LONGROPE_ONLY:
+        declared = interpolation.target / (1 if config.get("model_type") in WINDOW_DECLARED else factor)
+        return {**rope, "rope_type": "linear", "factor": factor}, round(declared)
+    # Every frequency is divided by the same factor. Readers derive a factor on attention, 1, from the two windows.
     head_dim = config["hidden_size"] // config["num_attention_heads"]
     factors = [factor] * (int(head_dim * rope.get("partial_rotary_factor", 1.0)) // 2)
-    return {
-        **rope,
-        "rope_type": "longrope",
-        "short_factor": factors,
-        "long_factor": factors,
-        "original_max_position_embeddings": window,  # readers derive a factor on attention from the two windows
-        "factor": 1.0,
-        "attention_factor": 1.0,
-    }
+    divided = {"rope_type": "longrope", "short_factor": factors, "long_factor": factors}
+    unscaled = {"original_max_position_embeddings": interpolation.target, "factor": 1.0, "attention_factor": 1.0}
+    return {**rope, **divided, **unscaled}, interpolation.target

@@ -22,7 +22,6 @@ from pi_lora.errors import Diverged
 from pi_lora.evaluation.results import write_scores
 from pi_lora.evaluation.suite import measure
 from pi_lora.files.making import write_whole
-from pi_lora.models.adapter import input_casts
 from pi_lora.models.base import finite
 from pi_lora.models.load import LoadedModel
 from pi_lora.recipe.schema import Evaluation
@@ -72,7 +71,9 @@ class TrainingLog(TrainerCallback):
         ends, which = state.global_step == state.max_steps, "loss"
         if not diverged and (ends or asked_to_stop or control.should_save):
             # The loss of a step says nothing of the weights after it, which are about to be saved.
-            [diverged], which = any_process(not _finite_weights(model)), "weights"
+            trained = (weight.detach() for weight in model.parameters() if weight.requires_grad)
+            own = (weight.to_local() if isinstance(weight, DTensor) else weight for weight in trained)
+            [diverged], which = any_process(not all(map(finite, own))), "weights"
         if diverged:
             good = last_checkpoint(self.path.parent)
             kept = f" (the last good checkpoint is kept: {good})" if good else ""
@@ -112,12 +113,6 @@ class TrainingLog(TrainerCallback):
     def _tokens(self, state: TrainerState) -> int:
         per_step = self.tokens_per_step
         return int(state.num_input_tokens_seen if per_step is None else state.global_step * per_step)
-
-
-def _finite_weights(model: Any) -> bool:
-    """Return whether the weights that train, or this process's shards of them, are finite numbers."""
-    trained = (weight.detach() for weight in model.parameters() if weight.requires_grad)
-    return all(finite(weight.to_local() if isinstance(weight, DTensor) else weight) for weight in trained)
 
 
 def peak_memory() -> int:
@@ -202,8 +197,7 @@ def _as_when_loaded(model: Any, kernel: str, autocast: bool = False) -> Iterator
     for registered, key, _ in hooks:
         registered[key] = lambda _module, _arguments, _options: None
     try:
-        with input_casts(model, enabled=True):
-            yield
+        yield
     finally:
         for registered, key, hook in hooks:
             registered[key] = hook

@@ -204,9 +204,9 @@ class Trainer(SFTTrainer):
         self, job: Job, model: Any, staging: Path, log: TrainingLog, others: Sequence[TrainerCallback] = ()
     ) -> None:
         data, self.training, self.log_of_losses = job.prepare(), job.recipe.training, log
-        # Under autocast PEFT's casts change no number but of dropout and DoRA's norms, which depend on the dtype.
+        # PEFT's casts change no number then but of dropout and DoRA's norms, which depend on the dtype.
         tuning = job.recipe.tuning
-        self.casts_inputs = bool(not machine.computes_in_bfloat16(job.recipe) or tuning.dropout or tuning.dora)
+        self.cast_by_autocast = machine.computes_in_bfloat16(job.recipe) and not (tuning.dropout or tuning.dora)
         self.groups: Sampler[int] | None = data.groups(job.sequences_at_once, self.training.seed)
         if job.recipe.model.kernels == "liger":
             machine.use_liger(model)
@@ -247,18 +247,15 @@ class Trainer(SFTTrainer):
     def _get_train_sampler(self, train_dataset: Any = None) -> Sampler[int] | None:
         return self.groups or super()._get_train_sampler(train_dataset)
 
-    def train(self, *arguments: Any, **named: Any) -> Any:
-        """Train without the casts by PEFT that autocast makes superfluous."""
-        with adapters.input_casts(self.model, self.casts_inputs):
-            return super().train(*arguments, **named)
-
     def training_step(self, model: Any, inputs: dict[str, torch.Tensor], *others: Any) -> torch.Tensor:
-        """Unmask the padding of examples, and let the log see the loss. Padding is on the right, where causality hides
-        it from every token, and has no label. The trainer counts tokens by the mask of its own `inputs`.
+        """Unmask the padding of examples, leave out the casts by PEFT that autocast makes superfluous, and let the log
+        see the loss. Padding is on the right, where causality hides it from every token, and has no label. The trainer
+        counts tokens by the mask of its own `inputs`.
         """
         if self.unmasked:
             inputs = {**inputs, "attention_mask": torch.ones_like(inputs["attention_mask"])}
-        loss: torch.Tensor = super().training_step(model, inputs, *others)
+        with adapters.disable_input_dtype_casting(self.model, self.cast_by_autocast):
+            loss: torch.Tensor = super().training_step(model, inputs, *others)
         self.log_of_losses.saw(loss)
         return loss
 
