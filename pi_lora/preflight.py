@@ -12,10 +12,10 @@ import torch
 from pi_lora.data.examples import data_problems
 from pi_lora.data.sources import RECALL
 from pi_lora.errors import ModelError, PiLoraError, RecipeError
-from pi_lora.models import liger
 from pi_lora.models.adapter import check_shape
 from pi_lora.models.base import extended_config, find_base
 from pi_lora.models.load import adapter_base, is_adapter
+from pi_lora.models.machine import LIGER, check_liger
 from pi_lora.planning.counting import shape_of
 from pi_lora.planning.planning import CPU, Plan, Target, device_here, plan_recipe
 from pi_lora.recipe.schema import Data, Recipe
@@ -43,8 +43,8 @@ def check(recipe: Recipe, output: Path, resume: bool = False, allowed: Allowed =
     job = attempt(_extended_model if recipe.scaling == "keep" else _extendable_base, recipe, output, allowed)
     attempt(lambda: _raise_all(data_problems(recipe.data), _evaluation_problems(recipe)))
     attempt(_raise_all, _hardware_problems(recipe), _missing_packages(recipe))
-    if job and recipe.model.kernels == "liger" and importlib.util.find_spec(liger.PACKAGE):
-        attempt(liger.check_supported, job.base.config["model_type"])
+    if job and recipe.model.kernels == "liger" and importlib.util.find_spec(LIGER):
+        attempt(check_liger, job.base.config["model_type"])
     attempt(rate_share, recipe.training)
     attempt(check_output, output, resume)
     if resume:
@@ -153,7 +153,7 @@ def _missing_packages(recipe: Recipe) -> Iterator[str]:
         (qlora, "bitsandbytes", "tuning.method: qlora", "'pi-lora[qlora]'"),
         (paged and not qlora, "bitsandbytes", "training.optimizer: paged_adamw_8bit", "'pi-lora[qlora]'"),
         (flash, "flash_attn", "model.attention: flash_attention_2", "'pi-lora[flash-attn]'"),
-        (recipe.model.kernels == "liger", liger.PACKAGE, "model.kernels: liger", "'pi-lora[liger]'"),
+        (recipe.model.kernels == "liger", LIGER, "model.kernels: liger", "'pi-lora[liger]'"),
         (benchmarks, "lm_eval", "evaluation.benchmarks", "'pi-lora[eval]'"),
     ]
     wanted += [(True, tracker, f"training.tracking: {tracker}", tracker) for tracker in recipe.training.tracking]

@@ -64,21 +64,19 @@ def check_output(output: Path, resume: bool = False) -> None:
 
 
 def _check_place(output: Path) -> None:
-    place = _place(output)
+    place, problem = _place(output), ""
     try:
         if place.exists() and (not place.is_dir() or any(place.iterdir())):
-            raise RunExistsError(
-                f"{output}: already exists and is not overwritten; choose another --output or remove it"
-            )
+            problem = "already exists and is not overwritten; choose another --output or remove it"
+        # A bind mount from the same file system has its device number, and is only in the system's table.
+        elif os.path.ismount(place) or str(place) in {each.mountpoint for each in psutil.disk_partitions(all=True)}:
+            problem = f"is a mount point, which no folder can be renamed to; name one in it: {output}/run"
+        elif place == Path.cwd():
+            problem = "is the current folder, which would be replaced; name one in it"
     except OSError as error:
-        raise RunExistsError(f"{output}: cannot be read ({error.strerror}); choose another --output") from None
-    # A bind mount from the same file system has its device number, and is only in the system's table.
-    if os.path.ismount(place) or str(place) in {each.mountpoint for each in psutil.disk_partitions(all=True)}:
-        raise RunExistsError(
-            f"{output}: is a mount point, which no folder can be renamed to; name one in it: {output}/run"
-        )
-    if place == Path.cwd():
-        raise RunExistsError(f"{output}: is the current folder, which would be replaced; name one in it")
+        problem = f"cannot be read ({error.strerror}); choose another --output"
+    if problem:
+        raise RunExistsError(f"{output}: {problem}")
 
 
 def check_room(output: Path, needed: int) -> None:
@@ -113,8 +111,11 @@ def staged(output: Path, resume: bool = False) -> Iterator[Path]:
     with _locked(output):
         try:
             _check_place(output)  # another process may have finished it meanwhile
-            if not resume:
-                _empty(staging)
+            for each in () if resume else staging.iterdir():
+                if each.is_dir() and not each.is_symlink():
+                    shutil.rmtree(each)
+                elif each.name != LOCK:
+                    each.unlink()
             yield staging
         except BaseException:
             if last_checkpoint(staging) is None:
@@ -141,9 +142,10 @@ def _locked(output: Path) -> Iterator[None]:
     try:
         lock.acquire()
     except Timeout:
-        raise RunExistsError(
-            f"{output}: is being made by {_owner(file)}; wait for it, or choose another --output"
-        ) from None
+        owner = "another process"
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            owner = "process {} on {}".format(*file.read_text(encoding="utf-8").split()[:2])
+        raise RunExistsError(f"{output}: is being made by {owner}; wait for it, or choose another --output") from None
     except OSError as error:
         raise RunExistsError(f"{output}: cannot be written ({error.strerror}); choose another --output") from None
     mine = None
@@ -160,35 +162,19 @@ def _locked(output: Path) -> Iterator[None]:
         lock.release()
 
 
-def _owner(lock: Path) -> str:
-    try:
-        process, host, *_ = lock.read_text(encoding="utf-8").split()
-    except (OSError, ValueError):
-        return "another process"
-    return f"process {process} on {host}"
-
-
-def _empty(staging: Path) -> None:
-    for each in staging.iterdir():
-        if each.is_dir() and not each.is_symlink():
-            shutil.rmtree(each)
-        elif each.name != LOCK:
-            each.unlink()
-
-
 def _publish(staging: Path, output: Path) -> Path:
     """Rename what is finished to `output`, or beside it under a name that is free; return the folder that it became."""
     place = _place(output)
-    names = (place.with_name(f"{place.name}-{number}") for number in count(2))
-    while True:
+    for other in (place.with_name(f"{place.name}-{number}") for number in count(2)):
         try:
             os.replace(staging, place)  # takes the place of an empty folder
         except OSError:
             if not os.path.lexists(place):
                 raise
-            place = next(names)
+            place = other
         else:
-            return place
+            break
+    return place
 
 
 def remove(output: Path) -> None:
@@ -328,11 +314,7 @@ def write_provenance(folder: Path, origin: Origin, facts: Mapping[str, Any]) -> 
 def _commit() -> str | None:
     """Return the commit of this source tree if it is a git checkout."""
     here = Path(__file__).parent.parent
-    if not (here / ".git").exists():
+    if not (here / ".git").exists() or not shutil.which("git"):
         return None
     describe = ["git", "-C", str(here), "describe", "--always", "--dirty", "--abbrev=12"]
-    try:
-        answer = subprocess.run(describe, capture_output=True, text=True, check=False)
-    except OSError:  # no git
-        return None
-    return answer.stdout.strip() or None
+    return subprocess.run(describe, capture_output=True, text=True, check=False).stdout.strip() or None

@@ -9,6 +9,7 @@ import torch
 from conftest import small_recipe
 
 from pi_lora.errors import RecipeError, ScalingError
+from pi_lora.models.machine import computes_in_bfloat16, dtype_of_base
 from pi_lora.planning.memory import GIB
 from pi_lora.planning.text import plan_lines
 from pi_lora.preflight import check, plan_here
@@ -121,8 +122,8 @@ def test_the_plan_is_for_the_gpu_that_is_here(
     assert (plan.gpu.name, plan.gpu.memory, plan.gpu.bfloat16) == (name, gpu.total_memory, bfloat16)
     assert plan.gpu.peak == (peak and pytest.approx(peak))
     assert f"of {gibibytes:.1f} GiB on 1 x {name}" in plan_lines(plan)[1]
-    assert job.in_bfloat16 == bfloat16
-    assert job.dtype == (torch.bfloat16 if bfloat16 else torch.float32)
+    assert computes_in_bfloat16(job.recipe) == bfloat16
+    assert dtype_of_base(job.recipe) == (torch.bfloat16 if bfloat16 else torch.float32)
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,6 @@ Collate = Callable[[Sequence[Mapping[str, Any]]], Batch]
 IGNORED = -100
 # How far, as a share of its length, an example moves in the order of lengths, so that each epoch has other batches.
 JITTER = 0.1
-DIGESTED = 1000
 
 
 def collate(rows: Sequence[Mapping[str, Any]]) -> Batch:
@@ -101,15 +100,10 @@ class TrainingData:
     said: list[str]
 
     @property
-    def tokens_per_row(self) -> int | None:
-        """None where each row has its own number."""
-        return self.tokens if isinstance(self.tokens, int) else None
-
-    @property
     def digest(self) -> str:
         """A SHA-256 of the number of rows and of about a thousand of them."""
         found = hashlib.sha256(f"{len(self.rows)}".encode())
-        for index in range(0, len(self.rows), max(1, len(self.rows) // DIGESTED)):
+        for index in range(0, len(self.rows), max(1, len(self.rows) // 1000)):
             for values in self.rows[index].values():
                 found.update(values.tobytes())
         return found.hexdigest()

@@ -29,8 +29,6 @@ PARQUET, CSV, PDF = ".parquet", ".csv", ".pdf"
 # Documents come from text files and from rows; a CSV file is a table only, and as a document it is its plain text.
 DOCUMENT_SUFFIXES = (*TEXT_SUFFIXES, *JSON_LINES, PARQUET)
 TABLE_SUFFIXES = (*JSON_LINES, PARQUET, CSV)
-PARQUET_ROWS_AT_ONCE = 256
-STDIN = "-"
 
 File = Path | zipfile.Path
 # What names a row in a message (`file:line`), and its values by column.
@@ -56,7 +54,9 @@ def looks_local(name: str) -> bool:
 
 
 def files_named(name: str, suffixes: tuple[str, ...]) -> tuple[Path, ...]:
-    """Return the files that `name` stands for: itself, those in a folder at any depth, or of a glob; DataError if none."""
+    """Return the files that `name` stands for: itself, those in a folder at any depth, or of a glob, or raise
+    DataError.
+    """
     path = Path(os.path.expanduser(name))
     if path.is_file():
         return (path,)
@@ -123,7 +123,7 @@ def _parquet_rows(file: File, columns: Sequence[str]) -> Iterator[NamedJson]:
     with pyarrow.parquet.ParquetFile(file) as table:
         # Where one is missing all are read, so that a message can name them.
         known = set(columns) <= set(table.schema_arrow.names)
-        batches = table.iter_batches(PARQUET_ROWS_AT_ONCE, columns=list(columns) if known else None)
+        batches = table.iter_batches(256, columns=list(columns) if known else None)
         for number, row in enumerate((row for batch in batches for row in batch.to_pylist()), 1):
             yield f"{file}:{number}", row
 
@@ -153,13 +153,13 @@ def _decoded(content: bytes, name: str) -> str:
 
 
 def read_document(name: str) -> str:
-    """Return the text of a text file, of the pages of a PDF (by pypdf), or of standard input (`-`); DataError if none."""
+    """Return the text of a text or PDF file (by pypdf), or of standard input (`-`); raise DataError without any."""
     file, is_pdf = Path(os.path.expanduser(name)), name.lower().endswith(PDF)
     try:
-        content = sys.stdin.buffer.read() if name == STDIN else file.read_bytes()
+        content = sys.stdin.buffer.read() if name == "-" else file.read_bytes()
     except OSError as error:
         raise DataError(f"{file}: cannot be read ({error.strerror}); name a .txt, .md or .pdf file, or - ") from None
-    text = _pdf(file) if is_pdf else _decoded(content, "standard input" if name == STDIN else name)
+    text = _pdf(file) if is_pdf else _decoded(content, "standard input" if name == "-" else name)
     text = text.removeprefix("\N{BYTE ORDER MARK}")
     if not text.strip():
         more = "; its pages may be scanned pictures: recognize their text (OCR) first" if is_pdf else ""

@@ -136,15 +136,15 @@ class Stream:
 
     def __init__(self, source: Source, data: Data, encode: Encode, length: int) -> None:
         self.source, self.data, self.encode, self.length = source, data, encode, length
-        self.tokens = self.left_out = 0
+        self.corpus, self.tokens, self.left_out = find_corpus(source), 0, 0
         self.pool: Pool | None = None
-        self.corpus = find_corpus(source)
 
     def identity(self) -> Json:
         """Return the source and what decides its text, as JSON."""
         found = {**self.source.model_dump(), **self.corpus.identity()}
         if self.source.name == RECALL:
-            found["code"] = hashlib.sha256(Path(recall.__file__).read_bytes()).hexdigest()
+            made_by = Path(recall.__file__).read_bytes() + recall.LISTS.read_bytes()
+            found["code"] = hashlib.sha256(made_by).hexdigest()
         return found
 
     def sequences(self) -> Iterator[Tokens]:

@@ -7,47 +7,16 @@ prompt: prose, code, tables, registers and verbatim repetition. Every question i
 import itertools
 import random
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 
-NAMES = (
-    "amber anna apple arrow atlas bella birch blue boat bob candle carl cedar clara cloud coral dana delta dora eagle "
-    "echo elm emma ernie fern finn flint frank garden gold grace green hall harbor helen henry iris iron island ivan "
-    "jade jane john kate key king lake lamp laura leo lily lion maria mark mill moon nina north oak olive omega opal "
-    "otto paul pearl peter pine queen rain red river robin rosa ruby sam sand silver snow star stone sue sun table tim "
-    "tom tower tree vera victor violet walter water west white will wind wolf yellow zoe"
-).split()
-THINGS = (
-    "code number key score size price address port index weight length offset count level room phone year id total "
-    "value pin limit batch mark seed"
-).split()
-WORDS = (
-    "able about after back ball band base bird book bread call card case chair city class clock coat cold corn cup "
-    "dark day deep door dust east edge face farm field fire fish floor food frame gate glass grain hand hat hill home "
-    "horse house ice ink jar job land leaf letter light line list lock long map meal milk mind month name nest night "
-    "note open page paint paper path pen plan plant plate pond rest rice ring road rock roof root rope salt school "
-    "sea seat shape sheep ship shoe shop side sign skin sky sleep smile song soup south space stair step storm street "
-    "summer tail tea time town train wall warm watch wave way wheel window wing winter wood word work world yard"
-).split()
-# A statement, and the question for it with the answer at the end, after words that name the fact.
-# fmt: off
-FORMS = (
-    ("The {thing} of {name} is {value}.", "What is the {thing} of {name}? The {thing} of {name} is {value}."),
-    ("{name}_{thing} = {value}", "assert {name}_{thing} == {value}"),
-    ("{name}_{thing} = {value}", "print({name}_{thing})  # {value}"),
-    ("line {name} {thing}: REGISTER is <{value}>", "Tell me the REGISTER in line {name} {thing}: <{value}>"),
-    ("Remember that {name} has {thing} {value}.",
-     "Question: {name} has which {thing}? Answer: {name} has {thing} {value}."),
-    ('    "{name}-{thing}": "{value}",', '>>> d["{name}-{thing}"]\n"{value}"'),
-    ("| {name} | {thing} | {value} |", "row {name}, {thing}: | {name} | {thing} | {value} |"),
-    ("Note {value} as the {thing} for {name}. {value} it is.",
-     "The {thing} for {name}? Note {value} as the {thing} for {name}."),
-    ("My {thing} is {value}. Do not forget it. {value} is my {thing}.", "What is my {thing}? My {thing} is {value}."),
-)
-# fmt: on
-SUBJECTS = "The cat|A man|My friend|The teacher|Our dog|The old ship|A small bird|The captain|Her brother".split("|")
-PREDICATES = (
-    "sees the house|likes a letter|carries some bread|follows the long road|paints a map|holds the black horse|"
-    "is tired|is here|is happy|is old|is near the window|is my guest|is late|wants the garden|keeps a song|finds it"
-).split("|")
+import yaml
+
+LISTS = Path(__file__).with_suffix(".yaml")
+_lists = yaml.safe_load(LISTS.read_text(encoding="utf-8"))
+NAMES, THINGS, WORDS = (_lists[name].split() for name in ("names", "things", "words"))
+# A statement, and the question for it.
+FORMS: list[tuple[str, str]] = [(state, ask) for state, ask in _lists["forms"]]
+SUBJECTS, PREDICATES = ([each.strip() for each in _lists[name].split("|")] for name in ("subjects", "predicates"))
 
 Counter = Callable[[str], int]
 

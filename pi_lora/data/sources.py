@@ -29,8 +29,6 @@ SKIPPED_FOLDERS = frozenset(
 )
 HELD_OUT_SHARE = 0.1
 SHUFFLE_CHARACTERS = 32_000_000
-# Of the buffer in which `datasets` shuffles a stream; few suffice, since `shuffled` comes after it.
-STREAMED_ROWS = 100
 # Its loader is a script, which `datasets` no longer runs; the script reads `SPLIT.jsonl` out of `SUBSET.zip`.
 SCROLLS = "tau/scrolls"
 
@@ -145,7 +143,7 @@ def standard_library(held_out: bool = False) -> Table:
 
 
 def commit_of(name: str, revision: str) -> str:
-    """Return the commit of a revision of a hub data set: now, or offline that of its last download; else the revision."""
+    """Return the commit of a revision of a hub data set: now, or offline that of its last download; else as written."""
     try:
         return HfApi().dataset_info(name, revision=revision).sha or revision
     except Exception:
@@ -176,7 +174,8 @@ def hub_dataset(source: Source) -> Table:
             if set(columns) <= set(dataset.column_names or ()):
                 dataset = dataset.select_columns(list(columns))
             if seed is not None:
-                dataset = dataset.shuffle(seed, **({"buffer_size": STREAMED_ROWS} if streaming else {}))
+                # A small buffer suffices, since `shuffled` comes after it.
+                dataset = dataset.shuffle(seed, **({"buffer_size": 100} if streaming else {}))
             for number, row in enumerate(dataset, 1):
                 yield (f"{name}:{number}" if seed is None else name), row
         except Exception as error:
@@ -213,10 +212,9 @@ def hub_file(
 
 
 def _not_on_the_hub(name: str, error: Exception) -> DataError:
-    return DataError(
-        f"{name}: is neither a file or folder nor a hub data set that can be read ({first_line(error)}); "
-        "check its name, subset, split and revision, the network, or log in with `hf auth login`"
-    )
+    what = f"is neither a file or folder nor a hub data set that can be read ({first_line(error)})"
+    advice = "check its name, subset, split and revision, the network, or log in with `hf auth login`"
+    return DataError(f"{name}: {what}; {advice}")
 
 
 def find_table(source: Source, suffixes: tuple[str, ...] = TABLE_SUFFIXES) -> Table:
@@ -262,21 +260,16 @@ class Choice:
         return replace(CHOICES.get(source, self), **{key: x for key, x in asdict(self).items() if x is not None})
 
 
-PRESETS = {
-    # All 100 books of the test split; `deepmind/pg19` itself needs a script.
-    "pg19": hub_file(
-        "emozilla/pg19-test",
-        "data/test-00000-of-00001-29a571947c0b5ccc.parquet",
-        "c5e39bf32e33f9111323aa68d7d9000d22722035",
-        pinned=True,
-    ),
-    "proof-pile": hub_file(
-        "hoskinson-center/proof-pile",
-        "test/proofpile_test.jsonl.gz",
-        "490b980249446f2f3bd2df3a8cf085d0f2de240a",
-        pinned=True,
-    ),
+# Repository, file and commit. Of PG-19 all 100 books of the test split; `deepmind/pg19` itself needs a script.
+# fmt: off
+_PINNED = {
+    "pg19": ("emozilla/pg19-test", "data/test-00000-of-00001-29a571947c0b5ccc.parquet",
+             "c5e39bf32e33f9111323aa68d7d9000d22722035"),
+    "proof-pile": ("hoskinson-center/proof-pile", "test/proofpile_test.jsonl.gz",
+                   "490b980249446f2f3bd2df3a8cf085d0f2de240a"),
 }
+# fmt: on
+PRESETS = {name: hub_file(*file, pinned=True) for name, file in _PINNED.items()}
 # The paper's choice of documents: 128 of 32768 tokens and more; which the paper drew is not known. Of the standard
 # library what the built-in model reads in a minute or two on two cores.
 CHOICES = {

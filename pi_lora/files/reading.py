@@ -26,7 +26,7 @@ _adapter: Callable[[Any], TypeAdapter[Any]] = cache(TypeAdapter)
 
 
 def read_text(file: Path, limit: int = MOST_BYTES) -> str:
-    """Return the text of a regular file of at most `limit` bytes; raise OSError or ValueError, which `reason` explains."""
+    """Return the text of a regular file of at most `limit` bytes; raise OSError or ValueError (see `reason`)."""
     return _read(file, limit).decode("utf-8")
 
 

@@ -40,7 +40,11 @@ def verify_merge(found: FoundModel, merged: Path, plan: Plan, progress: Progress
     """
     longest = min(found.window, MOST_ON_CPU) if device().type == "cpu" else found.window
     fits = _memory_for(plan, found.config, longest) < SHARE * free_memory(device())
-    sequences = _real_text(found.tokenizer, sorted({max(2, longest // part) for part in (16, 4, 1)}))
+    # Python's own sources, another part of them for each length.
+    texts = (document.text for document in standard_library(held_out=True).documents())
+    ids = (token for text in texts for token in found.tokenizer(text, verbose=False)["input_ids"])
+    lengths = sorted({max(2, longest // part) for part in (16, 4, 1)})
+    sequences = [torch.tensor(list(islice(ids, length))) for length in lengths]
     for how in ["whole"] * fits + ["layer by layer"] * (not plan.joined):
         progress(0, 2, f"checking, {how}")
         try:
@@ -119,13 +123,6 @@ def _logits(model: Any, ids: torch.Tensor) -> torch.Tensor:
     answer = model(input_ids=ids[None].to(device()), logits_to_keep=min(SCORED, len(ids)), use_cache=False)
     logits: torch.Tensor = answer.logits[0].float().cpu()
     return logits
-
-
-def _real_text(tokenizer: Any, lengths: Sequence[int]) -> list[torch.Tensor]:
-    """Return token ids of Python's own sources, different ones for each length."""
-    texts = (document.text for document in standard_library(held_out=True).documents())
-    ids = (token for text in texts for token in tokenizer(text, verbose=False)["input_ids"])
-    return [torch.tensor(list(islice(ids, length))) for length in lengths]
 
 
 def _tuned(found: FoundModel, rounded: Set[str], whole: bool) -> Any:

@@ -115,17 +115,11 @@ def read_adapter(folder: Path, settings: AdapterSettings) -> dict[str, Change]:
         else:
             # A trained bias is saved under the layer that PEFT has wrapped.
             changes[name.replace(".base_layer.", ".")] = tensor
-    unknown = []
-    for module, parts in modules.items():
-        weight = f"{module}.weight"
-        change = _low_rank(module, parts, settings)
-        if change is None or weight in changes:
-            unknown += [tensor.name for tensor in parts.values()]
-        else:
-            changes[weight] = change
-    if unknown:
+    updates = {f"{module}.weight": _low_rank(module, parts, settings) for module, parts in modules.items()}
+    unfit = [module for module in modules if f"{module}.weight" in changes or updates[f"{module}.weight"] is None]
+    if unknown := [tensor.name for module in unfit for tensor in modules[module].values()]:
         raise ModelError(f"{path}: incomplete or unknown parts: {', '.join(unknown)}; tune or download it again")
-    return changes
+    return changes | {weight: update for weight, update in updates.items() if update}
 
 
 def _low_rank(module: str, parts: Mapping[str, StoredTensor], settings: AdapterSettings) -> LowRank | None:
@@ -138,7 +132,7 @@ def _low_rank(module: str, parts: Mapping[str, StoredTensor], settings: AdapterS
     a, b, *magnitude = (parts[name] for name in names)
     if len(a.shape) != 2 or len(b.shape) != 2 or a.shape[0] != b.shape[1]:
         return None
-    if magnitude and magnitude[0].shape != b.shape[:1]:
+    if any(each.shape != b.shape[:1] for each in magnitude):
         return None
     return LowRank(a, b, settings.scaling(module, a.shape[0]), embedding, *magnitude)
 

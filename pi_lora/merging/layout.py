@@ -21,8 +21,6 @@ from pi_lora.models.finite import finite
 from pi_lora.models.stored import ADAPTER_WEIGHTS_FILE, AdapterSettings
 
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-# Old checkpoints store the unscaled frequencies of their rope; every reader computes them from the config.
-LEFT_OUT = "rotary_emb.inv_freq"
 
 
 @dataclass(frozen=True)
@@ -83,12 +81,13 @@ def plan_merge(
         change = changes.get(computed) if computed else None
         return Planned(name, cast, tensor.shape, lambda: _blocks(name, tensor, change, cast, computed in rounded))
 
+    def kept(tensor: StoredTensor) -> bool:
+        # Old checkpoints store the unscaled frequencies of their rope; every reader computes them from the config.
+        return names.get(tensor.name) not in tied and not tensor.name.endswith("rotary_emb.inv_freq")
+
     same = (each for each in stored if dtype in (None, each.dtype) and not quantized)
     exact = frozenset(names[each.name] for each in same if each.name in names) - changes.keys()
-    written = []
-    for shard in shards:
-        kept = [each for each in shard if names.get(each.name) not in tied and not each.name.endswith(LEFT_OUT)]
-        written.append([planned(tensor, tensor.name, names.get(tensor.name)) for tensor in kept])
+    written = [[planned(each, each.name, names.get(each.name)) for each in shard if kept(each)] for shard in shards]
     written[-1] += [planned(sources[name], name, name) for name in untied]
     return Plan([shard for shard in written if shard], rounded, exact, bool(untied), joined)
 
@@ -154,12 +153,12 @@ def _settle_ties(
 def _check_matches(adapter: Path, changes: Mapping[str, Change], sources: Mapping[str, StoredTensor]) -> None:
     problems = []
     for name, change in changes.items():
-        if name not in sources:
+        if (source := sources.get(name)) is None:
             problems.append(f"{name} is not in the base")
-        elif sources[name].shape != change.shape:
-            problems.append(f"{name} is {_by(change.shape)} here and {_by(sources[name].shape)} in the base")
-        elif sources[name].dtype not in FLOATS:
-            problems.append(f"{name} is stored as {sources[name].dtype}, to which nothing can be added")
+        elif source.shape != change.shape:
+            problems.append(f"{name} is {_by(change.shape)} here and {_by(source.shape)} in the base")
+        elif source.dtype not in FLOATS:
+            problems.append(f"{name} is stored as {source.dtype}, to which nothing can be added")
     if problems:
         raise ModelError(f"{adapter}: does not fit its base: {'; '.join(problems)}")
 

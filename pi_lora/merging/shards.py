@@ -143,13 +143,10 @@ def base_shards(base: BaseModel) -> list[list[StoredTensor]]:
 def filled_shards(tensors: Iterable[Planned], limit: int) -> list[list[Planned]]:
     """Divide tensors, in their order, into shards of at most `limit` bytes; a larger tensor gets its own shard."""
     shards: list[list[Planned]] = []
-    room = 0
     for tensor in tensors:
-        if not shards or tensor.size > room:
+        if not shards or sum(each.size for each in shards[-1]) + tensor.size > limit:
             shards.append([])
-            room = limit
         shards[-1].append(tensor)
-        room -= tensor.size
     return shards
 
 

@@ -13,22 +13,15 @@ from typing import Any
 import peft
 import torch
 from peft import LoraConfig, PeftModel
-from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.helpers import disable_input_dtype_casting as disable_input_dtype_casting
 from peft.utils import ModulesToSaveWrapper
 from torch import nn
 from transformers import PreTrainedModel
 
 from pi_lora.errors import ModelError
+from pi_lora.models import stored
 from pi_lora.models.finite import check_finite
-from pi_lora.models.stored import (
-    ADAPTER_CONFIG_FILE,
-    ADAPTER_WEIGHTS_FILE,
-    EXTENDED,
-    WARNING,
-    read_adapter_settings,
-    read_tensors,
-)
-from pi_lora.recipe.schema import Beside, Tuning
+from pi_lora.recipe.schema import Tuning
 
 
 def prepare_for_tuning(
@@ -83,15 +76,17 @@ def check_shape(folder: Path, tuning: Tuning, base: PreTrainedModel) -> None:
     if tuning.method == "full":
         why = f"{folder} is an adapter, which tuning.method: full cannot tune"
         raise ModelError(f"model.name: {why}; {merge_it}, or use lora or qlora")
-    saved = read_adapter_settings(folder)
-    on_attention_alone = {name.rpartition(".")[2] for name in _adapted_names(folder)} <= _attention_names(base)
+    saved = stored.read_adapter_settings(folder)
+    on_attention_alone = _last_parts(_adapted_names(folder)) <= _attention_names(base)
+    whole = _last_parts(saved.modules_to_save or [])
+    beside = "embeddings_and_norms" if _embedding_name(base) in whole else "norms" if whole else "nothing"
     pairs = {
         "rank": (saved.r, tuning.rank),
         "alpha": (saved.lora_alpha, tuning.lora_alpha),
         "rank_stabilized": (bool(saved.use_rslora), tuning.rank_stabilized),
         "dora": (bool(saved.use_dora), tuning.dora),
         "targets": ("attention" if on_attention_alone else "all-linear", tuning.targets),
-        "also_train": (_trained_beside(saved.modules_to_save or [], base), tuning.also_train),
+        "also_train": (beside, tuning.also_train),
     }
     if differing := [f"tuning.{key}={str(has).lower()}" for key, (has, asked) in pairs.items() if has != asked]:
         other = f"the adapter in {folder} has another shape, which tuning further does not change"
@@ -117,20 +112,6 @@ def kept_values(model: nn.Module) -> Iterator[None]:
             weight.data = values[name]
 
 
-@contextmanager
-def input_casts(model: nn.Module, enabled: bool) -> Iterator[None]:
-    """Have LoRA's layers cast their inputs to float32, as their weights are, or not; autocast makes both bfloat16."""
-    layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
-    before = [layer.cast_input_dtype_enabled for layer in layers]
-    for layer in layers:
-        layer.cast_input_dtype_enabled = enabled
-    try:
-        yield
-    finally:
-        for layer, value in zip(layers, before, strict=True):
-            layer.cast_input_dtype_enabled = value
-
-
 def keep_ties(model: PeftModel) -> None:
     """Let `tie_weights` tie again what is tied now, since accelerate 1.15 calls it when FSDP2 has taken tied weights
     apart; that of transformers 5.23 fails on the wrappers of PEFT 0.21 (`attribute 'weight' already exists`).
@@ -153,7 +134,7 @@ def save_adapter(model: PeftModel, folder: Path, weights: Mapping[str, torch.Ten
     """Write the adapter and check that the trained parameters were saved; `weights` are those gathered from FSDP."""
     # Trained embeddings are in modules_to_save; to decide whether to add them PEFT would ask the hub for the base.
     model.save_pretrained(folder, save_embedding_layers=False, state_dict=weights)
-    saved = read_tensors(folder / ADAPTER_WEIGHTS_FILE)[1].keys()
+    saved = stored.read_tensors(folder / stored.ADAPTER_WEIGHTS_FILE)[1].keys()
     trained = {_saved_name(name) for name, weight in model.named_parameters() if weight.requires_grad}
     tied = {_saved_name(name) for name, _ in model.named_parameters(remove_duplicate=False)}
     if missing := sorted(trained - saved):
@@ -166,10 +147,10 @@ def refuse_the_plain_base(folder: Path) -> None:
     """Make whatever loads the base by its name in the adapter's config fail, with advice (see `EXTENDED`), and PEFT
     warn whatever base it is given (see `WARNING`).
     """
-    file = folder / ADAPTER_CONFIG_FILE
+    file = folder / stored.ADAPTER_CONFIG_FILE
     settings = json.loads(file.read_text(encoding="utf-8"))
-    settings["base_model_name_or_path"] += EXTENDED
-    settings[WARNING] = True
+    settings["base_model_name_or_path"] += stored.EXTENDED
+    settings[stored.WARNING] = True
     file.write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
@@ -180,7 +161,7 @@ def save_full(model: PreTrainedModel, folder: Path, weights: Mapping[str, torch.
     if weights is not None:
         weights = {name: weight for name, weight in weights.items() if name not in model.all_tied_weights_keys}
     model.save_pretrained(folder, state_dict=weights)
-    entries = (entry for file in folder.glob("*.safetensors") for entry in read_tensors(file)[1].values())
+    entries = (entry for file in folder.glob("*.safetensors") for entry in stored.read_tensors(file)[1].values())
     saved = sum(math.prod(entry.shape) for entry in entries)
     if saved != (trained := model.num_parameters(only_trainable=True)):
         raise ModelError(f"{folder}: {trained:,} numbers were trained, but {saved:,} saved")
@@ -190,7 +171,7 @@ def load_adapter(model: PreTrainedModel, folder: Path, dropout: float | None = N
     """Load the adapter in `folder` onto its base, whose scaling the caller has restored, to compute as in training;
     `options` are PEFT's. Raises ModelError if it is damaged or does not fit.
     """
-    settings = read_adapter_settings(folder)
+    settings = stored.read_adapter_settings(folder)
     try:
         with without_known_warnings():
             config = peft.PeftConfig.from_pretrained(str(folder))
@@ -211,14 +192,14 @@ def load_adapter(model: PreTrainedModel, folder: Path, dropout: float | None = N
     _keep_the_dtype_of_activations(adapted)
     expected = peft.get_peft_model_state_dict(adapted, save_embedding_layers=False)
     check_finite(str(folder), expected.items())
-    if missing := sorted(expected.keys() - read_tensors(folder / ADAPTER_WEIGHTS_FILE)[1].keys()):
-        raise ModelError(f"{folder / ADAPTER_WEIGHTS_FILE}: lacks {', '.join(missing)}; tune again")
+    if missing := sorted(expected.keys() - stored.read_tensors(folder / stored.ADAPTER_WEIGHTS_FILE)[1].keys()):
+        raise ModelError(f"{folder / stored.ADAPTER_WEIGHTS_FILE}: lacks {', '.join(missing)}; tune again")
     return adapted
 
 
 def _adapted_names(folder: Path) -> set[str]:
     """Return the names of the modules that have matrices in an adapter's file; raise ModelError if it is damaged."""
-    names = read_tensors(folder / ADAPTER_WEIGHTS_FILE)[1]
+    names = stored.read_tensors(folder / stored.ADAPTER_WEIGHTS_FILE)[1]
     parts = [name.removeprefix("base_model.model.").partition(".lora_") for name in names]
     return {module for module, adapted, _ in parts if adapted}
 
@@ -231,7 +212,7 @@ def without_known_warnings() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*gradient_checkpointing` is deprecated", FutureWarning)
         warnings.filterwarnings("ignore", r"Could not find a config file in (builtin:|.*\.gguf)", UserWarning)
-        warnings.filterwarnings("ignore", rf"Unexpected keyword arguments \['{WARNING}'\]", UserWarning)
+        warnings.filterwarnings("ignore", rf"Unexpected keyword arguments \['{stored.WARNING}'\]", UserWarning)
         yield
 
 
@@ -251,26 +232,21 @@ def _keep_the_dtype_of_activations(model: PeftModel) -> None:
     for module in _trained_whole(model):
         # The RMS norms of transformers take any dtype; torch's own modules take only their weight's.
         if isinstance(module.original_module, (nn.Linear, nn.LayerNorm)):
-            module.register_forward_pre_hook(_in_the_dtype_of_its_weight)
+            # In float32, or in what FSDP2 has gathered it in.
+            module.register_forward_pre_hook(lambda own, inputs: tuple(each.to(own.weight.dtype) for each in inputs))
         if not isinstance(module.original_module, nn.Linear):
             dtype = next(module.original_module.parameters()).dtype
             module.register_forward_hook(lambda _module, _inputs, output, dtype=dtype: output.to(dtype))
 
 
-def _in_the_dtype_of_its_weight(module: ModulesToSaveWrapper, inputs: tuple[torch.Tensor, ...]) -> Any:
-    """Cast what goes into a module: to float32, or to what FSDP2 has gathered its weight in."""
-    return tuple(each.to(module.weight.dtype) for each in inputs)
-
-
 def _trained_whole(model: PeftModel) -> list[ModulesToSaveWrapper]:
     """Return the embeddings, norms and head that train beside LoRA; adapters made elsewhere may have other modules."""
-    wrappers = (module for module in model.modules() if isinstance(module, ModulesToSaveWrapper))
-    kinds = (nn.Embedding, nn.Linear)
-    return [
-        each
-        for each in wrappers
-        if isinstance(each.original_module, kinds) or "Norm" in type(each.original_module).__name__
-    ]
+    found = []
+    for module in model.modules():
+        own = module.original_module if isinstance(module, ModulesToSaveWrapper) else None
+        if isinstance(own, (nn.Embedding, nn.Linear)) or "Norm" in type(own).__name__:
+            found.append(module)
+    return found
 
 
 def _saved_name(name: str) -> str:
@@ -281,18 +257,11 @@ def _saved_name(name: str) -> str:
 
 def _names_trained_whole(model: PreTrainedModel, tuning: Tuning) -> list[str]:
     """Return the last part of the names of the modules that train in full beside LoRA."""
-    names = {_embedding_name(model)} if tuning.with_embeddings else set()
-    for name, module in model.named_modules() if tuning.with_norms else ():
-        # The norms of OLMo have no parameters.
-        if "Norm" in type(module).__name__ and any(True for _ in module.parameters()):
-            names.add(name.rpartition(".")[2])
-    return sorted(names)
-
-
-def _trained_beside(names: Iterable[str], base: PreTrainedModel) -> Beside:
-    """Return what an adapter of `base` trained in full beside its matrices, by the names of its modules."""
-    saved = {name.rpartition(".")[2] for name in names}
-    return "embeddings_and_norms" if _embedding_name(base) in saved else "norms" if saved else "nothing"
+    embedding = [_embedding_name(model)] if tuning.with_embeddings else []
+    norms = ((name, module) for name, module in model.named_modules() if "Norm" in type(module).__name__)
+    # The norms of OLMo have no parameters.
+    with_weights = [name for name, module in norms if tuning.with_norms and any(True for _ in module.parameters())]
+    return sorted(_last_parts([*embedding, *with_weights]))
 
 
 def _embedding_name(model: PreTrainedModel) -> str:
@@ -302,8 +271,9 @@ def _embedding_name(model: PreTrainedModel) -> str:
 
 def _attention_names(model: nn.Module) -> set[str]:
     """Return the last part of the names of the linear layers in attention, which differ between architectures."""
-    return {
-        name.rpartition(".")[2]
-        for name, module in model.named_modules()
-        if isinstance(module, torch.nn.Linear) and ("attn." in name or "attention." in name)
-    }
+    linear = (name for name, module in model.named_modules() if isinstance(module, nn.Linear))
+    return _last_parts(name for name in linear if "attn." in name or "attention." in name)
+
+
+def _last_parts(names: Iterable[str]) -> set[str]:
+    return {name.rpartition(".")[2] for name in names}

@@ -20,28 +20,13 @@ from transformers.utils import cached_file
 
 from pi_lora.errors import ModelError, first_line
 from pi_lora.files.making import make_once
+from pi_lora.models import tokenizer_files
 from pi_lora.models.device import device
 from pi_lora.models.finite import check_finite, finite_as_read
 from pi_lora.models.gguf import dequantize, is_gguf, read_gguf, tokenizer_of
 from pi_lora.models.stored import CONFIG_FILE, check_config, read_config
-from pi_lora.models.tokenizer_files import (
-    SETTINGS_FILE,
-    check_files,
-    read_settings,
-    read_special_tokens_as_text,
-    try_out,
-)
 from pi_lora.recipe.places import cache_folder
-from pi_lora.scaling.config import (
-    Config,
-    Interpolation,
-    Method,
-    declaring_original,
-    extend_config,
-    full_attention_rope,
-    in_both_dialects,
-    window_of,
-)
+from pi_lora.scaling import config as scaling
 from pi_lora.scaling.verify import build_on_meta, check_scaling, config_of
 from pi_lora.types import NOTHING, Allowed
 
@@ -84,9 +69,9 @@ class BaseModel:
         vocabulary = self.config.get("vocab_size")
         return load_tokenizer(folder or self.path, window, self.revision, self.trust_remote_code, vocabulary)
 
-    def interpolation(self, method: Method, target: int, original: int | None = None) -> Interpolation:
+    def interpolation(self, method: scaling.Method, target: int, original: int | None = None) -> scaling.Interpolation:
         """Return the extension from this model's window (or `original`) to `target` tokens."""
-        return Interpolation(method, original or window_of(self.config), target)
+        return scaling.Interpolation(method, original or scaling.window_of(self.config), target)
 
     @cached_property
     def path(self) -> str:
@@ -118,19 +103,20 @@ def find_base(name: str, revision: str = "main", allowed: Allowed = NOTHING) -> 
     except Exception as error:  # config classes raise their own kinds
         unknown = f"{first_line(error)}; give a hub id, a model folder or {BUILTIN}tiny"
         raise ModelError(f"{name}: {REMOTE_CODE if _wants_code(error) else unknown}") from None
-    own: Config = _own_entries(config)
+    own: scaling.Config = _own_entries(config)
     check_config(own, name)
-    if full_attention_rope(own).get("rope_type") == "linear" and not is_gguf(place):
-        settings = _file(place, SETTINGS_FILE, revision)
-        own = declaring_original(own, read_settings(settings).model_max_length if settings else None)
+    if scaling.full_attention_rope(own).get("rope_type") == "linear" and not is_gguf(place):
+        settings = _file(place, tokenizer_files.SETTINGS_FILE, revision)
+        longest = tokenizer_files.read_settings(settings).model_max_length if settings else None
+        own = scaling.declaring_original(own, longest)
     return BaseModel(name, place, revision, trust, type(config), own)
 
 
-def extended_config(base: BaseModel, interpolation: Interpolation | None) -> dict[str, Any]:
+def extended_config(base: BaseModel, interpolation: scaling.Interpolation | None) -> dict[str, Any]:
     """Return the config of `base` extended by `interpolation` (or as it is), in both dialects."""
     if interpolation is None:
-        return in_both_dialects(base.config)
-    extended = extend_config(base.config, interpolation)
+        return scaling.in_both_dialects(base.config)
+    extended = scaling.extend_config(base.config, interpolation)
     if interpolation.method != "direct":
         with quiet_loading():
             check_scaling(base.skeleton, base.config, interpolation, base.trust_remote_code)
@@ -138,7 +124,7 @@ def extended_config(base: BaseModel, interpolation: Interpolation | None) -> dic
 
 
 def load_model(
-    base: BaseModel, config: Config, dtype: torch.dtype, attention: str = "sdpa", place: Placement = "device"
+    base: BaseModel, config: scaling.Config, dtype: torch.dtype, attention: str = "sdpa", place: Placement = "device"
 ) -> PreTrainedModel:
     """Load the weights of `base` under `config`, an extended one or its own. `place` is `device`, the accelerator if
     there is one; `quantized`, the same as NF4 with double quantization (QLoRA, Dettmers et al. 2023) that computes in
@@ -189,7 +175,7 @@ def save_dequantized(file: Path, config: PreTrainedConfig, folder: Path) -> None
         model.save_pretrained(folder, max_shard_size="5GB")
     own = _own_entries(config)
     save_config({**own, "architectures": [type(model).__name__]}, folder)
-    tokenizer.model_max_length = window_of(own)
+    tokenizer.model_max_length = scaling.window_of(own)
     save_tokenizer(tokenizer, folder)
 
 
@@ -223,15 +209,15 @@ def load_tokenizer(
     """Load the tokenizer of a model or run, with `window` tokens as its longest input; raise ModelError if its files
     are damaged, or it gives tokens that a model of so large a `vocabulary` does not have.
     """
-    check_files(lambda name: _file(str(path), name, revision))
+    tokenizer_files.check_files(lambda name: _file(str(path), name, revision))
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, revision=revision, trust_remote_code=trust_remote_code)
     except Exception as error:  # tokenizers raises `Exception` itself
         reason = REMOTE_CODE if _wants_code(error) else f"has no tokenizer that can be read ({first_line(error)})"
         raise ModelError(f"{path}: {reason}") from None
     tokenizer.model_max_length = window
-    read_special_tokens_as_text(tokenizer)
-    try_out(tokenizer, str(path), vocabulary)
+    tokenizer_files.read_special_tokens_as_text(tokenizer)
+    tokenizer_files.try_out(tokenizer, str(path), vocabulary)
     return tokenizer
 
 
@@ -247,9 +233,9 @@ def save_tokenizer(tokenizer: Any, folder: Path) -> None:
     file.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
 
 
-def save_config(config: Config, folder: Path) -> None:
+def save_config(config: scaling.Config, folder: Path) -> None:
     """Write `config.json` in both dialects."""
-    text = json.dumps(in_both_dialects(config), indent=2, sort_keys=True) + "\n"
+    text = json.dumps(scaling.in_both_dialects(config), indent=2, sort_keys=True) + "\n"
     (folder / CONFIG_FILE).write_text(text, encoding="utf-8")
 
 
@@ -292,7 +278,7 @@ def _wants_code(error: Exception) -> bool:
     return isinstance(error, ValueError) and "trust_remote_code" in str(error)
 
 
-def _empty_model(base: BaseModel, config: Config, dtype: torch.dtype, attention: str) -> PreTrainedModel:
+def _empty_model(base: BaseModel, config: scaling.Config, dtype: torch.dtype, attention: str) -> PreTrainedModel:
     """Build the model of `base` with its own buffers, but weights in memory that is reserved and never touched: the
     optimizer is made before FSDP, and accelerate 1.15 tells its parameters apart by their addresses.
     """

@@ -20,7 +20,7 @@ from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKEN
 from transformers.integrations.gguf.reader import GgufHeader, read_gguf_metadata
 
 from pi_lora.errors import ModelError
-from pi_lora.scaling.config import FULL_ATTENTION, full_attention_rope, read_rope
+from pi_lora.scaling.config import full_attention_rope, with_full_rope
 
 SUFFIX = ".gguf"
 # By ggml's number: what is stored as plain numbers. Those of all other types are dequantized, to bfloat16: its rounding
@@ -56,13 +56,20 @@ def read_gguf(file: Path) -> PreTrainedConfig:
     kind = fields.get(f"{architecture}.rope.scaling.type", "linear")
     if kind not in ("linear", "none"):
         raise _refused(file, f"its positions are scaled by {kind}, which transformers does not read from such a file")
-    if fields.get("tokenizer.ggml.model") == "gpt2":
-        _check_splitting(file, fields.get("tokenizer.ggml.pre", "default"))
+    if fields.get("tokenizer.ggml.model") == "gpt2" and not file.with_name("tokenizer.json").is_file():
+        splits = fields.get("tokenizer.ggml.pre", "default")
+        if splits not in AS_GPT2 | DIGITS_FIRST | GGUF_PRE_TOKENIZER_SPLITS.keys():
+            how = f"its tokenizer splits text in a way ({splits}) that transformers does not know"
+            raise ModelError(f"{file}: {how}; put the model's tokenizer.json and tokenizer_config.json beside it")
     config = AutoConfig.from_pretrained(file.parent, gguf_file=file.name)
     config.__dict__.pop("_model_name_or_path", None)  # `general.name`
     factor = fields.get(f"{architecture}.rope.scaling.factor") or fields.get(f"{architecture}.rope.scale_linear")
     if factor and kind == "linear" and factor != 1:
-        _scale(config, float(factor))
+        plain = config.to_dict()
+        rope = {**full_attention_rope(plain), "rope_type": "linear", "factor": float(factor)}
+        config.rope_parameters = with_full_rope(plain, rope)["rope_parameters"]
+        # llama.cpp takes `context_length` for the window after scaling.
+        config.max_position_embeddings = math.floor(config.max_position_embeddings / factor)
     numbers: Counter[str] = Counter()
     for tensor in header.tensors:
         numbers[PLAIN.get(tensor.ggml_type, "bfloat16")] += math.prod(tensor.shape)
@@ -81,8 +88,7 @@ def dequantize(file: Path, config: PreTrainedConfig) -> PreTrainedModel:
         output_loading_info=True,
     )
     model.hf_quantizer = None
-    if hasattr(model.config, "quantization_config"):
-        del model.config.quantization_config
+    vars(model.config).pop("quantization_config", None)
     # Layers beyond the last predict several tokens at once; the decoder has no such layers.
     layers = model.config.num_hidden_layers
     blocks = ((re.match(r"blk\.(\d+)\.", tensor.name), math.prod(tensor.shape)) for tensor in _read(file)[1].tensors)
@@ -120,21 +126,6 @@ def _read(file: Path) -> tuple[Mapping[str, Any], GgufHeader]:
         why = f"truncated, damaged or not GGUF ({str(error).strip().rstrip('.')})"
         raise ModelError(f"{file}: {why}; download it again") from None
     return fields, header
-
-
-def _scale(config: PreTrainedConfig, factor: float) -> None:
-    """Put a linear scaling into `config`. llama.cpp takes `context_length` for the window after it."""
-    nested = read_rope(config.to_dict())
-    rope = {**full_attention_rope(config.to_dict()), "rope_type": "linear", "factor": factor}
-    config.rope_parameters = {**nested, FULL_ATTENTION: rope} if FULL_ATTENTION in nested else rope
-    config.max_position_embeddings = math.floor(config.max_position_embeddings / factor)
-
-
-def _check_splitting(file: Path, kind: str) -> None:
-    known = AS_GPT2 | DIGITS_FIRST | GGUF_PRE_TOKENIZER_SPLITS.keys()
-    if kind not in known and not file.with_name("tokenizer.json").is_file():
-        splits = f"its tokenizer splits text in a way ({kind}) that transformers does not know"
-        raise ModelError(f"{file}: {splits}; put the model's tokenizer.json and tokenizer_config.json beside it")
 
 
 def _refused(file: Path, why: str) -> ModelError:

@@ -1,5 +1,6 @@
 """The machine that a model is computed with: kernels, versions, and what a report of a bug needs."""
 
+import importlib
 import importlib.metadata
 import os
 import platform
@@ -7,17 +8,14 @@ from contextlib import suppress
 
 import psutil
 import torch
+from torch import nn
 from transformers import PreTrainedModel
+from transformers.trainer_utils import unwrap_peft_model
 from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available, is_flash_attn_4_available
 
+from pi_lora.errors import ModelError
 from pi_lora.models.base import BaseModel
-from pi_lora.models.device import (
-    bfloat16_speed,
-    device,
-    dtype_named,
-    has_bfloat16_instructions,
-    has_fast_bfloat16,
-)
+from pi_lora.models.device import bfloat16_speed, device, dtype_named, has_bfloat16_instructions, has_fast_bfloat16
 from pi_lora.recipe.schema import Recipe
 
 SDPA = "sdpa"
@@ -29,6 +27,12 @@ _MADE_FOR = {
     9: ("flash_attention_3", is_flash_attn_3_available),
     10: ("flash_attention_4", is_flash_attn_4_available),
 }
+
+
+# Liger's Triton kernels of rotary embeddings, norms and gated MLPs (Hsu et al. 2024), an optional package; without its
+# loss, which would replace TRL's, that is computed in chunks, together with the model's forward.
+LIGER, LIGER_PATCHES = "liger_kernel", "liger_kernel.transformers.monkey_patch"
+OWN_LOSS = {"cross_entropy": False, "fused_linear_cross_entropy": False}
 
 
 def computes_in_bfloat16(recipe: Recipe) -> bool:
@@ -71,6 +75,21 @@ def _supports(model: PreTrainedModel, kernel: str) -> bool:
     """Return whether transformers computes a model with a kernel of FlashAttention; some models name those that do."""
     compatible = model._compatible_flash_implementations
     return bool(model._supports_flash_attn) and (compatible is None or kernel in compatible)
+
+
+def check_liger(model_type: str) -> None:
+    """Raise ModelError if Liger, which is installed, has no kernels for models of that type."""
+    if model_type not in importlib.import_module(LIGER_PATCHES).MODEL_TYPE_TO_APPLY_LIGER_FN:
+        raise ModelError(f"model.kernels: liger has none for models of type {model_type}; leave the key out")
+
+
+def use_liger(model: nn.Module) -> None:
+    """Compute the layers of `model`, with or without an adapter, by Liger's kernels; its weights stay as they are. The
+    classes and functions of its architecture are replaced for this process, too (liger-kernel 0.8).
+    """
+    base: PreTrainedModel = unwrap_peft_model(model)
+    check_liger(base.config.model_type)
+    importlib.import_module(LIGER_PATCHES)._apply_liger_kernel_to_instance(model=base, **OWN_LOSS)
 
 
 def nf4_kernel(device_type: str) -> str:

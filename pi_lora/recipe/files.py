@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from pi_lora.errors import RecipeError
+from pi_lora.errors import RecipeError, first_line
 from pi_lora.files.reading import read_text, reason, shortened
 from pi_lora.recipe.places import shipped_recipes
 from pi_lora.recipe.schema import Recipe, Section, names_something, sections_in
@@ -26,8 +26,8 @@ MOST_BYTES, MOST_NODES, MOST_DEPTH = 1_000_000, 1_000, 20
 KeyPath = tuple[str | int, ...]
 # A key that version 0.1 still reads; `true` and `false` are two of the values that it has now. Origins tell.
 FORMER, PRESENT, AS_FORMER = ("tuning", "embeddings_and_norms"), ("tuning", "also_train"), ", as embeddings_and_norms"
+NOW = {True: "embeddings_and_norms", False: "nothing"}
 _TAG = "tag:yaml.org,2002:"
-_KINDS = ("null", "bool", "int", "float", "str", "seq", "map")
 
 
 class _Loader(yaml.SafeLoader):
@@ -75,13 +75,10 @@ _Loader.yaml_implicit_resolvers = {
     first: [(tag, shape) for tag, shape in known if tag != _TAG + "timestamp"]
     for first, known in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
-_EXPONENT = re.compile(r"^[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+$")
-_Loader.add_implicit_resolver(_TAG + "float", _EXPONENT, list("-+0123456789."))
-_Loader.yaml_constructors = {
-    tag: make
-    for tag, make in yaml.SafeLoader.yaml_constructors.items()
-    if tag is None or tag.removeprefix(_TAG) in _KINDS
-}
+_exponent = re.compile(r"^[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+$")
+_Loader.add_implicit_resolver(_TAG + "float", _exponent, list("-+0123456789."))
+_made = (None, *(_TAG + kind for kind in ("null", "bool", "int", "float", "str", "seq", "map")))
+_Loader.yaml_constructors = {tag: yaml.SafeLoader.yaml_constructors[tag] for tag in _made}
 
 
 @dataclass(frozen=True)
@@ -117,12 +114,11 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> ResolvedRecipe:
         recipe = Recipe.model_validate(tree)
     except ValidationError as error:
         raise RecipeError([_problem(path, each, origins) for each in error.errors()]) from None
-    found = {}
+    places: list[tuple[str, ...]] = []
     for section, content in recipe:
-        for key in type(content).model_fields if isinstance(content, Section) else [""]:
-            at = (section, key) if key else (section,)
-            found[".".join(at)] = origins.get(at, DEFAULT)
-    return ResolvedRecipe(recipe, found)
+        keys = type(content).model_fields if isinstance(content, Section) else ()
+        places += [(section, key) for key in keys] or [(section,)]
+    return ResolvedRecipe(recipe, {".".join(place): origins.get(place, DEFAULT) for place in places})
 
 
 def dump_recipe(recipe: Recipe) -> str:
@@ -164,20 +160,16 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[KeyPath, str]]:
         line = error.problem_mark.line + 1 if error.problem_mark else 1
         raise RecipeError([f"{path}:{line}: {error.problem}; correct the YAML"]) from None
     except yaml.YAMLError as error:
-        raise RecipeError([f"{path}: not YAML ({str(error).splitlines()[0]}); give a YAML file"]) from None
+        raise RecipeError([f"{path}: not YAML ({first_line(error)}); give a YAML file"]) from None
     if not isinstance(tree, dict):
         what = "is empty" if tree is None else f"holds a {type(tree).__name__}, not keys"
         raise RecipeError([f"{path}: {what}; write `key: value` lines, at least of model, context and data"])
     origins = dict(_lines(node, path))
     tuning = tree.get("tuning")
     if isinstance(tuning, dict) and PRESENT[1] not in tuning and isinstance(tuning.get(FORMER[1]), bool):
-        tuning[PRESENT[1]] = _present(tuning.pop(FORMER[1]))
+        tuning[PRESENT[1]] = NOW[tuning.pop(FORMER[1])]
         origins[PRESENT] = origins.get(FORMER, str(path)) + AS_FORMER
     return tree, origins
-
-
-def _present(value: bool) -> str:
-    return "embeddings_and_norms" if value else "nothing"
 
 
 def _parsed(text: str) -> tuple[yaml.Node | None, Any]:
@@ -218,7 +210,7 @@ def _apply_override(tree: dict[str, Any], origins: dict[KeyPath, str], override:
         raise RecipeError([f"{override}: the value is not YAML; quote it"]) from None
     origin = COMMAND_LINE
     if key == ".".join(FORMER) and isinstance(value, bool):
-        key, value, origin = ".".join(PRESENT), _present(value), origin + AS_FORMER
+        key, value, origin = ".".join(PRESENT), NOW[value], origin + AS_FORMER
     *sections, last = key.split(".")
     for section in sections:
         inner = tree.get(section) or {}

@@ -91,6 +91,12 @@ def full_attention_rope(config: Config) -> dict[str, Any]:
     return dict(rope[FULL_ATTENTION])
 
 
+def with_full_rope(config: Config, rope: Config) -> dict[str, Any]:
+    """Return a copy of a config with `rope` for the layers that attend to the whole window."""
+    nested = read_rope(config)
+    return {**config, "rope_parameters": {**nested, FULL_ATTENTION: rope} if FULL_ATTENTION in nested else rope}
+
+
 def constant_longrope(rope: Config) -> float | None:
     """Return what a `longrope` written by `extend_config` divides every frequency by; None for any other rope."""
     factors = {*rope.get("short_factor", []), *rope.get("long_factor", [])}
@@ -155,9 +161,8 @@ def in_both_dialects(config: Config) -> dict[str, Any]:
     transformers 4 loads a config with `rope_parameters` alone silently unscaled. Models with ropes per layer type that
     only transformers 5 knows get no top level, which 5 would apply to the sliding layers too.
     """
-    nested, rope = read_rope(config), full_attention_rope(config)
+    nested, rope, model_type = read_rope(config), full_attention_rope(config), str(config.get("model_type"))
     both = {**config, "rope_parameters": nested}
-    model_type = str(config.get("model_type"))
     if FULL_ATTENTION in nested and model_type not in LAYERED_IN_4:
         return {key: value for key, value in both.items() if key not in ("rope_theta", "rope_scaling")}
     names = GPT_NEOX_IN_4 if model_type in GPT_NEOX else {}
@@ -192,11 +197,8 @@ def extend_config(config: Config, interpolation: Interpolation) -> dict[str, Any
     - L' under `yarn`: transformers 4 computes the factor from it, and SGLang takes it as the window.
     """
     check_extendable(config, interpolation)
-    nested = read_rope(config)
     rope, declared = _stretched_rope(config, interpolation)
-    extended = dict(config)
-    extended["rope_parameters"] = {**nested, FULL_ATTENTION: rope} if FULL_ATTENTION in nested else rope
-    extended["max_position_embeddings"] = declared
+    extended = {**with_full_rope(config, rope), "max_position_embeddings": declared}
     if rope.get("rope_type") == "longrope":
         extended["original_max_position_embeddings"] = declared
     return in_both_dialects(extended)
@@ -204,10 +206,8 @@ def extend_config(config: Config, interpolation: Interpolation) -> dict[str, Any
 
 def check_extendable(config: Config, interpolation: Interpolation) -> None:
     """Raise ScalingError if the rope has another type, or no layer has positions and attends to the target window."""
-    model_type, method = config.get("model_type"), interpolation.method
-    rope = full_attention_rope(config)
-    kind = rope.get("rope_type", "default")
-    own = method_of(config)
+    model_type, method, own = config.get("model_type"), interpolation.method, method_of(config)
+    kind = full_attention_rope(config).get("rope_type", "default")
     problem, target, reach = None, interpolation.target, local_window(config)
     if kind != "default" and own != "pi":
         problem = f"rope_type {kind}: positions are already extended in another way; start from an unextended base"
@@ -262,22 +262,12 @@ def _stretched_rope(config: Config, interpolation: Interpolation) -> tuple[dict[
     factor = scale_of(config) * scale
     if factor == 1.0:
         return {**rope, "rope_type": "default"}, interpolation.target
-    if config.get("model_type") in LONGROPE_ONLY:
-        return _as_longrope(config, rope, factor, interpolation.target), interpolation.target
-    declared = interpolation.target / (1 if config.get("model_type") in WINDOW_DECLARED else factor)
-    return {**rope, "rope_type": "linear", "factor": factor}, round(declared)
-
-
-def _as_longrope(config: Config, rope: Config, factor: float, window: int) -> dict[str, Any]:
-    """Return PI as a `longrope`: every frequency is divided by the same `factor`, attention is not scaled."""
+    if config.get("model_type") not in LONGROPE_ONLY:
+        declared = interpolation.target / (1 if config.get("model_type") in WINDOW_DECLARED else factor)
+        return {**rope, "rope_type": "linear", "factor": factor}, round(declared)
+    # Every frequency is divided by the same factor. Readers derive a factor on attention, 1, from the two windows.
     head_dim = config["hidden_size"] // config["num_attention_heads"]
     factors = [factor] * (int(head_dim * rope.get("partial_rotary_factor", 1.0)) // 2)
-    return {
-        **rope,
-        "rope_type": "longrope",
-        "short_factor": factors,
-        "long_factor": factors,
-        "original_max_position_embeddings": window,  # readers derive a factor on attention from the two windows
-        "factor": 1.0,
-        "attention_factor": 1.0,
-    }
+    divided = {"rope_type": "longrope", "short_factor": factors, "long_factor": factors}
+    unscaled = {"original_max_position_embeddings": interpolation.target, "factor": 1.0, "attention_factor": 1.0}
+    return {**rope, **divided, **unscaled}, interpolation.target

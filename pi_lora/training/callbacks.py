@@ -22,7 +22,6 @@ from pi_lora.errors import Diverged
 from pi_lora.evaluation.results import write_scores
 from pi_lora.evaluation.suite import measure
 from pi_lora.files.making import write_whole
-from pi_lora.models.adapter import input_casts
 from pi_lora.models.finite import finite
 from pi_lora.models.load import LoadedModel
 from pi_lora.recipe.schema import Evaluation
@@ -72,7 +71,9 @@ class TrainingLog(TrainerCallback):
         ends, which = state.global_step == state.max_steps, "loss"
         if not diverged and (ends or asked_to_stop or control.should_save):
             # The loss of a step says nothing of the weights after it, which are about to be saved.
-            [diverged], which = any_process(not _finite_weights(model)), "weights"
+            trained = (weight.detach() for weight in model.parameters() if weight.requires_grad)
+            own = (weight.to_local() if isinstance(weight, DTensor) else weight for weight in trained)
+            [diverged], which = any_process(not all(map(finite, own))), "weights"
         if diverged:
             good = last_checkpoint(self.path.parent)
             kept = f" (the last good checkpoint is kept: {good})" if good else ""
@@ -114,12 +115,6 @@ class TrainingLog(TrainerCallback):
         return int(state.num_input_tokens_seen if per_step is None else state.global_step * per_step)
 
 
-def _finite_weights(model: Any) -> bool:
-    """Return whether the weights that train, or this process's shards of them, are finite numbers."""
-    trained = (weight.detach() for weight in model.parameters() if weight.requires_grad)
-    return all(finite(weight.to_local() if isinstance(weight, DTensor) else weight) for weight in trained)
-
-
 def peak_memory() -> int:
     """Return the peak memory of this process in bytes: of the GPU where there is one, else resident."""
     if torch.cuda.is_available():
@@ -155,10 +150,8 @@ class TrainingScores(TrainerCallback):
     `scores/NAME-step-N.json`. Each process measures its part; the leader writes.
     """
 
-    def __init__(
-        self, evaluation: Evaluation, loaded: LoadedModel, folder: Path, log: TrainingLog, attention: str
-    ) -> None:
-        self.evaluation, self.loaded, self.folder, self.log = evaluation, loaded, folder / SCORES, log
+    def __init__(self, asked: Evaluation, loaded: LoadedModel, folder: Path, log: TrainingLog, attention: str) -> None:
+        self.asked, self.loaded, self.folder, self.log = asked, loaded, folder / SCORES, log
         self.attention = attention
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
@@ -168,14 +161,14 @@ class TrainingScores(TrainerCallback):
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Measure if it is time to."""
-        every = self.evaluation.every
+        every = self.asked.every
         if every and (state.global_step % every == 0 or state.global_step == state.max_steps):
             self._measure(state.global_step)
 
     def _measure(self, step: int) -> None:
         started = time.monotonic()
         with _as_when_loaded(self.loaded.model, self.attention, self.loaded.autocast):
-            measured = measure(self.loaded, self.evaluation)
+            measured = measure(self.loaded, self.asked)
         if is_leader():
             for name, scores in measured.items():
                 write_scores(scores.model_copy(update={"step": step}), self.folder / f"{name}-step-{step}.json")
@@ -204,8 +197,7 @@ def _as_when_loaded(model: Any, kernel: str, autocast: bool = False) -> Iterator
     for registered, key, _ in hooks:
         registered[key] = lambda _module, _arguments, _options: None
     try:
-        with input_casts(model, enabled=True):
-            yield
+        yield
     finally:
         for registered, key, hook in hooks:
             registered[key] = hook

@@ -13,7 +13,7 @@ from pi_lora.data.batches import TrainingData, training_data
 from pi_lora.data.packing import Missing
 from pi_lora.errors import RecipeError
 from pi_lora.models.base import BaseModel
-from pi_lora.models.machine import attention_kernel, computes_in_bfloat16, dtype_of_base
+from pi_lora.models.machine import attention_kernel, computes_in_bfloat16
 from pi_lora.recipe.schema import Recipe, Training
 from pi_lora.scaling.config import Config, read_rope
 from pi_lora.types import NOTHING, Allowed, Progress, silent
@@ -47,25 +47,10 @@ class Job:
         return self.recipe.tuning.method != "full" and read_rope(self.config) != read_rope(self.base.config)
 
     @cached_property
-    def in_bfloat16(self) -> bool:
-        """Whether a step computes in bfloat16 here; weights that train are float32 all the same."""
-        return computes_in_bfloat16(self.recipe)
-
-    @cached_property
     def attention(self) -> str:
         """The attention kernel by transformers' name."""
-        recipe = self.recipe
-        return attention_kernel(recipe.model.attention, self.base, self.in_bfloat16, recipe.hardware.context_parallel)
-
-    @cached_property
-    def attention_of_scores(self) -> str:
-        """The kernel with which the model is measured while it trains: the same as when it is loaded again."""
-        return attention_kernel("auto", self.base, self.dtype == torch.bfloat16)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The base's dtype."""
-        return dtype_of_base(self.recipe)
+        asked, together = self.recipe.model.attention, self.recipe.hardware.context_parallel
+        return attention_kernel(asked, self.base, computes_in_bfloat16(self.recipe), together)
 
     @property
     def sequences_at_once(self) -> int:

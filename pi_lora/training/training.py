@@ -4,7 +4,7 @@ import os
 import shutil
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +25,10 @@ from pi_lora.distributed import from_all, is_leader, join_processes, number_of_p
 from pi_lora.errors import Interrupted
 from pi_lora.files.making import write_whole
 from pi_lora.models import adapter as adapters
+from pi_lora.models import machine
 from pi_lora.models.base import Placement, load_model, save_config, save_tokenizer
 from pi_lora.models.device import device
-from pi_lora.models.liger import use_liger
 from pi_lora.models.load import LoadedModel
-from pi_lora.models.machine import SDPA, measured_under_autocast
 from pi_lora.models.origin import check_origin, check_resumed, origin_of, read_origin
 from pi_lora.recipe.files import RECIPE_FILE, dump_recipe
 from pi_lora.recipe.schema import Recipe
@@ -54,14 +53,15 @@ def train(job: Job, progress: Progress = silent) -> Path:
             write_whole(staging / RECIPE_FILE, dump_recipe(job.recipe))
             run_folder.write_provenance(staging, origin, {})
         set_seed(job.recipe.training.seed)
-        model = _prepared_model(job)
-        per_step = data.tokens_per_row and data.tokens_per_row * job.recipe.training.global_batch_size
-        log = TrainingLog(staging, per_step, progress)
-        autocast = measured_under_autocast(job.recipe)
+        model, batch = _prepared_model(job), job.recipe.training.global_batch_size
+        log = TrainingLog(staging, data.tokens * batch if isinstance(data.tokens, int) else None, progress)
+        autocast = machine.measured_under_autocast(job.recipe)
         loaded = LoadedModel(str(job.output), model, job.tokenizer, job.config, autocast=autocast)
         asked, scores = job.recipe.evaluation, list[TrainerCallback]()
         if asked.every:
-            scores.append(TrainingScores(asked, loaded, staging, log, job.attention_of_scores))
+            # With the kernel of a model that is loaded.
+            kernel = machine.attention_kernel("auto", job.base, machine.dtype_of_base(job.recipe) == torch.bfloat16)
+            scores.append(TrainingScores(asked, loaded, staging, log, kernel))
         with adapters.without_known_warnings(), ends_after_the_step(log):
             trainer = Trainer(job, model, staging, log, scores)
             start = _checkpoint_to_resume(staging) if job.resume else None
@@ -81,29 +81,24 @@ def train(job: Job, progress: Progress = silent) -> Path:
 
 def _checkpoint_to_resume(staging: Path) -> Path | None:
     """The checkpoint that the leader finds undamaged, in every process."""
-    if not is_leader():
-        return from_all(list[Path | None]())[0]
-    checkpoint, damaged = run_folder.checkpoint_to_resume(staging)
-    for line in damaged:
+    found, said = run_folder.checkpoint_to_resume(staging) if is_leader() else (None, [])
+    for line in said:
         print(line, file=sys.stderr)
-    return from_all([checkpoint])[0]
+    return from_all([found])[0]
 
 
 @contextmanager
 def _staged_by_the_leader(job: Job) -> Iterator[Path]:
     """`staged`, once for all processes; several machines need an output folder that they share."""
-    if not is_leader():
-        wait_for_all()
-        yield run_folder.staging_path(job.output)
-        return
-    with run_folder.staged(job.output, job.resume) as staging:
+    waiting = nullcontext(run_folder.staging_path(job.output))
+    with run_folder.staged(job.output, job.resume) if is_leader() else waiting as staging:
         wait_for_all()
         yield staging
 
 
 def _prepared_model(job: Job) -> Any:
     recipe = job.recipe
-    model = load_model(job.base, job.config, job.dtype, job.attention, _placement(recipe))
+    model = load_model(job.base, job.config, machine.dtype_of_base(recipe), job.attention, _placement(recipe))
     if recipe.sharded and number_of_processes() > 1:
         # transformers reads the weights of some modules in float32, whatever the dtype.
         dtypes = from_all([{name: weight.dtype for name, weight in model.named_parameters()}])[0]
@@ -118,11 +113,6 @@ def _prepared_model(job: Job) -> Any:
     if recipe.sharded and recipe.tuning.method == "lora":
         adapters.keep_ties(tuned)
     return tuned
-
-
-def _autocast_alone(job: Job) -> bool:
-    """Whether PEFT's casts change no number under autocast: dropout and DoRA's norms depend on the dtype."""
-    return job.in_bfloat16 and not job.recipe.tuning.dropout and not job.recipe.tuning.dora
 
 
 def _placement(recipe: Recipe) -> Placement:
@@ -177,7 +167,7 @@ def trainer_arguments(job: Job, staging: Path) -> SFTConfig:
         adam_beta1=training.betas[0],
         adam_beta2=training.betas[1],
         max_grad_norm=training.max_grad_norm,
-        bf16=job.in_bfloat16,
+        bf16=machine.computes_in_bfloat16(job.recipe),
         use_cpu=device().type == "cpu",
         gradient_checkpointing=training.activation_checkpointing,
         gradient_checkpointing_kwargs={"offload": True} if hardware.offload_activations else None,
@@ -215,10 +205,12 @@ class Trainer(SFTTrainer):
         self, job: Job, model: Any, staging: Path, log: TrainingLog, others: Sequence[TrainerCallback] = ()
     ) -> None:
         data, self.training, self.log_of_losses = job.prepare(), job.recipe.training, log
-        self.casts_inputs = not _autocast_alone(job)
+        # PEFT's casts change no number then but of dropout and DoRA's norms, which depend on the dtype.
+        tuning = job.recipe.tuning
+        self.cast_by_autocast = machine.computes_in_bfloat16(job.recipe) and not (tuning.dropout or tuning.dora)
         self.groups: Sampler[int] | None = data.groups(job.sequences_at_once, self.training.seed)
         if job.recipe.model.kernels == "liger":
-            use_liger(model)
+            machine.use_liger(model)
         if self.training.mlp_chunk_tokens:
             chunk_mlps(model, self.training.mlp_chunk_tokens)
         # TensorBoard's events go into the run; by default they are removed with the checkpoints.
@@ -235,7 +227,7 @@ class Trainer(SFTTrainer):
         # Without a mask torch chooses its fast kernel; FlashAttention leaves padding out by itself, and the loss that
         # balances experts counts what the mask says.
         balances_experts = bool(job.config.get("output_router_logits"))
-        self.unmasked = job.recipe.data.has_examples and job.attention == SDPA and not balances_experts
+        self.unmasked = job.recipe.data.has_examples and job.attention == machine.SDPA and not balances_experts
         if self.is_fsdp_enabled:
             self._sum_in_float32()
 
@@ -256,18 +248,15 @@ class Trainer(SFTTrainer):
     def _get_train_sampler(self, train_dataset: Any = None) -> Sampler[int] | None:
         return self.groups or super()._get_train_sampler(train_dataset)
 
-    def train(self, *arguments: Any, **named: Any) -> Any:
-        """Train without the casts by PEFT that autocast makes superfluous."""
-        with adapters.input_casts(self.model, self.casts_inputs):
-            return super().train(*arguments, **named)
-
     def training_step(self, model: Any, inputs: dict[str, torch.Tensor], *others: Any) -> torch.Tensor:
-        """Unmask the padding of examples, and let the log see the loss. Padding is on the right, where causality hides
-        it from every token, and has no label. The trainer counts tokens by the mask of its own `inputs`.
+        """Unmask the padding of examples, leave out the casts by PEFT that autocast makes superfluous, and let the log
+        see the loss. Padding is on the right, where causality hides it from every token, and has no label. The trainer
+        counts tokens by the mask of its own `inputs`.
         """
         if self.unmasked:
             inputs = {**inputs, "attention_mask": torch.ones_like(inputs["attention_mask"])}
-        loss: torch.Tensor = super().training_step(model, inputs, *others)
+        with adapters.disable_input_dtype_casting(self.model, self.cast_by_autocast):
+            loss: torch.Tensor = super().training_step(model, inputs, *others)
         self.log_of_losses.saw(loss)
         return loss
 

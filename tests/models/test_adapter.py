@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, OlmoConfig
 
 from pi_lora.errors import ModelError
 from pi_lora.models.adapter import (
-    input_casts,
+    disable_input_dtype_casting,
     load_adapter,
     prepare_for_tuning,
     save_adapter,
@@ -83,7 +83,7 @@ def test_autocast_needs_no_casts_by_peft(small_model: Path, dtype: torch.dtype) 
     found, copies = [], []
     for enabled in (True, False):
         model.zero_grad()
-        with Copies() as counted, input_casts(model, enabled):
+        with Copies() as counted, disable_input_dtype_casting(model, not enabled):
             with torch.autocast("cpu", torch.bfloat16):
                 loss = model(input_ids=ids, labels=ids).loss
             loss.backward()
