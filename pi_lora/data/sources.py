@@ -18,6 +18,7 @@ from huggingface_hub.constants import HF_HUB_CACHE
 
 from pi_lora.data import documents
 from pi_lora.data.documents import DOCUMENT_SUFFIXES, TABLE_SUFFIXES, Document, NamedJson
+from pi_lora.data.hub import commit_of_rows, load_rows
 from pi_lora.errors import DataError
 from pi_lora.recipe.schema import Source
 from pi_lora.types import Json
@@ -192,7 +193,7 @@ class HubDataset(Table):
     @cached_property
     def commit(self) -> str:
         """The commit that the revision stands for."""
-        return commit_of(self.name, self.source.revision)
+        return commit_of_rows(self.source)
 
     def identity(self) -> Json:
         """Return the commit."""
@@ -204,11 +205,7 @@ class HubDataset(Table):
 
     @cached_property
     def _dataset(self) -> Any:
-        # `datasets` takes a second to import, and local text does without.
-        from datasets import load_dataset
-
-        its = self.source
-        return load_dataset(its.name, its.subset, split=its.split, revision=self.commit, streaming=its.streaming)
+        return load_rows(self.source, self.commit)
 
     def _read(self, columns: Sequence[str], seed: int | None) -> Iterator[NamedJson]:
         try:
@@ -220,6 +217,8 @@ class HubDataset(Table):
                 dataset = dataset.shuffle(seed, **({"buffer_size": STREAMED_ROWS} if self.source.streaming else {}))
             for number, row in enumerate(dataset, 1):
                 yield (f"{self.name}:{number}" if seed is None else self.name), row
+        except DataError:
+            raise
         except Exception as error:
             # `datasets` raises a dozen kinds for a user's mistakes: not found, gated, offline, no such split.
             raise _not_on_the_hub(self.name, error) from error
