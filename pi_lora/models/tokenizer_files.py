@@ -5,6 +5,7 @@ catches and which prints a trace of its own.
 """
 
 import contextlib
+import hashlib
 import math
 import os
 import re
@@ -17,6 +18,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validat
 
 from pi_lora.errors import ModelError
 from pi_lora.files.reading import read_json
+from pi_lora.recipe.places import cache_folder
 
 TOKENIZER_FILE, SETTINGS_FILE, SPECIAL_FILE = "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"
 # Three times the longest there is.
@@ -189,14 +191,26 @@ def read_settings(file: Path) -> TokenizerSettings:
 
 
 def check_file(file: Path) -> None:
-    """Raise ModelError, in a line with file and field, if a file of a tokenizer is damaged or does harm."""
+    """Raise ModelError, in a line with file and field, if a file of a tokenizer is damaged or does harm. Bytes that
+    were found sound before are known by their digest, which takes a tenth of the time.
+    """
     kinds: dict[str, tuple[Any, int]] = {
         TOKENIZER_FILE: (_Tokenizer, MOST_BYTES),
         SETTINGS_FILE: (TokenizerSettings, 2**24),
         SPECIAL_FILE: (dict[str, _Special | list[str | _SavedToken]], 2**24),
     }
     kind, limit = kinds[file.name]
+    sound = None
+    if file.is_file() and file.stat().st_size <= limit:
+        digest = hashlib.sha256(b"\0".join([Path(__file__).read_bytes(), file.name.encode(), file.read_bytes()]))
+        sound = cache_folder() / "sound" / digest.hexdigest()
+        if sound.exists():
+            return
     read_json(file, kind, REMEDY, limit)
+    with contextlib.suppress(OSError):
+        if sound:
+            sound.parent.mkdir(parents=True, exist_ok=True)
+            sound.touch()
 
 
 def try_out(tokenizer: Any, where: str, vocabulary: int | None) -> None:
