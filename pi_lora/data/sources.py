@@ -10,13 +10,13 @@ import zipfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from huggingface_hub import HfApi, hf_hub_download
 from huggingface_hub.constants import HF_HUB_CACHE
 
 from pi_lora.data import documents
 from pi_lora.data.documents import DOCUMENT_SUFFIXES, TABLE_SUFFIXES, Document, NamedJson
+from pi_lora.data.hub import commit_of_rows, load_rows
 from pi_lora.errors import DataError, first_line
 from pi_lora.recipe.schema import Source
 from pi_lora.types import Json
@@ -158,14 +158,9 @@ def hub_dataset(source: Source) -> Table:
     turns.
     """
     name, streaming = source.name, source.streaming
-    commit = functools.cache(lambda: commit_of(name, source.revision))
+    commit = functools.cache(lambda: commit_of_rows(source))
 
-    @functools.cache
-    def loaded() -> Any:
-        # `datasets` takes a second to import, and local text does without.
-        from datasets import load_dataset
-
-        return load_dataset(name, source.subset, split=source.split, revision=commit(), streaming=streaming)
+    loaded = functools.cache(lambda: load_rows(source, commit()))
 
     def uploaded(columns: Sequence[str], seed: int | None) -> Iterator[NamedJson]:
         try:
@@ -178,6 +173,8 @@ def hub_dataset(source: Source) -> Table:
                 dataset = dataset.shuffle(seed, **({"buffer_size": 100} if streaming else {}))
             for number, row in enumerate(dataset, 1):
                 yield (f"{name}:{number}" if seed is None else name), row
+        except DataError:
+            raise
         except Exception as error:
             # `datasets` raises a dozen kinds for a user's mistakes: not found, gated, offline, no such split.
             raise _not_on_the_hub(name, error) from error

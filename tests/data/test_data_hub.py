@@ -1,5 +1,7 @@
 """The hub's reader on a local folder laid out like a repository of the hub: `datasets` reads both the same way."""
 
+import json
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -8,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from pi_lora.data import sources
+from pi_lora.data import hub, sources
 from pi_lora.data.sources import evaluation_documents, hub_dataset, hub_file
 from pi_lora.errors import DataError
 from pi_lora.recipe.schema import Source
@@ -94,17 +96,57 @@ def test_a_hub_that_cannot_be_reached_is_named() -> None:
         list(evaluation_documents("nobody/nothing"))
 
 
-def test_offline_it_is_the_commit_that_was_downloaded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_offline_a_file_is_of_the_commit_that_was_downloaded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A branch moves, and what was made from its former commit must not be taken for what is there now."""
     monkeypatch.setattr(sources, "HF_HUB_CACHE", str(tmp_path))
     refs = tmp_path / "datasets--owner--books" / "refs"
     refs.mkdir(parents=True)
-    found = []
     for commit in ("0123abc", "4567def"):
         (refs / "main").write_text(commit)
-        found.append(hub_dataset(Source(name="owner/books")).identity())
-        assert hub_file("owner/books", "x.jsonl", "main").identity() == found[-1] == {"commit": commit}
-    assert hub_dataset(Source(name="owner/never")).identity() == {"commit": "main"}
+        assert hub_file("owner/books", "x.jsonl", "main").identity() == {"commit": commit}
+
+
+def on_disk(commit: str, texts: list[str], cache: Path) -> None:
+    """What `datasets` keeps of owner/books when it has downloaded a commit."""
+    folder = cache / "owner___books" / "default" / "0.0.0" / commit
+    made = datasets.Dataset.from_dict({"text": texts})
+    made.save_to_disk(folder.with_suffix(".saved"))
+    folder.mkdir(parents=True)
+    [arrow] = folder.with_suffix(".saved").glob("*.arrow")
+    arrow.rename(folder / "books-train.arrow")
+    shutil.rmtree(folder.with_suffix(".saved"))
+    splits = {"train": {"name": "train", "num_bytes": 1, "num_examples": len(texts), "dataset_name": "books"}}
+    info = {"config_name": "default", "dataset_name": "books", "features": made.features.to_dict(), "splits": splits}
+    (folder / "dataset_info.json").write_text(json.dumps({**info, "version": {"version_str": "0.0.0"}}))
+
+
+def test_offline_rows_are_of_the_commit_that_they_are_said_to_be_of(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Without the hub `datasets` takes what it downloaded last, whatever revision is asked for."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "datasets")
+    monkeypatch.setenv("PI_LORA_CACHE", str(tmp_path / "cache"))
+    first, second = "1" * 40, "2" * 40
+
+    def rows(revision: str) -> list[str]:
+        return [each.text for each in hub_dataset(Source(name="owner/books", revision=revision)).documents()]
+
+    def identity(revision: str) -> object:
+        return hub_dataset(Source(name="owner/books", revision=revision)).identity()["commit"]
+
+    assert identity("main") == "main"
+    on_disk(first, ["one"], tmp_path / "datasets")
+    assert (identity("main"), rows("main"), rows(first)) == (first, ["one"], ["one"])
+    with monkeypatch.context() as online:
+        said = SimpleNamespace(dataset_info=lambda name, revision: SimpleNamespace(sha=first))
+        online.setattr(hub, "HfApi", lambda: said)
+        assert identity("main") == first
+    on_disk(second, ["two"], tmp_path / "datasets")
+    assert identity("other") == second
+    assert identity("main") == first
+    with pytest.raises(DataError, match=f"on the disk is commit {second} instead of {first}; connect"):
+        rows("main")
+    assert rows(second) == ["two"]
 
 
 def test_the_commit_is_what_the_revision_stands_for(monkeypatch: pytest.MonkeyPatch, repository: Path) -> None:
@@ -116,7 +158,7 @@ def test_the_commit_is_what_the_revision_stands_for(monkeypatch: pytest.MonkeyPa
             asked.append((name, revision))
             return SimpleNamespace(sha="0123abc")
 
-    monkeypatch.setattr(sources, "HfApi", Api)
+    monkeypatch.setattr(hub, "HfApi", Api)
     monkeypatch.setattr(datasets, "load_dataset", lambda *names, revision, **options: pytest.fail(revision))
     found = hub_dataset(Source(name="owner/name", revision="v1"))
     assert found.identity() == {"commit": "0123abc"}

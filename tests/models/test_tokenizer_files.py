@@ -9,9 +9,10 @@ import pytest
 from adapters import TOKENIZER
 
 from pi_lora.errors import ModelError
+from pi_lora.models import tokenizer_files
 from pi_lora.models.base import find_base, load_tokenizer
 from pi_lora.models.load import find
-from pi_lora.models.tokenizer_files import SPECIAL_FILE, check_expression
+from pi_lora.models.tokenizer_files import SPECIAL_FILE, check_expression, check_file
 
 VOCABULARY = 1024
 SPLIT = {"type": "Split", "behavior": "Isolated", "invert": False}
@@ -134,3 +135,29 @@ def test_expressions_in_use_are_allowed(expression: str) -> None:
 def test_expressions_that_may_take_long_are_not(expression: str) -> None:
     with pytest.raises(ValueError, match=r"may take very long|more than 4,000"):
         check_expression(expression)
+
+
+def test_what_was_sound_is_known_by_its_bytes_and_name(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[str] = []
+    plain = tokenizer_files.read_json
+    monkeypatch.setattr(
+        tokenizer_files, "read_json", lambda file, *options: (read.append(file.name), plain(file, *options))
+    )
+    monkeypatch.setenv("PI_LORA_CACHE", str(folder / "cache"))
+    own, settings = (folder / name for name in TOKENIZER)
+    for file in (own, own, settings, settings):
+        check_file(file)
+    assert read == [own.name, settings.name]
+    edit(own, model__dropout=0.5)
+    for _ in range(2):
+        with pytest.raises(ModelError, match=r"model\.dropout"):
+            check_file(own)
+    shutil.copy(settings, own)
+    with pytest.raises(ModelError, match="model: field required"):
+        check_file(own)
+
+
+def test_a_cache_that_cannot_be_written_is_done_without(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder / "cache").write_text("a file")
+    monkeypatch.setenv("PI_LORA_CACHE", str(folder / "cache"))
+    check_file(folder / TOKENIZER[0])
