@@ -101,12 +101,8 @@ class _Pattern(_File):
     regex: Annotated[str, AfterValidator(check_expression)] | None = Field(None, alias="Regex")
 
 
-class _Named(_File):
-    id: str
-
-
 class _Piece(_File):
-    special: _Named | None = Field(None, alias="SpecialToken")
+    special: dict[str, Any] = Field({}, alias="SpecialToken")
 
 
 class _Step(_File):
@@ -124,7 +120,7 @@ class _Step(_File):
 
     @model_validator(mode="after")
     def _frames_with_its_own(self) -> Self:
-        named = {piece.special.id for piece in self.single + self.pair if piece.special}
+        named = {str(piece.special.get("id")) for piece in self.single + self.pair if piece.special}
         if missing := named - self.special_tokens.keys():
             raise ValueError(f"special token {min(missing)[:60]!r} is not among its special_tokens")
         return self
