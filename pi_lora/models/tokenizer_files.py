@@ -27,9 +27,7 @@ MOST_BYTES = 100_000_000
 MOST_CHARACTERS, MOST_GROWTH = 4_000, 10_000
 # A text of some kinds of characters, of which more and more is tokenized: what takes longer for so little would take
 # hours for a book.
-TRIAL = (
-    "The 3rd text, 1999: naïve “café”\n\n\t  if x_1 != 0:   # 中文 здесь 🦋 aaaaaaaaaaaaaaaa ---------- 00000000\n" * 8
-)
+TRIAL = "The 3rd text, 1999: naïve “café”\n\n\t  if x_1 != 0:   # 中文 здесь 🦋 aaaaaaaaaaaaaaaa ---------- 00000000\n"
 TRIAL_LENGTHS, MOST_SECONDS = (60, 200, 800), 2.0
 # A logarithm of a probability that is lower than that of any text of a special token's length.
 NEVER = -1e4
@@ -218,7 +216,7 @@ def try_out(tokenizer: Any, where: str, vocabulary: int | None) -> None:
     for length in TRIAL_LENGTHS:
         try:
             with _without_traces():
-                ids = tokenizer(TRIAL[:length], verbose=False)["input_ids"]
+                ids = tokenizer((8 * TRIAL)[:length], verbose=False)["input_ids"]
         except BaseException as error:
             # A panic of tokenizers is no Exception.
             if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
