@@ -104,10 +104,6 @@ def staged(output: Path, resume: bool = False) -> Iterator[Path]:
     """
     check_output(output, resume)
     staging = staging_path(output)
-    try:
-        staging.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise RunExistsError(f"{output}: cannot be written ({error.strerror}); choose another --output") from None
     with _locked(output):
         try:
             _check_place(output)  # another process may have finished it meanwhile
@@ -140,6 +136,7 @@ def _locked(output: Path) -> Iterator[None]:
         raise RunExistsError(f"{file}: is a link, where a lock was to be made; remove it")
     lock = FileLock(file, timeout=0)
     try:
+        file.parent.mkdir(parents=True, exist_ok=True)
         lock.acquire()
     except Timeout:
         owner = "another process"

@@ -144,10 +144,8 @@ def _examples(data: Data, training: Training, tokenizer: Any, window: int, progr
     # As the Trainer counts: the last step of an epoch takes what is left.
     epochs = training.steps / math.ceil(number / per_step)
     if epochs > data.epochs:
-        raise DataError(
-            f"training.steps: {training.steps:,} of {per_step} are {epochs:.1f} epochs of {number:,} examples; "
-            f"set data.epochs to {math.ceil(epochs)}, or lower it"
-        )
+        how_often = f"{training.steps:,} of {per_step} are {epochs:.1f} epochs of {number:,} examples"
+        raise DataError(f"training.steps: {how_often}; set data.epochs to {math.ceil(epochs)}, or lower it")
     columns = (rows.data.column(name) for name in ("prompt_ids", "completion_ids"))
     prompts, completions = (pyarrow.compute.list_value_length(column).to_pylist() for column in columns)
     tokens = [sum(both) for both in zip(prompts, completions, strict=True)]

@@ -141,7 +141,7 @@ class Prompter:
 
     def _framed(self, rows: Sequence[Texts]) -> list[list[int]]:
         """Encode with the tokenizer's own BOS, but without the EOS that some add."""
-        encoded: list[list[int]] = self.tokenizer([self.task.prompt(row) for row in rows])["input_ids"]
+        encoded = self.tokenizer([self.task.prompt(row) for row in rows])["input_ids"]
         return [ids[:-1] if ids[-1:] == [self.eos] else ids for ids in encoded]
 
     def _documents(self, texts: list[str]) -> list[tuple[int, Callable[[int], str]]]:

@@ -74,7 +74,11 @@ def plan_merge(
         raise ModelError(f"{stored[0].path.parent}: the base lacks {', '.join(lacking)}; download all of its files")
     changes, untied = _settle_ties(adapter, read_adapter(run, settings), tied, model)
     _check_matches(adapter, changes, sources)
-    rounded = _quantized_weights(model) if quantized else frozenset[str]()
+    rounded = frozenset[str]()
+    if quantized:  # what transformers stores in four bits if bitsandbytes quantizes the model
+        left_out = [*get_keys_to_not_convert(model), *(model._keep_in_fp32_modules or [])]
+        linear = [name for name, module in model.named_modules() if type(module) is nn.Linear]
+        rounded = frozenset(f"{name}.weight" for name in linear if should_convert_module(name, left_out))
 
     def planned(tensor: StoredTensor, name: str, computed: str | None) -> Planned:
         cast = dtype if dtype and tensor.dtype in FLOATS else tensor.dtype
@@ -122,13 +126,6 @@ def computed_sources(
     names = {tensor.name: name for name, tensor in sources.items()}
     twins = {name: sources[twin] for name, twin in model.all_tied_weights_keys.items() if twin in sources}
     return names, sources | twins, joined
-
-
-def _quantized_weights(model: PreTrainedModel) -> frozenset[str]:
-    """Return the names of the weights that transformers stores in four bits if bitsandbytes quantizes `model`."""
-    left_out = [*get_keys_to_not_convert(model), *(model._keep_in_fp32_modules or [])]
-    linear = [name for name, module in model.named_modules() if type(module) is nn.Linear]
-    return frozenset(f"{name}.weight" for name in linear if should_convert_module(name, left_out))
 
 
 def _settle_ties(

@@ -76,7 +76,17 @@ class BaseModel:
     @cached_property
     def path(self) -> str:
         """The folder or hub id that weights and tokenizer are read from; a GGUF file is dequantized into the cache."""
-        return str(_dequantized(self)) if is_gguf(self.place) else self.place
+        if not is_gguf(self.place):
+            return self.place
+        file, config = Path(self.place), config_of(self.kind, self.config)
+        folder = _in_cache(file)
+        make_once(
+            folder,
+            folder.is_dir,
+            lambda making: save_dequantized(file, config, making),
+            lambda why: ModelError(f"{self.name}: cannot be dequantized into {folder} {why}"),
+        )
+        return str(folder)
 
     @cached_property
     def skeleton(self) -> PreTrainedModel:
@@ -184,19 +194,6 @@ def _in_cache(file: Path) -> Path:
     parts = [file, file.with_name("tokenizer.json"), file.with_name("tokenizer_config.json")]
     stats = [(str(part.resolve()), part.stat().st_size, part.stat().st_mtime_ns) for part in parts if part.is_file()]
     return cache_folder() / "gguf" / hashlib.sha256(json.dumps(stats).encode()).hexdigest()
-
-
-def _dequantized(base: BaseModel) -> Path:
-    """Return the folder of a GGUF model in the cache, made whole if it is not there."""
-    file, config = Path(base.place), config_of(base.kind, base.config)
-    folder = _in_cache(file)
-    make_once(
-        folder,
-        folder.is_dir,
-        lambda making: save_dequantized(file, config, making),
-        lambda why: ModelError(f"{base.name}: cannot be dequantized into {folder} {why}"),
-    )
-    return folder
 
 
 def load_tokenizer(

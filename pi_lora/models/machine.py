@@ -68,13 +68,11 @@ def attention_kernel(asked: str, base: BaseModel | None, in_bfloat16: bool, cont
         return SDPA
     generation, _ = torch.cuda.get_device_capability()
     name, is_present = _MADE_FOR.get(generation, (SDPA, lambda: True))
-    return name if is_present() and (base is None or _supports(base.skeleton, name)) else SDPA
-
-
-def _supports(model: PreTrainedModel, kernel: str) -> bool:
-    """Return whether transformers computes a model with a kernel of FlashAttention; some models name those that do."""
-    compatible = model._compatible_flash_implementations
-    return bool(model._supports_flash_attn) and (compatible is None or kernel in compatible)
+    if base is None or not is_present():
+        return name if is_present() else SDPA
+    # Some models name the kernels of FlashAttention with which transformers computes them.
+    compatible = base.skeleton._compatible_flash_implementations
+    return name if base.skeleton._supports_flash_attn and (compatible is None or name in compatible) else SDPA
 
 
 def check_liger(model_type: str) -> None:

@@ -171,19 +171,15 @@ def in_both_dialects(config: Config) -> dict[str, Any]:
             both[key] = both[names.get(key, key)] = rope[key]
     if SLIDING_ATTENTION in nested:
         both["rope_local_base_freq"] = nested[SLIDING_ATTENTION]["rope_theta"]
-    both["rope_scaling"] = _rope_scaling(rope, model_type)
-    return both
-
-
-def _rope_scaling(rope: Config, model_type: str) -> dict[str, Any] | None:
-    kind = rope.get("rope_type", "default")
-    if kind == "default":
-        return None
-    if constant_longrope(rope) is not None:
-        # Phi-3's config in transformers 4 accepts exactly these three.
-        return {"type": kind, "short_factor": rope["short_factor"], "long_factor": rope["long_factor"]}
     elsewhere = {"rope_theta", "partial_rotary_factor"} | ({"rope_type"} if model_type in TWO_FIELDS_IN_4 else set())
-    return {"type": kind, **{key: value for key, value in rope.items() if key not in elsewhere}}
+    keys = rope.keys() - elsewhere
+    if constant_longrope(rope) is not None:
+        keys = {"short_factor", "long_factor"}  # which Phi-3's config in transformers 4 accepts, and no others
+    kind = rope.get("rope_type", "default")
+    both["rope_scaling"] = (
+        None if kind == "default" else {"type": kind, **{key: rope[key] for key in rope if key in keys}}
+    )
+    return both
 
 
 def extend_config(config: Config, interpolation: Interpolation) -> dict[str, Any]:

@@ -83,11 +83,7 @@ def rate_share(training: Training) -> Callable[[int], float]:
     name = "constant_with_warmup" if training.schedule == "constant" else training.schedule
     try:
         scheduler = get_scheduler(
-            name,
-            optimizer,
-            num_warmup_steps=training.warmup_steps,
-            num_training_steps=training.steps,
-            scheduler_specific_kwargs=dict(training.schedule_options),
+            name, optimizer, training.warmup_steps, training.steps, dict(training.schedule_options)
         )
     except (TypeError, ValueError) as error:
         problem = f"{training.schedule} does not accept them ({error})"

@@ -31,7 +31,6 @@ from pi_lora.models.device import device
 from pi_lora.models.load import LoadedModel
 from pi_lora.models.origin import check_origin, check_resumed, origin_of, read_origin
 from pi_lora.recipe.files import RECIPE_FILE, dump_recipe
-from pi_lora.recipe.schema import Recipe
 from pi_lora.report.card import write_card
 from pi_lora.training.callbacks import TrainingLog, TrainingScores, ends_after_the_step
 from pi_lora.training.chunked_mlp import chunk_mlps
@@ -97,9 +96,15 @@ def _staged_by_the_leader(job: Job) -> Iterator[Path]:
 
 
 def _prepared_model(job: Job) -> Any:
-    recipe = job.recipe
-    model = load_model(job.base, job.config, machine.dtype_of_base(recipe), job.attention, _placement(recipe))
-    if recipe.sharded and number_of_processes() > 1:
+    """Load the model and make trainable what trains. A quantized one goes to every device; others are spread by FSDP
+    from the host memory of the first process, which alone reads them, or copied by data parallelism.
+    """
+    recipe, several = job.recipe, number_of_processes() > 1
+    place: Placement = "quantized" if recipe.tuning.method == "qlora" else "host" if several else "device"
+    if place == "host" and recipe.sharded and not is_leader():
+        place = "empty"
+    model = load_model(job.base, job.config, machine.dtype_of_base(recipe), job.attention, place)
+    if recipe.sharded and several:
         # transformers reads the weights of some modules in float32, whatever the dtype.
         dtypes = from_all([{name: weight.dtype for name, weight in model.named_parameters()}])[0]
         for name, weight in model.named_parameters():
@@ -113,17 +118,6 @@ def _prepared_model(job: Job) -> Any:
     if recipe.sharded and recipe.tuning.method == "lora":
         adapters.keep_ties(tuned)
     return tuned
-
-
-def _placement(recipe: Recipe) -> Placement:
-    """Return where the weights go: a quantized model to every device; others are spread by FSDP from the host memory of
-    the first process, which alone reads them, or copied by data parallelism.
-    """
-    if recipe.tuning.method == "qlora":
-        return "quantized"
-    if number_of_processes() == 1:
-        return "device"
-    return "empty" if recipe.sharded and not is_leader() else "host"
 
 
 def _save(job: Job, trainer: Any, model: Any, folder: Path) -> Exception | None:

@@ -87,8 +87,14 @@ def test_auto_takes_what_is_made_for_the_gpu(
     assert kernels.attention_kernel(**asked) == chosen
 
 
-def test_models_of_transformers_say_what_they_support(small_model: Path) -> None:
-    assert kernels._supports(find_base(str(small_model)).skeleton, "flash_attention_3")
+def test_models_of_transformers_say_what_they_support(small_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "device", lambda: torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(kernels, "_MADE_FOR", {9: ("flash_attention_3", lambda: True)})
+    base = find_base(str(small_model))
+    assert kernels.attention_kernel("auto", base, in_bfloat16=True) == "flash_attention_3"
+    base.skeleton._supports_flash_attn = False
+    assert kernels.attention_kernel("auto", base, in_bfloat16=True) == "sdpa"
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
