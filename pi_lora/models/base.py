@@ -9,7 +9,7 @@ import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -297,6 +297,9 @@ def _read_special_tokens_as_text(tokenizer: Any) -> None:
     get one that no text is read by.
     """
     tokenizer.split_special_tokens = True
+    # Those that a chat template writes are what they stand for.
+    as_such = {"split_special_tokens": False}
+    tokenizer.apply_chat_template = partial(tokenizer.apply_chat_template, tokenizer_kwargs=as_such)
     if tokenizer.is_fast and isinstance(tokenizer.backend_tokenizer.model, Unigram):
         model, special = json.loads(tokenizer.backend_tokenizer.to_str())["model"], set(tokenizer.all_special_tokens)
         pieces = [(piece, NEVER if piece in special else score) for piece, score in model["vocab"]]
