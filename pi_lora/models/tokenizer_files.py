@@ -12,6 +12,7 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -223,6 +224,9 @@ def read_special_tokens_as_text(tokenizer: Any) -> None:
     Unigram model has special tokens among its pieces, as the likeliest (tokenizers 0.22): they get the lowest score.
     """
     tokenizer.split_special_tokens = True
+    # Those that a chat template writes are what they stand for.
+    as_such = {"split_special_tokens": False}
+    tokenizer.apply_chat_template = partial(tokenizer.apply_chat_template, tokenizer_kwargs=as_such)
     if tokenizer.is_fast and isinstance(tokenizer.backend_tokenizer.model, Unigram):
         model, special = json.loads(tokenizer.backend_tokenizer.to_str())["model"], set(tokenizer.all_special_tokens)
         pieces = [(piece, NEVER if piece in special else score) for piece, score in model["vocab"]]

@@ -326,17 +326,28 @@ def test_chats_fit_the_window_too(small: LoadedModel, monkeypatch: pytest.Monkey
     monkeypatch.setattr(
         small.tokenizer,
         "chat_template",
-        "{% for each in messages %}[{{ each.role }}]{{ each.content }}{% endfor %}",
+        "{% for each in messages %}[{{ each.role }}]{{ each.content }}{{ eos_token }}{% endfor %}",
         raising=False,
     )
     knowing(small, monkeypatch, list)
+    ends: list[bool] = []
+    generate = HFLM._model_generate
+
+    def seen(self: HFLM, context: torch.Tensor, *arguments: Any, **others: Any) -> torch.Tensor:
+        ends.extend((row == self.tokenizer.eos_token_id).any().item() for row in context)
+        return generate(self, context, *arguments, **others)
+
+    monkeypatch.setattr(HFLM, "_model_generate", seen)
+    asked = find_texts(["ruler_fwe"])
     plain, chats = (
-        evaluate_ruler(small, find_texts(["ruler_fwe"]), [1024], 2, chat_template=each).lengths[0].tasks["ruler_fwe"]
+        evaluate_ruler(small, asked, [1024], 2, batch_size=1, chat_template=each).lengths[0].tasks["ruler_fwe"]
         for each in (False, True)
     )
     assert chats.score == 1
     assert chats.length < plain.length
     assert chats.tokens <= 1024
+    # Special tokens of the template are what they stand for.
+    assert ends == [False, False, True, True]
 
 
 def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -56,6 +56,8 @@ def evaluate_ruler(
             with quiet():
                 size = batch_size or max(1, HELD_TOKENS // window)
                 answering = Answering(loaded.model, loaded.tokenizer, window, size, journal)
+            # A chat template writes special tokens, which are what they stand for.
+            answering.tokenizer.split_special_tokens = not chat_template
             tasks: dict[str, RulerTask] = {}
             for name in asked.tasks:
                 before = number * each + len(tasks) * samples
