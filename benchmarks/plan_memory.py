@@ -2,9 +2,10 @@
 
     python benchmarks/plan_memory.py [--model models/smollm2_135m_instruct] [--data builtin:stdlib] [--rows ROW ...]
 
-Each row is a process of its own that tunes three steps; its peak is that of the whole process (resident), libraries
-included, as training.jsonl has it. A row is kept in benchmarks/results/plan_memory.json
-when it is measured.
+Each row is a process of its own that tunes two steps; its peak is that of the whole process (resident), libraries
+included, as training.jsonl has it. The plan is that for this machine, as `pi-lora train` makes it. Rows of 8 layers are
+of a random model with SmolLM2's widths, so that none takes two minutes. A row is kept in
+benchmarks/results/plan_memory.json when it is measured.
 """
 
 import argparse
@@ -14,42 +15,69 @@ import sys
 import tempfile
 from pathlib import Path
 
+from pi_lora.models.base import BUILTIN_FOLDER
+from pi_lora.planning.planning import device_here
 from pi_lora.planning.text import planned
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "plan_memory.json"
 TINY = ("model.name=builtin:tiny", "context.original=256", "context.target=4096")
-ROWS: dict[str, tuple[str, ...]] = {
-    "lora, 1,024 tokens": ("data.sequence_tokens=1024",),
-    "lora, 2,048 tokens": ("data.sequence_tokens=2048",),
-    "lora, 2,048 tokens, checkpointing": ("data.sequence_tokens=2048", "training.activation_checkpointing=true"),
-    "lora, 4,096 tokens, checkpointing": ("data.sequence_tokens=4096", "training.activation_checkpointing=true"),
-    "lora, 8,192 tokens, checkpointing": ("data.sequence_tokens=8192", "training.activation_checkpointing=true"),
-    "lora, embeddings and norms, 2,048 tokens": ("data.sequence_tokens=2048", "tuning.also_train=embeddings_and_norms"),
-    "qlora, 2,048 tokens, checkpointing": (
-        "data.sequence_tokens=2048",
-        "tuning.method=qlora",
-        "training.activation_checkpointing=true",
-    ),
-    "full, 2,048 tokens, checkpointing": (
-        "data.sequence_tokens=2048",
-        "tuning.method=full",
-        "model.dtype=float32",
-        "training.activation_checkpointing=true",
-    ),
-    "built-in model, lora, 4,096 tokens": (*TINY, "data.positions=contiguous"),
+CHECKPOINTING = "training.activation_checkpointing=true"
+# Tokens of a sequence, vocabulary of a random model (else the model is the one that is named), and other changes.
+ROWS: dict[str, tuple[int, int | None, tuple[str, ...]]] = {
+    "SmolLM2, LoRA": (512, None, ()),
+    "SmolLM2, LoRA, checkpointing": (1024, None, (CHECKPOINTING,)),
+    "SmolLM2, QLoRA, checkpointing": (512, None, ("tuning.method=qlora", CHECKPOINTING)),
+    "SmolLM2, all weights, checkpointing": (512, None, ("tuning.method=full", CHECKPOINTING)),
+    "LoRA": (1024, 49152, ()),
+    "LoRA, length": (2048, 49152, ()),
+    "LoRA, checkpointing": (2048, 49152, (CHECKPOINTING,)),
+    "LoRA, chunked MLP": (2048, 49152, (CHECKPOINTING, "training.mlp_chunk_tokens=256")),
+    "LoRA, small vocabulary": (2048, 1024, ()),
+    "LoRA, large vocabulary": (1024, 128256, ()),
+    "LoRA, embeddings and norms": (1024, 49152, ("tuning.also_train=embeddings_and_norms",)),
+    "LoRA, bfloat16 base": (1024, 49152, ("model.dtype=bfloat16",)),
+    "LoRA, bfloat16 arithmetic": (1024, 49152, ("training.precision=bfloat16",)),
+    "LoRA, both bfloat16": (1024, 49152, ("model.dtype=bfloat16", "training.precision=bfloat16")),
+    "DoRA": (1024, 49152, ("tuning.dora=true",)),
+    "QLoRA": (1024, 49152, ("tuning.method=qlora",)),
+    "all weights": (1024, 49152, ("tuning.method=full",)),
+    "all weights, two batches a step": (512, 49152, ("tuning.method=full", "training.global_batch_size=2")),
+    "built-in model, LoRA": (4096, None, (*TINY, "data.positions=contiguous")),
 }
-RECIPE = """# A few steps on a CPU.
-model: {{name: {model}, dtype: bfloat16}}
+RECIPE = """# Two steps on a CPU.
+model: {{name: {model}}}
 context: {{target: 16384}}
 tuning: {{method: lora, rank: 16, also_train: nothing}}
 data: {{source: "{data}", positions: skip}}
-training: {{steps: 3, global_batch_size: 1, activation_checkpointing: false, log_every: 1}}
+training: {{steps: 2, warmup_steps: 1, global_batch_size: 1, activation_checkpointing: false, log_every: 1}}
 """
 
 
+def random_model(folder: Path, vocabulary: int) -> Path:
+    """A model of eight layers with SmolLM2's widths; the tokenizer is the built-in model's."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    widths = {"hidden_size": 576, "intermediate_size": 1536, "num_attention_heads": 9, "num_key_value_heads": 3}
+    rope = {"rope_type": "default", "rope_theta": 100000.0}
+    config = LlamaConfig(
+        vocab_size=vocabulary,
+        num_hidden_layers=8,
+        max_position_embeddings=8192,
+        rope_parameters=rope,
+        tie_word_embeddings=True,
+        bos_token_id=0,
+        eos_token_id=1,
+        **widths,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / name).write_bytes((BUILTIN_FOLDER / "tiny" / name).read_bytes())
+    return folder
+
+
 def measured(recipe: Path, changes: tuple[str, ...], folder: Path) -> int:
-    """The peak in bytes of a process that tunes three steps."""
+    """The peak in bytes of a process that tunes two steps."""
     command = [sys.executable, "-m", "pi_lora", "train", str(recipe), *changes, "--force", "--output", str(folder)]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     line = (folder / "training.jsonl").read_text(encoding="utf-8").splitlines()[-1]
@@ -66,14 +94,24 @@ def main() -> None:
     from machine import machine
 
     results = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.is_file() else {"rows": {}}
-    results |= {"machine": machine(), "model": options.model}
+    gpu = device_here()
+    results |= {"machine": machine(), "bfloat16": gpu.bfloat16}
     with tempfile.TemporaryDirectory() as temporary:
-        recipe = Path(temporary) / "one_step.yaml"
-        recipe.write_text(RECIPE.format(model=options.model, data=options.data), encoding="utf-8")
-        for index, row in enumerate(options.rows):
-            plan = planned(recipe, ROWS[row])
-            peak = measured(recipe, ROWS[row], Path(temporary) / f"run-{index}")
-            results["rows"][row] = {"planned": plan.memory.peak, "measured": peak, "ratio": plan.memory.peak / peak}
+        for row in options.rows:
+            tokens, vocabulary, changes = ROWS[row]
+            folder = Path(temporary) / str(vocabulary)
+            if vocabulary and not folder.exists():
+                random_model(folder, vocabulary)
+            recipe = Path(temporary) / "two_steps.yaml"
+            model = folder if vocabulary else options.model
+            recipe.write_text(RECIPE.format(model=model, data=options.data), encoding="utf-8")
+            if "data.positions=contiguous" not in changes:
+                changes = (f"data.sequence_tokens={tokens}", *changes)
+            plan = planned(recipe, changes, gpu)
+            peak = measured(recipe, changes, Path(temporary) / "runs" / str(options.rows.index(row)))
+            sizes = {"tokens": tokens, "vocabulary": plan.target.shape.vocabulary, "layers": plan.target.shape.layers}
+            found = {"planned": plan.memory.peak, "highest": plan.memory.highest, "measured": peak}
+            results["rows"][row] = {**sizes, **found, "ratio": plan.memory.peak / peak}
             RESULTS.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
             print(f"{row}: planned {plan.memory.peak / 2**30:.2f} GiB, measured {peak / 2**30:.2f} GiB", flush=True)
 

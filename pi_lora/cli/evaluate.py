@@ -149,11 +149,11 @@ def ruler(
         check_has_lm_eval("ruler")
         from pi_lora.evaluation.ruler.effective import side_by_side
         from pi_lora.evaluation.ruler.measure import evaluate_ruler, windows_between
-        from pi_lora.evaluation.ruler.prompts import MAKERS, find_texts
+        from pi_lora.evaluation.ruler.prompts import TASKS, find_texts
         from pi_lora.evaluation.ruler.table import ruler_picture, ruler_table
 
         found = how.find_stretched(models)
-        asked = find_texts(tasks.split(",") if tasks else list(MAKERS), haystack, data or ())
+        asked = find_texts(tasks.split(",") if tasks else TASKS, haystack, data or ())
     original_windows = (round(model.window / model.scale) for model in found)
     lengths = lengths or windows_between(min(original_windows), max(model.window for model in found))
     for task, reason in asked.left_out.items():

@@ -62,9 +62,9 @@ def _benchmarks(asked: schema.BenchmarksEvaluation) -> Measure:
 def _ruler(asked: schema.RulerEvaluation) -> Measure:
     check_has_lm_eval("ruler")
     from pi_lora.evaluation.ruler.measure import evaluate_ruler
-    from pi_lora.evaluation.ruler.prompts import MAKERS, find_texts
+    from pi_lora.evaluation.ruler.prompts import TASKS, find_texts
 
-    texts = find_texts(asked.tasks or tuple(MAKERS), Path(asked.haystack) if asked.haystack else None, asked.data)
+    texts = find_texts(asked.tasks or TASKS, Path(asked.haystack) if asked.haystack else None, asked.data)
     return lambda loaded, progress: evaluate_ruler(
         loaded, texts, asked.windows, asked.samples, asked.seed, asked.batch_size, asked.chat_template, progress
     )

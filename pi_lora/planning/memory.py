@@ -10,7 +10,7 @@ cosines and sines.
 """
 
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from pi_lora.planning.shape import Shape, trained_parameters
 from pi_lora.recipe.schema import Recipe, Tuning
@@ -20,8 +20,11 @@ FLOAT32, BFLOAT16 = 4, 2
 # Bytes per weight in NF4 with double quantization (Dettmers et al. 2023, section 3): 4 bits, an 8-bit scale for each 64
 # weights, and a float32 scale for each 256 of those: 0.5 + 1/64 + 4/(64 * 256) bytes, or 4.127 bits.
 NF4 = 0.5 + 1 / 64 + 4 / (64 * 256)
-# Assumed: the device's context, cuBLAS and NCCL workspaces; on a CPU the interpreter with its libraries.
+# Assumed: the device's context, cuBLAS and NCCL workspaces.
 OVERHEAD = round(1.5 * GIB)
+# Measured (benchmarks/plan_memory.py): the interpreter with its libraries, and what glibc's allocator holds of memory
+# that was freed, beside what is in use.
+OVERHEAD_ON_CPU, FRAGMENTED_ON_CPU = round(0.55 * GIB), 0.2
 COMPONENTS = ("weights", "gradients", "optimizer", "activations", "logits")
 # AdamW's two moments have the precision of what they are of; bitsandbytes' take a byte each, and a float32 scale for
 # each 256; those of embeddings stay in 32 bits (transformers 5.23). Paged ones may leave a full device, which is not
@@ -43,7 +46,8 @@ RESIDENT_WHEN_OFFLOADED = 4
 
 
 class _Layer(NamedTuple):
-    """How many bfloat16 tensors a layer keeps for its backward, and has at the peak of its recomputation and backward.
+    """What a layer keeps for its backward, and has at the peak of its recomputation and backward, in tensors of
+    bfloat16: a float32 one counts as two.
 
     The pairs count tensors of the hidden and of the intermediate width; `queries` and `keys` are kept throughout.
     `chunked` counts hidden widths kept and at the peak where the MLP runs in chunks, without the MLP's own tensors.
@@ -56,19 +60,43 @@ class _Layer(NamedTuple):
     chunked: tuple[float, float]
 
 
-# Two norms keep 3 each (a float32 copy and the normalized values), or 2 when frozen; linear layers their inputs,
-# attention q, k, v and its output, the MLP four tensors of its width; the backward of the MLP adds two. Frozen linear
-# layers keep no input, LoRA a copy of it for itself. The LoRA rows are those of frozen norms. A chunked MLP keeps
-# its input alone; the peak then is in the backward of the float32 norm before it.
-_ALL_WEIGHTS = _Layer((8, 4), (11, 6), 2, 2, chunked=(8, 11))
-# Autocast over float32 weights: the residual stream is float32, and every linear layer casts its input for itself.
-_ALL_WEIGHTS_FLOAT32 = _Layer((11, 4), (13, 6), 2, 2, chunked=(11, 16))
-_LORA_ALL = _Layer((9, 4), (15, 7), 3, 2, chunked=(8, 19))
-_LORA_ATTENTION = _Layer((7, 3), (10, 6), 3, 2, chunked=(8, 19))
-# DoRA multiplies with the base's weights a second time and keeps every product.
-_DORA = _Layer((13, 8), (19, 11.5), 5, 6, chunked=(10, 13))
+# bfloat16: of weights and hidden states; autocast: bfloat16 from float32 weights and hidden states; float32: of both;
+# casts: PEFT's, from a bfloat16 base to its float32 adapter, where no autocast does that, or dropout forbids it.
+Arithmetic = Literal["bfloat16", "autocast", "float32", "casts"]
+# Those of LoRA and DoRA have frozen norms, whose input is kept as float32; those that train keep the normalized values
+# as well. Attention keeps q, k, v and its output, the MLP four tensors of its width, linear layers that train their
+# inputs, for each a cast of its own under autocast; the backward of the MLP adds two or three. DoRA multiplies with the
+# base's weights a second time and keeps every product. A chunked MLP keeps its input alone; the peak then is in the
+# backward of the norm before it.
+_LAYERS: Mapping[str, Mapping[Arithmetic, _Layer]] = {
+    "full": {
+        "bfloat16": _Layer((8, 4), (10, 6), 2, 2, chunked=(8, 11)),
+        "autocast": _Layer((11, 4), (13, 6), 2, 2, chunked=(11, 16)),
+        "float32": _Layer((10, 8), (14, 12), 4, 4, chunked=(10, 16)),
+    },
+    "all-linear": {
+        "bfloat16": _Layer((6, 4), (8, 6), 2, 2, chunked=(6, 18)),
+        "autocast": _Layer((7, 4), (9, 6), 2, 2, chunked=(7, 15)),
+        "float32": _Layer((6, 8), (10, 12), 4, 4, chunked=(6, 20)),
+        "casts": _Layer((14, 5), (20, 6.75), 4, 2, chunked=(11, 23)),
+    },
+    "attention": {
+        "bfloat16": _Layer((5, 3), (7, 6), 2, 2, chunked=(6, 18)),
+        "autocast": _Layer((5, 3), (7, 6), 2, 2, chunked=(7, 15)),
+        "float32": _Layer((4, 6), (8, 12), 4, 4, chunked=(6, 20)),
+        "casts": _Layer((10, 3), (12, 6), 4, 2, chunked=(11, 23)),
+    },
+    "dora": {
+        "bfloat16": _Layer((13, 8), (19, 11.5), 5, 6, chunked=(10, 13)),
+        "autocast": _Layer((12, 8), (19, 11.5), 4, 6, chunked=(10, 15)),
+        "float32": _Layer((14, 16), (14, 18), 8, 12, chunked=(10, 16)),
+        "casts": _Layer((20, 11), (21, 14), 7, 8, chunked=(14, 18)),
+    },
+}
 # LoRA on experts adds its product to their weights: bytes per number of one layer's experts, kept and at the peak.
 _ADAPTED_EXPERTS = (2.0, 2.7)
+# Hidden widths of a chunk, at the least: LoRA on the MLP keeps in it what the rows count outside of it.
+_ADAPTED_CHUNK = {"full": 0, "attention": 0, "all-linear": 12, "dora": 0}
 # During the backward of a chunked MLP: the gradients of its output, its input and the residual stream.
 _AROUND_CHUNKS = 3
 
@@ -85,11 +113,17 @@ class DeviceMemory(NamedTuple):
     loading: int
     between: int
     in_float32: bool
+    on_cpu: bool
+
+    @property
+    def overhead(self) -> int:
+        """What the process takes beside its tensors."""
+        return overhead_of(self.highest, self.on_cpu)
 
     @property
     def peak(self) -> int:
         """What the device must have: the highest sum, and the overhead."""
-        return self.highest + OVERHEAD
+        return self.highest + self.overhead
 
 
 def memory(
@@ -105,14 +139,13 @@ def memory(
     length, full = sequence_length(recipe, original), tuning.method == "full"
     # What one device holds in a forward pass.
     tokens = training.per_device_batch_size * -(-length // hardware.context_parallel)
-    if training.precision == "auto" and not has_bfloat16:
-        recipe = recipe.model_copy(update={"training": training.model_copy(update={"precision": "float32"})})
-        training = recipe.training
-    dtype = recipe.model.dtype or ("float32" if full or on_cpu or not has_bfloat16 else "bfloat16")
+    in_float32 = full or (tuning.method == "lora" if on_cpu else not has_bfloat16)
+    dtype = recipe.model.dtype or ("float32" if in_float32 else "bfloat16")
     base_number = FLOAT32 if dtype == "float32" else BFLOAT16
     # FSDP2 shards the weights of a full or LoRA run over all GPUs; NF4 weights and CPUs hold plain copies.
     shards = hardware.processes if recipe.sharded else 1
-    wide_stream = base_number == FLOAT32 and shards == 1
+    arithmetic = _arithmetic(recipe, base_number == FLOAT32, has_bfloat16, gathered=shards > 1)
+    wide_stream = arithmetic in ("autocast", "float32")
     # The base itself trains in its own precision; what trains beside it is float32 (rule 4 of docs/design.md).
     trained, trained_number = trained_parameters(shape, tuning), base_number if full else FLOAT32
     moments = float(trained * ADAMW_MOMENTS * trained_number)
@@ -131,10 +164,11 @@ def memory(
     # DistributedDataParallel's buckets, which stay when gradients go.
     buckets = gradients if shards == 1 and hardware.processes > 1 else 0
     gradients += buckets
-    kept, working = _activations(shape, recipe, length, tokens, wide_stream, gathered=shards > 1)
-    logits = loss_bytes(shape, tuning, tokens, wide_stream, on_cpu, training.precision == "float32")
-    # Autocast keeps bfloat16 copies of float32 weights that train until the forward pass ends.
-    cast = full and wide_stream and training.precision != "float32"
+    kept, working = _activations(shape, recipe, length, tokens, arithmetic)
+    logits = loss_bytes(shape, tuning, tokens, arithmetic, on_cpu)
+    # Autocast keeps bfloat16 copies of float32 weights for the backward; with checkpointing those that train alone, and
+    # until the forward pass ends.
+    cast = arithmetic == "autocast" and (full or not training.activation_checkpointing)
     casts = (shape.linear_weights + shape.experts) * BFLOAT16 if cast else 0
     recast = 0 if training.activation_checkpointing else casts
     head_gradient = shape.embedding * trained_number // shards if _head_trains(shape, tuning) else 0
@@ -151,9 +185,24 @@ def memory(
     # NF4 is made on the device, a tensor at a time; a CPU's weights are loaded where they stay.
     loading = 0 if on_cpu or tuning.method == "qlora" else base
     components = dict(zip(COMPONENTS, most, strict=True))
-    in_float32 = wide_stream if shards == 1 else training.precision == "float32"
-    between = weights + optimizer + buckets
-    return DeviceMemory(components, max(map(sum, at_moments)), host, loading, between, in_float32)
+    highest, between = max(map(sum, at_moments)), weights + optimizer + buckets
+    return DeviceMemory(components, highest, host, loading, between, wide_stream, on_cpu)
+
+
+def overhead_of(highest: int, on_cpu: bool) -> int:
+    """Return bytes that a process takes beside its tensors, of which it has `highest` at once."""
+    return OVERHEAD_ON_CPU + round(FRAGMENTED_ON_CPU * highest) if on_cpu else OVERHEAD
+
+
+def _arithmetic(recipe: Recipe, wide: bool, has_bfloat16: bool, gathered: bool) -> Arithmetic:
+    """Return how a step computes with float32 weights, if `wide`, or bfloat16 ones; FSDP2 gathers them in the dtype in
+    which it computes.
+    """
+    precision, tuning = recipe.training.precision, recipe.tuning
+    in_float32 = precision == "float32" or (precision == "auto" and not has_bfloat16)
+    if wide or gathered:
+        return "float32" if in_float32 else "bfloat16" if gathered else "autocast"
+    return "casts" if tuning.method != "full" and (in_float32 or tuning.dropout) else "bfloat16"
 
 
 def sequence_length(recipe: Recipe, original: int) -> int:
@@ -179,15 +228,15 @@ def unpacked_bytes(shape: Shape) -> int:
 
 
 def loss_bytes(
-    shape: Shape, tuning: Tuning, tokens: int, wide_stream: bool, on_cpu: bool = False, in_float32: bool = False
+    shape: Shape, tuning: Tuning, tokens: int, arithmetic: Arithmetic = "bfloat16", on_cpu: bool = False
 ) -> int:
     """Return bytes of TRL's chunked loss: a tile of logits, the final hidden states with gradient, the head's gradient.
 
     It never holds `tokens x vocabulary`; gradients of the hidden states and of the head are summed in float32.
     """
-    per_logit = (FLOAT32 if in_float32 else BFLOAT16) + (LOSS_TILE_UNFUSED if on_cpu else 0)
+    per_logit = (FLOAT32 if arithmetic == "float32" else BFLOAT16) + (LOSS_TILE_UNFUSED if on_cpu else 0)
     tile = min(tokens, LOSS_TILE_TOKENS) * min(shape.vocabulary, LOSS_TILE_VOCABULARY) * per_logit
-    stream = FLOAT32 if wide_stream else BFLOAT16
+    stream = FLOAT32 if arithmetic in ("autocast", "float32") else BFLOAT16
     hidden = tokens * shape.hidden * (stream + FLOAT32 + stream)
     head = shape.embedding * FLOAT32 if _head_trains(shape, tuning) else 0
     return tile + hidden + head + tokens * LOSS_STATISTICS * FLOAT32
@@ -197,72 +246,60 @@ def _head_trains(shape: Shape, tuning: Tuning) -> bool:
     return tuning.method == "full" or (shape.tied and tuning.with_embeddings)
 
 
-def _activations(
-    shape: Shape, recipe: Recipe, length: int, tokens: int, wide_stream: bool, gathered: bool
-) -> tuple[int, int]:
+def _activations(shape: Shape, recipe: Recipe, length: int, tokens: int, arithmetic: Arithmetic) -> tuple[int, int]:
     """Return bytes kept from the forward pass, and bytes at work on top of them inside one layer."""
     training, hardware = recipe.training, recipe.hardware
     mlp_share = min(1.0, (training.mlp_chunk_tokens or tokens) / tokens)
-    in_layer = layer_bytes(shape, recipe.tuning, wide_stream, gathered, hardware.context_parallel, mlp_share)
-    # Float32 arithmetic keeps everything twice as wide.
-    width = 2 if training.precision == "float32" else 1
+    in_layer = layer_bytes(shape, recipe.tuning, arithmetic, hardware.context_parallel, mlp_share)
+    width = 2 if arithmetic == "float32" else 1
     # The `eager` kernel alone materializes the attention weights of a layer.
     eager = training.per_device_batch_size if recipe.model.attention == "eager" else 0
     scores = eager * shape.heads * length**2 * EAGER_SCORE
     adapted = recipe.tuning.method != "full" and recipe.tuning.targets == "all-linear" and shape.all_linear is not None
     experts = shape.experts / shape.layers if adapted else 0
     kept_in_layer, peak_in_layer = (
-        width * (per_token * tokens + per_expert * experts) + scores
+        per_token * tokens + width * per_expert * experts + scores
         for per_token, per_expert in zip(in_layer, _ADAPTED_EXPERTS, strict=True)
     )
     if recipe.tuning.method == "qlora":
         peak_in_layer += unpacked_bytes(shape)
     if training.activation_checkpointing:
+        wide_stream = arithmetic in ("autocast", "float32")
         return saved_inputs(shape, tokens, wide_stream, hardware.offload_activations), round(peak_in_layer)
     return round(shape.layers * kept_in_layer), round(peak_in_layer - kept_in_layer)
 
 
 def layer_bytes(
-    shape: Shape, tuning: Tuning, wide_stream: bool, gathered: bool, context_parallel: int = 1, mlp_share: float = 1.0
+    shape: Shape, tuning: Tuning, arithmetic: Arithmetic, context_parallel: int = 1, mlp_share: float = 1.0
 ) -> tuple[float, float]:
     """Return bytes per token of one layer: kept for the backward, and at the peak of its recomputation and backward.
 
-    `wide_stream` says that hidden states are float32 (float32 weights under autocast); `gathered`, that weights come
-    in bfloat16 from FSDP2, where LoRA's inputs need no cast and no copy. The peak is in the backward of the MLP, or in
-    that of attention where context parallelism gathers the keys and values of the whole sequence. `mlp_share` is the
-    share of the tokens that an MLP takes at a time.
+    The peak is in the backward of the MLP, or in that of attention where context parallelism gathers the keys and
+    values of the whole sequence. `mlp_share` is the share of the tokens that an MLP takes at a time.
     """
-    layer = _layer(tuning, wide_stream, gathered)
+    kind = "dora" if tuning.dora else "full" if tuning.method == "full" else tuning.targets
+    layer, width = _LAYERS[kind][arithmetic], 2 if arithmetic == "float32" else 1
+    wide_stream = arithmetic in ("autocast", "float32")
     of_attention = _bytes(shape, queries=layer.queries, keys=layer.keys)
     kept, peak = (_bytes(shape, *tensors) + of_attention for tensors in (layer.kept, layer.peak))
     in_attention = _bytes(shape, layer.kept[0]) + of_attention
     if mlp_share < 1:
         kept, chunked_peak = (_bytes(shape, tensors) + of_attention for tensors in layer.chunked)
         in_attention = kept
-        chunk = _bytes(shape, layer.peak[0] - layer.kept[0], layer.peak[1])
+        chunk = _bytes(shape, max(layer.peak[0] - layer.kept[0], _ADAPTED_CHUNK[kind]), layer.peak[1])
         around = _bytes(shape, _AROUND_CHUNKS) * (2 if wide_stream else 1)
         peak = min(peak, max(chunked_peak, kept + around + mlp_share * chunk))
     # Gradients of q, k and v; the other devices' k and v, and their gradients (torch's all-gather rotation).
     others = 4 * context_parallel if context_parallel > 1 else 0
-    in_attention += _bytes(shape, queries=1, keys=2 + others)
+    in_attention += _bytes(shape, queries=width, keys=width * (2 + others))
     # What norms keep beyond the rows: a norm of q and k a float32 copy, a third or fourth norm of hidden states (Gemma)
     # its float32 values as well, and one that trains beside LoRA the normalized values.
     full, of_heads = tuning.method == "full", 0
     if shape.head_normed:
         of_heads = 3 if full or tuning.with_norms else 2
-    normalized = 2 if tuning.with_norms and not full else 0
+    normalized = (4 if wide_stream else 2) if tuning.with_norms and not full else 0
     of_norms = _bytes(shape, 4 * max(0, shape.norms - 2) + normalized, 0, of_heads, of_heads)
     return kept + of_norms, max(peak, in_attention) + of_norms
-
-
-def _layer(tuning: Tuning, wide_stream: bool, gathered: bool) -> _Layer:
-    if tuning.method == "full":
-        return _ALL_WEIGHTS_FLOAT32 if wide_stream else _ALL_WEIGHTS
-    if tuning.dora:
-        return _DORA
-    if tuning.targets == "attention":
-        return _LORA_ATTENTION
-    return _ALL_WEIGHTS if gathered else _LORA_ALL
 
 
 def _bytes(shape: Shape, hidden: float = 0, intermediate: float = 0, queries: float = 0, keys: float = 0) -> float:

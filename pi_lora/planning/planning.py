@@ -13,7 +13,7 @@ from pydantic import TypeAdapter
 
 from pi_lora.errors import PiLoraError
 from pi_lora.planning.evaluating import Measuring, afterwards, while_training
-from pi_lora.planning.memory import GIB, OVERHEAD, DeviceMemory, memory, sequence_length
+from pi_lora.planning.memory import GIB, DeviceMemory, memory, sequence_length
 from pi_lora.planning.operations import Flops, flops_of_sequences
 from pi_lora.planning.shape import Shape, trained_parameters
 from pi_lora.recipe.schema import Recipe
@@ -65,7 +65,7 @@ _KNOWN = (
     Gpu("H200", 143771 * MIB, 989.4e12, "NVIDIA H200 SXM data sheet: half of the figure with sparsity"),
     Gpu("B200", 183359 * MIB, 2250e12, "NVIDIA HGX B200 data sheet: half of the figure with sparsity, of one of eight"),
     # A modest machine rather than this one, so that a plan says the same everywhere.
-    Gpu(CPU, 16 * GIB, 0.384e12, "two cores at 3 GHz with 64 float32 operations a cycle (AVX-512)"),
+    Gpu(CPU, 16 * GIB, 0.384e12, "two cores at 3 GHz with 64 float32 operations a cycle (AVX-512)", bfloat16=False),
 )
 GPUS = {gpu.name: gpu for gpu in _KNOWN}
 
@@ -105,8 +105,10 @@ def device_here() -> Gpu:
     import psutil
     import torch  # takes seconds, and what is shipped is planned without
 
+    from pi_lora.models.device import has_fast_bfloat16
+
     if not torch.cuda.is_available():
-        return replace(GPUS[CPU], memory=psutil.virtual_memory().total)
+        return replace(GPUS[CPU], memory=psutil.virtual_memory().total, bfloat16=has_fast_bfloat16())
     gpu = torch.cuda.get_device_properties(0)
     # GPUs before Ampere emulate bfloat16.
     return gpu_of_device(gpu.name, gpu.total_memory, torch.cuda.is_bf16_supported(including_emulation=False))
@@ -182,7 +184,7 @@ class Plan:
             "gpus": self.recipe.hardware.processes,
             "machines": self.recipe.hardware.machines,
             "bytes": dict(self.memory.components),
-            "overhead_bytes": OVERHEAD,
+            "overhead_bytes": self.memory.overhead,
             "peak_bytes_per_gpu": self.memory.peak,
             "memory_bytes_per_gpu": self.gpu.memory,
             "host_bytes_per_gpu": self.memory.host,
@@ -247,7 +249,7 @@ def plan_recipe(recipe: Recipe, target: Target, gpu: Gpu | None = None) -> Plan:
     """
     if gpu is None:
         on_gpus = recipe.hardware.gpus is not None
-        devices = [each for each in GPUS.values() if each.bfloat16 and (each.name != CPU) == on_gpus]
+        devices = [each for each in GPUS.values() if (each.bfloat16 and on_gpus) or (each.name == CPU and not on_gpus)]
         plans = [plan_recipe(recipe, target, each) for each in devices]
         return next((plan for plan in plans if plan.fits), plans[-1])
     on_cpu = gpu.name == CPU
@@ -266,5 +268,5 @@ def plan_recipe(recipe: Recipe, target: Target, gpu: Gpu | None = None) -> Plan:
         tokens_per_step=training.global_batch_size * tokens,
         flops=flops_of_sequences(shape, recipe.tuning, tokens, training.activation_checkpointing, sequences),
         measuring=while_training(shape, recipe, window, needed, on_cpu),
-        afterwards=afterwards(shape, recipe, window, on_cpu),
+        afterwards=afterwards(shape, recipe, target.original, window, on_cpu),
     )

@@ -11,7 +11,7 @@ from typing import Any
 from jinja2 import Template
 from pydantic import ValidationError
 
-from pi_lora.planning.memory import GIB, OVERHEAD
+from pi_lora.planning.memory import FRAGMENTED_ON_CPU, GIB, OVERHEAD, OVERHEAD_ON_CPU
 from pi_lora.planning.planning import ASSUMED_UTILIZATION, CPU, GPUS, MIB, Gpu, Plan, plan_recipe, target_of
 from pi_lora.recipe.files import load_recipe, recipe_paths, recipe_summary
 from pi_lora.recipe.schema import Recipe
@@ -94,7 +94,8 @@ def _duration(plan: Plan) -> str:
 
 def component_lines(plan: Plan) -> list[tuple[str, str]]:
     """Return each component's name and the most that it takes; not all of them at the same moment."""
-    parts = {**plan.memory.components, "overhead (assumed)": OVERHEAD}.items()
+    of_process = "overhead" if plan.gpu.name == CPU else "overhead (assumed)"
+    parts = {**plan.memory.components, of_process: plan.memory.overhead}.items()
     return [(name, f"{_gib(size)} GiB" if size >= GIB / 10 else f"{size / MIB:.1f} MiB") for name, size in parts]
 
 
@@ -236,6 +237,8 @@ def recipes_page(folder: Path) -> str:
         hours_in_words=hours_in_words,
         gib=GIB,
         overhead=OVERHEAD,
+        cpu=OVERHEAD_ON_CPU,
+        fragmented=FRAGMENTED_ON_CPU,
         shares=ASSUMED_UTILIZATION,
     )
     return page

@@ -12,7 +12,6 @@ import lm_eval.tasks
 import numpy as np
 import pytest
 import torch
-import yaml
 from lm_eval import simple_evaluate
 from lm_eval.models.huggingface import HFLM
 from test_cli import run
@@ -29,10 +28,10 @@ wonderwords = pytest.importorskip("wonderwords", reason="RULER of lm-eval draws 
 from pi_lora.evaluation.ruler import measure, prompts  # noqa: E402
 from pi_lora.evaluation.ruler.effective import effective_length, mean_of, relative_to, side_by_side  # noqa: E402
 from pi_lora.evaluation.ruler.measure import evaluate_ruler  # noqa: E402
-from pi_lora.evaluation.ruler.prompts import ESSAYS, FOLDER, MAKERS, QUESTIONS, Asked, find_texts, fitted  # noqa: E402
+from pi_lora.evaluation.ruler.prompts import ESSAYS, FOLDER, QUESTIONS, TASKS, Asked, find_texts, fitted  # noqa: E402
 from pi_lora.evaluation.ruler.table import ruler_figure, ruler_table  # noqa: E402
 
-OFFLINE = [name for name in MAKERS if name not in ESSAYS and name not in QUESTIONS]
+OFFLINE = [name for name in TASKS if name not in ESSAYS and name not in QUESTIONS]
 WINDOW, SAMPLES, SEED = 1280, 3, 5
 PREPARED = "lm_eval.tasks.ruler.prepare_niah"
 SENTENCE = "The road over the hill was long, and the rain did not end before we saw the lights of the town. "
@@ -187,14 +186,16 @@ def test_scores_are_lm_evals(
     assert lm_evals(window // 2)[0] < 1
 
 
-def test_the_tasks_are_lm_evals() -> None:
-    assert sorted(MAKERS) == sorted(yaml.safe_load((FOLDER / "ruler.yaml").read_text())["task"])
-    for name, (file, function) in MAKERS.items():
-        (written,) = [text for each in FOLDER.glob("*.yaml") if f"task: {name}\n" in (text := each.read_text())]
-        assert f"custom_dataset: !function {file}.{function}\n" in written
+def test_only_needles_take_the_time_of_lm_evals_module_of_needles(
+    small: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delitem(sys.modules, PREPARED, raising=False)
+    evaluate_ruler(small, find_texts(["ruler_fwe"]), [WINDOW], 1)
+    assert PREPARED not in sys.modules
+    assert [prompts._definition(f"{name.removeprefix('ruler_')}.yaml")["task"] for name in TASKS] == list(TASKS)
 
 
-@pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.parametrize("name", TASKS)
 def test_prompts_fill_the_window_and_hold_their_answers(
     small: LoadedModel, haystack: Path, squad: Path, name: str
 ) -> None:
@@ -263,12 +264,12 @@ def test_an_example_longer_than_its_500_tokens_is_refused(small: LoadedModel) ->
 
 
 def test_without_texts_tasks_are_named_and_left_out(haystack: Path, squad: Path, tmp_path: Path) -> None:
-    asked = find_texts(list(MAKERS))
+    asked = find_texts(TASKS)
     assert list(asked.tasks) == OFFLINE
     assert set(asked.left_out) == {*ESSAYS, *QUESTIONS}
     assert "give a text with --haystack FILE" in asked.left_out["niah_single_2"]
     assert "(HF_HUB_OFFLINE is set); give its file with --data ruler_qa_squad=FILE" in asked.left_out["ruler_qa_squad"]
-    asked = find_texts(list(MAKERS), haystack, [f"ruler_qa_squad={squad}"])
+    asked = find_texts(TASKS, haystack, [f"ruler_qa_squad={squad}"])
     assert list(asked.left_out) == ["ruler_qa_hotpot"]
     assert asked.sources == {"essays": str(haystack), "ruler_qa_squad": str(squad)}
     with pytest.raises(DataError, match="--tasks: niah_single_2: no essays from the hub"):

@@ -79,7 +79,7 @@ def test_quality_decides_among_what_fits() -> None:
     assert levers(chosen("huggyllama/llama-13b", gpu="24GB")) == ("contiguous", 8192, "qlora", BOTH)
     assert levers(chosen("meta-llama/Meta-Llama-3-8B", 65536, "4090")) == ("skip", 8192, "lora", "norms")
     assert levers(chosen("mistralai/Mistral-7B-v0.3", 131072, "12GB")) == ("skip", 4096, "qlora", BOTH)
-    assert levers(chosen("meta-llama/Meta-Llama-3-8B", 65536, "12GB")) == ("skip", 4096, "qlora", "norms")
+    assert levers(chosen("meta-llama/Meta-Llama-3-8B", 65536, "12GB")) == ("skip", 8192, "qlora", "norms")
 
 
 @pytest.mark.parametrize(("model", "gpu"), [("meta-llama/Meta-Llama-3-8B", "4090"), (LLAMA, "24GB"), (LLAMA, "12GB")])

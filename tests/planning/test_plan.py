@@ -193,7 +193,7 @@ def test_components_and_overhead_cover_the_peak() -> None:
 @pytest.mark.parametrize(
     ("sections", "gpu", "change"),
     [
-        ({"target": 131072, "tuning": {"method": "lora"}}, "H100", "training.mlp_chunk_tokens=4096"),
+        ({"target": 139264, "tuning": {"method": "lora"}}, "H100", "training.mlp_chunk_tokens=4096"),
         ({"target": 163840, "tuning": {"method": "lora"}}, "H100", "hardware.offload_activations=true"),
         ({"target": 131072, "tuning": {"dropout": 0.1}}, "H100", "hardware.offload_activations=true"),
         ({"training": {"per_device_batch_size": 8}, "tuning": {"method": "qlora"}}, "4090", "training.per_device"),
@@ -230,7 +230,7 @@ def test_more_gpus_are_found_where_nothing_cheaper_helps() -> None:
 
 def test_a_cpu_is_not_told_to_offload_what_its_memory_holds_already() -> None:
     found = advice(plan_of(recipe("huggyllama/llama-7b", 16384, tuning={"method": "qlora"}), CPU))
-    assert found == "context.target=4096"
+    assert found == "context.target=8192"
 
 
 def test_where_nothing_helps_it_says_so() -> None:
@@ -333,11 +333,11 @@ def test_any_device_is_planned_by_its_memory_without_hours() -> None:
 
 
 def test_a_device_without_bfloat16_computes_in_float32() -> None:
-    """The table's T4; what is not quantized takes twice as much, and so do activations."""
+    """The table's T4; what is not quantized takes twice as much, and so do activations, but for copies in float32."""
     asked = recipe("Qwen/Qwen3-0.6B-Base", 40960, hardware={"gpus": 1}, tuning={"method": "lora"})
     old, new = plan_of(asked, "T4"), plan_of(asked, "A10G")
     assert old.memory.components["weights"] > 1.3 * new.memory.components["weights"]
-    assert old.memory.components["activations"] > 1.9 * new.memory.components["activations"]
+    assert old.memory.components["activations"] > 1.7 * new.memory.components["activations"]
     said = recipe("Qwen/Qwen3-0.6B-Base", 40960, hardware={"gpus": 1}, training={"precision": "bfloat16"})
     assert plan_of(said, "T4").memory.components["activations"] < old.memory.components["activations"]
 
@@ -350,7 +350,7 @@ def test_one_process_reads_the_weights_into_the_memory_of_its_host() -> None:
     assert plan_of(recipe("builtin:tiny", 1024)).memory.loading == 0
 
 
-@pytest.mark.parametrize(("method", "tokens", "gibibytes"), [("qlora", 16384, 16.8), ("lora", 32768, 34.8)])
+@pytest.mark.parametrize(("method", "tokens", "gibibytes"), [("qlora", 16384, 15.5), ("lora", 32768, 32.1)])
 def test_7b_takes_what_a_recomputation_by_hand_says(method: str, tokens: int, gibibytes: float) -> None:
     """Of 32 layers, width 4096 with MLPs of 11008 and 32000 tokens; LoRA of rank 16, embeddings and norms beside it.
 
@@ -364,8 +364,8 @@ def test_7b_takes_what_a_recomputation_by_hand_says(method: str, tokens: int, gi
     # A float32 weight, its gradient, and two moments.
     weights = base + 2 * (2 * embedding + norms) + 16 * trained
     saved = layers * tokens * hidden * 2
-    # Tensors of 16 bits per token: of the hidden width 15, and 2 of trained norms; 7 of the MLP's; q three, k, v two.
-    layer = tokens * 2 * ((15 + 2 + 3 + 2) * hidden + 7 * inside)
+    # Tensors of 16 bits per token: of the hidden width 8, and 2 of trained norms; 6 of the MLP's; two of q and of k, v.
+    layer = tokens * 2 * ((8 + 2 + 2 + 2) * hidden + 6 * inside)
     unpacked = hidden * inside * 2 if method == "qlora" else 0
     peak = weights + saved + layer + unpacked + 1.5 * GIB
     plan = plan_of(recipe(target=tokens, tuning={"method": method}, hardware={"gpus": 1}), "A100-80")
@@ -373,9 +373,11 @@ def test_7b_takes_what_a_recomputation_by_hand_says(method: str, tokens: int, gi
     assert peak / GIB == pytest.approx(gibibytes, abs=0.05)
 
 
-@pytest.mark.parametrize(("gpu", "gibibytes"), [("3090", 16.8), ("T4", 26.4), ("B200", 16.8)])
+@pytest.mark.parametrize(("gpu", "gibibytes"), [("3090", 15.5), ("T4", 23.0), ("B200", 15.5)])
 def test_7b_at_16k_on_cards_of_three_generations(gpu: str, gibibytes: float) -> None:
-    """A T4 has no bfloat16: embeddings and norms (0.5 GiB), saved inputs (4) and one layer (5.1) take twice as much."""
+    """A T4 has no bfloat16: embeddings and norms (0.5 GiB), saved inputs (4) and one layer (3.8) take twice as much,
+    but for the float32 copies that norms keep of their input.
+    """
     plan = plan_of(recipe(target=16384, tuning={"method": "qlora"}, hardware={"gpus": 1}), gpu)
     assert plan.memory.peak / GIB == pytest.approx(gibibytes, abs=0.05)
     assert plan.fits == (gpu != "T4")

@@ -2,8 +2,8 @@
 
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any
+from contextlib import contextmanager, nullcontext
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -12,9 +12,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qwen3Config
 
-from pi_lora.models.adapter import prepare_for_tuning
+from pi_lora.models.adapter import input_casts, prepare_for_tuning
 from pi_lora.planning.counting import shape_of
-from pi_lora.planning.memory import _ADAPTED_EXPERTS, LOSS_TILE_UNFUSED, NF4, base_bytes, layer_bytes, loss_bytes
+from pi_lora.planning.memory import (
+    _ADAPTED_EXPERTS,
+    LOSS_TILE_UNFUSED,
+    NF4,
+    Arithmetic,
+    base_bytes,
+    layer_bytes,
+    loss_bytes,
+)
 from pi_lora.planning.planning import find_shape
 from pi_lora.planning.shape import trained_parameters
 from pi_lora.recipe.schema import Tuning
@@ -51,11 +59,11 @@ def test_adapted_experts_take_what_the_plan_says(kind: str) -> None:
     sizes = {"mixtral": {"num_local_experts": 8, "intermediate_size": 512}, "qwen3_moe": {"moe_intermediate_size": 512}}
     config = small_config(kind, hidden_size=256, **sizes[kind])
     shape = shape_of(on_meta(config))
-    short, long = (one_layer(config, Tuning(rank=1), False, tokens) for tokens in (64, 128))
+    short, long = (one_layer(config, Tuning(rank=1), tokens) for tokens in (64, 128))
     for per_number, less, more in zip(_ADAPTED_EXPERTS, short, long, strict=True):
         assert per_number * shape.experts / shape.layers == pytest.approx(2 * less - more, rel=0.03)
     attention = Tuning(rank=1, targets="attention")
-    kept = [one_layer(config, attention, False, tokens)[0] for tokens in (64, 128)]
+    kept = [one_layer(config, attention, tokens)[0] for tokens in (64, 128)]
     assert abs(2 * kept[0] - kept[1]) < 0.01 * shape.experts
 
 
@@ -145,10 +153,14 @@ LAYER = {**SMALL, "hidden_size": 256, "intermediate_size": 688, "num_attention_h
 
 
 def one_layer(
-    config: PreTrainedConfig, tuning: Tuning, wide: bool, tokens: int, mlp_chunk_tokens: int | None = None
+    config: PreTrainedConfig,
+    tuning: Tuning,
+    tokens: int,
+    arithmetic: Arithmetic = "bfloat16",
+    mlp_chunk_tokens: int | None = None,
 ) -> tuple[int, int]:
     """Bytes that one layer keeps for its backward, and the most that it has at once, as torch allocates them."""
-    stream = torch.float32 if wide else torch.bfloat16
+    stream = torch.float32 if arithmetic in ("autocast", "float32") else torch.bfloat16
     model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=stream)
     tuned = prepare_for_tuning(model, tuning, "small")
     if mlp_chunk_tokens:
@@ -157,8 +169,9 @@ def one_layer(
     hidden = torch.randn(1, tokens, config.hidden_size, dtype=stream, requires_grad=True)
     positions = model.model.rotary_emb(hidden, torch.arange(tokens)[None])
     allocations = Allocations([hidden, *positions, *tuned.parameters()])
-    autocast = wide or tuning.method != "full"
-    with known_to(allocations, autocast):
+    autocast = arithmetic == "autocast" or (arithmetic == "bfloat16" and tuning.method != "full")
+    casts = input_casts(tuned, not autocast or tuning.dora) if tuning.method != "full" else nullcontext()
+    with known_to(allocations, autocast), casts:
         output = layer(hidden, position_embeddings=positions, attention_mask=None)
     kept = allocations.now - output.nbytes
     gradient = torch.ones_like(output)
@@ -170,50 +183,53 @@ def one_layer(
 
 
 EVERY_TUNING = pytest.mark.parametrize(
-    ("tuning", "wide"),
+    ("tuning", "arithmetic"),
     [
-        (Tuning(method="full"), False),
-        (Tuning(method="full"), True),
-        (Tuning(rank=1), False),
-        (Tuning(rank=1, also_train="norms"), False),
-        (Tuning(rank=1, also_train="nothing"), False),
-        (Tuning(rank=1, targets="attention"), False),
-        (Tuning(rank=1, dora=True), False),
+        pytest.param(tuning, arithmetic, id=f"{name}, {arithmetic}")
+        for name, tuning in {
+            "full": Tuning(method="full"),
+            "lora": Tuning(rank=1),
+            "lora and norms": Tuning(rank=1, also_train="norms"),
+            "plain lora": Tuning(rank=1, also_train="nothing"),
+            "lora on attention": Tuning(rank=1, targets="attention"),
+            "dora": Tuning(rank=1, dora=True),
+        }.items()
+        for arithmetic in get_args(Arithmetic)
+        if name == "lora" or arithmetic in ("bfloat16", "float32") or (name, arithmetic) == ("full", "autocast")
     ],
-    ids=["full bfloat16", "full", "lora", "lora and norms", "plain lora", "lora on attention", "dora"],
 )
 
 
 @pytest.mark.parametrize("kind", [LlamaConfig, Qwen3Config])
 @EVERY_TUNING
-def test_a_layer_keeps_what_the_plan_says(kind: type[PreTrainedConfig], tuning: Tuning, wide: bool) -> None:
+def test_a_layer_keeps_what_the_plan_says(kind: type[PreTrainedConfig], tuning: Tuning, arithmetic: Arithmetic) -> None:
     """Per token, as the difference between two lengths, so that what depends on weights alone drops out."""
     config = kind(**LAYER, head_dim=32)
-    short, long = (one_layer(config, tuning, wide, tokens) for tokens in (256, 512))
+    short, long = (one_layer(config, tuning, tokens, arithmetic) for tokens in (256, 512))
     kept, peak = ((more - less) / 256 for less, more in zip(short, long, strict=True))
-    expected = layer_bytes(shape_of(on_meta(config)), tuning, wide, gathered=False)
+    expected = layer_bytes(shape_of(on_meta(config)), tuning, arithmetic)
     assert expected[0] == pytest.approx(kept, rel=0.05)
     assert expected[1] == pytest.approx(peak, rel=0.1)
 
 
 @EVERY_TUNING
-def test_a_layer_with_its_mlp_in_pieces_keeps_what_the_plan_says(tuning: Tuning, wide: bool) -> None:
+def test_a_layer_with_its_mlp_in_pieces_keeps_what_the_plan_says(tuning: Tuning, arithmetic: Arithmetic) -> None:
     """Pieces of a sixteenth: with larger ones the plan is on the safe side, as the next test sees."""
     config = LlamaConfig(**LAYER, head_dim=32)
-    short, long = (one_layer(config, tuning, wide, tokens, tokens // 16) for tokens in (256, 512))
+    short, long = (one_layer(config, tuning, tokens, arithmetic, tokens // 16) for tokens in (256, 512))
     kept, peak = ((more - less) / 256 for less, more in zip(short, long, strict=True))
-    expected = layer_bytes(shape_of(on_meta(config)), tuning, wide, gathered=False, mlp_share=1 / 16)
+    expected = layer_bytes(shape_of(on_meta(config)), tuning, arithmetic, mlp_share=1 / 16)
     assert expected[0] == pytest.approx(kept, rel=0.05)
     assert expected[1] == pytest.approx(peak, rel=0.1)
 
 
 @EVERY_TUNING
-def test_the_plan_is_on_the_safe_side_of_large_pieces(tuning: Tuning, wide: bool) -> None:
+def test_the_plan_is_on_the_safe_side_of_large_pieces(tuning: Tuning, arithmetic: Arithmetic) -> None:
     config = LlamaConfig(**LAYER, head_dim=32)
     shape = shape_of(on_meta(config))
-    short, long = (one_layer(config, tuning, wide, tokens, tokens // 2) for tokens in (256, 512))
+    short, long = (one_layer(config, tuning, tokens, arithmetic, tokens // 2) for tokens in (256, 512))
     peak = (long[1] - short[1]) / 256
-    half, whole = (layer_bytes(shape, tuning, wide, gathered=False, mlp_share=share)[1] for share in (0.5, 1.0))
+    half, whole = (layer_bytes(shape, tuning, arithmetic, mlp_share=share)[1] for share in (0.5, 1.0))
     assert 0.97 * peak <= half <= 1.3 * peak
     assert half <= whole
 
@@ -237,4 +253,4 @@ def test_a_tile_of_the_loss_takes_on_a_cpu_what_the_plan_says(dtype: torch.dtype
 def test_the_loss_never_holds_all_logits() -> None:
     shape = find_shape("Qwen/Qwen3-8B-Base")[1]
     tokens = 131_072
-    assert loss_bytes(shape, Tuning(), tokens, wide_stream=False) < tokens * shape.vocabulary * 2 / 8
+    assert loss_bytes(shape, Tuning(), tokens) < tokens * shape.vocabulary * 2 / 8

@@ -17,7 +17,7 @@ from pi_lora.evaluation.results import RulerScores, RulerTask
 from pi_lora.evaluation.ruler.effective import effective_length, mean_of, standard_error
 from pi_lora.evaluation.ruler.prompts import Asked, check_essays, fitted, sentences
 from pi_lora.models.load import LoadedModel
-from pi_lora.planning.evaluating import HELD_TOKENS, default_windows
+from pi_lora.planning.evaluating import default_windows, prompts_at_once
 from pi_lora.types import Progress, silent
 
 
@@ -54,7 +54,7 @@ def evaluate_ruler(
     with journaled(loaded, decided_by, "batches") as journal:
         for number, window in enumerate(windows):
             with quiet():
-                size = batch_size or max(1, HELD_TOKENS // window)
+                size = batch_size or prompts_at_once(window)
                 answering = Answering(loaded.model, loaded.tokenizer, window, size, journal)
             # A chat template writes special tokens, which are what they stand for.
             answering.tokenizer.split_special_tokens = not chat_template

@@ -18,31 +18,33 @@ from typing import Any, NamedTuple
 import lm_eval.tasks
 import nltk
 import numpy as np
+import yaml
 from huggingface_hub import is_offline_mode
+from lm_eval.api.task import ConfigurableTask
 from lm_eval.defaults import DEFAULT_OTHER_SEED
 from nltk.tokenize.punkt import PunktSentenceTokenizer
 
 from pi_lora.errors import DataError
 from pi_lora.evaluation.benchmarks.measure import quiet
+from pi_lora.types import Json
 
+PACKAGE = "lm_eval.tasks.ruler"
 FOLDER = Path(lm_eval.tasks.__file__).parent / "ruler"
-# The file and function of lm-eval (0.4.13) that make the examples of each task.
-MAKERS = {
-    "niah_single_1": ("niah_utils", "niah_single_1"),
-    "niah_single_2": ("niah_utils", "niah_single_2"),
-    "niah_single_3": ("niah_utils", "niah_single_3"),
-    "niah_multikey_1": ("niah_utils", "niah_multikey_1"),
-    "niah_multikey_2": ("niah_utils", "niah_multikey_2"),
-    "niah_multikey_3": ("niah_utils", "niah_multikey_3"),
-    "niah_multiquery": ("niah_utils", "niah_multiquery"),
-    "niah_multivalue": ("niah_utils", "niah_multivalue"),
-    "ruler_vt": ("vt_utils", "get_vt_dataset"),
-    "ruler_cwe": ("cwe_utils", "get_cw_dataset"),
-    "ruler_fwe": ("fwe_utils", "fwe_download"),
-    "ruler_qa_squad": ("qa_utils", "get_squad"),
-    "ruler_qa_hotpot": ("qa_utils", "get_hotpotqa"),
-}
-# Of those, whose needles lie in essays, and whose documents and questions come from a file.
+
+
+class _Definition(yaml.SafeLoader):
+    """Of a task of lm-eval: functions of the module that makes examples stay names, which `_fresh` imports."""
+
+    def function(self, node: yaml.ScalarNode) -> Any:
+        """Return what `!function module.name` stands for."""
+        module, _, name = node.value.partition(".")
+        return getattr(importlib.import_module(f"{PACKAGE}.{module}"), name) if module == SCORING else node.value
+
+
+SCORING = "common_utils"
+_Definition.add_constructor("!function", _Definition.function)
+TASKS: tuple[str, ...] = tuple(yaml.safe_load((FOLDER / "ruler.yaml").read_text(encoding="utf-8"))["task"])
+# Those whose needles lie in essays, and those whose documents and questions come from a file.
 ESSAYS = ("niah_single_2", "niah_single_3", "niah_multikey_1", "niah_multiquery", "niah_multivalue")
 QUESTIONS = {"ruler_qa_squad": "read_squad", "ruler_qa_hotpot": "read_hotpotqa"}
 # lm-eval makes no more of a task.
@@ -79,8 +81,8 @@ def find_texts(names: Sequence[str], haystack: Path | None = None, data: Sequenc
     none is left, there is no such task, or a file cannot be read.
     """
     for name in names:
-        if name not in MAKERS:
-            hint = " or ".join(difflib.get_close_matches(name, MAKERS)) or ", ".join(MAKERS)
+        if name not in TASKS:
+            hint = " or ".join(difflib.get_close_matches(name, TASKS)) or ", ".join(TASKS)
             raise DataError(f"--tasks: {name}: no task of RULER in lm-eval {lm_eval.__version__}; did you mean {hint}?")
     files = dict(_file(given, names) for given in data)
     words: list[str] | None = None
@@ -165,7 +167,8 @@ def check_essays(asked: Asked, tokenizer: Any, window: int) -> None:
 
 def _task(name: str, length: int, samples: int, seed: int, asked: Asked, tokenizer: Any) -> Any:
     """Return lm-eval's task on the first `samples` of its own examples, made for `length` tokens."""
-    file, function = MAKERS[name]
+    definition = _definition(f"{name.removeprefix('ruler_')}.yaml")
+    file, _, function = definition["custom_dataset"].partition(".")
     module = _fresh(file)
     module.get_tokenizer = lambda name: tokenizer
     if file == "niah_utils":
@@ -188,8 +191,7 @@ def _task(name: str, length: int, samples: int, seed: int, asked: Asked, tokeniz
             examples = getattr(module, function)(max_seq_lengths=[length])
         except (ValueError, IndexError) as error:  # no example fits
             raise _too_short(name, length, _line(error)) from error
-        changed = {"task": name, "custom_dataset": lambda **_: examples}
-        return _manager().load([{"group": name, "task": [changed]}])["tasks"][name]
+        return ConfigurableTask(config={**definition, "custom_dataset": lambda **_: examples})
 
 
 def _check_holds(name: str, module: Any, tokenizer: Any, length: int) -> None:
@@ -223,16 +225,17 @@ def _too_short(name: str, length: int, reason: str) -> DataError:
     return DataError(f"--windows: {length} tokens do not hold {name} ({reason}); choose a longer one, or leave it out")
 
 
-@cache
-def _manager() -> Any:
-    return lm_eval.tasks.TaskManager(include_path=str(FOLDER), include_defaults=False)
+def _definition(file: str) -> Json:
+    """Return what a task's file says and what it includes. lm-eval's own reader imports all modules that it names."""
+    own: Json = yaml.load((FOLDER / file).read_text(encoding="utf-8"), _Definition)
+    return {**(_definition(own.pop("include")) if "include" in own else {}), **own}
 
 
 def _fresh(file: str) -> Any:
     """Return a module of lm-eval as a new process has it: `ruler_cwe` draws from a generator that is seeded once."""
     if file == "niah_utils":
         _niah()
-    spec = importlib.util.spec_from_file_location(f"lm_eval.tasks.ruler.{file}", FOLDER / f"{file}.py")
+    spec = importlib.util.spec_from_file_location(f"{PACKAGE}.{file}", FOLDER / f"{file}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -246,7 +249,7 @@ def _niah() -> Any:
     download, nltk.download = nltk.download, lambda *_: False
     try:
         with quiet():
-            module: Any = importlib.import_module("lm_eval.tasks.ruler.prepare_niah")
+            module: Any = importlib.import_module(f"{PACKAGE}.prepare_niah")
     finally:
         nltk.download = download
     with contextlib.suppress(LookupError):
