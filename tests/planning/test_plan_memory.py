@@ -2,7 +2,7 @@
 
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any, get_args
 
 import pytest
@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qwen3Config
 
-from pi_lora.models.adapter import input_casts, prepare_for_tuning
+from pi_lora.models.adapter import disable_input_dtype_casting, prepare_for_tuning
 from pi_lora.planning.counting import shape_of
 from pi_lora.planning.memory import (
     _ADAPTED_EXPERTS,
@@ -170,7 +170,7 @@ def one_layer(
     positions = model.model.rotary_emb(hidden, torch.arange(tokens)[None])
     allocations = Allocations([hidden, *positions, *tuned.parameters()])
     autocast = arithmetic == "autocast" or (arithmetic == "bfloat16" and tuning.method != "full")
-    casts = input_casts(tuned, not autocast or tuning.dora) if tuning.method != "full" else nullcontext()
+    casts = disable_input_dtype_casting(tuned, autocast and not tuning.dora)
     with known_to(allocations, autocast), casts:
         output = layer(hidden, position_embeddings=positions, attention_mask=None)
     kept = allocations.now - output.nbytes
