@@ -164,8 +164,8 @@ def in_both_dialects(config: Config) -> dict[str, Any]:
     for key in ("rope_theta", "partial_rotary_factor"):
         if key in rope:
             both[key] = both[names.get(key, key)] = rope[key]
-    if SLIDING_ATTENTION in nested:
-        both["rope_local_base_freq"] = nested[SLIDING_ATTENTION]["rope_theta"]
+    if sliding := nested.get(SLIDING_ATTENTION):
+        both["rope_local_base_freq"] = sliding["rope_theta"]
     both["rope_scaling"] = _rope_scaling(rope, model_type)
     return both
 
