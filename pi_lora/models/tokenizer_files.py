@@ -112,7 +112,7 @@ class _Step(_File):
     normalizers: "list[_Step]" = []
     pretokenizers: "list[_Step]" = []
     processors: "list[_Step]" = []
-    special_tokens: Any = None
+    special_tokens: dict[str, Any] | None = None
     single: Any = None
     pair: Any = None
 
