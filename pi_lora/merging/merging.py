@@ -61,6 +61,8 @@ def merge(
     settings = read_settings(run)
     found, assumed = _found(run, base, stretch, allowed)
     check_origin(run, found.base, allowed)
+    if found.base.config.get("quantization_config"):
+        raise ModelError(f"{found.base.name}: has quantized weights; name the model that it was made from with --base")
     with staged(output) as staging:
         with quiet_loading():
             model = build_on_meta(found.base.kind, found.config, found.base.trust_remote_code)

@@ -29,6 +29,7 @@ WARNING = "the base needs the config.json beside this file: load it with pi_lora
 
 # Far beyond every model there is; what is larger would only take memory, or minutes to build.
 Size = Annotated[int, Field(gt=0, le=2**30)]
+Heads = Annotated[int, Field(gt=0, le=2**16)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 # The most patterns of an adapter that are more than names, and what each may have: a model of a thousand layers is
 # matched in seconds then, whatever they are.
@@ -79,9 +80,12 @@ class ModelConfig(_Stored):
 
     model_type: str | None = None
     hidden_size: Annotated[int, Field(gt=0, le=2**20)] | None = None
-    head_dim: Annotated[int, Field(gt=0, le=2**16)] | None = None
+    head_dim: Heads | None = None
+    qk_head_dim: Heads | None = None
     num_hidden_layers: Annotated[int, Field(gt=0, le=2_000)] | None = None
-    num_attention_heads: Annotated[int, Field(gt=0, le=2**16)] | None = None
+    num_attention_heads: Heads | None = None
+    num_key_value_heads: Heads | None = None
+    num_experts_per_tok: Heads | None = None
     vocab_size: Size | None = None
     max_position_embeddings: Size | None = None
     sliding_window: int | None = None
@@ -105,7 +109,8 @@ def read_config(folder: Path) -> Json:
     """Read the config in a run or model folder; raise ModelError if it is missing or wrong."""
     file = folder / CONFIG_FILE
     if not file.is_file():
-        raise ModelError(f"{folder}: has no {CONFIG_FILE}, without which its scaling is unknown; name a whole run")
+        how = "name a whole run, or merge an adapter made elsewhere: pi-lora merge ADAPTER --base MODEL --target L'"
+        raise ModelError(f"{folder}: has no {CONFIG_FILE}, without which its scaling is unknown; {how}")
     config = read_json(file, Json, "tune or download it again")
     check_config(config, file)
     return config

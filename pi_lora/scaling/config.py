@@ -169,8 +169,8 @@ def in_both_dialects(config: Config) -> dict[str, Any]:
     for key in ("rope_theta", "partial_rotary_factor"):
         if key in rope:
             both[key] = both[names.get(key, key)] = rope[key]
-    if SLIDING_ATTENTION in nested:
-        both["rope_local_base_freq"] = nested[SLIDING_ATTENTION]["rope_theta"]
+    if sliding := nested.get(SLIDING_ATTENTION):
+        both["rope_local_base_freq"] = sliding["rope_theta"]
     elsewhere = {"rope_theta", "partial_rotary_factor"} | ({"rope_type"} if model_type in TWO_FIELDS_IN_4 else set())
     keys = rope.keys() - elsewhere
     if constant_longrope(rope) is not None:

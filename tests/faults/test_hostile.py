@@ -392,6 +392,8 @@ def test_a_regular_expression_of_targets_is_never_run(lora_run: Path, small_mode
         ({"num_hidden_layers": 10**9}, "num_hidden_layers: input should be less than or equal to"),
         ({"num_hidden_layers": "2"}, "num_hidden_layers: input should be a valid integer, not '2'"),
         ({"head_dim": 10**10}, "head_dim: input should be less than"),
+        ({"num_key_value_heads": "longrope"}, "num_key_value_heads: input should be a valid integer, not 'longrope'"),
+        ({"num_experts_per_tok": -1}, "num_experts_per_tok: input should be greater than 0"),
         ({"max_position_embeddings": -1}, "max_position_embeddings: input should be greater than 0"),
         ({"max_position_embeddings": [64]}, "max_position_embeddings: input should be a valid integer"),
         ({"rope_theta": "10000"}, "rope_theta: input should be a valid number"),

@@ -1,6 +1,7 @@
 """Adapters that other tools made: a PEFT folder with little more than the adapter."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -83,3 +84,14 @@ def test_the_scaling_of_a_run_is_not_stated_again(small_model: Path, lora_run: P
 def test_a_target_that_does_not_extend_is_refused(small_model: Path, adapter: Path, tmp_path: Path) -> None:
     with pytest.raises(ScalingError, match="64"):
         merge(adapter, tmp_path / "merged", base=str(small_model), stretch=Stretch(64))
+
+
+def test_a_base_of_quantized_weights_is_refused(small_model: Path, adapter: Path, tmp_path: Path) -> None:
+    """As adapters by Unsloth name theirs (-bnb-4bit)."""
+    base = Path(shutil.copytree(small_model, tmp_path / "base-bnb-4bit"))
+    config = json.loads((base / "config.json").read_text())
+    nf4 = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    (base / "config.json").write_text(json.dumps({**config, "quantization_config": nf4}))
+    with pytest.raises(ModelError, match=r"base-bnb-4bit: has quantized weights; name the model that it was made from"):
+        merge(adapter, tmp_path / "merged", base=str(base))
+    assert not (tmp_path / "merged").exists()

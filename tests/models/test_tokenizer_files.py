@@ -46,6 +46,7 @@ def edit(file: Path, **changes: Any) -> None:
         (0, {"pre_tokenizer": {**SPLIT, "pattern": {"Regex": "(a|aa)+$"}}}, "expression that may take very long"),
         (0, {"normalizer": {**GROWS, "pattern": {"String": ""}}}, "normalizer.pattern.String: string should have at"),
         (0, {"normalizer": {"type": "Sequence", "normalizers": [GROWS] * 3}}, "makes texts thousands of times longer"),
+        (0, {"post_processor": {**FRAME, "special_tokens": 0.5}}, "post_processor.special_tokens: input should be"),
         (0, {"post_processor": {**FRAME, "special_tokens": {}}}, "special token '<x>' is not among its special_tokens"),
         (0, {"model__dropout": 0.5}, "model.dropout: input should be less than or equal to 0, not 0.5"),
         (0, {"model__vocab": {"a": 2**40}}, "model.vocab.a: input should be less than 2147483648"),

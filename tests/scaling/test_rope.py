@@ -258,3 +258,14 @@ def test_a_model_without_rotary_embeddings_is_refused() -> None:
 def test_a_target_that_is_not_longer_is_refused(target: int) -> None:
     with pytest.raises(ScalingError, match=f"{target} is not longer than the model's own window of 2048"):
         Interpolation("pi", 2048, target)
+
+
+def test_layers_without_a_rope_have_none_in_either_dialect() -> None:
+    """transformers writes null for layers that have none."""
+    full = {"rope_type": "default", "rope_theta": 1e6}
+    nested = {"full_attention": full, "sliding_attention": None}
+    config = {"model_type": "gemma3_text", "rope_parameters": nested, "max_position_embeddings": 512}
+    both = in_both_dialects(config)
+    assert both["rope_parameters"] == nested
+    assert both["rope_theta"] == 1e6
+    assert "rope_local_base_freq" not in both
