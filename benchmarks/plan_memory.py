@@ -1,6 +1,6 @@
 """What `pi-lora plan` says of memory on a CPU, beside the peak of the process that trains: a row for each setting.
 
-    python benchmarks/plan_memory.py [--model models/smollm2_135m_instruct] [--data builtin:stdlib] [--rows ROW ...]
+    python benchmarks/plan_memory.py [--model models/smollm2_135m_instruct] [--rows ROW ...] [--replan]
 
 Each row is a process of its own that tunes two steps; its peak is that of the whole process (resident), libraries
 included, as training.jsonl has it. The plan is that for this machine, as `pi-lora train` makes it. Rows of 8 layers are
@@ -89,13 +89,15 @@ def main() -> None:
     parser.add_argument("--model", default="models/smollm2_135m_instruct")
     parser.add_argument("--data", default="builtin:stdlib")
     parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS))
+    parser.add_argument("--replan", action="store_true", help="plan anew, beside the peaks that were measured")
     options = parser.parse_args()
     sys.path.insert(0, str(ROOT / "scripts"))
     from machine import machine
 
     results = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.is_file() else {"rows": {}}
     gpu = device_here()
-    results |= {"machine": machine(), "bfloat16": gpu.bfloat16}
+    if not options.replan:
+        results |= {"machine": machine(), "bfloat16": gpu.bfloat16}
     with tempfile.TemporaryDirectory() as temporary:
         for row in options.rows:
             tokens, vocabulary, changes = ROWS[row]
@@ -108,7 +110,11 @@ def main() -> None:
             if "data.positions=contiguous" not in changes:
                 changes = (f"data.sequence_tokens={tokens}", *changes)
             plan = planned(recipe, changes, gpu)
-            peak = measured(recipe, changes, Path(temporary) / "runs" / str(options.rows.index(row)))
+            peak = (
+                results["rows"][row]["measured"]
+                if options.replan
+                else measured(recipe, changes, Path(temporary) / "runs" / str(options.rows.index(row)))
+            )
             sizes = {"tokens": tokens, "vocabulary": plan.target.shape.vocabulary, "layers": plan.target.shape.layers}
             found = {"planned": plan.memory.peak, "highest": plan.memory.highest, "measured": peak}
             results["rows"][row] = {**sizes, **found, "ratio": plan.memory.peak / peak}

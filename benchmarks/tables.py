@@ -201,11 +201,19 @@ def paper_in_small(result: Result) -> Iterator[str]:
 def plan_memory(result: Result) -> Iterator[str]:
     """A setting a row: what the plan says, the peak that was measured, and how far the plan is from it."""
     rows = [
-        (name, f"{row['planned'] / 2**30:.2f} GiB", f"{row['measured'] / 2**30:.2f} GiB", f"{row['ratio'] - 1:+.0%}")
+        (
+            name,
+            row["layers"],
+            f"{row['vocabulary']:,}",
+            f"{row['tokens']:,}",
+            *(f"{row[key] / 2**30:.2f} GiB" for key in ("planned", "measured")),
+            f"{row['ratio'] - 1:+.0%}",
+        )
         for name, row in result["rows"].items()
     ]
-    yield f"{result['model']}, where no other model is named.\n"
-    yield from table(("setting", "planned", "measured", "planned over measured"), *rows)
+    base = "bfloat16" if result["bfloat16"] else "float32"
+    yield f"`training.precision: auto` is {base} here; models that are not named are random, with SmolLM2's widths.\n"
+    yield from table(("setting", "layers", "vocabulary", "tokens", "planned", "measured", "difference"), *rows)
 
 
 def smollm2(result: Result) -> Iterator[str]:

@@ -9,9 +9,10 @@ from typing import NamedTuple
 from pi_lora.planning.memory import (
     BFLOAT16,
     FLOAT32,
+    OVERHEAD,
+    OVERHEAD_ON_CPU,
     DeviceMemory,
     base_bytes,
-    overhead_of,
     unpacked_bytes,
 )
 from pi_lora.planning.operations import layers_flops
@@ -50,7 +51,7 @@ class Measuring(NamedTuple):
     @property
     def peak(self) -> int:
         """What the device must have: the highest moment, and the overhead."""
-        return self.highest + overhead_of(self.highest, self.on_cpu)
+        return self.highest + (OVERHEAD_ON_CPU if self.on_cpu else OVERHEAD)
 
     def beside(self, other: "Measuring") -> "Measuring":
         """Return what takes the one after the other."""

@@ -22,9 +22,13 @@ FLOAT32, BFLOAT16 = 4, 2
 NF4 = 0.5 + 1 / 64 + 4 / (64 * 256)
 # Assumed: the device's context, cuBLAS and NCCL workspaces.
 OVERHEAD = round(1.5 * GIB)
-# Measured (benchmarks/plan_memory.py): the interpreter with its libraries, and what glibc's allocator holds of memory
-# that was freed, beside what is in use.
-OVERHEAD_ON_CPU, FRAGMENTED_ON_CPU = round(0.55 * GIB), 0.2
+# Measured: the interpreter with its libraries.
+OVERHEAD_ON_CPU = round(0.55 * GIB)
+# glibc's allocator (2.36) gives back at once what it mapped, tensors of 32 MiB and more. Of smaller ones it holds what
+# was freed: aligned as torch asks, a tensor does not fit where one of its size has been, and what stays behind every
+# layer keeps the rest from being given back. Measured (benchmarks/plan_memory.py), it holds about as much as all layers
+# keep for the backward, whether they do or are checkpointed.
+MAPPED = 32 * 2**20
 COMPONENTS = ("weights", "gradients", "optimizer", "activations", "logits")
 # AdamW's two moments have the precision of what they are of; bitsandbytes' take a byte each, and a float32 scale for
 # each 256; those of embeddings stay in 32 bits (transformers 5.23). Paged ones may leave a full device, which is not
@@ -102,23 +106,18 @@ _AROUND_CHUNKS = 3
 
 
 class DeviceMemory(NamedTuple):
-    """Bytes on one device: the most of each component, and of their sum, which need not coincide; on its host while it
-    trains; on the host of the first while the weights are loaded; and on one device `between` two steps, with whether a
-    model that is measured then computes in float32.
+    """Bytes on one device: the most of each component, and of their sum, which need not coincide; what the process
+    takes beside; on its host while it trains; on the host of the first while the weights are loaded; and on one device
+    `between` two steps, with whether a model that is measured then computes in float32.
     """
 
     components: Mapping[str, int]
     highest: int
+    overhead: int
     host: int
     loading: int
     between: int
     in_float32: bool
-    on_cpu: bool
-
-    @property
-    def overhead(self) -> int:
-        """What the process takes beside its tensors."""
-        return overhead_of(self.highest, self.on_cpu)
 
     @property
     def peak(self) -> int:
@@ -186,12 +185,18 @@ def memory(
     loading = 0 if on_cpu or tuning.method == "qlora" else base
     components = dict(zip(COMPONENTS, most, strict=True))
     highest, between = max(map(sum, at_moments)), weights + optimizer + buckets
-    return DeviceMemory(components, highest, host, loading, between, wide_stream, on_cpu)
+    overhead = OVERHEAD_ON_CPU + _freed_and_held(shape, tuning, arithmetic, tokens) if on_cpu else OVERHEAD
+    return DeviceMemory(components, highest, overhead, host, loading, between, wide_stream)
 
 
-def overhead_of(highest: int, on_cpu: bool) -> int:
-    """Return bytes that a process takes beside its tensors, of which it has `highest` at once."""
-    return OVERHEAD_ON_CPU + round(FRAGMENTED_ON_CPU * highest) if on_cpu else OVERHEAD
+def _freed_and_held(shape: Shape, tuning: Tuning, arithmetic: Arithmetic, tokens: int) -> int:
+    """Return bytes that a CPU's allocator holds of freed tensors, which are as wide as they would be kept."""
+    layer = _layer(tuning, arithmetic)
+    tensors = [(layer.kept[0], shape.hidden), (layer.kept[1], shape.intermediate)]
+    tensors += [(layer.queries, shape.queries), (layer.keys, shape.keys)]
+    number = FLOAT32 if arithmetic == "float32" else BFLOAT16
+    held = sum(several * width for several, width in tensors if tokens * width * number < MAPPED)
+    return round(shape.layers * tokens * held * BFLOAT16)
 
 
 def _arithmetic(recipe: Recipe, wide: bool, has_bfloat16: bool, gathered: bool) -> Arithmetic:
@@ -277,8 +282,7 @@ def layer_bytes(
     The peak is in the backward of the MLP, or in that of attention where context parallelism gathers the keys and
     values of the whole sequence. `mlp_share` is the share of the tokens that an MLP takes at a time.
     """
-    kind = "dora" if tuning.dora else "full" if tuning.method == "full" else tuning.targets
-    layer, width = _LAYERS[kind][arithmetic], 2 if arithmetic == "float32" else 1
+    layer, width = _layer(tuning, arithmetic), 2 if arithmetic == "float32" else 1
     wide_stream = arithmetic in ("autocast", "float32")
     of_attention = _bytes(shape, queries=layer.queries, keys=layer.keys)
     kept, peak = (_bytes(shape, *tensors) + of_attention for tensors in (layer.kept, layer.peak))
@@ -286,7 +290,7 @@ def layer_bytes(
     if mlp_share < 1:
         kept, chunked_peak = (_bytes(shape, tensors) + of_attention for tensors in layer.chunked)
         in_attention = kept
-        chunk = _bytes(shape, max(layer.peak[0] - layer.kept[0], _ADAPTED_CHUNK[kind]), layer.peak[1])
+        chunk = _bytes(shape, max(layer.peak[0] - layer.kept[0], _ADAPTED_CHUNK[_kind(tuning)]), layer.peak[1])
         around = _bytes(shape, _AROUND_CHUNKS) * (2 if wide_stream else 1)
         peak = min(peak, max(chunked_peak, kept + around + mlp_share * chunk))
     # Gradients of q, k and v; the other devices' k and v, and their gradients (torch's all-gather rotation).
@@ -300,6 +304,14 @@ def layer_bytes(
     normalized = (4 if wide_stream else 2) if tuning.with_norms and not full else 0
     of_norms = _bytes(shape, 4 * max(0, shape.norms - 2) + normalized, 0, of_heads, of_heads)
     return kept + of_norms, max(peak, in_attention) + of_norms
+
+
+def _layer(tuning: Tuning, arithmetic: Arithmetic) -> _Layer:
+    return _LAYERS[_kind(tuning)][arithmetic]
+
+
+def _kind(tuning: Tuning) -> str:
+    return "dora" if tuning.dora else "full" if tuning.method == "full" else tuning.targets
 
 
 def _bytes(shape: Shape, hidden: float = 0, intermediate: float = 0, queries: float = 0, keys: float = 0) -> float:

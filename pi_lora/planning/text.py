@@ -11,7 +11,7 @@ from typing import Any
 from jinja2 import Template
 from pydantic import ValidationError
 
-from pi_lora.planning.memory import FRAGMENTED_ON_CPU, GIB, OVERHEAD, OVERHEAD_ON_CPU
+from pi_lora.planning.memory import GIB, OVERHEAD, OVERHEAD_ON_CPU
 from pi_lora.planning.planning import ASSUMED_UTILIZATION, CPU, GPUS, MIB, Gpu, Plan, plan_recipe, target_of
 from pi_lora.recipe.files import load_recipe, recipe_paths, recipe_summary
 from pi_lora.recipe.schema import Recipe
@@ -238,7 +238,6 @@ def recipes_page(folder: Path) -> str:
         gib=GIB,
         overhead=OVERHEAD,
         cpu=OVERHEAD_ON_CPU,
-        fragmented=FRAGMENTED_ON_CPU,
         shares=ASSUMED_UTILIZATION,
     )
     return page

@@ -229,8 +229,8 @@ def test_more_gpus_are_found_where_nothing_cheaper_helps() -> None:
 
 
 def test_a_cpu_is_not_told_to_offload_what_its_memory_holds_already() -> None:
-    found = advice(plan_of(recipe("huggyllama/llama-7b", 16384, tuning={"method": "qlora"}), CPU))
-    assert found == "context.target=8192"
+    found = advice(plan_of(recipe("huggyllama/llama-7b", 24576, tuning={"method": "qlora"}), CPU))
+    assert found == "context.target=12288"
 
 
 def test_where_nothing_helps_it_says_so() -> None:
