@@ -96,7 +96,7 @@ def test_float32_weights_are_measured_as_they_are_tuned_where_that_is_faster(
     """As on a GPU: all weights, which stay float32, in bfloat16 arithmetic while they train and after."""
     training = {**small_recipe(small_model).training.model_dump(), "precision": "bfloat16"}
     recipe = small_recipe(small_model, tuning=FULL, training=training, evaluation=EVALUATION)
-    monkeypatch.setattr("pi_lora.training.training.measured_under_autocast", lambda recipe: True)
+    monkeypatch.setattr("pi_lora.models.machine.measured_under_autocast", lambda recipe: True)
     monkeypatch.setattr("pi_lora.models.load.measured_under_autocast", lambda recipe: True)
     run = train(recipe, tmp_path / "run")
     found, after, in_float32 = (
