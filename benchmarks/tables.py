@@ -8,6 +8,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from on_gpu import page as gpu_page
@@ -129,6 +130,21 @@ def lm_eval_command(result: Result) -> Iterator[str]:
     yield from table(("task", "examples", "pi-lora eval benchmarks", "lm-eval run"), *rows)
     seconds = result["seconds"]
     yield f"\n{seconds['pi_lora']:.0f} s and {seconds['lm_eval']:.0f} s, start and loading in both."
+
+
+def ruler(result: Result) -> Iterator[str]:
+    """A task a row: its score by both, and the median seconds of both, of a processor and by the clock."""
+    rounds = f"in turns, {result['rounds']} each"
+    yield f"Windows of {result['window']:,} tokens, {result['samples']} samples; {rounds}.\n"
+    rows = []
+    for name, row in result["tasks"].items():
+        ways = (row["pi_lora"], row["lm_eval"])
+        equal = f"{ways[0]['score']}, equal" if ways[0]["score"] == ways[1]["score"] else "**different**"
+        seconds = [[median(each[key] for each in way["seconds"]) for way in ways] for key in ("processor", "clock")]
+        rows.append((name, equal, *(f"{each:.0f}" for pair in seconds for each in pair)))
+    of_each = ("processor seconds, pi-lora", "lm-eval", "by the clock, pi-lora", "lm-eval")
+    yield from table(("task", "score", *of_each), *rows)
+    yield "\nOther work ran on the machine: its processor seconds compare, the clock's hardly."
 
 
 def merge(result: Result) -> Iterator[str]:
@@ -285,6 +301,7 @@ TABLES: dict[str, Callable[[Result], Iterator[str]]] = {
     "passkey": passkey,
     "perplexity": perplexity,
     "plan_memory": plan_memory,
+    "ruler": ruler,
     "smollm2": smollm2,
     "train_overhead": train_overhead,
     "train_overhead_smollm2_135m_16k_cpu": train_overhead,

@@ -125,7 +125,7 @@ def fitted(
     leaves beginnings of answers, and of one task the answers, out of its count: it is asked for shorter ones by what is
     too much. Raise DataError if a window is too short, or less than half filled, or a prompt lacks its answer.
 
-    The prompts are those of `lm_eval run --seed SEED,SEED+1234 --metadata '{"max_seq_lengths": [length]}'`.
+    The prompts are those of `lm_eval run --seed SEED,SEED+1234,SEED --metadata '{"max_seq_lengths": [length]}'`.
     """
     length = window
     while True:
