@@ -148,14 +148,15 @@ def ruler(
 
         check_has_lm_eval("ruler")
         from pi_lora.evaluation.ruler.effective import side_by_side
-        from pi_lora.evaluation.ruler.measure import evaluate_ruler, windows_between
+        from pi_lora.evaluation.ruler.measure import evaluate_ruler
         from pi_lora.evaluation.ruler.prompts import TASKS, find_texts
         from pi_lora.evaluation.ruler.table import ruler_picture, ruler_table
+        from pi_lora.planning.evaluating import default_windows
 
         found = how.find_stretched(models)
         asked = find_texts(tasks.split(",") if tasks else TASKS, haystack, data or ())
     original_windows = (round(model.window / model.scale) for model in found)
-    lengths = lengths or windows_between(min(original_windows), max(model.window for model in found))
+    lengths = lengths or default_windows(max(model.window for model in found), min(original_windows))
     for task, reason in asked.left_out.items():
         say(f"{task}: left out: {reason}")
     warn_of_length(found, "--windows", max(lengths))

@@ -21,15 +21,6 @@ from pi_lora.planning.evaluating import default_windows, prompts_at_once
 from pi_lora.types import Progress, silent
 
 
-def windows_between(original: int, target: int) -> list[int]:
-    """Return the windows that are measured by default: the longest and its halves, down to the original one.
-
-    >>> windows_between(2048, 16384)
-    [2048, 4096, 8192, 16384]
-    """
-    return default_windows(target, original)
-
-
 def evaluate_ruler(
     loaded: LoadedModel,
     asked: Asked,
@@ -44,7 +35,7 @@ def evaluate_ruler(
     whole model and continues its share of the batches, by default of as many prompts as 16,384 tokens hold; they are
     kept until all are measured. Raise DataError if a window holds no prompt of a task, and Interrupted on Ctrl-C.
     """
-    windows = sorted(windows or windows_between(round(loaded.window / loaded.scale), loaded.window))
+    windows = sorted(windows or default_windows(loaded.window, round(loaded.window / loaded.scale)))
     check_essays(asked, loaded.tokenizer, windows[-1])
     settings: dict[str, Any] = {"seed": seed, "samples": samples, "chat_template": chat_template}
     settings |= {"batch_size": batch_size, "lm_eval": lm_eval.__version__}
