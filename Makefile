@@ -5,7 +5,7 @@ export HF_HUB_DISABLE_TELEMETRY := 1
 # Prints the packages of the extra `docs`, to install them without those of pi-lora itself.
 DOCS := import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']['docs'])
 
-.PHONY: demo results key-sentences engines recipes test test-other-processor test-slow faults lint docs notebook release clean
+.PHONY: demo results key-sentences engines recipes test test-other-processor test-oldest test-slow faults lint docs notebook release clean
 
 demo: .venv/installed
 	$(BIN)/python scripts/demo.py
@@ -36,6 +36,11 @@ test-other-processor: .venv/installed
 	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 PI_LORA_TEST_PROCESSOR=other \
 		$(BIN)/pytest -n auto --dist worksteal -m 'processor and not slow and not gpu and not network'
 
+# With the oldest versions that pyproject.toml allows. On Linux torch comes with CUDA, in 7 GB, unless
+# `make test-oldest TORCH=2.13.0+cpu` names another.
+test-oldest: .venv-oldest/installed
+	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 .venv-oldest/bin/pytest -n auto --dist worksteal
+
 test-slow: .venv/installed
 	HF_HUB_OFFLINE=1 $(BIN)/pytest -m slow
 
@@ -64,12 +69,19 @@ release:
 	scripts/release.sh $(PYTHON)
 
 clean:
-	rm -rf .venv .docs site dist
+	rm -rf .venv .venv-oldest .docs site dist
 
 .venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "pi-lora needs Python 3.11 or newer: make PYTHON=python3.11")'
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+.venv-oldest/installed: pyproject.toml scripts/oldest.py
+	$(PYTHON) -m venv .venv-oldest
+	$(PYTHON) scripts/oldest.py $(and $(TORCH),torch==$(TORCH)) > .venv-oldest/constraints.txt
+	.venv-oldest/bin/pip install --quiet --disable-pip-version-check --constraint .venv-oldest/constraints.txt \
+		--editable '.[eval,gguf,pdf,plots,qlora,tensorboard]' hatchling pytest pytest-xdist hypothesis
 	touch $@
 
 # The site needs the sources only, not what they import.
