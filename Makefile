@@ -81,7 +81,7 @@ clean:
 	$(PYTHON) -m venv .venv-oldest
 	$(PYTHON) scripts/oldest.py $(and $(TORCH),torch==$(TORCH)) > .venv-oldest/constraints.txt
 	.venv-oldest/bin/pip install --quiet --disable-pip-version-check --constraint .venv-oldest/constraints.txt \
-		--editable '.[eval,gguf,pdf,plots,qlora,tensorboard]' hatchling pytest pytest-xdist hypothesis
+		--editable '.[eval,gguf,pdf,qlora,tensorboard]' hatchling pytest pytest-xdist hypothesis
 	touch $@
 
 # The site needs the sources only, not what they import.

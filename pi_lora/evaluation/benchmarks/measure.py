@@ -29,6 +29,7 @@ from pi_lora.evaluation.benchmarks.local_data import FORMATS, TITLES, articles, 
 from pi_lora.evaluation.forward import described
 from pi_lora.evaluation.journal import journaled
 from pi_lora.evaluation.results import BenchmarkScores, TaskScore
+from pi_lora.models.base import quiet_loading
 from pi_lora.models.load import LoadedModel
 from pi_lora.types import Progress, silent
 
@@ -202,13 +203,15 @@ def measure(answering: Answering, name: str, tasks: dict[str, Any], limit: int |
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Keep what lm-eval prints, its bars and warnings off the terminal; rich finds it behind the proxy, for its bar."""
+    """Keep what lm-eval and transformers print, bars and warnings, off the terminal; rich finds it behind the proxy, for
+    its bar.
+    """
     logger = logging.getLogger("lm_eval")
     level, terminal = logger.level, getattr(sys.stderr, "rich_proxied_file", sys.stderr)
     logger.setLevel(logging.ERROR)
     try:
         proxy = cast(IO[str], FileProxy(Console(quiet=True), terminal))
-        with contextlib.redirect_stderr(proxy), contextlib.redirect_stdout(io.StringIO()):
+        with quiet_loading(), contextlib.redirect_stderr(proxy), contextlib.redirect_stdout(io.StringIO()):
             yield
     finally:
         logger.setLevel(level)
