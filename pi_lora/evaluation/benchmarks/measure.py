@@ -203,7 +203,7 @@ def measure(answering: Answering, name: str, tasks: dict[str, Any], limit: int |
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Keep what lm-eval and transformers print, bars and warnings, off the terminal; rich finds it behind the proxy, for
+    """Keep what lm-eval and transformers print off the terminal, bars and warnings; rich finds it behind the proxy, for
     its bar.
     """
     logger = logging.getLogger("lm_eval")
