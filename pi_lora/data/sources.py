@@ -259,14 +259,14 @@ class Choice:
 
 # Repository, file and commit. Of PG-19 all 100 books of the test split; `deepmind/pg19` itself needs a script.
 # fmt: off
-_PINNED = {
+PINNED = {
     "pg19": ("emozilla/pg19-test", "data/test-00000-of-00001-29a571947c0b5ccc.parquet",
              "c5e39bf32e33f9111323aa68d7d9000d22722035"),
     "proof-pile": ("hoskinson-center/proof-pile", "test/proofpile_test.jsonl.gz",
                    "490b980249446f2f3bd2df3a8cf085d0f2de240a"),
 }
 # fmt: on
-PRESETS = {name: hub_file(*file, pinned=True) for name, file in _PINNED.items()}
+PRESETS = {name: hub_file(*file, pinned=True) for name, file in PINNED.items()}
 # The paper's choice of documents: 128 of 32768 tokens and more; which the paper drew is not known. Of the standard
 # library what the built-in model reads in a minute or two on two cores.
 CHOICES = {

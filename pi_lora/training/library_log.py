@@ -36,16 +36,20 @@ def libraries_speak_into(folder: Path) -> Iterator[None]:
     progress bar but ours.
     """
     handler, root = _LibraryLog(folder / LIBRARY_LOG), logging.getLogger()
-    before = {logger: logger.handlers[:] for logger in (root, *map(logging.getLogger, ALOOF))}
+    aloof = [logging.getLogger(name) for name in ALOOF]
+    before = {logger: (logger.handlers[:], logger.level) for logger in (root, *aloof)}
     transformers_logging.disable_progress_bar()
-    for logger, handlers in before.items():
-        # What a program that calls `train` wants to hear as well goes through the root.
-        logger.handlers[:] = [*handlers, handler] if logger is root else [handler]
+    # What a program that calls `train` wants to hear as well goes through the root.
+    root.addHandler(handler)
+    for logger in aloof:
+        logger.handlers[:] = [handler]
+        logger.setLevel(logging.WARNING)
     logging.captureWarnings(True)
     try:
         yield
     finally:
         logging.captureWarnings(False)
-        for logger, handlers in before.items():
+        for logger, (handlers, level) in before.items():
             logger.handlers[:] = handlers
+            logger.setLevel(level)
         handler.close()

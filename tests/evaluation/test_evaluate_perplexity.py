@@ -22,7 +22,7 @@ from test_cli import run
 from test_report import printed
 from tokenizers import normalizers
 
-from pi_lora.data.sources import PRESETS, Choice
+from pi_lora.data.sources import PINNED, Choice
 from pi_lora.errors import DataError, Interrupted, ModelError
 from pi_lora.evaluation.perplexity import losses as sweep
 from pi_lora.evaluation.perplexity.measure import choose_documents, evaluate_perplexity
@@ -202,9 +202,8 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Path
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
 
     def place(preset: str) -> Path:
-        corpus = PRESETS[preset]
-        repository = tmp_path / "hub" / f"datasets--{corpus.name.replace('/', '--')}"
-        file = repository / "snapshots" / corpus.revision / corpus.file
+        name, uploaded, commit = PINNED[preset]
+        file = tmp_path / "hub" / f"datasets--{name.replace('/', '--')}" / "snapshots" / commit / uploaded
         file.parent.mkdir(parents=True)
         return file
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from conftest import BUILTIN, small_recipe, train
+from transformers import logging as transformers_logging
 
 from pi_lora.training import training
 from pi_lora.training.library_log import LIBRARY_LOG, libraries_speak_into
@@ -13,6 +14,8 @@ from pi_lora.training.library_log import LIBRARY_LOG, libraries_speak_into
 
 def test_warnings_and_logs_go_to_the_file_once_each(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     before = {name: logging.getLogger(name).handlers[:] for name in (None, "transformers", "datasets")}
+    # As a program may have set it.
+    transformers_logging.set_verbosity_error()
     with warnings.catch_warnings(), libraries_speak_into(tmp_path):
         warnings.simplefilter("always")
         for _ in range(2):
@@ -26,6 +29,8 @@ def test_warnings_and_logs_go_to_the_file_once_each(tmp_path: Path, capfd: pytes
     assert "of no interest" not in said
     assert capfd.readouterr() == ("", "")
     assert {name: logging.getLogger(name).handlers for name in before} == before
+    assert transformers_logging.get_verbosity() == logging.ERROR
+    transformers_logging.set_verbosity_warning()
 
 
 def test_nothing_said_is_no_file(tmp_path: Path) -> None:
