@@ -69,13 +69,17 @@ def table(*rows: tuple[object, ...]) -> Iterator[str]:
 
 
 def train_overhead(result: Result) -> Iterator[str]:
-    """Tokens a second, round by round."""
-    rows = [(number, each["pi_lora"], each["bare"], each["ratio"]) for number, each in enumerate(result["rounds"], 1)]
-    yield from table(("round", "pi-lora train, tokens/s", "bare script, tokens/s", "ratio"), *rows)
-    yield f"\nMedian of the ratios: {result['median_ratio']:.3f}, over {result['steps']} steps."
-    if "peak_memory" in result:
-        peak, plan = result["peak_memory"], result["planned_memory"]
-        yield f"\nPeak memory: {peak / GIBI:.2f} GiB, planned {plan / GIBI:.2f} ({plan / peak - 1:+.0%})."
+    """Tokens a second, round by round, of each recipe."""
+    rows = [
+        (name, each["pi_lora"], each["bare"], each["ratio"])
+        for name, run in result["runs"].items()
+        for each in run["rounds"]
+    ]
+    yield from table(("recipe", "pi-lora train, tokens/s", "bare script, tokens/s", "ratio"), *rows)
+    for name, run in result["runs"].items():
+        peak, plan = run["peak_memory"], run["planned_memory"]
+        memory = f"peak memory {peak / GIBI:.2f} GiB, planned {plan / GIBI:.2f} ({plan / peak - 1:+.0%})"
+        yield f"\n{name}: median of the ratios {run['median_ratio']:.3f}; {memory}."
 
 
 def perplexity(result: Result) -> Iterator[str]:
@@ -294,7 +298,6 @@ TABLES: dict[str, Callable[[Result], Iterator[str]]] = {
     "ruler": ruler,
     "smollm2": smollm2,
     "train_overhead": train_overhead,
-    "train_overhead_smollm2_135m_16k_cpu": train_overhead,
 }
 
 

@@ -20,7 +20,7 @@ from pi_lora.recipe.schema import Recipe
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "scripts"))
-RESULTS = ROOT / "benchmarks" / "results"
+RESULTS = ROOT / "benchmarks" / "results" / "train_overhead.json"
 
 
 def bare(recipe: Recipe, warm: int) -> float:
@@ -128,18 +128,16 @@ def main() -> None:
         rounds.append({"pi_lora": round(mine, 1), "bare": round(theirs, 1), "ratio": round(mine / theirs, 4)})
         peaks.append(peak)
         print(rounds[-1], flush=True)
-    result = {
-        "machine": machine(),
-        "recipe": " ".join([options.recipe, *changes]),
+    made = {
         "steps": options.steps,
         "rounds": rounds,
         "median_ratio": statistics.median(each["ratio"] for each in rounds),
         "peak_memory": max(peaks),
         "planned_memory": round(pi_lora.plan(str(file), *changes, gpu="cpu").memory.peak),
     }
-    name = "train_overhead" if options.recipe == "demo" else f"train_overhead_{file.stem}"
-    (RESULTS / f"{name}.json").write_text(json.dumps(result, indent=2) + "\n")
-    print(json.dumps({key: result[key] for key in ("median_ratio", "peak_memory", "planned_memory")}))
+    runs = json.loads(RESULTS.read_text())["runs"] | {" ".join([options.recipe, *changes]): made}
+    RESULTS.write_text(json.dumps({"machine": machine(), "runs": runs}, indent=2) + "\n")
+    print(json.dumps({key: made[key] for key in ("median_ratio", "peak_memory", "planned_memory")}))
 
 
 if __name__ == "__main__":

@@ -139,7 +139,8 @@ def window_of(config: Config) -> int:
         raise _refused(config, "its config has no max_position_embeddings, the context window; add it to config.json")
     rope = full_attention_rope(config)
     kind, declared = rope.get("rope_type"), int(config["max_position_embeddings"])
-    multiplied: int = rope.get("original_max_position_embeddings", declared) if kind == "yarn" else declared
+    # Some configs have the key without a number; yarn takes the other one then.
+    multiplied: int = (kind == "yarn" and rope.get("original_max_position_embeddings")) or declared
     multiplies = kind in ("dynamic", "yarn") or (kind == "linear" and config.get("model_type") not in WINDOW_DECLARED)
     return round(multiplied * rope["factor"]) if multiplies else declared
 

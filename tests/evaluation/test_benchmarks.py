@@ -697,8 +697,10 @@ def test_measurements_become_tables() -> None:
     lines = list(tables.lm_eval_command({**about, "tasks": rows, "seconds": {"pi_lora": 9.6, "lm_eval": 31.2}}))
     assert lines[3:] == ["| boolq | 12 | 0.25 ± 0.125 | 0.25 ± 0.125 |", "\n10 s and 31 s, start and loading in both."]
     rounds = [{"pi_lora": 900.0, "bare": 1000.0, "ratio": 0.9}]
-    lines = list(tables.train_overhead({"rounds": rounds, "steps": 60, "median_ratio": 0.9}))
-    assert lines[2] == "| 1 | 900.0 | 1000.0 | 0.9 |"
+    run = {"rounds": rounds, "median_ratio": 0.9, "peak_memory": 2**31, "planned_memory": 2**30}
+    lines = list(tables.train_overhead({"runs": {"demo": run}}))
+    assert lines[2] == "| demo | 900.0 | 1000.0 | 0.9 |"
+    assert lines[3].endswith("0.900; peak memory 2.00 GiB, planned 1.00 (-50%).")
     swept = {
         "straightforward_over_sweep": 1.84,
         "sweep_over_longest": 1.1,

@@ -269,3 +269,8 @@ def test_layers_without_a_rope_have_none_in_either_dialect() -> None:
     assert both["rope_parameters"] == nested
     assert both["rope_theta"] == 1e6
     assert "rope_local_base_freq" not in both
+
+
+def test_a_yarn_without_its_original_window_multiplies_the_declared_one() -> None:
+    rope = {"rope_theta": 1e4, "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": None}
+    assert window_of({"model_type": "llama", "max_position_embeddings": 2048, "rope_parameters": rope}) == 8192
