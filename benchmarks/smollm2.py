@@ -75,7 +75,9 @@ def passkey(model: LoadedModel, which: str) -> Scores:
 
 
 def short(model: LoadedModel, folder: Path) -> Scores:
-    return evaluate_benchmarks(model, prepare(TASKS, (str(folder),)), EXAMPLES, 8, 2048, progress)
+    """The result names the data without the folder, which is this machine's."""
+    scores = evaluate_benchmarks(model, prepare(TASKS, (str(folder),)), EXAMPLES, 8, 2048, progress)
+    return scores.model_copy(update={"data": {task: Path(place).name for task, place in scores.data.items()}})
 
 
 def agreement(held_out: Path) -> float:

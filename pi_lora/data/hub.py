@@ -7,6 +7,7 @@ from typing import Any
 from urllib.parse import quote
 
 from huggingface_hub import HfApi
+from huggingface_hub.constants import HF_HUB_CACHE
 
 from pi_lora.errors import DataError
 from pi_lora.recipe.places import cache_folder
@@ -15,25 +16,40 @@ from pi_lora.recipe.schema import Source
 COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
+def commit_of_file(name: str, revision: str) -> str:
+    """Return the commit of a file that is downloaded as it is: now, or offline that of its last download; else the
+    revision as written.
+    """
+    if commit := _asked(name, revision):
+        return commit
+    known = Path(HF_HUB_CACHE, f"datasets--{name.replace('/', '--')}", "refs", revision)
+    return known.read_text(encoding="utf-8").strip() if known.is_file() else revision
+
+
 def commit_of_rows(source: Source) -> str:
     """Return the commit that the revision of a data set stands for: now, or if the hub cannot be asked, when it last
     was, or of what is on the disk. The revision as it is written if there is nothing.
     """
     noted = cache_folder() / "commits" / quote(f"{source.name}@{source.revision}", safe="")
+    if commit := _asked(source.name, source.revision):
+        with suppress(OSError):
+            noted.parent.mkdir(parents=True, exist_ok=True)
+            noted.write_text(commit, encoding="utf-8")
+        return commit
+    with suppress(OSError, ValueError):
+        if COMMIT.fullmatch(commit := noted.read_text(encoding="utf-8")):
+            return commit
+    with suppress(Exception):  # of `datasets`, a dozen kinds; loading says why
+        return _commit_on_disk(_load(source, source.revision)) or source.revision
+    return source.revision
+
+
+def _asked(name: str, revision: str) -> str | None:
     try:
-        commit = HfApi().dataset_info(source.name, revision=source.revision).sha or source.revision
+        return HfApi().dataset_info(name, revision=revision).sha or revision
     except Exception:
         # Offline, gone or gated: loading finds out which, and has the data set on disk or says why not.
-        with suppress(OSError, ValueError):
-            if COMMIT.fullmatch(commit := noted.read_text(encoding="utf-8")):
-                return commit
-        with suppress(Exception):
-            return _commit_on_disk(_load(source, source.revision)) or source.revision
-        return source.revision
-    with suppress(OSError):
-        noted.parent.mkdir(parents=True, exist_ok=True)
-        noted.write_text(commit, encoding="utf-8")
-    return commit
+        return None
 
 
 def load_rows(source: Source, commit: str) -> Any:

@@ -11,12 +11,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from huggingface_hub import HfApi, hf_hub_download
-from huggingface_hub.constants import HF_HUB_CACHE
+from huggingface_hub import hf_hub_download
 
 from pi_lora.data import documents
 from pi_lora.data.documents import DOCUMENT_SUFFIXES, TABLE_SUFFIXES, Document, NamedJson
-from pi_lora.data.hub import commit_of_rows, load_rows
+from pi_lora.data.hub import commit_of_file, commit_of_rows, load_rows
 from pi_lora.errors import DataError, first_line
 from pi_lora.recipe.schema import Source
 from pi_lora.types import Json
@@ -142,16 +141,6 @@ def standard_library(held_out: bool = False) -> Table:
     return Table(STDLIB, "text", read, identity, lambda: sum(file.stat().st_size for file in files().values()))
 
 
-def commit_of(name: str, revision: str) -> str:
-    """Return the commit of a revision of a hub data set: now, or offline that of its last download; else as written."""
-    try:
-        return HfApi().dataset_info(name, revision=revision).sha or revision
-    except Exception:
-        # Offline, gone or gated: loading finds out which, and has the data set on disk or says why not.
-        known = Path(HF_HUB_CACHE, f"datasets--{name.replace('/', '--')}", "refs", revision)
-        return known.read_text(encoding="utf-8").strip() if known.is_file() else revision
-
-
 def hub_dataset(source: Source) -> Table:
     """Return a split of a hub data set; nothing is fetched before it is read. Rows are named by their number where the
     order is fixed. The seeded order permutes all rows on disk; of a stream the files, several of which are read in
@@ -205,7 +194,7 @@ def hub_file(
         named = ((where.replace(str(opened), there, 1), row) for where, row in rows)
         return shuffled(texts(named, columns), seed)
 
-    return Table(name, column, read, lambda: {"commit": revision if pinned else commit_of(name, revision)})
+    return Table(name, column, read, lambda: {"commit": revision if pinned else commit_of_file(name, revision)})
 
 
 def _not_on_the_hub(name: str, error: Exception) -> DataError:

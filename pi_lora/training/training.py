@@ -35,7 +35,7 @@ from pi_lora.report.card import write_card
 from pi_lora.training.callbacks import TrainingLog, TrainingScores, ends_after_the_step
 from pi_lora.training.chunked_mlp import chunk_mlps
 from pi_lora.training.job import Job, rate_share
-from pi_lora.training.library_log import libraries_speak_into
+from pi_lora.training.libraries import libraries_speak_into
 from pi_lora.types import Progress, silent
 
 

@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from pi_lora.data import hub, sources
+from pi_lora.data import hub
 from pi_lora.data.sources import evaluation_documents, hub_dataset, hub_file
 from pi_lora.errors import DataError
 from pi_lora.recipe.schema import Source
@@ -98,7 +98,7 @@ def test_a_hub_that_cannot_be_reached_is_named() -> None:
 
 def test_offline_a_file_is_of_the_commit_that_was_downloaded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A branch moves, and what was made from its former commit must not be taken for what is there now."""
-    monkeypatch.setattr(sources, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(hub, "HF_HUB_CACHE", str(tmp_path))
     refs = tmp_path / "datasets--owner--books" / "refs"
     refs.mkdir(parents=True)
     for commit in ("0123abc", "4567def"):

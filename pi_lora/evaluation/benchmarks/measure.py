@@ -23,7 +23,7 @@ from lm_eval.utils import set_torch_seed
 from rich.console import Console
 from rich.file_proxy import FileProxy
 
-from pi_lora.errors import DataError
+from pi_lora.errors import DataError, first_line
 from pi_lora.evaluation.benchmarks.answering import Answering
 from pi_lora.evaluation.benchmarks.local_data import FORMATS, TITLES, articles, read_examples
 from pi_lora.evaluation.forward import described
@@ -108,7 +108,7 @@ def load_tasks(name: str, path: Path | None) -> dict[str, dict[str, Any]]:
             loaded = tasks.load([{"group": name, "task": [{"task": base, **changes}]} if changes else base])
         except Exception as error:
             # `datasets` raises a dozen kinds for what a user can mend: offline, gone, gated, of another schema.
-            title, reason = TITLES.get(name, name), _reason(error)
+            title, reason = TITLES.get(name, name), first_line(error)
             if path is not None:
                 raise DataError(f"{path}: cannot be read as examples of {title} ({reason}); correct it") from error
             remedy = f"check the network, or give its file with --data {name}=FILE"
@@ -187,7 +187,7 @@ def measure(answering: Answering, name: str, tasks: dict[str, Any], limit: int |
         try:
             results = evaluate(answering, tasks, limit=limit)
         except (AssertionError, ValueError, NotImplementedError) as error:
-            raise DataError(f"{name}: lm-eval cannot measure it ({_reason(error)}); leave it out") from error
+            raise DataError(f"{name}: lm-eval cannot measure it ({first_line(error)}); leave it out") from error
     scores, samples = results["results"][name], results["samples"].get(name)
     numbers = {key.removesuffix(",none"): float(x) for key, x in scores.items() if "," in key and x != "N/A"}
     found: dict[str, Any] = {"examples": scores["sample_len"], "truncated_inputs": answering.truncated_inputs}
@@ -215,7 +215,3 @@ def quiet() -> Iterator[None]:
             yield
     finally:
         logger.setLevel(level)
-
-
-def _reason(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -24,7 +24,7 @@ from lm_eval.api.task import ConfigurableTask
 from lm_eval.defaults import DEFAULT_OTHER_SEED
 from nltk.tokenize.punkt import PunktSentenceTokenizer
 
-from pi_lora.errors import DataError
+from pi_lora.errors import DataError, first_line
 from pi_lora.evaluation.benchmarks.measure import quiet
 from pi_lora.types import Json
 
@@ -97,14 +97,14 @@ def find_texts(names: Sequence[str], haystack: Path | None = None, data: Sequenc
         except DataError:
             raise
         except Exception as error:  # `datasets` raises a dozen kinds for a hub that cannot be reached
-            reason = f"no essays from the hub ({_line(error)}); give a text with --haystack FILE"
+            reason = f"no essays from the hub ({first_line(error)}); give a text with --haystack FILE"
             left_out |= dict.fromkeys(asked, reason)
     for name in (name for name in names if name in QUESTIONS):
         try:
             questions[name] = _questions(name, files.get(name))
             sources[name] = str(files.get(name, "the web"))
         except OSError as error:  # requests' errors are of this kind
-            left_out[name] = f"no questions from the web ({_line(error)}); give its file with --data {name}=FILE"
+            left_out[name] = f"no questions from the web ({first_line(error)}); give its file with --data {name}=FILE"
     tasks = tuple(name for name in dict.fromkeys(names) if name not in left_out)
     if not tasks:
         raise DataError(f"--tasks: {next(iter(left_out))}: {next(iter(left_out.values()))}")
@@ -190,7 +190,7 @@ def _task(name: str, length: int, samples: int, seed: int, asked: Asked, tokeniz
         try:
             examples = getattr(module, function)(max_seq_lengths=[length])
         except (ValueError, IndexError) as error:  # no example fits
-            raise _too_short(name, length, _line(error)) from error
+            raise _too_short(name, length, first_line(error)) from error
         return ConfigurableTask(config={**definition, "custom_dataset": lambda **_: examples})
 
 
@@ -282,8 +282,10 @@ def _questions(name: str, file: Path | None) -> Any:
         return getattr(module, QUESTIONS[name])()
     except (ValueError, KeyError, TypeError) as error:
         if file is None:
-            raise OSError(_line(error)) from error
-        raise DataError(f"{file}: is not {name} as its authors publish it ({_line(error)}); fetch it again") from error
+            raise OSError(first_line(error)) from error
+        raise DataError(
+            f"{file}: is not {name} as its authors publish it ({first_line(error)}); fetch it again"
+        ) from error
 
 
 def _text(file: Path) -> str:
@@ -291,7 +293,3 @@ def _text(file: Path) -> str:
         return file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"{file}: cannot be read as UTF-8 text ({error}); correct it, or name another file") from None
-
-
-def _line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
