@@ -142,3 +142,14 @@ def test_progress_is_lines_where_there_is_no_terminal(
     errors = capsys.readouterr().err
     assert errors.splitlines() == lines
     assert without_progress(errors) == ""
+
+
+def test_progress_is_shown_while_lm_eval_is_kept_quiet(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    quiet = pytest.importorskip("pi_lora.evaluation.benchmarks.measure", reason="pip install pi-lora[eval]").quiet
+    monkeypatch.setattr(APP, "EACH_NOTE", 0.0)
+    with progress_bar("ruler") as progress, quiet():
+        print("a library's warning", file=sys.stderr)
+        progress(1, 2, "niah_single_1 at 2,048: 100%")
+    assert capsys.readouterr().err.startswith("ruler: 1 of 2, 0:00:00 left, niah_single_1 at 2,048: 100%")

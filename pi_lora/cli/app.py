@@ -104,6 +104,7 @@ def _progress_lines(title: str) -> Progress:
     """Return what prints a line whenever the note changes, at most one a second, and at least one a minute."""
     started = last = time.monotonic()
     first, said = -1, ""
+    stream = sys.stderr  # as it is now: while lm-eval works it leads nowhere
 
     def report(done: int, total: int, note: str = "") -> None:
         nonlocal first, last, said
@@ -116,7 +117,7 @@ def _progress_lines(title: str) -> Progress:
         left = timedelta(seconds=round(pace * (total - done)))
         # A reader that is gone ends nothing; rich would end the process.
         with contextlib.suppress(OSError):
-            print(f"{title}: {done:,} of {total:,}, {left} left{note and f', {note}'}", file=sys.stderr, flush=True)
+            print(f"{title}: {done:,} of {total:,}, {left} left{note and f', {note}'}", file=stream, flush=True)
 
     return report
 
