@@ -1,6 +1,7 @@
 """What all commands share: the application, its consoles and the progress bar."""
 
 import contextlib
+import gc
 import signal
 import sys
 import threading
@@ -140,6 +141,11 @@ def working(what: str) -> Iterator[None]:
 
 
 def _work_begins() -> None:
-    """Let Ctrl-C unwind from here on: until libraries are loaded there is nothing to clean up."""
+    """Let Ctrl-C unwind from here on, and garbage be collected: until libraries are loaded there is nothing to clean
+    up, and what they hold stays.
+    """
+    if not gc.isenabled():
+        gc.freeze()
+        gc.enable()
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
