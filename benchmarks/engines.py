@@ -52,7 +52,7 @@ MODELS = {
     "smollm2_16k": (ROOT / "adapters" / "smollm2_135m_16k", ROOT / "models" / "smollm2_135m_instruct", 9000),
 }
 # The built-in model with LoRA alone, which is all that vLLM can add to a base.
-TUNING = ("training.steps=60", "tuning.embeddings_and_norms=false")
+TUNING = ("training.steps=60", "tuning.also_train=nothing")
 # The converter knows tokenizers by a list of hashes, which holds the public ones; the built-in model's splits text the
 # way SmolLM's does. It finds sentencepiece among the engine's packages.
 CONVERT = """

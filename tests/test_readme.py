@@ -51,6 +51,13 @@ def test_links_lead_to_files(page: Path) -> None:
             assert heading in anchors(page.parent / name if name else page), target
 
 
+@pytest.mark.parametrize("page", LINKED, ids=lambda page: str(page.relative_to(ROOT)))
+def test_files_of_the_repository_are_named_as_they_are(page: Path) -> None:
+    """Those in code style; a name in capitals stands for any."""
+    named = re.findall(r"(?:tests|scripts|benchmarks|recipes|pi_lora)/[\w/.-]+\.(?:py|yaml|sh|json)\b", page.read_text())
+    assert [name for name in named if "NAME" not in name and not (ROOT / name).exists()] == []
+
+
 def anchors(page: Path) -> set[str]:
     """What headings are called in links: small letters, without punctuation, hyphens for spaces."""
     headings = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
