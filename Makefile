@@ -45,7 +45,7 @@ test-slow: .venv/installed
 	HF_HUB_OFFLINE=1 $(BIN)/pytest -m slow
 
 # What docs/reliability.md promises: kills and as many signals, fuzz cases, and a table of what was tried. On one core,
-# `make faults STRIKES=150 FAULTS=1000000` takes about 10 minutes for the strikes and 25 for the cases.
+# `make faults STRIKES=150 FAULTS=1000000` takes about 10 minutes for the strikes and 10 for the cases.
 faults: .venv/installed
 	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 PI_LORA_STRIKES=$(or $(STRIKES),150) PI_LORA_FAULTS=$(or $(FAULTS),100000) \
 		$(BIN)/pytest tests/faults -m 'slow or not slow' -n auto --dist worksteal
