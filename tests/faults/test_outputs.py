@@ -130,7 +130,7 @@ from pi_lora.run_folder import staged
 with staged(Path(sys.argv[1])) as staging:
     (staging / "half").touch()
     print("begun", flush=True)
-    time.sleep(600)
+    time.sleep(60)
 """
 
 
