@@ -1,16 +1,20 @@
 """Every method side by side on the built-in model, on a CPU: what `make results` runs.
 
 Each row is tuned in a process of its own, so that its peak memory is its own, with the same steps and data; then all
-are measured alike. The table goes into docs/results.md, the figures into benchmarks/results/methods.json. Finished runs
-in `comparison/` are measured again, not trained again. With names of rows, as in `compare_methods.py lora-norms`, those
-alone, and the others stay as they are in methods.json.
+are measured alike. The table goes into docs/results.md, the figures into benchmarks/results/methods.json. What is
+finished stays in `comparison/`, and the command goes on where it was interrupted.
+
+    python scripts/compare_methods.py                          # every row, one seed
+    python scripts/compare_methods.py skip yarn --seeds 3      # these alone; others stay as in methods.json
 """
 
+import argparse
 import json
 import logging
 import subprocess
 import sys
 from pathlib import Path
+from statistics import fmean
 
 from machine import machine
 from pages import write_block
@@ -44,67 +48,85 @@ METHODS = {
 console = Console(highlight=False)
 
 
-def tuned(name: str, overrides: list[str]) -> Path:
-    run = RUNS / name
+def tuned(name: str, seed: int) -> Path:
+    run = RUNS / (f"{name}-{seed}" if seed else name)
     if not run.exists():
         # The same arithmetic on every processor, so that rows of two of them compare.
         common = [f"training.steps={STEPS}", "training.precision=float32"]
-        words = ["train", str(ROOT / "recipes" / "demo.yaml"), *common, *overrides]
+        seeds = [f"training.seed={seed}", f"data.seed={seed}"] if seed else []
+        words = ["train", str(ROOT / "recipes" / "demo.yaml"), *common, *METHODS[name][1], *seeds]
         console.print(f"$ pi-lora {' '.join(words)} --output {run}", soft_wrap=True)
-        resume = ["--resume"] if (RUNS / f".{name}.partial").exists() else []
+        resume = ["--resume"] if (RUNS / f".{run.name}.partial").exists() else []
         subprocess.run([sys.executable, "-m", "pi_lora", *words, "--output", str(run), *resume], check=True)
     return run
 
 
 def measured(run: Path) -> dict:
+    """The run's results, which are kept beside it."""
+    kept = run.with_suffix(".json")
+    if kept.exists():
+        return json.loads(kept.read_text())
     loaded = load(str(run))
     perplexity = evaluate_perplexity(loaded, "builtin:stdlib", WINDOWS, STRIDE, Choice(DOCUMENTS))
     passkey = evaluate_passkey(loaded, Grid(TARGET, DEPTHS, TRIALS))
     made_with = json.loads((run / "run.json").read_text())
-    kept = ("trainable_parameters", "seconds", "peak_memory", "tokens")
-    return {
+    found = {
         "perplexity": {str(row.window): row.perplexity for row in perplexity.windows},
         "k_max": passkey.k_max,
         "success_rate": sum(row.success_rate for row in passkey.depths) / DEPTHS,
-        **{key: made_with[key] for key in kept},
+        **{key: made_with[key] for key in ("trainable_parameters", "seconds", "peak_memory", "tokens")},
         "machine": machine(),
     }
+    kept.write_text(json.dumps(found))
+    return found
 
 
-def table(rows: dict[str, dict]) -> str:
+def mean_and_range(values: list[float], how: str) -> str:
+    """The mean, and of several runs the least and the most."""
+    mean, *ends = (format(value, how) for value in (fmean(values), min(values), max(values)))
+    return f"{mean} ({' to '.join(ends)})" if len(values) > 1 else mean
+
+
+def table(rows: dict[str, list[dict]]) -> str:
     head = [*(f"ppl {window}" for window in WINDOWS), "k_max", "passkeys", "trainable", "seconds", "peak memory"]
     cells = [
         [
             METHODS[name][0],
-            *(f"{row['perplexity'][str(window)]:.2f}" for window in WINDOWS),
-            str(row["k_max"]),
-            f"{row['success_rate']:.0%}",
-            f"{row['trainable_parameters'] / 1e6:.2f} M",
-            f"{row['seconds']:.0f}",
-            f"{row['peak_memory'] / 2**30:.2f} GiB",
+            *(mean_and_range([run["perplexity"][str(window)] for run in runs], ".2f") for window in WINDOWS),
+            mean_and_range([run["k_max"] for run in runs], ".0f"),
+            mean_and_range([run["success_rate"] for run in runs], ".0%"),
+            f"{runs[0]['trainable_parameters'] / 1e6:.2f} M",
+            f"{fmean(run['seconds'] for run in runs):.0f}",
+            f"{max(run['peak_memory'] for run in runs) / 2**30:.2f} GiB",
         ]
-        for name, row in rows.items()
+        for name, runs in rows.items()
     ]
     return markdown_table(["method", *head], cells)
 
 
-def note(rows: dict[str, dict]) -> str:
-    """On which machine the rows were made, a line for each."""
+def note(rows: dict[str, list[dict]]) -> str:
+    """How many seeds, and on which machine the rows were made, a line for each."""
     made_on: dict[str, list[str]] = {}
-    for name, row in rows.items():
-        here = row["machine"]
-        on = f"{here['processor']}, {here['cores']} cores; {here['versions']}; {here['date']}"
+    for name, runs in rows.items():
+        here, seeds = runs[-1]["machine"], f"{len(runs)} seeds" if len(runs) > 1 else "one seed"
+        on = f"{seeds}; {here['processor']}, {here['cores']} cores; {here['versions']}; {here['date']}"
         made_on.setdefault(on, []).append(METHODS[name][0])
     first, *others = sorted(made_on, key=lambda on: -len(made_on[on]))
     lines = [f"{STEPS} steps each; {first}.", *(f"{' and '.join(made_on[on])}: {on}." for on in others)]
     return "\n" + "\n".join(lines) + "\n"
 
 
-def main(names: list[str]) -> None:
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("rows", nargs="*", metavar="ROW", help=f"of {', '.join(METHODS)}")
+    parser.add_argument("--seeds", type=int, default=1, help="runs of each row, with seeds 0, 1, ...")
+    options = parser.parse_args()
+    if unknown := set(options.rows) - set(METHODS):
+        parser.error(f"no such row: {', '.join(sorted(unknown))}")
     logging.getLogger("transformers").setLevel(logging.ERROR)
-    rows = json.loads(RESULTS.read_text())["rows"] if names else {}
-    for name in names or METHODS:
-        rows[name] = measured(tuned(name, METHODS[name][1]))
+    rows = json.loads(RESULTS.read_text())["rows"] if options.rows else {}
+    for name in options.rows or METHODS:
+        rows[name] = [measured(tuned(name, seed)) for seed in range(options.seeds)]
         console.print(f"  {name}: {rows[name]}", soft_wrap=True)
         rows = {each: rows[each] for each in METHODS if each in rows}
     RESULTS.write_text(json.dumps({"steps": STEPS, "rows": rows}, indent=2) + "\n")
@@ -114,7 +136,7 @@ def main(names: list[str]) -> None:
 
 if __name__ == "__main__":
     try:
-        main(sys.argv[1:])
+        main()
     except PiLoraError as mistake:
         print(mistake, file=sys.stderr)
         sys.exit(2)
