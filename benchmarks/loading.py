@@ -36,8 +36,8 @@ CHECKS = (
     "load.check_origin",
     "base._check_complete",
     "finite.finite",
-    "base.check_file",
-    "base.try_out",
+    "tokenizer_files.check_files",
+    "tokenizer_files.try_out",
 )
 
 

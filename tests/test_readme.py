@@ -54,7 +54,8 @@ def test_links_lead_to_files(page: Path) -> None:
 @pytest.mark.parametrize("page", LINKED, ids=lambda page: str(page.relative_to(ROOT)))
 def test_files_of_the_repository_are_named_as_they_are(page: Path) -> None:
     """Those in code style; a name in capitals stands for any."""
-    named = re.findall(r"(?:tests|scripts|benchmarks|recipes|pi_lora)/[\w/.-]+\.(?:py|yaml|sh|json)\b", page.read_text())
+    folders, kinds = "tests|scripts|benchmarks|recipes|pi_lora", "py|yaml|sh|json"
+    named = re.findall(rf"(?:{folders})/[\w/.-]+\.(?:{kinds})\b", page.read_text())
     assert [name for name in named if "NAME" not in name and not (ROOT / name).exists()] == []
 
 
