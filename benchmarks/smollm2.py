@@ -1,7 +1,7 @@
-"""SmolLM2-135M-Instruct from 8k to 16k tokens: perplexity on held-out novels, passkeys and short benchmarks of the base
-beyond its window, of Position Interpolation before tuning, and of the tuned run.
+"""SmolLM2-135M-Instruct from 8k to 16k tokens: perplexity on held-out novels, passkeys, short benchmarks and RULER of
+the base, also beyond its window, of Position Interpolation before tuning, and of the tuned run.
 
-    python benchmarks/smollm2.py --books FOLDER [--short FOLDER] [--parts perplexity passkey short] [--models base ...]
+    python benchmarks/smollm2.py --books FOLDER [--short FOLDER] [--parts perplexity passkey ...] [--models base ...]
 
 FOLDER of --books has one novel a file, named `AUTHOR_TITLE_YEAR.txt`; --split links the training novels into
 `books/train`, which the recipe names, and stops. The base is made by `python scripts/smollm2.py`, the tuned run is the
@@ -16,6 +16,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 from pi_lora.data.sources import Choice
@@ -24,6 +25,8 @@ from pi_lora.evaluation.passkey.measure import evaluate_passkey
 from pi_lora.evaluation.passkey.prompt import Grid
 from pi_lora.evaluation.perplexity.measure import evaluate_perplexity
 from pi_lora.evaluation.results import Scores
+from pi_lora.evaluation.ruler.measure import evaluate_ruler
+from pi_lora.evaluation.ruler.prompts import find_texts
 from pi_lora.models.device import has_fast_bfloat16
 from pi_lora.models.load import LoadedModel, Stretch, load
 
@@ -39,6 +42,12 @@ STRIDE, DOCUMENTS = 4096, 2
 GRID = Grid(TARGET, depths=4, trials=2)
 TASKS = ("boolq", "piqa", "winogrande")
 EXAMPLES = 200
+# Five of RULER's tasks that need no text, and of each model the windows and the prompts of each task.
+RULER_TASKS = ("niah_single_1", "niah_multikey_2", "niah_multikey_3", "ruler_vt", "ruler_fwe")
+RULER = {
+    "base": {"within": ((2048, 4096, 8192), 20), "beyond": ((16384,), 4)},
+    "tuned": {"within": ((8192,), 20), "beyond": ((16384,), 4)},
+}
 
 sys.path.insert(0, str(ROOT / "scripts"))
 
@@ -53,7 +62,7 @@ def split(books: Path, into: Path) -> None:
             link.symlink_to(book.resolve())
 
 
-def loaded(which: str, run: str, dtype: str) -> LoadedModel:
+def loaded(which: str, run: str, dtype: str | None) -> LoadedModel:
     if which == "tuned":
         return load(run, dtype=dtype)
     return load(BASE, None if which == "base" else Stretch(TARGET), dtype)
@@ -80,6 +89,10 @@ def short(model: LoadedModel, folder: Path) -> Scores:
     return scores.model_copy(update={"data": {task: Path(place).name for task, place in scores.data.items()}})
 
 
+def ruler(model: LoadedModel, windows: Sequence[int], samples: int) -> Scores:
+    return evaluate_ruler(model, find_texts(RULER_TASKS), windows, samples, progress=progress)
+
+
 def agreement(held_out: Path) -> float:
     """How far, as a share, the perplexity of 2,048 tokens of each novel in bfloat16 is from that in float32."""
     both, choice = [], Choice(documents=DOCUMENTS, truncate=2048)
@@ -104,7 +117,7 @@ def main() -> None:
     parser.add_argument("--books", type=Path, required=True)
     parser.add_argument("--short", type=Path)
     parser.add_argument("--split", action="store_true")
-    parser.add_argument("--parts", nargs="*", default=["perplexity", "passkey", "short"])
+    parser.add_argument("--parts", nargs="*", default=["perplexity", "passkey", "short", "ruler"])
     parser.add_argument("--models", nargs="*", default=["base", "pi", "tuned"])
     parser.add_argument("--run", default=RUN)
     parser.add_argument("--same-budget", nargs="+", default=[], metavar="SCALING=RUN")
@@ -143,6 +156,10 @@ def measure(
                 keep(f"perplexity {which}", lambda which=which: perplexity(loaded(which, run, dtype), held_out))
             elif part == "passkey":
                 keep(f"passkey {which}", lambda which=which: passkey(loaded(which, run, dtype), which))
+            elif part == "ruler":
+                for where, (windows, samples) in RULER.get(which, {}).items():
+                    asked = partial(ruler, windows=windows, samples=samples)
+                    keep(f"ruler {which} {where}", lambda which=which, asked=asked: asked(loaded(which, run, None)))
             elif short_data is not None and which != "pi":
                 keep(f"short {which}", lambda which=which: short(loaded(which, run, dtype), short_data))
     for scaling, tuned in same_budget.items():

@@ -69,11 +69,32 @@ def tables(result: Result) -> Iterator[str]:
             tuned = result["short tuned"]["tasks"][name]
             both = " | ".join(f"{100 * each['acc']:.1f} ± {100 * each['stderr']:.1f}" for each in (base, tuned))
             yield f"| {name} | {base['examples']} | {both} |"
+    yield from _ruler(result)
     took = result["training"]
     yield (
         f"\nTuning: {took['curve'][-1][0]:,} tokens, {took['trainable_parameters'] / 1e6:.2f} M trained parameters, "
         f"{took['seconds'] / 60:.0f} minutes, {took['peak_memory'] / 2**30:.1f} GiB at most."
     )
+
+
+def _ruler(result: Result) -> Iterator[str]:
+    """RULER's scores in percent with two standard errors, a model and window a row."""
+    rows = [
+        (which, window, scores["samples"])
+        for which in MODELS
+        for where in ("within", "beyond")
+        if (scores := result.get(f"ruler {which} {where}"))
+        for window in scores["lengths"]
+    ]
+    if not rows:
+        return
+    tasks = list(rows[0][1]["tasks"])
+    yield f"\n| RULER | window | prompts of a task | {' | '.join(tasks)} | mean |\n|{'---|' * (4 + len(tasks))}"
+    for which, window, samples in sorted(rows, key=lambda row: row[1]["window"]):
+        each = [f"{100 * window['tasks'][task]['score']:.0f}" for task in tasks]
+        mean = f"{100 * window['score']:.0f} ± {200 * window['stderr']:.0f}"
+        yield "| " + " | ".join([MODELS[which], f"{window['window']:,}", str(samples), *each, mean]) + " |"
+    yield "\nRULER: % of the answers, greedily written, with two standard errors of the mean over these tasks."
 
 
 def _retrieved(scores: Result | None) -> str:
