@@ -173,7 +173,7 @@ def loading(result: Result) -> Iterator[str]:
         for key, measured in ways.items()
     ]
     yield from table(("model", "seconds of", "checked", "unchecked", "ratio"), *rows)
-    yield f"\nThe least of {result['rounds']} rounds, on {result['threads']} thread(s), with nothing beside it."
+    yield f"\nThe least of {result['rounds']} rounds, on {result['threads']} thread(s)."
 
 
 def length_groups(result: Result) -> Iterator[str]:

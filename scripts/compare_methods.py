@@ -25,6 +25,7 @@ from pi_lora.errors import PiLoraError
 from pi_lora.evaluation.passkey.measure import evaluate_passkey
 from pi_lora.evaluation.passkey.prompt import Grid
 from pi_lora.evaluation.perplexity.measure import evaluate_perplexity
+from pi_lora.files.making import write_whole
 from pi_lora.models.load import load
 from pi_lora.report.summary import markdown_table
 
@@ -62,8 +63,8 @@ def tuned(name: str, seed: int) -> Path:
 
 
 def measured(run: Path) -> dict:
-    """The run's results, which are kept beside it."""
-    kept = run.with_suffix(".json")
+    """The run's results, which are kept in it."""
+    kept = run / "compared.json"
     if kept.exists():
         return json.loads(kept.read_text())
     loaded = load(str(run))
@@ -77,7 +78,7 @@ def measured(run: Path) -> dict:
         **{key: made_with[key] for key in ("trainable_parameters", "seconds", "peak_memory", "tokens")},
         "machine": machine(),
     }
-    kept.write_text(json.dumps(found))
+    write_whole(kept, json.dumps(found))
     return found
 
 

@@ -148,7 +148,6 @@ def hub_dataset(source: Source) -> Table:
     """
     name, streaming = source.name, source.streaming
     commit = functools.cache(lambda: commit_of_rows(source))
-
     loaded = functools.cache(lambda: load_rows(source, commit()))
 
     def uploaded(columns: Sequence[str], seed: int | None) -> Iterator[NamedJson]:
