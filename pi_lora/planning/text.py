@@ -36,7 +36,8 @@ def plan_lines(plan: Plan) -> list[str]:
     recipe, target = plan.recipe, plan.recipe.context.target
     windows = f"{plan.target.original} to {target} tokens"
     if recipe.scaling == "keep":
-        windows = f"{plan.target.original} tokens as it is, examples of at most {target}"
+        what = "examples of at most" if recipe.data.has_examples else "tuned for"
+        windows = f"{plan.target.original} tokens as it is, {what} {target}"
     trained = "all" if recipe.tuning.method == "full" else f"{_count(plan.trained)} beside"
     each = "each of " if recipe.hardware.processes > 1 else ""
     lines = [

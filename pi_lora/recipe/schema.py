@@ -368,6 +368,6 @@ class Recipe(Section):
             raise ValueError(f"context.target: {target} is not a multiple of {multiple}")
         if keep and self.context.original is not None:
             raise ValueError("context.original: with scaling: keep the windows are the model's own; leave it out")
-        if keep and pose:
-            raise ValueError("data.positions: skip: is for extending a model; not with scaling: keep")
+        if keep and pose and self.data.sequence_tokens is None:
+            raise ValueError("data.positions: skip: with scaling: keep name the tokens of a sequence, sequence_tokens")
         return self

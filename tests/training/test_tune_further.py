@@ -79,6 +79,19 @@ def test_a_quantized_model_starts_from_the_very_adapter(lora_run: Path, rows: Pa
         assert torch.equal(after[name], tensor), name
 
 
+def test_short_sequences_with_positions_over_the_extended_window(lora_run: Path, tmp_path: Path) -> None:
+    """PoSE, of which the window would be no sequence: nothing could be skipped."""
+    data = {"source": "builtin:stdlib", "positions": "skip", "sequence_tokens": 32}
+    recipe = further(lora_run, Path(), data=data)
+    run = train(recipe, tmp_path / "further")
+    sequences = recipe.training.steps * recipe.training.global_batch_size
+    assert json.loads((run / "run.json").read_text())["tokens"] == sequences * 32
+    assert load(str(run)).scale == 2
+    assert not torch.equal(logits(run), logits(lora_run))
+    with pytest.raises(ValueError, match="with scaling: keep name the tokens of a sequence"):
+        further(lora_run, Path(), data={**data, "sequence_tokens": None})
+
+
 def test_what_was_tuned_further_merges_like_any_adapter(lora_run: Path, rows: Path, tmp_path: Path) -> None:
     run = train(further(lora_run, rows), tmp_path / "further")
     merged = merge(run, tmp_path / "merged")
