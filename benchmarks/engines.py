@@ -5,7 +5,7 @@ they read, log probabilities of a prompt, and greedy tokens.
 
 Each engine has an environment of its own in the cache folder (gigabytes in all), and each question is a process of its
 own, with a time limit. An answer is kept in benchmarks/results/engines.json when it is complete, and an engine that
-failed is asked again; --again asks all of them.
+failed is asked again; --again merges anew and asks all of them.
 FILE is a long English text. The base of SmolLM2 is made by `python scripts/smollm2.py`.
 """
 
@@ -13,6 +13,7 @@ import argparse
 import json
 import math
 import re
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -192,6 +193,10 @@ def main() -> None:
     from machine import machine
 
     for model in options.models:
+        if options.again:
+            for made in (PLACE / "models").glob(f"{model}.*"):
+                made.unlink()
+            shutil.rmtree(PLACE / "models" / model, ignore_errors=True)
         folder, (run, base, length) = merged(model), MODELS[model]
         found = find(str(folder))
         original = int(found.base.config["max_position_embeddings"])

@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from pi_lora.data.sources import Choice
 from pi_lora.evaluation.benchmarks.measure import evaluate_benchmarks, prepare
@@ -29,6 +30,8 @@ from pi_lora.evaluation.ruler.measure import evaluate_ruler
 from pi_lora.evaluation.ruler.prompts import find_texts
 from pi_lora.models.device import has_fast_bfloat16
 from pi_lora.models.load import LoadedModel, Stretch, load
+from pi_lora.recipe.files import load_recipe
+from pi_lora.run_folder import RECIPE_FILE, read_training_log
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "smollm2.json"
@@ -46,7 +49,7 @@ EXAMPLES = 200
 RULER_TASKS = ("niah_single_1", "niah_multikey_2", "niah_multikey_3", "ruler_vt", "ruler_fwe")
 RULER = {
     "base": {"within": ((2048, 4096, 8192), 20), "beyond": ((16384,), 4)},
-    "tuned": {"within": ((8192,), 20), "beyond": ((16384,), 4)},
+    "tuned": {"beyond": ((16384,), 4), "within": ((8192,), 4)},
 }
 
 sys.path.insert(0, str(ROOT / "scripts"))
@@ -102,14 +105,21 @@ def agreement(held_out: Path) -> float:
     return both[0] / both[1] - 1
 
 
-def training(run: str) -> dict[str, object]:
-    """The loss against the tokens trained, what the run took, and its recipe."""
+def training(run: str) -> dict[str, Any]:
+    """The loss against the tokens trained and what that took, beginning with the run that this one was tuned from."""
     folder = Path(run)
-    lines = [json.loads(line) for line in (folder / "training.jsonl").read_text(encoding="utf-8").splitlines()]
-    keys = ("seconds", "peak_memory", "trainable_parameters")
+    recipe = load_recipe(folder / RECIPE_FILE).recipe
+    before = training(recipe.model.name) if recipe.scaling == "keep" else {"curve": [], "seconds": 0, "peak_memory": 0}
+    tokens = before["curve"][-1][0] if before["curve"] else 0
     made = json.loads((folder / "run.json").read_text(encoding="utf-8"))
-    curve = [[line["tokens"], round(line["loss"], 4)] for line in lines]
-    return {"run": run, "curve": curve, **{key: made[key] for key in keys}}
+    curve = [[tokens + line["tokens"], round(line["loss"], 4)] for line in read_training_log(folder / "training.jsonl")]
+    return {
+        "run": run,
+        "curve": before["curve"] + curve,
+        "seconds": before["seconds"] + made["seconds"],
+        "peak_memory": max(before["peak_memory"], made["peak_memory"]),
+        "trainable_parameters": made["trainable_parameters"],
+    }
 
 
 def main() -> None:

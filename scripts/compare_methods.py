@@ -42,6 +42,10 @@ METHODS = {
     "lora-embeddings": ("lora, embeddings and norms", []),
     "qlora": ("qlora, embeddings and norms", ["tuning.method=qlora"]),
     "skip": ("lora, embeddings and norms, positions: skip", ["data.positions=skip"]),
+    "skip-yarn": (
+        "lora, embeddings and norms, positions: skip, scaling: yarn",
+        ["data.positions=skip", "scaling=yarn"],
+    ),
     "direct": ("lora, embeddings and norms, scaling: direct", ["scaling=direct"]),
     "yarn": ("lora, embeddings and norms, scaling: yarn", ["scaling=yarn"]),
 }
