@@ -49,7 +49,7 @@ EXAMPLES = 200
 RULER_TASKS = ("niah_single_1", "niah_multikey_2", "niah_multikey_3", "ruler_vt", "ruler_fwe")
 RULER = {
     "base": {"within": ((2048, 4096, 8192), 20), "beyond": ((16384,), 4)},
-    "tuned": {"beyond": ((16384,), 4), "within": ((8192,), 4)},
+    "tuned": {"within": ((8192,), 4), "beyond": ((16384,), 2)},
 }
 
 sys.path.insert(0, str(ROOT / "scripts"))
