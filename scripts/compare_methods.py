@@ -117,7 +117,7 @@ def note(rows: dict[str, list[dict]]) -> str:
         on = f"{seeds}; {here['processor']}, {here['cores']} cores; {here['versions']}; {here['date']}"
         made_on.setdefault(on, []).append(METHODS[name][0])
     first, *others = sorted(made_on, key=lambda on: -len(made_on[on]))
-    lines = [f"{STEPS} steps each; {first}.", *(f"{' and '.join(made_on[on])}: {on}." for on in others)]
+    lines = [f"{STEPS} steps each; {first}.", *(f"{'; '.join(made_on[on])}: {on}." for on in others)]
     return "\n" + "\n".join(lines) + "\n"
 
 

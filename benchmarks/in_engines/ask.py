@@ -134,7 +134,7 @@ def ctranslate2(ask):
     words = json.loads((Path(folder) / "vocabulary.json").read_text())
     model = Generator(folder, compute_type="float32", intra_threads=os.cpu_count())
     prompt = [words[token] for token in ask["ids"]]
-    logprobs = model.score_batch([prompt])[0].log_probs
+    logprobs = model.score_batch([prompt], max_input_length=0)[0].log_probs  # 0: by default it cuts after 1,024
     how = {"max_length": ask["greedy"], "sampling_topk": 1, "include_prompt_in_result": False, "end_token": []}
     tokens = model.generate_batch([prompt], **how)[0].sequences_ids[0]
     return {"window": None, "tokens": tokens, "logprobs": list(logprobs)}
