@@ -84,7 +84,9 @@ def test_the_page_is_what_the_command_prints() -> None:
 def test_the_former_key_is_read(tmp_path: Path) -> None:
     """In the recipe of a run that an earlier commit made."""
     released = (RECIPES.parent / "adapters" / "smollm2_135m_16k" / "recipe.yaml").read_text()
-    (tmp_path / "former.yaml").write_text(released.replace("also_train: nothing", "embeddings_and_norms: false"))
+    former = released.replace("also_train: nothing", "embeddings_and_norms: false")
+    assert former != released
+    (tmp_path / "former.yaml").write_text(former)
     assert load_recipe(tmp_path / "former.yaml").recipe.tuning.also_train == "nothing"
 
 
