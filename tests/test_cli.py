@@ -1,3 +1,4 @@
+import importlib.metadata
 import json
 import os
 import signal
@@ -110,7 +111,7 @@ def test_env_says_what_a_report_of_a_bug_needs(
     assert (status, err) == (0, "")
     said = dict(line.split(maxsplit=1) for line in out.splitlines())
     assert {*LIBRARIES, "Python", "system", "memory", "GPUs", "CUDA"} < set(said)
-    assert said["torch"] == torch.__version__
+    assert said["torch"] == importlib.metadata.version("torch")
     assert said["processor"].startswith(f"A processor, {hardware()}, {kind}; torch uses ")
     assert said["precision"] == f"training.precision: auto is {precision}"
     assert said["attention"].startswith("model.attention: auto is sdpa; there are sdpa, eager")

@@ -3,6 +3,7 @@ document.
 """
 
 import importlib.util
+import logging
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -104,6 +105,8 @@ def write_batched(model: Any, tokenizer: Any, prompts: Prompts, sampling: Sampli
         pages = -(-(max(map(len, prompts.values())) + sampling.max_new_tokens) // PAGE_TOKENS) + 1
         memory = {"page_size": PAGE_TOKENS, "num_blocks": pages * REQUESTS_ON_CPU}
         memory["max_batch_tokens"] = BATCH_TOKENS_ON_CPU
+    # It warns of machines that do not show their memory nodes, as containers; what fails is raised.
+    logging.getLogger("ContinuousBatchingLogger").setLevel(logging.ERROR)
     batching = ContinuousBatchingConfig(seed=sampling.seed, **memory)
     manager = model.init_continuous_batching(sampling.config(tokenizer), batching)
     for name, ids in prompts.items():
