@@ -4,11 +4,11 @@ the base, also beyond its window, of Position Interpolation before tuning, and o
     python benchmarks/smollm2.py --books FOLDER [--short FOLDER] [--parts perplexity passkey ...] [--models base ...]
 
 FOLDER of --books has one novel a file, named `AUTHOR_TITLE_YEAR.txt`; --split links the training novels into
-`books/train`, which the recipe names, and stops. The base is made by `python scripts/smollm2.py`, the tuned run is the
-released adapter, or another one with `--run`. FOLDER of --short has BoolQ, PIQA and WinoGrande. Each measurement is
-kept in benchmarks/results/smollm2.json when it is complete, and an interrupted one goes on: call it again, in the
-root of the repository. `--same-budget pi=RUN yarn=RUN direct=RUN` measures the perplexity of runs that were tuned with
-one budget and other scalings.
+`books/train`, which the recipe names, and stops; the part `test` has novels and passkeys by which nothing was chosen.
+The base is made by `python scripts/smollm2.py`, the tuned run is the released adapter, or another one with `--run`.
+FOLDER of --short has BoolQ, PIQA and WinoGrande. Each measurement is kept in benchmarks/results/smollm2.json when it is
+complete, and an interrupted one goes on: call it again, in the root of the repository. `--same-budget pi=RUN yarn=RUN
+direct=RUN` measures the perplexity of runs that were tuned with one budget and other scalings.
 """
 
 import argparse
@@ -38,11 +38,11 @@ RESULTS = ROOT / "benchmarks" / "results" / "smollm2.json"
 BASE = "models/smollm2_135m_instruct"
 RUN = "adapters/smollm2_135m_16k"
 TARGET = 16384
-# No novel of these authors is trained on.
-HELD_OUT_AUTHORS = ("Kipling", "Lawrence", "Lee", "Lytton")
+# No novel of these authors is trained on. By the former tunings were chosen, the latter are for the part `test`.
+PARTS_OF_AUTHORS = {"Kipling": "held-out", "Lawrence": "test", "Lee": "test", "Lytton": "test"}
 WINDOWS = (4096, 8192, 16384)
 STRIDE, DOCUMENTS = 4096, 2
-GRID = Grid(TARGET, depths=4, trials=2)
+GRID, TEST_GRID = Grid(TARGET, depths=4, trials=2), Grid(TARGET, depths=4, trials=2, seed=1)
 TASKS = ("boolq", "piqa", "winogrande")
 EXAMPLES = 200
 # Five of RULER's tasks that need no text, and of each model the windows and the prompts of each task.
@@ -56,9 +56,9 @@ sys.path.insert(0, str(ROOT / "scripts"))
 
 
 def split(books: Path, into: Path) -> None:
-    """Link each novel into `train` or `held-out`, by its author."""
+    """Link each novel into `train`, `held-out` or `test`, by its author."""
     for book in sorted(books.glob("*.txt")):
-        part = "held-out" if book.name.split("_")[0] in HELD_OUT_AUTHORS else "train"
+        part = PARTS_OF_AUTHORS.get(book.name.split("_")[0], "train")
         link = into / part / book.name
         link.parent.mkdir(parents=True, exist_ok=True)
         if not link.exists():
@@ -75,15 +75,15 @@ def progress(done: int, total: int, note: str = "") -> None:
     print(f"\r{done} of {total} {note}", end="", file=sys.stderr, flush=True)
 
 
-def perplexity(model: LoadedModel, held_out: Path) -> Scores:
-    """Every token of the first 16,384 of two novels, under each window."""
-    choice = Choice(documents=DOCUMENTS, truncate=max(WINDOWS))
-    return evaluate_perplexity(model, str(held_out), WINDOWS, STRIDE, choice, progress, shared=True)
+def perplexity(model: LoadedModel, novels: Path, documents: int = DOCUMENTS) -> Scores:
+    """Every token of the first 16,384 of each novel, under each window."""
+    choice = Choice(documents=documents, truncate=max(WINDOWS))
+    return evaluate_perplexity(model, str(novels), WINDOWS, STRIDE, choice, progress, shared=True)
 
 
-def passkey(model: LoadedModel, which: str) -> Scores:
+def passkey(model: LoadedModel, which: str, grid: Grid = GRID) -> Scores:
     """Of a model that is not tuned only what decides k_max."""
-    return evaluate_passkey(model, GRID, progress, k_max_only=which != "tuned", shared=True)
+    return evaluate_passkey(model, grid, progress, k_max_only=which != "tuned", shared=True)
 
 
 def short(model: LoadedModel, folder: Path) -> Scores:
@@ -127,7 +127,7 @@ def main() -> None:
     parser.add_argument("--books", type=Path, required=True)
     parser.add_argument("--short", type=Path)
     parser.add_argument("--split", action="store_true")
-    parser.add_argument("--parts", nargs="*", default=["perplexity", "passkey", "short", "ruler"])
+    parser.add_argument("--parts", nargs="*", default=["perplexity", "passkey", "test", "short", "ruler"])
     parser.add_argument("--models", nargs="*", default=["base", "pi", "tuned"])
     parser.add_argument("--run", default=RUN)
     parser.add_argument("--same-budget", nargs="+", default=[], metavar="SCALING=RUN")
@@ -143,7 +143,7 @@ def measure(
 ) -> None:
     from machine import machine
 
-    held_out = Path("books/held-out")
+    held_out, test = Path("books/held-out"), Path("books/test")
     results = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.is_file() else {}
     results["machine"] = machine()
     dtype = "bfloat16" if has_fast_bfloat16() else "float32"
@@ -166,11 +166,15 @@ def measure(
                 keep(f"perplexity {which}", lambda which=which: perplexity(loaded(which, run, dtype), held_out))
             elif part == "passkey":
                 keep(f"passkey {which}", lambda which=which: passkey(loaded(which, run, dtype), which))
+            elif part == "test" and which != "pi":
+                keep(f"test perplexity {which}", lambda which=which: perplexity(loaded(which, run, dtype), test, 3))
+                if which == "tuned":
+                    keep("test passkey tuned", lambda: passkey(loaded("tuned", run, dtype), "tuned", TEST_GRID))
             elif part == "ruler":
                 for where, (windows, samples) in RULER.get(which, {}).items():
                     asked = partial(ruler, windows=windows, samples=samples)
                     keep(f"ruler {which} {where}", lambda which=which, asked=asked: asked(loaded(which, run, None)))
-            elif short_data is not None and which != "pi":
+            elif part == "short" and short_data is not None and which != "pi":
                 keep(f"short {which}", lambda which=which: short(loaded(which, run, dtype), short_data))
     for scaling, tuned in same_budget.items():
         name = f"{scaling}, same budget"

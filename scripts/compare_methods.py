@@ -6,6 +6,7 @@ finished stays in `comparison/`, and the command goes on where it was interrupte
 
     python scripts/compare_methods.py                          # every row, one seed
     python scripts/compare_methods.py skip yarn --seeds 3      # these alone; others stay as in methods.json
+    python scripts/compare_methods.py skip yarn --rates 1.25e-3,2.5e-3,5e-3     # choose their rates, by other documents
 """
 
 import argparse
@@ -13,11 +14,12 @@ import json
 import logging
 import subprocess
 import sys
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
 
 from machine import machine
-from pages import write_block
+from pages import mean_and_range, write_block
 from rich.console import Console
 
 from pi_lora.data.sources import Choice
@@ -33,47 +35,59 @@ ROOT = Path(__file__).parent.parent
 RUNS = Path("comparison")
 PAGE = ROOT / "docs" / "results.md"
 RESULTS = ROOT / "benchmarks" / "results" / "methods.json"
-STEPS, TARGET, WINDOWS, STRIDE, DOCUMENTS, DEPTHS, TRIALS = 240, 1024, [256, 512, 768, 1024], 128, 6, 32, 10
+STEPS, TARGET, WINDOWS, STRIDE, DEPTHS, TRIALS = 240, 1024, [256, 512, 768, 1024], 128, 32, 10
+# The documents and the seed of the passkeys by which settings are chosen, and those that are reported.
+VALIDATION, TEST = Choice(12, truncate=4096, split="validation"), Choice(12, truncate=4096, split="test")
+PASSKEYS = {VALIDATION: 0, TEST: 2}
+
+
+@dataclass(frozen=True)
+class Method:
+    label: str
+    words: list[str] = field(default_factory=list)
+    rate: str = "2.5e-3"
+
+
 # Name, and how it differs from recipes/demo.yaml, which is LoRA on all linear layers with embeddings and norms, PI.
+ALL = "lora, embeddings and norms"
 METHODS = {
-    "full": ("full", ["tuning.method=full", "training.learning_rate=1e-3"]),
-    "lora": ("lora", ["tuning.also_train=nothing"]),
-    "lora-norms": ("lora, norms", ["tuning.also_train=norms"]),
-    "lora-embeddings": ("lora, embeddings and norms", []),
-    "qlora": ("qlora, embeddings and norms", ["tuning.method=qlora"]),
-    "skip": ("lora, embeddings and norms, positions: skip", ["data.positions=skip"]),
-    "skip-yarn": (
-        "lora, embeddings and norms, positions: skip, scaling: yarn",
-        ["data.positions=skip", "scaling=yarn"],
-    ),
-    "direct": ("lora, embeddings and norms, scaling: direct", ["scaling=direct"]),
-    "yarn": ("lora, embeddings and norms, scaling: yarn", ["scaling=yarn"]),
+    "full": Method("full", ["tuning.method=full"], "1e-3"),
+    "lora": Method("lora", ["tuning.also_train=nothing"]),
+    "lora-norms": Method("lora, norms", ["tuning.also_train=norms"]),
+    "lora-embeddings": Method(ALL),
+    "qlora": Method("qlora, embeddings and norms", ["tuning.method=qlora"]),
+    "skip": Method(f"{ALL}, positions: skip", ["data.positions=skip"]),
+    "skip-yarn": Method(f"{ALL}, positions: skip, scaling: yarn", ["data.positions=skip", "scaling=yarn"]),
+    "direct": Method(f"{ALL}, scaling: direct", ["scaling=direct"]),
+    "yarn": Method(f"{ALL}, scaling: yarn", ["scaling=yarn"]),
 }
 
 console = Console(highlight=False)
 
 
-def tuned(name: str, seed: int) -> Path:
-    run = RUNS / (f"{name}-{seed}" if seed else name)
+def tuned(name: str, seed: int = 0, rate: str | None = None) -> Path:
+    method = METHODS[name]
+    rate = rate or method.rate
+    run = RUNS / f"{name}-{rate}-{seed}"
     if not run.exists():
         # The same arithmetic on every processor, so that rows of two of them compare.
-        common = [f"training.steps={STEPS}", "training.precision=float32"]
+        common = [f"training.steps={STEPS}", "training.precision=float32", f"training.learning_rate={rate}"]
         seeds = [f"training.seed={seed}", f"data.seed={seed}"] if seed else []
-        words = ["train", str(ROOT / "recipes" / "demo.yaml"), *common, *METHODS[name][1], *seeds]
+        words = ["train", str(ROOT / "recipes" / "demo.yaml"), *common, *method.words, *seeds]
         console.print(f"$ pi-lora {' '.join(words)} --output {run}", soft_wrap=True)
         resume = ["--resume"] if (RUNS / f".{run.name}.partial").exists() else []
         subprocess.run([sys.executable, "-m", "pi_lora", *words, "--output", str(run), *resume], check=True)
     return run
 
 
-def measured(run: Path) -> dict:
-    """The run's results, which are kept in it."""
-    kept = run / "compared.json"
+def measured(run: Path, choice: Choice) -> dict:
+    """The run's results with these documents, which are kept in it."""
+    kept = run / f"{choice.split}.json"
     if kept.exists():
         return json.loads(kept.read_text())
     loaded = load(str(run))
-    perplexity = evaluate_perplexity(loaded, "builtin:stdlib", WINDOWS, STRIDE, Choice(DOCUMENTS))
-    passkey = evaluate_passkey(loaded, Grid(TARGET, DEPTHS, TRIALS))
+    perplexity = evaluate_perplexity(loaded, "builtin:stdlib", WINDOWS, STRIDE, choice)
+    passkey = evaluate_passkey(loaded, Grid(TARGET, DEPTHS, TRIALS, PASSKEYS[choice]))
     made_with = json.loads((run / "run.json").read_text())
     found = {
         "perplexity": {str(row.window): row.perplexity for row in perplexity.windows},
@@ -86,17 +100,11 @@ def measured(run: Path) -> dict:
     return found
 
 
-def mean_and_range(values: list[float], how: str) -> str:
-    """The mean, and of several runs the least and the most."""
-    mean, *ends = (format(value, how) for value in (fmean(values), min(values), max(values)))
-    return f"{mean} ({' to '.join(ends)})" if len(values) > 1 else mean
-
-
 def table(rows: dict[str, list[dict]]) -> str:
     head = [*(f"ppl {window}" for window in WINDOWS), "k_max", "passkeys", "trainable", "seconds", "peak memory"]
     cells = [
         [
-            METHODS[name][0],
+            METHODS[name].label,
             *(mean_and_range([run["perplexity"][str(window)] for run in runs], ".2f") for window in WINDOWS),
             mean_and_range([run["k_max"] for run in runs], ".0f"),
             mean_and_range([run["success_rate"] for run in runs], ".0%"),
@@ -115,28 +123,46 @@ def note(rows: dict[str, list[dict]]) -> str:
     for name, runs in rows.items():
         here, seeds = runs[-1]["machine"], f"{len(runs)} seeds" if len(runs) > 1 else "one seed"
         on = f"{seeds}; {here['processor']}, {here['cores']} cores; {here['versions']}; {here['date']}"
-        made_on.setdefault(on, []).append(METHODS[name][0])
+        made_on.setdefault(on, []).append(METHODS[name].label)
     first, *others = sorted(made_on, key=lambda on: -len(made_on[on]))
     lines = [f"{STEPS} steps each; {first}.", *(f"{'; '.join(made_on[on])}: {on}." for on in others)]
     return "\n" + "\n".join(lines) + "\n"
+
+
+def table_of_rates(rates: dict[str, dict[str, dict]]) -> str:
+    """Perplexity at the target and passkeys by rate; the lowest perplexity decides."""
+    rows = [
+        [METHODS[name].label, rate, f"{run['perplexity'][str(TARGET)]:.2f}", run["k_max"], f"{run['success_rate']:.0%}"]
+        for name, runs in rates.items()
+        for rate, run in runs.items()
+    ]
+    return markdown_table(["method", "rate", f"ppl {TARGET}", "k_max", "passkeys"], rows)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("rows", nargs="*", metavar="ROW", help=f"of {', '.join(METHODS)}")
     parser.add_argument("--seeds", type=int, default=1, help="runs of each row, with seeds 0, 1, ...")
+    parser.add_argument("--rates", default="", metavar="R,R", help="instead: try these learning rates, with one seed")
     options = parser.parse_args()
     if unknown := set(options.rows) - set(METHODS):
         parser.error(f"no such row: {', '.join(sorted(unknown))}")
     logging.getLogger("transformers").setLevel(logging.ERROR)
-    rows = json.loads(RESULTS.read_text())["rows"] if options.rows else {}
+    found = {"steps": STEPS, "rows": {}, "rates": {}} | json.loads(RESULTS.read_text())
     for name in options.rows or METHODS:
-        rows[name] = [measured(tuned(name, seed)) for seed in range(options.seeds)]
-        console.print(f"  {name}: {rows[name]}", soft_wrap=True)
-        rows = {each: rows[each] for each in METHODS if each in rows}
-    RESULTS.write_text(json.dumps({"steps": STEPS, "rows": rows}, indent=2) + "\n")
-    write_block(PAGE, "methods", table(rows) + note(rows))
-    console.print(table(rows))
+        if options.rates:
+            found["rates"][name] = {
+                rate: measured(tuned(name, rate=rate), VALIDATION) for rate in options.rates.split(",")
+            }
+        else:
+            found["rows"][name] = [measured(tuned(name, seed), TEST) for seed in range(options.seeds)]
+    for kind in ("rows", "rates"):
+        found[kind] = {name: found[kind][name] for name in METHODS if name in found[kind]}
+    RESULTS.write_text(json.dumps(found, indent=2) + "\n")
+    tables = {"methods": table(found["rows"]) + note(found["rows"]), "rates": table_of_rates(found["rates"])}
+    for name, text in tables.items():
+        write_block(PAGE, name, text)
+        console.print(text)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,8 @@
 """The parts of documentation that scripts write."""
 
+from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean
 
 
 def block(page: Path, name: str) -> str:
@@ -12,6 +14,12 @@ def write_block(page: Path, name: str, text: str) -> None:
     """Put `text` there instead."""
     before, _, after = _around(page, name)
     page.write_text(before + text + after, encoding="utf-8")
+
+
+def mean_and_range(values: Sequence[float], how: str) -> str:
+    """The mean, and of several runs the least and the most."""
+    mean, *ends = (format(value, how) for value in (fmean(values), min(values), max(values)))
+    return f"{mean} ({' to '.join(ends)})" if len(values) > 1 else mean
 
 
 def _around(page: Path, name: str) -> tuple[str, str, str]:

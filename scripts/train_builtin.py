@@ -83,7 +83,7 @@ def main() -> None:
         tokenizer = train_tokenizer(texts, VOCABULARY, WINDOW, args.seed)
         model = new_model()
     mixture = Mixture(tokenizer, texts, SHARES, args.seed + args.resume_step)
-    texts_held_out = [document.text for document in standard_library(held_out=True).documents()]
+    texts_held_out = [document.text for document in standard_library("validation").documents()]
     held_out = [i for text in texts_held_out for i in tokenizer(text, verbose=False)["input_ids"]]
     held_out_rows = torch.tensor(held_out[: 64 * WINDOW]).view(64, WINDOW)
     print(f"{sum(map(len, mixture.documents)):,} tokens to train on, {len(held_out):,} held out", flush=True)

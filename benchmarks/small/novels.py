@@ -56,6 +56,7 @@ def tables(result: Result) -> Iterator[str]:
             yield f"| {depth['distance']:,} | {sum(depth['outcomes'])} of {depth['trials']} ({low:.0%} to {high:.0%}) |"
         if "passkey base" in result:
             yield "\nThe untuned models were asked only until `k_max` was decided."
+    yield from _unseen(result)
     if budget := {which: title for which, title in SAME_BUDGET.items() if f"perplexity {which}, same budget" in result}:
         tokens = result[f"training {next(iter(budget))}, same budget"]["curve"][-1][0]
         windows = " | ".join(f"{each['window'] // 1024}k" for each in scores["windows"])
@@ -75,6 +76,23 @@ def tables(result: Result) -> Iterator[str]:
         f"\nTuning: {took['curve'][-1][0]:,} tokens, {took['trainable_parameters'] / 1e6:.2f} M trained parameters, "
         f"{took['seconds'] / 60:.0f} minutes, {took['peak_memory'] / 2**30:.1f} GiB at most."
     )
+
+
+def _unseen(result: Result) -> Iterator[str]:
+    """What was measured on novels and passkeys that were kept aside while tunings were chosen."""
+    rows = {title: result.get(f"test perplexity {which}") for which, title in MODELS.items()}
+    if not (tuned := rows["PI, tuned"]):
+        return
+    windows = " | ".join(f"{each['window'] // 1024}k" for each in tuned["windows"])
+    yield f"\n| kept aside while tunings were chosen | {windows} | passkeys at 16k |"
+    yield "|" + "---|" * (2 + len(tuned["windows"]))
+    for title, found in rows.items():
+        if found:
+            passkeys = _retrieved(result.get("test passkey tuned")) if found is tuned else "not measured"
+            values = " | ".join(f"{each['perplexity']:.2f}" for each in found["windows"])
+            yield f"| {title} | {values} | {passkeys} |"
+    books = ", ".join(document["name"].rpartition("/")[2] for document in tuned["per_document"])
+    yield f"\nThe first {tuned['truncate']:,} tokens of {books}; passkeys of another seed."
 
 
 def _ruler(result: Result) -> Iterator[str]:

@@ -28,7 +28,7 @@ def perplexity(
     truncate: Annotated[int | None, Option(min=2, help="Cut documents to their first N tokens.")] = None,
     min_tokens: Annotated[int | None, Option(min=1, help="Leave out documents of fewer.")] = None,
     seed: Annotated[int | None, Option(min=0, max=2**32 - 1, help="Draw documents at random.")] = None,
-    split: Annotated[str, Option(help="Of a hub data set.")] = "test",
+    split: Annotated[str, Option(help="Of a hub data set or builtin:stdlib.")] = "test",
     column: Annotated[str, Option(help="Of rows: the one that holds the text.")] = "text",
     by_position: Annotated[bool, Option("--by-position", help="Also the loss by position in a window.")] = False,
     plot: Plot = None,

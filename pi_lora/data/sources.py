@@ -26,7 +26,10 @@ RECALL = "builtin:recall"
 SKIPPED_FOLDERS = frozenset(
     {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "pydoc_data", "__pycache__"}
 )
+SPLITS = ("train", "validation", "test")  # of the standard library
 HELD_OUT_SHARE = 0.1
+# The names before this one are of the validation split: with them the settings of the demo were chosen.
+FIRST_OF_TEST = "e"
 SHUFFLE_CHARACTERS = 32_000_000
 # Its loader is a script, which `datasets` no longer runs; the script reads `SPLIT.jsonl` out of `SUBSET.zip`.
 SCROLLS = "tau/scrolls"
@@ -112,14 +115,20 @@ def local_files(name: str, files: tuple[Path, ...], column: str, suffixes: tuple
     return Table(name, column, read, identity, lambda: sum(file.stat().st_size for file in files))
 
 
-def is_held_out(relative_path: str) -> bool:
-    """Whether a file belongs to the held-out split; decided by its name alone, so the same under every Python."""
+def split_of(relative_path: str) -> str:
+    """Return the split of a file, train, validation or test, by its name alone, so the same under every Python."""
     digest = hashlib.sha256(relative_path.encode()).digest()
-    return int.from_bytes(digest[:8], "big") / 2**64 < HELD_OUT_SHARE
+    if int.from_bytes(digest[:8], "big") / 2**64 >= HELD_OUT_SHARE:
+        return "train"
+    return "validation" if relative_path < FIRST_OF_TEST else "test"
 
 
-def standard_library(held_out: bool = False) -> Table:
-    """Return Python's own sources, those held out or the others: a few megabytes, all of which are shuffled."""
+def standard_library(split: str = "train") -> Table:
+    """Return a split of Python's own sources: a few megabytes at most, all of which are shuffled. Raise DataError if
+    there is no such split.
+    """
+    if split not in SPLITS:
+        raise DataError(f"{STDLIB}: has no split {split}; there are {', '.join(SPLITS)}")
 
     def files() -> dict[str, Path]:
         root = Path(sysconfig.get_path("stdlib"))
@@ -129,7 +138,7 @@ def standard_library(held_out: bool = False) -> Table:
             folders[:] = (name for name in folders if name not in SKIPPED_FOLDERS)
             found += (Path(folder, name) for name in names if name.endswith(".py"))
         named = {path.relative_to(root).as_posix(): path for path in sorted(found)}
-        return {name: path for name, path in named.items() if is_held_out(name) == held_out}
+        return {name: path for name, path in named.items() if split_of(name) == split}
 
     def read(columns: Sequence[str], seed: int | None) -> Iterator[NamedRow]:
         found = ((name, file.read_text(encoding="utf-8", errors="replace")) for name, file in files().items())
@@ -220,17 +229,17 @@ def find_table(source: Source, suffixes: tuple[str, ...] = TABLE_SUFFIXES) -> Ta
     return local_files(name, files, source.column, suffixes)
 
 
-def find_corpus(source: Source, held_out: bool = False) -> Table:
+def find_corpus(source: Source) -> Table:
     """Find the documents that `source` names, as `find_table` does; of `builtin:recall` the text between its facts."""
     if source.name in (STDLIB, RECALL):
-        return standard_library(held_out)
+        return standard_library(source.split)
     return find_table(source, DOCUMENT_SUFFIXES)
 
 
 @dataclass(frozen=True)
 class Choice:
     """The first `documents` of at least `min_tokens`, or with a `seed` as many at random, `truncate`d to that length.
-    `split` and `column` are of hub data sets, `column` also of rows in local files.
+    `split` is of hub data sets and `builtin:stdlib`, `column` of hub data sets and of rows in local files.
     """
 
     documents: int | None = None
@@ -264,11 +273,11 @@ CHOICES = {
 
 
 def evaluation_documents(source: str, split: str = "test", column: str = "text") -> Iterator[Document]:
-    """Return the documents to measure on, read as they are asked for in a fixed order: of `builtin:stdlib` the held-out
-    files, of the hub those of `split` or of `PRESETS`. Raise DataError if there are none, or while reading.
+    """Return the documents to measure on, read as they are asked for in a fixed order: of `builtin:stdlib` and of the
+    hub those of `split`, or of `PRESETS`. Raise DataError if there are none, or while reading.
     """
     if source == RECALL:
         raise DataError(f"{RECALL}: is for training; measure recall with `pi-lora eval passkey`")
     if source in PRESETS:
         return PRESETS[source].documents()
-    return find_corpus(Source(name=source, split=split, column=column), held_out=True).documents()
+    return find_corpus(Source(name=source, split=split, column=column)).documents()

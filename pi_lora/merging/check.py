@@ -41,7 +41,7 @@ def verify_merge(found: FoundModel, merged: Path, plan: Plan, progress: Progress
     longest = min(found.window, MOST_ON_CPU) if device().type == "cpu" else found.window
     fits = _memory_for(plan, found.config, longest) < SHARE * free_memory(device())
     # Python's own sources, another part of them for each length.
-    texts = (document.text for document in standard_library(held_out=True).documents())
+    texts = (document.text for document in standard_library("test").documents())
     ids = (token for text in texts for token in found.tokenizer(text, verbose=False)["input_ids"])
     lengths = sorted({max(2, longest // part) for part in (16, 4, 1)})
     sequences = [torch.tensor(list(islice(ids, length))) for length in lengths]

@@ -181,7 +181,7 @@ def _checked(file: Path, found: FoundModel) -> Exported:
 def _compared(file: Path, found: FoundModel, tolerance: float) -> Perplexities:
     """Compare perplexities of a text that is longer than L, if a processor reads so much in a moment."""
     loaded = found.load("float32")
-    text = next(each.text for each in standard_library(held_out=True).documents() if len(each.text) > 10 * TOKENS)
+    text = next(each.text for each in standard_library("test").documents() if len(each.text) > 10 * TOKENS)
     whole = loaded.tokenizer(text)["input_ids"]
     ids = whole[: min(TOKENS, found.window)]
     rows = torch.tensor([ids], device=loaded.model.device)

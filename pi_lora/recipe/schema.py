@@ -127,7 +127,7 @@ class Source(Section):
     weight: float = Field(1.0, gt=0, description="its share of the sequences, relative to the other sources")
     column: str = Field("text", description="of a hub data set, .jsonl or .parquet: the column that holds the text")
     subset: str | None = Field(None, description="of a hub data set that has several (`datasets` calls it `name`)")
-    split: str = Field("train", description="of a hub data set")
+    split: str = Field("train", description="of a hub data set or builtin:stdlib (train, validation, test)")
     revision: str = Field("main", description="of a hub data set: branch, tag or commit")
     streaming: bool = Field(False, description="read a hub data set as it is needed, without downloading all of it")
 
@@ -138,7 +138,9 @@ class Data(Section):
     source: Annotated[tuple[Source, ...], BeforeValidator(_as_sources), Field(min_length=1)]
     packing: Literal["wrapped", "bfd_split"] = Field("wrapped", description="cut one stream, or fit documents together")
     positions: Literal["contiguous", "skip"] = Field("contiguous", description="skip: PoSE, few tokens spread over L'")
-    sequence_tokens: int | None = Field(None, gt=1, description="PoSE: tokens of a sequence, at most and by default L")
+    sequence_tokens: int | None = Field(
+        None, gt=1, description="PoSE: tokens of a sequence, at most L; by default L, of `scaling: keep` none"
+    )
     chunks: int = Field(2, ge=2, description="PoSE (Zhu et al. 2023): runs of consecutive positions in a sequence")
     min_document_tokens: int = Field(1, gt=0, description="shorter documents are left out")
     document: str | None = Field(None, description="examples: the column to summarize, or that is cut to fit")
