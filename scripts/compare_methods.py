@@ -28,7 +28,7 @@ from pi_lora.evaluation.passkey.measure import evaluate_passkey
 from pi_lora.evaluation.passkey.prompt import Grid
 from pi_lora.evaluation.perplexity.measure import evaluate_perplexity
 from pi_lora.files.making import write_whole
-from pi_lora.models.load import load
+from pi_lora.models.load import LoadedModel, Stretch, load
 from pi_lora.report.summary import markdown_table
 
 ROOT = Path(__file__).parent.parent
@@ -45,29 +45,36 @@ PASSKEYS = {VALIDATION: 0, TEST: 2}
 class Method:
     label: str
     words: list[str] = field(default_factory=list)
-    rate: str = "2.5e-3"
+    rate: str = "2.5e-3"  # of those tried that of the lowest perplexity at the target; its own is PI's, where none was
+
+
+@dataclass(frozen=True)
+class Untuned:
+    label: str
+    stretch: Stretch | None = None
 
 
 # Name, and how it differs from recipes/demo.yaml, which is LoRA on all linear layers with embeddings and norms, PI.
 ALL = "lora, embeddings and norms"
-METHODS = {
-    "full": Method("full", ["tuning.method=full"], "1e-3"),
+METHODS: dict[str, Method | Untuned] = {
+    "base": Untuned("not tuned"),
+    "pi-0": Untuned("not tuned, scaling: pi", Stretch(TARGET)),
+    "yarn-0": Untuned("not tuned, scaling: yarn", Stretch(TARGET, method="yarn")),
+    "full": Method("full", ["tuning.method=full"], "2e-3"),
     "lora": Method("lora", ["tuning.also_train=nothing"]),
     "lora-norms": Method("lora, norms", ["tuning.also_train=norms"]),
     "lora-embeddings": Method(ALL),
     "qlora": Method("qlora, embeddings and norms", ["tuning.method=qlora"]),
     "skip": Method(f"{ALL}, positions: skip", ["data.positions=skip"]),
-    "skip-yarn": Method(f"{ALL}, positions: skip, scaling: yarn", ["data.positions=skip", "scaling=yarn"]),
-    "direct": Method(f"{ALL}, scaling: direct", ["scaling=direct"]),
-    "yarn": Method(f"{ALL}, scaling: yarn", ["scaling=yarn"]),
+    "skip-yarn": Method(f"{ALL}, positions: skip, scaling: yarn", ["data.positions=skip", "scaling=yarn"], "3.125e-4"),
+    "direct": Method(f"{ALL}, scaling: direct", ["scaling=direct"], "1.25e-3"),
+    "yarn": Method(f"{ALL}, scaling: yarn", ["scaling=yarn"], "1.25e-3"),
 }
 
 console = Console(highlight=False)
 
 
-def tuned(name: str, seed: int = 0, rate: str | None = None) -> Path:
-    method = METHODS[name]
-    rate = rate or method.rate
+def tuned(name: str, method: Method, rate: str, seed: int = 0) -> Path:
     run = RUNS / f"{name}-{rate}-{seed}"
     if not run.exists():
         # The same arithmetic on every processor, so that rows of two of them compare.
@@ -80,40 +87,50 @@ def tuned(name: str, seed: int = 0, rate: str | None = None) -> Path:
     return run
 
 
+def scores(loaded: LoadedModel, choice: Choice) -> dict:
+    """What a model has on these documents, and where it was measured."""
+    perplexity = evaluate_perplexity(loaded, "builtin:stdlib", WINDOWS, STRIDE, choice)
+    passkey = evaluate_passkey(loaded, Grid(TARGET, DEPTHS, TRIALS, PASSKEYS[choice]))
+    return {
+        "perplexity": {str(row.window): row.perplexity for row in perplexity.windows},
+        "k_max": passkey.k_max,
+        "success_rate": sum(row.success_rate for row in passkey.depths) / DEPTHS,
+        "machine": machine(),
+    }
+
+
 def measured(run: Path, choice: Choice) -> dict:
     """The run's results with these documents, which are kept in it."""
     kept = run / f"{choice.split}.json"
     if kept.exists():
         return json.loads(kept.read_text())
-    loaded = load(str(run))
-    perplexity = evaluate_perplexity(loaded, "builtin:stdlib", WINDOWS, STRIDE, choice)
-    passkey = evaluate_passkey(loaded, Grid(TARGET, DEPTHS, TRIALS, PASSKEYS[choice]))
     made_with = json.loads((run / "run.json").read_text())
-    found = {
-        "perplexity": {str(row.window): row.perplexity for row in perplexity.windows},
-        "k_max": passkey.k_max,
-        "success_rate": sum(row.success_rate for row in passkey.depths) / DEPTHS,
-        **{key: made_with[key] for key in ("trainable_parameters", "seconds", "peak_memory", "tokens")},
-        "machine": machine(),
-    }
+    took = {key: made_with[key] for key in ("trainable_parameters", "seconds", "peak_memory", "tokens")}
+    found = scores(load(str(run)), choice) | took
     write_whole(kept, json.dumps(found))
     return found
 
 
 def table(rows: dict[str, list[dict]]) -> str:
     head = [*(f"ppl {window}" for window in WINDOWS), "k_max", "passkeys", "trainable", "seconds", "peak memory"]
-    cells = [
-        [
-            METHODS[name].label,
-            *(mean_and_range([run["perplexity"][str(window)] for run in runs], ".2f") for window in WINDOWS),
-            mean_and_range([run["k_max"] for run in runs], ".0f"),
-            mean_and_range([run["success_rate"] for run in runs], ".0%"),
-            f"{runs[0]['trainable_parameters'] / 1e6:.2f} M",
-            f"{fmean(run['seconds'] for run in runs):.0f}",
-            f"{max(run['peak_memory'] for run in runs) / 2**30:.2f} GiB",
-        ]
-        for name, runs in rows.items()
-    ]
+    cells = []
+    for name, runs in rows.items():
+        cells.append(
+            [
+                METHODS[name].label,
+                *(mean_and_range([run["perplexity"][str(window)] for run in runs], ".2f") for window in WINDOWS),
+                mean_and_range([run["k_max"] for run in runs], ".0f"),
+                mean_and_range([run["success_rate"] for run in runs], ".0%"),
+            ]
+        )
+        if isinstance(METHODS[name], Untuned):
+            cells[-1] += ["", "", ""]
+        else:
+            cells[-1] += [
+                f"{runs[0]['trainable_parameters'] / 1e6:.2f} M",
+                f"{fmean(run['seconds'] for run in runs):.0f}",
+                f"{max(run['peak_memory'] for run in runs) / 2**30:.2f} GiB",
+            ]
     return markdown_table(["method", *head], cells)
 
 
@@ -121,6 +138,8 @@ def note(rows: dict[str, list[dict]]) -> str:
     """How many seeds, and on which machine the rows were made, a line for each."""
     made_on: dict[str, list[str]] = {}
     for name, runs in rows.items():
+        if isinstance(METHODS[name], Untuned):
+            continue
         here, seeds = runs[-1]["machine"], f"{len(runs)} seeds" if len(runs) > 1 else "one seed"
         on = f"{seeds}; {here['processor']}, {here['cores']} cores; {here['versions']}; {here['date']}"
         made_on.setdefault(on, []).append(METHODS[name].label)
@@ -150,12 +169,15 @@ def main() -> None:
     logging.getLogger("transformers").setLevel(logging.ERROR)
     found = {"steps": STEPS, "rows": {}, "rates": {}} | json.loads(RESULTS.read_text())
     for name in options.rows or METHODS:
-        if options.rates:
-            found["rates"][name] = {
-                rate: measured(tuned(name, rate=rate), VALIDATION) for rate in options.rates.split(",")
-            }
+        method = METHODS[name]
+        if isinstance(method, Untuned):
+            found["rows"][name] = [scores(load("builtin:tiny", method.stretch), TEST)]
+        elif options.rates:
+            by_rate = {rate: tuned(name, method, rate) for rate in options.rates.split(",")}
+            found["rates"][name] = {rate: measured(run, VALIDATION) for rate, run in by_rate.items()}
         else:
-            found["rows"][name] = [measured(tuned(name, seed), TEST) for seed in range(options.seeds)]
+            runs = [tuned(name, method, method.rate, seed) for seed in range(options.seeds)]
+            found["rows"][name] = [measured(run, TEST) for run in runs]
     for kind in ("rows", "rates"):
         found[kind] = {name: found[kind][name] for name in METHODS if name in found[kind]}
     RESULTS.write_text(json.dumps(found, indent=2) + "\n")

@@ -174,6 +174,8 @@ def in_both_dialects(config: Config) -> dict[str, Any]:
         both["rope_local_base_freq"] = sliding["rope_theta"]
     elsewhere = {"rope_theta", "partial_rotary_factor"} | ({"rope_type"} if model_type in TWO_FIELDS_IN_4 else set())
     keys = rope.keys() - elsewhere
+    if rope.get("rope_type") == "linear" and model_type not in TWO_FIELDS_IN_4:
+        keys |= {"rope_theta"}  # CTranslate2 looks for it here alone; transformers 4 warns that it does not need it
     if constant_longrope(rope) is not None:
         keys = {"short_factor", "long_factor"}  # which Phi-3's config in transformers 4 accepts, and no others
     kind = rope.get("rope_type", "default")

@@ -39,7 +39,7 @@ def test_plain_transformers_reads_it_with_its_scaling(merged: Path, lora_run: Pa
 def test_the_config_speaks_both_dialects(merged: Path) -> None:
     config = json.loads((merged / "config.json").read_text())
     assert config["rope_parameters"] == {"rope_type": "linear", "rope_theta": 500.0, "factor": 2.0}
-    assert config["rope_scaling"] == {"type": "linear", "rope_type": "linear", "factor": 2.0}
+    assert config["rope_scaling"] == {"type": "linear", "rope_type": "linear", "factor": 2.0, "rope_theta": 500.0}
     assert config["rope_theta"] == 500.0
     assert config["max_position_embeddings"] == 64
     # vLLM's and SGLang's rule for the window of a linear model.

@@ -33,6 +33,13 @@ def vllm_window(config: dict[str, Any], rope: dict[str, Any], tokenizer: dict[st
     return int(window * rope.get("factor", 1))
 
 
+def ctranslate2_theta(config: dict[str, Any]) -> float:
+    """`get_rotary_params` of ctranslate2/converters/transformers.py, under transformers 4."""
+    scaling = config["rope_scaling"]
+    theta = scaling.get("rope_theta", 10_000.0) if scaling else config.get("rope_theta", 10_000.0)
+    return float(theta)
+
+
 def sglang_window(config: dict[str, Any], scaling: dict[str, Any] | None) -> int:
     """`get_context_length` of sglang/srt/utils/hf_transformers/common.py."""
     factor = (scaling or {}).get("factor", 1)
@@ -59,6 +66,13 @@ def test_vllm_and_sglang_find_the_target_window(merged: Path) -> None:
     in_4 = {"rope_type": "default", "rope_theta": written["rope_theta"], **(written["rope_scaling"] or {})}
     assert vllm_window(written, in_4, tokenizer) == TARGET
     assert sglang_window(written, written["rope_scaling"]) == TARGET
+
+
+def test_ctranslate2_finds_theta(merged: Path) -> None:
+    written = json.loads((merged / "config.json").read_text())
+    if written["rope_parameters"]["rope_type"] in ("dynamic", "yarn"):
+        pytest.skip("CTranslate2 refuses this scaling")
+    assert ctranslate2_theta(written) == written["rope_parameters"]["rope_theta"] != 10_000
 
 
 LLAMA_CPP = "0.3.36"

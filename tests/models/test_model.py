@@ -180,7 +180,8 @@ def test_a_saved_config_gives_the_same_model_to_plain_transformers(small_model: 
     shutil.copytree(small_model, folder)
     save_config(config, folder)
     written = json.loads((folder / "config.json").read_text())
-    assert written["rope_scaling"] == {"type": "linear", "rope_type": "linear", "factor": 4.0}
+    scaling = {"type": "linear", "rope_type": "linear", "factor": 4.0}
+    assert written["rope_scaling"] == scaling | {"rope_theta": written["rope_theta"]}
     assert "_name_or_path" not in written
     ours = load_model(base, config, torch.float32)
     theirs = AutoModelForCausalLM.from_pretrained(folder)

@@ -49,7 +49,7 @@ def test_pi_writes_both_dialects_and_keeps_theta(base: dict[str, Any]) -> None:
     extended = extend_config(base, Interpolation("pi", 2048, 16384))
     assert extended["rope_parameters"] == {"rope_type": "linear", "rope_theta": 10000.0, "factor": 8.0}
     assert extended["rope_theta"] == 10000.0
-    assert extended["rope_scaling"] == {"type": "linear", "rope_type": "linear", "factor": 8.0}
+    assert extended["rope_scaling"] == {"type": "linear", "rope_type": "linear", "factor": 8.0, "rope_theta": 10000.0}
     assert extended["max_position_embeddings"] == 2048
     assert window_of(extended) == 16384
     assert base in (LLAMA_5, LLAMA_4)
