@@ -151,7 +151,13 @@ def note(rows: dict[str, list[dict]]) -> str:
 def table_of_rates(rates: dict[str, dict[str, dict]]) -> str:
     """Perplexity at the target and passkeys by rate; the lowest perplexity decides."""
     rows = [
-        [METHODS[name].label, rate, f"{run['perplexity'][str(TARGET)]:.2f}", run["k_max"], f"{run['success_rate']:.0%}"]
+        [
+            METHODS[name].label,
+            rate,
+            f"{run['perplexity'][str(TARGET)]:.2f}",
+            f"{run['k_max']}",
+            f"{run['success_rate']:.0%}",
+        ]
         for name, runs in rates.items()
         for rate, run in runs.items()
     ]

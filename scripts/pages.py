@@ -17,9 +17,9 @@ def write_block(page: Path, name: str, text: str) -> None:
 
 
 def mean_and_range(values: Sequence[float], how: str) -> str:
-    """The mean, and of several runs the least and the most."""
-    mean, *ends = (format(value, how) for value in (fmean(values), min(values), max(values)))
-    return f"{mean} ({' to '.join(ends)})" if len(values) > 1 else mean
+    """The mean, and of runs that differ the least and the most."""
+    mean, least, most = (format(value, how) for value in (fmean(values), min(values), max(values)))
+    return mean if least == most else f"{mean} ({least} to {most})"
 
 
 def _around(page: Path, name: str) -> tuple[str, str, str]:
