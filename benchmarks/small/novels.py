@@ -84,15 +84,14 @@ def _unseen(result: Result) -> Iterator[str]:
     if not (tuned := rows["PI, tuned"]):
         return
     windows = " | ".join(f"{each['window'] // 1024}k" for each in tuned["windows"])
-    yield f"\n| kept aside while tunings were chosen | {windows} | passkeys at 16k |"
-    yield "|" + "---|" * (2 + len(tuned["windows"]))
+    yield f"\n| kept aside while tunings were chosen | {windows} |\n|{'---|' * (1 + len(tuned['windows']))}"
     for title, found in rows.items():
         if found:
-            passkeys = _retrieved(result.get("test passkey tuned")) if found is tuned else "not measured"
-            values = " | ".join(f"{each['perplexity']:.2f}" for each in found["windows"])
-            yield f"| {title} | {values} | {passkeys} |"
+            yield f"| {title} | " + " | ".join(f"{each['perplexity']:.2f}" for each in found["windows"]) + " |"
     books = ", ".join(document["name"].rpartition("/")[2] for document in tuned["per_document"])
-    yield f"\nThe first {tuned['truncate']:,} tokens of {books}; passkeys of another seed."
+    yield f"\nPerplexity: the first {tuned['truncate']:,} tokens of each of {books}."
+    if passkeys := result.get("test passkey tuned"):
+        yield f"Passkeys of another seed than those above, PI, tuned: {_retrieved(passkeys)}."
 
 
 def _ruler(result: Result) -> Iterator[str]:
