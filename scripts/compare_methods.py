@@ -45,7 +45,7 @@ PASSKEYS = {VALIDATION: 0, TEST: 2}
 class Method:
     label: str
     words: list[str] = field(default_factory=list)
-    rate: str = "2.5e-3"  # of those tried that of the lowest perplexity at the target; its own is PI's, where none was
+    rate: str = "2.5e-3"  # of the rates tried, that of the lowest perplexity at the target; where none was, PI's
 
 
 @dataclass(frozen=True)

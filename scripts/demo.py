@@ -52,9 +52,9 @@ Measured = tuple[PerplexityScores, PasskeyScores]
 console = Console(highlight=False)
 
 
-def tuned(seed: int = 0) -> Path:
-    output = DEMO / (f"live-{seed}" if seed else "live")
-    overrides = [f"training.steps={STEPS}"] + ([f"training.seed={seed}", f"data.seed={seed}"] if seed else [])
+def tuned(name: str, *overrides: str) -> Path:
+    output = DEMO / name
+    overrides = (f"training.steps={STEPS}", *overrides)
     command = " ".join(["pi-lora train recipes/demo.yaml", *overrides, f"--output {output}"])
     if output.exists():
         console.print(f"[dim]$ {command}   (done before; remove {DEMO}/ to train again)[/dim]", soft_wrap=True)
@@ -121,7 +121,7 @@ def main() -> None:
     started = time.monotonic()
     logging.getLogger("transformers").setLevel(logging.ERROR)
     console.print(f"[bold]A model that reads {ORIGINAL} tokens learns to read {TARGET}.[/bold]\n")
-    live = tuned()
+    live = tuned("live")
     rows = {
         "base, extrapolating": [measured("base", "builtin:tiny")],
         "PI, step 0": [measured("step-0", "builtin:tiny", Stretch(TARGET, ORIGINAL))],
@@ -141,7 +141,9 @@ def main() -> None:
     seconds = time.monotonic() - started
     if "--readme" in sys.argv[1:]:
         for seed in range(1, SEEDS):
-            rows[f"PI, {STEPS} steps"].append(measured(f"live-{seed}", str(tuned(seed))))
+            name = f"live-{seed}"
+            run = tuned(name, f"training.seed={seed}", f"data.seed={seed}")
+            rows[f"PI, {STEPS} steps"].append(measured(name, str(run)))
         show(rows)
         into_readme(seconds)
     files = f"{DEMO / 'demo.png'}, {DEMO / 'table.md'}, {DEMO / 'scores'}/"
