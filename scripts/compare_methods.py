@@ -199,3 +199,7 @@ if __name__ == "__main__":
     except PiLoraError as mistake:
         print(mistake, file=sys.stderr)
         sys.exit(2)
+    except subprocess.CalledProcessError as failed:  # and said why
+        sys.exit(failed.returncode)
+    except KeyboardInterrupt:
+        sys.exit(130)

@@ -127,7 +127,7 @@ class Source(Section):
     weight: float = Field(1.0, gt=0, description="its share of the sequences, relative to the other sources")
     column: str = Field("text", description="of a hub data set, .jsonl or .parquet: the column that holds the text")
     subset: str | None = Field(None, description="of a hub data set that has several (`datasets` calls it `name`)")
-    split: str = Field("train", description="of a hub data set or builtin:stdlib (train, validation, test)")
+    split: str = Field("train", description="of a hub data set")
     revision: str = Field("main", description="of a hub data set: branch, tag or commit")
     streaming: bool = Field(False, description="read a hub data set as it is needed, without downloading all of it")
 
