@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from importlib.util import find_spec
 from pathlib import Path
@@ -266,3 +267,21 @@ def test_a_run_brings_its_own_scaling(
     status, _, err = run(capsys, monkeypatch, "eval", "perplexity", str(lora_run), "--target", "512")
     assert status == 2
     assert "brings its own scaling" in err
+
+
+def test_an_unforeseen_error_is_one_line_and_its_traceback_a_file(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def fail(*_: object) -> None:
+        raise ZeroDivisionError("division by zero\nin a library")
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(cli, "app", fail)
+    with pytest.raises(SystemExit) as ending:
+        cli.main()
+    [line] = capsys.readouterr().err.splitlines()
+    [log] = tmp_path.iterdir()
+    assert ending.value.code == 1
+    assert "ZeroDivisionError: division by zero" in line
+    assert str(log) in line
+    assert "in fail" in log.read_text()

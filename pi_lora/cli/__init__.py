@@ -6,6 +6,8 @@ import io
 import os
 import pkgutil
 import sys
+import tempfile
+import traceback
 from typing import Annotated, NoReturn, cast
 
 import typer
@@ -73,13 +75,21 @@ def main() -> None:
             refused = f"{ending.filename or 'pi-lora'}: {ending.strerror}; name another file or folder, or make room"
             _fail(_in_a_line(refused), 2)
         if not isinstance(ending, PiLoraError):
-            raise
+            _fail(_unforeseen(ending), 1)
         lines = ending.problems if isinstance(ending, RecipeError) else [str(ending)]
         _fail("\n".join(map(_in_a_line, lines)), INTERRUPTED if isinstance(ending, Interrupted) else 2)
     # Typer turns Ctrl-C into this status.
     if status == INTERRUPTED:
         _fail("interrupted; nothing was written", INTERRUPTED)
     sys.exit(status)
+
+
+def _unforeseen(error: Exception) -> str:
+    """Write the traceback of an error that nobody foresaw to a file; return the line that names both."""
+    with tempfile.NamedTemporaryFile("w", prefix="pi-lora-", suffix=".log", delete=False) as file:
+        file.writelines(traceback.format_exception(error))
+    library, first = type(error).__module__.partition(".")[0], next(iter(str(error).splitlines()), "")
+    return f"pi-lora: {library}: {type(error).__name__}: {first}; send {file.name} with a report of it"
 
 
 def _in_a_line(message: str) -> str:
