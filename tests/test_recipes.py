@@ -9,9 +9,8 @@ import pytest
 from pydantic import BaseModel
 
 import pi_lora
-from pi_lora.evaluation.perplexity.losses import Sweep
+from pi_lora.evaluation.perplexity.losses import Sweep, sweep_of
 from pi_lora.evaluation.suite import MEASUREMENTS
-from pi_lora.planning.evaluating import sweep_of
 from pi_lora.planning.planning import CONFIGS, shipped_config
 from pi_lora.planning.text import gpu_named_in, planned, recipes_page
 from pi_lora.recipe.files import load_recipe, recipe_paths, recipe_summary

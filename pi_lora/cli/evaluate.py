@@ -37,9 +37,9 @@ def perplexity(
     lengths = lengths_in("--windows", windows)
     with working(LIBRARIES):
         from pi_lora.data.sources import Choice
+        from pi_lora.evaluation.forward import default_windows
         from pi_lora.evaluation.perplexity.measure import evaluate_perplexity
         from pi_lora.evaluation.perplexity.table import perplexity_table, position_picture, position_table
-        from pi_lora.planning.evaluating import default_windows
 
         found = how.find_stretched(models)
     # All are measured alike.
@@ -147,11 +147,11 @@ def ruler(
         from pi_lora.evaluation.suite import check_has_lm_eval
 
         check_has_lm_eval("ruler")
+        from pi_lora.evaluation.forward import default_windows
         from pi_lora.evaluation.ruler.effective import side_by_side
         from pi_lora.evaluation.ruler.measure import evaluate_ruler
         from pi_lora.evaluation.ruler.prompts import TASKS, find_texts
         from pi_lora.evaluation.ruler.table import ruler_picture, ruler_table
-        from pi_lora.planning.evaluating import default_windows
 
         found = how.find_stretched(models)
         asked = find_texts(tasks.split(",") if tasks else TASKS, haystack, data or ())

@@ -9,9 +9,13 @@ from torch.distributed.fsdp import FSDPModule
 from pi_lora.errors import ModelError
 from pi_lora.models.load import LoadedModel
 from pi_lora.models.machine import nf4_kernel
-from pi_lora.planning.evaluating import PASS_TOKENS, PASS_TOKENS_ON_CPU
 from pi_lora.scaling.config import Config, constant_longrope, full_attention_rope
 from pi_lora.types import Json
+
+# Tokens that keep the hardware busy in a forward pass, and stay in a processor's caches.
+PASS_TOKENS, PASS_TOKENS_ON_CPU = 16384, 2048
+# Tokens, shared ones included, of the inputs that go through a model together: this bounds the memory of their keys.
+HELD_TOKENS = 16384
 
 
 def described(loaded: LoadedModel) -> Json:
@@ -30,6 +34,23 @@ def described(loaded: LoadedModel) -> Json:
 def pass_tokens(model: Any) -> int:
     """Return how many tokens keep the hardware busy in a forward pass, and stay in a processor's caches."""
     return PASS_TOKENS_ON_CPU if model.device.type == "cpu" else PASS_TOKENS
+
+
+def prompts_at_once(window: int) -> int:
+    """Return how many prompts of RULER are continued together by default."""
+    return max(1, HELD_TOKENS // window)
+
+
+def default_windows(window: int, stride: int | None = None) -> list[int]:
+    """Return the model's window and its halves, down to the stride, or to 256 tokens.
+
+    >>> default_windows(1024), default_windows(1024, stride=512)
+    ([256, 512, 1024], [512, 1024])
+    """
+    halves = [window]
+    while halves[0] // 2 >= max(256, stride or 0):
+        halves.insert(0, halves[0] // 2)
+    return halves
 
 
 def is_sharded(model: Any) -> bool:

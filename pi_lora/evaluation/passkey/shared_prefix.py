@@ -9,9 +9,8 @@ from typing import Any, cast
 import torch
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
-from pi_lora.evaluation.forward import is_sharded, padded, pass_tokens
+from pi_lora.evaluation.forward import HELD_TOKENS, is_sharded, padded, pass_tokens
 from pi_lora.models.device import free_memory
-from pi_lora.planning.evaluating import HELD_TOKENS
 
 # Of the memory that is free, the most that keys and values may take; the rest is for the forward pass.
 SHARE_OF_MEMORY = 0.75

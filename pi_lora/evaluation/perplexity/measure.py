@@ -18,10 +18,9 @@ from pi_lora.errors import DataError
 from pi_lora.evaluation.forward import check_ids, check_numbers, depends_on_length, described
 from pi_lora.evaluation.journal import Journal, journaled
 from pi_lora.evaluation.perplexity import losses
-from pi_lora.evaluation.perplexity.losses import DocumentLosses, Sweep, window_scores
+from pi_lora.evaluation.perplexity.losses import DocumentLosses, Sweep, sweep_of, window_scores
 from pi_lora.evaluation.results import DocumentPerplexity, LossByPosition, PerplexityScores, PositionLoss
 from pi_lora.models.load import LoadedModel
-from pi_lora.planning.evaluating import sweep_of
 from pi_lora.types import Progress, silent
 
 # What a tokenizer may add to a text, such as BOS; of the text itself it makes at most one token per byte.
