@@ -272,7 +272,7 @@ def test_a_run_brings_its_own_scaling(
 def test_an_unforeseen_error_is_one_line_and_its_traceback_a_file(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    def fail(*_: object) -> None:
+    def fail(**_: object) -> None:
         raise ZeroDivisionError("division by zero\nin a library")
 
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
