@@ -23,7 +23,7 @@ from typing import Any
 
 from on_gpu.parts import PARTS, TINY, Job, Row, jobs, run
 
-from pi_lora.run_folder import write_whole
+from pi_lora.writing import write_json
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "gpu.json"
@@ -125,7 +125,7 @@ def main() -> None:
     file = options.json or (None if options.tiny else RESULTS)
     before = json.loads(file.read_text()) if file and file.exists() else {}
     result = begun(before, options)
-    measure(options, result, lambda found: write_whole(file, json.dumps(found, indent=2) + "\n") if file else None)
+    measure(options, result, lambda found: write_json(file, found) if file else None)
     print("\n".join(tables(result)))
     sys.exit(any("failed" in row for part in options.parts for row in result[part]))
 

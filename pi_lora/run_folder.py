@@ -21,12 +21,11 @@ from pydantic import BaseModel, ValidationError
 
 from pi_lora.distributed import is_leader
 from pi_lora.errors import ModelError, RecipeError, RunExistsError
-from pi_lora.files.making import write_whole
-from pi_lora.files.reading import read_json
 from pi_lora.models.machine import hardware, versions
 from pi_lora.models.origin import RUN_FILE, Origin
 from pi_lora.recipe.files import RECIPE_FILE, load_recipe
 from pi_lora.recipe.schema import Recipe
+from pi_lora.writing import read_json, write_json, write_whole
 
 CHECKPOINTS = "checkpoints"
 COMPLETE = "complete"
@@ -210,7 +209,7 @@ def _checkpoints(staging: Path) -> list[Path]:
 def mark_complete(checkpoint: Path) -> None:
     """Mark a checkpoint as complete, with the training log up to it and the SHA-256 sums of its files."""
     shutil.copyfile(checkpoint.parent.parent / TRAINING_LOG, checkpoint / TRAINING_LOG)
-    write_whole(checkpoint / COMPLETE, json.dumps(_sums(checkpoint), indent=2) + "\n")
+    write_json(checkpoint / COMPLETE, _sums(checkpoint))
 
 
 def checkpoint_to_resume(staging: Path) -> tuple[Path | None, list[str]]:
@@ -305,7 +304,7 @@ def write_provenance(folder: Path, origin: Origin, facts: Mapping[str, Any]) -> 
     """Write what a run was made from and with: its base and data, versions, commit, hardware, and `facts`."""
     machine = {"python": platform.python_version(), "commit": _commit(), "hardware": hardware()}
     made_with = {"origin": origin.model_dump(), **facts, "versions": versions(), **machine}
-    write_whole(folder / RUN_FILE, json.dumps(made_with, indent=2) + "\n")
+    write_json(folder / RUN_FILE, made_with)
 
 
 def _commit() -> str | None:

@@ -27,9 +27,9 @@ from pi_lora.errors import PiLoraError
 from pi_lora.evaluation.passkey.measure import evaluate_passkey
 from pi_lora.evaluation.passkey.prompt import Grid
 from pi_lora.evaluation.perplexity.measure import evaluate_perplexity
-from pi_lora.files.making import write_whole
 from pi_lora.models.load import LoadedModel, Stretch, load
 from pi_lora.report.summary import markdown_table
+from pi_lora.writing import write_json
 
 ROOT = Path(__file__).parent.parent
 RUNS = Path("comparison")
@@ -107,7 +107,7 @@ def measured(run: Path, choice: Choice) -> dict:
     made_with = json.loads((run / "run.json").read_text())
     took = {key: made_with[key] for key in ("trainable_parameters", "seconds", "peak_memory", "tokens")}
     found = scores(load(str(run)), choice) | took
-    write_whole(kept, json.dumps(found))
+    write_json(kept, found)
     return found
 
 

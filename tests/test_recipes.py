@@ -80,15 +80,6 @@ def test_the_page_is_what_the_command_prints() -> None:
     )
 
 
-def test_the_former_key_is_read(tmp_path: Path) -> None:
-    """In the recipe of a run that an earlier commit made."""
-    released = (RECIPES.parent / "adapters" / "smollm2_135m_16k" / "recipe.yaml").read_text()
-    former = released.replace("also_train: nothing", "embeddings_and_norms: false")
-    assert former != released
-    (tmp_path / "former.yaml").write_text(former)
-    assert load_recipe(tmp_path / "former.yaml").recipe.tuning.also_train == "nothing"
-
-
 # Section 3.1 of the paper and its tables: model, target in thousands, scaling, steps, rate, batch, GPUs.
 PAPER = {
     "7b_8k": ("llama-7b", 8, "pi", 1000, 2e-5, 64, 32),

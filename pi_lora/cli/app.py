@@ -16,7 +16,7 @@ from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 from rich.text import Text
 
-from pi_lora.distributed import is_launched, is_leader
+from pi_lora.distributed import is_leader
 from pi_lora.types import Progress, silent
 
 if TYPE_CHECKING:
@@ -61,13 +61,10 @@ LONG = 10.0
 
 
 def read_recipe(recipe: Path, overrides: list[str] | None) -> "ResolvedRecipe":
-    """Read a recipe, and warn of a key that has another name now; once, not in each of several processes."""
+    """Read a recipe with the overrides of the command line."""
     from pi_lora.recipe.files import load_recipe
 
-    resolved = load_recipe(recipe, overrides or [])
-    if resolved.renamed and not is_launched():
-        err.lines(resolved.renamed)
-    return resolved
+    return load_recipe(recipe, overrides or [])
 
 
 def say(line: str) -> None:

@@ -83,9 +83,9 @@ def plan(
     json: JsonFile = None,
 ) -> None:
     """Print memory, tokens and hours of RECIPE before it is run, on --gpu or the device that its first line names."""
-    from pi_lora.evaluation.results import write_json
     from pi_lora.planning.planning import find_gpu
     from pi_lora.planning.text import component_lines, plan_lines, planned
+    from pi_lora.writing import write_json
 
     read_recipe(recipe, overrides)  # for what it warns of
     found = planned(recipe, overrides or [], find_gpu(gpu) if gpu else None, Allowed(trust_remote_code))
@@ -95,7 +95,7 @@ def plan(
     out.lines(*plan_lines(found))
     out.print(table)
     if json:
-        write_json(found.as_json(), json)
+        write_json(json, found.as_json())
 
 
 @app.command()

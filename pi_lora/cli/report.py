@@ -28,12 +28,13 @@ def compare(
     Perplexity, passkeys and what the run's recipe names: read from RUN/scores, or measured and kept there.
     """
     with working(LIBRARIES):
-        from pi_lora.evaluation.results import as_json, check_can_write, write_json
+        from pi_lora.evaluation.results import as_json, check_can_write
         from pi_lora.evaluation.suite import MEASUREMENTS, alike, asked_for, evaluation_of
         from pi_lora.recipe.schema import BenchmarksEvaluation, PasskeyEvaluation, PerplexityEvaluation, RulerEvaluation
         from pi_lora.report.run import BASE, Run, base_scores, own_scores
         from pi_lora.report.verdicts import compare as rows_of
         from pi_lora.report.verdicts import verdict_table
+        from pi_lora.writing import write_json
 
         asked: dict[str, Any] = {"perplexity": PerplexityEvaluation(), "passkey": PasskeyEvaluation()}
         asked |= asked_for(evaluation_of(run)[0])
@@ -63,7 +64,7 @@ def compare(
         rows = [row for name in names for row in rows_of(kept[name], own[name], folder.original)]
         if json:
             content = {"base": base, "run": str(run), "original": folder.original}
-            write_json({**content, "rows": [as_json(row) for row in rows]}, json)
+            write_json(json, {**content, "rows": [as_json(row) for row in rows]})
         out.print(verdict_table(base, str(run), rows))
 
 

@@ -59,6 +59,6 @@ def theory(
         files += draw_attention(attention, setting, output)
     out.lines(*files)
     if json:
-        from pi_lora.evaluation.results import write_json
+        from pi_lora.writing import write_json
 
-        write_json(result, json)
+        write_json(json, result)

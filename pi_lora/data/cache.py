@@ -11,10 +11,9 @@ from typing import Any
 import pyarrow as pa
 from datasets import Dataset, Features, List, Value
 
-from pi_lora.errors import DataError
-from pi_lora.files.making import make_once
 from pi_lora.recipe.places import cache_folder
 from pi_lora.types import Json, Progress, silent
+from pi_lora.writing import make_once
 
 ROWS_AT_ONCE = 32
 ROWS, MADE_FROM, NOTES = "rows.arrow", "made_from.json", "notes.json"
@@ -50,7 +49,6 @@ def cached(
         folder,
         lambda: read_rows(folder, columns) is not None,
         fill,
-        lambda why: DataError(f"{folder}: the cache cannot be written {why}"),
         lambda: progress(0, 0, "waiting for another process that makes the same"),
     )
     found = read_rows(folder, columns)

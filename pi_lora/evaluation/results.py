@@ -1,7 +1,6 @@
 """Typed results of every measurement, with one writer and one reader of their JSON."""
 
 import errno
-import json
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -11,8 +10,8 @@ from typing import Any, ClassVar, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from pi_lora.errors import DataError, ModelError
-from pi_lora.files.reading import problem_of, read_json
 from pi_lora.types import Json
+from pi_lora.writing import first_problem, read_json, write_json
 
 
 class Result(BaseModel):
@@ -275,7 +274,7 @@ def read_scores(file: Path) -> Scores | None:
     try:
         return kind.model_validate(content) if kind else None
     except ValidationError as error:
-        raise ModelError(f"{file}: {problem_of(error)}; {again}") from None
+        raise ModelError(f"{file}: {first_problem(error)}; {again}") from None
 
 
 def _numbers(content: Any) -> Iterator[float]:
@@ -294,17 +293,7 @@ def as_json(result: BaseModel) -> Json:
 def write_scores(scores: Scores | Sequence[Scores], file: Path) -> None:
     """Write a result, or those of several models as a list; raise DataError if the file cannot be written."""
     each = [as_json(one) for one in ([scores] if isinstance(scores, Scores) else scores)]
-    write_json(each if len(each) > 1 else each[0], file)
-
-
-def write_json(content: Any, file: Path) -> None:
-    """Write JSON, whole or not at all; raise DataError if the file cannot be written."""
-    with _written_whole(file) as part:
-        # Made anew: a link that stands there is not followed.
-        part.unlink(missing_ok=True)
-        with part.open("x", encoding="utf-8") as new:
-            new.write(json.dumps(content, indent=2) + "\n")
-        part.replace(file)
+    write_json(file, each if len(each) > 1 else each[0])
 
 
 def check_can_write(*files: Path | None) -> None:

@@ -9,7 +9,6 @@ from typing import Literal
 from transformers.utils import GENERATION_CONFIG_NAME
 
 from pi_lora.errors import Interrupted, ModelError, first_line
-from pi_lora.files.making import write_whole
 from pi_lora.merging.deltas import read_settings
 from pi_lora.merging.facts import MERGE_FILE, Check, Merge
 from pi_lora.merging.layout import Plan, plan_merge
@@ -25,6 +24,7 @@ from pi_lora.report.card import CARD, merged_card
 from pi_lora.run_folder import check_room, remove, staged
 from pi_lora.scaling.verify import build_on_meta
 from pi_lora.types import NOTHING, Allowed, Progress, silent
+from pi_lora.writing import write_whole
 
 Onto = Literal["base", "quantized"]
 

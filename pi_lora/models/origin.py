@@ -8,11 +8,11 @@ from pydantic import BaseModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from pi_lora.errors import ModelError
-from pi_lora.files.reading import read_json
 from pi_lora.models import base as bases
 from pi_lora.models.gguf import is_gguf
 from pi_lora.models.stored import read_index, read_tensors
 from pi_lora.types import Allowed
+from pi_lora.writing import read_json
 
 RUN_FILE = "run.json"
 # Of each tensor its first, middle and last bytes are read: other weights differ everywhere.

@@ -11,9 +11,9 @@ from typing import Annotated, Any, Self
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 from pydantic_core import from_json
 
-from pi_lora.errors import ModelError
-from pi_lora.files.reading import problem_of, read_json, reason
+from pi_lora.errors import ModelError, first_line
 from pi_lora.types import Json
+from pi_lora.writing import first_problem, read_json
 
 CONFIG_FILE = "config.json"
 # As PEFT names them.
@@ -102,7 +102,7 @@ def check_config(config: Mapping[str, Any], where: str | Path) -> None:
     try:
         ModelConfig.model_validate(dict(config))
     except ValidationError as error:
-        raise ModelError(f"{where}: {problem_of(error)}; correct it, or download the model again") from None
+        raise ModelError(f"{where}: {first_problem(error)}; correct it, or download the model again") from None
 
 
 def read_config(folder: Path) -> Json:
@@ -223,9 +223,9 @@ def read_tensors(file: Path) -> tuple[int, dict[str, TensorEntry]]:
             entries.pop(METADATA, None)
         return LENGTH_BYTES + size, _HEADER.validate_python(entries)
     except ValidationError as error:
-        why = problem_of(error)
+        why = first_problem(error)
     except (OSError, ValueError) as error:
-        why = reason(error)
+        why = first_line(error)
     raise ModelError(f"{file}: truncated, damaged or not safetensors ({why}); download it again")
 
 

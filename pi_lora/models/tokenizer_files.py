@@ -20,8 +20,8 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validat
 from tokenizers.models import Unigram
 
 from pi_lora.errors import ModelError, first_line
-from pi_lora.files.reading import read_json
 from pi_lora.recipe.places import cache_folder
+from pi_lora.writing import read_json
 
 TOKENIZER_FILE, SETTINGS_FILE, SPECIAL_FILE = "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"
 # Three times the longest there is.
@@ -212,7 +212,7 @@ def check_file(file: Path) -> None:
         sound = cache_folder() / "sound" / digest.hexdigest()
         if sound.exists():
             return
-    read_json(file, kind, REMEDY, limit)
+    read_json(file, kind, REMEDY)
     with contextlib.suppress(OSError):
         if sound:
             sound.parent.mkdir(parents=True, exist_ok=True)

@@ -11,74 +11,32 @@ import yaml
 from pydantic import ValidationError
 
 from pi_lora.errors import RecipeError, first_line
-from pi_lora.files.reading import read_text, reason, shortened
 from pi_lora.recipe.places import shipped_recipes
-from pi_lora.recipe.schema import Recipe, Section, names_something, sections_in
+from pi_lora.recipe.schema import Recipe, Section, sections_in
+from pi_lora.writing import problem_text
 
 # The resolved recipe of a run folder.
 RECIPE_FILE = "recipe.yaml"
 EXTENDS = "extends"
 COMMAND_LINE = "command line"
 DEFAULT = "default"
-# What a recipe may have; those of the paper's grid have a tenth.
-MOST_BYTES, MOST_NODES, MOST_DEPTH = 1_000_000, 1_000, 20
-
 KeyPath = tuple[str | int, ...]
-# A key that version 0.1 still reads; `true` and `false` are two of the values that it has now. Origins tell.
-FORMER, PRESENT, AS_FORMER = ("tuning", "embeddings_and_norms"), ("tuning", "also_train"), ", as embeddings_and_norms"
-NOW = {True: "embeddings_and_norms", False: "nothing"}
-_TAG = "tag:yaml.org,2002:"
 
 
 class _Loader(yaml.SafeLoader):
-    """SafeLoader that reads `2e-5` as a number (YAML 1.2) and refuses a key that is given twice, or is not text; and
-    more than `MOST_NODES` keys and values, those that an alias repeats counted again, or deeper than `MOST_DEPTH`.
-    """
-
-    def __init__(self, text: str) -> None:
-        super().__init__(text)
-        self.nodes = self.depth = 0
-        self.sizes: dict[int, int] = {}
-
-    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        event, before = self.peek_event(), self.nodes  # type: ignore[no-untyped-call]
-        self.depth += 1
-        self._count(1, event.start_mark)
-        node = super().compose_node(parent, index)
-        self.depth -= 1
-        if isinstance(event, yaml.AliasEvent):
-            # What has no size yet is not complete: an alias within it would never end.
-            self._count(self.sizes.get(id(node), MOST_NODES), event.start_mark)
-        else:
-            self.sizes[id(node)] = self.nodes - before
-        return node
-
-    def _count(self, nodes: int, mark: Any) -> None:
-        self.nodes += nodes
-        if self.nodes > MOST_NODES or self.depth > MOST_DEPTH:
-            limits = f"more than {MOST_NODES:,} keys and values, or nested deeper than {MOST_DEPTH}"
-            raise yaml.MarkedYAMLError(problem=limits, problem_mark=mark)
+    """SafeLoader that reads `2e-5` as a number (YAML 1.2) and refuses a key that is given twice."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen = set()
         for key, _ in node.value:
-            if key.tag not in (_TAG + "str", _TAG + "merge") or not names_something(key.value):
-                raise yaml.MarkedYAMLError(problem="a key is not text; quote it", problem_mark=key.start_mark)
-            if key.value in seen:
+            if str(key.value) in seen:
                 raise yaml.MarkedYAMLError(problem=f"{key.value}: given twice", problem_mark=key.start_mark)
-            seen.add(key.value)
+            seen.add(str(key.value))
         return super().construct_mapping(node, deep)
 
 
-# A date is text: nothing in a recipe is one, and 2001-99-99 would be an error of Python's.
-_Loader.yaml_implicit_resolvers = {
-    first: [(tag, shape) for tag, shape in known if tag != _TAG + "timestamp"]
-    for first, known in yaml.SafeLoader.yaml_implicit_resolvers.items()
-}
 _exponent = re.compile(r"^[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+$")
-_Loader.add_implicit_resolver(_TAG + "float", _exponent, list("-+0123456789."))
-_made = (None, *(_TAG + kind for kind in ("null", "bool", "int", "float", "str", "seq", "map")))
-_Loader.yaml_constructors = {tag: yaml.SafeLoader.yaml_constructors[tag] for tag in _made}
+_Loader.add_implicit_resolver("tag:yaml.org,2002:float", _exponent, list("-+0123456789."))
 
 
 @dataclass(frozen=True)
@@ -87,12 +45,6 @@ class ResolvedRecipe:
 
     recipe: Recipe
     origins: Mapping[str, str]
-
-    @property
-    def renamed(self) -> str | None:
-        """A line to a user who gave a key by its former name."""
-        origin, now = self.origins[".".join(PRESENT)], self.recipe.tuning.also_train
-        return f"{origin}: is {'.'.join(PRESENT)} now; write also_train: {now}" if AS_FORMER in origin else None
 
 
 def load_recipe(path: Path, overrides: Sequence[str] = ()) -> ResolvedRecipe:
@@ -129,10 +81,7 @@ def dump_recipe(recipe: Recipe) -> str:
 
 def recipe_summary(path: Path) -> str:
     """Return the first line of a recipe file if it is a comment: what it makes and what it needs."""
-    try:
-        first = read_text(path, MOST_BYTES).partition("\n")[0]
-    except (OSError, ValueError) as error:
-        raise RecipeError([f"{path}: cannot be read as a text file ({reason(error)}); move it away"]) from None
+    first = path.read_text(encoding="utf-8", errors="replace").partition("\n")[0]
     return first.removeprefix("#").strip() if first.startswith("#") else ""
 
 
@@ -144,7 +93,7 @@ def recipe_paths(folder: Path) -> list[Path]:
 def _read(path: Path) -> tuple[dict[str, Any], dict[KeyPath, str]]:
     """Return the tree of a file, and the `file:line` of each of its keys."""
     try:
-        text = read_text(path, MOST_BYTES)
+        text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
         folder = shipped_recipes()
         shipped = {file.stem: file.relative_to(folder).with_suffix("") for file in reversed(recipe_paths(folder))}
@@ -153,7 +102,7 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[KeyPath, str]]:
         hint = f"did you mean {known[near[0]]}?" if near else "pi-lora recipes lists what is there"
         raise RecipeError([f"{path}: no such recipe; {hint}"]) from None
     except (OSError, ValueError) as error:
-        raise RecipeError([f"{path}: cannot be read as a text file ({reason(error)}); give a YAML file"]) from None
+        raise RecipeError([f"{path}: cannot be read as a text file ({first_line(error)}); give a YAML file"]) from None
     try:
         node, tree = _parsed(text)
     except yaml.MarkedYAMLError as error:
@@ -164,22 +113,14 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[KeyPath, str]]:
     if not isinstance(tree, dict):
         what = "is empty" if tree is None else f"holds a {type(tree).__name__}, not keys"
         raise RecipeError([f"{path}: {what}; write `key: value` lines, at least of model, context and data"])
-    origins = dict(_lines(node, path))
-    tuning = tree.get("tuning")
-    if isinstance(tuning, dict) and PRESENT[1] not in tuning and isinstance(tuning.get(FORMER[1]), bool):
-        tuning[PRESENT[1]] = NOW[tuning.pop(FORMER[1])]
-        origins[PRESENT] = origins.get(FORMER, str(path)) + AS_FORMER
-    return tree, origins
+    return tree, dict(_lines(node, path))
 
 
 def _parsed(text: str) -> tuple[yaml.Node | None, Any]:
     """Return the node of a YAML document and its value; raise YAMLError if it is none."""
     loader = _Loader(text)
     node = loader.get_single_node()
-    try:
-        return node, loader.construct_document(node) if node else None
-    except (ValueError, LookupError) as error:  # of a number that is none, as `!!int x` or `0b_`
-        raise yaml.MarkedYAMLError(problem=f"a value is not what it says ({error})") from None
+    return node, loader.construct_document(node) if node else None
 
 
 def _lines(node: yaml.Node | None, path: Path, at: KeyPath = ()) -> Iterator[tuple[KeyPath, str]]:
@@ -202,15 +143,12 @@ def _merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
 
 def _apply_override(tree: dict[str, Any], origins: dict[KeyPath, str], override: str) -> None:
     key, equals, text = override.partition("=")
-    if not equals or not key or not names_something(key):
+    if not equals or not key:
         raise RecipeError([f"{override}: not an override; write key=value, as in training.steps=100"])
     try:
         _, value = _parsed(text)
     except yaml.YAMLError:
         raise RecipeError([f"{override}: the value is not YAML; quote it"]) from None
-    origin = COMMAND_LINE
-    if key == ".".join(FORMER) and isinstance(value, bool):
-        key, value, origin = ".".join(PRESENT), NOW[value], origin + AS_FORMER
     *sections, last = key.split(".")
     for section in sections:
         inner = tree.get(section) or {}
@@ -218,7 +156,7 @@ def _apply_override(tree: dict[str, Any], origins: dict[KeyPath, str], override:
             raise RecipeError([f"{override}: {section} is not a section; write {section}=value"])
         tree[section] = tree = dict(inner)
     tree[last] = value
-    origins[(*sections, last)] = origin
+    origins[(*sections, last)] = COMMAND_LINE
 
 
 def _problem(path: Path, error: Any, origins: Mapping[KeyPath, str]) -> str:
@@ -232,9 +170,7 @@ def _problem(path: Path, error: Any, origins: Mapping[KeyPath, str]) -> str:
     elif error["type"] == "missing":
         what = "missing; every recipe needs it"
     else:
-        message, given = error["msg"].removeprefix("Value error, "), error["input"]
-        shown = "" if isinstance(given, dict) or error["type"] == "value_error" else f", not {shortened(given)}"
-        what = (message[0].lower() + message[1:] if key else message) + shown
+        what = problem_text(error)
     return f"{known}: {key}: {what}" if key else f"{known}: {what}"
 
 

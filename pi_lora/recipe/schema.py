@@ -7,8 +7,6 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_valida
 
 from pi_lora.errors import RecipeError
 
-# No number of a recipe is larger, be it tokens, steps or weights of a source.
-MOST = 10**12
 Seed = Annotated[int, Field(ge=0, lt=2**32)]
 Dtype = Literal["float32", "bfloat16", "float16"]
 # fmt: off
@@ -19,7 +17,7 @@ Tracker = Literal["tensorboard", "wandb", "trackio"]
 Kernel = Literal["auto", "sdpa", "flash_attention_2", "eager"]
 Method = Literal["lora", "qlora", "full"]
 Scaling = Literal["pi", "direct", "dynamic", "yarn", "keep"]
-Beside = Literal["embeddings_and_norms", "norms", "nothing"]
+ExtraModules = Literal["embeddings_and_norms", "norms", "nothing"]
 
 
 # YAML has lists only; a recipe is frozen and holds tuples.
@@ -33,26 +31,10 @@ def _as_sources(value: object) -> object:
     return tuple({"name": entry} if isinstance(entry, str) else entry for entry in entries)
 
 
-def names_something(text: str) -> bool:
-    """Whether the system takes a text: no NUL, and no half of a character."""
-    return "\0" not in text and text.encode("utf-8", "ignore").decode("utf-8") == text
-
-
 class Section(BaseModel):
     """A part of a recipe: unknown keys and wrong types are errors, and values cannot be changed."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _within_limits(cls, values: Any) -> Any:
-        for key, value in values.items() if isinstance(values, dict) else ():
-            for each in value if isinstance(value, list | tuple) else (value,):
-                if isinstance(each, int | float) and abs(each) > MOST:
-                    raise ValueError(f"{key}: is more than {MOST:,}; lower it")
-                if isinstance(each, str) and not names_something(each):
-                    raise ValueError(f"{key}: has characters that no name or text can have; leave them out")
-        return values
 
 
 def sections_in(annotation: Any) -> Iterator[type[Section]]:
@@ -71,12 +53,6 @@ class Model(Section):
     dtype: Dtype | None = Field(None, description="of the loaded weights; by default what the tuning method needs")
     attention: Kernel = Field("auto", description="auto: the fastest installed one for this GPU, else torch's (sdpa)")
     kernels: Literal["transformers", "liger"] = Field("transformers", description="of the other parts of layers")
-
-    @model_validator(mode="before")
-    @classmethod
-    def _without_former_keys(cls, given: object) -> object:
-        # Runs of former versions have it. No file can allow a model to run its code; --trust-remote-code does.
-        return {key: x for key, x in given.items() if key != "trust_remote_code"} if isinstance(given, dict) else given
 
 
 class Context(Section):
@@ -102,7 +78,7 @@ class Tuning(Section):
     dora: bool = Field(False, description="train magnitudes and directions separately (DoRA, Liu et al. 2024)")
     dropout: float = Field(0.0, ge=0, lt=1, description="probability, on the adapter's inputs")
     targets: Literal["attention", "all-linear"] = Field("all-linear", description="linear layers that get an adapter")
-    also_train: Beside = Field("embeddings_and_norms", description="beside the adapter, in full (LongLoRA)")
+    also_train: ExtraModules = Field("embeddings_and_norms", description="beside the adapter, in full (LongLoRA)")
 
     @property
     def lora_alpha(self) -> float:

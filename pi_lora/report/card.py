@@ -10,8 +10,7 @@ from huggingface_hub import ModelCard, ModelCardData
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
-from pi_lora.errors import ModelError
-from pi_lora.files.reading import read_text, reason
+from pi_lora.errors import ModelError, first_line
 from pi_lora.models.stored import read_config
 from pi_lora.recipe.schema import Recipe
 from pi_lora.report.pictures import picture_lines
@@ -45,9 +44,9 @@ def merged_card(
 def read_card(file: Path, remedy: str = "remove it, and write the report again") -> str:
     """Return the text of a card or another file of a run; raise ModelError if it is none."""
     try:
-        return read_text(file)
+        return file.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
-        raise ModelError(f"{file}: cannot be read ({reason(error)}); {remedy}") from None
+        raise ModelError(f"{file}: cannot be read ({first_line(error)}); {remedy}") from None
 
 
 def refresh_scores(run: Run) -> None:

@@ -15,7 +15,6 @@ from safetensors import SafetensorError, safe_open
 
 from pi_lora.data.documents import looks_local
 from pi_lora.errors import ModelError, PiLoraError
-from pi_lora.files.reading import read_json
 from pi_lora.models.stored import ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILE, EXTENDED, read_config, read_index
 from pi_lora.recipe.files import RECIPE_FILE, dump_recipe, load_recipe
 from pi_lora.recipe.schema import Recipe
@@ -23,6 +22,7 @@ from pi_lora.report.card import CARD, read_card, refresh_scores
 from pi_lora.report.run import Run
 from pi_lora.report.summary import literal
 from pi_lora.run_folder import CHECKPOINTS, staging_path
+from pi_lora.writing import read_json
 
 # What runs, merges and tokenizers consist of. Anything else, such as pickles and what a user keeps beside, stays.
 UPLOADED = re.compile(

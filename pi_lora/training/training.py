@@ -23,7 +23,6 @@ import pi_lora.run_folder as run_folder
 from pi_lora.data.tokens import tokenizer_identity
 from pi_lora.distributed import from_all, is_leader, join_processes, number_of_processes, wait_for_all
 from pi_lora.errors import Interrupted
-from pi_lora.files.making import write_whole
 from pi_lora.models import adapter as adapters
 from pi_lora.models import machine
 from pi_lora.models.base import Placement, load_model, save_config, save_tokenizer
@@ -37,6 +36,7 @@ from pi_lora.training.chunked_mlp import chunk_mlps
 from pi_lora.training.job import Job, rate_share
 from pi_lora.training.libraries import libraries_speak_into
 from pi_lora.types import Progress, silent
+from pi_lora.writing import write_whole
 
 
 def train(job: Job, progress: Progress = silent) -> Path:

@@ -26,9 +26,9 @@ from pi_lora.evaluation.results import (
     TaskScore,
     WindowPerplexity,
     read_scores,
-    write_json,
     write_scores,
 )
+from pi_lora.writing import write_json
 
 WINDOWS = [
     WindowPerplexity(window=64, perplexity=9.5, tokens=100),
@@ -153,11 +153,11 @@ def test_a_step_can_be_added(tmp_path: Path) -> None:
 
 def test_older_and_newer_files_are_read(tmp_path: Path) -> None:
     file = tmp_path / "scores.json"
-    write_json({"model": "m", "target": 512, "k_max": 256, "seed": 0, "depths": []}, file)
+    write_json(file, {"model": "m", "target": 512, "k_max": 256, "seed": 0, "depths": []})
     older = read_scores(file)
     assert isinstance(older, PasskeyScores)
     assert (older.k_max_only, older.left_out) == (False, None)
-    write_json({"model": "m", "windows": [], "of_tomorrow": 1}, file)
+    write_json(file, {"model": "m", "windows": [], "of_tomorrow": 1})
     newer = read_scores(file)
     assert newer is not None
     assert newer.model_dump(exclude_unset=True)["of_tomorrow"] == 1
@@ -165,7 +165,7 @@ def test_older_and_newer_files_are_read(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("content", [[], 3, None, {"model": "m"}, {"setting": {}}])
 def test_what_is_no_result_is_none(content: Any, tmp_path: Path) -> None:
-    write_json(content, tmp_path / "other.json")
+    write_json(tmp_path / "other.json", content)
     assert read_scores(tmp_path / "other.json") is None
 
 

@@ -12,7 +12,6 @@ from conftest import small_recipe, train
 from safetensors.torch import load_file
 
 from pi_lora.errors import Interrupted, ModelError
-from pi_lora.files.making import write_whole
 from pi_lora.recipe.schema import Recipe
 from pi_lora.run_folder import (
     checkpoint_to_resume,
@@ -21,6 +20,7 @@ from pi_lora.run_folder import (
     read_training_log,
     staging_path,
 )
+from pi_lora.writing import write_whole
 
 STEPS = 6
 

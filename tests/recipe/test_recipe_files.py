@@ -41,28 +41,6 @@ def test_a_rate_in_scientific_notation_is_a_number(tmp_path: Path) -> None:
     assert load_recipe(path, ["training.learning_rate=1E-3"]).recipe.training.learning_rate == 1e-3
 
 
-@pytest.mark.parametrize(("former", "now"), [("true", "embeddings_and_norms"), ("false", "nothing")])
-def test_the_former_key_of_what_also_trains_is_read(tmp_path: Path, former: str, now: str) -> None:
-    path = write(tmp_path, GOOD + f"tuning: {{embeddings_and_norms: {former}}}\n")
-    resolved = load_recipe(path)
-    assert resolved.recipe.tuning.also_train == now
-    assert resolved.renamed == f"{path}:5, as embeddings_and_norms: is tuning.also_train now; write also_train: {now}"
-    overridden = load_recipe(path, ["tuning.also_train=norms"])
-    assert (overridden.recipe.tuning.also_train, overridden.renamed) == ("norms", None)
-    given = load_recipe(write(tmp_path, GOOD), [f"tuning.embeddings_and_norms={former}"])
-    assert given.recipe.tuning.also_train == now
-    assert given.renamed is not None
-    child = write(tmp_path, "extends: _parent.yaml\n" + GOOD + "tuning: {also_train: norms}\n", "child.yaml")
-    path.rename(tmp_path / "_parent.yaml")
-    assert load_recipe(child).recipe.tuning.also_train == "norms"
-
-
-@pytest.mark.parametrize("value", ["embeddings_and_norms: 1", "embeddings_and_norms: true, also_train: norms"])
-def test_the_former_key_is_no_second_one(tmp_path: Path, value: str) -> None:
-    [problem] = problems(write(tmp_path, GOOD + f"tuning: {{{value}}}\n"))
-    assert problem.startswith("recipe.yaml:5: tuning.embeddings_and_norms: unknown key")
-
-
 def test_all_mistakes_come_together_with_their_lines(tmp_path: Path) -> None:
     path = write(
         tmp_path,

@@ -17,10 +17,10 @@ from pi_lora.errors import DataError, Interrupted
 from pi_lora.evaluation.results import SummarizationScores
 from pi_lora.evaluation.summarization.rouge import HOW, ROUGES, rouge
 from pi_lora.evaluation.summarization.writing import Sampling, Say, Writer
-from pi_lora.files.making import write_whole
 from pi_lora.recipe.files import RECIPE_FILE, load_recipe
 from pi_lora.recipe.schema import Data
 from pi_lora.types import Json, Progress, silent
+from pi_lora.writing import write_whole
 
 GOVREPORT: Json = {"source": {"name": SCROLLS, "subset": "gov_report"}, "document": "input", "summary": "output"}
 # Columns of a user's own rows unless they say: the words of the recipe's keys.

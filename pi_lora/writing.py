@@ -1,0 +1,95 @@
+"""Small files read with one clear line for damage; files and cached folders written whole or not at all."""
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+from filelock import FileLock, Timeout
+from pydantic import TypeAdapter, ValidationError
+
+from pi_lora.errors import DataError, ModelError
+
+T = TypeVar("T")
+
+
+def read_json(file: Path, kind: type[T], remedy: str) -> T:
+    """Return a JSON file as `kind`; raise ModelError with file, field and `remedy`."""
+    try:
+        content: T = TypeAdapter(kind).validate_json(file.read_bytes())
+        return content
+    except ValidationError as error:
+        raise ModelError(f"{file}: {first_problem(error)}; {remedy}") from None
+    except OSError as error:
+        raise ModelError(f"{file}: cannot be read ({error.strerror}); {remedy}") from None
+
+
+def first_problem(error: ValidationError) -> str:
+    """Return the first thing that is wrong: the field, what it should be, and a short value that is not."""
+    first = error.errors()[0]
+    if first["type"] == "json_invalid":
+        return f"is not JSON ({first['ctx']['error']})"
+    return ": ".join([*filter(None, [".".join(map(str, first["loc"]))]), problem_text(first)])
+
+
+def problem_text(problem: Mapping[str, Any]) -> str:
+    """Return what one of pydantic's errors says of a value, with the value if it is a short one."""
+    message: str = problem["msg"].removeprefix("Value error, ")
+    value = problem["input"]
+    shown = isinstance(value, str | int | float | None) and problem["type"] not in ("missing", "value_error")
+    return message[0].lower() + message[1:] + (f", not {value!r:.60}" if shown else "")
+
+
+def write_json(file: Path, content: Any) -> None:
+    """Write a file of JSON whole or not at all, in a new folder if need be; raise DataError if that is impossible."""
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(file, json.dumps(content, indent=2) + "\n")
+    except OSError as error:
+        raise DataError(f"{file}: cannot be written ({error.strerror}); choose another file") from None
+
+
+def write_whole(file: Path, text: str) -> None:
+    """Write a file whole or not at all, also if the machine loses power."""
+    part = file.with_name(f".{file.name}.part")
+    part.unlink(missing_ok=True)  # a link that stands there is not followed
+    with part.open("x", encoding="utf-8") as out:
+        out.write(text)
+        out.flush()
+        os.fsync(out.fileno())
+    os.replace(part, file)
+
+
+def make_once(
+    folder: Path, is_complete: Callable[[], bool], make: Callable[[Path], None], waiting: Callable[[], None]
+) -> None:
+    """Let `make` fill a folder of the cache unless it `is_complete`, in one process at a time; call `waiting` while
+    another makes it. A complete folder may be read-only. Raise DataError if the cache cannot be written.
+    """
+    if is_complete():
+        return
+    partial = folder.with_suffix(".partial")
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(folder.with_suffix(".lock"))
+        try:
+            held = lock.acquire(timeout=0)
+        except Timeout:
+            waiting()
+            held = lock.acquire()
+        with held:
+            if is_complete():
+                return
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir()
+            try:
+                make(partial)
+                shutil.rmtree(folder, ignore_errors=True)
+                partial.rename(folder)
+            finally:
+                shutil.rmtree(partial, ignore_errors=True)
+    except OSError as error:
+        advice = "make room, or name another folder in the environment variable PI_LORA_CACHE"
+        raise DataError(f"{folder}: the cache cannot be written ({error.strerror or error}); {advice}") from error
