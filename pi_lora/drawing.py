@@ -1,8 +1,6 @@
-"""What all pictures share: colours, axes, and files written whole or refused; the only home of matplotlib."""
+"""Colours, axes and files of all pictures; the only home of matplotlib."""
 
-import io
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from itertools import pairwise
 from math import isfinite
 from pathlib import Path
@@ -13,14 +11,14 @@ from pi_lora.errors import DataError
 # Colours that the colour-blind tell apart (Okabe and Ito), each with its own marker for print.
 BLUE, VERMILION, GREEN, ORANGE, PURPLE, GREY = "#0072B2", "#D55E00", "#009E73", "#E69F00", "#CC79A7", "#999999"
 STYLES = ((VERMILION, "o"), (GREY, "s"), (BLUE, "^"), (ORANGE, "D"), (GREEN, "v"), (PURPLE, "P"))
-
+DOTS_PER_INCH = 120
 
 BARS = "▁▂▃▄▅▆▇█"
 
 
 def sparkline(values: Sequence[float], low: float | None = None, high: float | None = None, width: int = 10) -> str:
-    """Return a curve as a line of at most `width` characters, each the mean of as many values, or as one more, from
-    `low` to `high`, by default their own; what is infinite or NaN is blank.
+    """Return a curve as a line of at most `width` characters from `low` to `high`, by default the lowest and highest
+    value. Each character is the mean of a group of values; it is blank if the mean is infinite or NaN.
 
     >>> sparkline([4, 2, 1, 1.5]), sparkline([0.0, 0.5, 1.0], 0, 1), sparkline([])
     ('█▃▁▂', '▁▅█', '')
@@ -35,27 +33,14 @@ def sparkline(values: Sequence[float], low: float | None = None, high: float | N
 
 
 def new_figure(width: float, height: float) -> Any:
-    """Return an empty figure, in inches, that is never shown in a window."""
+    """Return an empty figure of `width` and `height` inches, to be saved and never shown in a window."""
     from matplotlib.figure import Figure
 
     return Figure(figsize=(width, height), layout="constrained")
 
 
-@contextmanager
-def themed(dark: bool) -> Iterator[None]:
-    """Figures made in this context have text for a light page, or for a dark one and no background of their own."""
-    from matplotlib import rc_context
-
-    ink = "#e6e6e6" if dark else "#1a1a1a"
-    inked = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")
-    paper = {"figure.facecolor": "none" if dark else "white", "axes.facecolor": "none", "savefig.facecolor": "auto"}
-    settings: dict[Any, Any] = {**dict.fromkeys(inked, ink), **paper, "font.size": 11}
-    with rc_context(settings):
-        yield
-
-
 def plain(axes: Any, title: str = "", **legend: Any) -> None:
-    """Give axes a title, a faint grid, no frame at the top and on the right, and a legend in the style of `legend`."""
+    """Give axes a title, a faint grid, a frame at the left and bottom only, and a legend in the style of `legend`."""
     if title:
         axes.set_title(title, fontsize=11)
     axes.grid(alpha=0.25)
@@ -74,20 +59,17 @@ def round_levels(low: float, high: float) -> list[float]:
 
 
 def save(figure: Any, file: Path, kind: str = "png") -> Path:
-    """Write a figure, as a PNG whatever the file is called; raise DataError if it cannot be written."""
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_bytes(drawn(figure, kind))
-    except OSError as error:
-        raise DataError(f"{error.filename}: cannot be written ({error.strerror}); choose another place") from None
-    return file
-
-
-def drawn(figure: Any, kind: str) -> bytes:
-    """Return a figure as `png` or `svg`; the same figure gives the same bytes."""
+    """Write a figure whole or not at all, as a PNG whatever the file is called; raise DataError if it cannot be
+    written. The same figure gives the same bytes.
+    """
     from matplotlib import rc_context
 
-    file = io.BytesIO()
-    with rc_context({"svg.hashsalt": "pi-lora"}):
-        figure.savefig(file, format=kind, dpi=160, metadata={"Date": None})
-    return file.getvalue()
+    part = file.with_name(f".{file.name}.part")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with rc_context({"svg.hashsalt": "pi-lora"}):
+            figure.savefig(part, format=kind, dpi=DOTS_PER_INCH, metadata={"Date": None})
+        part.replace(file)
+    except OSError as error:
+        raise DataError(f"{file}: cannot be written ({error.strerror}); choose another place") from None
+    return file

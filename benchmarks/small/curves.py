@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from pi_lora.drawing import STYLES, new_figure, plain, round_levels, save, themed
+from pi_lora.drawing import STYLES, new_figure, plain, round_levels, save
 from small.page import SCALINGS, Result
 
 
@@ -13,8 +13,7 @@ def draw(result: Result, folder: Path, name: str) -> Path:
     Raises:
         DataError: the folder cannot be written.
     """
-    with themed(dark=False):
-        return save(figure_of(result), folder / f"{name}.png")
+    return save(figure_of(result), folder / f"{name}.png")
 
 
 def figure_of(result: Result) -> Any:

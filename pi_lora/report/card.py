@@ -15,9 +15,10 @@ from pi_lora.models.stored import read_config
 from pi_lora.recipe.schema import Recipe
 from pi_lora.report.pictures import picture_lines
 from pi_lora.report.run import Run
-from pi_lora.report.summary import eval_results, paper_section, score_lines, side_by_side
+from pi_lora.report.summary import eval_results, paper_section, public_name, score_lines, side_by_side
 from pi_lora.run_folder import SCORES
 from pi_lora.scaling.config import method_of, scale_of, window_of
+from pi_lora.writing import write_whole
 
 CARD = "README.md"
 SCORES_BEGIN, SCORES_END = "<!-- scores -->", "<!-- end of scores -->"
@@ -26,7 +27,7 @@ SCORES_BEGIN, SCORES_END = "<!-- scores -->", "<!-- end of scores -->"
 def write_card(folder: Path, run: Run | None = None) -> None:
     """Write into `folder` the card of `run`, by default its own, with the pictures there; raise ModelError."""
     run = run or Run(folder)
-    _card(run, run.recipe.tuning.method == "full", folder, None, {}).save(folder / CARD)
+    write_whole(folder / CARD, str(_card(run, run.recipe.tuning.method == "full", folder, None, {})))
 
 
 def merged_card(
@@ -41,12 +42,14 @@ def merged_card(
     return str(_card(Run(run, merged, base), True, None, checks, rows))
 
 
-def read_card(file: Path, remedy: str = "remove it, and write the report again") -> str:
-    """Return the text of a card or another file of a run; raise ModelError if it is none."""
+def read_card(file: Path) -> str:
+    """Return the text of a card; raise ModelError if it cannot be read."""
     try:
         return file.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
-        raise ModelError(f"{file}: cannot be read ({first_line(error)}); {remedy}") from None
+        raise ModelError(
+            f"{file}: cannot be read ({first_line(error)}); remove it and write the report again"
+        ) from None
 
 
 def refresh_scores(run: Run) -> None:
@@ -62,7 +65,7 @@ def refresh_scores(run: Run) -> None:
         card.data["model_name"], card.data["eval_results"] = run.name, results
         after = str(card)
     if after != before:
-        file.write_text(after, encoding="utf-8")
+        write_whole(file, after)
 
 
 def is_hub_id(name: str) -> bool:
@@ -91,6 +94,7 @@ def _card(
         run=run,
         recipe=recipe,
         full=full,
+        public_name=public_name,
         base_on_hub=is_hub_id(run.base.name),
         window=window_of(run.config),
         method=method_of(run.config),

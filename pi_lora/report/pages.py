@@ -1,42 +1,26 @@
-"""What `pi-lora report` writes: the card of a run or the comparison of several, pictures, and one HTML page."""
+"""What `pi-lora report` writes: the card of a run or the comparison of several, with pictures, and as an HTML page."""
 
 import base64
-import html
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from html import escape
 from pathlib import Path
-from typing import NamedTuple
 
 from jinja2 import Environment, FileSystemLoader
 from markdown_it import MarkdownIt
-from markdown_it.common.utils import escapeHtml
 from markdown_it.token import Token
 
-from pi_lora.drawing import drawn, save, themed
-from pi_lora.errors import DataError, ModelError, PiLoraError
+from pi_lora.errors import DataError, ModelError
 from pi_lora.evaluation.results import PerplexityScores
-from pi_lora.planning.memory import GIB
-from pi_lora.planning.planning import CPU, GPUS, plan_recipe, target_of
-from pi_lora.planning.text import hours_in_words
-from pi_lora.recipe.files import dump_recipe
 from pi_lora.report.card import CARD, SCORES_BEGIN, read_card, refresh_scores, write_card
-from pi_lora.report.pictures import PICTURES, Drawings, drawings_of, picture_lines
-from pi_lora.report.run import Run, commands
-from pi_lora.report.summary import side_by_side
+from pi_lora.report.pictures import PICTURES, draw_runs, picture_lines
+from pi_lora.report.run import Run
+from pi_lora.report.summary import public_name, side_by_side
+from pi_lora.writing import write_whole
 
 COMPARISON = Path("report")
 TEMPLATES = Environment(loader=FileSystemLoader(Path(__file__).parent), keep_trailing_newline=True)
-HIDDEN = re.compile(r"\A---\n.*?\n---\n|<!--.*?-->", re.DOTALL)  # metadata and comments of a card
-IMAGE = re.compile(rf"{PICTURES}/(\w+)\.png")
-
-
-class Details(NamedTuple):
-    """Rows of a name, what was planned and what was used; the commands that made a run, and its recipe."""
-
-    name: str
-    use: list[tuple[str, str, str]]
-    commands: list[str]
-    recipe: str
+METADATA_OR_COMMENT = re.compile(r"\A---\n.*?\n---\n|<!--.*?-->", re.DOTALL)
 
 
 def write_report(runs: Sequence[Run], output: Path | None = None, html: bool = False) -> list[Path]:
@@ -45,29 +29,24 @@ def write_report(runs: Sequence[Run], output: Path | None = None, html: bool = F
     name or the card there is not pi-lora's.
     """
     names = [run.name for run in runs]
-    if doubled := sorted({name for name in names if names.count(name) > 1}):
-        raise ModelError(f"{', '.join(doubled)}: is the name of several of these runs; rename a folder")
+    if repeated := sorted({name for name in names if names.count(name) > 1}):
+        raise ModelError(f"{', '.join(repeated)}: is the name of several of these runs; rename a folder")
     folder = output or (runs[0].path if len(runs) == 1 else COMPARISON)
-    card, page, own = folder / CARD, folder / "report.html", folder == runs[0].path
-    if own and card.is_file() and SCORES_BEGIN not in read_card(card):
+    card, page = folder / CARD, folder / "report.html"
+    refreshed = folder == runs[0].path and card.is_file()
+    if refreshed and SCORES_BEGIN not in read_card(card):
         raise ModelError(f"{card}: has no section for scores, so pi-lora did not write it; move it away")
-    drawings = drawings_of(runs)
-    pictures = [folder / PICTURES / f"{name}.png" for name in drawings]
-    if link := next((each for each in (card, page, folder / PICTURES, *pictures) if each.is_symlink()), None):
-        raise ModelError(f"{link}: is a link, which is not written through; remove it")
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with themed(dark=False):
-            files = [save(draw(), file) for draw, file in zip(drawings.values(), pictures, strict=True)]
-        files.append(card)
+        files = [*draw_runs(runs, folder), card]
         if len(runs) > 1:
-            card.write_text(comparison_page(runs, folder), encoding="utf-8")
-        elif own and card.is_file():
+            write_whole(card, comparison_page(runs, folder))
+        elif refreshed:
             refresh_scores(runs[0])
         else:
             write_card(folder, runs[0])
         if html:
-            page.write_text(html_page(read_card(card), drawings, list(map(details_of, runs))), encoding="utf-8")
+            write_whole(page, html_page(read_card(card), folder))
             files.append(page)
     except OSError as error:
         raise DataError(f"{folder}: cannot be written ({error.strerror}); choose another --output") from None
@@ -83,63 +62,29 @@ def comparison_page(runs: Sequence[Run], folder: Path) -> str:
     }
     return TEMPLATES.get_template("comparison.md").render(
         runs=runs,
+        public_name=public_name,
         tables=[side_by_side(name, scores).rstrip("\n") for name, scores in tuned.items() if any(scores.values())],
         pictures=list(picture_lines(folder)),
-        sweeps=sorted({(scores.data, scores.stride) for scores in swept}),
+        sweeps=sorted({(public_name(scores.data), scores.stride) for scores in swept}),
     )
 
 
-def html_page(card: str, drawings: Drawings, runs: Sequence[Details] = ()) -> str:
-    """Return a card in Markdown as an HTML page that needs no other file, pictures inside, light and dark; below it the
-    details of `runs`, each of which can be hidden. Names come from elsewhere: HTML in the card is shown as text, and
-    images other than `drawings` by their captions. The metadata is left out.
+def html_page(card: str, folder: Path) -> str:
+    """Return a card as one HTML page that needs no other file: the pictures in `folder` are inside. Names in a card
+    come from elsewhere: its HTML is shown as text, and an image from another place, whose server would learn who reads
+    the page, by its caption.
     """
-    text = HIDDEN.sub("", card)
-    title = next((line.removeprefix("# ") for line in text.splitlines() if line.startswith("# ")), "pi-lora")
-    markdown = MarkdownIt("commonmark", {"html": False}).enable("table")
+    pictures = {f"{PICTURES}/{file.name}": file for file in (folder / PICTURES).glob("*.png")}
 
     def image(_renderer: object, tokens: Sequence[Token], index: int, *_: object) -> str:
-        found, caption = IMAGE.fullmatch(str(tokens[index].attrs["src"])), html.escape(tokens[index].content)
-        # An image from elsewhere would tell its server who reads the page.
-        return _picture(drawings, found[1], caption) if found and found[1] in drawings else caption
+        caption, file = escape(tokens[index].content), pictures.get(str(tokens[index].attrs["src"]))
+        if file is None:
+            return caption
+        encoded = base64.b64encode(file.read_bytes()).decode()
+        return f'<img src="data:image/png;base64,{encoded}" alt="{caption}">'
 
+    markdown = MarkdownIt("commonmark", {"html": False}).enable("table")
     markdown.add_render_rule("image", image)
-    body = markdown.render(text).replace("<table>", '<div class="table"><table>').replace("</table>", "</table></div>")
-    for number, run in enumerate(runs, 1):
-        cell = f"<td>{escapeHtml(run.name)}</td>"
-        body = body.replace(f"<tr>\n{cell}", f'<tr class="run-{number}">\n{cell}')
-    return TEMPLATES.get_template("page.html").render(title=title, body=body, runs=runs)
-
-
-def _picture(drawings: Drawings, name: str, caption: str) -> str:
-    """A picture drawn in the reader's colours."""
-    addresses = []
-    for dark in (True, False):
-        with themed(dark):
-            encoded = base64.b64encode(drawn(drawings[name](), "svg")).decode()
-        addresses.append(f"data:image/svg+xml;base64,{encoded}")
-    return (
-        f'<picture><source media="(prefers-color-scheme: dark)" srcset="{addresses[0]}">'
-        f'<img src="{addresses[1]}" alt="{caption}"></picture>'
-    )
-
-
-def details_of(run: Run) -> Details:
-    """Return what a page says of a run; nothing of its plan where its base is not here."""
-    return Details(run.name, list(_use(run)), list(commands(run)), dump_recipe(run.recipe))
-
-
-def _use(run: Run) -> Iterator[tuple[str, str, str]]:
-    used = run.made_with
-    if used is None:
-        return
-    try:
-        plan = plan_recipe(run.recipe, target_of(run.recipe), None if run.recipe.hardware.gpus else GPUS[CPU])
-    except PiLoraError:  # gone, or on a hub that cannot be asked
-        return
-    if used.trainable_parameters:
-        yield "trained parameters", f"{plan.trained:,}", f"{used.trainable_parameters:,}"
-    yield "tokens", f"{plan.tokens:,}", f"{used.tokens:,}"
-    yield "peak memory", f"{plan.memory.peak / GIB:.1f} GiB", f"{used.peak_memory / GIB:.1f} GiB"
-    planned = hours_in_words(plan.hours) if plan.hours is not None else "not known"
-    yield f"time ({plan.gpu.name} planned, {used.hardware} used)", planned, hours_in_words(used.seconds / 3600)
+    text = METADATA_OR_COMMENT.sub("", card)
+    title = next((line.removeprefix("# ") for line in text.splitlines() if line.startswith("# ")), "pi-lora")
+    return TEMPLATES.get_template("page.html").render(title=title, body=markdown.render(text))

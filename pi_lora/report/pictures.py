@@ -6,7 +6,7 @@ from itertools import cycle
 from pathlib import Path
 from typing import Any
 
-from pi_lora.drawing import STYLES, new_figure, plain, round_levels, save, themed
+from pi_lora.drawing import STYLES, new_figure, plain, round_levels, save
 from pi_lora.evaluation.passkey.table import draw_passkey_map
 from pi_lora.evaluation.results import PasskeyMap, PasskeyScores, PerplexityScores, RulerScores
 from pi_lora.evaluation.ruler.table import ruler_figure
@@ -27,12 +27,17 @@ CAPTIONS = {
 WIDTH, HEIGHT = 5.0, 3.7
 
 Curves = Mapping[str, Sequence[tuple[float, float]]]
-# The name of a picture to a function that draws it, in the colours of the moment.
-Drawings = dict[str, Callable[[], Any]]
 
 
-def drawings_of(runs: Sequence[Run]) -> Drawings:
-    """Return what draws the results that there are: the stages of one run, or the tuned models of several."""
+def draw_runs(runs: Sequence[Run], folder: Path) -> Iterator[Path]:
+    """Draw the results that there are into `folder`, the stages of one run or the tuned models of several; yield each
+    file.
+    """
+    for name, figure in _figures(runs).items():
+        yield save(figure, folder / PICTURES / f"{name}.png")
+
+
+def _figures(runs: Sequence[Run]) -> dict[str, Any]:
 
     def scores(name: str, kind: type[S]) -> dict[str, S]:
         tuned = {run.name: found for run in runs if (found := run.tuned(name, kind))}
@@ -40,26 +45,25 @@ def drawings_of(runs: Sequence[Run]) -> Drawings:
 
     originals = {run.original for run in runs}
     original = originals.pop() if len(originals) == 1 else None
-    drawings: Drawings = {}
+    figures: dict[str, Any] = {}
     if perplexities := scores("perplexity", PerplexityScores):
-        drawings["perplexity"] = partial(_figure, partial(_perplexity, perplexities, original))
+        figures["perplexity"] = _figure(partial(_perplexity, perplexities, original))
     if passkeys := scores("passkey", PasskeyScores):
-        drawings["passkey"] = partial(_figure, partial(_passkey, passkeys, original))
+        figures["passkey"] = _figure(partial(_passkey, passkeys, original))
     if losses := {run.name: [(line["step"], line["loss"]) for line in run.log] for run in runs if run.log}:
-        drawings["loss"] = partial(_figure, partial(_loss, losses))
+        figures["loss"] = _figure(partial(_loss, losses))
     if maps := {run.name: found for run in runs if (found := run.tuned(LENGTHS, PasskeyMap))}:
-        drawings["lengths"] = partial(_figure, *(partial(_lengths, name, found) for name, found in maps.items()))
+        figures["lengths"] = _figure(*(partial(_lengths, name, scores) for name, scores in maps.items()))
     if rulers := scores("ruler", RulerScores):
-        drawings["ruler"] = partial(ruler_figure, rulers)
-    return drawings
+        figures["ruler"] = ruler_figure(rulers)
+    return figures
 
 
 def comparison_picture(
     perplexity: Mapping[str, PerplexityScores], passkey: Mapping[str, PasskeyScores], original: int, file: Path
 ) -> None:
     """Draw perplexity and passkeys of several models side by side; raise DataError if the file cannot be written."""
-    with themed(dark=False):
-        save(_figure(partial(_perplexity, perplexity, original), partial(_passkey, passkey, original)), file)
+    save(_figure(partial(_perplexity, perplexity, original), partial(_passkey, passkey, original)), file)
 
 
 def picture_lines(folder: Path) -> Iterator[str]:

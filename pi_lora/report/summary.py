@@ -1,7 +1,9 @@
 """Results as the lines and tables of a card, beside the paper's, and as the hub's `model-index`."""
 
+import os
 import re
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 from huggingface_hub import EvalResult
@@ -134,6 +136,16 @@ def side_by_side(name: str, rows: Stages) -> str:
     return markdown_table([name, *headings], [[row, *(cells[row].get(each, "") for each in headings)] for row in cells])
 
 
+def public_name(name: str) -> str:
+    """Return a name as strangers may read it: the last part of a path on this machine, and any other name as it is.
+
+    >>> public_name("/home/me/books/*.txt"), public_name("~/base"), public_name("owner/base")
+    ('*.txt', 'base', 'owner/base')
+    """
+    local = name.startswith(("/", "~", ".")) or os.path.exists(name)
+    return Path(name).name or name if local else name
+
+
 def literal(text: str) -> str:
     r"""Return a text, which may come from elsewhere, as Markdown that shows it: no images, links, HTML or cells in it.
 
@@ -176,8 +188,7 @@ def eval_results(run: Run) -> list[EvalResult]:
     found: list[EvalResult] = []
     for scores in (scores for _, scores in run.results.values() if scores):
         for each in summary(scores)[1]:
-            data = re.sub(r"[^\w./-]+", "-", each.data).strip("-")  # as the hub spells its own
-            found.append(
-                EvalResult("text-generation", data, each.data, each.metric, each.value, metric_name=each.about)
-            )
+            name = public_name(each.data)
+            data = re.sub(r"[^\w./-]+", "-", name).strip("-")  # as the hub spells its own
+            found.append(EvalResult("text-generation", data, name, each.metric, each.value, metric_name=each.about))
     return found
