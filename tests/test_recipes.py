@@ -9,7 +9,7 @@ import pytest
 from pydantic import BaseModel
 
 import pi_lora
-from pi_lora.evaluation.perplexity.losses import Sweep, sweep_of
+from pi_lora.evaluation.perplexity.losses import Sweep
 from pi_lora.evaluation.suite import MEASUREMENTS
 from pi_lora.planning.planning import CONFIGS, shipped_config
 from pi_lora.planning.text import gpu_named_in, planned, recipes_page
@@ -50,7 +50,7 @@ def test_recipe_fits_on_the_hardware_that_it_names(path: Path) -> None:
 def test_what_a_recipe_measures_can_be_measured(path: Path) -> None:
     recipe = load_recipe(path).recipe
     if asked := recipe.evaluation.perplexity:
-        windows, stride = sweep_of(asked.windows, asked.stride, recipe.context.target)
+        windows, stride = asked.sweep(recipe.context.target)
         sweep = Sweep(tuple(windows), stride)
         assert max(sweep.windows) == recipe.context.target
 

@@ -37,13 +37,13 @@ def perplexity(
     lengths = lengths_in("--windows", windows)
     with working(LIBRARIES):
         from pi_lora.data.sources import Choice
-        from pi_lora.evaluation.forward import default_windows
         from pi_lora.evaluation.perplexity.measure import evaluate_perplexity
         from pi_lora.evaluation.perplexity.table import perplexity_table, position_picture, position_table
+        from pi_lora.recipe.evaluation import default_windows
 
         found = how.find_stretched(models)
     # All are measured alike.
-    lengths = lengths or default_windows(max(model.window for model in found), stride)
+    lengths = lengths or list(default_windows(max(model.window for model in found), stride))
     choice = Choice(documents, min_tokens, truncate, seed, split, column)
     by_position = by_position or plot is not None
 
@@ -116,10 +116,10 @@ def benchmarks(
     with working("loading benchmarks"):
         from pi_lora.evaluation.benchmarks.table import benchmarks_table
         from pi_lora.evaluation.suite import MEASUREMENTS
-        from pi_lora.recipe.schema import BenchmarksEvaluation
+        from pi_lora.recipe.evaluation import BenchmarksOptions
 
         found = how.find_stretched(models)
-        asked = BenchmarksEvaluation(
+        asked = BenchmarksOptions(
             tasks=tuple(tasks.split(",")), data=tuple(data or ()), limit=limit, batch_size=batch_size, window=window
         )
         measure = MEASUREMENTS["benchmarks"].prepare(asked)
@@ -147,16 +147,16 @@ def ruler(
         from pi_lora.evaluation.suite import check_has_lm_eval
 
         check_has_lm_eval("ruler")
-        from pi_lora.evaluation.forward import default_windows
         from pi_lora.evaluation.ruler.effective import side_by_side
         from pi_lora.evaluation.ruler.measure import evaluate_ruler
         from pi_lora.evaluation.ruler.prompts import TASKS, find_texts
         from pi_lora.evaluation.ruler.table import ruler_picture, ruler_table
+        from pi_lora.recipe.evaluation import default_windows
 
         found = how.find_stretched(models)
         asked = find_texts(tasks.split(",") if tasks else TASKS, haystack, data or ())
     original_windows = (round(model.window / model.scale) for model in found)
-    lengths = lengths or default_windows(max(model.window for model in found), min(original_windows))
+    lengths = lengths or list(default_windows(max(model.window for model in found), min(original_windows)))
     for task, reason in asked.left_out.items():
         say(f"{task}: left out: {reason}")
     warn_of_length(found, "--windows", max(lengths))

@@ -30,19 +30,19 @@ def compare(
     with working(LIBRARIES):
         from pi_lora.evaluation.results import as_json, check_can_write
         from pi_lora.evaluation.suite import MEASUREMENTS, alike, asked_for, evaluation_of
-        from pi_lora.recipe.schema import BenchmarksEvaluation, PasskeyEvaluation, PerplexityEvaluation, RulerEvaluation
+        from pi_lora.recipe.evaluation import BenchmarksOptions, PasskeyOptions, PerplexityOptions, RulerOptions
         from pi_lora.report.run import BASE, Run, base_scores, own_scores
         from pi_lora.report.verdicts import compare as rows_of
         from pi_lora.report.verdicts import verdict_table
         from pi_lora.writing import write_json
 
-        asked: dict[str, Any] = {"perplexity": PerplexityEvaluation(), "passkey": PasskeyEvaluation()}
+        asked: dict[str, Any] = {"perplexity": PerplexityOptions(), "passkey": PasskeyOptions()}
         asked |= asked_for(evaluation_of(run)[0])
         if short:
             data = tuple(each for each in short if "=" in each)
-            asked["benchmarks"] = BenchmarksEvaluation(tasks=tuple(each.partition("=")[0] for each in short), data=data)
+            asked["benchmarks"] = BenchmarksOptions(tasks=tuple(each.partition("=")[0] for each in short), data=data)
         if ruler:
-            asked["ruler"] = RulerEvaluation(samples=ruler, haystack=str(haystack) if haystack else None)
+            asked["ruler"] = RulerOptions(samples=ruler, haystack=str(haystack) if haystack else None)
         folder = Run(run)
         own = {} if again else own_scores(folder)
         names = [name for name in MEASUREMENTS if name in asked or name in own]

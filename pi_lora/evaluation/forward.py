@@ -41,18 +41,6 @@ def prompts_at_once(window: int) -> int:
     return max(1, HELD_TOKENS // window)
 
 
-def default_windows(window: int, stride: int | None = None) -> list[int]:
-    """Return the model's window and its halves, down to the stride, or to 256 tokens.
-
-    >>> default_windows(1024), default_windows(1024, stride=512)
-    ([256, 512, 1024], [512, 1024])
-    """
-    halves = [window]
-    while halves[0] // 2 >= max(256, stride or 0):
-        halves.insert(0, halves[0] // 2)
-    return halves
-
-
 def is_sharded(model: Any) -> bool:
     """Whether FSDP2 has spread a model over processes."""
     return isinstance(model, FSDPModule)

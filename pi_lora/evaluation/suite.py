@@ -12,7 +12,7 @@ from pi_lora.data.sources import Choice
 from pi_lora.errors import ModelError, PiLoraError
 from pi_lora.evaluation import results
 from pi_lora.evaluation.benchmarks.table import benchmarks_table
-from pi_lora.evaluation.passkey.measure import evaluate_passkey
+from pi_lora.evaluation.passkey.measure import evaluate_passkey, evaluate_passkey_map
 from pi_lora.evaluation.passkey.prompt import Grid
 from pi_lora.evaluation.passkey.table import passkey_table
 from pi_lora.evaluation.perplexity.measure import evaluate_perplexity
@@ -20,24 +20,29 @@ from pi_lora.evaluation.perplexity.table import perplexity_table
 from pi_lora.evaluation.results import Scores, options_of
 from pi_lora.evaluation.ruler.table import ruler_table
 from pi_lora.models.load import LoadedModel
-from pi_lora.recipe import schema
+from pi_lora.recipe import evaluation as schema
+from pi_lora.recipe.evaluation import Evaluation
 from pi_lora.recipe.files import RECIPE_FILE, load_recipe
-from pi_lora.recipe.schema import Evaluation
 from pi_lora.types import Progress, silent
 
 Measure = Callable[[LoadedModel, Progress], Scores]
 
 
-def _perplexity(asked: schema.PerplexityEvaluation, **drawn: Any) -> Measure:
-    choice = Choice(asked.documents, truncate=asked.truncate, **drawn)
+def _perplexity(asked: schema.PerplexityOptions) -> Measure:
+    choice = Choice(asked.documents, asked.min_tokens, asked.truncate, asked.seed, asked.split, asked.column)
     return lambda loaded, progress: evaluate_perplexity(
-        loaded, asked.data, asked.windows, asked.stride, choice, progress, shared=True
+        loaded, asked.data, asked.windows, asked.stride, choice, progress, by_position=asked.by_position, shared=True
     )
 
 
-def _passkey(asked: schema.PasskeyEvaluation) -> Measure:
+def _passkey(asked: schema.PasskeyOptions) -> Measure:
+    def grid(target: int) -> Grid:
+        return Grid(target, asked.depths, asked.trials, asked.seed)
+
+    if targets := asked.targets:
+        return lambda loaded, progress: evaluate_passkey_map(loaded, list(map(grid, targets)), progress, shared=True)
     return lambda loaded, progress: evaluate_passkey(
-        loaded, Grid(asked.target or loaded.window, asked.depths, asked.trials, asked.seed), progress, shared=True
+        loaded, grid(asked.target or loaded.window), progress, k_max_only=asked.k_max_only, shared=True
     )
 
 
@@ -48,7 +53,7 @@ def check_has_lm_eval(name: str) -> None:
             raise PiLoraError(f"pi-lora eval {name}: needs the package {package}; pip install 'pi-lora[eval]'")
 
 
-def _benchmarks(asked: schema.BenchmarksEvaluation) -> Measure:
+def _benchmarks(asked: schema.BenchmarksOptions) -> Measure:
     check_has_lm_eval("benchmarks")
     # Imported here: it is an extra of this package, and takes seconds.
     from pi_lora.evaluation.benchmarks.measure import evaluate_benchmarks, prepare
@@ -59,7 +64,7 @@ def _benchmarks(asked: schema.BenchmarksEvaluation) -> Measure:
     )
 
 
-def _ruler(asked: schema.RulerEvaluation) -> Measure:
+def _ruler(asked: schema.RulerOptions) -> Measure:
     check_has_lm_eval("ruler")
     from pi_lora.evaluation.ruler.measure import evaluate_ruler
     from pi_lora.evaluation.ruler.prompts import TASKS, find_texts
@@ -93,14 +98,13 @@ def alike(scores: Scores) -> Measure:
     asked = {key: value for key, value in options_of(scores).items() if value is not None}
     match scores:
         case results.PerplexityScores():
-            drawn = {key: asked.pop(key, None) for key in ("min_tokens", "seed")}
-            return _perplexity(schema.PerplexityEvaluation.model_validate(asked), **drawn)
+            return _perplexity(schema.PerplexityOptions.model_validate(asked))
         case results.PasskeyScores():
-            return _passkey(schema.PasskeyEvaluation.model_validate(asked))
+            return _passkey(schema.PasskeyOptions.model_validate(asked))
         case results.BenchmarkScores():
-            return _benchmarks(schema.BenchmarksEvaluation.model_validate(asked))
+            return _benchmarks(schema.BenchmarksOptions.model_validate(asked))
         case results.RulerScores():
-            return _ruler(schema.RulerEvaluation.model_validate(asked))
+            return _ruler(schema.RulerOptions.model_validate(asked))
     raise TypeError(type(scores).__name__)
 
 
@@ -116,7 +120,7 @@ def evaluation_of(run: Path) -> tuple[Evaluation, bool]:
     evaluation = load_recipe(file).recipe.evaluation
     if asked_for(evaluation):
         return evaluation, True
-    return Evaluation(perplexity=schema.PerplexityEvaluation(), passkey=schema.PasskeyEvaluation()), False
+    return Evaluation(perplexity=schema.PerplexityOptions(), passkey=schema.PasskeyOptions()), False
 
 
 def measure(loaded: LoadedModel, evaluation: Evaluation) -> dict[str, Scores]:

@@ -17,7 +17,8 @@ from pi_lora.planning.memory import (
 )
 from pi_lora.planning.operations import layers_flops
 from pi_lora.planning.shape import Shape, trained_parameters
-from pi_lora.recipe.schema import PasskeyEvaluation, PerplexityEvaluation, Recipe, RulerEvaluation, Tuning
+from pi_lora.recipe.evaluation import PasskeyOptions, PerplexityOptions, RulerOptions, default_windows
+from pi_lora.recipe.schema import Recipe, Tuning
 
 # Tokens that keep the hardware busy in a forward pass, and stay in a processor's caches.
 PASS_TOKENS, PASS_TOKENS_ON_CPU = 16384, 2048
@@ -59,26 +60,6 @@ class Measuring(NamedTuple):
         flops = (self.flops or 0) + (other.flops or 0) if known else None
         highest, prefix = max(self.highest, other.highest), max(self.prefix, other.prefix)
         return Measuring(highest, prefix, flops, self.times, self.on_cpu)
-
-
-def default_windows(window: int, stride: int | None = None) -> list[int]:
-    """Return the model's window and its halves, down to the stride, or to 256 tokens.
-
-    >>> default_windows(1024), default_windows(1024, stride=512)
-    ([256, 512, 1024], [512, 1024])
-    """
-    halves = [window]
-    while halves[0] // 2 >= max(256, stride or 0):
-        halves.insert(0, halves[0] // 2)
-    return halves
-
-
-def sweep_of(windows: Sequence[int] | None, stride: int | None, window: int) -> tuple[list[int], int]:
-    """Return windows and stride in tokens of a model that reads `window`: those asked for, or the paper's stride of
-    256, or half the shortest window where that is less.
-    """
-    found = sorted(windows or default_windows(window, stride))
-    return found, stride or min(256, max(1, found[0] // 2))
 
 
 def passes(length: int, windows: Sequence[int], stride: int) -> Iterator[tuple[int, int]]:
@@ -148,13 +129,13 @@ class _Work(NamedTuple):
     mlp_share: float = 1.0
 
     def measuring(
-        self, perplexity: PerplexityEvaluation | None, passkey: PasskeyEvaluation | None, resident: int, times: int
+        self, perplexity: PerplexityOptions | None, passkey: PasskeyOptions | None, resident: int, times: int
     ) -> Measuring:
         """Return what two measurements take beside `resident` bytes."""
         highest, prefix = 0, 0
         flops: list[float | None] = []
         if perplexity:
-            windows, stride = sweep_of(perplexity.windows, perplexity.stride, self.window)
+            windows, stride = perplexity.sweep(self.window)
             tokens = self.at_once(max(windows)) * max(windows)
             most = LOGITS_ON_CPU if self.on_cpu else LOGITS
             logits = min(most, tokens * self.shape.vocabulary) * LOGIT
@@ -169,7 +150,7 @@ class _Work(NamedTuple):
         known = None if None in flops else sum(each for each in flops if each is not None) * times
         return Measuring(resident + highest, prefix, known, times, self.on_cpu)
 
-    def ruler(self, asked: RulerEvaluation, original: int, resident: int) -> Measuring:
+    def ruler(self, asked: RulerOptions, original: int, resident: int) -> Measuring:
         """Return what RULER takes beside `resident` bytes: whole prompts with their keys and values, and where several
         are padded to one length, the mask of the shorter ones, of which attention takes a copy as numbers.
         """
@@ -204,7 +185,7 @@ class _Work(NamedTuple):
         """Operations of a forward pass over `tokens` of which `logits` are predicted."""
         return sum(layers_flops(self.shape, self.tuning, tokens)) + 2.0 * self.shape.embedding * logits
 
-    def sweep_flops(self, asked: PerplexityEvaluation, windows: list[int], stride: int) -> float | None:
+    def sweep_flops(self, asked: PerplexityOptions, windows: Sequence[int], stride: int) -> float | None:
         """Operations of the process with most documents; None if their number or lengths are not known."""
         number, tokens = DOCUMENTS.get(asked.data, (asked.documents, asked.truncate))
         if number is None or tokens is None:
@@ -216,7 +197,7 @@ class _Work(NamedTuple):
         )
         return -(-min(number, asked.documents or number) // self.processes) * each
 
-    def passkey_flops(self, asked: PasskeyEvaluation, target: int) -> float:
+    def passkey_flops(self, asked: PasskeyOptions, target: int) -> float:
         """Operations of the process with most depths, with every prompt whole."""
         return -(-asked.depths // self.processes) * asked.trials * self.flops(target, 1)
 

@@ -12,7 +12,8 @@ from pydantic import ValidationError
 
 from pi_lora.errors import RecipeError, first_line
 from pi_lora.recipe.places import shipped_recipes
-from pi_lora.recipe.schema import Recipe, Section, sections_in
+from pi_lora.recipe.schema import Recipe
+from pi_lora.recipe.section import Section, sections_in
 from pi_lora.writing import problem_text
 
 # The resolved recipe of a run folder.

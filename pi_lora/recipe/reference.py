@@ -6,7 +6,8 @@ from typing import Any, Literal, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from pi_lora.recipe.schema import Recipe, Section, sections_in
+from pi_lora.recipe.schema import Recipe
+from pi_lora.recipe.section import Section, sections_in
 
 HEAD = """# Every key of a recipe
 

@@ -1,13 +1,13 @@
 """The schema of a recipe, checked once, and the only home of each default."""
 
-from collections.abc import Iterator
-from typing import Annotated, Any, Literal, Self, get_args
+from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from pi_lora.errors import RecipeError
+from pi_lora.recipe.evaluation import Evaluation
+from pi_lora.recipe.section import LIST, Section, Seed
 
-Seed = Annotated[int, Field(ge=0, lt=2**32)]
 Dtype = Literal["float32", "bfloat16", "float16"]
 # fmt: off
 Schedule = Literal["constant", "linear", "cosine", "cosine_with_restarts", "cosine_with_min_lr", "polynomial",
@@ -20,29 +20,9 @@ Scaling = Literal["pi", "direct", "dynamic", "yarn", "keep"]
 ExtraModules = Literal["embeddings_and_norms", "norms", "nothing"]
 
 
-# YAML has lists only; a recipe is frozen and holds tuples.
-_LIST = BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)
-Texts = Annotated[tuple[str, ...], _LIST]
-Windows = Annotated[tuple[int, ...] | None, _LIST]
-
-
 def _as_sources(value: object) -> object:
     entries = value if isinstance(value, list) else [value]
     return tuple({"name": entry} if isinstance(entry, str) else entry for entry in entries)
-
-
-class Section(BaseModel):
-    """A part of a recipe: unknown keys and wrong types are errors, and values cannot be changed."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
-
-
-def sections_in(annotation: Any) -> Iterator[type[Section]]:
-    """Yield the sections that a field holds, whether alone, optional or in a tuple."""
-    if isinstance(annotation, type) and issubclass(annotation, Section):
-        yield annotation
-    for inner in get_args(annotation):
-        yield from sections_in(inner)
 
 
 class Model(Section):
@@ -176,14 +156,14 @@ class Training(Section):
     warmup_start: float = Field(0.1, ge=0, le=1, description="the rate at step 0, as a share of the maximum")
     optimizer: Literal["adamw", "paged_adamw_8bit"] = Field("adamw", description="paged_adamw_8bit needs a GPU")
     weight_decay: float = Field(0.0, ge=0, description="of AdamW")
-    betas: Annotated[tuple[float, float], _LIST] = Field((0.9, 0.95), description="of AdamW")
+    betas: Annotated[tuple[float, float], LIST] = Field((0.9, 0.95), description="of AdamW")
     max_grad_norm: float = Field(1.0, gt=0, description="gradients are clipped to this norm")
     precision: Literal["auto", "float32", "bfloat16"] = Field("auto", description="auto: bfloat16 where it is faster")
     activation_checkpointing: bool = Field(True, description="recompute layers in the backward pass, to save memory")
     mlp_chunk_tokens: int | None = Field(None, gt=0, description="tokens per piece of an MLP's input; by default all")
     save_every: int = Field(100, gt=0, description="steps between checkpoints; a complete run keeps none")
     log_every: int = Field(10, gt=0, description="steps between lines of training.jsonl")
-    tracking: Annotated[tuple[Tracker, ...], _LIST] = Field((), description="also log to these")
+    tracking: Annotated[tuple[Tracker, ...], LIST] = Field((), description="also log to these")
     seed: Seed = Field(0, description="of the adapter's initial values, dropout and the order of sequences")
 
 
@@ -210,95 +190,6 @@ class Hardware(Section):
     def data_parallel(self) -> int:
         """How many sequences are processed in parallel."""
         return self.processes // self.context_parallel
-
-
-class PerplexityEvaluation(Section):
-    """Sliding-window perplexity (paper, section 3.2)."""
-
-    data: str = Field("builtin:stdlib", description="a file, folder, glob or hub id with a column `text`")
-    windows: Windows = Field(None, description="in tokens; by default L', L'/2, ... while the stride fits")
-    stride: int | None = Field(None, gt=0, description="tokens; by default 256, or half the shortest window")
-    documents: int | None = Field(None, gt=0, description="how many; by default all, of builtin:stdlib 12")
-    truncate: int | None = Field(None, gt=0, description="tokens of each document that are measured; by default all")
-
-    @model_validator(mode="after")
-    def _stride_fits(self) -> Self:
-        if self.windows and self.stride and self.stride > min(self.windows):
-            raise ValueError(f"stride: {self.stride} is longer than the shortest window, {min(self.windows)}; lower it")
-        if self.windows and self.truncate and self.truncate < max(self.windows):
-            raise ValueError(f"truncate: {self.truncate} tokens do not hold a window of {max(self.windows)}; raise it")
-        return self
-
-
-class PasskeyEvaluation(Section):
-    """Passkey retrieval (paper, section 3.3)."""
-
-    target: int | None = Field(None, gt=0, description="tokens of context; by default L'")
-    depths: int = Field(32, gt=0, description="number of distances, uniformly spaced up to the target")
-    trials: int = Field(10, gt=0, description="random keys at each distance")
-    seed: Seed = Field(0, description="of the random keys")
-
-
-class BenchmarksEvaluation(Section):
-    """Short-context benchmarks (paper, table 5), of the finished run only."""
-
-    tasks: Annotated[Texts, Field(min_length=1)] = Field(
-        ("boolq", "piqa", "race_middle", "race_high", "winogrande"), description="tasks or groups of lm-eval"
-    )
-    window: int | None = Field(None, gt=1, description="tokens that an input is cut to; by default L")
-    limit: int | None = Field(None, gt=0, description="examples of each task; by default all")
-    batch_size: int = Field(8, gt=0, description="inputs per forward pass")
-    data: Texts = Field((), description="local data: `boolq=FILE`, or a folder of them")
-
-
-class RulerEvaluation(Section):
-    """RULER (Hsieh et al. 2024) through lm-eval, of the finished run only."""
-
-    windows: Windows = Field(None, description="in tokens; by default L', L'/2, ... down to L")
-    tasks: Annotated[tuple[str, ...] | None, _LIST] = Field(None, description="of lm-eval's 13; by default all")
-    samples: int = Field(100, gt=0, le=500, description="prompts of each task and window")
-    seed: Seed = Field(0, description="of the prompts")
-    haystack: str | None = Field(None, description="a file of text instead of the hub's essays")
-    data: Texts = Field((), description="local data: `ruler_qa_squad=FILE`")
-    batch_size: int | None = Field(None, gt=0, description="prompts at once; by default as many as 16,384 tokens hold")
-    chat_template: bool = Field(False, description="put prompts as chats")
-
-
-class ShortEvaluation(Section):
-    """What is smaller in the measurements during training; what is left out is as in those of the finished run."""
-
-    documents: int | None = Field(None, gt=0, description="of perplexity; dealt out over processes, as depths are")
-    truncate: int | None = Field(None, gt=0, description="of perplexity")
-    stride: int | None = Field(None, gt=0, description="of perplexity")
-    depths: int | None = Field(None, gt=0, description="of passkey")
-    trials: int | None = Field(None, gt=0, description="of passkey")
-
-
-class Evaluation(Section):
-    """What is measured of a run, and how often during training."""
-
-    every: int | None = Field(None, gt=0, description="steps between measurements, beginning at step 0")
-    perplexity: PerplexityEvaluation | None = None
-    passkey: PasskeyEvaluation | None = None
-    benchmarks: BenchmarksEvaluation | None = None
-    ruler: RulerEvaluation | None = None
-    while_training: ShortEvaluation | None = None
-
-    def in_short(self) -> "Evaluation":
-        """Return what is measured every so many steps: smaller where `while_training` says so, and no benchmarks."""
-        smaller = self.while_training.model_dump(exclude_none=True) if self.while_training else {}
-        sections = {
-            name: {**asked.model_dump(), **{key: smaller[key] for key in smaller if key in type(asked).model_fields}}
-            for name, asked in (("perplexity", self.perplexity), ("passkey", self.passkey))
-            if asked
-        }
-        return Evaluation.model_validate({"every": self.every, **sections})
-
-    @model_validator(mode="after")
-    def _short_fits(self) -> Self:
-        if self.while_training:
-            self.in_short()
-        return self
 
 
 class Recipe(Section):

@@ -23,7 +23,7 @@ from pi_lora.evaluation.results import write_scores
 from pi_lora.evaluation.suite import measure
 from pi_lora.models.finite import finite
 from pi_lora.models.load import LoadedModel
-from pi_lora.recipe.schema import Evaluation
+from pi_lora.recipe.evaluation import Evaluation
 from pi_lora.run_folder import SCORES, TRAINING_LOG, last_checkpoint, read_training_log
 from pi_lora.types import Progress, silent
 from pi_lora.writing import write_whole

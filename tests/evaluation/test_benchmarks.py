@@ -25,7 +25,7 @@ from pi_lora.evaluation.results import as_json
 from pi_lora.evaluation.suite import MEASUREMENTS
 from pi_lora.models.base import BUILTIN_FOLDER
 from pi_lora.models.load import LoadedModel, Stretch, load
-from pi_lora.recipe.schema import BenchmarksEvaluation
+from pi_lora.recipe.evaluation import BenchmarksOptions
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -107,7 +107,7 @@ def tiny() -> LoadedModel:
 
 
 def test_the_papers_tasks_have_one_list() -> None:
-    assert BenchmarksEvaluation().tasks == tuple(TITLES) == tuple(FORMATS)
+    assert BenchmarksOptions().tasks == tuple(TITLES) == tuple(FORMATS)
 
 
 def test_the_papers_folders_hold_what_lm_eval_finds() -> None:
@@ -634,7 +634,7 @@ def test_a_mistake_is_one_line_before_a_model_is_loaded(
 def test_without_lm_eval_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(PiLoraError, match=r"needs the package lm_eval; pip install 'pi-lora\[eval\]'"):
-        MEASUREMENTS["benchmarks"].prepare(BenchmarksEvaluation())
+        MEASUREMENTS["benchmarks"].prepare(BenchmarksOptions())
 
 
 def test_the_command_shows_models_side_by_side(

@@ -10,8 +10,8 @@ from test_cli import run
 
 from pi_lora.evaluation.suite import asked_for, evaluation_of, measure
 from pi_lora.models.load import load
+from pi_lora.recipe.evaluation import BenchmarksOptions, Evaluation, PasskeyOptions
 from pi_lora.recipe.files import RECIPE_FILE
-from pi_lora.recipe.schema import BenchmarksEvaluation, Evaluation, PasskeyEvaluation
 
 
 @pytest.fixture(scope="module")
@@ -98,14 +98,14 @@ def test_a_recipe_that_names_nothing_gets_perplexity_and_passkey(own_run: Path) 
     evaluation, named = evaluation_of(own_run)
     assert not named
     assert list(asked_for(evaluation)) == ["perplexity", "passkey"]
-    assert evaluation.passkey == PasskeyEvaluation()
+    assert evaluation.passkey == PasskeyOptions()
     asks_for(own_run, {"every": 5})
     assert evaluation_of(own_run) == (evaluation, False)
     asks_for(own_run, {"benchmarks": {}})
     evaluation, named = evaluation_of(own_run)
     assert named
     assert list(asked_for(evaluation)) == ["benchmarks"]
-    assert evaluation.benchmarks == BenchmarksEvaluation()
+    assert evaluation.benchmarks == BenchmarksOptions()
 
 
 def test_that_it_names_nothing_is_said(

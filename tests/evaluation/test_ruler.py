@@ -20,7 +20,7 @@ from pi_lora.errors import DataError, Interrupted, PiLoraError
 from pi_lora.evaluation.results import RulerScores, RulerTask, read_scores, write_scores
 from pi_lora.evaluation.suite import MEASUREMENTS, check_has_lm_eval
 from pi_lora.models.load import LoadedModel, load
-from pi_lora.recipe.schema import RulerEvaluation
+from pi_lora.recipe.evaluation import RulerOptions
 from pi_lora.types import silent
 
 wonderwords = pytest.importorskip("wonderwords", reason="RULER of lm-eval draws its words from it")
@@ -316,7 +316,7 @@ def test_an_interrupted_measurement_goes_on(
 
 def test_a_recipe_may_ask_for_it(small: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     knowing(small, monkeypatch, list)
-    asked = RulerEvaluation(windows=(1024, 768), tasks=("ruler_fwe",), samples=2, chat_template=False)
+    asked = RulerOptions(windows=(1024, 768), tasks=("ruler_fwe",), samples=2, chat_template=False)
     scores = MEASUREMENTS["ruler"].prepare(asked)(small, silent)
     assert isinstance(scores, RulerScores)
     assert [each.window for each in scores.lengths] == [768, 1024]

@@ -19,8 +19,9 @@ from processes import without_progress
 
 from pi_lora.distributed import check_launched, launch_arguments
 from pi_lora.errors import RecipeError
+from pi_lora.recipe.evaluation import Evaluation
 from pi_lora.recipe.files import dump_recipe
-from pi_lora.recipe.schema import Evaluation, Recipe
+from pi_lora.recipe.schema import Recipe
 
 CLUSTER = {"gpus": 8, "machines": 4}
 

@@ -14,8 +14,8 @@ from pi_lora.models.adapter import prepare_for_tuning
 from pi_lora.models.base import load_model
 from pi_lora.models.load import LoadedModel, Stretch, find, load
 from pi_lora.models.machine import measured_under_autocast
+from pi_lora.recipe.evaluation import Evaluation
 from pi_lora.recipe.files import load_recipe
-from pi_lora.recipe.schema import Evaluation
 from pi_lora.training.callbacks import _as_when_loaded
 
 pytestmark = pytest.mark.processor

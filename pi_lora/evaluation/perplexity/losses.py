@@ -15,7 +15,7 @@ from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel
 
 from pi_lora.errors import DataError
-from pi_lora.evaluation.forward import default_windows, forget_lengths, padded, pass_tokens
+from pi_lora.evaluation.forward import forget_lengths, padded, pass_tokens
 from pi_lora.evaluation.results import WindowPerplexity
 from pi_lora.types import Json
 
@@ -112,14 +112,6 @@ def _logits(model: Any, ids: torch.Tensor, parts: Sequence[torch.Tensor]) -> Ite
     with hook:
         for part in parts:
             yield model(input_ids=ids[:, :1] if made else ids, use_cache=False, logits_to_keep=part - 1).logits
-
-
-def sweep_of(windows: Sequence[int] | None, stride: int | None, window: int) -> tuple[list[int], int]:
-    """Return windows and stride in tokens of a model that reads `window`: those asked for, or the paper's stride of
-    256, or half the shortest window where that is less.
-    """
-    lengths = sorted(windows or default_windows(window, stride))
-    return lengths, stride or min(256, max(1, lengths[0] // 2))
 
 
 @dataclass(frozen=True)

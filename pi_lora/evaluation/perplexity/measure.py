@@ -18,9 +18,10 @@ from pi_lora.errors import DataError
 from pi_lora.evaluation.forward import check_ids, check_numbers, depends_on_length, described
 from pi_lora.evaluation.journal import Journal, journaled
 from pi_lora.evaluation.perplexity import losses
-from pi_lora.evaluation.perplexity.losses import DocumentLosses, Sweep, sweep_of, window_scores
+from pi_lora.evaluation.perplexity.losses import DocumentLosses, Sweep, window_scores
 from pi_lora.evaluation.results import DocumentPerplexity, LossByPosition, PerplexityScores, PositionLoss
 from pi_lora.models.load import LoadedModel
+from pi_lora.recipe.evaluation import PerplexityOptions
 from pi_lora.types import Progress, silent
 
 # What a tokenizer may add to a text, such as BOS; of the text itself it makes at most one token per byte.
@@ -63,7 +64,7 @@ def evaluate_perplexity(
     `shared` each process measures its part of the documents, with the whole model, and an interrupted evaluation
     continues when it is called again.
     """
-    windows, stride = sweep_of(windows, stride, loaded.window)
+    windows, stride = PerplexityOptions(windows=tuple(windows) if windows else None, stride=stride).sweep(loaded.window)
     longest = max(windows)
     bins = min(BINS, longest - 1) if by_position else 0
     sweep = Sweep(tuple(windows), stride, bins, depends_on_length(loaded.config))

@@ -11,12 +11,13 @@ import lm_eval
 from pi_lora.errors import DataError
 from pi_lora.evaluation.benchmarks.answering import Answering
 from pi_lora.evaluation.benchmarks.measure import quiet
-from pi_lora.evaluation.forward import default_windows, described, prompts_at_once
+from pi_lora.evaluation.forward import described, prompts_at_once
 from pi_lora.evaluation.journal import journaled
 from pi_lora.evaluation.results import RulerScores, RulerTask
 from pi_lora.evaluation.ruler.effective import effective_length, mean_of, standard_error
 from pi_lora.evaluation.ruler.prompts import Asked, check_essays, fitted, sentences
 from pi_lora.models.load import LoadedModel
+from pi_lora.recipe.evaluation import default_windows
 from pi_lora.types import Progress, silent
 
 

@@ -1,0 +1,129 @@
+"""Options of every measurement: a section of a recipe, the options of its command, and kept whole in its scores."""
+
+from typing import Annotated, Any, Self
+
+from pydantic import Field, model_validator
+
+from pi_lora.recipe.section import LIST, Section, Seed, Texts, Windows
+
+# The paper's stride, and the shortest window that is measured unless --windows says otherwise; both in tokens.
+STRIDE = SHORTEST_WINDOW = 256
+
+
+def default_windows(window: int, shortest: int | None = None) -> tuple[int, ...]:
+    """Return `window` and its halves in tokens, down to the `shortest`, or to 256.
+
+    >>> default_windows(1024), default_windows(1024, 512)
+    ((256, 512, 1024), (512, 1024))
+    """
+    halves = [window]
+    while halves[0] // 2 >= max(SHORTEST_WINDOW, shortest or 0):
+        halves.insert(0, halves[0] // 2)
+    return tuple(halves)
+
+
+class PerplexityOptions(Section):
+    """Sliding-window perplexity (paper, section 3.2)."""
+
+    data: str = Field("builtin:stdlib", description="a file, folder, glob or hub id; `pg19` or `proof-pile`")
+    windows: Windows = Field(None, description="in tokens; by default L', L'/2, ... while the stride fits")
+    stride: int | None = Field(None, gt=0, description="tokens; by default 256, or half the shortest window")
+    documents: int | None = Field(None, gt=0, description="how many; by default all, of builtin:stdlib 12")
+    truncate: int | None = Field(None, gt=0, description="tokens of each document that are measured; by default all")
+    min_tokens: int | None = Field(None, gt=0, description="shorter documents are left out")
+    seed: int | None = Field(None, ge=0, lt=2**32, description="draw documents at random; by default the first")
+    split: str = Field("test", description="of a hub data set or builtin:stdlib")
+    column: str = Field("text", description="of rows: the one that holds the text")
+    by_position: bool = Field(False, description="also the loss by position in the longest window")
+
+    @model_validator(mode="after")
+    def _stride_fits(self) -> Self:
+        if self.windows and self.stride and self.stride > min(self.windows):
+            raise ValueError(f"stride: {self.stride} is longer than the shortest window, {min(self.windows)}; lower it")
+        if self.windows and self.truncate and self.truncate < max(self.windows):
+            raise ValueError(f"truncate: {self.truncate} tokens do not hold a window of {max(self.windows)}; raise it")
+        return self
+
+    def sweep(self, window: int) -> tuple[tuple[int, ...], int]:
+        """Return windows, the shortest first, and stride in tokens, for a model that reads `window` tokens."""
+        windows = tuple(sorted(self.windows or default_windows(window, self.stride)))
+        return windows, self.stride or min(STRIDE, max(1, windows[0] // 2))
+
+
+class PasskeyOptions(Section):
+    """Passkey retrieval (paper, section 3.3)."""
+
+    target: int | None = Field(None, gt=0, description="tokens of context; by default L'")
+    targets: Windows = Field(None, description="several lengths of context instead")
+    depths: int = Field(32, gt=0, le=10_000, description="number of distances, uniformly spaced up to the target")
+    trials: int = Field(10, gt=0, le=10_000, description="random keys at each distance")
+    seed: Seed = Field(0, description="of the random keys")
+    k_max_only: bool = Field(False, description="measure no more than decides k_max")
+
+    @model_validator(mode="after")
+    def _one_kind(self) -> Self:
+        if self.targets and (self.target or self.k_max_only):
+            raise ValueError("targets: measures every depth of each length; leave out target and k_max_only")
+        return self
+
+
+class BenchmarksOptions(Section):
+    """Short-context benchmarks (paper, table 5), of the finished run only."""
+
+    tasks: Annotated[Texts, Field(min_length=1)] = Field(
+        ("boolq", "piqa", "race_middle", "race_high", "winogrande"), description="tasks or groups of lm-eval"
+    )
+    window: int | None = Field(None, gt=1, description="tokens that an input is cut to; by default L")
+    limit: int | None = Field(None, gt=0, description="examples of each task; by default all")
+    batch_size: int = Field(8, gt=0, description="inputs per forward pass")
+    data: Texts = Field((), description="local data: `boolq=FILE`, or a folder of them")
+
+
+class RulerOptions(Section):
+    """RULER (Hsieh et al. 2024) through lm-eval, of the finished run only."""
+
+    windows: Windows = Field(None, description="in tokens; by default L', L'/2, ... down to L")
+    tasks: Annotated[tuple[str, ...] | None, LIST] = Field(None, description="of lm-eval's 13; by default all")
+    samples: int = Field(100, gt=0, le=500, description="prompts of each task and window")
+    seed: Seed = Field(0, description="of the prompts")
+    haystack: str | None = Field(None, description="a file of text instead of the hub's essays")
+    data: Texts = Field((), description="local data: `ruler_qa_squad=FILE`")
+    batch_size: int | None = Field(None, gt=0, description="prompts at once; by default as many as 16,384 tokens hold")
+    chat_template: bool = Field(False, description="put prompts as chats")
+
+
+class ShortEvaluation(Section):
+    """What is smaller in the measurements during training; what is left out is as in those of the finished run."""
+
+    documents: int | None = Field(None, gt=0, description="of perplexity; dealt out over processes, as depths are")
+    truncate: int | None = Field(None, gt=0, description="of perplexity")
+    stride: int | None = Field(None, gt=0, description="of perplexity")
+    depths: int | None = Field(None, gt=0, description="of passkey")
+    trials: int | None = Field(None, gt=0, description="of passkey")
+
+
+class Evaluation(Section):
+    """What is measured of a run, and how often during training."""
+
+    every: int | None = Field(None, gt=0, description="steps between measurements, beginning at step 0")
+    perplexity: PerplexityOptions | None = None
+    passkey: PasskeyOptions | None = None
+    benchmarks: BenchmarksOptions | None = None
+    ruler: RulerOptions | None = None
+    while_training: ShortEvaluation | None = None
+
+    def in_short(self) -> "Evaluation":
+        """Return what is measured every so many steps: smaller where `while_training` says so, and no benchmarks."""
+        smaller = self.while_training.model_dump(exclude_none=True) if self.while_training else {}
+        sections: dict[str, Any] = {
+            name: {**asked.model_dump(), **{key: smaller[key] for key in smaller if key in type(asked).model_fields}}
+            for name, asked in (("perplexity", self.perplexity), ("passkey", self.passkey))
+            if asked
+        }
+        return Evaluation.model_validate({"every": self.every, **sections})
+
+    @model_validator(mode="after")
+    def _short_fits(self) -> Self:
+        if self.while_training:
+            self.in_short()
+        return self
