@@ -25,8 +25,8 @@ from pathlib import Path
 from pi_lora.errors import PiLoraError
 from pi_lora.merging.llama_cpp import CONVERTER, export_gguf
 from pi_lora.merging.merging import merge
-from pi_lora.models.base import BUILTIN_FOLDER
-from pi_lora.models.load import find
+from pi_lora.models.location import BUILTIN_FOLDER
+from pi_lora.models.model import find
 from pi_lora.recipe.places import cache_folder
 
 ROOT = Path(__file__).parent.parent
@@ -199,7 +199,7 @@ def main() -> None:
             shutil.rmtree(PLACE / "models" / model, ignore_errors=True)
         folder, (run, base, length) = merged(model), MODELS[model]
         found = find(str(folder))
-        original = int(found.base.config["max_position_embeddings"])
+        original = int(found.base_config["max_position_embeddings"])
         facts = {"original": original, "target": found.window, "tokens": length, "text": options.text.name}
         request = {"folder": str(folder), "ids": prompt(model, options.text), "base": str(base)}
         reference = transformers_5(model, options.text, request)

@@ -24,7 +24,7 @@ import torch
 
 from pi_lora.data.batches import Batch, CollateExamples, LengthGroups
 from pi_lora.data.sources import find_table
-from pi_lora.models.load import LoadedModel, Stretch, load
+from pi_lora.models.model import Extension, Model, load
 from pi_lora.recipe.schema import Source
 
 ROOT = Path(__file__).parent.parent
@@ -40,7 +40,7 @@ def example_lengths(rows: Rows) -> list[int]:
     return [len(row["prompt_ids"]) + len(row["completion_ids"]) for row in rows]
 
 
-def rows_in_proportion(texts: Sequence[tuple[str, str]], loaded: LoadedModel, cut: int | None) -> Rows:
+def rows_in_proportion(texts: Sequence[tuple[str, str]], loaded: Model, cut: int | None) -> Rows:
     """Return examples whose documents are in proportion to the reports after `cut` characters."""
     lengths = [min(len(report), cut or len(report)) for report, _ in texts]
     room = WINDOW - SUMMARY_TOKENS
@@ -71,7 +71,7 @@ def batches(rows: Rows, how: str, at_once: int, padding: int) -> Iterator[Batch]
         yield batch
 
 
-def tokens_a_second(loaded: LoadedModel, rows: Rows, how: str, at_once: int) -> float:
+def tokens_a_second(loaded: Model, rows: Rows, how: str, at_once: int) -> float:
     """Train one epoch with a forward, a backward and an optimizer step per batch, and return its tokens per second."""
     optimizer = torch.optim.AdamW(loaded.model.parameters(), lr=1e-6)
     started = time.perf_counter()
@@ -82,7 +82,7 @@ def tokens_a_second(loaded: LoadedModel, rows: Rows, how: str, at_once: int) -> 
     return sum(example_lengths(rows)) / (time.perf_counter() - started)
 
 
-def measured(loaded: LoadedModel, rows: Rows, rounds: int, at_once: int) -> dict[str, Any]:
+def measured(loaded: Model, rows: Rows, rounds: int, at_once: int) -> dict[str, Any]:
     """Return tokens per second of every way, in turns, and the share of computed tokens that is not padding."""
     ways = ("padded", "shuffled", "grouped")
     tokens_a_second(loaded, rows, "grouped", at_once)  # warms up
@@ -112,7 +112,7 @@ def main() -> None:
 
     table = find_table(Source(name=options.reports))
     texts = [(row["report"], row["summary"]) for _, row in table.rows(["report", "summary"])]
-    loaded = load("builtin:tiny", Stretch(WINDOW))
+    loaded = load("builtin:tiny", Extension(WINDOW))
     loaded.model.train()
     result: dict[str, Any] = {"machine": machine(), "at_once": options.at_once, "lengths": {}}
     for name, cut in {"whole reports": None, f"cut to {CUT:,} characters": CUT}.items():

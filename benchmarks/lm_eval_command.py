@@ -55,7 +55,7 @@ def write_tasks(folder: Path, data: Path) -> None:
 
 def theirs(tasks: Path, limit: int | None, batch_size: int, window: int) -> dict[str, Any]:
     """What lm-eval's own command writes of the built-in model, by task."""
-    from pi_lora.models.base import BUILTIN_FOLDER
+    from pi_lora.models.location import BUILTIN_FOLDER
 
     command = [sys.executable, "-m", "lm_eval", "run", "--model", "hf", "--device", "cpu"]
     command += ["--model_args", f"pretrained={BUILTIN_FOLDER / 'tiny'},dtype=float32,max_length={window}"]

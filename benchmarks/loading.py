@@ -26,15 +26,15 @@ from unittest.mock import patch
 import torch
 from merge import make
 
-from pi_lora.models.load import adapter_base, load
-from pi_lora.models.origin import RUN_FILE, origin_of
+from pi_lora.models.model import find, load
+from pi_lora.models.origin import RUN_FILE
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "loading.json"
 SMOLLM2 = ROOT / "adapters" / "smollm2_135m_16k"
 CHECKS = (
-    "load.check_origin",
-    "base._check_complete",
+    "model.Model.check_origin",
+    "weights._check_complete",
     "finite.finite",
     "tokenizer_files.check_files",
     "tokenizer_files.try_out",
@@ -76,7 +76,7 @@ def known_by_content(run: Path, folder: Path) -> Path:
     shutil.copytree(run, folder)
     file = folder / RUN_FILE
     said = json.loads(file.read_text()) if file.is_file() else {}
-    origin = origin_of(adapter_base(folder)[0], "", "").model_dump()
+    origin = find(str(folder)).origin("", "").model_dump()
     file.write_text(json.dumps({**said, "origin": origin}))
     return folder
 

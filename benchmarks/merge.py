@@ -56,7 +56,9 @@ def make(size: str, folder: Path) -> None:
     from transformers import LlamaConfig
 
     from pi_lora.merging.shards import Planned, filled_shards, write_shards
-    from pi_lora.models.base import BUILTIN_FOLDER, extended_config, find_base, save_config
+    from pi_lora.models.location import BUILTIN_FOLDER
+    from pi_lora.models.model import Extension, find
+    from pi_lora.models.stored import save_config
     from pi_lora.scaling.verify import build_on_meta
     from pi_lora.types import silent
 
@@ -68,7 +70,7 @@ def make(size: str, folder: Path) -> None:
     config = LlamaConfig(**SIZES[size], max_position_embeddings=2048, dtype="bfloat16")
     config.architectures = ["LlamaForCausalLM"]
     config.save_pretrained(base)
-    found = find_base(str(base))
+    found = find(str(base))
     model = build_on_meta(LlamaConfig, found.config)
     weights = {name: tuple(weight.shape) for name, weight in model.state_dict().items()}
     random = torch.Generator().manual_seed(0)
@@ -94,7 +96,7 @@ def make(size: str, folder: Path) -> None:
         base_model_name_or_path=str(base),
     )
     settings.save_pretrained(run)
-    save_config(extended_config(found, found.interpolation("pi", 8192)), run)
+    save_config(found.extended(Extension(8192)).config, run)
 
 
 def drawn(shape: tuple[int, ...], dtype: object, random: object) -> Iterator[object]:

@@ -20,7 +20,7 @@ from pathlib import Path
 from pi_lora.evaluation.passkey.measure import evaluate_passkey
 from pi_lora.evaluation.passkey.prompt import Grid, Trial, trials_at
 from pi_lora.evaluation.results import PasskeyScores
-from pi_lora.models.load import LoadedModel, Stretch, load
+from pi_lora.models.model import Extension, Model, load
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "passkey.json"
@@ -37,7 +37,7 @@ def seconds_of(work: Callable[[], object]) -> float:
     return time.perf_counter() - started
 
 
-def generate_seconds(loaded: LoadedModel, outcomes: list[list[bool]], per_depth: int, use_cache: bool) -> float:
+def generate_seconds(loaded: Model, outcomes: list[list[bool]], per_depth: int, use_cache: bool) -> float:
     """Seconds that the whole grid takes `generate`, from `per_depth` trials at every distance; prompts are at hand."""
     from oracle_passkey import generated
 
@@ -53,11 +53,11 @@ def generate_seconds(loaded: LoadedModel, outcomes: list[list[bool]], per_depth:
     return (time.perf_counter() - started) * GRID.trials / per_depth
 
 
-def measure(loaded: LoadedModel, k_max_only: bool = False) -> PasskeyScores:
+def measure(loaded: Model, k_max_only: bool = False) -> PasskeyScores:
     return evaluate_passkey(loaded, GRID, k_max_only=k_max_only)
 
 
-def one_round(loaded: LoadedModel, outcomes: list[list[bool]]) -> dict[str, float]:
+def one_round(loaded: Model, outcomes: list[list[bool]]) -> dict[str, float]:
     return {
         "pi_lora": seconds_of(lambda: measure(loaded)),
         "pi_lora_k_max_only": seconds_of(lambda: measure(loaded, k_max_only=True)),
@@ -75,7 +75,7 @@ def main() -> None:
 
     logging.getLogger("transformers").setLevel(logging.ERROR)
     name = options.model or ("demo/live" if Path("demo/live").exists() else "builtin:tiny")
-    loaded = load(name, Stretch(GRID.target) if name == "builtin:tiny" else None)
+    loaded = load(name, Extension(GRID.target) if name == "builtin:tiny" else None)
     scores, only = measure(loaded), measure(loaded, k_max_only=True)
     outcomes = [row.outcomes for row in scores.depths]
     rounds = []

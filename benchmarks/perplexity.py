@@ -112,10 +112,10 @@ def prepare(folder: Path, options: argparse.Namespace) -> dict[str, Path]:
 
     from pi_lora.data.sources import Choice
     from pi_lora.evaluation.perplexity.measure import choose_documents
-    from pi_lora.models.base import BUILTIN_FOLDER
-    from pi_lora.models.load import Stretch, load
+    from pi_lora.models.location import BUILTIN_FOLDER
+    from pi_lora.models.model import Extension, load
 
-    loaded = load("builtin:tiny", Stretch(WINDOWS[-1]))
+    loaded = load("builtin:tiny", Extension(WINDOWS[-1]))
     choice = Choice(documents=options.documents, min_tokens=options.tokens, truncate=options.tokens)
     chosen = choose_documents(loaded, options.data, choice, WINDOWS[-1])
     (folder / "documents.json").write_text(json.dumps([list(each.ids) for each in chosen.documents]))

@@ -15,7 +15,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from pi_lora.models.base import BUILTIN_FOLDER
+from pi_lora.models.location import BUILTIN_FOLDER
 from pi_lora.planning.planning import device_here
 from pi_lora.planning.text import planned
 

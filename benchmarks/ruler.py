@@ -43,7 +43,7 @@ def ours(folder: Path, task: str, options: argparse.Namespace) -> tuple[Json, di
 
 def theirs(folder: Path, task: str, length: int, options: argparse.Namespace) -> tuple[float, dict[str, float]]:
     """The score that lm-eval's own command gives for a task whose prompts are made for `length` tokens."""
-    from pi_lora.models.base import BUILTIN_FOLDER
+    from pi_lora.models.location import BUILTIN_FOLDER
 
     model = f"pretrained={BUILTIN_FOLDER / 'tiny'},dtype=float32,max_length={options.window}"
     command = [sys.executable, "-m", "lm_eval", "run", "--model", "hf", "--device", "cpu", "--model_args", model]

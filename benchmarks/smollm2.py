@@ -29,7 +29,7 @@ from pi_lora.evaluation.results import Scores
 from pi_lora.evaluation.ruler.measure import evaluate_ruler
 from pi_lora.evaluation.ruler.prompts import find_texts
 from pi_lora.models.device import has_fast_bfloat16
-from pi_lora.models.load import LoadedModel, Stretch, load
+from pi_lora.models.model import Extension, Model, load
 from pi_lora.recipe.files import load_recipe
 from pi_lora.run_folder import RECIPE_FILE, read_training_log
 
@@ -65,34 +65,34 @@ def split(books: Path, into: Path) -> None:
             link.symlink_to(book.resolve())
 
 
-def loaded(which: str, run: str, dtype: str | None) -> LoadedModel:
+def loaded(which: str, run: str, dtype: str | None) -> Model:
     if which == "tuned":
         return load(run, dtype=dtype)
-    return load(BASE, None if which == "base" else Stretch(TARGET), dtype)
+    return load(BASE, None if which == "base" else Extension(TARGET), dtype)
 
 
 def progress(done: int, total: int, note: str = "") -> None:
     print(f"\r{done} of {total} {note}", end="", file=sys.stderr, flush=True)
 
 
-def perplexity(model: LoadedModel, novels: Path, documents: int = DOCUMENTS) -> Scores:
+def perplexity(model: Model, novels: Path, documents: int = DOCUMENTS) -> Scores:
     """Every token of the first 16,384 of each novel, under each window."""
     choice = Choice(documents=documents, truncate=max(WINDOWS))
     return evaluate_perplexity(model, str(novels), WINDOWS, STRIDE, choice, progress, shared=True)
 
 
-def passkey(model: LoadedModel, which: str, grid: Grid = GRID) -> Scores:
+def passkey(model: Model, which: str, grid: Grid = GRID) -> Scores:
     """Of a model that is not tuned only what decides k_max."""
     return evaluate_passkey(model, grid, progress, k_max_only=which != "tuned", shared=True)
 
 
-def short(model: LoadedModel, folder: Path) -> Scores:
+def short(model: Model, folder: Path) -> Scores:
     """The result names the data without the folder, which is this machine's."""
     scores = evaluate_benchmarks(model, prepare(TASKS, (str(folder),)), EXAMPLES, 8, 2048, progress)
     return scores.model_copy(update={"data": {task: Path(place).name for task, place in scores.data.items()}})
 
 
-def ruler(model: LoadedModel, windows: Sequence[int], samples: int) -> Scores:
+def ruler(model: Model, windows: Sequence[int], samples: int) -> Scores:
     return evaluate_ruler(model, find_texts(RULER_TASKS), windows, samples, progress=progress)
 
 

@@ -32,11 +32,11 @@ def bare(recipe: Recipe, warm: int) -> float:
     from trl import SFTConfig, SFTTrainer
 
     from pi_lora.data.packing import training_sequences
-    from pi_lora.models.base import find_base
     from pi_lora.models.device import has_fast_bfloat16
+    from pi_lora.models.model import find
 
     transformers.logging.set_verbosity_error()
-    training, folder = recipe.training, find_base(recipe.model.name).folder
+    training, folder = recipe.training, find(recipe.model.name).folder
     tokenizer = AutoTokenizer.from_pretrained(folder)
     config = AutoConfig.from_pretrained(folder)
     original, target = config.max_position_embeddings, recipe.context.target

@@ -6,12 +6,12 @@ from pi_lora.errors import PiLoraError
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from pi_lora.api.functions import evaluate_passkey, evaluate_perplexity, merge, plan, train
-    from pi_lora.models.load import LoadedModel, Stretch, load
+    from pi_lora.models.model import Extension, Model, load
 
 __all__ = [
-    "LoadedModel",
+    "Extension",
+    "Model",
     "PiLoraError",
-    "Stretch",
     "evaluate_passkey",
     "evaluate_perplexity",
     "load",
@@ -23,10 +23,10 @@ __all__ = [
 
 def __getattr__(name: str) -> object:
     """Import what needs torch only when it is asked for, so that the command line starts at once."""
-    if name in ("LoadedModel", "Stretch", "load"):
-        import pi_lora.models.load
+    if name in ("Extension", "Model", "load"):
+        import pi_lora.models.model
 
-        return getattr(pi_lora.models.load, name)
+        return getattr(pi_lora.models.model, name)
     if name in __all__:
         import pi_lora.api.functions
 

@@ -13,23 +13,22 @@ from pi_lora.data.examples import data_problems
 from pi_lora.data.sources import RECALL
 from pi_lora.errors import ModelError, PiLoraError, RecipeError
 from pi_lora.models.adapter import check_shape
-from pi_lora.models.base import extended_config, find_base
-from pi_lora.models.load import adapter_base, is_adapter
 from pi_lora.models.machine import LIGER, check_liger
+from pi_lora.models.model import Extension, find, is_adapter
 from pi_lora.planning.counting import shape_of
 from pi_lora.planning.planning import CPU, Plan, Target, device_here, plan_recipe
 from pi_lora.recipe.schema import Data, Recipe
 from pi_lora.run_folder import check_output, check_resumed_recipe
-from pi_lora.scaling.config import check_reach, scale_of, window_of
+from pi_lora.scaling.config import check_reach, window_of
 from pi_lora.training.job import Job, rate_share
-from pi_lora.types import NOTHING, Allowed
+from pi_lora.types import NO_PERMISSIONS, Permissions
 
 T = TypeVar("T")
 # Where runs go by default; no repository on the hub has such a name.
 OUTPUTS = ("adapters/", "models/")
 
 
-def check(recipe: Recipe, output: Path, resume: bool = False, allowed: Allowed = NOTHING) -> Job:
+def check(recipe: Recipe, output: Path, resume: bool = False, permissions: Permissions = NO_PERMISSIONS) -> Job:
     """Return the job of `recipe`; raise all mistakes that show before weights or texts are read, a line each."""
     mistakes: list[PiLoraError] = []
 
@@ -40,11 +39,11 @@ def check(recipe: Recipe, output: Path, resume: bool = False, allowed: Allowed =
             mistakes.append(mistake)
             return None
 
-    job = attempt(_extended_model if recipe.scaling == "keep" else _extendable_base, recipe, output, allowed)
+    job = attempt(_extended_model if recipe.scaling == "keep" else _extendable_base, recipe, output, permissions)
     attempt(lambda: _raise_all(data_problems(recipe.data), _evaluation_problems(recipe)))
     attempt(_raise_all, _hardware_problems(recipe), _missing_packages(recipe))
     if job and recipe.model.kernels == "liger" and importlib.util.find_spec(LIGER):
-        attempt(check_liger, job.base.config["model_type"])
+        attempt(check_liger, job.model.config["model_type"])
     attempt(rate_share, recipe.training)
     attempt(check_output, output, resume)
     if resume:
@@ -53,13 +52,13 @@ def check(recipe: Recipe, output: Path, resume: bool = False, allowed: Allowed =
         raise mistakes[0]
     if mistakes or job is None:
         raise RecipeError([str(mistake) for mistake in mistakes])
-    job.resume, job.allowed = resume, allowed
+    job.resume, job.permissions = resume, permissions
     return job
 
 
-def check_data(recipe: Recipe, allowed: Allowed = NOTHING) -> Job:
+def check_data(recipe: Recipe, permissions: Permissions = NO_PERMISSIONS) -> Job:
     """Return the job of `recipe` on a machine that prepares its data alone; raise what is wrong with model and data."""
-    job = (_extended_model if recipe.scaling == "keep" else _extendable_base)(recipe, Path(), allowed)
+    job = (_extended_model if recipe.scaling == "keep" else _extendable_base)(recipe, Path(), permissions)
     _raise_all(data_problems(recipe.data))
     return job
 
@@ -69,41 +68,35 @@ def plan_here(job: Job) -> Plan | None:
     recipe, here = job.recipe, device_here()
     try:
         # Under `keep` the model's own window is the one before.
-        original = job.target if recipe.scaling == "keep" else job.original
+        original = job.model.window if recipe.scaling == "keep" else job.original
         no_gpu = here.name == CPU and recipe.hardware.gpus is not None
-        return plan_recipe(recipe, Target(shape_of(job.base.skeleton), original), None if no_gpu else here)
+        return plan_recipe(recipe, Target(shape_of(job.model.skeleton), original), None if no_gpu else here)
     except ModelError:
         return None
 
 
-def _extendable_base(recipe: Recipe, output: Path, allowed: Allowed) -> Job:
+def _extendable_base(recipe: Recipe, output: Path, permissions: Permissions) -> Job:
     model, context = recipe.model, recipe.context
     if is_adapter(model.name):
         merged = f"merge it first (pi-lora merge {shlex.quote(model.name)}) and extend the merged model"
         kept = f"{model.name} is an adapter of an extended model; tune it further with scaling: keep"
         raise ModelError(f"model.name: {kept}, or {merged}")
     assert recipe.scaling != "keep"
-    base = find_base(model.name, model.revision, allowed)
-    interpolation = base.interpolation(recipe.scaling, context.target, context.original)
-    config = extended_config(base, interpolation)
-    return Job(recipe, output, base, config, interpolation.original, interpolation.target)
+    extension = Extension(context.target, context.original, recipe.scaling)
+    found = find(model.name, extension, permissions, model.revision)
+    return Job(recipe, output, found, context.original or window_of(found.base_config))
 
 
-def _extended_model(recipe: Recipe, output: Path, allowed: Allowed) -> Job:
+def _extended_model(recipe: Recipe, output: Path, permissions: Permissions) -> Job:
     """Find a model that is tuned under its own scaling: full weights, or an adapter with its base."""
-    name, adapter = recipe.model.name, None
-    if is_adapter(name):
-        adapter = Path(name)
-        base, config = adapter_base(adapter, allowed=allowed)
-        check_shape(adapter, recipe.tuning, base.skeleton)
-    elif name.startswith(OUTPUTS) and not Path(name).exists():
+    name = recipe.model.name
+    if not is_adapter(name) and name.startswith(OUTPUTS) and not Path(name).exists():
         raise ModelError(f"model.name: {name}: no such run yet; train its recipe first, or name an extended model")
-    else:
-        base = find_base(name, recipe.model.revision, allowed)
-        config = extended_config(base, None)
-    check_reach(name, config, recipe.context.target)
-    window = window_of(config)
-    return Job(recipe, output, base, config, round(window / scale_of(config)), window, adapter)
+    found = find(name, permissions=permissions, revision=recipe.model.revision)
+    if found.adapter:
+        check_shape(found.adapter, recipe.tuning, found.skeleton)
+    check_reach(name, found.config, recipe.context.target)
+    return Job(recipe, output, found, round(found.window / found.scale))
 
 
 def _evaluation_problems(recipe: Recipe) -> Iterator[str]:

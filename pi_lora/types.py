@@ -7,16 +7,19 @@ Json = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Allowed:
-    """What only the person at the keyboard can allow, by a flag of the command: no file of a run or model does.
-    `changed`: a run is used although its base, tokenizer or data are not what they were.
+class Permissions:
+    """What only the person at the keyboard can permit, by a flag of the command: no file of a run or model does.
+
+    Attributes:
+        remote_code: Python code that a model brings is run.
+        changed: A run is used although its base, tokenizer or data are not what they were.
     """
 
     remote_code: bool = False
     changed: bool = False
 
 
-NOTHING = Allowed()
+NO_PERMISSIONS = Permissions()
 
 
 class Progress(Protocol):

@@ -27,7 +27,7 @@ from pi_lora.errors import PiLoraError
 from pi_lora.evaluation.passkey.measure import evaluate_passkey
 from pi_lora.evaluation.passkey.prompt import Grid
 from pi_lora.evaluation.perplexity.measure import evaluate_perplexity
-from pi_lora.models.load import LoadedModel, Stretch, load
+from pi_lora.models.model import Extension, Model, load
 from pi_lora.report.summary import markdown_table
 from pi_lora.writing import write_json
 
@@ -51,15 +51,15 @@ class Method:
 @dataclass(frozen=True)
 class Untuned:
     label: str
-    stretch: Stretch | None = None
+    stretch: Extension | None = None
 
 
 # Name, and how it differs from recipes/demo.yaml, which is LoRA on all linear layers with embeddings and norms, PI.
 ALL = "lora, embeddings and norms"
 METHODS: dict[str, Method | Untuned] = {
     "base": Untuned("not tuned"),
-    "pi-0": Untuned("not tuned, scaling: pi", Stretch(TARGET)),
-    "yarn-0": Untuned("not tuned, scaling: yarn", Stretch(TARGET, method="yarn")),
+    "pi-0": Untuned("not tuned, scaling: pi", Extension(TARGET)),
+    "yarn-0": Untuned("not tuned, scaling: yarn", Extension(TARGET, scaling="yarn")),
     "full": Method("full", ["tuning.method=full"], "2e-3"),
     "lora": Method("lora", ["tuning.also_train=nothing"]),
     "lora-norms": Method("lora, norms", ["tuning.also_train=norms"]),
@@ -87,7 +87,7 @@ def tuned(name: str, method: Method, rate: str, seed: int = 0) -> Path:
     return run
 
 
-def scores(loaded: LoadedModel, choice: Choice) -> dict:
+def scores(loaded: Model, choice: Choice) -> dict:
     """What a model has on these documents, and where it was measured."""
     perplexity = evaluate_perplexity(loaded, "builtin:stdlib", WINDOWS, STRIDE, choice)
     passkey = evaluate_passkey(loaded, Grid(TARGET, DEPTHS, TRIALS, PASSKEYS[choice]))

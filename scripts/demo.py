@@ -28,7 +28,7 @@ from pi_lora.evaluation.perplexity.measure import evaluate_perplexity
 from pi_lora.evaluation.results import PasskeyScores, PerplexityScores, write_scores
 from pi_lora.merging.merging import merge
 from pi_lora.models.device import has_fast_bfloat16
-from pi_lora.models.load import Stretch, load
+from pi_lora.models.model import Extension, load
 from pi_lora.preflight import check
 from pi_lora.recipe.files import RECIPE_FILE, load_recipe
 from pi_lora.report.pictures import comparison_picture
@@ -70,7 +70,7 @@ def tuned(name: str, *overrides: str) -> Path:
     return output
 
 
-def measured(name: str, model: str, stretch: Stretch | None = None) -> Measured:
+def measured(name: str, model: str, stretch: Extension | None = None) -> Measured:
     options = f" --original {ORIGINAL} --target {TARGET}" if stretch else ""
     sweep = f"--windows {','.join(map(str, WINDOWS))} --stride {STRIDE}"
     sweep += f" --documents {DOCUMENTS.documents} --truncate {DOCUMENTS.truncate}"
@@ -124,7 +124,7 @@ def main() -> None:
     live = tuned("live")
     rows = {
         "base, extrapolating": [measured("base", "builtin:tiny")],
-        "PI, step 0": [measured("step-0", "builtin:tiny", Stretch(TARGET, ORIGINAL))],
+        "PI, step 0": [measured("step-0", "builtin:tiny", Extension(TARGET, ORIGINAL))],
         f"PI, {STEPS} steps": [measured("live", str(live))],
     }
     if (RELEASED / RECIPE_FILE).is_file():

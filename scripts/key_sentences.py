@@ -25,7 +25,7 @@ from pi_lora.evaluation.results import SummarizationScores, as_json
 from pi_lora.evaluation.summarization.measure import evaluate_summarization, evaluation_data
 from pi_lora.evaluation.summarization.rouge import ROUGES
 from pi_lora.evaluation.summarization.writing import Sampling, find_writer
-from pi_lora.models.load import find
+from pi_lora.models.model import find
 from pi_lora.report.summary import markdown_table
 
 ROOT = Path(__file__).parent.parent

@@ -14,7 +14,7 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from pi_lora.data.recall import recall_document
 from pi_lora.evaluation.passkey.prompt import FILLER, prompt
-from pi_lora.models.base import save_tokenizer
+from pi_lora.models.tokenizer import save_tokenizer
 
 BOS, EOS = "<s>", "</s>"
 

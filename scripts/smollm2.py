@@ -18,9 +18,15 @@ import tempfile
 import zipfile
 from pathlib import Path
 
+import torch
+import transformers
+from tokenizers import pre_tokenizers
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
 from pi_lora.errors import ModelError, PiLoraError
-from pi_lora.models.base import save_dequantized
-from pi_lora.models.gguf import read_gguf
+from pi_lora.models.model import own_entries
+from pi_lora.models.stored import save_config
+from pi_lora.models.tokenizer import save_tokenizer
 from pi_lora.recipe.places import cache_folder
 from pi_lora.run_folder import staged
 
@@ -78,6 +84,25 @@ def gguf_file() -> Path:
     return file
 
 
+def dequantize(file: Path, folder: Path) -> None:
+    """Write the model and the tokenizer in `file` to `folder`, in bfloat16."""
+    how = transformers.GgufConfig(dequantize=True)
+    model = AutoModelForCausalLM.from_pretrained(
+        file.parent, gguf_file=file.name, dtype=torch.bfloat16, quantization_config=how
+    )
+    model.hf_quantizer = None
+    vars(model.config).pop("quantization_config", None)
+    vars(model.config).pop("_model_name_or_path", None)
+    model.save_pretrained(folder)
+    save_config({**own_entries(model.config), "architectures": [type(model).__name__]}, folder)
+    tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+    # It splits off each digit, which transformers 5.23 does not read from such a file.
+    steps = [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
+    tokenizer.model_max_length = model.config.max_position_embeddings
+    save_tokenizer(tokenizer, folder)
+
+
 def is_whole(folder: Path) -> bool:
     """Whether `folder` holds what this script wrote there."""
     try:
@@ -95,7 +120,7 @@ def main() -> None:
     with staged(output) as staging:
         file = gguf_file()
         print(f"{file.name}: dequantizing", flush=True)
-        save_dequantized(file, read_gguf(file), staging)
+        dequantize(file, staging)
         made_from = {"gguf": DIGEST, WEIGHTS: digest_of(staging / WEIGHTS)}
         (staging / MADE_FROM).write_text(json.dumps(made_from, indent=2) + "\n", encoding="utf-8")
         (staging / "README.md").write_text(CARD, encoding="utf-8")

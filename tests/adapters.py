@@ -10,7 +10,9 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from pi_lora.models.adapter import without_known_warnings
-from pi_lora.models.base import BUILTIN_FOLDER, extended_config, find_base, save_config
+from pi_lora.models.location import BUILTIN_FOLDER
+from pi_lora.models.model import Extension, find
+from pi_lora.models.stored import save_config
 
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
 
@@ -30,7 +32,7 @@ def save_base(config: PreTrainedConfig, folder: Path, dtype: torch.dtype = torch
 
 def save_run(base: Path, folder: Path, **settings: Any) -> Path:
     """A run that stretches `base` by 2 with an adapter of random numbers, as `LoraConfig(**settings)` says."""
-    found = find_base(str(base))
+    found = find(str(base))
     adapted = _adapted(base, LoraConfig(task_type="CAUSAL_LM", **settings))
     torch.manual_seed(1)
     with torch.no_grad():
@@ -38,7 +40,7 @@ def save_run(base: Path, folder: Path, **settings: Any) -> Path:
             if weight.requires_grad:
                 weight.add_(torch.randn_like(weight) * 0.05)
     adapted.save_pretrained(folder, save_embedding_layers=False)
-    save_config(extended_config(found, found.interpolation("pi", 128, 64)), folder)
+    save_config(found.extended(Extension(128, 64)).config, folder)
     for name in TOKENIZER:
         shutil.copyfile(BUILTIN_FOLDER / "tiny" / name, folder / name)
     settings_file = folder / "adapter_config.json"

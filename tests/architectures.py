@@ -20,17 +20,15 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig,
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from pi_lora.errors import ScalingError
-from pi_lora.models.base import BaseModel, extended_config, find_base
+from pi_lora.models.model import Extension, Model, find
 from pi_lora.scaling.config import (
     FULL_ATTENTION,
     LOCAL_ATTENTION,
     WINDOW_DECLARED,
     Method,
     full_attention_rope,
-    in_both_dialects,
     local_window,
     read_rope,
-    window_of,
 )
 
 PAGE = Path(__file__).parent.parent / "docs" / "models.md"
@@ -114,7 +112,7 @@ def small_config(model_type: str, keep: Callable[[str], bool] = lambda kind: Tru
     return config
 
 
-def stretched(config: PreTrainedConfig, method: Method = "pi") -> tuple[BaseModel, dict[str, Any]]:
+def stretched(config: PreTrainedConfig, method: Method = "pi") -> tuple[Model, dict[str, Any]]:
     """What pi-lora makes of a folder that holds this `config.json`: the base, and its config times `SCALE`.
 
     Raises:
@@ -122,9 +120,9 @@ def stretched(config: PreTrainedConfig, method: Method = "pi") -> tuple[BaseMode
     """
     with tempfile.TemporaryDirectory() as folder:
         config.save_pretrained(folder)
-        base = find_base(folder)
-        own_window = window_of(base.config)
-        return base, extended_config(base, base.interpolation(method, SCALE * own_window))
+        base = find(folder)
+        own_window = base.window
+        return base, dict(base.extended(Extension(SCALE * own_window, scaling=method)).config)
 
 
 def small_model(kind: type[PreTrainedConfig], config: Mapping[str, Any]) -> PreTrainedModel:
@@ -183,10 +181,10 @@ def same(left: list[torch.Tensor], right: list[torch.Tensor]) -> bool:
     return all(torch.allclose(*pair, rtol=1e-5, atol=1e-5) for pair in zip(left, right, strict=True))
 
 
-def verify(kind: type[PreTrainedConfig], base: BaseModel, extended: Mapping[str, Any]) -> None:
+def verify(kind: type[PreTrainedConfig], base: Model, extended: Mapping[str, Any]) -> None:
     """Position `m` of the extended model has the angles that `m / SCALE` has in the plain one, and gives its logits."""
     positions = torch.arange(TOKENS)[None]
-    plain = small_model(kind, in_both_dialects(base.config))
+    plain = small_model(kind, base.config)
     at_m, angles_at_m = run(plain, positions)
     by_hand, angles_by_hand = run(plain, positions / SCALE)
     logits, angles = run(small_model(kind, extended), positions)

@@ -7,8 +7,7 @@ from typing import Any
 from adapters import save_run
 from conftest import small_recipe
 
-from pi_lora.models.base import find_base
-from pi_lora.models.origin import origin_of
+from pi_lora.models.model import find
 from pi_lora.recipe.files import RECIPE_FILE, dump_recipe
 from pi_lora.recipe.schema import Recipe
 from pi_lora.run_folder import write_provenance
@@ -99,7 +98,7 @@ def make_run(model: Path, folder: Path, scores: dict[str, Any] = SCORES, recipe:
     run = save_run(model, folder, r=2, target_modules="all-linear")
     (run / "README.md").unlink()  # PEFT's
     (run / RECIPE_FILE).write_text(dump_recipe(recipe or small_recipe(model)))
-    write_provenance(run, origin_of(find_base(str(model)), tokenizer="0", data="0"), FACTS)
+    write_provenance(run, find(str(model)).origin(tokenizer="0", data="0"), FACTS)
     log = [{"step": step, "loss": 3.0 / step, "seconds": float(step)} for step in (1, 2, 3, 4)]
     (run / "training.jsonl").write_text("".join(json.dumps(line) + "\n" for line in log))
     (run / "scores").mkdir()

@@ -8,15 +8,15 @@ from pi_lora.data.sources import Choice
 from pi_lora.evaluation.passkey.measure import evaluate_passkey
 from pi_lora.evaluation.passkey.prompt import Grid
 from pi_lora.evaluation.perplexity.measure import evaluate_perplexity
-from pi_lora.models.base import BUILTIN_FOLDER
-from pi_lora.models.load import LoadedModel, Stretch, load
+from pi_lora.models.location import BUILTIN_FOLDER
+from pi_lora.models.model import Extension, Model, load
 
 FOLDER = BUILTIN_FOLDER / "tiny"
 SOME = Choice(2, truncate=2048)
 
 
 @pytest.fixture(scope="module")
-def base() -> LoadedModel:
+def base() -> Model:
     return load("builtin:tiny")
 
 
@@ -27,24 +27,24 @@ def test_it_is_small_and_a_llama() -> None:
     assert 1e6 < sum(weight.numel() for weight in load("builtin:tiny").model.parameters()) < 5e6
 
 
-def test_digits_are_single_tokens(base: LoadedModel) -> None:
+def test_digits_are_single_tokens(base: Model) -> None:
     ids = base.tokenizer("is 90817.", add_special_tokens=False)["input_ids"]
     assert base.tokenizer.convert_ids_to_tokens(ids)[-6:] == ["9", "0", "8", "1", "7", "."]
 
 
-def test_it_retrieves_every_passkey_inside_its_window(base: LoadedModel) -> None:
+def test_it_retrieves_every_passkey_inside_its_window(base: Model) -> None:
     scores = evaluate_passkey(base, Grid(256, 16, 4, seed=1))
     assert scores.k_max == 256
     assert all(depth.success_rate == 1 for depth in scores.depths)
 
 
-def test_beyond_its_window_it_fails_as_the_paper_says(base: LoadedModel) -> None:
+def test_beyond_its_window_it_fails_as_the_paper_says(base: Model) -> None:
     windows = evaluate_perplexity(base, "builtin:stdlib", [256, 1024], 128, SOME).windows
     assert windows[1].perplexity > 5 * windows[0].perplexity
     assert evaluate_passkey(base, Grid(1024, 8, 2, seed=1)).k_max <= 256
 
 
 def test_interpolated_without_tuning_it_is_flat() -> None:
-    step_0 = load("builtin:tiny", Stretch(target=1024))
+    step_0 = load("builtin:tiny", Extension(target=1024))
     windows = evaluate_perplexity(step_0, "builtin:stdlib", [256, 1024], 128, SOME).windows
     assert windows[1].perplexity == pytest.approx(windows[0].perplexity, rel=0.3)

@@ -18,7 +18,7 @@ FUNCTIONS = ["evaluate_passkey", "evaluate_perplexity", "load", "merge", "plan",
 
 
 def test_every_export_is_there() -> None:
-    assert pi_lora.__all__ == ["LoadedModel", "PiLoraError", "Stretch", *FUNCTIONS]
+    assert pi_lora.__all__ == ["Extension", "Model", "PiLoraError", *FUNCTIONS]
     for name in pi_lora.__all__:
         assert getattr(pi_lora, name).__doc__
 
@@ -44,7 +44,7 @@ def test_importing_it_and_planning_need_no_torch() -> None:
 
 
 def test_load_is_ready_to_use() -> None:
-    loaded = pi_lora.load("builtin:tiny", pi_lora.Stretch(target=1024))
+    loaded = pi_lora.load("builtin:tiny", pi_lora.Extension(target=1024))
     assert (loaded.window, loaded.scale) == (1024, 4)
     assert not loaded.model.training
 

@@ -13,7 +13,6 @@ from pi_lora.models.machine import computes_in_bfloat16, dtype_of_base
 from pi_lora.planning.memory import GIB
 from pi_lora.planning.text import plan_lines
 from pi_lora.preflight import check, plan_here
-from pi_lora.scaling.config import scale_of
 
 
 def test_weights_are_not_read(small_model: Path, tmp_path: Path) -> None:
@@ -21,7 +20,7 @@ def test_weights_are_not_read(small_model: Path, tmp_path: Path) -> None:
     folder.mkdir()
     (folder / "config.json").write_bytes((small_model / "config.json").read_bytes())
     checked = check(small_recipe(folder), tmp_path / "run")
-    assert (checked.original, checked.target, scale_of(checked.config)) == (64, 128, 2)
+    assert (checked.original, checked.model.window, checked.model.scale) == (64, 128, 2)
     assert not (tmp_path / "run").exists()
 
 

@@ -11,7 +11,7 @@ from pi_lora.cli import train as command
 from pi_lora.data.packing import training_sequences
 from pi_lora.data.tokens import Pool, encoder
 from pi_lora.errors import DataError
-from pi_lora.models.base import load_tokenizer
+from pi_lora.models.tokenizer import load_tokenizer
 from pi_lora.preflight import check_data
 from pi_lora.recipe.files import dump_recipe
 from pi_lora.recipe.schema import Data

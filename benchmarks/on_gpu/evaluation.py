@@ -12,8 +12,7 @@ from on_gpu.setting import Setting, random_model
 from pi_lora.evaluation.passkey.measure import evaluate_passkey
 from pi_lora.evaluation.passkey.prompt import Grid, trials_at
 from pi_lora.evaluation.perplexity.losses import Sweep, document_losses
-from pi_lora.models.base import BUILTIN_FOLDER, load_tokenizer
-from pi_lora.models.load import LoadedModel
+from pi_lora.models.model import Model, find
 
 sys.path.append(str(Path(__file__).parents[2] / "tests" / "evaluation"))
 # Windows of each length beyond the first one, stride 256: enough to time.
@@ -25,12 +24,8 @@ TRIALS_TIMED = 2
 def evaluation(setting: Setting, windows: list[int], grid: Grid, stride: int = STRIDE) -> dict[str, object]:
     """Tokens a second of perplexity at each window, and seconds of the grid, of a model with random weights."""
     target = max(*windows, grid.target)
-    loaded = LoadedModel(
-        setting.name,
-        random_model(setting, target, "lora").eval(),
-        load_tokenizer(BUILTIN_FOLDER / "tiny", 256),
-        {**setting.config, "max_position_embeddings": target},
-    )
+    loaded = find("builtin:tiny").being_tuned(setting.name, random_model(setting, target, "lora").eval(), False)
+    loaded.config = {**setting.config, "max_position_embeddings": target}
     return {
         "stride": stride,
         "perplexity": [perplexity_at(loaded.model, window, stride) for window in windows],
@@ -51,7 +46,7 @@ def perplexity_at(model: torch.nn.Module, window: int, stride: int) -> dict[str,
     return {"window": window, "pi_lora": scored / mine, "yarn": scored / plain}
 
 
-def passkey(loaded: LoadedModel, grid: Grid) -> dict[str, float]:
+def passkey(loaded: Model, grid: Grid) -> dict[str, float]:
     """Seconds of the whole grid; LongLoRA's way, a full prefill for every token of the answer, from a few trials."""
     from oracle_passkey import generated
 

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from pi_lora.models.base import quantization, quiet_loading
 from pi_lora.models.device import device
+from pi_lora.models.weights import quantization, quiet_loading
 from pi_lora.planning.counting import shape_of
 from pi_lora.planning.memory import DeviceMemory, memory
 from pi_lora.planning.operations import Flops, flops_of_sequences

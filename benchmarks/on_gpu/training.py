@@ -13,7 +13,8 @@ from transformers import TrainerCallback, set_seed
 from on_gpu.setting import Changes, Setting, planned, random_model, work
 from pi_lora.data.batches import TrainingData, collate
 from pi_lora.models.adapter import prepare_for_tuning, train_in_float32, without_known_warnings
-from pi_lora.models.base import find_base, quiet_loading
+from pi_lora.models.model import find
+from pi_lora.models.weights import quiet_loading
 from pi_lora.recipe.schema import Recipe
 from pi_lora.training.callbacks import TrainingLog
 from pi_lora.training.job import Job
@@ -126,5 +127,4 @@ def synthetic(recipe: Recipe, vocabulary: int) -> Any:
 
 def job_of(recipe: Recipe) -> Job:
     """Return an unchecked job; its tokenizer is the built-in model's, since the tokens are random."""
-    base = find_base("builtin:tiny")
-    return Job(recipe, Path("benchmark"), base, base.config, recipe.context.target, recipe.context.target)
+    return Job(recipe, Path("benchmark"), find("builtin:tiny"), recipe.context.target)

@@ -12,7 +12,7 @@ from pi_lora.evaluation.passkey.measure import evaluate_passkey
 from pi_lora.evaluation.passkey.prompt import Grid
 from pi_lora.evaluation.perplexity.measure import evaluate_perplexity
 from pi_lora.models.device import device
-from pi_lora.models.load import load
+from pi_lora.models.model import load
 from pi_lora.preflight import check
 from pi_lora.recipe.schema import Recipe
 from pi_lora.training.training import train

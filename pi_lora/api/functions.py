@@ -10,7 +10,7 @@ from pi_lora.types import Progress, silent
 
 if TYPE_CHECKING:
     from pi_lora.evaluation.results import PasskeyScores, PerplexityScores
-    from pi_lora.models.load import LoadedModel
+    from pi_lora.models.model import Model
     from pi_lora.planning.planning import Plan
 
 # Each function imports what it needs: a plan does without torch.
@@ -100,7 +100,7 @@ def merge(
 
 
 def evaluate_perplexity(
-    model: "str | LoadedModel",
+    model: "str | Model",
     data: str = "builtin:stdlib",
     windows: Sequence[int] | None = None,
     *,
@@ -132,7 +132,7 @@ def evaluate_perplexity(
 
 
 def evaluate_passkey(
-    model: "str | LoadedModel",
+    model: "str | Model",
     target: int | None = None,
     *,
     depths: int = 32,
@@ -164,7 +164,7 @@ def evaluate_passkey(
     return evaluate_passkey(loaded, Grid(target or loaded.window, depths, trials, seed), progress)
 
 
-def _loaded(model: "str | LoadedModel") -> "LoadedModel":
-    from pi_lora.models.load import load
+def _loaded(model: "str | Model") -> "Model":
+    from pi_lora.models.model import load
 
     return load(model) if isinstance(model, str) else model

@@ -7,7 +7,7 @@ from typer import Argument, Option
 
 from pi_lora.cli.app import LIBRARIES, eval_app, out, say, working
 from pi_lora.cli.measuring import Loading, Measuring, measure_into, warn_of_length
-from pi_lora.cli.options import Again, Haystack, Models, Plot, Seed, TaskFiles, grouped, lengths_in, stretch_of
+from pi_lora.cli.options import Again, Haystack, Models, Plot, Seed, TaskFiles, extension_of, grouped, lengths_in
 from pi_lora.distributed import is_leader
 from pi_lora.errors import ModelError, PiLoraError
 
@@ -86,7 +86,7 @@ def passkey(
         from pi_lora.evaluation.passkey.measure import evaluate_passkey, evaluate_passkey_map
         from pi_lora.evaluation.passkey.prompt import Grid
 
-        found = how.find(*models, stretch=stretch_of(how.original, target, how.scaling))
+        found = how.find(*models, extension=extension_of(how.original, target, how.scaling))
     lengths = lengths or [how.target or max(model.window for model in found)]
     grids = [Grid(length, depths, trials, seed) for length in lengths]
     warn_of_length(found, "--targets" if targets else "--target", lengths[-1])

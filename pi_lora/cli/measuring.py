@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from pi_lora.cli.app import out, progress_bar, say, working
-from pi_lora.cli.options import Dtype, JsonFile, Original, Scaling, Target, Trust, stretch_of
+from pi_lora.cli.options import Dtype, JsonFile, Original, Scaling, Target, Trust, extension_of
 from pi_lora.distributed import is_launched, is_leader, join_processes
 
 if TYPE_CHECKING:
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from pi_lora.evaluation.results import Scores
     from pi_lora.evaluation.suite import Measure
-    from pi_lora.models.load import FoundModel, LoadedModel, Stretch
+    from pi_lora.models.model import Extension, Model
 
 S = TypeVar("S")
 
@@ -25,17 +25,17 @@ class Loading(Trust):
 
     dtype: Dtype = None
 
-    def find(self, *names: str, stretch: "Stretch | None" = None) -> "list[FoundModel]":
+    def find(self, *names: str, extension: "Extension | None" = None) -> "list[Model]":
         """Find every model, and meet the other processes of this command if a launcher started several."""
         from pi_lora.models.device import device
-        from pi_lora.models.load import find
+        from pi_lora.models.model import find
 
-        found = [find(name, stretch, self.allowed) for name in names]
+        found = [find(name, extension, self.permissions) for name in names]
         if is_launched():
             join_processes(cpu=device().type == "cpu")
         return found
 
-    def load(self, model: "FoundModel") -> "LoadedModel":
+    def load(self, model: "Model") -> "Model":
         """Load a model while something turns on the terminal."""
         with working(f"loading {model.name}"):
             return model.load(self.dtype)
@@ -50,17 +50,17 @@ class Measuring(Loading):
     scaling: Scaling = None
     json: JsonFile = None
 
-    def find_stretched(self, names: Sequence[str]) -> "list[FoundModel]":
+    def find_stretched(self, names: Sequence[str]) -> "list[Model]":
         """Find every model, as a base that is stretched to `--target`, if given."""
-        return self.find(*names, stretch=stretch_of(self.original, self.target, self.scaling))
+        return self.find(*names, extension=extension_of(self.original, self.target, self.scaling))
 
     def report(
         self,
-        found: "Sequence[FoundModel]",
+        found: "Sequence[Model]",
         title: str,
         measure: Callable[[Any, Any], Any],
         *tables: "Callable[..., Table]",
-        load: "Callable[[FoundModel], Any] | None" = None,
+        load: "Callable[[Model], Any] | None" = None,
         complete: Callable[[list[Any]], list[Any]] = list,
         picture: "Callable[[Any, Path], None] | None" = None,
         plot: Path | None = None,
@@ -84,7 +84,7 @@ class Measuring(Loading):
                 picture(scores, plot)
 
 
-def warn_of_length(models: "Sequence[FoundModel]", option: str, tokens: int) -> None:
+def warn_of_length(models: "Sequence[Model]", option: str, tokens: int) -> None:
     """Warn of models that are measured beyond the window that their scaling covers."""
     for each in models:
         if tokens > each.window:
@@ -97,9 +97,7 @@ def measured(title: str, model: Any, measure: Callable[[Any, Any], S]) -> S:
         return measure(model, progress)
 
 
-def measure_into(
-    model: "LoadedModel", missing: "Mapping[str, Measure]", files: Mapping[str, Path]
-) -> "dict[str, Scores]":
+def measure_into(model: "Model", missing: "Mapping[str, Measure]", files: Mapping[str, Path]) -> "dict[str, Scores]":
     """Measure a model by name, and write each result as soon as it is known; return them."""
     from pi_lora.evaluation.journal import kept_until_written
     from pi_lora.evaluation.results import write_scores

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 from typer import Argument, Option, Typer
 
 from pi_lora.cli.app import LIBRARIES, app, out, progress_bar, working
-from pi_lora.cli.options import Dtype, ModelName, Scaling, Trust, grouped, stretch_of
+from pi_lora.cli.options import Dtype, ModelName, Scaling, Trust, extension_of, grouped
 from pi_lora.errors import PiLoraError
 
 export_app = Typer(no_args_is_help=True, help="Write a model in the format of another engine.")
@@ -30,13 +30,13 @@ def merge(
 ) -> None:
     """Add an adapter to the weights of its base, with the scaling written for every engine."""
     size = size_in(shard_size) if shard_size else None
-    stretch = stretch_of(original, target, scaling)
+    extension = extension_of(original, target, scaling)
     with working(LIBRARIES):
         from pi_lora.merging.facts import read_merge
         from pi_lora.merging.merging import merge
     with progress_bar("merging") as progress:
         to = output or Path("models") / run.resolve().name
-        folder = merge(run, to, base, dtype, onto, size, verify, progress, stretch, trust.allowed)
+        folder = merge(run, to, base, dtype, onto, size, verify, progress, extension, trust.permissions)
     done = f"{folder}: merged; it loads like any model, its scaling is in config.json"
     out.lines(*read_merge(folder).lines(), done)
 

@@ -12,7 +12,7 @@ from typer import Argument, Option
 from pi_lora.errors import PiLoraError
 from pi_lora.recipe.places import find_recipe
 from pi_lora.scaling.config import Method
-from pi_lora.types import Allowed
+from pi_lora.types import Permissions
 
 # No window is longer.
 MOST_TOKENS = 10**9
@@ -39,15 +39,15 @@ Again = Annotated[bool, Option("--again", help="Measure also what has been.")]
 
 @dataclasses.dataclass(frozen=True)
 class Trust:
-    """What only the person at the keyboard can allow."""
+    """What only the person at the keyboard can permit."""
 
     trust_remote_code: TrustRemoteCode = False
     allow_changed: AllowChanged = False
 
     @property
-    def allowed(self) -> Allowed:
-        """What is allowed."""
-        return Allowed(self.trust_remote_code, self.allow_changed)
+    def permissions(self) -> Permissions:
+        """The same for functions."""
+        return Permissions(self.trust_remote_code, self.allow_changed)
 
 
 def grouped(command: Callable[..., None]) -> Callable[..., None]:
@@ -69,13 +69,13 @@ def grouped(command: Callable[..., None]) -> Callable[..., None]:
     return flat
 
 
-def stretch_of(original: int | None, target: int | None, scaling: Method | None) -> Any:
+def extension_of(original: int | None, target: int | None, scaling: Method | None) -> Any:
     """What `--original`, `--target` and `--scaling` ask of a plain base; None if they ask nothing."""
-    from pi_lora.models.load import Stretch
+    from pi_lora.models.model import Extension
 
     if target is None and (original is not None or scaling is not None):
         raise PiLoraError("--original, --scaling: go with --target, the window to stretch to; give it as well")
-    return Stretch(target, original, scaling or "pi") if target else None
+    return Extension(target, original, scaling or "pi") if target else None
 
 
 def lengths_in(option: str, text: str | None) -> list[int]:

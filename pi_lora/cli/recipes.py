@@ -13,7 +13,7 @@ from pi_lora.cli.app import app, err, out, printable, read_recipe, working
 from pi_lora.cli.options import MOST_TOKENS, GpuName, JsonFile, ModelName, Overrides, RecipeFile, TrustRemoteCode
 from pi_lora.errors import PiLoraError, RunExistsError
 from pi_lora.recipe.places import shipped_recipes
-from pi_lora.types import Allowed
+from pi_lora.types import Permissions
 
 
 @app.command()
@@ -33,8 +33,8 @@ def new(
         from pi_lora.planning.text import plan_lines
         from pi_lora.scaling.config import window_of
 
-        allowed = Allowed(trust_remote_code)
-        window = window_of(find_shape(model, allowed=allowed)[0])
+        permissions = Permissions(trust_remote_code)
+        window = window_of(find_shape(model, permissions=permissions)[0])
         device = find_gpu(gpu) if gpu else device_here()
     if target is None:
         if not asks():
@@ -47,7 +47,7 @@ def new(
         given = typer.prompt("Text to tune on (file, folder, glob or hub id; empty: a public corpus)", "", err=True)
         data = [given] if given else None
     wish = Wish(model, target, device, tuple({"name": name} for name in data or ()))
-    plan = choose(wish, lambda source: find_corpus(source).size(), allowed)
+    plan = choose(wish, lambda source: find_corpus(source).size(), permissions)
     with file.open("x", encoding="utf-8") as recipe:
         recipe.write(recipe_text(plan, file))
     out.lines(*plan_lines(plan))
@@ -88,7 +88,7 @@ def plan(
     from pi_lora.writing import write_json
 
     read_recipe(recipe, overrides)  # for what it warns of
-    found = planned(recipe, overrides or [], find_gpu(gpu) if gpu else None, Allowed(trust_remote_code))
+    found = planned(recipe, overrides or [], find_gpu(gpu) if gpu else None, Permissions(trust_remote_code))
     table = Table("on each device", "at most", box=None)
     for row in component_lines(found):
         table.add_row(*row)

@@ -14,7 +14,7 @@ from pi_lora.distributed import is_leader
 @app.command()
 @grouped
 def compare(
-    base: Annotated[str, Argument(metavar="BASE", help="Hub id, folder, GGUF file or builtin:tiny.")],
+    base: Annotated[str, Argument(metavar="BASE", help="Hub id, folder or builtin:tiny.")],
     run: Annotated[Path, Argument(metavar="RUN", help="A run folder, tuned from BASE.")],
     how: Loading,
     short: Annotated[list[str] | None, Option(metavar="TASK=FILE", help="Also benchmarks; or TASK alone.")] = None,

@@ -35,9 +35,9 @@ def theory(
         from pi_lora.theory.figures import attention_table, bounds_table, draw_attention, draw_theory
 
         if model:
-            from pi_lora.models.load import find
+            from pi_lora.models.model import find
 
-            found = find(model, allowed=trust.allowed)
+            found = find(model, permissions=trust.permissions)
             setting = setting_of(found.config, original, target)
         else:
             window = original or Setting.original

@@ -12,7 +12,7 @@ from pi_lora.cli.app import LIBRARIES, app, err, out, printable, progress_bar, r
 from pi_lora.cli.options import Overrides, RecipeFile, Trust, TrustRemoteCode, grouped
 from pi_lora.distributed import check_launched, is_launched, is_leader, launch, launch_arguments
 from pi_lora.errors import PiLoraError
-from pi_lora.types import Allowed
+from pi_lora.types import Permissions
 
 # Text that takes minutes to pack.
 MANY_TOKENS = 10**8
@@ -37,9 +37,9 @@ def train(
     """Tune a model to its target window, as RECIPE says, in as many processes as it asks for."""
     changes = (overrides or []) + ([f"hardware.machines={num_machines}"] if num_machines else [])
     resolved = read_recipe(recipe, changes).recipe
-    allowed, launched = trust.allowed, is_launched()
+    permissions, launched = trust.permissions, is_launched()
     worker = ["train", str(recipe), *changes, *(["--output", str(output)] if output else []), *["--resume"] * resume]
-    worker += ["--trust-remote-code"] * allowed.remote_code + ["--allow-changed"] * allowed.changed
+    worker += ["--trust-remote-code"] * permissions.remote_code + ["--allow-changed"] * permissions.changed
     where = (machine_rank, main_process_ip, main_process_port)
     if print_launch:
         print(printable(shlex.join(["accelerate", "launch", *launch_arguments(resolved, worker, *where)])))
@@ -50,7 +50,7 @@ def train(
         from pi_lora.preflight import check
         from pi_lora.run_folder import output_folder
 
-        job = check(resolved, output or output_folder(resolved, recipe), resume, allowed)
+        job = check(resolved, output or output_folder(resolved, recipe), resume, permissions)
     if not launched:
         _show_plan(job, force)
     if dry_run:
@@ -90,7 +90,7 @@ def _show_plan(job: Any, force: bool) -> None:
 
     plan = plan_here(job)
     if plan is None:
-        out.lines(f"{job.base.name}: no plan for a model of this kind; watch its memory")
+        out.lines(f"{job.model.base}: no plan for a model of this kind; watch its memory")
         return
     *lines, last = plan_lines(plan)
     if not plan.fits and not force:
@@ -111,7 +111,7 @@ def prepare(
         from pi_lora.recipe.files import load_recipe
         from pi_lora.recipe.places import cache_folder
 
-        job = check_data(load_recipe(recipe, overrides or []).recipe, Allowed(trust_remote_code))
+        job = check_data(load_recipe(recipe, overrides or []).recipe, Permissions(trust_remote_code))
     with progress_bar("preparing data") as progress:
         data = job.prepare(progress, processes or os.cpu_count() or 1)
     done = f"{cache_folder()}: has the data of {recipe}; pi-lora train reads it from there"

@@ -7,8 +7,8 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 
 from pi_lora.errors import ModelError
-from pi_lora.models.load import LoadedModel
 from pi_lora.models.machine import nf4_kernel
+from pi_lora.models.model import Model
 from pi_lora.scaling.config import Config, constant_longrope, full_attention_rope
 from pi_lora.types import Json
 
@@ -18,7 +18,7 @@ PASS_TOKENS, PASS_TOKENS_ON_CPU = 16384, 2048
 HELD_TOKENS = 16384
 
 
-def described(loaded: LoadedModel) -> Json:
+def described(loaded: Model) -> Json:
     """Return what every result says of a loaded model."""
     quantized = getattr(loaded.model, "is_loaded_in_4bit", False)
     return {
@@ -71,7 +71,7 @@ def check_numbers(name: str, dtype: torch.dtype, finite: bool) -> None:
         raise ModelError(f"{name}: {gives}; try another --dtype")
 
 
-def check_ids(loaded: LoadedModel, ids: Sequence[int]) -> None:
+def check_ids(loaded: Model, ids: Sequence[int]) -> None:
     """Raise ModelError if the tokenizer gives ids that the model does not have."""
     known: Any = loaded.model.config.get_text_config().vocab_size
     if max(ids) >= known:

@@ -20,7 +20,7 @@ from pi_lora.data.documents import fingerprint
 from pi_lora.distributed import any_process, from_all, is_leader, share_of, wait_for_all
 from pi_lora.errors import Interrupted
 from pi_lora.evaluation.forward import is_sharded
-from pi_lora.models.load import LoadedModel
+from pi_lora.models.model import Model
 from pi_lora.recipe.places import cache_folder
 from pi_lora.types import Json
 
@@ -102,11 +102,11 @@ def _as_many_passes(model: Any) -> Iterator[None]:
 
 
 @contextmanager
-def journaled(loaded: LoadedModel, decided_by: Mapping[str, Any], what: str, shared: bool = True) -> Iterator[Journal]:
+def journaled(loaded: Model, decided_by: Mapping[str, Any], what: str, shared: bool = True) -> Iterator[Journal]:
     """Keep what is measured of a model until all is, `what` ("of 5 documents"), and in `kept_until_written` longer;
     Ctrl-C becomes Interrupted. Not kept is what is not `shared` between processes, and what a model that trains gives.
     """
-    if not shared or loaded.found is None:
+    if not shared or loaded.in_training:
         yield Journal(model=loaded.model if shared else None)
         return
     key = json.dumps({**decided_by, "model": identity_of(loaded)}, sort_keys=True)
@@ -156,11 +156,10 @@ def _sum(entry: Sequence[Any]) -> int:
     return zlib.crc32(json.dumps(entry).encode())
 
 
-def identity_of(loaded: LoadedModel) -> Json:
+def identity_of(loaded: Model) -> Json:
     """Return what decides the numbers that a model gives, as JSON: its files, config, dtype, kernel and versions."""
-    assert loaded.found is not None
-    base, adapter = loaded.found.base, [loaded.found.adapter] if loaded.found.adapter else []
-    files = [file for folder in (*adapter, base.folder) for file in sorted(folder.iterdir()) if file.is_file()]
+    adapter = [loaded.adapter] if loaded.adapter else []
+    files = [file for folder in (*adapter, loaded.folder) for file in sorted(folder.iterdir()) if file.is_file()]
     return {
         "name": loaded.name,
         "files": fingerprint(files),

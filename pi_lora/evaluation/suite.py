@@ -19,13 +19,13 @@ from pi_lora.evaluation.perplexity.measure import evaluate_perplexity
 from pi_lora.evaluation.perplexity.table import perplexity_table
 from pi_lora.evaluation.results import Scores, options_of
 from pi_lora.evaluation.ruler.table import ruler_table
-from pi_lora.models.load import LoadedModel
+from pi_lora.models.model import Model
 from pi_lora.recipe import evaluation as schema
 from pi_lora.recipe.evaluation import Evaluation
 from pi_lora.recipe.files import RECIPE_FILE, load_recipe
 from pi_lora.types import Progress, silent
 
-Measure = Callable[[LoadedModel, Progress], Scores]
+Measure = Callable[[Model, Progress], Scores]
 
 
 def _perplexity(asked: schema.PerplexityOptions) -> Measure:
@@ -123,7 +123,7 @@ def evaluation_of(run: Path) -> tuple[Evaluation, bool]:
     return Evaluation(perplexity=schema.PerplexityOptions(), passkey=schema.PasskeyOptions()), False
 
 
-def measure(loaded: LoadedModel, evaluation: Evaluation) -> dict[str, Scores]:
+def measure(loaded: Model, evaluation: Evaluation) -> dict[str, Scores]:
     """Measure a model that trains, as `evaluation` says in short."""
     asked = asked_for(evaluation.in_short())
     return {name: MEASUREMENTS[name].prepare(section)(loaded, silent) for name, section in asked.items()}

@@ -19,9 +19,9 @@ from pi_lora.merging.facts import Agreement, Check
 from pi_lora.merging.layout import Plan, computed_sources
 from pi_lora.merging.shards import BLOCK, StoredTensor, base_shards
 from pi_lora.models.adapter import load_adapter
-from pi_lora.models.base import BaseModel, Placement, find_base, load_model, quiet_loading
 from pi_lora.models.device import device, dtype_named, free_memory
-from pi_lora.models.load import FoundModel
+from pi_lora.models.model import Model, find
+from pi_lora.models.weights import Placement, quiet_loading
 from pi_lora.scaling.config import Config
 from pi_lora.scaling.verify import config_of
 from pi_lora.types import Progress
@@ -34,7 +34,7 @@ SHARE = 0.8
 FLOAT32_BYTES = 4
 
 
-def verify_merge(found: FoundModel, merged: Path, plan: Plan, progress: Progress) -> Check:
+def verify_merge(found: Model, merged: Path, plan: Plan, progress: Progress) -> Check:
     """Compare logits of the folder `merged` with those of `found`, a base and its adapter, both in float32. One model
     is in memory at a time, and if it does not fit, one of its layers at a time.
     """
@@ -62,7 +62,7 @@ def verify_merge(found: FoundModel, merged: Path, plan: Plan, progress: Progress
 
 
 def _agreements(
-    found: FoundModel, merged: Path, plan: Plan, sequences: Sequence[torch.Tensor], whole: bool, progress: Progress
+    found: Model, merged: Path, plan: Plan, sequences: Sequence[torch.Tensor], whole: bool, progress: Progress
 ) -> tuple[Agreement, ...]:
     with quiet_loading():
         tuned = _tuned(found, plan.rounded, whole)
@@ -125,19 +125,19 @@ def _logits(model: Any, ids: torch.Tensor) -> torch.Tensor:
     return logits
 
 
-def _tuned(found: FoundModel, rounded: Set[str], whole: bool) -> Any:
+def _tuned(found: Model, rounded: Set[str], whole: bool) -> Any:
     assert found.adapter
     if not whole:
-        return _by_layer(found.base, found.config, rounded, found.adapter)
+        return _by_layer(found, found.config, rounded, found.adapter)
     place: Placement = "quantized" if rounded else "device"
-    return load_adapter(load_model(found.base, found.config, torch.float32, place=place), found.adapter)
+    return load_adapter(found.load_weights(torch.float32, place=place), found.adapter)
 
 
 def _merged(folder: Path, whole: bool) -> Any:
     """Load the merged folder as a user would: nothing is said about scaling."""
     if not whole:
-        base = find_base(str(folder))
-        return _by_layer(base, base.config)
+        base = find(str(folder))
+        return _by_layer(base, base.base_config)
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(device()).eval()
 
 
@@ -177,7 +177,7 @@ class _Read(nn.Module):
         return values
 
 
-def _by_layer(base: BaseModel, config: Config, rounded: Set[str] = frozenset(), adapter: Path | None = None) -> Any:
+def _by_layer(base: Model, config: Config, rounded: Set[str] = frozenset(), adapter: Path | None = None) -> Any:
     """Build the model of `config` with `adapter` on it; it reads the weights of `base`, `rounded` ones through NF4."""
     with init_empty_weights():  # buffers have values
         own = config_of(base.kind, config)

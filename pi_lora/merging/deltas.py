@@ -10,10 +10,10 @@ import torch
 
 from pi_lora.errors import ModelError
 from pi_lora.merging.shards import PICKLED, StoredTensor, read_header, spans
-from pi_lora.models.base import QUANTIZED_FROM
 from pi_lora.models.device import device
 from pi_lora.models.finite import finite
 from pi_lora.models.stored import ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILE, AdapterSettings, read_adapter_settings
+from pi_lora.models.weights import QUANTIZED_FROM
 
 PREFIX = "base_model.model."
 PARTS = re.compile(r"\.(lora_A|lora_B|lora_embedding_A|lora_embedding_B|lora_magnitude_vector)(\.weight)?$")

@@ -19,7 +19,7 @@ from torch.nn.functional import cross_entropy
 from pi_lora.data.sources import standard_library
 from pi_lora.errors import ModelError, RunExistsError
 from pi_lora.merging.merging import merge
-from pi_lora.models.load import FoundModel, find, is_adapter
+from pi_lora.models.model import Model, find, is_adapter
 from pi_lora.scaling.config import full_attention_rope, method_of
 from pi_lora.types import Progress, silent
 
@@ -86,14 +86,14 @@ def export_gguf(
         raise ModelError(f"{name}: llama.cpp's converter drops its scaling (dynamic); tune it with scaling: pi or yarn")
     output.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{output.stem}.", dir=output.parent) as making:
-        folder, file = Path(found.base.path), Path(making) / "model.gguf"
+        folder, file = Path(found.path), Path(making) / "model.gguf"
         if is_adapter(name):
             folder = merge(Path(name), Path(making) / output.stem, progress=progress)
             found = replace(find(str(folder)), name=name)
         if not folder.is_dir():
             raise ModelError(f"{name}: the converter reads folders; download the model, and name its folder")
         progress(0, 0, "converting")
-        kind = outtype or OUTTYPES[str(found.base.config.get("dtype") or "float32").removeprefix("torch.")]
+        kind = outtype or OUTTYPES[str(found.base_config.get("dtype") or "float32").removeprefix("torch.")]
         _convert(script, folder, file, kind)
         _set_window(file, found.window)
         exported = _checked(file, found)
@@ -143,7 +143,7 @@ def _set_window(file: Path, window: int) -> None:
     reader.data.flush()
 
 
-def _checked(file: Path, found: FoundModel) -> Exported:
+def _checked(file: Path, found: Model) -> Exported:
     """Return what the file says about positions; raise ModelError if it is not what the config says."""
     from gguf import GGUFReader  # an optional package
 
@@ -178,7 +178,7 @@ def _checked(file: Path, found: FoundModel) -> Exported:
     )
 
 
-def _compared(file: Path, found: FoundModel, tolerance: float) -> Perplexities:
+def _compared(file: Path, found: Model, tolerance: float) -> Perplexities:
     """Compare perplexities of a text that is longer than L, if a processor reads so much in a moment."""
     loaded = found.load("float32")
     text = next(each.text for each in standard_library("test").documents() if len(each.text) > 10 * TOKENS)

@@ -22,7 +22,7 @@ from transformers.utils import SAFE_WEIGHTS_NAME as SINGLE
 from transformers.utils import WEIGHTS_INDEX_NAME, WEIGHTS_NAME
 
 from pi_lora.errors import ModelError, first_line
-from pi_lora.models.base import BaseModel
+from pi_lora.models.model import Model
 from pi_lora.models.stored import LENGTH_BYTES, METADATA, read_index, read_tensors
 from pi_lora.types import Progress
 
@@ -115,7 +115,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
     return found
 
 
-def base_shards(base: BaseModel) -> list[list[StoredTensor]]:
+def base_shards(base: Model) -> list[list[StoredTensor]]:
     """Return the tensors of each weight file of `base`, in the order of its data; only headers are read. Raise
     ModelError if a file is missing or damaged, lacks what the index places there, or the weights are pickled.
     """
@@ -123,15 +123,15 @@ def base_shards(base: BaseModel) -> list[list[StoredTensor]]:
         if single := base.file(SINGLE):
             return [list(read_header(single).values())]
         if pickled := [name for name in (WEIGHTS_NAME, WEIGHTS_INDEX_NAME) if base.file(name)]:
-            raise ModelError(f"{base.name}: {pickled[0]}: {PICKLED}")
-        raise ModelError(f"{base.name}: has neither {SINGLE} nor {INDEX}; name a base with its weights")
+            raise ModelError(f"{base.base}: {pickled[0]}: {PICKLED}")
+        raise ModelError(f"{base.base}: has neither {SINGLE} nor {INDEX}; name a base with its weights")
     placed: dict[str, set[str]] = defaultdict(set)
     for name, file in read_index(index).items():
         placed[file].add(name)
     shards = []
     for file, expected in sorted(placed.items()):
         if (path := base.file(file)) is None:
-            raise ModelError(f"{base.name}: {file}: is missing (it holds {min(expected)}); download it again")
+            raise ModelError(f"{base.base}: {file}: is missing (it holds {min(expected)}); download it again")
         found = read_header(path)
         if lacking := sorted(expected - found.keys()):
             raise ModelError(f"{path}: lacks {', '.join(lacking)}, which the index places there; download it again")

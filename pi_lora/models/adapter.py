@@ -211,7 +211,7 @@ def without_known_warnings() -> Iterator[None]:
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*gradient_checkpointing` is deprecated", FutureWarning)
-        warnings.filterwarnings("ignore", r"Could not find a config file in (builtin:|.*\.gguf)", UserWarning)
+        warnings.filterwarnings("ignore", r"Could not find a config file in builtin:", UserWarning)
         warnings.filterwarnings("ignore", rf"Unexpected keyword arguments \['{stored.WARNING}'\]", UserWarning)
         yield
 

@@ -14,7 +14,6 @@ from transformers.trainer_utils import unwrap_peft_model
 from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available, is_flash_attn_4_available
 
 from pi_lora.errors import ModelError
-from pi_lora.models.base import BaseModel
 from pi_lora.models.device import bfloat16_speed, device, dtype_named, has_bfloat16_instructions, has_fast_bfloat16
 from pi_lora.recipe.schema import Recipe
 
@@ -57,10 +56,10 @@ def measured_under_autocast(recipe: Recipe) -> bool:
     return in_float32 and computes_in_bfloat16(recipe) and device().type != "cpu"
 
 
-def attention_kernel(asked: str, base: BaseModel | None, in_bfloat16: bool, context_parallel: int = 1) -> str:
+def attention_kernel(asked: str, in_bfloat16: bool, context_parallel: int = 1) -> str:
     """Return the kernel by transformers' name: the one asked for, or for `auto` the one written for this GPU if it is
-    installed and models of the kind of `base` support it, else torch's, which chooses between cuDNN's and its own.
-    FlashAttention does not support float32, and context parallelism supports only torch's kernel (accelerate 1.15).
+    installed, else torch's, which chooses between cuDNN's and its own. FlashAttention does not support float32, and
+    context parallelism supports only torch's kernel (accelerate 1.15).
     """
     if asked != "auto":
         return asked
@@ -68,11 +67,7 @@ def attention_kernel(asked: str, base: BaseModel | None, in_bfloat16: bool, cont
         return SDPA
     generation, _ = torch.cuda.get_device_capability()
     name, is_present = _MADE_FOR.get(generation, (SDPA, lambda: True))
-    if base is None or not is_present():
-        return name if is_present() else SDPA
-    # Some models name the kernels of FlashAttention with which transformers computes them.
-    compatible = base.skeleton._compatible_flash_implementations
-    return name if base.skeleton._supports_flash_attn and (compatible is None or name in compatible) else SDPA
+    return name if is_present() else SDPA
 
 
 def check_liger(model_type: str) -> None:
@@ -134,6 +129,6 @@ def facts() -> dict[str, str]:
         "GPUs": "; ".join(gpus) or "none",
         "CUDA": torch.version.cuda or "none: torch is built for CPUs",
         "precision": f"training.precision: auto is {'bfloat16' if in_bfloat16 else 'float32'}",
-        "attention": f"model.attention: auto is {attention_kernel('auto', None, in_bfloat16)}; there are {kernels}",
+        "attention": f"model.attention: auto is {attention_kernel('auto', in_bfloat16)}; there are {kernels}",
         "quantization": nf4_kernel(device().type) if "bitsandbytes" in libraries else "none: no bitsandbytes",
     }

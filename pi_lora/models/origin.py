@@ -2,16 +2,15 @@
 
 import hashlib
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 from pydantic import BaseModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from pi_lora.errors import ModelError
-from pi_lora.models import base as bases
-from pi_lora.models.gguf import is_gguf
 from pi_lora.models.stored import read_index, read_tensors
-from pi_lora.types import Allowed
+from pi_lora.types import Permissions
 from pi_lora.writing import read_json
 
 RUN_FILE = "run.json"
@@ -33,48 +32,27 @@ class _Run(BaseModel, strict=True):
     origin: Origin | None = None
 
 
-def origin_of(base: bases.BaseModel, tokenizer: str, data: str) -> Origin:
-    """Return what a run of `base` is made from, with the digests of its tokenizer and data."""
-    local, builtin = Path(base.path).is_dir(), base.name.startswith(bases.BUILTIN)
-    # A GGUF file is read from the cache.
-    place = Path(base.name).expanduser() if is_gguf(base.name) else Path(base.place)
-    return Origin(
-        place=str(place.resolve()) if local and not builtin else None,
-        commit=None if local else base.folder.name,
-        weights=weights_digest(base),
-        tokenizer=tokenizer,
-        data=data,
-    )
-
-
 def read_origin(run: Path) -> Origin | None:
     """Return what a run was made from, or None if it does not say, as those of former versions and other tools."""
     file = run / RUN_FILE
     return read_json(file, _Run, "correct it or remove it").origin if file.is_file() else None
 
 
-def check_origin(run: Path, base: bases.BaseModel, allowed: Allowed) -> None:
-    """Raise ModelError if the weights of `base` are not those that the adapter in `run` was tuned on."""
-    known = None if allowed.changed else read_origin(run)
-    same_commit = known and known.commit and not Path(base.path).is_dir() and known.commit == base.folder.name
-    if known and not same_commit and known.weights != weights_digest(base):
-        other = f"{base.name} ({base.folder}) has other weights than those that it was tuned on"
-        raise ModelError(f"{run}: {other}; bring them back, or use these with --allow-changed")
-
-
-def check_resumed(output: Path, staging: Path, now: Origin, allowed: Allowed) -> None:
+def check_resumed(output: Path, staging: Path, now: Origin, permissions: Permissions) -> None:
     """Raise ModelError if an interrupted run in `staging` began with another base, tokenizer or data than `now`."""
-    before = None if allowed.changed else read_origin(staging)
+    before = None if permissions.changed else read_origin(staging)
     names = ("weights", "tokenizer", "data")
     if before and (changed := [name for name in names if getattr(before, name) != getattr(now, name)]):
         what = f"{' and '.join(changed)} are others than those that the interrupted run began with"
         raise ModelError(f"{output}: {what}; bring them back, start a new run, or go on with --allow-changed")
 
 
-def weights_digest(base: bases.BaseModel) -> str:
-    """Return a SHA-256 of the names, types, shapes and sampled bytes of all tensors, however they share files."""
-    index = base.file(SAFE_WEIGHTS_INDEX_NAME)
-    files = map(base.file, sorted({*read_index(index).values()}) if index else [SAFE_WEIGHTS_NAME])
+def weights_digest(find_file: Callable[[str], Path | None]) -> str:
+    """Return a SHA-256 of the names, types, shapes and sampled bytes of all tensors, however they share files;
+    `find_file` gives the file of a name.
+    """
+    index = find_file(SAFE_WEIGHTS_INDEX_NAME)
+    files = map(find_file, sorted({*read_index(index).values()}) if index else [SAFE_WEIGHTS_NAME])
     found = dict(tensor for file in files if file for tensor in _tensors(file))
     return hashlib.sha256(json.dumps(sorted(found.items())).encode()).hexdigest()
 

@@ -2,6 +2,7 @@
 settings, the index of the weights. No torch.
 """
 
+import json
 import math
 import re
 from collections.abc import Mapping
@@ -12,6 +13,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter, 
 from pydantic_core import from_json
 
 from pi_lora.errors import ModelError, first_line
+from pi_lora.scaling.config import Config, in_both_dialects
 from pi_lora.types import Json
 from pi_lora.writing import first_problem, read_json
 
@@ -114,6 +116,12 @@ def read_config(folder: Path) -> Json:
     config = read_json(file, Json, "tune or download it again")
     check_config(config, file)
     return config
+
+
+def save_config(config: Config, folder: Path) -> None:
+    """Write `config.json` in both dialects."""
+    text = json.dumps(in_both_dialects(config), indent=2, sort_keys=True) + "\n"
+    (folder / CONFIG_FILE).write_text(text, encoding="utf-8")
 
 
 def check_pattern(pattern: str) -> str:

@@ -16,7 +16,7 @@ from pi_lora.errors import DataError, PiLoraError
 from pi_lora.planning.planning import CPU, GPUS, Gpu, Plan, plan_recipe, target_of
 from pi_lora.planning.text import MLP_IN_CHUNKS, OFFLOAD, Changes, plan_lines, replanned
 from pi_lora.recipe.schema import Recipe, Source
-from pi_lora.types import NOTHING, Allowed, Json
+from pi_lora.types import NO_PERMISSIONS, Json, Permissions
 
 # Embeddings and head of more tokens take gigabytes in float32 with AdamW: norms alone train beside the adapter.
 LARGE_VOCABULARY = 100_000
@@ -66,12 +66,12 @@ class Wish:
         return Recipe.model_validate(tree)
 
 
-def choose(wish: Wish, bytes_of: Callable[[Source], int | None], allowed: Allowed = NOTHING) -> Plan:
+def choose(wish: Wish, bytes_of: Callable[[Source], int | None], permissions: Permissions = NO_PERMISSIONS) -> Plan:
     """Return the plan of the best candidate that fits; `bytes_of` says how much text a source has, None if that is not
     known. Raises PiLoraError if nothing fits, with the device that would do, and DataError if there is too little text.
     """
     first = wish.recipe()
-    target = target_of(first, allowed)
+    target = target_of(first, permissions)
     if found := best(plan_recipe(first, target, wish.gpu)):
         return _sized(found, _tokens_at_hand(first.data.source, bytes_of))
     larger = (gpu for gpu in GPUS.values() if gpu.memory > wish.gpu.memory and gpu.bfloat16 and gpu.name != CPU)
@@ -186,7 +186,7 @@ def file_for(model: str, target: int) -> Path:
     >>> str(file_for("meta-llama/Meta-Llama-3-8B", 65536))
     'meta-llama-3-8b_64k.yaml'
     """
-    last = re.split(r"[/:]", model.rstrip("/"))[-1].removesuffix(".gguf")
+    last = re.split(r"[/:]", model.rstrip("/"))[-1]
     return Path(f"{re.sub(r'[^a-z0-9.]+', '-', last.lower()).strip('-.') or 'model'}_{short(target)}.yaml")
 
 

@@ -18,7 +18,7 @@ from pi_lora.planning.operations import Flops, flops_of_sequences
 from pi_lora.planning.shape import Shape, trained_parameters
 from pi_lora.recipe.schema import Recipe
 from pi_lora.scaling.config import Config, Interpolation, check_extendable, check_reach, window_of
-from pi_lora.types import NOTHING, Allowed, Json
+from pi_lora.types import NO_PERMISSIONS, Json, Permissions
 
 # Config and shape of the hub models that the recipes name, so that these are planned offline and without torch.
 CONFIGS = Path(__file__).parent / "configs"
@@ -209,9 +209,9 @@ class Plan:
         return {**bytes_, "times": measuring.times, "hours": self.hours_of(measuring)}
 
 
-def target_of(recipe: Recipe, allowed: Allowed = NOTHING) -> Target:
+def target_of(recipe: Recipe, permissions: Permissions = NO_PERMISSIONS) -> Target:
     """Find the model of `recipe`, build it on the meta device, and check that it can be extended as the recipe says."""
-    config, shape = find_shape(recipe.model.name, recipe.model.revision, allowed)
+    config, shape = find_shape(recipe.model.name, recipe.model.revision, permissions)
     if recipe.scaling == "keep":
         check_reach(recipe.model.name, config, recipe.context.target)
         return Target(shape, window_of(config))
@@ -221,7 +221,7 @@ def target_of(recipe: Recipe, allowed: Allowed = NOTHING) -> Target:
 
 
 @cache
-def find_shape(name: str, revision: str = "main", allowed: Allowed = NOTHING) -> tuple[Config, Shape]:
+def find_shape(name: str, revision: str = "main", permissions: Permissions = NO_PERMISSIONS) -> tuple[Config, Shape]:
     """Return the config and shape of a model: a shipped one, a folder, or else a hub id."""
     shipped = shipped_config(name)
     # Another revision than the main one may have another shape.
@@ -229,11 +229,11 @@ def find_shape(name: str, revision: str = "main", allowed: Allowed = NOTHING) ->
         config, shape = ((shipped / file).read_text(encoding="utf-8") for file in ("config.json", "shape.json"))
         return json.loads(config), TypeAdapter(Shape).validate_json(shape)
     # Imported here: torch and transformers take seconds, and what is shipped does without.
-    from pi_lora.models.base import find_base
+    from pi_lora.models.model import find
     from pi_lora.planning.counting import shape_of
 
-    base = find_base(name, revision, allowed)
-    return base.config, shape_of(base.skeleton)
+    base = find(name, permissions=permissions, revision=revision)
+    return base.base_config, shape_of(base.skeleton)
 
 
 def shipped_config(name: str) -> Path:

@@ -15,7 +15,7 @@ from pi_lora.planning.memory import GIB, OVERHEAD, OVERHEAD_ON_CPU
 from pi_lora.planning.planning import ASSUMED_UTILIZATION, CPU, GPUS, MIB, Gpu, Plan, plan_recipe, target_of
 from pi_lora.recipe.files import load_recipe, recipe_paths, recipe_summary
 from pi_lora.recipe.schema import Recipe
-from pi_lora.types import NOTHING, Allowed
+from pi_lora.types import NO_PERMISSIONS, Permissions
 
 Changes = Mapping[str, Any]
 # A chunk is long enough to keep a GPU busy, and short compared with the windows that do not fit.
@@ -213,10 +213,12 @@ def replanned(plan: Plan, alternatives: Iterable[Changes]) -> Iterator[tuple[str
         yield " ".join(overrides), plan_recipe(changed, plan.target, plan.gpu)
 
 
-def planned(path: Path, overrides: Sequence[str] = (), gpu: Gpu | None = None, allowed: Allowed = NOTHING) -> Plan:
+def planned(
+    path: Path, overrides: Sequence[str] = (), gpu: Gpu | None = None, permissions: Permissions = NO_PERMISSIONS
+) -> Plan:
     """Plan a recipe file on `gpu`, or else on the device that its first line names if it names one."""
     recipe = load_recipe(path, overrides).recipe
-    return plan_recipe(recipe, target_of(recipe, allowed), gpu or gpu_named_in(recipe_summary(path)))
+    return plan_recipe(recipe, target_of(recipe, permissions), gpu or gpu_named_in(recipe_summary(path)))
 
 
 def recipes_page(folder: Path) -> str:

@@ -28,7 +28,7 @@ def _as_sources(value: object) -> object:
 class Model(Section):
     """The base model to stretch, or an extended one to tune further."""
 
-    name: str = Field(min_length=1, description="hub id, folder of weights, GGUF file, run or adapter, or builtin:tiny")
+    name: str = Field(min_length=1, description="hub id, folder of weights, run or adapter, or builtin:tiny")
     revision: str = Field("main", description="branch, tag or commit on the hub")
     dtype: Dtype | None = Field(None, description="of the loaded weights; by default what the tuning method needs")
     attention: Kernel = Field("auto", description="auto: the fastest installed one for this GPU, else torch's (sdpa)")

@@ -14,7 +14,7 @@ from transformers.masking_utils import sdpa_mask
 
 from pi_lora.data.sources import evaluation_documents
 from pi_lora.errors import DataError, ScalingError
-from pi_lora.models.load import LoadedModel
+from pi_lora.models.model import Model
 from pi_lora.scaling.config import method_of
 from pi_lora.theory import bounds
 from pi_lora.theory.bounds import Complexes, Reals, Setting
@@ -56,7 +56,7 @@ class Attention:
     example: tuple[HeadScores, Complexes]  # the `h` [d / 2] of the pair that grows most beyond, and its head
 
 
-def measure_attention(loaded: LoadedModel, text: Path, setting: Setting, progress: Progress = silent) -> Attention:
+def measure_attention(loaded: Model, text: Path, setting: Setting, progress: Progress = silent) -> Attention:
     """Take queries and keys from a model while it reads a text, no further than its window, and measure their scores at
     any distance. Raise DataError if the text has fewer than two tokens, ScalingError if another method than PI extended
     it.

@@ -22,7 +22,7 @@ from pi_lora.errors import Diverged
 from pi_lora.evaluation.results import write_scores
 from pi_lora.evaluation.suite import measure
 from pi_lora.models.finite import finite
-from pi_lora.models.load import LoadedModel
+from pi_lora.models.model import Model
 from pi_lora.recipe.evaluation import Evaluation
 from pi_lora.run_folder import SCORES, TRAINING_LOG, last_checkpoint, read_training_log
 from pi_lora.types import Progress, silent
@@ -150,7 +150,7 @@ class TrainingScores(TrainerCallback):
     `scores/NAME-step-N.json`. Each process measures its part; the leader writes.
     """
 
-    def __init__(self, asked: Evaluation, loaded: LoadedModel, folder: Path, log: TrainingLog, attention: str) -> None:
+    def __init__(self, asked: Evaluation, loaded: Model, folder: Path, log: TrainingLog, attention: str) -> None:
         self.asked, self.loaded, self.folder, self.log = asked, loaded, folder / SCORES, log
         self.attention = attention
 

@@ -4,7 +4,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import torch
 from transformers import get_scheduler
@@ -12,45 +11,37 @@ from transformers import get_scheduler
 from pi_lora.data.batches import TrainingData, training_data
 from pi_lora.data.packing import Missing
 from pi_lora.errors import RecipeError
-from pi_lora.models.base import BaseModel
-from pi_lora.models.machine import attention_kernel, computes_in_bfloat16
+from pi_lora.models.machine import computes_in_bfloat16
+from pi_lora.models.model import Model
 from pi_lora.recipe.schema import Recipe, Training
-from pi_lora.scaling.config import Config, read_rope
-from pi_lora.types import NOTHING, Allowed, Progress, silent
+from pi_lora.scaling.config import read_rope
+from pi_lora.types import NO_PERMISSIONS, Permissions, Progress, silent
 
 
 @dataclass
 class Job:
-    """A recipe, its base, the config that it is tuned under, its windows L and L' in tokens, its output, the folder of
-    an adapter that is tuned further, whether an interrupted run continues, and what the user allows.
+    """A recipe, its output, the model that is tuned, its original window L in tokens, whether an interrupted run
+    continues, and what the user permits.
     """
 
     recipe: Recipe
     output: Path
-    base: BaseModel
-    config: Config
+    model: Model
     original: int
-    target: int
-    adapter: Path | None = None
     resume: bool = False
-    allowed: Allowed = NOTHING
+    permissions: Permissions = NO_PERMISSIONS
     data: TrainingData | None = None
-
-    @cached_property
-    def tokenizer(self) -> Any:
-        """The tokenizer of the base, for inputs of L' tokens."""
-        return self.base.load_tokenizer(self.target)
 
     @property
     def needs_its_config(self) -> bool:
         """Whether an adapter on the base would be unscaled if the base were loaded under its own config."""
-        return self.recipe.tuning.method != "full" and read_rope(self.config) != read_rope(self.base.config)
+        return self.recipe.tuning.method != "full" and read_rope(self.model.config) != read_rope(self.model.base_config)
 
     @cached_property
     def attention(self) -> str:
         """The attention kernel by transformers' name."""
         asked, together = self.recipe.model.attention, self.recipe.hardware.context_parallel
-        return attention_kernel(asked, self.base, computes_in_bfloat16(self.recipe), together)
+        return self.model.attention(asked, computes_in_bfloat16(self.recipe), together)
 
     @property
     def sequences_at_once(self) -> int:
@@ -66,7 +57,7 @@ class Job:
         if self.data is None:
             recipe, lengths = self.recipe, (self.original, self.recipe.context.target)
             sections = recipe.data, recipe.training
-            self.data = training_data(*sections, self.tokenizer, *lengths, progress, processes, missing)
+            self.data = training_data(*sections, self.model.tokenizer, *lengths, progress, processes, missing)
         return self.data
 
 

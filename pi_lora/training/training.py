@@ -25,10 +25,11 @@ from pi_lora.distributed import from_all, is_leader, join_processes, number_of_p
 from pi_lora.errors import Interrupted
 from pi_lora.models import adapter as adapters
 from pi_lora.models import machine
-from pi_lora.models.base import Placement, load_model, save_config, save_tokenizer
 from pi_lora.models.device import device
-from pi_lora.models.load import LoadedModel
-from pi_lora.models.origin import check_origin, check_resumed, origin_of, read_origin
+from pi_lora.models.origin import check_resumed, read_origin
+from pi_lora.models.stored import save_config
+from pi_lora.models.tokenizer import save_tokenizer
+from pi_lora.models.weights import Placement
 from pi_lora.recipe.files import RECIPE_FILE, dump_recipe
 from pi_lora.report.card import write_card
 from pi_lora.training.callbacks import TrainingLog, TrainingScores, ends_after_the_step
@@ -47,19 +48,19 @@ def train(job: Job, progress: Progress = silent) -> Path:
     data = job.prepare(progress)
     with _staged_by_the_leader(job) as staging, libraries_speak_into(staging):
         if is_leader():
-            origin = origin_of(job.base, tokenizer_identity(job.tokenizer), data.digest)
-            check_resumed(job.output, staging, origin, job.allowed)
+            origin = job.model.origin(tokenizer_identity(job.model.tokenizer), data.digest)
+            check_resumed(job.output, staging, origin, job.permissions)
             write_whole(staging / RECIPE_FILE, dump_recipe(job.recipe))
             run_folder.write_provenance(staging, origin, {})
         set_seed(job.recipe.training.seed)
         model, batch = _prepared_model(job), job.recipe.training.global_batch_size
         log = TrainingLog(staging, data.tokens * batch if isinstance(data.tokens, int) else None, progress)
         autocast = machine.measured_under_autocast(job.recipe)
-        loaded = LoadedModel(str(job.output), model, job.tokenizer, job.config, autocast=autocast)
+        loaded = job.model.being_tuned(str(job.output), model, autocast)
         asked, scores = job.recipe.evaluation, list[TrainerCallback]()
         if asked.every:
             # With the kernel of a model that is loaded.
-            kernel = machine.attention_kernel("auto", job.base, machine.dtype_of_base(job.recipe) == torch.bfloat16)
+            kernel = job.model.attention("auto", machine.dtype_of_base(job.recipe) == torch.bfloat16)
             scores.append(TrainingScores(asked, loaded, staging, log, kernel))
         with adapters.without_known_warnings(), ends_after_the_step(log):
             trainer = Trainer(job, model, staging, log, scores)
@@ -103,16 +104,16 @@ def _prepared_model(job: Job) -> Any:
     place: Placement = "quantized" if recipe.tuning.method == "qlora" else "host" if several else "device"
     if place == "host" and recipe.sharded and not is_leader():
         place = "empty"
-    model = load_model(job.base, job.config, machine.dtype_of_base(recipe), job.attention, place)
+    model = job.model.load_weights(machine.dtype_of_base(recipe), job.attention, place)
     if recipe.sharded and several:
         # transformers reads the weights of some modules in float32, whatever the dtype.
         dtypes = from_all([{name: weight.dtype for name, weight in model.named_parameters()}])[0]
         for name, weight in model.named_parameters():
             weight.data = weight.data.to(dtypes[name])
-    if job.adapter is not None:
+    if job.model.adapter is not None:
         if is_leader():
-            check_origin(job.adapter, job.base, job.allowed)
-        tuned = adapters.tune_further(model, job.adapter, recipe.tuning)
+            job.model.check_origin()
+        tuned = adapters.tune_further(model, job.model.adapter, recipe.tuning)
     else:
         tuned = adapters.prepare_for_tuning(model, recipe.tuning, recipe.model.name, recipe.model.revision)
     if recipe.sharded and recipe.tuning.method == "lora":
@@ -129,8 +130,8 @@ def _save(job: Job, trainer: Any, model: Any, folder: Path) -> Exception | None:
         save(trainer.model, folder, weights)
         if job.needs_its_config:
             adapters.refuse_the_plain_base(folder)
-        save_config(job.config, folder)
-        save_tokenizer(job.tokenizer, folder)
+        save_config(job.model.config, folder)
+        save_tokenizer(job.model.tokenizer, folder)
         facts = {
             "original": job.original,
             "trainable_parameters": model.num_parameters(only_trainable=True),
@@ -214,13 +215,13 @@ class Trainer(SFTTrainer):
                 args=trainer_arguments(job, staging),
                 data_collator=data.collate,
                 train_dataset=data.rows,
-                processing_class=job.tokenizer,
+                processing_class=job.model.tokenizer,
                 callbacks=[log, *others],
             )
         self.remove_callback(PrinterCallback)
         # Without a mask torch chooses its fast kernel; FlashAttention leaves padding out by itself, and the loss that
         # balances experts counts what the mask says.
-        balances_experts = bool(job.config.get("output_router_logits"))
+        balances_experts = bool(job.model.config.get("output_router_logits"))
         self.unmasked = job.recipe.data.has_examples and job.attention == machine.SDPA and not balances_experts
         if self.is_fsdp_enabled:
             self._sum_in_float32()

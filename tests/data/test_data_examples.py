@@ -18,7 +18,8 @@ from pi_lora.data.batches import CollateExamples, LengthGroups, training_data
 from pi_lora.data.examples import SUMMARIZE, Prompter, Task, data_problems, training_examples
 from pi_lora.data.sources import find_table
 from pi_lora.errors import DataError
-from pi_lora.models.base import find_base, load_tokenizer
+from pi_lora.models.model import find
+from pi_lora.models.tokenizer import load_tokenizer
 from pi_lora.recipe.schema import Data, Source, Training
 
 REPORTS = Path(__file__).parents[3] / "shared" / "data" / "reports" / "gao_reports.jsonl"
@@ -32,7 +33,7 @@ ROWS = [
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Any:
-    return load_tokenizer(find_base("builtin:tiny").path, 1024)
+    return load_tokenizer(find("builtin:tiny").path, 1024)
 
 
 def data_of(source: Path | str, **keys: Any) -> Data:

@@ -12,7 +12,8 @@ from pi_lora.data.packing import drawn_order, encoded, encoder, tokenizer_identi
 from pi_lora.data.recall import WORDS
 from pi_lora.data.sources import RECALL, STDLIB
 from pi_lora.errors import DataError, RecipeError
-from pi_lora.models.base import BUILTIN_FOLDER, load_tokenizer
+from pi_lora.models.location import BUILTIN_FOLDER
+from pi_lora.models.tokenizer import load_tokenizer
 from pi_lora.recipe.files import load_recipe
 from pi_lora.recipe.places import cache_folder
 from pi_lora.recipe.schema import Data

@@ -21,7 +21,8 @@ from pi_lora.data.packing import training_sequences
 from pi_lora.data.sources import standard_library
 from pi_lora.data.tokens import encoder, ids_in_pieces, tokenized, tokenizer_identity
 from pi_lora.errors import DataError
-from pi_lora.models.base import BUILTIN_FOLDER, load_tokenizer, save_tokenizer
+from pi_lora.models.location import BUILTIN_FOLDER
+from pi_lora.models.tokenizer import load_tokenizer, save_tokenizer
 from pi_lora.recipe.schema import Data
 
 

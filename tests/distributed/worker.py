@@ -21,7 +21,7 @@ from transformers import TrainerCallback
 
 from pi_lora import preflight
 from pi_lora.evaluation.journal import Journal
-from pi_lora.models import base as bases
+from pi_lora.models import weights
 from pi_lora.recipe.schema import Recipe
 from pi_lora.training import training
 
@@ -62,7 +62,7 @@ class Watched:
         self.policies: set[tuple[str, ...]] = set()
         self.read = 0
         self.measured = 0
-        build, load = training.Trainer.__init__, bases.AutoModelForCausalLM.from_pretrained
+        build, load = training.Trainer.__init__, weights.AutoModelForCausalLM.from_pretrained
         step, keep = training.Trainer.training_step, Journal.add
         watched = self
 
@@ -91,11 +91,11 @@ class Watched:
             (Journal, "add", keep),
             (training.Trainer, "__init__", build),
             (training.Trainer, "training_step", step),
-            (bases.AutoModelForCausalLM, "from_pretrained", load),
+            (weights.AutoModelForCausalLM, "from_pretrained", load),
         ]
         training.Trainer.__init__ = watch_building  # type: ignore[method-assign]
         training.Trainer.training_step = watch_step  # type: ignore[method-assign]
-        bases.AutoModelForCausalLM.from_pretrained = watch_loading  # type: ignore[method-assign]
+        weights.AutoModelForCausalLM.from_pretrained = watch_loading  # type: ignore[method-assign]
         Journal.add = watch_measuring  # type: ignore[method-assign]
 
     def end(self) -> None:

@@ -23,8 +23,8 @@ from pi_lora.evaluation.benchmarks.measure import FOLDERS, evaluate_benchmarks, 
 from pi_lora.evaluation.journal import Journal
 from pi_lora.evaluation.results import as_json
 from pi_lora.evaluation.suite import MEASUREMENTS
-from pi_lora.models.base import BUILTIN_FOLDER
-from pi_lora.models.load import LoadedModel, Stretch, load
+from pi_lora.models.location import BUILTIN_FOLDER
+from pi_lora.models.model import Extension, Model, load
 from pi_lora.recipe.evaluation import BenchmarksOptions
 
 ROOT = Path(__file__).parents[2]
@@ -66,7 +66,7 @@ RACE = [
 ] + [{"article": "It rained.", "question": "What fell?", "options": ["rain", "snow", "ash", "tea"], "answer": "A"}]
 
 
-def answering_with(loaded: LoadedModel, window: int, size: int, journal: Journal | None = None) -> Answering:
+def answering_with(loaded: Model, window: int, size: int, journal: Journal | None = None) -> Answering:
     return Answering(loaded.model, loaded.tokenizer, window, size, journal or Journal())
 
 
@@ -102,7 +102,7 @@ def files(tmp_path: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def tiny() -> LoadedModel:
+def tiny() -> Model:
     return load("builtin:tiny")
 
 
@@ -149,7 +149,7 @@ def without_versions(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("without_versions")
-def test_made_up_files_score_as_lm_evals_own_tasks_on_them(tiny: LoadedModel, files: Path, tmp_path: Path) -> None:
+def test_made_up_files_score_as_lm_evals_own_tasks_on_them(tiny: Model, files: Path, tmp_path: Path) -> None:
     own = tmp_path / "own"
     lm_eval_command.write_tasks(own, files)
     problems = [{key: row[key] for key in ("question", "answer", "options")} for row in RACE]
@@ -190,7 +190,7 @@ def test_made_up_files_score_as_lm_evals_own_tasks_on_them(tiny: LoadedModel, fi
 
 
 @pytest.mark.usefixtures("without_versions")
-def test_a_group_scores_as_lm_evals(tiny: LoadedModel, files: Path, tmp_path: Path) -> None:
+def test_a_group_scores_as_lm_evals(tiny: Model, files: Path, tmp_path: Path) -> None:
     own = tmp_path / "own"
     lm_eval_command.write_tasks(own, files)
     group = {"group": "pair", "task": ["own_boolq", "own_piqa"], "aggregate_metric_list": [{"metric": "acc"}]}
@@ -220,7 +220,7 @@ def their_own(tasks: Path, limit: int, window: int) -> dict[str, Any]:
 @pytest.mark.skipif(not SHARED.is_dir(), reason=f"needs the data sets in {SHARED}")
 @pytest.mark.usefixtures("without_versions")
 @pytest.mark.parametrize("command", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_real_data_scores_as_lm_evals_own_command(tiny: LoadedModel, tmp_path: Path, command: bool) -> None:
+def test_real_data_scores_as_lm_evals_own_command(tiny: Model, tmp_path: Path, command: bool) -> None:
     own, limit, window = tmp_path / "own", 12, 256
     lm_eval_command.write_tasks(own, SHARED)
     theirs = lm_eval_command.theirs(own, limit, BATCH, window) if command else their_own(own, limit, window)
@@ -239,7 +239,7 @@ REQUESTS = [
 ]
 
 
-def test_batches_are_lm_evals(tiny: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batches_are_lm_evals(tiny: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     """Likelihoods equal those of lm-eval's own class to the last bit, since they come from the same forward passes."""
     passes: dict[type, list[torch.Size]] = {HFLM: [], Answering: []}
     forward = HFLM._model_call
@@ -265,7 +265,7 @@ class Gathered(Exception):
     pass
 
 
-def test_several_processes_share_the_batches(tiny: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_processes_share_the_batches(tiny: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     alone = answering_with(tiny, 256, 2)._loglikelihood_tokens(REQUESTS)
     monkeypatch.setenv("WORLD_SIZE", "2")
     shares: list[list[Any]] = []
@@ -287,9 +287,7 @@ def test_several_processes_share_the_batches(tiny: LoadedModel, monkeypatch: pyt
     assert abs(len(computed[0]) - len(computed[1])) <= 1
 
 
-def test_rolling_perplexities_are_kept_and_shared(
-    tiny: LoadedModel, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_rolling_perplexities_are_kept_and_shared(tiny: Model, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     ask = SimpleNamespace(args=("The cat sat on the mat. " * 80,))
     alone = answering_with(tiny, 256, 2, Journal(tmp_path))
     done: list[tuple[int, int, str]] = []
@@ -306,7 +304,7 @@ def test_rolling_perplexities_are_kept_and_shared(
     assert answering_with(tiny, 256, 2, Journal(tmp_path)).loglikelihood_rolling([ask]) == perplexities
 
 
-def test_greedy_texts_are_kept_and_shared(tiny: LoadedModel, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_greedy_texts_are_kept_and_shared(tiny: Model, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     words = ("cat", "dog", "dog", "sun " * 300, "old man", "sea")
     prompts: list[Any] = [
         SimpleNamespace(args=(f"The {each} is", {"until": [], "max_gen_toks": 5 + (each == "sea"), "do_sample": False}))
@@ -345,7 +343,7 @@ def test_greedy_texts_are_kept_and_shared(tiny: LoadedModel, monkeypatch: pytest
 
 
 def test_sampled_texts_are_lm_evals_and_the_same_in_every_process(
-    tiny: LoadedModel, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    tiny: Model, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     settings = {"until": ["."], "max_gen_toks": 5, "do_sample": True, "temperature": 1.0}
     prompts: list[Any] = [
@@ -364,7 +362,7 @@ def test_sampled_texts_are_lm_evals_and_the_same_in_every_process(
 
 
 def test_an_interrupted_measurement_goes_on(
-    tiny: LoadedModel, files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny: Model, files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PI_LORA_CACHE", str(tmp_path / "cache"))
     prepared = prepare(["boolq"], [f"boolq={files / 'boolq' / 'dev.jsonl'}"])
@@ -393,7 +391,7 @@ def test_an_interrupted_measurement_goes_on(
     assert not list((tmp_path / "cache").glob("evaluations/*"))
 
 
-def test_the_journal_is_read_and_written(tiny: LoadedModel, tmp_path: Path) -> None:
+def test_the_journal_is_read_and_written(tiny: Model, tmp_path: Path) -> None:
     journal = Journal(tmp_path)
     first = answering_with(tiny, 256, 2, journal)._loglikelihood_tokens(REQUESTS)
     kept = Journal(tmp_path)
@@ -421,28 +419,28 @@ def test_a_run_keeps_its_weights(lora_run: Path) -> None:
 def test_the_scaling_is_on_and_the_window_original(files: Path) -> None:
     prepared = prepare(["boolq"], [str(files)])
     plain, stretched = (
-        evaluate_benchmarks(load("builtin:tiny", stretch), prepared) for stretch in (None, Stretch(target=1024))
+        evaluate_benchmarks(load("builtin:tiny", stretch), prepared) for stretch in (None, Extension(target=1024))
     )
     assert (plain.scale, plain.window) == (1, 256)
     assert (stretched.scale, stretched.window) == (4, 256)
     assert plain.tasks["boolq"].truncated_inputs == stretched.tasks["boolq"].truncated_inputs == 2
     task = prepared["boolq"].tasks["tasks"]["boolq"]
     likelihoods = []
-    for stretch in (None, Stretch(target=1024)):
+    for stretch in (None, Extension(target=1024)):
         loaded = load("builtin:tiny", stretch)
         model = answering_with(loaded, 256, 1)
         likelihoods.append(model.loglikelihood(task.instances))
     assert likelihoods[0] != likelihoods[1]
 
 
-def test_an_answer_longer_than_the_window_is_refused(tiny: LoadedModel, files: Path) -> None:
+def test_an_answer_longer_than_the_window_is_refused(tiny: Model, files: Path) -> None:
     prepared = prepare(["piqa"], [str(files)])
     with pytest.raises(DataError, match=r"--window: 4 tokens do not hold an answer of [0-9]+ that is asked about"):
         evaluate_benchmarks(tiny, prepared, window=4)
     assert evaluate_benchmarks(tiny, prepared, window=32).window == 32
 
 
-def test_what_lm_eval_cannot_measure_is_one_line(tiny: LoadedModel, tmp_path: Path) -> None:
+def test_what_lm_eval_cannot_measure_is_one_line(tiny: Model, tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text(lines(OTHER_TASKS["triviaqa"][1]))
     prepared = prepare(["triviaqa"], [f"triviaqa={tmp_path / 'rows.jsonl'}"])
     with pytest.raises(
@@ -451,7 +449,7 @@ def test_what_lm_eval_cannot_measure_is_one_line(tiny: LoadedModel, tmp_path: Pa
         evaluate_benchmarks(tiny, prepared)
 
 
-def test_one_example_has_no_standard_error(tiny: LoadedModel, files: Path) -> None:
+def test_one_example_has_no_standard_error(tiny: Model, files: Path) -> None:
     score = evaluate_benchmarks(tiny, prepare(["winogrande"], [str(files)]), limit=1).tasks["winogrande"]
     assert (score.examples, score.stderr) == (1, None)
     assert as_json(score)["stderr"] is None
@@ -624,7 +622,7 @@ def test_a_mistake_is_one_line_before_a_model_is_loaded(
         raise AssertionError("a model was loaded")
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("pi_lora.models.load.FoundModel.load", loaded)
+    monkeypatch.setattr("pi_lora.models.model.Model.load", loaded)
     status, out, err = run(capsys, monkeypatch, "eval", "benchmarks", "builtin:tiny", *arguments)
     assert (status, out) == (2, "")
     assert err.startswith(line)

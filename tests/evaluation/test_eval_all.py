@@ -9,7 +9,7 @@ from conftest import small_recipe, train
 from test_cli import run
 
 from pi_lora.evaluation.suite import asked_for, evaluation_of, measure
-from pi_lora.models.load import load
+from pi_lora.models.model import load
 from pi_lora.recipe.evaluation import BenchmarksOptions, Evaluation, PasskeyOptions
 from pi_lora.recipe.files import RECIPE_FILE
 
@@ -89,7 +89,7 @@ def test_nothing_is_loaded_when_all_is_there(
 ) -> None:
     asks_for(own_run, {"perplexity": PERPLEXITY})
     first = run(capsys, monkeypatch, "eval", "all", "run")
-    monkeypatch.setattr("pi_lora.models.load.FoundModel.load", loaded)
+    monkeypatch.setattr("pi_lora.models.model.Model.load", loaded)
     again = run(capsys, monkeypatch, "eval", "all", "run")
     assert (again[0], again[1]) == (0, first[1])
 
@@ -138,7 +138,7 @@ def test_a_mistake_is_one_line_before_the_model_is_loaded(
 ) -> None:
     if evaluation:
         asks_for(own_run, evaluation)
-    monkeypatch.setattr("pi_lora.models.load.FoundModel.load", loaded)
+    monkeypatch.setattr("pi_lora.models.model.Model.load", loaded)
     status, out, err = run(capsys, monkeypatch, "eval", "all", "run" if evaluation else "gone")
     assert (status, out) == (2, "")
     assert err.startswith(line)

@@ -20,7 +20,7 @@ from pi_lora.evaluation.passkey.prompt import Grid
 from pi_lora.evaluation.passkey.shared_prefix import SharedPrefix
 from pi_lora.evaluation.passkey.table import passkey_map_picture, passkey_map_table, passkey_picture, passkey_table
 from pi_lora.evaluation.results import PasskeyMap, PasskeyScores, as_json, read_scores, write_scores
-from pi_lora.models.load import LoadedModel, Stretch, load
+from pi_lora.models.model import Extension, Model, load
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -47,16 +47,16 @@ def pi_lora(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
 
 
 @pytest.fixture(scope="module")
-def stretched() -> LoadedModel:
-    return load("builtin:tiny", Stretch(320, 256))
+def stretched() -> Model:
+    return load("builtin:tiny", Extension(320, 256))
 
 
 @pytest.fixture(scope="module")
-def scores(stretched: LoadedModel) -> PasskeyScores:
+def scores(stretched: Model) -> PasskeyScores:
     return evaluate_passkey(stretched, Grid(320, 4, 3))
 
 
-def test_progress_has_the_depths_so_far(stretched: LoadedModel) -> None:
+def test_progress_has_the_depths_so_far(stretched: Model) -> None:
     notes: list[str] = []
     scores = evaluate_passkey(stretched, Grid(320, 2, 3), lambda done, total, note="": notes.append(note))
     assert [note.split(" at ")[1].split()[:2] for note in notes] == [["160", "tokens"], ["320", "tokens"]]
@@ -78,7 +78,7 @@ def test_the_result_says_what_was_measured_and_how(scores: PasskeyScores, tmp_pa
 
 
 def test_prompts_are_computed_whole_where_nothing_can_be_shared(
-    stretched: LoadedModel, scores: PasskeyScores, monkeypatch: pytest.MonkeyPatch
+    stretched: Model, scores: PasskeyScores, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of keys and values alone every layer keeps those of 320 tokens and more."""
     made: list[int] = []
@@ -94,7 +94,7 @@ def test_prompts_are_computed_whole_where_nothing_can_be_shared(
     assert made == []
 
 
-def test_k_max_only_says_what_was_left_out(stretched: LoadedModel) -> None:
+def test_k_max_only_says_what_was_left_out(stretched: Model) -> None:
     scores = evaluate_passkey(stretched, Grid(448, 5, 10), k_max_only=True)
     *reached, failed = scores.depths
     assert [row.k for row in scores.depths] == [90, 179, 269]
@@ -107,7 +107,7 @@ def test_k_max_only_says_what_was_left_out(stretched: LoadedModel) -> None:
 
 
 def test_an_interrupted_evaluation_goes_on_where_it_stopped(
-    stretched: LoadedModel, scores: PasskeyScores, kept: Path
+    stretched: Model, scores: PasskeyScores, kept: Path
 ) -> None:
     def stop_in_the_third(done: int, total: int, note: str = "") -> None:
         assert total == 12
@@ -128,9 +128,7 @@ def test_an_interrupted_evaluation_goes_on_where_it_stopped(
     assert list(kept.iterdir()) == []
 
 
-def test_what_was_kept_is_of_the_same_measurement_only(
-    stretched: LoadedModel, scores: PasskeyScores, kept: Path
-) -> None:
+def test_what_was_kept_is_of_the_same_measurement_only(stretched: Model, scores: PasskeyScores, kept: Path) -> None:
     def stop(done: int, total: int, note: str = "") -> None:
         if done > 3:
             raise KeyboardInterrupt
@@ -142,11 +140,11 @@ def test_what_was_kept_is_of_the_same_measurement_only(
     assert evaluate_passkey(stretched, Grid(320, 4, 3), shared=True) == scores
 
 
-def test_a_tokenizer_of_another_model_is_refused(stretched: LoadedModel, small_model: Path) -> None:
+def test_a_tokenizer_of_another_model_is_refused(stretched: Model, small_model: Path) -> None:
     model = load(str(small_model)).model
     model.resize_token_embeddings(200)
     with pytest.raises(ModelError, match=r"small: its tokenizer gives the id \d+, and the model knows 200 tokens"):
-        evaluate_passkey(LoadedModel("small", model, stretched.tokenizer, stretched.config), Grid(320, 1, 1))
+        evaluate_passkey(stretched.being_tuned("small", model, False), Grid(320, 1, 1))
 
 
 @pytest.mark.parametrize("extra", [[], ["--k-max-only"]], ids=["whole", "k-max-only"])
@@ -192,7 +190,7 @@ def printed(table: Any) -> str:
     return capture.get()
 
 
-def test_a_table_holds_what_was_measured(scores: PasskeyScores, stretched: LoadedModel) -> None:
+def test_a_table_holds_what_was_measured(scores: PasskeyScores, stretched: Model) -> None:
     alone = printed(passkey_table(scores))
     assert f"k_max {scores.k_max}" in alone
     assert all(f"{row.success_rate:.0%}" in alone for row in scores.depths)
@@ -212,7 +210,7 @@ def test_pictures_are_drawn_of_one_and_of_several(scores: PasskeyScores, tmp_pat
     assert one != two
 
 
-def test_a_map_is_each_length_by_itself(stretched: LoadedModel, scores: PasskeyScores) -> None:
+def test_a_map_is_each_length_by_itself(stretched: Model, scores: PasskeyScores) -> None:
     moves: list[tuple[int, int]] = []
     found = evaluate_passkey_map(
         stretched, [Grid(200, 4, 3), Grid(320, 4, 3)], lambda done, total, note="": moves.append((done, total))

@@ -28,9 +28,8 @@ from pi_lora.evaluation.perplexity import losses as sweep
 from pi_lora.evaluation.perplexity.measure import choose_documents, evaluate_perplexity
 from pi_lora.evaluation.perplexity.table import perplexity_table
 from pi_lora.evaluation.results import PerplexityScores, as_json
-from pi_lora.models import base as bases
-from pi_lora.models import load as models_load
-from pi_lora.models.load import LoadedModel, load
+from pi_lora.models import model as models
+from pi_lora.models.model import Model, load
 from pi_lora.report.summary import summary
 
 WORDS = "the road is long and the night is dark but a light burns in every window of the old house".split()
@@ -41,7 +40,7 @@ def text(words: int, start: int = 0) -> str:
 
 
 @pytest.fixture
-def loaded(small_model: Path) -> LoadedModel:
+def loaded(small_model: Path) -> Model:
     return load(str(small_model))
 
 
@@ -53,12 +52,12 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def names(loaded: LoadedModel, source: Path, longest: int = 64, **choice: Any) -> list[str]:
+def names(loaded: Model, source: Path, longest: int = 64, **choice: Any) -> list[str]:
     chosen = choose_documents(loaded, str(source), Choice(**choice), longest)
     return [Path(document.name).stem for document in chosen.documents]
 
 
-def test_the_result_says_how_it_was_measured(loaded: LoadedModel, folder: Path) -> None:
+def test_the_result_says_how_it_was_measured(loaded: Model, folder: Path) -> None:
     choice = Choice(documents=3, truncate=140)
     scores = evaluate_perplexity(loaded, str(folder), [32, 64], 16, choice=choice)
     said = {
@@ -96,7 +95,7 @@ LLAMAS = "a llama \N{LLAMA} and a cafe\N{COMBINING ACUTE ACCENT} of \N{LLAMA}\N{
 @pytest.mark.parametrize("kind", ["bytes", "llama"])
 @pytest.mark.parametrize(("window", "stride", "truncate"), [(64, 16, None), (64, 16, 106), (32, 32, 106)])
 def test_bits_per_byte_are_those_computed_directly(
-    loaded: LoadedModel, tmp_path: Path, kind: str, window: int, stride: int, truncate: int | None
+    loaded: Model, tmp_path: Path, kind: str, window: int, stride: int, truncate: int | None
 ) -> None:
     """Of a tokenizer whose tokens are bytes, and of one that puts a space before a text and falls back to bytes; also
     of documents that end between the bytes of a character.
@@ -120,7 +119,7 @@ def test_bits_per_byte_are_those_computed_directly(
         assert spans[truncate - 1] == spans[truncate], "a character is cut"
 
 
-def test_bytes_are_those_of_the_text_as_it_was(loaded: LoadedModel, tmp_path: Path) -> None:
+def test_bytes_are_those_of_the_text_as_it_was(loaded: Model, tmp_path: Path) -> None:
     """Before its tokenizer composed characters."""
     loaded.tokenizer.backend_tokenizer.normalizer = normalizers.NFC()
     (tmp_path / "llamas.txt").write_text(LLAMAS)
@@ -128,7 +127,7 @@ def test_bytes_are_those_of_the_text_as_it_was(loaded: LoadedModel, tmp_path: Pa
     assert score.bytes == len(LLAMAS.encode()) == len(unicodedata.normalize("NFC", LLAMAS).encode()) + 12
 
 
-def test_bits_per_byte_stand_beside_perplexities_that_do_not_compare(loaded: LoadedModel, tmp_path: Path) -> None:
+def test_bits_per_byte_stand_beside_perplexities_that_do_not_compare(loaded: Model, tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text(text(200))
 
     def measure() -> PerplexityScores:
@@ -147,7 +146,7 @@ def test_bits_per_byte_stand_beside_perplexities_that_do_not_compare(loaded: Loa
     assert f" ({own.windows[0].bits_per_byte:.3f} bits per byte)" in summary(own)[0]
 
 
-def test_documents_are_chosen_by_length_and_number(loaded: LoadedModel, folder: Path) -> None:
+def test_documents_are_chosen_by_length_and_number(loaded: Model, folder: Path) -> None:
     assert names(loaded, folder) == ["0", "2", "3", "5", "6"]
     assert names(loaded, folder, documents=2) == ["0", "2"]
     lengths = {
@@ -156,7 +155,7 @@ def test_documents_are_chosen_by_length_and_number(loaded: LoadedModel, folder: 
     assert names(loaded, folder, min_tokens=lengths["3"]) == ["2", "3", "5"]
 
 
-def test_a_seed_draws_documents_at_random(loaded: LoadedModel, folder: Path) -> None:
+def test_a_seed_draws_documents_at_random(loaded: Model, folder: Path) -> None:
     drawn = {tuple(names(loaded, folder, documents=2, seed=seed)) for seed in range(8)}
     assert len(drawn) > 3
     assert names(loaded, folder, documents=2, seed=5) == names(loaded, folder, documents=2, seed=5)
@@ -177,19 +176,19 @@ def test_a_seed_draws_documents_at_random(loaded: LoadedModel, folder: Path) -> 
     ],
 )
 def test_a_choice_that_leaves_nothing_is_refused(
-    loaded: LoadedModel, folder: Path, choice: dict[str, int], line: str
+    loaded: Model, folder: Path, choice: dict[str, int], line: str
 ) -> None:
     with pytest.raises(DataError, match=line):
         names(loaded, folder, **choice)
 
 
-def test_a_tokenizer_that_does_not_fit_is_refused(loaded: LoadedModel, folder: Path) -> None:
+def test_a_tokenizer_that_does_not_fit_is_refused(loaded: Model, folder: Path) -> None:
     loaded.model.config.vocab_size = 300
     with pytest.raises(ModelError, match=r"its tokenizer gives the id \d+, and the model knows 300 tokens"):
         names(loaded, folder)
 
 
-def test_losses_that_are_no_numbers_are_refused(loaded: LoadedModel, folder: Path) -> None:
+def test_losses_that_are_no_numbers_are_refused(loaded: Model, folder: Path) -> None:
     with torch.no_grad():
         loaded.model.model.norm.weight.fill_(float("inf"))
     with pytest.raises(ModelError, match="infinite or NaN numbers in float32"):
@@ -210,7 +209,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Path
     return place
 
 
-def test_pg19_is_every_book_of_the_test_split(loaded: LoadedModel, hub: Callable[[str], Path]) -> None:
+def test_pg19_is_every_book_of_the_test_split(loaded: Model, hub: Callable[[str], Path]) -> None:
     books = [text(100 + index, index) for index in range(4)]
     pq.write_table(pa.table({"short_book_title": list("abcd"), "text": books}), hub("pg19"))
     chosen = choose_documents(loaded, "pg19", Choice(), 64)
@@ -220,7 +219,7 @@ def test_pg19_is_every_book_of_the_test_split(loaded: LoadedModel, hub: Callable
     assert chosen.choice == Choice()
 
 
-def test_proof_pile_is_subsampled_as_in_the_paper(loaded: LoadedModel, hub: Callable[[str], Path]) -> None:
+def test_proof_pile_is_subsampled_as_in_the_paper(loaded: Model, hub: Callable[[str], Path]) -> None:
     whole = len(loaded.tokenizer(text(40_000))["input_ids"])
     assert whole > 33_000
     rows = [{"text": text(40_000, index) if index % 2 else text(50, index), "meta": {}} for index in range(6)]
@@ -234,7 +233,7 @@ def test_proof_pile_is_subsampled_as_in_the_paper(loaded: LoadedModel, hub: Call
     assert lines < {2, 4, 6}
 
 
-def test_a_preset_that_cannot_be_fetched_is_one_line(loaded: LoadedModel, hub: Callable[[str], Path]) -> None:
+def test_a_preset_that_cannot_be_fetched_is_one_line(loaded: Model, hub: Callable[[str], Path]) -> None:
     with pytest.raises(
         DataError, match=r"^emozilla/pg19-test/data/test.*: is neither a file .* nor a hub data set that can be read"
     ) as refusal:
@@ -243,7 +242,7 @@ def test_a_preset_that_cannot_be_fetched_is_one_line(loaded: LoadedModel, hub: C
 
 
 def test_of_the_standard_library_a_few_documents_are_enough(
-    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    loaded: Model, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """All take the built-in model over ten minutes; more are measured when asked for."""
     said = "builtin:stdlib: 12 documents, unless --documents says otherwise"
@@ -254,7 +253,7 @@ def test_of_the_standard_library_a_few_documents_are_enough(
     assert said not in run(capsys, monkeypatch, *words, "--documents", "12")[2]
 
 
-def test_progress_has_the_perplexity_so_far(loaded: LoadedModel, folder: Path) -> None:
+def test_progress_has_the_perplexity_so_far(loaded: Model, folder: Path) -> None:
     notes: list[tuple[int, int, str]] = []
     scores = evaluate_perplexity(
         loaded, str(folder), [32, 64], 16, progress=lambda done, total, note="": notes.append((done, total, note))
@@ -283,7 +282,7 @@ def interrupted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def test_an_interrupted_evaluation_goes_on(
-    loaded: LoadedModel,
+    loaded: Model,
     folder: Path,
     interrupted: list[int],
     monkeypatch: pytest.MonkeyPatch,
@@ -306,7 +305,7 @@ def test_an_interrupted_evaluation_goes_on(
     assert not list((cache / "evaluations").iterdir())
 
 
-def test_a_changed_model_is_measured_anew(loaded: LoadedModel, folder: Path, interrupted: list[int]) -> None:
+def test_a_changed_model_is_measured_anew(loaded: Model, folder: Path, interrupted: list[int]) -> None:
     with pytest.raises(Interrupted):
         evaluate_perplexity(loaded, str(folder), [64], 32, shared=True)
     weights = Path(loaded.name) / "model.safetensors"
@@ -359,7 +358,7 @@ def test_several_models_stand_side_by_side(
 def test_no_model_is_measured_when_one_is_not_there(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, small_model: Path
 ) -> None:
-    monkeypatch.setattr("pi_lora.models.load.FoundModel.load", None)
+    monkeypatch.setattr("pi_lora.models.model.Model.load", None)
     status, _, err = run(capsys, monkeypatch, "eval", "perplexity", str(small_model), "builtin:huge")
     assert (status, err) == (2, "builtin:huge: no such built-in model; there is builtin:tiny\n")
 
@@ -375,13 +374,13 @@ def test_a_model_is_found_and_loaded_once(
 ) -> None:
     monkeypatch.chdir(folder)
     calls: Counter[str] = Counter()
-    for name, module in {"find_base": models_load, "load_tokenizer": bases, "load_model": bases}.items():
-        really = getattr(module, name)
+    for name in ("_find_base", "load_tokenizer", "read_weights"):
+        really = getattr(models, name)
 
         def counted(*arguments: Any, really: Any = really, name: str = name, **named: Any) -> Any:
             calls[name] += 1
             return really(*arguments, **named)
 
-        monkeypatch.setattr(module, name, counted)
+        monkeypatch.setattr(models, name, counted)
     assert run(capsys, monkeypatch, "eval", command[0], "builtin:tiny", *command[1:])[0] == 0
-    assert calls == {"find_base": 1, "load_tokenizer": 1, "load_model": 1}
+    assert calls == {"_find_base": 1, "load_tokenizer": 1, "read_weights": 1}

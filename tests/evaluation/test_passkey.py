@@ -16,7 +16,7 @@ from pi_lora.evaluation.passkey.measure import (
 )
 from pi_lora.evaluation.passkey.prompt import Grid, make_trial, prompt, trials_at
 from pi_lora.evaluation.results import PasskeyDepth
-from pi_lora.models.load import LoadedModel, Stretch, load
+from pi_lora.models.model import Extension, Model, load
 
 PAPER_PROMPT = """\
 There is an important info hidden inside a lot of irrelevant text. Find it and memorize them. \
@@ -124,12 +124,12 @@ def test_the_seed_decides_the_keys() -> None:
 
 
 @pytest.fixture(scope="module")
-def stretched() -> LoadedModel:
+def stretched() -> Model:
     """The built-in model interpolated to 320 tokens: not tuned for them, it retrieves about every other key."""
-    return load("builtin:tiny", Stretch(320, 256))
+    return load("builtin:tiny", Extension(320, 256))
 
 
-def test_every_trial_of_a_grid_ends_as_generate_does(stretched: LoadedModel) -> None:
+def test_every_trial_of_a_grid_ends_as_generate_does(stretched: Model) -> None:
     expected = outcomes(stretched.model, stretched.tokenizer, 320, 8, 5, seed=0)
     successes = sum(map(sum, expected))
     assert 10 <= successes <= 30
@@ -138,7 +138,7 @@ def test_every_trial_of_a_grid_ends_as_generate_does(stretched: LoadedModel) -> 
     assert k_max(found) == plain_k_max(320, expected)
 
 
-def test_k_max_only_asks_for_a_part_of_the_same_trials(stretched: LoadedModel) -> None:
+def test_k_max_only_asks_for_a_part_of_the_same_trials(stretched: Model) -> None:
     grid = Grid(352, 8, 10, seed=3)
     test = PasskeyTest(stretched.model, stretched.tokenizer, grid)
     whole, only = passkey_retrieval(test), passkey_retrieval(test, k_max_only=True)
@@ -148,7 +148,7 @@ def test_k_max_only_asks_for_a_part_of_the_same_trials(stretched: LoadedModel) -
     assert sum(depth.trials for depth in only) < 60
 
 
-def test_text_ahead_of_the_key_goes_through_the_model_once(stretched: LoadedModel) -> None:
+def test_text_ahead_of_the_key_goes_through_the_model_once(stretched: Model) -> None:
     tokens = []
     hook = stretched.model.register_forward_pre_hook(
         lambda module, arguments, named: tokens.append(named["input_ids"].numel()), with_kwargs=True
@@ -165,7 +165,7 @@ def test_text_ahead_of_the_key_goes_through_the_model_once(stretched: LoadedMode
     assert sum(tokens) == pytest.approx(ahead + behind, abs=4 * 8)
 
 
-def test_apart_is_the_same_where_the_length_of_an_input_changes_nothing(stretched: LoadedModel) -> None:
+def test_apart_is_the_same_where_the_length_of_an_input_changes_nothing(stretched: Model) -> None:
     grid = Grid(320, 3, 3, seed=2)
     tests = (PasskeyTest(stretched.model, stretched.tokenizer, grid, apart) for apart in (False, True))
     together, apart = map(passkey_retrieval, tests)
@@ -173,7 +173,7 @@ def test_apart_is_the_same_where_the_length_of_an_input_changes_nothing(stretche
 
 
 def test_a_dynamic_model_gives_the_same_whatever_was_asked_before() -> None:
-    loaded = load("builtin:tiny", Stretch(512, 256, "dynamic"))
+    loaded = load("builtin:tiny", Extension(512, 256, "dynamic"))
     test = PasskeyTest(loaded.model, loaded.tokenizer, Grid(320, 4, 4, seed=1), apart=True)
     alone = test.ask(1, range(4))
     loaded.model(input_ids=torch.full((1, 700), 5))

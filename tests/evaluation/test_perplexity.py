@@ -25,7 +25,7 @@ from pi_lora.evaluation.perplexity.losses import (
     window_scores,
 )
 from pi_lora.evaluation.perplexity.measure import choose_documents
-from pi_lora.models.load import LoadedModel, Stretch, load
+from pi_lora.models.model import Extension, Model, load
 
 BOOKS = Path(os.environ.get("PI_LORA_SHARED", Path(__file__).parents[3] / "shared")) / "data" / "books"
 SWEEP = [256, 512, 1024, 2048]
@@ -38,8 +38,8 @@ def documents() -> list[list[int]]:
 
 
 @pytest.fixture(scope="module")
-def stretched_builtin() -> LoadedModel:
-    return load("builtin:tiny", Stretch(2048))
+def stretched_builtin() -> Model:
+    return load("builtin:tiny", Extension(2048))
 
 
 @pytest.mark.parametrize("stride", [16, 24, 48, 64])
@@ -56,7 +56,7 @@ def test_a_sweep_equals_the_oracle_at_every_window(small_model: Path, documents:
             assert tokens == sum(map(len, documents)) - len(documents)
 
 
-def test_real_text_equals_the_oracle_to_1e_5(stretched_builtin: LoadedModel) -> None:
+def test_real_text_equals_the_oracle_to_1e_5(stretched_builtin: Model) -> None:
     """A book, or where none are at hand (PI_LORA_SHARED names the folder that holds data/books) Python's sources."""
     source = str(BOOKS) if BOOKS.is_dir() else "builtin:stdlib"
     choice = Choice(documents=1, truncate=2304)
@@ -72,7 +72,7 @@ def test_real_text_equals_the_oracle_to_1e_5(stretched_builtin: LoadedModel) -> 
 @pytest.mark.parametrize("window", [64, 100, 128])
 def test_under_dynamic_scaling_every_window_is_read_by_itself(small_model: Path, window: int) -> None:
     """Its frequencies follow the length of the input, and transformers does not forget a longer one."""
-    model = load(str(small_model), Stretch(256, method="dynamic")).model
+    model = load(str(small_model), Extension(256, scaling="dynamic")).model
     document = torch.randint(2, 1024, (170,), generator=torch.Generator().manual_seed(2)).tolist()
     expected, _ = perplexity(lambda **inputs: copy.deepcopy(model)(**inputs), [document], window, 24)
     found = document_losses(model, document, Sweep((64, 100, 128), 24, apart=True)).by_window[window]

@@ -19,7 +19,7 @@ from test_cli import run
 from pi_lora.errors import DataError, Interrupted, PiLoraError
 from pi_lora.evaluation.results import RulerScores, RulerTask, read_scores, write_scores
 from pi_lora.evaluation.suite import MEASUREMENTS, check_has_lm_eval
-from pi_lora.models.load import LoadedModel, load
+from pi_lora.models.model import Model, load
 from pi_lora.recipe.evaluation import RulerOptions
 from pi_lora.types import silent
 
@@ -66,7 +66,7 @@ def haystack(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def small(small_model: Path) -> LoadedModel:
+def small(small_model: Path) -> Model:
     return load(str(small_model))
 
 
@@ -111,7 +111,7 @@ def solve(prompt: str) -> list[str]:
     return []
 
 
-def knowing(loaded: LoadedModel, patch: pytest.MonkeyPatch, known: Callable[[list[str]], list[str]]) -> None:
+def knowing(loaded: Model, patch: pytest.MonkeyPatch, known: Callable[[list[str]], list[str]]) -> None:
     """Let a model write what it knows of the answers."""
 
     def generate(input_ids: torch.Tensor, max_length: int, **_: Any) -> torch.Tensor:
@@ -130,10 +130,9 @@ def half(answers: list[str]) -> list[str]:
 
 
 def theirs(
-    loaded: LoadedModel, patch: pytest.MonkeyPatch, name: str, length: int, window: int, whole: bool, essays: Path
+    loaded: Model, patch: pytest.MonkeyPatch, name: str, length: int, window: int, whole: bool, essays: Path
 ) -> tuple[float, list[float]]:
     """What lm-eval gives a model for a task, and each sample of it; `whole` makes all 500 samples, as it does."""
-    assert loaded.found is not None
 
     def first(numbers: Iterable[Any], **_: Any) -> Iterable[Any]:
         return islice(numbers, SAMPLES) if isinstance(numbers, range) else numbers
@@ -150,7 +149,7 @@ def theirs(
         if name in ESSAYS:
             words = re.sub(r"\s+", " ", essays.read_text().strip()).split(" ")
             changed.setattr(niah, "get_haystack", lambda type_haystack: words)
-        metadata: dict[str, Any] = {"max_seq_lengths": [length], "tokenizer": loaded.found.base.path}
+        metadata: dict[str, Any] = {"max_seq_lengths": [length], "tokenizer": loaded.path}
         tasks = lm_eval.tasks.TaskManager(include_path=str(FOLDER), include_defaults=False, metadata=metadata)
         model = HFLM(loaded.model, tokenizer=load(loaded.name).tokenizer, max_length=window, batch_size=2)
         found = simple_evaluate(
@@ -160,14 +159,14 @@ def theirs(
     return found["results"][name][f"{length},none"], [each[str(length)] for each in found["samples"][name]]
 
 
-def ours(loaded: LoadedModel, asked: Asked, window: int = WINDOW, **options: Any) -> dict[str, RulerTask]:
+def ours(loaded: Model, asked: Asked, window: int = WINDOW, **options: Any) -> dict[str, RulerTask]:
     return evaluate_ruler(loaded, asked, [window], SAMPLES, SEED, batch_size=2, **options).lengths[0].tasks
 
 
 @pytest.mark.parametrize("whole", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", [*OFFLINE, "niah_multiquery"])
 def test_scores_are_lm_evals(
-    small: LoadedModel, haystack: Path, monkeypatch: pytest.MonkeyPatch, name: str, whole: bool
+    small: Model, haystack: Path, monkeypatch: pytest.MonkeyPatch, name: str, whole: bool
 ) -> None:
     """Of a random model, of one that knows half of the answers, and of one that knows all but cannot read the whole."""
     asked, window = find_texts([name], haystack), 2048 if name in ESSAYS else WINDOW  # words come in steps of 500
@@ -187,7 +186,7 @@ def test_scores_are_lm_evals(
 
 
 def test_only_needles_take_the_time_of_lm_evals_module_of_needles(
-    small: LoadedModel, monkeypatch: pytest.MonkeyPatch
+    small: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delitem(sys.modules, PREPARED, raising=False)
     evaluate_ruler(small, find_texts(["ruler_fwe"]), [WINDOW], 1)
@@ -196,9 +195,7 @@ def test_only_needles_take_the_time_of_lm_evals_module_of_needles(
 
 
 @pytest.mark.parametrize("name", TASKS)
-def test_prompts_fill_the_window_and_hold_their_answers(
-    small: LoadedModel, haystack: Path, squad: Path, name: str
-) -> None:
+def test_prompts_fill_the_window_and_hold_their_answers(small: Model, haystack: Path, squad: Path, name: str) -> None:
     tokenizer, window = small.tokenizer, 2048 if name in ESSAYS else WINDOW
     if name == "ruler_qa_hotpot":
         pytest.skip("as ruler_qa_squad, from another file")
@@ -222,7 +219,7 @@ def test_prompts_fill_the_window_and_hold_their_answers(
     assert all(solve(prompt) for prompt in first)
 
 
-def test_a_prompt_that_would_be_cut_is_refused(small: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_prompt_that_would_be_cut_is_refused(small: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure, "_length", lambda answering, text: 0)
     with pytest.raises(DataError, match="ruler_fwe has no prompts between 50 and"):
         ours(small, find_texts(["ruler_fwe"]))
@@ -247,13 +244,13 @@ def test_a_prompt_that_would_be_cut_is_refused(small: LoadedModel, monkeypatch: 
     ],
 )
 def test_a_window_that_holds_no_prompt_is_refused(
-    small: LoadedModel, haystack: Path, name: str, window: int, line: str
+    small: Model, haystack: Path, name: str, window: int, line: str
 ) -> None:
     with pytest.raises(DataError, match=f"^{line}"):
         evaluate_ruler(small, find_texts([name], haystack), [window], 2)
 
 
-def test_an_example_longer_than_its_500_tokens_is_refused(small: LoadedModel) -> None:
+def test_an_example_longer_than_its_500_tokens_is_refused(small: Model) -> None:
     """lm-eval would look for a shorter one forever."""
 
     def letters(text: str, **_: Any) -> Any:
@@ -286,9 +283,7 @@ def test_without_texts_tasks_are_named_and_left_out(haystack: Path, squad: Path,
         find_texts(["niah_single_2"], tmp_path / "gone.txt")
 
 
-def test_an_interrupted_measurement_goes_on(
-    small: LoadedModel, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_an_interrupted_measurement_goes_on(small: Model, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PI_LORA_CACHE", str(tmp_path))
     knowing(small, monkeypatch, half)
     asked = find_texts(["niah_single_1", "ruler_fwe"])
@@ -314,7 +309,7 @@ def test_an_interrupted_measurement_goes_on(
     assert not list(tmp_path.glob("evaluations/*"))
 
 
-def test_a_recipe_may_ask_for_it(small: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_recipe_may_ask_for_it(small: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     knowing(small, monkeypatch, list)
     asked = RulerOptions(windows=(1024, 768), tasks=("ruler_fwe",), samples=2, chat_template=False)
     scores = MEASUREMENTS["ruler"].prepare(asked)(small, silent)
@@ -323,7 +318,7 @@ def test_a_recipe_may_ask_for_it(small: LoadedModel, monkeypatch: pytest.MonkeyP
     assert (scores.effective_length, scores.lengths[1].score, scores.relative) == (1024, 1.0, None)
 
 
-def test_chats_fit_the_window_too(small: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chats_fit_the_window_too(small: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         small.tokenizer,
         "chat_template",

@@ -23,7 +23,7 @@ from pi_lora.evaluation.summarization import writing as writers
 from pi_lora.evaluation.summarization.measure import evaluate_summarization, evaluation_data
 from pi_lora.evaluation.summarization.rouge import rouge
 from pi_lora.evaluation.summarization.writing import Sampling, Writer, find_writer, write_batched, write_with_vllm
-from pi_lora.models.load import find, load
+from pi_lora.models.model import find, load
 from pi_lora.recipe.schema import Recipe
 
 SHARED = Path(os.environ.get("PI_LORA_SHARED", Path(__file__).parents[3] / "shared"))

@@ -10,9 +10,9 @@ import yaml
 from transformers import AutoTokenizer
 
 from pi_lora import cli
-from pi_lora.models.base import find_base
+from pi_lora.models.model import find
 from pi_lora.recipe.files import RECIPE_FILE, load_recipe
-from pi_lora.types import Allowed
+from pi_lora.types import Permissions
 
 CODE = """
 from pathlib import Path
@@ -86,7 +86,7 @@ def test_no_command_runs_it(
 
 
 def test_it_runs_when_it_is_allowed(base: Path, trace: Path) -> None:
-    assert find_base(str(base), allowed=Allowed(remote_code=True)).kind.__name__ == "OwnConfig"
+    assert find(str(base), permissions=Permissions(remote_code=True)).kind.__name__ == "OwnConfig"
     assert trace.exists()
 
 
@@ -104,5 +104,5 @@ def test_the_tokenizer_is_that_of_the_revision(small_model: Path, monkeypatch: p
         return own(path)
 
     monkeypatch.setattr(AutoTokenizer, "from_pretrained", from_pretrained)
-    find_base(str(small_model), "v1", Allowed(remote_code=True)).load_tokenizer(64)
+    assert find(str(small_model), permissions=Permissions(remote_code=True), revision="v1").tokenizer
     assert asked == {"revision": "v1", "trust_remote_code": True}

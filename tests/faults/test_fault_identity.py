@@ -13,13 +13,12 @@ from safetensors.torch import load_file, save_file
 from pi_lora import cli
 from pi_lora.errors import Interrupted, ModelError
 from pi_lora.merging.merging import merge
-from pi_lora.models.base import find_base
-from pi_lora.models.load import adapter_base, load
+from pi_lora.models.model import find, find_adapter, load
 from pi_lora.models.origin import RUN_FILE, read_origin, weights_digest
 from pi_lora.preflight import check
 from pi_lora.run_folder import staging_path
 from pi_lora.training import training
-from pi_lora.types import Allowed
+from pi_lora.types import Permissions
 
 WEIGHTS = "model.safetensors"
 
@@ -69,8 +68,8 @@ def test_a_base_with_other_weights_is_refused(place: Path, monkeypatch: pytest.M
     further = small_recipe("run", context={"target": 100}, scaling="keep", data={"source": "builtin:recall"})
     with pytest.raises(ModelError, match="has other weights"):
         train(further, Path("further"))
-    load("run", allowed=Allowed(changed=True))
-    merge(Path("run"), Path("merged"), allowed=Allowed(changed=True), verify=False)
+    load("run", permissions=Permissions(changed=True))
+    merge(Path("run"), Path("merged"), permissions=Permissions(changed=True), verify=False)
 
 
 def test_the_command_refuses_in_one_line(
@@ -94,8 +93,8 @@ def test_a_relative_name_is_that_of_the_folder_where_it_was_tuned(
     shutil.copytree(place / "base", elsewhere / "base")
     other_weights(elsewhere / "base")
     monkeypatch.chdir(elsewhere)
-    base, _ = adapter_base(place / "run")
-    assert (base.name, base.path) == ("base", str(place / "base"))
+    base = find_adapter(place / "run")
+    assert (base.base, base.path) == ("base", str(place / "base"))
     load(str(place / "run"))
     # Once it has moved, what is here is looked at, and is not it.
     (place / "base").rename(place / "moved")
@@ -132,13 +131,13 @@ def test_an_interrupted_run_is_not_resumed_with_something_else(small_model: Path
         book.write_text("one two four " * 4000)
     with pytest.raises(ModelError, match=rf"^{output}: {changed} are others .*go on with --allow-changed"):
         train(recipe, output, resume=True)
-    training.train(check(recipe, output, True, Allowed(changed=True)))
+    training.train(check(recipe, output, True, Permissions(changed=True)))
     assert output.is_dir()
 
 
 def test_the_digest_is_of_content_alone(small_model: Path, tmp_path: Path) -> None:
     """Not of the names, places or number of files."""
-    first = weights_digest(find_base(str(small_model)))
+    first = find(str(small_model)).weights_digest
     folder = Path(shutil.copytree(small_model, tmp_path / "parts"))
     tensors = load_file(folder / WEIGHTS)
     (folder / WEIGHTS).unlink()
@@ -148,11 +147,11 @@ def test_the_digest_is_of_content_alone(small_model: Path, tmp_path: Path) -> No
         save_file({name: tensors[name] for name in mine}, folder / file, metadata={"format": "pt", "by": file})
     index = {name: file for file, mine in parts.items() for name in mine}
     (folder / f"{WEIGHTS}.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
-    assert weights_digest(find_base(str(folder))) == first
+    assert find(str(folder)).weights_digest == first
     tensors["model.norm.weight"][3] += 1e-6
     save_file({name: tensors[name] for name in parts["one.safetensors"]}, folder / "one.safetensors")
     save_file({name: tensors[name] for name in parts["two.safetensors"]}, folder / "two.safetensors")
-    assert weights_digest(find_base(str(folder))) != first
+    assert find(str(folder)).weights_digest != first
 
 
 def test_damage_is_one_line(lora_run: Path, tmp_path: Path) -> None:
@@ -172,14 +171,11 @@ def test_it_takes_little_time(tmp_path: Path) -> None:
     folder.mkdir()
     save_file({f"layer.{index}": torch.zeros(250_000) for index in range(200)}, folder / WEIGHTS)
 
-    class Model:
-        name = "model"
-
-        def file(self, name: str) -> Path | None:
-            return folder / name if (folder / name).is_file() else None
+    def file(name: str) -> Path | None:
+        return folder / name if (folder / name).is_file() else None
 
     started = time.perf_counter()
-    weights_digest(Model())
+    weights_digest(file)
     digested = time.perf_counter() - started
     started = time.perf_counter()
     load_file(folder / WEIGHTS)["layer.0"].clone()

@@ -15,8 +15,7 @@ from safetensors.torch import load_file, save_file
 from pi_lora.errors import Diverged, ModelError
 from pi_lora.evaluation.passkey.measure import evaluate_passkey
 from pi_lora.evaluation.passkey.prompt import Grid
-from pi_lora.models.base import load_model
-from pi_lora.models.load import find, load
+from pi_lora.models.model import find, load
 from pi_lora.run_folder import last_checkpoint, staging_path
 from pi_lora.training.callbacks import TrainingLog
 
@@ -85,7 +84,7 @@ def test_numbers_that_are_none_are_seen_in_nf4_too(base: Path, value: float) -> 
     edit(base / WEIGHTS, one(value))
     found = find(str(base))
     with pytest.raises(ModelError, match="infinite or NaN"):
-        load_model(found.base, found.config, torch.bfloat16, place="quantized")
+        found.load_weights(torch.bfloat16, place="quantized")
 
 
 @pytest.mark.parametrize(

@@ -68,7 +68,7 @@ def test_a_place_that_cannot_be_written_is_refused_before_a_model_is_read(
 ) -> None:
     (tmp_path / "folder").mkdir()
     (tmp_path / "file").touch()
-    monkeypatch.setattr("pi_lora.models.load.FoundModel.load", lambda *_: pytest.fail("was read"))
+    monkeypatch.setattr("pi_lora.models.model.Model.load", lambda *_: pytest.fail("was read"))
     monkeypatch.setattr("pi_lora.evaluation.summarization.writing.find_writer", lambda *_: pytest.fail("was read"))
     assert run(*command.split(), option, place) == 2
     said = capsys.readouterr().err
@@ -99,11 +99,11 @@ def test_a_result_that_cannot_be_written_is_not_measured_again(
 def test_ctrl_c_at_the_second_model_keeps_the_first(
     cache: Path, measured: list[int], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from pi_lora.models.load import FoundModel
+    from pi_lora.models.model import Model
 
-    load, loaded = FoundModel.load, []
+    load, loaded = Model.load, []
 
-    def interrupted_at_the_second(self: FoundModel, dtype: str | None = None) -> Any:
+    def interrupted_at_the_second(self: Model, dtype: str | None = None) -> Any:
         loaded.append(self)
         if len(loaded) == 2:
             os.kill(os.getpid(), signal.SIGINT)
@@ -111,7 +111,7 @@ def test_ctrl_c_at_the_second_model_keeps_the_first(
 
     two = [*PASSKEY[:3], BUILTIN, *PASSKEY[3:], "--json", "result.json"]
     with monkeypatch.context() as patched:
-        patched.setattr(FoundModel, "load", interrupted_at_the_second)
+        patched.setattr(Model, "load", interrupted_at_the_second)
         assert run(*two) == 130
     assert "interrupted after 1 measurements; the same command goes on from there" in capsys.readouterr().err
     assert len(measured) == 2

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from pi_lora.errors import ModelError, RunExistsError
 from pi_lora.merging.merging import merge
-from pi_lora.models.load import load
+from pi_lora.models.model import load
 
 IDS = torch.randint(2, 1024, (2, 128), generator=torch.Generator().manual_seed(5))
 OLD_TRANSFORMERS = "4.57.6"

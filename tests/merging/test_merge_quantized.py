@@ -13,7 +13,7 @@ from test_merge_peft import TIED
 from pi_lora.errors import ModelError
 from pi_lora.merging.facts import Check, read_merge
 from pi_lora.merging.merging import merge
-from pi_lora.models.base import extended_config, find_base, load_model
+from pi_lora.models.model import find
 
 pytestmark = [
     pytest.mark.processor,
@@ -62,8 +62,8 @@ def test_onto_what_it_was_trained_on(
     monkeypatch.setattr("pi_lora.merging.check.free_memory", lambda place: free)
     folder = merge(run, tmp_path / "merged", onto="quantized")
     merged, stored = weights(folder), weights(base)
-    found = find_base(str(base))
-    loaded = load_model(found, extended_config(found, None), torch.bfloat16, place="quantized")
+    found = find(str(base))
+    loaded = found.load_weights(torch.bfloat16, place="quantized")
     layer = loaded.model.layers[1]
     # The adapter is on attention alone, but every linear layer had been quantized.
     up = layer.mlp.up_proj.weight

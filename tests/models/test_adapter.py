@@ -20,7 +20,7 @@ from pi_lora.models.adapter import (
     save_adapter,
     without_known_warnings,
 )
-from pi_lora.models.load import load
+from pi_lora.models.model import load
 from pi_lora.recipe.schema import Tuning
 
 

@@ -16,7 +16,7 @@ from transformers import AutoConfig
 
 from pi_lora.merging.llama_cpp import CONVERTER, export_gguf, perplexity_in_llama_cpp
 from pi_lora.merging.merging import merge
-from pi_lora.models.load import load
+from pi_lora.models.model import load
 
 ORIGINAL, TARGET = 64, 128
 # The keys that SGLang takes for the window, in its order; the first that a config has wins.

@@ -14,13 +14,12 @@ from pi_lora.data.sources import Choice
 from pi_lora.errors import ModelError, ScalingError
 from pi_lora.evaluation.perplexity.measure import evaluate_perplexity
 from pi_lora.merging.merging import merge
-from pi_lora.models.base import extended_config, find_base, load_model, save_config
-from pi_lora.models.load import Stretch, adapter_base, load
-from pi_lora.models.stored import read_adapter_settings, read_config
+from pi_lora.models.model import Extension, find, find_adapter, load
+from pi_lora.models.stored import read_adapter_settings, read_config, save_config
 from pi_lora.recipe.files import RECIPE_FILE, load_recipe
-from pi_lora.scaling.config import Interpolation, Method, method_of, window_of
+from pi_lora.scaling.config import Method, method_of, window_of
 from pi_lora.scaling.verify import build_on_meta, rotary_frequencies
-from pi_lora.types import Allowed
+from pi_lora.types import Permissions
 
 README = Path(__file__).parents[2] / "README.md"
 IDS = torch.randint(2, 1024, (1, 128), generator=torch.Generator().manual_seed(3))
@@ -30,7 +29,7 @@ IDS = torch.randint(2, 1024, (1, 128), generator=torch.Generator().manual_seed(3
 def test_step_0_equals_hand_scaled_positions(small_model: Path) -> None:
     """paper.tex, Eqn. 4: the interpolated model at position m is the plain one at position m L / L'."""
     plain = load(str(small_model)).model
-    interpolated = load(str(small_model), Stretch(target=256)).model
+    interpolated = load(str(small_model), Extension(target=256)).model
     by_hand = plain(IDS, position_ids=torch.arange(128)[None] / 4).logits
     torch.testing.assert_close(interpolated(IDS).logits, by_hand, rtol=1e-5, atol=1e-5)
     assert (interpolated(IDS).logits - plain(IDS).logits).abs().max() > 0.01
@@ -38,7 +37,7 @@ def test_step_0_equals_hand_scaled_positions(small_model: Path) -> None:
 
 @torch.no_grad()
 def test_direct_leaves_the_positions_alone(small_model: Path) -> None:
-    direct = load(str(small_model), Stretch(target=256, method="direct"))
+    direct = load(str(small_model), Extension(target=256, scaling="direct"))
     assert direct.window == 256
     assert direct.scale == 1
     torch.testing.assert_close(direct.model(IDS).logits, load(str(small_model)).model(IDS).logits, rtol=0, atol=0)
@@ -48,7 +47,7 @@ def test_direct_leaves_the_positions_alone(small_model: Path) -> None:
 def test_yarn_is_the_papers(small_model: Path) -> None:
     """arXiv 2309.00071, section 3: a frequency that turns more than 32 times in L stays, one that turns less than once
     is divided by s, those between are mixed; cosines and sines, so queries and keys, are scaled by 0.1 ln(s) + 1."""
-    loaded = load(str(small_model), Stretch(target=256, method="yarn"))
+    loaded = load(str(small_model), Extension(target=256, scaling="yarn"))
     assert (loaded.window, loaded.scale) == (256, 4)
     rotary = loaded.model.model.rotary_emb
     window, dim, theta = 64, 16, 500.0
@@ -72,7 +71,7 @@ def test_yarn_is_the_papers(small_model: Path) -> None:
 @pytest.mark.parametrize("tokens", [32, 64, 65, 200, 256])
 def test_dynamic_changes_theta_beyond_the_original_window(small_model: Path, tokens: int) -> None:
     """NTK by length: theta grows by (s n / L - (s - 1)) ^ (d / (d - 2)) for n > L tokens, and not up to there."""
-    loaded = load(str(small_model), Stretch(target=256, method="dynamic"))
+    loaded = load(str(small_model), Extension(target=256, scaling="dynamic"))
     assert (loaded.window, loaded.scale) == (256, 4)
     loaded.model(torch.full((1, tokens), 5))
     dim = 16
@@ -85,9 +84,9 @@ def test_dynamic_changes_theta_beyond_the_original_window(small_model: Path, tok
 @pytest.mark.parametrize("method", ["pi", "dynamic", "yarn"])
 def test_every_reader_of_a_saved_config_gets_the_same_model(small_model: Path, tmp_path: Path, method: Method) -> None:
     """Plain transformers reads the file as it is, with the top level alone, and with `rope_parameters` alone."""
-    base = find_base(str(small_model))
-    config = extended_config(base, Interpolation(method, 64, 256))
-    ours = load_model(base, config, torch.float32)(IDS).logits
+    base = find(str(small_model))
+    found = base.extended(Extension(256, 64, method))
+    config, ours = found.config, found.load_weights(torch.float32)(IDS).logits
     for left_out in ((), ("rope_parameters",), ("rope_scaling", "rope_theta")):
         folder = tmp_path / "-".join(left_out)
         shutil.copytree(small_model, folder, dirs_exist_ok=True)
@@ -105,8 +104,8 @@ def test_every_reader_of_a_saved_config_gets_the_same_model(small_model: Path, t
 def test_a_run_of_another_method_is_loaded_and_merged_with_it(lora_run: Path, tmp_path: Path, method: Method) -> None:
     run = tmp_path / "run"
     shutil.copytree(lora_run, run)
-    base = find_base(str(read_adapter_settings(run).base_model_name_or_path))
-    save_config(extended_config(base, Interpolation(method, 64, 96)), run)
+    base = find(str(read_adapter_settings(run).base_model_name_or_path))
+    save_config(base.extended(Extension(96, 64, method)).config, run)
     loaded, merged = load(str(run)), load(str(merge(run, tmp_path / "merged")))
     assert (loaded.window, loaded.scale) == (merged.window, merged.scale) == (96, 1.5)
     assert method_of(loaded.config) == method_of(merged.config) == method
@@ -117,11 +116,11 @@ def test_a_run_that_its_base_does_not_lead_to_is_refused(lora_run: Path, tmp_pat
     """A base that is interpolated farther than the run, or to which the run adds another method."""
     run, base_folder = tmp_path / "run", tmp_path / "base"
     shutil.copytree(lora_run, run)
-    base = find_base(str(read_adapter_settings(run).base_model_name_or_path))
+    base = find(str(read_adapter_settings(run).base_model_name_or_path))
     shutil.copytree(base.path, base_folder)
-    save_config(extended_config(base, Interpolation("pi", 64, 192)), base_folder)
+    save_config(base.extended(Extension(192, 64)).config, base_folder)
     with pytest.raises(ModelError, match="its own scale 3 does not lead to 2"):
-        adapter_base(run, str(base_folder))
+        find_adapter(run, str(base_folder))
 
 
 def test_a_run_is_loaded_and_merged_from_the_revision_that_it_was_tuned_from(
@@ -141,11 +140,11 @@ def test_a_run_is_loaded_and_merged_from_the_revision_that_it_was_tuned_from(
 
     own = AutoConfig.from_pretrained
     monkeypatch.setattr(AutoConfig, "from_pretrained", from_pretrained)
-    base, _ = adapter_base(run, allowed=Allowed(remote_code=True))
+    base = find_adapter(run, permissions=Permissions(remote_code=True))
     assert asked[0] == (recipe.model.name, "v1", True)
-    assert (base.revision, base.trust_remote_code) == ("v1", True)
-    moved, _ = adapter_base(run, recipe.model.name)
-    assert (moved.revision, moved.trust_remote_code) == ("main", False)
+    assert (base.revision, base.permissions.remote_code) == ("v1", True)
+    moved = find_adapter(run, recipe.model.name)
+    assert (moved.revision, moved.permissions.remote_code) == ("main", False)
 
 
 @pytest.mark.parametrize("model_type", ["stablelm", "gpt_neox", "glm", "phi3", "gemma3_text"])
@@ -158,8 +157,8 @@ def test_theta_and_the_rotary_share_of_a_head_survive_the_file(tmp_path: Path, m
         if model_type != "gemma3_text":
             rope["partial_rotary_factor"] = 0.75
     config.save_pretrained(tmp_path)
-    base = find_base(str(tmp_path))
-    save_config(extended_config(base, Interpolation("pi", 64, 128)), tmp_path)
+    base = find(str(tmp_path))
+    save_config(base.extended(Extension(128, 64)).config, tmp_path)
     plain = rotary_frequencies(base.skeleton)
     written = rotary_frequencies(build_on_meta(type(config), read_config(tmp_path)))
     for name, values in plain.items():
@@ -167,15 +166,16 @@ def test_theta_and_the_rotary_share_of_a_head_survive_the_file(tmp_path: Path, m
 
 
 def test_original_can_be_given(small_model: Path) -> None:
-    stretched = load(str(small_model), Stretch(target=256, original=32))
+    stretched = load(str(small_model), Extension(target=256, original=32))
     assert stretched.scale == 8
     assert stretched.tokenizer.model_max_length == stretched.window
 
 
 @torch.no_grad()
 def test_a_saved_config_gives_the_same_model_to_plain_transformers(small_model: Path, tmp_path: Path) -> None:
-    base = find_base(str(small_model))
-    config = extended_config(base, Interpolation("pi", 64, 256))
+    base = find(str(small_model))
+    found = base.extended(Extension(256, 64))
+    config = found.config
     folder = tmp_path / "extended"
     shutil.copytree(small_model, folder)
     save_config(config, folder)
@@ -183,7 +183,7 @@ def test_a_saved_config_gives_the_same_model_to_plain_transformers(small_model: 
     scaling = {"type": "linear", "rope_type": "linear", "factor": 4.0}
     assert written["rope_scaling"] == scaling | {"rope_theta": written["rope_theta"]}
     assert "_name_or_path" not in written
-    ours = load_model(base, config, torch.float32)
+    ours = found.load_weights(torch.float32)
     theirs = AutoModelForCausalLM.from_pretrained(folder)
     torch.testing.assert_close(theirs(IDS).logits, ours(IDS).logits, rtol=0, atol=0)
 
@@ -203,7 +203,7 @@ def test_what_is_no_model_is_refused(tmp_path: Path) -> None:
 def test_a_model_without_rotary_embeddings_is_refused(tmp_path: Path) -> None:
     AutoConfig.for_model("gpt2").save_pretrained(tmp_path)
     with pytest.raises(ScalingError, match="model of type gpt2: has no rotary"):
-        find_base(str(tmp_path))
+        find(str(tmp_path))
 
 
 def test_a_truncated_weight_file_is_refused(small_model: Path, tmp_path: Path) -> None:
@@ -238,7 +238,7 @@ def test_dynamic_is_measured_at_each_window_as_if_alone(small_model: Path) -> No
     text = "The door is open and the road is long. " * 60
     measured = {}
     for windows in ([64], [128], [256], [64, 128, 256]):
-        loaded = load(str(small_model), Stretch(256, method="dynamic"))
+        loaded = load(str(small_model), Extension(256, scaling="dynamic"))
         loaded.model(torch.ones((1, 250), dtype=torch.long))  # what was computed before must not matter
         with tempfile.NamedTemporaryFile("w", suffix=".txt") as file:
             file.write(text)
@@ -247,6 +247,6 @@ def test_dynamic_is_measured_at_each_window_as_if_alone(small_model: Path) -> No
         measured[tuple(windows)] = [row.perplexity for row in scores.windows]
     alone = [measured[(window,)][0] for window in (64, 128, 256)]
     assert measured[(64, 128, 256)] == pytest.approx(alone, rel=1e-6)
-    models = load(str(small_model)), load(str(small_model), Stretch(256, method="dynamic"))
+    models = load(str(small_model)), load(str(small_model), Extension(256, scaling="dynamic"))
     plain, dynamic = (evaluate_perplexity(loaded, str(README), [64], 32, Choice(1)) for loaded in models)
     assert dynamic.windows[0].perplexity == pytest.approx(plain.windows[0].perplexity, rel=1e-6)

@@ -17,8 +17,7 @@ from transformers import LlamaConfig
 
 from pi_lora.evaluation.forward import described
 from pi_lora.models.adapter import prepare_for_tuning
-from pi_lora.models.base import extended_config, find_base, load_model
-from pi_lora.models.load import load
+from pi_lora.models.model import find, load
 from pi_lora.recipe.schema import Tuning
 
 pytestmark = [
@@ -36,8 +35,7 @@ def qlora_run(small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
 
 
 def quantized(folder: Path) -> torch.nn.Module:
-    base = find_base(str(folder))
-    return load_model(base, extended_config(base, None), torch.bfloat16, place="quantized")
+    return find(str(folder)).load_weights(torch.bfloat16, place="quantized")
 
 
 def test_the_base_is_nf4_with_double_quantization_and_computes_in_bfloat16(small_model: Path) -> None:

@@ -10,8 +10,8 @@ from adapters import TOKENIZER
 
 from pi_lora.errors import ModelError
 from pi_lora.models import tokenizer_files
-from pi_lora.models.base import find_base, load_tokenizer
-from pi_lora.models.load import find
+from pi_lora.models.model import find
+from pi_lora.models.tokenizer import load_tokenizer
 from pi_lora.models.tokenizer_files import SPECIAL_FILE, check_expression, check_file
 
 VOCABULARY = 1024
@@ -92,10 +92,10 @@ def test_a_panic_is_a_line(folder: Path, capfd: pytest.CaptureFixture[str]) -> N
 
 
 def test_tokens_that_the_model_has_not(folder: Path) -> None:
-    assert find_base(str(folder)).load_tokenizer(64)
+    assert find(str(folder)).tokenizer
     edit(folder / "config.json", vocab_size=200)
     with pytest.raises(ModelError, match=r"its tokenizer gives token \d+, and the model has 200; use the model's own"):
-        find_base(str(folder)).load_tokenizer(64)
+        assert find(str(folder)).tokenizer
 
 
 def test_a_scaled_base_whose_settings_are_damaged(folder: Path) -> None:

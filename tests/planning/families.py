@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
-from pi_lora.models.base import quiet_loading
+from pi_lora.models.weights import quiet_loading
 from pi_lora.planning.counting import shape_of
 from pi_lora.planning.planning import GPUS, Plan, Target, plan_recipe, target_of
 from pi_lora.planning.shape import Shape

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, GPT2Config
 
 from pi_lora import cli
 from pi_lora.errors import ModelError, PiLoraError, RecipeError, ScalingError
-from pi_lora.models.base import find_base
+from pi_lora.models.model import find
 from pi_lora.planning.counting import shape_of
 from pi_lora.planning.memory import ADAMW_8BIT, GIB, OVERHEAD
 from pi_lora.planning.operations import flops_of_sequences
@@ -447,7 +447,7 @@ def test_another_revision_is_not_taken_from_what_is_shipped() -> None:
 @pytest.mark.parametrize("folder", [*CONFIGS.iterdir(), BUILTIN_MODELS / "tiny"], ids=lambda folder: folder.name)
 def test_a_shipped_shape_is_the_one_that_is_counted(folder: Path) -> None:
     shipped = TypeAdapter(Shape).validate_json((folder / "shape.json").read_text())
-    assert shipped == shape_of(find_base(str(folder)).skeleton), "python scripts/count_shapes.py"
+    assert shipped == shape_of(find(str(folder)).skeleton), "python scripts/count_shapes.py"
 
 
 def test_a_recipe_with_a_shipped_shape_is_planned_without_torch(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from pi_lora.errors import ModelError
 from pi_lora.evaluation.results import read_scores
 from pi_lora.merging.merging import merge
 from pi_lora.models.adapter import without_known_warnings
-from pi_lora.models.load import load
+from pi_lora.models.model import load
 from pi_lora.recipe.files import dump_recipe, load_recipe
 from pi_lora.report.card import merged_card, refresh_scores, write_card
 from pi_lora.report.run import Run

@@ -204,7 +204,7 @@ def test_the_command_reads_what_is_there(
         "benchmarks-base": {**benchmarks(0.52, 0.02), **base},
     }
     make_run(small_model, tmp_path / "mine", scores)
-    monkeypatch.setattr("pi_lora.models.load.find", loaded)
+    monkeypatch.setattr("pi_lora.models.model.find", loaded)
     status, out, err = command(capsys, monkeypatch, "compare", str(small_model), "mine", "--json", "c.json")
     assert (status, err) == (0, "")
     rows = {row["measurement"]: row for row in json.loads((tmp_path / "c.json").read_text())["rows"]}

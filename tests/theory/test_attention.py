@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from transformers.models.auto import CONFIG_MAPPING
 
 from pi_lora.errors import PiLoraError, ScalingError
-from pi_lora.models.load import Stretch, load
+from pi_lora.models.model import Extension, load
 from pi_lora.theory.bounds import Setting, attention_score, distances, setting_of
 from pi_lora.theory.heads import layer_coefficients, measure_attention, sampled_pairs
 
@@ -106,7 +106,7 @@ def test_pairs_look_back() -> None:
 
 
 def test_other_scalings_are_refused() -> None:
-    loaded = load("builtin:tiny", Stretch(512, method="yarn"))
+    loaded = load("builtin:tiny", Extension(512, scaling="yarn"))
     with pytest.raises(PiLoraError, match="not stretched by PI"):
         measure_attention(loaded, TEXT, Setting(32, 500.0, 256, 512))
 

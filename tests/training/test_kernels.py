@@ -4,7 +4,6 @@ import importlib.util
 import json
 from contextlib import nullcontext
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,10 +11,10 @@ import torch
 from test_chunked_mlp import IDS, tuned_model
 from test_offload import DEVICES
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from transformers import PreTrainedModel
 
-from pi_lora.models import load
 from pi_lora.models import machine as kernels
-from pi_lora.models.base import BaseModel, find_base
+from pi_lora.models.model import find, load
 from pi_lora.recipe.files import load_recipe
 from pi_lora.recipe.schema import Tuning
 
@@ -82,19 +81,16 @@ def test_auto_takes_what_is_made_for_the_gpu(
     present = {9: ("flash_attention_3", lambda: 3 in installed), 10: ("flash_attention_4", lambda: 4 in installed)}
     monkeypatch.setattr(kernels, "_MADE_FOR", present)
     supports, compatible = settings.pop("supports", True), settings.pop("compatible", None)
-    model = SimpleNamespace(_supports_flash_attn=supports, _compatible_flash_implementations=compatible)
-    asked = {"asked": "auto", "base": SimpleNamespace(skeleton=model), "in_bfloat16": True, **settings}
-    assert kernels.attention_kernel(**asked) == chosen
+    model = find("builtin:tiny")
+    model.skeleton._supports_flash_attn, model.skeleton._compatible_flash_implementations = supports, compatible
+    assert model.attention(**{"asked": "auto", "in_bfloat16": True, **settings}) == chosen
 
 
 def test_models_of_transformers_say_what_they_support(small_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "device", lambda: torch.device("cuda"))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     monkeypatch.setattr(kernels, "_MADE_FOR", {9: ("flash_attention_3", lambda: True)})
-    base = find_base(str(small_model))
-    assert kernels.attention_kernel("auto", base, in_bfloat16=True) == "flash_attention_3"
-    base.skeleton._supports_flash_attn = False
-    assert kernels.attention_kernel("auto", base, in_bfloat16=True) == "sdpa"
+    assert find(str(small_model)).attention("auto", in_bfloat16=True) == "flash_attention_3"
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -103,14 +99,15 @@ def test_a_measured_model_has_the_kernel_made_for_the_gpu(
 ) -> None:
     asked = []
 
-    def kernel(name: str, base: BaseModel, in_bfloat16: bool) -> str:
-        asked.append((name, base.name, in_bfloat16))
+    def kernel(name: str, in_bfloat16: bool, context_parallel: int) -> str:
+        asked.append((name, in_bfloat16))
         return "eager"
 
-    monkeypatch.setattr(load, "attention_kernel", kernel)
-    loaded = load.load(str(small_model), dtype=dtype)
+    monkeypatch.setattr(kernels, "attention_kernel", kernel)
+    monkeypatch.setattr(PreTrainedModel, "_supports_flash_attn", True)
+    loaded = load(str(small_model), dtype=dtype)
     assert loaded.model.config._attn_implementation == "eager"
-    assert asked == [("auto", str(small_model), dtype == "bfloat16")]
+    assert asked == [("auto", dtype == "bfloat16")]
 
 
 def test_a_run_says_which_kernel_it_had(lora_run: Path) -> None:

@@ -11,7 +11,7 @@ from conftest import small_recipe, train
 
 from pi_lora.data.batches import CollateExamples
 from pi_lora.data.examples import training_examples
-from pi_lora.models.base import load_tokenizer
+from pi_lora.models.tokenizer import load_tokenizer
 from pi_lora.recipe.files import load_recipe
 
 PADDING = 1

@@ -8,7 +8,7 @@ from conftest import small_recipe, train
 from safetensors.torch import load_file
 
 from pi_lora.errors import RecipeError, RunExistsError, ScalingError
-from pi_lora.models.load import load
+from pi_lora.models.model import load
 from pi_lora.recipe.files import load_recipe
 from pi_lora.scaling.config import scale_of, window_of
 

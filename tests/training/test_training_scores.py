@@ -11,9 +11,8 @@ from safetensors.torch import load_file
 from pi_lora.evaluation.results import PerplexityScores, as_json
 from pi_lora.evaluation.suite import measure
 from pi_lora.models.adapter import prepare_for_tuning
-from pi_lora.models.base import load_model
-from pi_lora.models.load import LoadedModel, Stretch, find, load
 from pi_lora.models.machine import measured_under_autocast
+from pi_lora.models.model import Extension, Model, find, load
 from pi_lora.recipe.evaluation import Evaluation
 from pi_lora.recipe.files import load_recipe
 from pi_lora.training.callbacks import _as_when_loaded
@@ -57,16 +56,16 @@ def measured_run(request: pytest.FixtureRequest, small_model: Path, tmp_path_fac
     return train(recipe, tmp_path_factory.mktemp("scores") / "run")
 
 
-def interpolated_base(run: Path) -> LoadedModel:
+def interpolated_base(run: Path) -> Model:
     """The base of a run as it is at step 0; after QLoRA in four bits."""
     recipe = load_recipe(run / "recipe.yaml").recipe
     if recipe.tuning.method != "qlora":
-        return load(recipe.model.name, Stretch(128))
-    found = find(recipe.model.name, Stretch(128))
-    model = load_model(found.base, found.config, torch.bfloat16, place="quantized")
+        return load(recipe.model.name, Extension(128))
+    found = find(recipe.model.name, Extension(128))
+    model = found.load_weights(torch.bfloat16, place="quantized")
     if recipe.tuning.with_embeddings:  # which compute in float32, the tied head as well
         model = prepare_for_tuning(model, recipe.tuning, found.name)
-    return LoadedModel(found.name, model.eval(), found.tokenizer, found.config)
+    return found.being_tuned(found.name, model.eval(), autocast=False)
 
 
 def scores(run: Path, name: str, step: int) -> dict[str, object]:
@@ -97,7 +96,6 @@ def test_float32_weights_are_measured_as_they_are_tuned_where_that_is_faster(
     training = {**small_recipe(small_model).training.model_dump(), "precision": "bfloat16"}
     recipe = small_recipe(small_model, tuning=FULL, training=training, evaluation=EVALUATION)
     monkeypatch.setattr("pi_lora.models.machine.measured_under_autocast", lambda recipe: True)
-    monkeypatch.setattr("pi_lora.models.load.measured_under_autocast", lambda recipe: True)
     run = train(recipe, tmp_path / "run")
     found, after, in_float32 = (
         [row["perplexity"] for row in each["windows"]]
@@ -133,7 +131,7 @@ def test_where_float32_weights_are_measured_in_bfloat16(
 @torch.no_grad()
 def test_a_model_is_measured_without_the_hooks_of_context_parallelism(small_model: Path) -> None:
     """They drop the mask, without which tokens that continue a cache attend to the beginning alone."""
-    loaded = load(str(small_model), Stretch(512))
+    loaded = load(str(small_model), Extension(512))
     grid = {"passkey": {"target": 256, "depths": 2, "trials": 2}}
     evaluation = small_recipe(small_model, evaluation=grid).evaluation
     ids = torch.arange(2, 62)[None]
@@ -161,7 +159,7 @@ def test_measuring_changes_nothing_in_the_training(measured_run: Path, tmp_path:
 
 
 def test_what_is_not_said_follows_from_the_window(small_model: Path) -> None:
-    loaded = load(str(small_model), Stretch(512))
+    loaded = load(str(small_model), Extension(512))
     wanted = small_recipe(small_model, evaluation={"perplexity": {"documents": 1}}).evaluation
     found = measure(loaded, wanted)
     assert set(found) == {"perplexity"}

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from pi_lora.errors import PiLoraError
 from pi_lora.merging.merging import merge
-from pi_lora.models.load import load
+from pi_lora.models.model import load
 from pi_lora.recipe.schema import Recipe
 
 ROWS = [{"text": "The cat sat on the mat. " * 3, "gist": f"Cat {number}."} for number in range(4)]

@@ -29,8 +29,8 @@ from pi_lora.evaluation.benchmarks.local_data import FORMATS, TITLES, articles, 
 from pi_lora.evaluation.forward import described
 from pi_lora.evaluation.journal import journaled
 from pi_lora.evaluation.results import BenchmarkScores, TaskScore
-from pi_lora.models.base import quiet_loading
-from pi_lora.models.load import LoadedModel
+from pi_lora.models.model import Model
+from pi_lora.models.weights import quiet_loading
 from pi_lora.types import Progress, silent
 
 FOLDERS = ("super_glue/boolq", "piqa", "race", "winogrande")
@@ -145,7 +145,7 @@ def _on_local_files(name: str, path: Path, folder: Path) -> dict[str, Any]:
 
 
 def evaluate_benchmarks(
-    loaded: LoadedModel,
+    loaded: Model,
     prepared: dict[str, Prepared],
     limit: int | None = None,
     batch_size: int = 8,

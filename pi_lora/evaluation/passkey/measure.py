@@ -17,7 +17,7 @@ from pi_lora.evaluation.passkey.prompt import Grid, Trial, trials_at
 from pi_lora.evaluation.passkey.shared_prefix import SharedPrefix, last_logits, rows_at_once, shared_prefix
 from pi_lora.evaluation.results import PasskeyDepth, PasskeyMap, PasskeyScores
 from pi_lora.models.finite import finite
-from pi_lora.models.load import LoadedModel
+from pi_lora.models.model import Model
 from pi_lora.types import Progress, silent
 
 REQUIRED_SUCCESS = 0.2
@@ -126,7 +126,7 @@ def passkey_retrieval(
 
 
 def evaluate_passkey(
-    loaded: LoadedModel, grid: Grid, progress: Progress = silent, *, k_max_only: bool = False, shared: bool = False
+    loaded: Model, grid: Grid, progress: Progress = silent, *, k_max_only: bool = False, shared: bool = False
 ) -> PasskeyScores:
     """Measure passkey retrieval; `k_max_only` measures no more than decides k_max. With `shared` each process measures
     its part of the depths, and an interrupted evaluation continues when it is called again.
@@ -153,7 +153,7 @@ def evaluate_passkey(
 
 
 def evaluate_passkey_map(
-    loaded: LoadedModel, grids: Sequence[Grid], progress: Progress = silent, *, shared: bool = False
+    loaded: Model, grids: Sequence[Grid], progress: Progress = silent, *, shared: bool = False
 ) -> PasskeyMap:
     """Measure passkey retrieval on several grids, which differ in their targets; otherwise as `evaluate_passkey`."""
 

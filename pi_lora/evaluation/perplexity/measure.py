@@ -20,7 +20,7 @@ from pi_lora.evaluation.journal import Journal, journaled
 from pi_lora.evaluation.perplexity import losses
 from pi_lora.evaluation.perplexity.losses import DocumentLosses, Sweep, window_scores
 from pi_lora.evaluation.results import DocumentPerplexity, LossByPosition, PerplexityScores, PositionLoss
-from pi_lora.models.load import LoadedModel
+from pi_lora.models.model import Model
 from pi_lora.recipe.evaluation import PerplexityOptions
 from pi_lora.types import Progress, silent
 
@@ -49,7 +49,7 @@ class Chosen(NamedTuple):
 
 
 def evaluate_perplexity(
-    loaded: LoadedModel,
+    loaded: Model,
     source: str,
     windows: Sequence[int] | None = None,
     stride: int | None = None,
@@ -96,7 +96,7 @@ def evaluate_perplexity(
 
 
 def _measure(
-    loaded: LoadedModel, documents: Sequence[Measured], sweep: Sweep, journal: Journal, progress: Progress
+    loaded: Model, documents: Sequence[Measured], sweep: Sweep, journal: Journal, progress: Progress
 ) -> list[DocumentLosses]:
     names = [hashlib.sha256(document.ids).hexdigest() for document in documents]
     ids = {name: document.ids for name, document in zip(names, documents, strict=True)}
@@ -134,7 +134,7 @@ def _by_position(found: Sequence[DocumentLosses], window: int) -> LossByPosition
     return LossByPosition(window=window, bins=bins)
 
 
-def choose_documents(loaded: LoadedModel, source: str, choice: Choice, longest: int) -> Chosen:
+def choose_documents(loaded: Model, source: str, choice: Choice, longest: int) -> Chosen:
     """Return the documents of `source` for windows of up to `longest` tokens; a preset completes the `choice`."""
     choice = choice.of(source)
     if choice.truncate is not None and choice.truncate < longest:
@@ -176,7 +176,7 @@ def _drawn(documents: Iterable[Document], seed: int, needed: int) -> tuple[list[
     return held, seen - len(held)
 
 
-def _encoded(loaded: LoadedModel, documents: Iterable[Document]) -> Iterator[tuple[Document, Tokens]]:
+def _encoded(loaded: Model, documents: Iterable[Document]) -> Iterator[tuple[Document, Tokens]]:
     """Yield documents and token ids; without EOS, which the model would be asked to predict."""
     for batch in in_batches(documents, lambda document: len(document.text), CHARACTERS_AT_ONCE):
         yield from zip(batch, tokenized(loaded.tokenizer, [document.text for document in batch]), strict=True)

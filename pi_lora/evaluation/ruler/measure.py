@@ -16,13 +16,13 @@ from pi_lora.evaluation.journal import journaled
 from pi_lora.evaluation.results import RulerScores, RulerTask
 from pi_lora.evaluation.ruler.effective import effective_length, mean_of, standard_error
 from pi_lora.evaluation.ruler.prompts import Asked, check_essays, fitted, sentences
-from pi_lora.models.load import LoadedModel
+from pi_lora.models.model import Model
 from pi_lora.recipe.evaluation import default_windows
 from pi_lora.types import Progress, silent
 
 
 def evaluate_ruler(
-    loaded: LoadedModel,
+    loaded: Model,
     asked: Asked,
     windows: Sequence[int] | None = None,
     samples: int = 100,

@@ -17,9 +17,10 @@ from pi_lora.data.examples import Prompter, Task
 from pi_lora.errors import DataError, ModelError, PiLoraError
 from pi_lora.evaluation.forward import described
 from pi_lora.evaluation.journal import identity_of
-from pi_lora.models.base import extended_config, quiet_loading
-from pi_lora.models.load import FoundModel, LoadedModel
+from pi_lora.models.model import Model
+from pi_lora.models.weights import quiet_loading
 from pi_lora.recipe.schema import Data
+from pi_lora.scaling.config import in_both_dialects
 from pi_lora.types import Json
 
 # On a CPU the library would take most of the memory for keys and values: tokens a page, requests and tokens at once.
@@ -69,10 +70,10 @@ class Writer:
 
 
 def find_writer(
-    found: FoundModel, engine: Literal["transformers", "vllm"] = "transformers", dtype: str | None = None
+    found: Model, engine: Literal["transformers", "vllm"] = "transformers", dtype: str | None = None
 ) -> Writer:
     """Return a model as a writer; its weights are loaded now, by vLLM when it first writes. Raise PiLoraError as
-    `FoundModel.load` does, or if vLLM is missing or cannot take the model.
+    `Model.load` does, or if vLLM is missing or cannot take the model.
     """
     if engine == "transformers":
         loaded = found.load(dtype)
@@ -84,14 +85,14 @@ def find_writer(
     if found.adapter is not None:
         how = f"merge it first: pi-lora merge {shlex.quote(found.name)}"
         raise ModelError(f"{found.name}: is an adapter, whose embeddings vLLM cannot load; {how}")
-    if found.config != extended_config(found.base, None):
+    if found.config != in_both_dialects(found.base_config):
         raise ModelError(
             "--engine vllm: reads the scaling of config.json; leave out --original, --target and --scaling"
         )
     kind = dtype or "auto"
     facts = {"model": found.name, "scale": found.scale, "dtype": kind, "kernel": "vLLM's", "engine": "vllm"}
-    identity = {"name": found.name, "path": found.base.path, "config": found.config}
-    write = partial(write_with_vllm, found.base.path, found.window, kind, found.tokenizer.eos_token_id)
+    identity = {"name": found.name, "path": found.path, "config": found.config}
+    write = partial(write_with_vllm, found.path, found.window, kind, found.tokenizer.eos_token_id)
     return Writer(found.name, found.tokenizer, found.window, facts, identity, write)
 
 
@@ -149,7 +150,7 @@ def write_with_vllm(model: str, window: int, dtype: str, end: int, prompts: Prom
             yield name, list(output.outputs[0].token_ids)
 
 
-def summarize(loaded: LoadedModel, name: str, text: str, data: Data, sampling: Sampling, say: Say) -> None:
+def summarize(loaded: Model, name: str, text: str, data: Data, sampling: Sampling, say: Say) -> None:
     """Print a summary of `text` under the task of `data` as it comes, and `say` what was cut off; raise DataError if
     the task needs more than a document, or the window has no room for one.
     """

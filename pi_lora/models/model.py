@@ -1,0 +1,319 @@
+"""Models as users name them (bases, full weights, runs): found, then loaded with their scaling."""
+
+import shlex
+from copy import copy
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers.utils import cached_file
+
+from pi_lora.errors import ModelError, first_line
+from pi_lora.models import machine
+from pi_lora.models.device import device, dtype_named
+from pi_lora.models.location import BUILTIN, find_file, locate, why_unreadable
+from pi_lora.models.origin import Origin, read_origin, weights_digest
+from pi_lora.models.stored import ADAPTER_CONFIG_FILE, CONFIG_FILE, check_config, read_adapter_settings, read_config
+from pi_lora.models.tokenizer import load_tokenizer
+from pi_lora.models.tokenizer_files import SETTINGS_FILE, read_settings
+from pi_lora.models.weights import Placement, empty_weights, quiet_loading, read_weights
+from pi_lora.recipe.files import RECIPE_FILE, load_recipe
+from pi_lora.recipe.schema import Recipe
+from pi_lora.scaling.config import (
+    Config,
+    Interpolation,
+    Method,
+    declaring_original,
+    extend_config,
+    full_attention_rope,
+    in_both_dialects,
+    leads_to,
+    scale_of,
+    window_of,
+)
+from pi_lora.scaling.verify import build_on_meta, check_scaling, config_of
+from pi_lora.types import NO_PERMISSIONS, Permissions
+
+
+@dataclass(frozen=True)
+class Extension:
+    """How a plain base is extended to `target` tokens: the paper's `pi`, no rescaling (`direct`), or other scalings.
+    `original` is its window L; by default the one in its config.
+    """
+
+    target: int
+    original: int | None = None
+    scaling: Method = "pi"
+
+
+@dataclass
+class Model:
+    """A model: found, when its configs are known, and loaded, when it has a `model` with weights.
+
+    Attributes:
+        name: What the user calls it.
+        base: The name of its base; its own name if it is no adapter.
+        path: The folder or hub id that the weights of the base are read from, at `revision`.
+        kind: transformers' config class.
+        base_config: The config of the base as transformers completes it.
+        config: The config that it is loaded under, in both dialects: extended, or that of the base.
+        adapter: The folder of an adapter of the base, if it is one.
+        model: The module of transformers or PEFT, once it is loaded.
+        autocast: Whether its float32 weights compute in bfloat16.
+        in_training: Whether its weights are tuned just now, and not those of its files.
+    """
+
+    name: str
+    base: str
+    path: str
+    revision: str
+    permissions: Permissions
+    kind: type[PreTrainedConfig]
+    base_config: Config
+    config: Config
+    adapter: Path | None = None
+    model: Any = None
+    autocast: bool = False
+    in_training: bool = False
+
+    @property
+    def scale(self) -> float:
+        """The factor L'/L by which the window is extended; under `pi` positions are divided by it."""
+        return scale_of(self.config)
+
+    @property
+    def window(self) -> int:
+        """The context window in tokens."""
+        return window_of(self.config)
+
+    @cached_property
+    def folder(self) -> Path:
+        """Where the files of the base are: its folder, or that of its commit in the cache of the hub."""
+        return Path(str(cached_file(self.path, CONFIG_FILE, revision=self.revision))).parent
+
+    @cached_property
+    def recipe(self) -> Recipe | None:
+        """The recipe that it was tuned by, if it is a run."""
+        file = (self.adapter or Path(self.name)) / RECIPE_FILE
+        return load_recipe(file).recipe if file.is_file() else None
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        """The tokenizer of the run, or of the base."""
+        # Adapters made elsewhere may have none of their own.
+        own = self.adapter is not None and (self.adapter / SETTINGS_FILE).is_file()
+        trust, vocabulary = self.permissions.remote_code, self.config.get("vocab_size")
+        return load_tokenizer(
+            self.adapter if own and self.adapter else self.path, self.window, self.revision, trust, vocabulary
+        )
+
+    @cached_property
+    def skeleton(self) -> PreTrainedModel:
+        """The unextended base on the meta device: every module with its shape, no memory for weights."""
+        with quiet_loading():
+            return build_on_meta(self.kind, self.base_config, self.permissions.remote_code)
+
+    @cached_property
+    def weights_digest(self) -> str:
+        """A digest of the weights of the base."""
+        return weights_digest(self.file)
+
+    def file(self, name: str) -> Path | None:
+        """Return a file of the base, downloaded from the hub if necessary, or None if it has no such file."""
+        return find_file(self.path, name, self.revision)
+
+    def extended(self, extension: Extension) -> "Model":
+        """Return this base extended; raise ScalingError if that is impossible, or transformers does not apply it."""
+        original = extension.original or window_of(self.base_config)
+        interpolation = Interpolation(extension.scaling, original, extension.target)
+        config = extend_config(self.base_config, interpolation)
+        if extension.scaling != "direct":
+            with quiet_loading():
+                check_scaling(self.skeleton, self.base_config, interpolation, self.permissions.remote_code)
+        return self._with(config=config)
+
+    def origin(self, tokenizer: str, data: str) -> Origin:
+        """Return what a run of this base is made from, with the digests of its tokenizer and data."""
+        local = Path(self.path).is_dir()
+        return Origin(
+            place=str(Path(self.path).resolve()) if local and not self.base.startswith(BUILTIN) else None,
+            commit=None if local else self.folder.name,
+            weights=self.weights_digest,
+            tokenizer=tokenizer,
+            data=data,
+        )
+
+    def check_origin(self) -> None:
+        """Raise ModelError if the weights of the base are not those that the adapter was tuned on."""
+        if self.adapter is None or self.permissions.changed or (known := read_origin(self.adapter)) is None:
+            return
+        same_commit = known.commit and not Path(self.path).is_dir() and known.commit == self.folder.name
+        if not same_commit and known.weights != self.weights_digest:
+            other = f"{self.base} ({self.folder}) has other weights than those that it was tuned on"
+            raise ModelError(f"{self.adapter}: {other}; bring them back, or use these with --allow-changed")
+
+    def attention(self, asked: str, in_bfloat16: bool, context_parallel: int = 1) -> str:
+        """Return the attention kernel: the one `asked` for, or for `auto` the fastest that the model supports."""
+        kernel = machine.attention_kernel(asked, in_bfloat16, context_parallel)
+        if asked != "auto" or kernel == machine.SDPA:
+            return kernel
+        # Some models name the kernels of FlashAttention with which transformers computes them.
+        compatible = self.skeleton._compatible_flash_implementations
+        supported = self.skeleton._supports_flash_attn and (compatible is None or kernel in compatible)
+        return kernel if supported else machine.SDPA
+
+    def load(self, dtype: str | None = None) -> "Model":
+        """Read the weights: by default in float32 on a CPU, in bfloat16 after QLoRA, and on an accelerator as stored; a
+        run's as they are tuned there.
+        """
+        self.check_origin()
+        recipe, on_cpu = self.recipe, device().type == "cpu"
+        quantized = self.tuned_quantized
+        stored = "float32" if on_cpu else str(self.base_config.get("dtype") or "float32").removeprefix("torch.")
+        of_weights = dtype_named(dtype or stored)
+        if dtype is None and self.adapter and recipe and (quantized or not on_cpu):
+            of_weights = machine.dtype_of_base(recipe)
+        kernel = self.attention("auto", of_weights == torch.bfloat16)
+        model = self.load_weights(of_weights, kernel, "quantized" if quantized else "device").eval()
+        if self.adapter is not None:
+            # Imported here: PEFT takes seconds, and bases and full weights do without.
+            from pi_lora.models.adapter import load_adapter
+
+            model = load_adapter(model, self.adapter)
+        as_tuned = recipe if dtype is None and of_weights == torch.float32 else None
+        autocast = as_tuned is not None and machine.measured_under_autocast(as_tuned)
+        if autocast:
+            # Without a cache, which would hold all weights a second time.
+            model.forward = torch.autocast(model.device.type, torch.bfloat16, cache_enabled=False)(model.forward)
+        return self._with(model=model, autocast=autocast)
+
+    @property
+    def tuned_quantized(self) -> bool:
+        """Whether it is an adapter that was tuned on an NF4 base; not known of one without a recipe."""
+        return self.adapter is not None and self.recipe is not None and self.recipe.tuning.method == "qlora"
+
+    def load_weights(
+        self, dtype: torch.dtype, attention: str = machine.SDPA, place: Placement = "device"
+    ) -> PreTrainedModel:
+        """Return the base with its weights under `config`, without an adapter; see `read_weights`."""
+        config, trust = config_of(self.kind, self.config), self.permissions.remote_code
+        if place == "empty":
+            return empty_weights(config, dtype, attention, trust)
+        source = {"revision": self.revision, "trust_remote_code": trust}
+        return read_weights(self.base, self.path, config, dtype, attention, place, **source)
+
+    def with_adapter(self, folder: Path, config: Config | None = None) -> "Model":
+        """Return this base with the adapter in `folder`, tuned under `config` or that of this base."""
+        return self._with(name=str(folder), adapter=folder, config=config or self.config)
+
+    def being_tuned(self, name: str, model: Any, autocast: bool) -> "Model":
+        """Return this model as `name` with the weights that are tuned just now in `model`."""
+        return self._with(name=name, model=model, autocast=autocast, in_training=True)
+
+    def _with(self, **changes: Any) -> "Model":
+        """Return a copy with other fields, that goes on to use the tokenizer and skeleton."""
+        other = copy(self)
+        vars(other).update(changes)
+        return other
+
+
+def find(
+    name: str, extension: Extension | None = None, permissions: Permissions = NO_PERMISSIONS, revision: str = "main"
+) -> Model:
+    """Find a hub id, a folder of full weights, `builtin:tiny`, or a run or adapter folder with its own scaling."""
+    if is_adapter(name):
+        if extension is not None:
+            raise ModelError(f"{name}: brings its own scaling; leave out --original, --target and --scaling")
+        return find_adapter(Path(name), permissions=permissions)
+    base = _find_base(name, revision, permissions)
+    return base.extended(extension) if extension else base
+
+
+def load(
+    name: str,
+    extension: Extension | None = None,
+    dtype: str | None = None,
+    permissions: Permissions = NO_PERMISSIONS,
+) -> Model:
+    """Load a model with its scaling, ready to be measured. It has a `model`, a `tokenizer`, the `window` in tokens and
+    the `scale` L'/L.
+
+    Args:
+        name: A hub id, a folder of full weights, `builtin:tiny`, or the folder of a run or adapter, which brings its
+            own scaling.
+        extension: How to extend a plain base that was not tuned, such as `Extension(target=16384)`.
+        dtype: `float32`, `bfloat16` or `float16`; by default as stored on a GPU, float32 on a CPU, and bfloat16 after
+            QLoRA.
+        permissions: Whether a model's own code may run, and a run be used whose base or data changed.
+
+    Raises:
+        ModelError: The model is missing, incomplete or not the one that a run was tuned from.
+        ScalingError: Its positions cannot be interpolated.
+    """
+    return find(name, extension, permissions).load(dtype)
+
+
+def is_adapter(name: str | Path) -> bool:
+    """Return whether a folder holds an adapter rather than full weights."""
+    return (Path(name) / ADAPTER_CONFIG_FILE).is_file()
+
+
+def find_adapter(folder: Path, base: str | None = None, permissions: Permissions = NO_PERMISSIONS) -> Model:
+    """Find an adapter with its base (the one it names, or another `base`) and the config that it was tuned under; raise
+    ModelError if base and config disagree.
+    """
+    config, found = read_config(folder), find_base_of(folder, base, permissions)
+    own = found.config
+    keys = ("model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+    sizes = {key: (own.get(key), config.get(key)) for key in keys}
+    sizes["rope_theta"] = tuple(full_attention_rope(each)["rope_theta"] for each in (own, config))
+    differing = [f"{key} {has} instead of {expected}" for key, (has, expected) in sizes.items() if has != expected]
+    if not leads_to(own, config):
+        differing.append(f"its own scale {found.scale:g} does not lead to {scale_of(config):g}")
+    if differing:
+        raise ModelError(f"{folder}: was not tuned from {found.base}: {'; '.join(differing)}; name its own base")
+    return found.with_adapter(folder, config)
+
+
+def find_base_of(folder: Path, base: str | None = None, permissions: Permissions = NO_PERMISSIONS) -> Model:
+    """Find the base that an adapter folder names, or another `base`; raise ModelError if there is neither."""
+    if base:
+        return _find_base(base, permissions=permissions)
+    adapter, known = read_adapter_settings(folder), read_origin(folder)
+    if not (name := adapter.base_model_name_or_path):
+        how = f"name it there, or merge them: pi-lora merge {shlex.quote(str(folder))} --base MODEL"
+        raise ModelError(f"{folder / ADAPTER_CONFIG_FILE}: base_model_name_or_path: is missing; {how}")
+    revision = adapter.revision or "main"
+    if known and (known.commit or (known.place and Path(known.place).exists())):
+        # Where it was then: a relative path means another folder from elsewhere, and branches move.
+        found = _find_base(known.place or name, known.commit or revision, permissions)
+        found.base = name
+        return found
+    return _find_base(name, revision, permissions)
+
+
+def own_entries(config: PreTrainedConfig) -> dict[str, Any]:
+    """Return a config as a dictionary, without common defaults and the path it was read from."""
+    common, own = PreTrainedConfig().to_dict(), config.to_dict()
+    return {key: own[key] for key in own if key != "_name_or_path" and (key not in common or common[key] != own[key])}
+
+
+def _find_base(name: str, revision: str = "main", permissions: Permissions = NO_PERMISSIONS) -> Model:
+    path = locate(name)
+    if (Path(path) / CONFIG_FILE).exists():
+        read_config(Path(path))
+    try:
+        with quiet_loading():
+            config = AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=permissions.remote_code)
+    except Exception as error:  # config classes raise their own kinds
+        unknown = f"{first_line(error)}; give a hub id, a model folder or {BUILTIN}tiny"
+        raise ModelError(f"{name}: {why_unreadable(error, unknown)}") from None
+    own: Config = own_entries(config)
+    check_config(own, name)
+    if full_attention_rope(own).get("rope_type") == "linear":
+        settings = find_file(path, SETTINGS_FILE, revision)
+        own = declaring_original(own, read_settings(settings).model_max_length if settings else None)
+    return Model(name, name, path, revision, permissions, type(config), own, in_both_dialects(own))
