@@ -28,12 +28,12 @@ def compare(
     Perplexity, passkeys and what the run's recipe names: read from RUN/scores, or measured and kept there.
     """
     with working(LIBRARIES):
-        from pi_lora.evaluation.results import as_json, check_can_write
+        from pi_lora.evaluation.results import check_can_write
         from pi_lora.evaluation.suite import MEASUREMENTS, alike, asked_for, evaluation_of
         from pi_lora.recipe.evaluation import BenchmarksOptions, PasskeyOptions, PerplexityOptions, RulerOptions
+        from pi_lora.report.comparison import compare as rows_of
+        from pi_lora.report.comparison import verdict_table
         from pi_lora.report.run import BASE, Run, base_scores, own_scores
-        from pi_lora.report.verdicts import compare as rows_of
-        from pi_lora.report.verdicts import verdict_table
         from pi_lora.writing import write_json
 
         asked: dict[str, Any] = {"perplexity": PerplexityOptions(), "passkey": PasskeyOptions()}
@@ -64,7 +64,7 @@ def compare(
         rows = [row for name in names for row in rows_of(kept[name], own[name], folder.original)]
         if json:
             content = {"base": base, "run": str(run), "original": folder.original}
-            write_json(json, {**content, "rows": [as_json(row) for row in rows]})
+            write_json(json, {**content, "rows": [row.model_dump(exclude_unset=True) for row in rows]})
         out.print(verdict_table(base, str(run), rows))
 
 

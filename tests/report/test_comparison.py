@@ -21,9 +21,10 @@ from pi_lora.evaluation.results import (
     RulerTask,
     Scores,
 )
-from pi_lora.evaluation.ruler.effective import effective_length, mean_of, standard_error
+from pi_lora.evaluation.ruler.effective import effective_length, mean_of, relative_to, standard_error
+from pi_lora.report.comparison import compare, verdict
+from pi_lora.report.intervals import of_means, of_pairs, quantile, unpaired
 from pi_lora.report.run import Run, base_scores, commands, own_scores
-from pi_lora.report.verdicts import compare, of_means, of_pairs, quantile, unpaired, verdict
 
 
 def read(windows: dict[int, list[float]], tokens: int = 1000) -> PerplexityScores:
@@ -62,13 +63,13 @@ def test_perplexity_is_paired_by_document() -> None:
     base = read({64: before, 128: before})
     run = read({64: [x * y for x, y in zip(before, (1.03, 1.032, 1.028, 1.03), strict=True)], 128: before[::-1]})
     rows = one(base, run, 64)
-    old, beyond = rows["perplexity at 64 (old window)"], rows["perplexity at 128 (beyond)"]
+    old, beyond = rows["perplexity at 64, stride 0 (old window)"], rows["perplexity at 128, stride 0 (beyond)"]
     assert old.verdict == "3.0 % worse"
     assert old.pairs == 4
     assert old.interval is not None
     assert 2.7 < old.interval[0] < old.change < old.interval[1] < 3.3
     assert beyond.verdict == "within noise"
-    assert one(run, base, 64)["perplexity at 64 (old window)"].verdict == "2.9 % better"
+    assert one(run, base, 64)["perplexity at 64, stride 0 (old window)"].verdict == "2.9 % better"
 
 
 def test_one_document_has_no_interval_and_others_do_not_pair() -> None:
@@ -84,11 +85,11 @@ def test_the_interval_holds_the_truth_as_often_as_it_says() -> None:
         held = 0
         for _ in range(1000):
             differences = [rng.gauss(0.1, 1) for _ in range(number)]
-            _, interval = of_means(differences, [1.0] * number)
+            _, interval = of_means([(differences, [1.0] * number)])
             assert interval is not None
             held += interval[0] <= 0.1 <= interval[1]
         assert 930 <= held <= 970
-    _, interval = of_means([1.0, 2.0, 4.0], [1, 1, 1])
+    _, interval = of_means([([1.0, 2.0, 4.0], [1, 1, 1])])
     assert interval is not None
     assert interval[1] - interval[0] == pytest.approx(2 * quantile(3) * stdev([1, 2, 4]) / math.sqrt(3))
 
@@ -111,7 +112,10 @@ def test_passkeys_are_paired_by_trial() -> None:
     rows = one(base, asked([[True] * 8, [True] + [False] * 7]))
     assert rows["passkeys in 128, %"].verdict == "within noise"
     assert one(base, base)["k_max of 128"].verdict == "the same"
-    assert list(one(base, asked([[True] * 8] * 2, seed=1))) == ["k_max of 128"]
+    other_keys = one(base, asked([[True] * 8] * 2, seed=1))["passkeys in 128, %"]
+    assert (other_keys.pairs, other_keys.verdict) == (None, "50.0 points better, no interval")
+    only_k_max = base.model_copy(update={"k_max_only": True})
+    assert list(one(only_k_max, base)) == list(one(base, only_k_max)) == ["k_max of 128"]
 
 
 def test_the_interval_of_pairs_is_that_of_its_authors() -> None:
@@ -171,19 +175,20 @@ def test_ruler_is_paired_by_prompt() -> None:
     base = ruler({64: {"a": [1.0, 1.0, 0.5, 1.0], "b": [1.0, 0.75, 1.0, 1.0]}, 128: {"a": [0.0] * 4, "b": [0.0] * 4}})
     run = ruler({64: {"a": [1.0, 1.0, 0.5, 1.0], "b": [1.0, 0.75, 1.0, 0.75]}, 128: {"a": [1.0] * 4, "b": [0.5] * 4}})
     rows = one(base, run, 64)
-    assert rows["RULER at 64 (old window), 2 tasks, %"].verdict == "within noise"
-    assert rows["RULER at 64 (old window), 2 tasks, %"].pairs == 8
-    assert rows["RULER at 128 (beyond), 2 tasks, %"].verdict == "75.0 points better"
+    assert rows["RULER at 64, 2 tasks (old window), %"].verdict == "within noise"
+    assert rows["RULER at 64, 2 tasks (old window), %"].pairs == 8
+    assert rows["RULER at 128, 2 tasks (beyond), %"].verdict == "75.0 points better"
     assert rows["effective length, 85.6%"].verdict == "the same"
-    assert rows["effective length, 95% of the base"].base == 64
-    other = one(base, ruler({64: {"a": [1.0, 0.9, 0.5, 1.0], "c": [0.0] * 4}}, length=60), 64)
-    row = other["RULER at 64 (old window), 1 tasks, %"]
+    assert one(relative_to(base, base), relative_to(base, run), 64)["effective length, 95% of the base"].base == 64
+    other = ruler({64: {"a": [1.0, 0.9, 0.5, 1.0], "b": [1.0, 0.75, 1.0, 0.75]}}, length=60)
+    row = one(base, other, 64)["RULER at 64, 2 tasks (old window), %"]
     assert (row.pairs, row.verdict) == (None, "within noise")
+    assert "RULER at 64, 1 tasks (old window), %" not in one(base, ruler({64: {"a": [1.0, 0.9]}}), 64)
 
 
 def test_what_is_known_without_an_interval_says_so() -> None:
     assert verdict(0.0, None, "%") == "the same"
-    assert verdict(-2.5, None, "%", lower_is_better=True) == "2.5 % better, no interval"
+    assert verdict(-2.5, None, "%", higher_is_better=False) == "2.5 % better, no interval"
     assert verdict(-512, None, "tokens") == "512 tokens shorter"
 
 
@@ -208,8 +213,8 @@ def test_the_command_reads_what_is_there(
     status, out, err = command(capsys, monkeypatch, "compare", str(small_model), "mine", "--json", "c.json")
     assert (status, err) == (0, "")
     rows = {row["measurement"]: row for row in json.loads((tmp_path / "c.json").read_text())["rows"]}
-    assert rows["perplexity at 64 (old window)"]["verdict"] == "5.9 % worse, no interval"
-    assert rows["perplexity at 128 (beyond)"]["verdict"] == "88.2 % better, no interval"
+    assert rows["perplexity at 64, stride 32 (old window)"]["verdict"] == "5.9 % worse, no interval"
+    assert rows["perplexity at 128, stride 32 (beyond)"]["verdict"] == "88.2 % better, no interval"
     assert rows["boolq, %"]["verdict"] == "within noise"
     assert rows["k_max of 128"]["change"] == 96
     assert "k_max of" in out
