@@ -16,8 +16,9 @@ import tempfile
 from pathlib import Path
 
 from pi_lora.models.location import BUILTIN_FOLDER
-from pi_lora.planning.planning import device_here
-from pi_lora.planning.text import planned
+from pi_lora.planning.gpus import device_here
+from pi_lora.planning.planning import plan_training
+from pi_lora.recipe.files import load_recipe
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "plan_memory.json"
@@ -109,7 +110,7 @@ def main() -> None:
             recipe.write_text(RECIPE.format(model=model, data=options.data), encoding="utf-8")
             if "data.positions=contiguous" not in changes:
                 changes = (f"data.sequence_tokens={tokens}", *changes)
-            plan = planned(recipe, changes, gpu)
+            plan = plan_training(load_recipe(recipe, changes).recipe, gpu)
             peak = (
                 results["rows"][row]["measured"]
                 if options.replan

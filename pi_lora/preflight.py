@@ -16,7 +16,8 @@ from pi_lora.models.adapter import check_shape
 from pi_lora.models.machine import LIGER, check_liger
 from pi_lora.models.model import Extension, find, is_adapter
 from pi_lora.planning.counting import shape_of
-from pi_lora.planning.planning import CPU, Plan, Target, device_here, plan_recipe
+from pi_lora.planning.gpus import CPU, device_here
+from pi_lora.planning.planning import Target, TrainingPlan, plan_recipe
 from pi_lora.recipe.schema import Data, Recipe
 from pi_lora.run_folder import check_output, check_resumed_recipe
 from pi_lora.scaling.config import check_reach, window_of
@@ -63,7 +64,7 @@ def check_data(recipe: Recipe, permissions: Permissions = NO_PERMISSIONS) -> Job
     return job
 
 
-def plan_here(job: Job) -> Plan | None:
+def plan_here(job: Job) -> TrainingPlan | None:
     """Plan `job` on this machine's accelerator, or on its CPU and memory; None for a model that has no plan."""
     recipe, here = job.recipe, device_here()
     try:

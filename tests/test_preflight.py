@@ -10,7 +10,7 @@ from conftest import small_recipe
 
 from pi_lora.errors import RecipeError, ScalingError
 from pi_lora.models.machine import computes_in_bfloat16, dtype_of_base
-from pi_lora.planning.memory import GIB
+from pi_lora.planning.gpus import GIB
 from pi_lora.planning.text import plan_lines
 from pi_lora.preflight import check, plan_here
 

@@ -11,13 +11,17 @@ from pydantic import BaseModel
 import pi_lora
 from pi_lora.evaluation.perplexity.losses import Sweep
 from pi_lora.evaluation.suite import MEASUREMENTS
-from pi_lora.planning.planning import CONFIGS, shipped_config
-from pi_lora.planning.text import gpu_named_in, planned, recipes_page
+from pi_lora.planning.planning import CONFIGS, TrainingPlan, plan_training, shipped_config
+from pi_lora.planning.text import recipes_page
 from pi_lora.recipe.files import load_recipe, recipe_paths, recipe_summary
 from pi_lora.recipe.reference import reference_page
 from pi_lora.recipe.schema import Recipe
 
 RECIPES = Path(__file__).parent.parent / "recipes"
+
+
+def planned(path: Path, overrides: tuple[str, ...] = ()) -> TrainingPlan:
+    return plan_training(load_recipe(path, overrides).recipe)
 
 
 def test_no_recipe_is_missed() -> None:
@@ -41,7 +45,7 @@ def test_recipe_fits_on_the_hardware_that_it_names(path: Path) -> None:
         assert "two CPU cores" in recipe_summary(path)
     else:
         gpus = "one" if plan.recipe.hardware.processes == 1 else str(plan.recipe.hardware.processes)
-        assert gpu_named_in(recipe_summary(path)) is plan.gpu
+        assert plan.recipe.hardware.gpu == plan.gpu.name
         assert f"on {gpus} {plan.gpu.name}" in recipe_summary(path)
         assert "Not run here" in recipe_summary(path)
 
@@ -59,7 +63,7 @@ def test_what_a_recipe_measures_can_be_measured(path: Path) -> None:
 def test_recipe_states_its_models_own_window(path: Path) -> None:
     plan = planned(path)
     assert plan.recipe.context.original in (None, plan.target.original)
-    assert planned(path, ["context.original=null"]).target.original == plan.target.original
+    assert planned(path, ("context.original=null",)).target.original == plan.target.original
 
 
 @pytest.mark.parametrize("path", recipe_paths(RECIPES), ids=str)

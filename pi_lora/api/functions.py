@@ -11,7 +11,7 @@ from pi_lora.types import Progress, silent
 if TYPE_CHECKING:
     from pi_lora.evaluation.results import PasskeyScores, PerplexityScores
     from pi_lora.models.model import Model
-    from pi_lora.planning.planning import Plan
+    from pi_lora.planning.planning import TrainingPlan
 
 # Each function imports what it needs: a plan does without torch.
 
@@ -54,14 +54,14 @@ def train(
     return train(check(resolved, place, resume), progress)
 
 
-def plan(recipe: str | Path, *overrides: str, gpu: str | None = None) -> "Plan":
+def plan(recipe: str | Path, *overrides: str, gpu: str | None = None) -> "TrainingPlan":
     """Plan the memory, tokens and hours of a recipe as `pi-lora plan` does, before anything is downloaded or loaded.
 
     Args:
         recipe: A recipe file, or the name of one that comes with pi-lora, such as `7b_16k`.
         overrides: Keys to change, as on the command line: `"context.target=32768"`.
         gpu: A device such as `4090`, `A100-80` or `H100`, any by its memory, as `48GB`, or `cpu`; by default the one
-            that the first line of the recipe names.
+            that the recipe names as `hardware.gpu`.
 
     Returns:
         The plan: `fits`, `memory.peak` in bytes on each device, `tokens`, and `hours`, which is None where the peak of
@@ -71,10 +71,11 @@ def plan(recipe: str | Path, *overrides: str, gpu: str | None = None) -> "Plan":
         RecipeError: The recipe is wrong.
         PiLoraError: The device is not known, or the model cannot be found or extended.
     """
-    from pi_lora.planning.planning import find_gpu
-    from pi_lora.planning.text import planned
+    from pi_lora.planning.gpus import find_gpu
+    from pi_lora.planning.planning import plan_training
+    from pi_lora.recipe.files import load_recipe
 
-    return planned(find_recipe(Path(recipe)), overrides, find_gpu(gpu) if gpu else None)
+    return plan_training(load_recipe(find_recipe(Path(recipe)), overrides).recipe, find_gpu(gpu) if gpu else None)
 
 
 def merge(

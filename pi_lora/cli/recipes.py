@@ -28,14 +28,15 @@ def new(
     """Write a recipe that stretches MODEL to --target tokens on the GPU that is here, or on --gpu."""
     with working("reading the config"):
         from pi_lora.data.sources import find_corpus
-        from pi_lora.planning.choosing import Wish, choose, file_for, recipe_text
-        from pi_lora.planning.planning import device_here, find_gpu, find_shape
+        from pi_lora.planning.choosing import RecipeRequest, choose, file_for, recipe_text
+        from pi_lora.planning.gpus import device_here, find_gpu, nameable
+        from pi_lora.planning.planning import find_shape
         from pi_lora.planning.text import plan_lines
         from pi_lora.scaling.config import window_of
 
         permissions = Permissions(trust_remote_code)
         window = window_of(find_shape(model, permissions=permissions)[0])
-        device = find_gpu(gpu) if gpu else device_here()
+        device = find_gpu(gpu) if gpu else nameable(device_here())
     if target is None:
         if not asks():
             raise PiLoraError(f"--target: missing; {model} reads {window} tokens, name more, as --target {4 * window}")
@@ -46,8 +47,8 @@ def new(
     if asks() and not data:
         given = typer.prompt("Text to tune on (file, folder, glob or hub id; empty: a public corpus)", "", err=True)
         data = [given] if given else None
-    wish = Wish(model, target, device, tuple({"name": name} for name in data or ()))
-    plan = choose(wish, lambda source: find_corpus(source).size(), permissions)
+    request = RecipeRequest(model, target, device, tuple({"name": name} for name in data or ()))
+    plan = choose(request, lambda source: find_corpus(source).size(), permissions)
     with file.open("x", encoding="utf-8") as recipe:
         recipe.write(recipe_text(plan, file))
     out.lines(*plan_lines(plan))
@@ -82,20 +83,21 @@ def plan(
     trust_remote_code: TrustRemoteCode = False,
     json: JsonFile = None,
 ) -> None:
-    """Print memory, tokens and hours of RECIPE before it is run, on --gpu or the device that its first line names."""
-    from pi_lora.planning.planning import find_gpu
-    from pi_lora.planning.text import component_lines, plan_lines, planned
+    """Print memory, tokens and hours of RECIPE before it is run, on --gpu or its hardware.gpu."""
+    from pi_lora.planning.gpus import find_gpu
+    from pi_lora.planning.planning import plan_training
+    from pi_lora.planning.text import component_lines, plan_lines
     from pi_lora.writing import write_json
 
-    read_recipe(recipe, overrides)  # for what it warns of
-    found = planned(recipe, overrides or [], find_gpu(gpu) if gpu else None, Permissions(trust_remote_code))
+    resolved = read_recipe(recipe, overrides).recipe
+    training_plan = plan_training(resolved, find_gpu(gpu) if gpu else None, Permissions(trust_remote_code))
     table = Table("on each device", "at most", box=None)
-    for row in component_lines(found):
+    for row in component_lines(training_plan):
         table.add_row(*row)
-    out.lines(*plan_lines(found))
+    out.lines(*plan_lines(training_plan))
     out.print(table)
     if json:
-        write_json(json, found.as_json())
+        write_json(json, training_plan.as_json())
 
 
 @app.command()

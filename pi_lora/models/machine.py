@@ -6,7 +6,6 @@ import os
 import platform
 from contextlib import suppress
 
-import psutil
 import torch
 from torch import nn
 from transformers import PreTrainedModel
@@ -14,7 +13,14 @@ from transformers.trainer_utils import unwrap_peft_model
 from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available, is_flash_attn_4_available
 
 from pi_lora.errors import ModelError
-from pi_lora.models.device import bfloat16_speed, device, dtype_named, has_bfloat16_instructions, has_fast_bfloat16
+from pi_lora.models.device import (
+    bfloat16_speed,
+    device,
+    dtype_named,
+    has_bfloat16_instructions,
+    has_fast_bfloat16,
+    host_memory,
+)
 from pi_lora.recipe.schema import Recipe
 
 SDPA = "sdpa"
@@ -36,18 +42,12 @@ OWN_LOSS = {"cross_entropy": False, "fused_linear_cross_entropy": False}
 
 def computes_in_bfloat16(recipe: Recipe) -> bool:
     """Return whether a training step computes in bfloat16 here; weights that train are float32 all the same."""
-    precision = recipe.training.precision
-    return precision == "bfloat16" or (precision == "auto" and has_fast_bfloat16())
+    return recipe.computes_in_bfloat16(has_fast_bfloat16())
 
 
 def dtype_of_base(recipe: Recipe) -> torch.dtype:
-    """Return the dtype of a base that is tuned here: float32 master weights where every weight trains, else bfloat16
-    under a float32 adapter; float32 on a GPU that has no bfloat16. On a CPU a LoRA base is float32 as well, which is
-    faster where bfloat16 is not.
-    """
-    method, on_cpu = recipe.tuning.method, device().type == "cpu"
-    in_float32 = method == "full" or (method == "lora" if on_cpu else not has_fast_bfloat16())
-    return dtype_named(recipe.model.dtype or ("float32" if in_float32 else "bfloat16"))
+    """Return the dtype of a base that is tuned here."""
+    return dtype_named(recipe.dtype_of_base(device().type == "cpu", has_fast_bfloat16()))
 
 
 def measured_under_autocast(recipe: Recipe) -> bool:
@@ -114,7 +114,7 @@ def facts() -> dict[str, str]:
     if has_bfloat16_instructions():
         instructions = f"bfloat16 {bfloat16_speed():.1f} times as fast as float32"
     name = torch.cpu.get_capabilities().get("cpu_name") or platform.processor()
-    memory = psutil.virtual_memory()
+    memory, available = host_memory()
     gpus = [
         f"{gpu.name}, {gpu.total_memory / 2**30:.1f} GiB, compute capability {gpu.major}.{gpu.minor}"
         for gpu in map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
@@ -125,7 +125,7 @@ def facts() -> dict[str, str]:
         "system": platform.platform(),
         "processor": f"{name}, {hardware()}, {instructions}; torch uses "
         f"{torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads",
-        "memory": f"{memory.total / 2**30:.1f} GiB, {memory.available / 2**30:.1f} GiB available",
+        "memory": f"{memory / 2**30:.1f} GiB, {available / 2**30:.1f} GiB available",
         "GPUs": "; ".join(gpus) or "none",
         "CUDA": torch.version.cuda or "none: torch is built for CPUs",
         "precision": f"training.precision: auto is {'bfloat16' if in_bfloat16 else 'float32'}",

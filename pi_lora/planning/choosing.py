@@ -13,7 +13,8 @@ from pathlib import Path
 from jinja2 import Environment, FileSystemLoader
 
 from pi_lora.errors import DataError, PiLoraError
-from pi_lora.planning.planning import CPU, GPUS, Gpu, Plan, plan_recipe, target_of
+from pi_lora.planning.gpus import CPU, GPUS, Gpu
+from pi_lora.planning.planning import TrainingPlan, plan_recipe, target_of
 from pi_lora.planning.text import MLP_IN_CHUNKS, OFFLOAD, Changes, plan_lines, replanned
 from pi_lora.recipe.schema import Recipe, Source
 from pi_lora.types import NO_PERMISSIONS, Json, Permissions
@@ -44,7 +45,7 @@ TEMPLATES = Environment(loader=FileSystemLoader(Path(__file__).parent), keep_tra
 
 
 @dataclass(frozen=True)
-class Wish:
+class RecipeRequest:
     """What a user wants: a model with a window of `target` tokens, tuned on `sources` (those of a recipe), or on the
     default corpus, on `gpu`.
     """
@@ -61,26 +62,28 @@ class Wish:
             "context": {"target": self.target},
             "data": {"source": list(self.sources or (BUILTIN_CORPUS if self.model.startswith("builtin:") else CORPUS))},
             "training": {"activation_checkpointing": False},
-            "hardware": {"gpus": None if self.gpu.name == CPU else 1},
+            "hardware": {} if self.gpu.name == CPU else {"gpus": 1, "gpu": self.gpu.name},
         }
         return Recipe.model_validate(tree)
 
 
-def choose(wish: Wish, bytes_of: Callable[[Source], int | None], permissions: Permissions = NO_PERMISSIONS) -> Plan:
+def choose(
+    request: RecipeRequest, bytes_of: Callable[[Source], int | None], permissions: Permissions = NO_PERMISSIONS
+) -> TrainingPlan:
     """Return the plan of the best candidate that fits; `bytes_of` says how much text a source has, None if that is not
     known. Raises PiLoraError if nothing fits, with the device that would do, and DataError if there is too little text.
     """
-    first = wish.recipe()
+    first = request.recipe()
     target = target_of(first, permissions)
-    if found := best(plan_recipe(first, target, wish.gpu)):
+    if found := best(plan_recipe(first, target, request.gpu)):
         return _sized(found, _tokens_at_hand(first.data.source, bytes_of))
-    larger = (gpu for gpu in GPUS.values() if gpu.memory > wish.gpu.memory and gpu.bfloat16 and gpu.name != CPU)
+    larger = (gpu for gpu in GPUS.values() if gpu.memory > request.gpu.memory and gpu.bfloat16 and gpu.name != CPU)
     enough = next((gpu.name for gpu in larger if best(plan_recipe(first, target, gpu))), None)
     advice = f"the smallest device that does: {enough}" if enough else "several GPUs may: recipes/paper has examples"
-    raise PiLoraError(f"--gpu: {wish.gpu.name}: holds no tuning of {wish.model}, even QLoRA with PoSE; {advice}")
+    raise PiLoraError(f"--gpu: {request.gpu.name}: holds no tuning of {request.model}, even QLoRA with PoSE; {advice}")
 
 
-def best(first: Plan) -> Plan | None:
+def best(first: TrainingPlan) -> TrainingPlan | None:
     """Return the plan of the best candidate with memory to spare that ends in time; if there is none, of the best with
     memory to spare, else of the one that takes least; None if not even that fits.
     """
@@ -89,12 +92,12 @@ def best(first: Plan) -> Plan | None:
         if plan.roomy and _in_time(plan):
             return plan
         roomy = roomy or (plan if plan.roomy else None)
-        tightest = plan if tightest is None or plan.peak < tightest.peak else tightest
+        tightest = plan if tightest is None or plan.memory.peak < tightest.memory.peak else tightest
     found = roomy or tightest
     return found if found and found.fits else None
 
 
-def candidates(first: Plan) -> Iterator[Changes]:
+def candidates(first: TrainingPlan) -> Iterator[Changes]:
     """Yield every candidate, the best first: embeddings and norms train, without which LoRA stays far behind full
     tuning (LongLoRA), of a large vocabulary norms alone; whole sequences before PoSE, and long before short ones; LoRA
     before QLoRA; then what costs time.
@@ -119,11 +122,11 @@ def _size(steps: int, sequences: int) -> Changes:
     return {"training.steps": steps, "training.global_batch_size": sequences}
 
 
-def _in_time(plan: Plan) -> bool:
+def _in_time(plan: TrainingPlan) -> bool:
     return (plan.hours or 0) <= (PATIENCE_ON_CPU if plan.gpu.name == CPU else PATIENCE)
 
 
-def _sized(plan: Plan, tokens: float) -> Plan:
+def _sized(plan: TrainingPlan, tokens: float) -> TrainingPlan:
     """Return a plan with as many steps and sequences as time and `tokens` of text allow, several sequences at once
     where there is room, and a rate for the model's size.
     """
@@ -154,7 +157,7 @@ def _tokens_at_hand(sources: Sequence[Source], bytes_of: Callable[[Source], int 
     return min(math.inf if size is None else size / BYTES_PER_TOKEN / share for size, share in sizes)
 
 
-def recipe_text(plan: Plan, file: Path) -> str:
+def recipe_text(plan: TrainingPlan, file: Path) -> str:
     """Return the recipe of a plan as a file with comments, and the plan as its header."""
     text: str = TEMPLATES.get_template("recipe.yaml").render(
         recipe=plan.recipe,

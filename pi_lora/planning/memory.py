@@ -4,31 +4,27 @@ The coefficients of activations were counted by running one layer of transformer
 mode that follows every allocation (torch 2.13); tests/planning/test_plan_memory.py counts them again. They are those of
 attention with a gated MLP; other layers are taken for one of their widths.
 
-Left out: fragmentation of the allocator, sequences shorter than the longest, what saving needs on top, evaluation
-(`planning.evaluating`); and what is below one percent: the log-sum-exp of attention, the norms' inverse deviations,
-cosines and sines.
+Left out: fragmentation of the allocator, sequences shorter than the longest, what saving needs on top; and what is
+below one percent: the log-sum-exp of attention, the norms' inverse deviations, cosines and sines.
 """
 
 from collections.abc import Mapping
 from typing import Literal, NamedTuple
 
+from pi_lora.planning.gpus import GIB
 from pi_lora.planning.shape import Shape, trained_parameters
 from pi_lora.recipe.schema import Recipe, Tuning
 
-GIB = 2**30
 FLOAT32, BFLOAT16 = 4, 2
 # Bytes per weight in NF4 with double quantization (Dettmers et al. 2023, section 3): 4 bits, an 8-bit scale for each 64
 # weights, and a float32 scale for each 256 of those: 0.5 + 1/64 + 4/(64 * 256) bytes, or 4.127 bits.
 NF4 = 0.5 + 1 / 64 + 4 / (64 * 256)
 # Assumed: the device's context, cuBLAS and NCCL workspaces.
 OVERHEAD = round(1.5 * GIB)
-# Measured: the interpreter with its libraries.
-OVERHEAD_ON_CPU = round(0.55 * GIB)
-# glibc's allocator (2.36) gives back at once what it mapped, tensors of 32 MiB and more. Of smaller ones it holds what
-# was freed: aligned as torch asks, a tensor does not fit where one of its size has been, and what stays behind every
-# layer keeps the rest from being given back. Measured (benchmarks/plan_memory.py), it holds about as much as all layers
-# keep for the backward, whether they do or are checkpointed.
-MAPPED = 32 * 2**20
+# Measured (benchmarks/plan_memory.py) on a CPU: the interpreter with its libraries; and what the C library holds of
+# freed tensors, per layer, token and hidden number, up to a GiB, since it gives larger tensors back.
+OVERHEAD_ON_CPU = round(0.6 * GIB)
+FREED_ON_CPU, MOST_FREED = 55, GIB
 COMPONENTS = ("weights", "gradients", "optimizer", "activations", "logits")
 # AdamW's two moments have the precision of what they are of; bitsandbytes' take a byte each, and a float32 scale for
 # each 256; those of embeddings stay in 32 bits (transformers 5.23). Paged ones may leave a full device, which is not
@@ -47,6 +43,8 @@ LOSS_STATISTICS = 12
 # With offloading, saved inputs on the device at once: one on its way out, one in use, two on their way in
 # (measured in TRL's long-context guide: "only 4 are ever resident at once").
 RESIDENT_WHEN_OFFLOADED = 4
+# Logits that a measurement has at a time (evaluation/perplexity/losses.py), in bfloat16 and twice in float32.
+MEASURED_LOGITS, MEASURED_LOGITS_ON_CPU = 10 * 2**28, 10 * 2**25
 
 
 class _Layer(NamedTuple):
@@ -106,23 +104,22 @@ _AROUND_CHUNKS = 3
 
 
 class DeviceMemory(NamedTuple):
-    """Bytes on one device: the most of each component, and of their sum, which need not coincide; what the process
-    takes beside; on its host while it trains; on the host of the first while the weights are loaded; and on one device
-    `between` two steps, with whether a model that is measured then computes in float32.
+    """Bytes on one device: the most of each component, and of their sum, which need not coincide; the most while a
+    model that trains is measured, 0 if it is not; `overhead` of the process; and of its host: what each device pins
+    there, and what the first process takes to load the weights.
     """
 
     components: Mapping[str, int]
     highest: int
+    measuring: int
     overhead: int
     host: int
     loading: int
-    between: int
-    in_float32: bool
 
     @property
     def peak(self) -> int:
         """What the device must have: the highest sum, and the overhead."""
-        return self.highest + self.overhead
+        return max(self.highest, self.measuring) + self.overhead
 
 
 def memory(
@@ -138,13 +135,11 @@ def memory(
     length, full = sequence_length(recipe, original), tuning.method == "full"
     # What one device holds in a forward pass.
     tokens = training.per_device_batch_size * -(-length // hardware.context_parallel)
-    in_float32 = full or (tuning.method == "lora" if on_cpu else not has_bfloat16)
-    dtype = recipe.model.dtype or ("float32" if in_float32 else "bfloat16")
-    base_number = FLOAT32 if dtype == "float32" else BFLOAT16
+    base_number = FLOAT32 if recipe.dtype_of_base(on_cpu, has_bfloat16) == "float32" else BFLOAT16
     # FSDP2 shards the weights of a full or LoRA run over all GPUs; NF4 weights and CPUs hold plain copies.
     shards = hardware.processes if recipe.sharded else 1
-    arithmetic = _arithmetic(recipe, base_number == FLOAT32, has_bfloat16, gathered=shards > 1)
-    wide_stream = arithmetic in ("autocast", "float32")
+    in_bfloat16 = recipe.computes_in_bfloat16(has_bfloat16)
+    arithmetic = _arithmetic(tuning, in_bfloat16, base_number == FLOAT32, gathered=shards > 1)
     # The base itself trains in its own precision; what trains beside it is float32 (rule 4 of docs/design.md).
     trained, trained_number = trained_parameters(shape, tuning), base_number if full else FLOAT32
     moments = float(trained * ADAMW_MOMENTS * trained_number)
@@ -178,36 +173,44 @@ def memory(
         (weights, gradients, optimizer, working + kept // shape.layers, 0),
         (weights, gradients, optimizer, 0, 0),
     )
-    most = map(max, zip(*at_moments, strict=True))
-    # Offloading pins host memory for each device.
-    host = saved_inputs(shape, tokens) if hardware.offload_activations else 0
-    # NF4 is made on the device, a tensor at a time; a CPU's weights are loaded where they stay.
-    loading = 0 if on_cpu or tuning.method == "qlora" else base
-    components = dict(zip(COMPONENTS, most, strict=True))
-    highest, between = max(map(sum, at_moments)), weights + optimizer + buckets
-    overhead = OVERHEAD_ON_CPU + _freed_and_held(shape, tuning, arithmetic, tokens) if on_cpu else OVERHEAD
-    return DeviceMemory(components, highest, overhead, host, loading, between, wide_stream)
+    measuring = _forward_bytes(shape, recipe, original, on_cpu, arithmetic)
+    held = min(MOST_FREED, FREED_ON_CPU * shape.layers * tokens * shape.hidden)
+    return DeviceMemory(
+        components=dict(zip(COMPONENTS, map(max, zip(*at_moments, strict=True)), strict=True)),
+        highest=max(map(sum, at_moments)),
+        measuring=weights + optimizer + buckets + measuring if measuring else 0,
+        overhead=OVERHEAD_ON_CPU + held if on_cpu else OVERHEAD,
+        # Offloading pins host memory for each device.
+        host=saved_inputs(shape, tokens) if hardware.offload_activations else 0,
+        # NF4 is made on the device, a tensor at a time; a CPU's weights are loaded where they stay.
+        loading=0 if on_cpu or tuning.method == "qlora" else base,
+    )
 
 
-def _freed_and_held(shape: Shape, tuning: Tuning, arithmetic: Arithmetic, tokens: int) -> int:
-    """Return bytes that a CPU's allocator holds of freed tensors, which are as wide as they would be kept."""
-    layer = _layer(tuning, arithmetic)
-    tensors = [(layer.kept[0], shape.hidden), (layer.kept[1], shape.intermediate)]
-    tensors += [(layer.queries, shape.queries), (layer.keys, shape.keys)]
-    number = FLOAT32 if arithmetic == "float32" else BFLOAT16
-    held = sum(several * width for several, width in tensors if tokens * width * number < MAPPED)
-    return round(shape.layers * tokens * held * BFLOAT16)
+def _forward_bytes(shape: Shape, recipe: Recipe, original: int, on_cpu: bool, arithmetic: Arithmetic) -> int:
+    """Return bytes of a measurement's forward pass over the whole window, at its highest, in attention or in the MLP of
+    one layer; 0 if nothing is measured while the model trains.
+    """
+    evaluation = recipe.evaluation
+    if not evaluation.every or not (evaluation.perplexity or evaluation.passkey):
+        return 0
+    window = original if recipe.scaling == "keep" else recipe.context.target
+    # Per token, of LoRA, which casts its inputs to float32; tests/planning/test_plan_memory.py counts them again.
+    attention, hidden, inside = (13.3, 6.3, 6.0) if arithmetic not in ("autocast", "float32") else (19.0, 8.6, 8.0)
+    inside *= min(1.0, (recipe.training.mlp_chunk_tokens or window) / window)
+    per_token = max(attention * max(shape.hidden, shape.queries), hidden * shape.hidden + inside * shape.intermediate)
+    logits = MEASURED_LOGITS_ON_CPU if on_cpu else MEASURED_LOGITS
+    logits = min(logits, 10 * window * shape.vocabulary) if evaluation.perplexity else 0
+    return round(window * per_token * BFLOAT16) + logits + unpacked_bytes(shape, recipe.tuning)
 
 
-def _arithmetic(recipe: Recipe, wide: bool, has_bfloat16: bool, gathered: bool) -> Arithmetic:
+def _arithmetic(tuning: Tuning, in_bfloat16: bool, wide: bool, gathered: bool) -> Arithmetic:
     """Return how a step computes with float32 weights, if `wide`, or bfloat16 ones; FSDP2 gathers them in the dtype in
     which it computes.
     """
-    precision, tuning = recipe.training.precision, recipe.tuning
-    in_float32 = precision == "float32" or (precision == "auto" and not has_bfloat16)
     if wide or gathered:
-        return "float32" if in_float32 else "bfloat16" if gathered else "autocast"
-    return "casts" if tuning.method != "full" and (in_float32 or tuning.dropout) else "bfloat16"
+        return "float32" if not in_bfloat16 else "bfloat16" if gathered else "autocast"
+    return "casts" if tuning.method != "full" and (not in_bfloat16 or tuning.dropout) else "bfloat16"
 
 
 def sequence_length(recipe: Recipe, original: int) -> int:
@@ -227,9 +230,9 @@ def saved_inputs(shape: Shape, tokens: int, wide_stream: bool = False, offloaded
     return resident * tokens * shape.hidden * (FLOAT32 if wide_stream else BFLOAT16)
 
 
-def unpacked_bytes(shape: Shape) -> int:
+def unpacked_bytes(shape: Shape, tuning: Tuning) -> int:
     """Return bytes of the largest linear layer: NF4 unpacks one at a time to bfloat16."""
-    return max(linear.weights for linear in shape.linears) * BFLOAT16
+    return max(linear.weights for linear in shape.linears) * BFLOAT16 if tuning.method == "qlora" else 0
 
 
 def loss_bytes(
@@ -266,8 +269,7 @@ def _activations(shape: Shape, recipe: Recipe, length: int, tokens: int, arithme
         per_token * tokens + width * per_expert * experts + scores
         for per_token, per_expert in zip(in_layer, _ADAPTED_EXPERTS, strict=True)
     )
-    if recipe.tuning.method == "qlora":
-        peak_in_layer += unpacked_bytes(shape)
+    peak_in_layer += unpacked_bytes(shape, recipe.tuning)
     if training.activation_checkpointing:
         wide_stream = arithmetic in ("autocast", "float32")
         return saved_inputs(shape, tokens, wide_stream, hardware.offload_activations), round(peak_in_layer)

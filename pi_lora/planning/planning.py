@@ -1,20 +1,17 @@
-"""Recipe to plan: memory of each device, tokens, operations and hours, from the shape of the model alone; and the
-memory and arithmetic of the devices that can be planned for.
-"""
+"""Recipe to plan: memory of each device, tokens, operations and hours, from the shape of the model alone."""
 
 import json
 import os
-import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
 from pydantic import TypeAdapter
 
 from pi_lora.errors import PiLoraError
-from pi_lora.planning.evaluating import Measuring, afterwards, while_training
-from pi_lora.planning.memory import GIB, DeviceMemory, memory, sequence_length
-from pi_lora.planning.operations import Flops, flops_of_sequences
+from pi_lora.planning.gpus import CPU, GPUS, Gpu, find_gpu
+from pi_lora.planning.memory import DeviceMemory, memory, sequence_length
+from pi_lora.planning.operations import Flops, flops_of_sequences, measuring_flops
 from pi_lora.planning.shape import Shape, trained_parameters
 from pi_lora.recipe.schema import Recipe
 from pi_lora.scaling.config import Config, Interpolation, check_extendable, check_reach, window_of
@@ -31,87 +28,6 @@ BUILTIN_MODELS = Path(__file__).parents[1] / "builtin"
 ASSUMED_UTILIZATION = {"full": 0.45, "lora": 0.40, "qlora": 0.30, "cpu": 0.38}
 # How far a measured peak may lie above the planned one; room is what is left beyond it.
 MARGIN = 1.15
-MIB = 2**20
-CPU = "cpu"
-
-
-@dataclass(frozen=True)
-class Gpu:
-    """A device by name: its memory in bytes; its dense peak in FLOP/s, if it is known, in bfloat16 with float32
-    accumulation, or in float32 where it has no bfloat16; and where these are from.
-    """
-
-    name: str
-    memory: int
-    peak: float | None
-    source: str
-    bfloat16: bool = True
-
-
-# Memory is what nvidia-smi reports. Ordered by memory: the first that holds a recipe is the smallest that does.
-_KNOWN = (
-    Gpu("T4", 15360 * MIB, 8.1e12, "NVIDIA T4 data sheet: float32, since Turing has no bfloat16", bfloat16=False),
-    Gpu("A10G", 23028 * MIB, 70e12, "NVIDIA A10G data sheet"),
-    Gpu("L4", 23034 * MIB, 121e12, "NVIDIA L4 data sheet: half of the figure with sparsity"),
-    Gpu("4090", 24564 * MIB, 165.2e12, "NVIDIA Ada GPU architecture whitepaper, appendix A"),
-    Gpu("3090", 24576 * MIB, 71e12, "NVIDIA Ampere GA102 whitepaper, appendix A"),
-    Gpu("5090", 32607 * MIB, 209.5e12, "NVIDIA RTX Blackwell GPU architecture whitepaper, appendix A"),
-    Gpu("A100-40", 40960 * MIB, 312e12, "NVIDIA A100 data sheet"),
-    Gpu("L40S", 46068 * MIB, 362e12, "NVIDIA L40S data sheet: half of the figure with sparsity"),
-    Gpu("A6000", 49140 * MIB, 154.8e12, "NVIDIA Ampere GA102 whitepaper, appendix C"),
-    Gpu("6000-Ada", 49140 * MIB, 364.2e12, "NVIDIA Ada GPU architecture whitepaper, RTX 6000 Ada Generation"),
-    Gpu("H100", 81559 * MIB, 989.4e12, "NVIDIA H100 SXM data sheet: half of the figure with sparsity"),
-    Gpu("A100-80", 81920 * MIB, 312e12, "NVIDIA A100 data sheet"),
-    Gpu("H200", 143771 * MIB, 989.4e12, "NVIDIA H200 SXM data sheet: half of the figure with sparsity"),
-    Gpu("B200", 183359 * MIB, 2250e12, "NVIDIA HGX B200 data sheet: half of the figure with sparsity, of one of eight"),
-    # A modest machine rather than this one, so that a plan says the same everywhere.
-    Gpu(CPU, 16 * GIB, 0.384e12, "two cores at 3 GHz with 64 float32 operations a cycle (AVX-512)", bfloat16=False),
-)
-GPUS = {gpu.name: gpu for gpu in _KNOWN}
-
-
-def find_gpu(name: str) -> Gpu:
-    """Return a device of the table by its name in any case, or any by its memory in GB (10^9 bytes); raise PiLoraError
-    if it is neither.
-
-    >>> find_gpu("h100").name, find_gpu("48GB").memory
-    ('H100', 48000000000)
-    """
-    for known, gpu in GPUS.items():
-        if known.lower() == name.lower():
-            return gpu
-    if size := re.fullmatch(r"([1-9]\d{0,3}) ?GB", name, re.IGNORECASE):
-        return Gpu(f"{size[1]} GB", int(size[1]) * 10**9, None, "its name")
-    raise PiLoraError(f"--gpu: {name}: unknown device; name one of {', '.join(GPUS)}, or its memory, as 48GB")
-
-
-def gpu_of_device(device_name: str, memory: int, bfloat16: bool = True) -> Gpu:
-    """Return the device that torch calls `device_name` and gives `memory` bytes, with its peak if the table knows it; a
-    slice of one (MIG) has its share of seven.
-
-    >>> gpu_of_device("NVIDIA A100-SXM4-80GB", 85_100_000_000).peak
-    312000000000000.0
-    """
-    words = set(re.findall(r"\w+", device_name))
-    alike = [gpu for gpu in GPUS.values() if words >= set(gpu.name.split("-")) - {"40", "80"}]
-    peak = alike[0].peak if alike and "Laptop" not in words else None
-    if peak and (slices := re.search(r"MIG (\d)g", device_name)):
-        peak *= int(slices[1]) / 7
-    return Gpu(device_name, memory, peak, "torch.cuda.get_device_properties", bfloat16)
-
-
-def device_here() -> Gpu:
-    """Return this machine's accelerator with its memory, or its CPU with the machine's."""
-    import psutil
-    import torch  # takes seconds, and what is shipped is planned without
-
-    from pi_lora.models.device import has_fast_bfloat16
-
-    if not torch.cuda.is_available():
-        return replace(GPUS[CPU], memory=psutil.virtual_memory().total, bfloat16=has_fast_bfloat16())
-    gpu = torch.cuda.get_device_properties(0)
-    # GPUs before Ampere emulate bfloat16.
-    return gpu_of_device(gpu.name, gpu.total_memory, torch.cuda.is_bf16_supported(including_emulation=False))
 
 
 @dataclass(frozen=True)
@@ -123,9 +39,9 @@ class Target:
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What a recipe takes on one kind of device; memory is that of each device, `flops` those of the whole training.
-    `measuring` is what it measures while it trains, and `afterwards` what of the finished run, on one device.
+class TrainingPlan:
+    """What a recipe takes on one kind of device; memory is that of each device, `flops` those of the whole training,
+    and `measuring` the operations of its measurements on one device.
     """
 
     recipe: Recipe
@@ -135,23 +51,17 @@ class Plan:
     memory: DeviceMemory
     tokens_per_step: int
     flops: Flops
-    measuring: Measuring | None
-    afterwards: Measuring | None
-
-    @property
-    def peak(self) -> float:
-        """Bytes that each device needs at most, to train or to measure while it trains."""
-        return max(self.memory.peak, self.measuring.peak if self.measuring else 0)
+    measuring: float
 
     @property
     def fits(self) -> bool:
         """Whether each device has the memory."""
-        return self.peak <= self.gpu.memory
+        return self.memory.peak <= self.gpu.memory
 
     @property
     def roomy(self) -> bool:
         """Whether each device has the memory with `MARGIN` to spare."""
-        return self.peak * MARGIN <= self.gpu.memory
+        return self.memory.peak * MARGIN <= self.gpu.memory
 
     @property
     def tokens(self) -> int:
@@ -170,9 +80,10 @@ class Plan:
         """
         return self._hours(sum(self.flops) / self.recipe.hardware.processes)
 
-    def hours_of(self, measuring: Measuring) -> float | None:
-        """Hours of what is measured, if the device's peak and the length of the documents are known."""
-        return None if measuring.flops is None else self._hours(measuring.flops)
+    @property
+    def measuring_hours(self) -> float | None:
+        """A rough figure of the hours of all measurements, if the device's peak is known."""
+        return self._hours(self.measuring)
 
     def _hours(self, flops_of_a_device: float) -> float | None:
         return self.gpu.peak and flops_of_a_device / (self.gpu.peak * self.utilization) / 3600
@@ -198,15 +109,13 @@ class Plan:
             "flops": self.flops._asdict(),
             "assumed_utilization": self.utilization,
             "hours": self.hours,
-            "measuring": self._as_json(self.measuring),
-            "afterwards": self._as_json(self.afterwards),
+            "measuring_hours": self.measuring_hours,
         }
 
-    def _as_json(self, measuring: Measuring | None) -> Json | None:
-        if measuring is None:
-            return None
-        bytes_ = {"peak_bytes_per_gpu": measuring.peak, "shared_prefix_bytes": measuring.prefix}
-        return {**bytes_, "times": measuring.times, "hours": self.hours_of(measuring)}
+
+def plan_training(recipe: Recipe, gpu: Gpu | None = None, permissions: Permissions = NO_PERMISSIONS) -> TrainingPlan:
+    """Find the model of `recipe` and plan its training on `gpu`, as `plan_recipe` does."""
+    return plan_recipe(recipe, target_of(recipe, permissions), gpu)
 
 
 def target_of(recipe: Recipe, permissions: Permissions = NO_PERMISSIONS) -> Target:
@@ -243,30 +152,30 @@ def shipped_config(name: str) -> Path:
     return CONFIGS / name.replace("/", "--")
 
 
-def plan_recipe(recipe: Recipe, target: Target, gpu: Gpu | None = None) -> Plan:
-    """Plan `recipe` on `gpu`, or on the smallest device of the table that fits it and has bfloat16 (the CPU without
-    GPUs).
+def plan_recipe(recipe: Recipe, target: Target, gpu: Gpu | None = None) -> TrainingPlan:
+    """Plan `recipe` on `gpu`, else on its `hardware.gpu`, else on the smallest device of the table that fits it and has
+    bfloat16 (the CPU without GPUs).
     """
+    hardware, training = recipe.hardware, recipe.training
+    if gpu is None and hardware.gpu:
+        gpu = find_gpu(hardware.gpu, "hardware.gpu")
     if gpu is None:
-        on_gpus = recipe.hardware.gpus is not None
-        devices = [each for each in GPUS.values() if (each.bfloat16 and on_gpus) or (each.name == CPU and not on_gpus)]
+        devices = [each for each in GPUS.values() if each.bfloat16] if hardware.gpus else [GPUS[CPU]]
         plans = [plan_recipe(recipe, target, each) for each in devices]
         return next((plan for plan in plans if plan.fits), plans[-1])
     on_cpu = gpu.name == CPU
-    if on_cpu and recipe.hardware.gpus is not None:
+    if on_cpu and hardware.gpus is not None:
         raise PiLoraError("--gpu: cpu: the recipe asks for hardware.gpus; name a GPU, or set hardware.gpus=null")
-    shape, training, tokens = target.shape, recipe.training, sequence_length(recipe, target.original)
+    shape, tokens = target.shape, sequence_length(recipe, target.original)
     sequences = training.steps * training.global_batch_size
-    needed = memory(shape, recipe, target.original, on_cpu, gpu.bfloat16)
     window = target.original if recipe.scaling == "keep" else recipe.context.target
-    return Plan(
+    return TrainingPlan(
         recipe=recipe,
         target=target,
         gpu=gpu,
         trained=trained_parameters(shape, recipe.tuning),
-        memory=needed,
+        memory=memory(shape, recipe, target.original, on_cpu, gpu.bfloat16),
         tokens_per_step=training.global_batch_size * tokens,
         flops=flops_of_sequences(shape, recipe.tuning, tokens, training.activation_checkpointing, sequences),
-        measuring=while_training(shape, recipe, window, needed, on_cpu),
-        afterwards=afterwards(shape, recipe, target.original, window, on_cpu),
+        measuring=measuring_flops(shape, recipe, window),
     )

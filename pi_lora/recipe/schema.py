@@ -171,6 +171,9 @@ class Hardware(Section):
     """The GPUs, processes and machines of a run."""
 
     gpus: int | None = Field(None, gt=0, description="per machine; by default one process on what there is")
+    gpu: Annotated[str | None, BeforeValidator(lambda name: str(name) if isinstance(name, int) else name)] = Field(
+        None, min_length=1, description="what it is planned for, as H100 or 48GB; by default the smallest that fits"
+    )
     cpu_processes: int | None = Field(None, gt=0, description="per machine, without GPUs")
     machines: int = Field(1, gt=0, description="each is started with its own --machine-rank")
     context_parallel: int = Field(1, gt=0, description="GPUs that share one sequence")
@@ -209,6 +212,22 @@ class Recipe(Section):
     def sharded(self) -> bool:
         """Whether FSDP2 shards the model over the GPUs, layer by layer; each holds the whole of a quantized one."""
         return self.hardware.gpus is not None and self.tuning.method != "qlora"
+
+    def computes_in_bfloat16(self, has_bfloat16: bool) -> bool:
+        """Whether a training step computes in bfloat16 on a device that may have it; weights that train are float32 all
+        the same.
+        """
+        precision = self.training.precision
+        return precision == "bfloat16" or (precision == "auto" and has_bfloat16)
+
+    def dtype_of_base(self, on_cpu: bool, has_bfloat16: bool) -> str:
+        """Return the dtype of the base: float32 master weights where every weight trains, else bfloat16 under a float32
+        adapter; float32 on a GPU that has no bfloat16. On a CPU a LoRA base is float32 as well, which is faster where
+        bfloat16 is not.
+        """
+        method = self.tuning.method
+        in_float32 = method == "full" or (method == "lora" if on_cpu else not has_bfloat16)
+        return self.model.dtype or ("float32" if in_float32 else "bfloat16")
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:

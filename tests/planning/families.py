@@ -8,7 +8,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from pi_lora.models.weights import quiet_loading
 from pi_lora.planning.counting import shape_of
-from pi_lora.planning.planning import GPUS, Plan, Target, plan_recipe, target_of
+from pi_lora.planning.gpus import GPUS
+from pi_lora.planning.planning import Target, TrainingPlan, plan_recipe, plan_training
 from pi_lora.planning.shape import Shape
 from pi_lora.recipe.schema import Recipe
 
@@ -85,7 +86,7 @@ def small_shape(kind: str) -> Shape:
     return shape_of(on_meta(small_config(kind)))
 
 
-def small_plan(kind: str, tuning: str, gpus: int) -> Plan:
+def small_plan(kind: str, tuning: str, gpus: int) -> TrainingPlan:
     recipe = Recipe.model_validate(
         {
             "model": {"name": kind},
@@ -98,5 +99,5 @@ def small_plan(kind: str, tuning: str, gpus: int) -> Plan:
     return plan_recipe(recipe, Target(small_shape(kind), 128), GPUS["H100"])
 
 
-def plan_of(recipe: Recipe, gpu: str | None = None) -> Plan:
-    return plan_recipe(recipe, target_of(recipe), GPUS[gpu] if gpu else None)
+def plan_of(recipe: Recipe, gpu: str | None = None) -> TrainingPlan:
+    return plan_training(recipe, GPUS[gpu] if gpu else None)

@@ -16,9 +16,9 @@ from pi_lora.cli import recipes
 from pi_lora.cli.app import err
 from pi_lora.errors import DataError, PiLoraError
 from pi_lora.planning import choosing, planning
-from pi_lora.planning.choosing import Wish, choose
-from pi_lora.planning.planning import CPU, GPUS, Plan, find_gpu, find_shape, plan_recipe, target_of
-from pi_lora.planning.text import planned
+from pi_lora.planning.choosing import RecipeRequest, choose
+from pi_lora.planning.gpus import CPU, GPUS, find_gpu
+from pi_lora.planning.planning import TrainingPlan, find_shape, plan_recipe, plan_training, target_of
 from pi_lora.recipe.files import load_recipe
 from pi_lora.scaling.config import window_of
 
@@ -29,11 +29,13 @@ BOTH = "embeddings_and_norms"
 Command = Callable[..., tuple[int, str, str]]
 
 
-def chosen(model: str = LLAMA, target: int = 8192, gpu: str = "H100", text: int | None = None, **wish: Any) -> Plan:
-    return choose(Wish(model, target, find_gpu(gpu), **wish), lambda source: text)
+def chosen(
+    model: str = LLAMA, target: int = 8192, gpu: str = "H100", text: int | None = None, **request: Any
+) -> TrainingPlan:
+    return choose(RecipeRequest(model, target, find_gpu(gpu), **request), lambda source: text)
 
 
-def levers(plan: Plan) -> tuple[str, int, str, str]:
+def levers(plan: TrainingPlan) -> tuple[str, int, str, str]:
     recipe = plan.recipe
     sequence = recipe.data.tokens_per_sequence(plan.target.original, recipe.context.target)
     return recipe.data.positions, sequence, recipe.tuning.method, recipe.tuning.also_train
@@ -67,7 +69,8 @@ def test_a_plan_fits_the_card_or_the_command_says_what_would(model: str, memory:
         return
     file = tmp_path / "recipe.yaml"
     file.write_text(choosing.recipe_text(plan, file))
-    again = planned(file, gpu=plan.gpu)
+    again = plan_training(load_recipe(file).recipe)
+    assert again.gpu == plan.gpu
     assert again.recipe.context.target == target
     assert again.memory.peak == plan.memory.peak <= plan.gpu.memory
     assert again.tokens == plan.tokens
@@ -86,7 +89,7 @@ def test_quality_decides_among_what_fits() -> None:
 def test_nothing_better_has_room_and_time(model: str, gpu: str) -> None:
     """Every candidate before the one that was taken lacks memory or time, counted anew."""
     plan = chosen(model, 65536, gpu)
-    first = plan_recipe(Wish(model, 65536, plan.gpu).recipe(), plan.target, plan.gpu)
+    first = plan_recipe(RecipeRequest(model, 65536, plan.gpu).recipe(), plan.target, plan.gpu)
     for overrides, each in choosing.replanned(first, choosing.candidates(first)):
         if levers(each) == levers(plan):
             return
@@ -108,7 +111,7 @@ def test_a_candidate_that_takes_weeks_gives_way_to_one_that_takes_days() -> None
     slow = replace(GPUS["H100"], peak=1e12)
     whole = chosen(target=32768)
     assert levers(whole)[0] == "contiguous"
-    found = choose(Wish(LLAMA, 32768, slow), lambda source: None)
+    found = choose(RecipeRequest(LLAMA, 32768, slow), lambda source: None)
     assert found.recipe.data.positions == "skip"
     assert plan_recipe(whole.recipe, whole.target, slow).hours > 2 * (found.hours or 0)  # type: ignore[operator]
 
@@ -124,7 +127,7 @@ def test_text_decides_the_steps() -> None:
 
 
 def test_of_a_mixture_the_source_that_ends_first_decides() -> None:
-    recipe = Wish("builtin:tiny", 1024, GPUS[CPU]).recipe()
+    recipe = RecipeRequest("builtin:tiny", 1024, GPUS[CPU]).recipe()
     sizes = {"builtin:stdlib": 8_000, "builtin:recall": 3_000}
     found = choosing._tokens_at_hand(recipe.data.source, lambda source: sizes[source.name])
     assert found == pytest.approx(3_000 / 0.6 / choosing.BYTES_PER_TOKEN)
@@ -136,7 +139,7 @@ def test_the_recipe_trains(command: Command, tmp_path: Path) -> None:
     status, out, errors = command(*words)
     assert (status, errors) == (0, "")
     assert out.splitlines()[-1] == "my.yaml: written; read it, then: pi-lora train my.yaml"
-    plan = planned(tmp_path / "my.yaml")
+    plan = plan_training(load_recipe(tmp_path / "my.yaml").recipe)
     header = (tmp_path / "my.yaml").read_text().split("\nmodel:")[0]
     assert f"#   {out.splitlines()[1]}" in header.splitlines()
     assert plan.gpu.name == CPU
@@ -185,7 +188,7 @@ def test_on_a_terminal_it_asks(command: Command, tmp_path: Path, monkeypatch: py
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        ("huggyllama/llama-65b --target 8192 --gpu 12GB", "--gpu: 12 GB: holds no tuning of huggyllama/llama-65b, "),
+        ("huggyllama/llama-65b --target 8192 --gpu 12GB", "--gpu: 12GB: holds no tuning of huggyllama/llama-65b, "),
         (f"{LLAMA} --target 1024 --gpu 12GB", "context.target: 1024 is not longer than the model's own window of 2048"),
         (f"{LLAMA} --target 8192 --gpu 12GB --data gone.txt", "gone.txt: no such file or folder"),
         (f"{LLAMA} --target 8192 --gpu 12GB --output no/such.yaml", "no/such.yaml: No such file or directory"),
@@ -202,8 +205,8 @@ def test_a_mistake_is_one_line_and_leaves_no_file(command: Command, tmp_path: Pa
 def test_a_name_that_yaml_would_misread_is_quoted(small_model: Path, tmp_path: Path) -> None:
     odd = tmp_path / "a: {b} # \n- 'c'"
     odd.symlink_to(small_model)
-    wish = Wish(str(odd), 256, GPUS[CPU], ({"name": 'no: "text"'},))
-    plan = choose(wish, lambda source: None)
+    request = RecipeRequest(str(odd), 256, GPUS[CPU], ({"name": 'no: "text"'},))
+    plan = choose(request, lambda source: None)
     file = tmp_path / "odd.yaml"
     file.write_text(choosing.recipe_text(plan, file))
     tree = yaml.safe_load(file.read_text())

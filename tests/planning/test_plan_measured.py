@@ -8,7 +8,8 @@ from families import on_meta, plan_of
 from transformers import AutoConfig
 
 from pi_lora.planning.counting import shape_of
-from pi_lora.planning.memory import GIB, DeviceMemory, memory, saved_inputs
+from pi_lora.planning.gpus import GIB
+from pi_lora.planning.memory import DeviceMemory, memory, saved_inputs
 from pi_lora.planning.planning import find_shape, shipped_config
 from pi_lora.planning.shape import Shape
 from pi_lora.recipe.schema import Recipe

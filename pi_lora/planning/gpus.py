@@ -1,0 +1,102 @@
+"""The devices that can be planned for: their memory and arithmetic."""
+
+import re
+from dataclasses import dataclass, replace
+
+from pi_lora.errors import PiLoraError
+
+CPU = "cpu"
+MIB, GIB = 2**20, 2**30
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A device by name: its memory in bytes, and its dense peak in FLOP/s, if it is known, in bfloat16 with float32
+    accumulation, or in float32 where it has no bfloat16.
+    """
+
+    name: str
+    memory: int
+    peak: float | None
+    bfloat16: bool = True
+
+
+# Memory is what nvidia-smi reports; peaks are from NVIDIA's data sheets, half of a figure with sparsity, and of GeForce
+# and RTX cards from the architecture whitepapers (Ampere GA102, Ada, RTX Blackwell). Ordered by memory: the first that
+# holds a recipe is the smallest that does.
+_KNOWN = (
+    Gpu("T4", 15360 * MIB, 8.1e12, bfloat16=False),  # float32, since Turing has no bfloat16
+    Gpu("A10G", 23028 * MIB, 70e12),
+    Gpu("L4", 23034 * MIB, 121e12),
+    Gpu("4090", 24564 * MIB, 165.2e12),
+    Gpu("3090", 24576 * MIB, 71e12),
+    Gpu("5090", 32607 * MIB, 209.5e12),
+    Gpu("A100-40", 40960 * MIB, 312e12),
+    Gpu("L40S", 46068 * MIB, 362e12),
+    Gpu("A6000", 49140 * MIB, 154.8e12),
+    Gpu("6000-Ada", 49140 * MIB, 364.2e12),
+    Gpu("H100", 81559 * MIB, 989.4e12),  # SXM
+    Gpu("H100-PCIe", 81559 * MIB, 756e12),
+    Gpu("A100-80", 81920 * MIB, 312e12),
+    Gpu("H200", 143771 * MIB, 989.4e12),  # SXM
+    Gpu("B200", 183359 * MIB, 2250e12),  # one of the eight of an HGX
+    # A modest machine rather than this one, so that a plan says the same everywhere: two cores at 3 GHz with 64 float32
+    # operations a cycle (AVX-512).
+    Gpu(CPU, 16 * GIB, 0.384e12, bfloat16=False),
+)
+GPUS = {gpu.name: gpu for gpu in _KNOWN}
+# Words in the names of devices that are slower than the device of the table with the same model number.
+SLOWER = {"Laptop", "NVL"}
+
+
+def find_gpu(name: str, where: str = "--gpu") -> Gpu:
+    """Return a device of the table by its name in any case, or any by its memory in GB (10^9 bytes); raise PiLoraError
+    if it is neither. `where` is the option or key that names it.
+
+    >>> find_gpu("h100").name, find_gpu("48GB").memory
+    ('H100', 48000000000)
+    """
+    for known, gpu in GPUS.items():
+        if known.lower() == name.lower():
+            return gpu
+    if size := re.fullmatch(r"([1-9]\d{0,3}) ?GB", name, re.IGNORECASE):
+        return Gpu(f"{size[1]}GB", int(size[1]) * 10**9, None)
+    raise PiLoraError(f"{where}: {name}: unknown device; name one of {', '.join(GPUS)}, or its memory, as 48GB")
+
+
+def gpu_of_device(device_name: str, memory: int, bfloat16: bool = True) -> Gpu:
+    """Return the device that torch calls `device_name` and gives `memory` bytes, with its peak if the table knows it; a
+    slice of one (MIG) has its share of seven.
+
+    >>> gpu_of_device("NVIDIA A100-SXM4-80GB", 85_100_000_000).peak
+    312000000000000.0
+    """
+    words = set(re.findall(r"\w+", device_name))
+    matching = [gpu for gpu in GPUS.values() if words >= set(gpu.name.split("-")) - {"40", "80"}]
+    # The longest name: an H100 PCIe is not the H100.
+    peak = max(matching, key=lambda gpu: len(gpu.name)).peak if matching and not words & SLOWER else None
+    if peak and (slices := re.search(r"MIG (\d)g", device_name)):
+        peak *= int(slices[1]) / 7
+    return Gpu(device_name, memory, peak, bfloat16)
+
+
+def nameable(gpu: Gpu) -> Gpu:
+    """Return the device that a recipe can name for `gpu`: the one of the table with its peak and, within 5 %, its
+    memory; else any of that memory. A CPU stays what it is.
+    """
+    if gpu.name == CPU:
+        return gpu
+    alike = (known for known in GPUS.values() if known.peak == gpu.peak and abs(known.memory / gpu.memory - 1) < 0.05)
+    return next(alike, None) or find_gpu(f"{gpu.memory // 10**9}GB")
+
+
+def device_here() -> Gpu:
+    """Return this machine's accelerator with its memory, or its CPU with the memory that this process may use."""
+    import torch  # takes seconds, and what is shipped is planned without
+
+    from pi_lora.models.device import has_fast_bfloat16, host_memory
+
+    if not torch.cuda.is_available():
+        return replace(GPUS[CPU], memory=host_memory()[0], bfloat16=has_fast_bfloat16())
+    gpu = torch.cuda.get_device_properties(0)
+    return gpu_of_device(gpu.name, gpu.total_memory, has_fast_bfloat16())
