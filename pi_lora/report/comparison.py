@@ -4,27 +4,24 @@ Both models read the same documents, prompts and examples: where both results ho
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import Literal
 
 from pydantic import BaseModel
 from rich.table import Table
 
-from pi_lora.evaluation.metrics import DECIMALS, Metric, Sample, metrics_of
+from pi_lora.evaluation.metrics import Interval, Metric, Value, metrics_of
 from pi_lora.evaluation.results import Scores
-from pi_lora.report.intervals import Interval, of_means, of_pairs, unpaired
-
-Unit = Literal["", "%", "points", "tokens"]
+from pi_lora.report.intervals import Pairs, of_means, of_successes, of_two
 
 
 class Row(BaseModel):
     """A metric of a base and its run, and the change in `unit`. `pairs` are the documents, trials or examples whose
-    differences gave the interval; None if the interval is of two standard errors.
+    differences gave the interval; None if it was made of the two single intervals.
     """
 
     measurement: str
     base: float
     run: float
-    unit: Unit
+    unit: str
     change: float
     interval: Interval | None = None
     pairs: int | None = None
@@ -35,13 +32,13 @@ def compare(base: Scores, run: Scores, original: int | None = None) -> Iterator[
     """Yield rows of the metrics that two results share; `original` (L, tokens) tells the old window from what is
     beyond it.
     """
-    before = {metric.label: metric for metric in metrics_of(base)}
+    before = {(metric.heading, metric.dataset): metric for metric in metrics_of(base) if not metric.is_detail}
     for metric in metrics_of(run):
-        if metric.label in before:
-            yield _row(before[metric.label], metric, original)
+        if (metric.heading, metric.dataset) in before:
+            yield _row(before[metric.heading, metric.dataset], metric, original)
 
 
-def verdict(change: float, interval: Interval | None, unit: Unit, higher_is_better: bool = True) -> str:
+def verdict(change: float, interval: Interval | None, unit: str, higher_is_better: bool = True) -> str:
     """Return a change in plain words.
 
     >>> verdict(3.14, (1.0, 5.0), "%", higher_is_better=False), verdict(-2.0, (-4.0, 0.5), "points")
@@ -65,50 +62,49 @@ def verdict_table(base: str, run: str, rows: Sequence[Row]) -> Table:
         table.add_column(heading, justify="right")
     table.add_column("verdict")
     for row in rows:
-        # A change in % is that of a number without a unit.
-        value = DECIMALS[{"%": "", "points": "%"}.get(row.unit, row.unit)]
-        change = 0 if row.unit == "tokens" else 1 if row.unit else 3
-        low_high = "" if row.interval is None else " to ".join(f"{end:+,.{change}f}" for end in row.interval)
-        cells = (f"{row.base:,.{value}f}", f"{row.run:,.{value}f}", f"{row.change:+,.{change}f} {row.unit}", low_high)
-        table.add_row(row.measurement, *cells, row.verdict)
-    table.caption = "intervals of differences paired by document, trial or example, or else two standard errors"
+        digits = {"tokens": 0, "points": 1}.get(row.unit, 3)
+        change_digits = {"tokens": 0, "": 3}.get(row.unit, 1)
+        low_high = "" if row.interval is None else " to ".join(f"{end:+,.{change_digits}f}" for end in row.interval)
+        change = f"{row.change:+,.{change_digits}f} {row.unit}"
+        table.add_row(
+            row.measurement, f"{row.base:,.{digits}f}", f"{row.run:,.{digits}f}", change, low_high, row.verdict
+        )
+    table.caption = "intervals of differences paired by document, trial or example, or else of two single intervals"
     return table
 
 
 def _row(base: Metric, run: Metric, original: int | None) -> Row:
-    unit: Unit = "%" if run.relative else "points" if run.unit == "%" else run.unit
-    change = _percent(math.log(run.value / base.value)) if run.relative else run.value - base.value
-    pairs = [(base.samples[key], sample) for key, sample in run.samples.items() if key in base.samples]
-    paired = len(pairs) == len(base.samples) == len(run.samples) > 0
-    interval = _paired_interval(pairs, run) if paired else unpaired(base.value, run.value, base.stderr, run.stderr)[1]
-    place = "" if run.window is None or original is None else " (old window)" if run.window <= original else " (beyond)"
+    unit = "%" if run.is_ratio else "points" if run.unit == "%" else run.unit
+    change = _percent(math.log(run.value / base.value)) if run.is_ratio else run.value - base.value
+    before, after = {value.name: value for value in base.values}, {value.name: value for value in run.values}
+    is_paired = before.keys() == after.keys() and bool(after)
+    pairs = [(before[name], value) for name, value in after.items()] if is_paired else []
+    interval = _paired_interval(pairs, run) if is_paired else of_two(base, run)
+    place = "" if run.at is None or original is None else " (old window)" if run.at <= original else " (beyond)"
     return Row(
-        measurement=run.label + place + (f", {run.unit}" if run.unit == "%" else ""),
+        measurement=run.heading + place + (f", {run.unit}" if run.unit == "%" else ""),
         base=base.value,
         run=run.value,
         unit=unit,
         change=change,
         interval=interval,
-        pairs=len(pairs) if paired else None,
+        pairs=len(pairs) if is_paired else None,
         verdict=verdict(change, interval, unit, run.higher_is_better),
     )
 
 
-def _paired_interval(pairs: Sequence[tuple[Sample, Sample]], metric: Metric) -> Interval | None:
-    """The interval of the change of a metric, in percent of it, or in its unit."""
-    if metric.binary:
-        low, high = of_pairs([before.value > 0 for before, _ in pairs], [after.value > 0 for _, after in pairs])[1]
-        return 100 * low, 100 * high
-    groups: dict[str, tuple[list[float], list[float]]] = {}
+def _paired_interval(pairs: Sequence[tuple[Value, Value]], metric: Metric) -> Interval | None:
+    """The interval of the change of a metric, in percent of it or in points."""
+    groups: dict[str, Pairs] = {}
     for before, after in pairs:
-        differences, weights = groups.setdefault(after.group, ([], []))
-        differences.append(after.value - before.value)
-        weights.append(after.weight)
-    interval = of_means(list(groups.values()))[1]
-    if interval is None:
-        return None
-    scale = _percent if metric.relative else lambda share: 100 * share
-    return scale(interval[0]), scale(interval[1])
+        groups.setdefault(after.group, []).append((before.value, after.value, after.weight))
+    if metric.is_ratio:
+        logs = [[(math.log(x), math.log(y), weight) for x, y, weight in group] for group in groups.values()]
+        interval = of_means(logs)
+        return interval and (_percent(interval[0]), _percent(interval[1]))
+    is_binary = all(value.value in (0, 1) for pair in pairs for value in pair)
+    interval = of_successes(*groups.values()) if is_binary and len(groups) == 1 else of_means(list(groups.values()))
+    return interval and (100 * interval[0], 100 * interval[1])
 
 
 def _percent(log_ratio: float) -> float:

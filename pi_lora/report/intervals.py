@@ -1,14 +1,14 @@
-"""95 % intervals of differences between two models that were measured on the same documents, trials or examples."""
+"""95 % intervals of the change between two models that were measured on the same documents, trials or examples."""
 
 import math
 from collections.abc import Sequence
 
+from pi_lora.evaluation.metrics import NORMAL_95, Interval, Metric
+
 # Student's t for 95 % by degrees of freedom, from 1.
 T_95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23)
-NORMAL_95 = 1.96
-Interval = tuple[float, float]
-# Differences and their weights.
-Group = tuple[Sequence[float], Sequence[float]]
+# What was measured of both models, and the weight.
+Pairs = list[tuple[float, float, float]]
 
 
 def quantile(pairs: int) -> float:
@@ -21,45 +21,47 @@ def quantile(pairs: int) -> float:
     return T_95[freedom - 1] if freedom <= len(T_95) else 2 + 2.3 / freedom
 
 
-def of_means(groups: Sequence[Group]) -> tuple[float, Interval | None]:
-    """Return the mean over groups of the weighted mean of the differences in each, with its 95 % interval, of ratio
-    estimators that are independent of each other; None if a group has fewer than two differences.
+def of_means(groups: Sequence[Pairs]) -> Interval | None:
+    """Return the interval of the mean over independent groups of the weighted mean difference in each (a ratio
+    estimator); None if a group has a single pair.
 
-    >>> of_means([([0.1, 0.1], [1, 3])])
-    (0.1, (0.1, 0.1))
+    >>> of_means([[(1.0, 1.5, 1), (2.0, 2.5, 3)]])
+    (0.5, 0.5)
     """
     means, errors = [], []
-    for differences, weights in groups:
-        total, number = sum(weights), len(differences)
-        means.append(sum(weight * each for weight, each in zip(weights, differences, strict=True)) / total)
-        if number > 1:
-            squares = sum((w * (each - means[-1])) ** 2 for w, each in zip(weights, differences, strict=True))
-            errors.append(math.sqrt(squares * number / (number - 1)) / total)
-    mean = sum(means) / len(groups)
-    if len(errors) < len(groups):
-        return mean, None
-    fewest = min(len(differences) for differences, _ in groups)
-    reach = quantile(fewest) * math.hypot(*errors) / len(groups)
-    return mean, (mean - reach, mean + reach)
+    for pairs in groups:
+        total, number = sum(weight for _, _, weight in pairs), len(pairs)
+        if number < 2:
+            return None
+        mean = sum(weight * (after - before) for before, after, weight in pairs) / total
+        squares = sum((weight * (after - before - mean)) ** 2 for before, after, weight in pairs)
+        means.append(mean)
+        errors.append(math.sqrt(squares * number / (number - 1)) / total)
+    mean, reach = math.fsum(means) / len(groups), quantile(min(map(len, groups))) * math.hypot(*errors) / len(groups)
+    return mean - reach, mean + reach
 
 
-def of_pairs(before: Sequence[bool], after: Sequence[bool]) -> tuple[float, Interval]:
-    """Return how much more often something succeeds, with the 95 % interval of Bonett and Price (2012), which is not
-    empty where all pairs agree.
+def of_successes(pairs: Pairs) -> Interval:
+    """Return the interval of how much more often something succeeds (1) instead of failing (0), of Bonett and Price
+    (2012), which has a width also where all pairs agree.
 
-    >>> of_pairs([False] * 8, [True] * 8)[0]
-    1.0
+    >>> [round(bound, 2) for bound in of_successes([(0, 1, 1)] * 8)]
+    [0.43, 1]
     """
-    number = len(before)
-    gained = sum(b < a for b, a in zip(before, after, strict=True))
-    lost = sum(b > a for b, a in zip(before, after, strict=True))
-    more, less = (gained + 1) / (number + 2), (lost + 1) / (number + 2)
+    number = len(pairs)
+    more = (sum(before < after for before, after, _ in pairs) + 1) / (number + 2)
+    less = (sum(before > after for before, after, _ in pairs) + 1) / (number + 2)
     reach = NORMAL_95 * math.sqrt((more + less - (more - less) ** 2) / (number + 2))
-    return (gained - lost) / number, (max(-1, more - less - reach), min(1, more - less + reach))
+    return max(-1, more - less - reach), min(1, more - less + reach)
 
 
-def unpaired(before: float, after: float, *errors: float | None) -> tuple[float, Interval | None]:
-    """Return a difference with the interval of two standard errors; None if one of them is not known."""
-    known = [each for each in errors if each is not None]
-    reach = 2 * math.hypot(*known)
-    return after - before, (after - before - reach, after - before + reach) if len(known) == len(errors) else None
+def of_two(before: Metric, after: Metric) -> Interval | None:
+    """Return the interval of the difference of two metrics from their own intervals (Newcombe 1998, method 10); None if
+    one of them has none.
+    """
+    if before.interval is None or after.interval is None:
+        return None
+    change = after.value - before.value
+    down = math.hypot(after.value - after.interval[0], before.interval[1] - before.value)
+    up = math.hypot(after.interval[1] - after.value, before.value - before.interval[0])
+    return change - down, change + up

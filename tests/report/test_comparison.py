@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 import yaml
-from reported import benchmarks, make_run, passkey, perplexity
+from reported import benchmarks, make_run, passkey, passkey_map, perplexity
 from test_cli import run as command
 
 from pi_lora.evaluation.results import (
     BenchmarkScores,
+    PasskeyMap,
     PasskeyScores,
     PerplexityScores,
     RulerScores,
@@ -23,7 +24,7 @@ from pi_lora.evaluation.results import (
 )
 from pi_lora.evaluation.ruler.effective import effective_length, mean_of, relative_to, standard_error
 from pi_lora.report.comparison import compare, verdict
-from pi_lora.report.intervals import of_means, of_pairs, quantile, unpaired
+from pi_lora.report.intervals import of_means, of_successes, quantile
 from pi_lora.report.run import Run, base_scores, commands, own_scores
 
 
@@ -63,13 +64,13 @@ def test_perplexity_is_paired_by_document() -> None:
     base = read({64: before, 128: before})
     run = read({64: [x * y for x, y in zip(before, (1.03, 1.032, 1.028, 1.03), strict=True)], 128: before[::-1]})
     rows = one(base, run, 64)
-    old, beyond = rows["perplexity at 64, stride 0 (old window)"], rows["perplexity at 128, stride 0 (beyond)"]
+    old, beyond = rows["perplexity at 64 (old window)"], rows["perplexity at 128 (beyond)"]
     assert old.verdict == "3.0 % worse"
     assert old.pairs == 4
     assert old.interval is not None
     assert 2.7 < old.interval[0] < old.change < old.interval[1] < 3.3
     assert beyond.verdict == "within noise"
-    assert one(run, base, 64)["perplexity at 64, stride 0 (old window)"].verdict == "2.9 % better"
+    assert one(run, base, 64)["perplexity at 64 (old window)"].verdict == "2.9 % better"
 
 
 def test_one_document_has_no_interval_and_others_do_not_pair() -> None:
@@ -84,12 +85,11 @@ def test_the_interval_holds_the_truth_as_often_as_it_says() -> None:
     for number in (2, 4, 20):
         held = 0
         for _ in range(1000):
-            differences = [rng.gauss(0.1, 1) for _ in range(number)]
-            _, interval = of_means([(differences, [1.0] * number)])
+            interval = of_means([[(0.0, rng.gauss(0.1, 1), 1.0) for _ in range(number)]])
             assert interval is not None
             held += interval[0] <= 0.1 <= interval[1]
         assert 930 <= held <= 970
-    _, interval = of_means([([1.0, 2.0, 4.0], [1, 1, 1])])
+    interval = of_means([[(0.0, 1.0, 1.0), (0.0, 2.0, 1.0), (0.0, 4.0, 1.0)]])
     assert interval is not None
     assert interval[1] - interval[0] == pytest.approx(2 * quantile(3) * stdev([1, 2, 4]) / math.sqrt(3))
 
@@ -106,25 +106,28 @@ def asked(outcomes: list[list[bool]], seed: int = 0) -> PasskeyScores:
 def test_passkeys_are_paired_by_trial() -> None:
     base, run = asked([[True] * 8, [False] * 8]), asked([[True] * 8, [True] * 7 + [False]])
     rows = one(base, run)
-    row = rows["passkeys in 128, %"]
+    row = rows["passkeys retrieved at 128, %"]
     assert (row.base, row.run, row.pairs, row.verdict) == (50, 93.75, 16, "43.8 points better")
-    assert rows["k_max of 128"].verdict == "32 tokens longer"
+    assert rows["k_max at 128"].verdict == "32 tokens longer"
     rows = one(base, asked([[True] * 8, [True] + [False] * 7]))
-    assert rows["passkeys in 128, %"].verdict == "within noise"
-    assert one(base, base)["k_max of 128"].verdict == "the same"
-    other_keys = one(base, asked([[True] * 8] * 2, seed=1))["passkeys in 128, %"]
-    assert (other_keys.pairs, other_keys.verdict) == (None, "50.0 points better, no interval")
+    assert rows["passkeys retrieved at 128, %"].verdict == "within noise"
+    assert one(base, base)["k_max at 128"].verdict == "the same"
+    other_keys = one(base, asked([[True] * 8] * 2, seed=1))["passkeys retrieved at 128, %"]
+    assert (other_keys.pairs, other_keys.verdict) == (None, "50.0 points better")
     only_k_max = base.model_copy(update={"k_max_only": True})
-    assert list(one(only_k_max, base)) == list(one(base, only_k_max)) == ["k_max of 128"]
+    assert list(one(only_k_max, base)) == list(one(base, only_k_max)) == ["k_max at 128"]
+
+
+def test_passkeys_of_several_lengths_compare() -> None:
+    rows = one(PasskeyMap.model_validate(passkey_map()), PasskeyMap.model_validate(passkey_map()), 64)
+    assert list(rows) == ["k_max at 64 (old window)", "k_max at 128 (beyond)"]
 
 
 def test_the_interval_of_pairs_is_that_of_its_authors() -> None:
     """Bonett and Price (2012): (12 + 1 - 2 - 1) / 102 and so on, of 100 pairs of which 12 gained and 2 lost."""
-    before = [False] * 12 + [True] * 2 + [True] * 86
-    after = [True] * 12 + [False] * 2 + [True] * 86
-    change, (low, high) = of_pairs(before, after)
+    interval = of_successes([(0, 1, 1)] * 12 + [(1, 0, 1)] * 2 + [(1, 1, 1)] * 86)
     middle, reach = (13 - 3) / 102, 1.96 * math.sqrt((16 / 102 - (10 / 102) ** 2) / 102)
-    assert (change, low, high) == pytest.approx((0.1, middle - reach, middle + reach))
+    assert interval == pytest.approx((middle - reach, middle + reach))
 
 
 def test_benchmarks_are_paired_where_examples_are_known() -> None:
@@ -143,10 +146,8 @@ def test_benchmarks_are_paired_where_examples_are_known() -> None:
     assert (paired.pairs, paired.verdict) == (400, f"{paired.change:.1f} points better")
     assert (loose.pairs, loose.verdict) == (None, "within noise")
     assert loose.interval is not None
-    assert loose.interval[0] == pytest.approx(
-        loose.change - 200 * math.hypot(*[standard_error(before) or 0] * 2), rel=0.02
-    )
-    assert unpaired(0.5, 0.6, 0.01, None) == (pytest.approx(0.1), None)
+    errors = math.hypot(standard_error(before) or 0, standard_error(after) or 0)
+    assert loose.interval[1] - loose.interval[0] == pytest.approx(2 * 196 * errors, rel=0.02)
 
 
 def ruler(windows: dict[int, dict[str, list[float]]], length: int = 0) -> RulerScores:
@@ -175,15 +176,15 @@ def test_ruler_is_paired_by_prompt() -> None:
     base = ruler({64: {"a": [1.0, 1.0, 0.5, 1.0], "b": [1.0, 0.75, 1.0, 1.0]}, 128: {"a": [0.0] * 4, "b": [0.0] * 4}})
     run = ruler({64: {"a": [1.0, 1.0, 0.5, 1.0], "b": [1.0, 0.75, 1.0, 0.75]}, 128: {"a": [1.0] * 4, "b": [0.5] * 4}})
     rows = one(base, run, 64)
-    assert rows["RULER at 64, 2 tasks (old window), %"].verdict == "within noise"
-    assert rows["RULER at 64, 2 tasks (old window), %"].pairs == 8
-    assert rows["RULER at 128, 2 tasks (beyond), %"].verdict == "75.0 points better"
-    assert rows["effective length, 85.6%"].verdict == "the same"
-    assert one(relative_to(base, base), relative_to(base, run), 64)["effective length, 95% of the base"].base == 64
+    assert rows["mean at 64 (old window), %"].verdict == "within noise"
+    assert rows["mean at 64 (old window), %"].pairs == 8
+    assert rows["mean at 128 (beyond), %"].verdict == "75.0 points better"
+    assert rows["effective length (85.6%)"].verdict == "the same"
+    assert one(relative_to(base, base), relative_to(base, run), 64)["effective length (95% of the base)"].base == 64
     other = ruler({64: {"a": [1.0, 0.9, 0.5, 1.0], "b": [1.0, 0.75, 1.0, 0.75]}}, length=60)
-    row = one(base, other, 64)["RULER at 64, 2 tasks (old window), %"]
+    row = one(base, other, 64)["mean at 64 (old window), %"]
     assert (row.pairs, row.verdict) == (None, "within noise")
-    assert "RULER at 64, 1 tasks (old window), %" not in one(base, ruler({64: {"a": [1.0, 0.9]}}), 64)
+    assert "mean at 64 (old window), %" not in one(base, ruler({64: {"a": [1.0, 0.9]}}), 64)
 
 
 def test_what_is_known_without_an_interval_says_so() -> None:
@@ -213,11 +214,11 @@ def test_the_command_reads_what_is_there(
     status, out, err = command(capsys, monkeypatch, "compare", str(small_model), "mine", "--json", "c.json")
     assert (status, err) == (0, "")
     rows = {row["measurement"]: row for row in json.loads((tmp_path / "c.json").read_text())["rows"]}
-    assert rows["perplexity at 64, stride 32 (old window)"]["verdict"] == "5.9 % worse, no interval"
-    assert rows["perplexity at 128, stride 32 (beyond)"]["verdict"] == "88.2 % better, no interval"
+    assert rows["perplexity at 64 (old window)"]["verdict"] == "5.9 % worse, no interval"
+    assert rows["perplexity at 128 (beyond)"]["verdict"] == "88.2 % better, no interval"
     assert rows["boolq, %"]["verdict"] == "within noise"
-    assert rows["k_max of 128"]["change"] == 96
-    assert "k_max of" in out
+    assert rows["k_max at 128 (beyond)"]["change"] == 96
+    assert "k_max at" in out
 
 
 @pytest.mark.parametrize("limit", [None, 5])
@@ -252,7 +253,7 @@ def test_the_command_measures_what_is_missing(
     file.write_text(yaml.safe_dump({**yaml.safe_load(file.read_text()), "evaluation": asked}))
     status, out, err = command(capsys, monkeypatch, "compare", str(small_model), "run")
     assert status == 0, err
-    assert "k_max of" in out
+    assert "k_max at" in out
     kept = {file.stem: json.loads(file.read_text()) for file in (tmp_path / "run" / "scores").iterdir()}
     assert set(kept) == {"perplexity", "perplexity-base", "passkey", "passkey-base"}
     assert kept["perplexity-base"]["model"] == str(small_model)
