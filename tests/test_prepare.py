@@ -10,7 +10,6 @@ from pi_lora import cli
 from pi_lora.cli import train as command
 from pi_lora.data.packing import training_sequences
 from pi_lora.data.tokens import Pool, encoder
-from pi_lora.errors import DataError
 from pi_lora.models.tokenizer import load_tokenizer
 from pi_lora.preflight import check_data
 from pi_lora.recipe.files import dump_recipe
@@ -32,11 +31,10 @@ def entries(cache: Path) -> dict[str, bytes]:
     return {path.relative_to(cache).as_posix(): path.read_bytes() for path in cache.rglob("*") if path.is_file()}
 
 
-@pytest.mark.parametrize("packing", ["wrapped", "bfd_split"])
 def test_any_number_of_processes_packs_the_same(
-    small_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, packing: str
+    small_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    data = Data.model_validate({"source": ["builtin:stdlib", "builtin:recall"], "packing": packing})
+    data = Data.model_validate({"source": ["builtin:stdlib", "builtin:recall"]})
     tokenizer = load_tokenizer(small_model, 128)
     pools = list[int]()
     begin = Pool.__init__
@@ -53,18 +51,12 @@ def test_any_number_of_processes_packs_the_same(
     assert any(name.endswith(".arrow") and len(content) > 2000 * 128 * 2 for name, content in found[0].items())
 
 
-def test_a_pool_keeps_the_order_and_names_a_process_that_died(small_model: Path) -> None:
+def test_a_pool_keeps_the_order(small_model: Path) -> None:
     tokenizer = load_tokenizer(small_model, 128)
     texts = [[f"text {index}", "x" * index] for index in range(20)]
     with Pool(tokenizer, False, 2) as pool:
         given = [[list(ids) for ids in batch] for batch in pool.encode(texts)]
-        assert given == [encoder(tokenizer)(batch) for batch in texts]
-        killed = pool.encode(iter(texts))
-        next(killed)
-        for process in list(pool._processes.values()):
-            process.kill()
-        with pytest.raises(DataError, match="--processes: the system ended one of them"):
-            list(killed)
+    assert given == [encoder(tokenizer)(batch) for batch in texts]
 
 
 def test_a_recipe_for_gpus_is_prepared_without_and_read_by_training(

@@ -1,7 +1,4 @@
-"""Documents and rows in files on disk: which files a name stands for, and what is in them.
-
-`datasets` reads the same formats, but it copies every file into its cache first, and its errors name no line.
-"""
+"""Documents and rows in files on disk: which files a name stands for, and what is in them."""
 
 import csv
 import glob
@@ -17,10 +14,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import pyarrow
 import pyarrow.parquet
 
-from pi_lora.errors import DataError, PiLoraError
+from pi_lora.errors import DataError, PiLoraError, first_line
 from pi_lora.types import Json
 
 TEXT_SUFFIXES = (".txt", ".md", ".tex", ".py", ".rst")
@@ -78,102 +74,67 @@ def fingerprint(files: Iterable[Path]) -> str:
 
 
 def rows_in(file: File, columns: Sequence[str], suffixes: tuple[str, ...]) -> Iterator[NamedJson]:
-    """Yield `(file:line, row)` for every row of a file, with at least those of `columns` that it has; raise DataError
-    if it is damaged or cannot be read. One whose name does not end in one of `suffixes`, or is of text, is one row, its
-    text under every column.
+    """Yield `(file:row, row)` for every row of a file; raise DataError that names the row if one cannot be read. A file
+    whose name does not end in one of `suffixes`, or that is of text, is one row with its text under every column.
     """
-    kind = next((suffix for suffix in suffixes if file.name.lower().endswith(suffix)), "text")
+    reader = next((READERS.get(suffix) for suffix in suffixes if file.name.lower().endswith(suffix)), None)
+    number = 0
     try:
-        if kind in JSON_LINES:
-            yield from _json_rows(file, columns[0])
-        elif kind == PARQUET:
-            yield from _parquet_rows(file, columns)
-        elif kind == CSV:
-            yield from _csv_rows(file)
-        else:
-            text = _decoded(file.read_bytes(), str(file))
-            yield str(file), dict.fromkeys(columns, text.replace("\r\n", "\n").replace("\r", "\n"))
-    except UnicodeDecodeError:
-        raise DataError(f"{file}: is not UTF-8 text; convert it") from None
-    except (OSError, EOFError, zlib.error, csv.Error, pyarrow.ArrowException) as error:
-        reason, *_ = str(error).splitlines()
-        advice = "check its permissions, or download or write it again"
-        raise DataError(f"{file}: cannot be read as {kind} ({reason}); {advice}") from None
-
-
-def _json_rows(file: File, example: str) -> Iterator[NamedJson]:
-    with file.open("rb") as raw, gzip.open(raw) if file.name.lower().endswith(".gz") else raw as lines:
-        for number, line in enumerate(lines, 1):
-            if line.isspace():
-                continue
-            where = f"{file}:{number}"
-            text = line.decode("utf-8")
-            try:
-                row = json.loads(text)
-            except (ValueError, RecursionError) as error:  # also of numbers of thousands of digits
-                why = error.msg if isinstance(error, json.JSONDecodeError) else str(error).partition(";")[0]
-                raise DataError(f"{where}: is broken JSON ({why}); correct the line") from None
-            if not isinstance(row, dict):
-                shown = f"{{{json.dumps(example)}: ...}}"
-                raise DataError(f"{where}: is not a JSON object; write one per line, as {shown}")
-            yield where, row
-
-
-def _parquet_rows(file: File, columns: Sequence[str]) -> Iterator[NamedJson]:
-    with pyarrow.parquet.ParquetFile(file) as table:
-        # Where one is missing all are read, so that a message can name them.
-        known = set(columns) <= set(table.schema_arrow.names)
-        batches = table.iter_batches(256, columns=list(columns) if known else None)
-        for number, row in enumerate((row for batch in batches for row in batch.to_pylist()), 1):
+        if reader is None:
+            yield str(file), dict.fromkeys(columns, file.read_text(encoding="utf-8"))
+            return
+        for row in reader(file, columns):
+            if not isinstance(row, dict) or None in row:
+                raise ValueError("it is not one value for each column")
+            number += 1
             yield f"{file}:{number}", row
+    except (OSError, EOFError, ValueError, zlib.error, csv.Error) as error:
+        where = f"{file}:{number + 1}" if reader else file
+        raise DataError(f"{where}: cannot be read ({first_line(error)}); correct it, or download it again") from None
 
 
-def _csv_rows(file: File) -> Iterator[NamedJson]:
-    # A row is named by the line that it ends on; a cell may hold a whole report (the default limit is 128 KiB).
-    csv.field_size_limit(sys.maxsize)
+# `datasets` reads these formats too, but takes "NA" in CSV for a missing value and a date in JSON for no text, shifts
+# the columns of a CSV file with an extra cell in each row, and names no row that is broken (5.2).
+def _json_rows(file: File, columns: Sequence[str]) -> Iterator[Json]:
+    with file.open("rb") as raw, gzip.open(raw) if file.name.lower().endswith(".gz") else raw as lines:
+        yield from (json.loads(line) for line in lines if not line.isspace())
+
+
+def _parquet_rows(file: File, columns: Sequence[str]) -> Iterator[Json]:
+    with pyarrow.parquet.ParquetFile(file) as table:
+        # Where a column is missing all are read, so that a message can name them.
+        known = set(columns) <= set(table.schema_arrow.names)
+        for batch in table.iter_batches(256, columns=list(columns) if known else None):
+            yield from batch.to_pylist()
+
+
+def _csv_rows(file: File, columns: Sequence[str]) -> Iterator[Json]:
+    csv.field_size_limit(sys.maxsize)  # a cell may hold a whole report
     with file.open(encoding="utf-8-sig", newline="") as lines:
-        reader = csv.DictReader(lines, strict=True)
-        if not reader.fieldnames:
-            raise DataError(f"{file}: is empty; its first line must name the columns")
-        for row in reader:
-            where = f"{file}:{reader.line_num}"
-            if None in row:
-                raise DataError(f"{where}: has more cells than the first line has columns; quote cells with commas")
-            yield where, row
+        yield from csv.DictReader(lines, strict=True)
 
 
-def _decoded(content: bytes, name: str) -> str:
-    try:
-        text = content.decode("utf-8")
-    except UnicodeDecodeError:
-        raise DataError(f"{name}: is not UTF-8 text; convert it, or name another file") from None
-    if "\0" in text:
-        raise DataError(f"{name}: is a binary file; name one of text")
-    return text
+READERS = {**dict.fromkeys(JSON_LINES, _json_rows), PARQUET: _parquet_rows, CSV: _csv_rows}
 
 
 def read_document(name: str) -> str:
     """Return the text of a text or PDF file (by pypdf), or of standard input (`-`); raise DataError without any."""
-    file, is_pdf = Path(os.path.expanduser(name)), name.lower().endswith(PDF)
+    file = Path(os.path.expanduser(name))
     try:
-        content = sys.stdin.buffer.read() if name == "-" else file.read_bytes()
-    except OSError as error:
-        raise DataError(f"{file}: cannot be read ({error.strerror}); name a .txt, .md or .pdf file, or - ") from None
-    text = _pdf(file) if is_pdf else _decoded(content, "standard input" if name == "-" else name)
-    text = text.removeprefix("\N{BYTE ORDER MARK}")
+        if name == "-":
+            text = sys.stdin.buffer.read().decode("utf-8-sig")
+        else:
+            text = _pdf(file) if name.lower().endswith(PDF) else file.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{file}: cannot be read ({first_line(error)}); name a .txt, .md or .pdf file, or - ") from None
     if not text.strip():
-        more = "; its pages may be scanned pictures: recognize their text (OCR) first" if is_pdf else ""
-        raise DataError(f"{name}: holds no text{more}")
+        raise DataError(f"{name}: holds no text; of a PDF, the pages may be pictures: recognize their text (OCR) first")
     return text
 
 
 def _pdf(file: Path) -> str:
     if importlib.util.find_spec("pypdf") is None:
         raise PiLoraError(f"{file}: PDF needs the package pypdf; pip install 'pi-lora[pdf]'")
-    import pypdf
-    from pypdf.errors import PyPdfError
+    from pypdf import PdfReader
 
-    try:
-        return "\n\n".join(page.extract_text() for page in pypdf.PdfReader(file).pages)
-    except (PyPdfError, ValueError, KeyError, TypeError) as error:  # what damaged files raise
-        raise DataError(f"{file}: is not a whole PDF ({error}); download it again, or give its text") from None
+    return "\n\n".join(page.extract_text() for page in PdfReader(file).pages)

@@ -1,6 +1,5 @@
 """Token ids to sequences of equal length from the sources of a recipe, mixed by weight and seed."""
 
-import bisect
 import hashlib
 import itertools
 import math
@@ -20,9 +19,6 @@ from pi_lora.errors import DataError
 from pi_lora.recipe.schema import Data, Source
 from pi_lora.types import Json, Progress, silent
 
-# How much text `bfd_split` fits together at once: at least so many sequences, and so many tokens.
-BUFFER_SEQUENCES = 64
-BUFFER_TOKENS = 2**20
 # Called where nothing is in the cache, before as many tokens are packed.
 Missing = Callable[[int], object]
 # Raise it with every change to how sequences are made, so that no older cache is taken for the new ones.
@@ -53,7 +49,7 @@ def skip_positions(rng: random.Random, tokens: int, target: int, chunks: int) ->
 def wrapped(documents: Iterable[Tokens], length: int) -> Iterator[Tokens]:
     """Cut the continuous stream of `documents` into sequences of exactly `length` tokens; only the last rest is lost.
 
-    Not with `trl.pack_dataset` (1.16): see test_trl_packs_sequences_of_uneven_length.
+    `trl.pack_dataset` (1.16) cuts each batch of documents by itself, and its sequences differ in length.
 
     >>> list(wrapped([[1, 2, 3], [4, 5], [6, 7]], length=3))
     [[1, 2, 3], [4, 5, 6]]
@@ -67,68 +63,6 @@ def aligned(documents: Iterator[Tokens], length: int) -> Iterator[Tokens]:
     """Yield sequences of exactly `length` tokens that each begin with a document."""
     while sequence := next(wrapped(documents, length), None):
         yield sequence
-
-
-def bfd_split(documents: Iterable[Tokens], length: int, seed: int = 0, buffer: int | None = None) -> Iterator[Tokens]:
-    """Fit whole documents together into sequences of exactly `length` tokens; only the last rest is lost.
-
-    "Fewer Truncations Improve Language Modeling" (Ding et al. 2024), as TRL's packing of that name: pieces of at most
-    `length` tokens are placed in order of decreasing size where they fit best. TRL leaves gaps; here the emptiest
-    sequences are taken apart to fill them, at the cost of at most one cut per sequence.
-
-    Documents are read until there are `buffer` tokens to fit together; what does not fill a sequence is carried on. The
-    order of sequences, and of the pieces in each, follows `seed`, since it would follow their size otherwise.
-
-    >>> sorted(map(sorted, bfd_split([[1, 1, 1, 1, 1], [2, 2], [3, 3, 3], [4, 4]], length=4)))
-    [[1, 1, 1, 1], [1, 3, 3, 3], [2, 2, 4, 4]]
-    """
-    rng = random.Random(seed)
-    room = buffer or max(BUFFER_SEQUENCES * length, BUFFER_TOKENS)
-    pieces: list[Tokens] = []
-    held = 0
-    for document in documents:
-        for start in range(0, len(document), length):
-            pieces.append(document[start : start + length])
-            held += len(pieces[-1])
-            # Of a document longer than the room, not all sequences are in memory.
-            if held >= room and (start + length >= len(document) or held >= 2 * room):
-                sequences, rest = _fitted(pieces, length, rng)
-                yield from sequences
-                pieces, held = [rest] if rest else [], len(rest)
-    yield from _fitted(pieces, length, rng)[0]
-
-
-def _fitted(pieces: list[Tokens], length: int, rng: random.Random) -> tuple[list[Tokens], Tokens]:
-    """Return full sequences made of pieces of at most `length` tokens, and the rest that does not fill one."""
-    bins = sorted(_best_fit_decreasing(pieces, length), key=lambda fitted: sum(map(len, fitted)), reverse=True)
-    number = sum(map(len, pieces)) // length
-    # Large pieces first: fewer documents are cut when one fills several gaps.
-    spare = sorted(itertools.chain.from_iterable(bins[number:]), key=len, reverse=True)
-    filling = itertools.chain.from_iterable(spare)
-    sequences: list[Tokens] = []
-    for fitted in bins[:number]:
-        if gap := length - sum(map(len, fitted)):
-            fitted.append(list(itertools.islice(filling, gap)))
-        rng.shuffle(fitted)
-        sequences.append(list(itertools.chain.from_iterable(fitted)))
-    rng.shuffle(sequences)
-    return sequences, list(filling)
-
-
-def _best_fit_decreasing(pieces: list[Tokens], length: int) -> list[list[Tokens]]:
-    bins: list[list[Tokens]] = []
-    spaces: list[tuple[int, int]] = []  # (free tokens, bin), sorted
-    for piece in sorted(pieces, key=len, reverse=True):
-        tightest = bisect.bisect_left(spaces, (len(piece), -1))
-        if tightest < len(spaces):
-            free, index = spaces.pop(tightest)
-        else:
-            free, index = length, len(bins)
-            bins.append([])
-        bins[index].append(piece)
-        if free > len(piece):
-            bisect.insort(spaces, (free - len(piece), index))
-    return bins
 
 
 class Stream:
@@ -150,10 +84,8 @@ class Stream:
     def sequences(self) -> Iterator[Tokens]:
         """Yield sequences of exactly `length` tokens until the source is used up; `builtin:recall` has no end."""
         if self.source.name == RECALL:
-            # However text is packed: the facts that a document asks for must stand in the same sequence.
+            # The facts that a document asks for must stand in the same sequence.
             return aligned(self._recall_documents(), self.length)
-        if self.data.packing == "bfd_split":
-            return bfd_split(self._text_documents(), self.length, self.data.seed)
         return wrapped(self._text_documents(), self.length)
 
     def _text_documents(self) -> Iterator[Tokens]:

@@ -5,17 +5,19 @@ import hashlib
 import os
 import platform
 import random
+import re
 import sysconfig
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
-from huggingface_hub import hf_hub_download
+from huggingface_hub import HfApi, hf_hub_download
 
 from pi_lora.data import documents
 from pi_lora.data.documents import DOCUMENT_SUFFIXES, TABLE_SUFFIXES, Document, NamedJson
-from pi_lora.data.hub import commit_of_file, commit_of_rows, load_rows
 from pi_lora.errors import DataError, first_line
 from pi_lora.recipe.schema import Source
 from pi_lora.types import Json
@@ -31,6 +33,7 @@ HELD_OUT_SHARE = 0.1
 # The names before this one are of the validation split: with them the settings of the demo were chosen.
 FIRST_OF_TEST = "e"
 SHUFFLE_CHARACTERS = 32_000_000
+COMMIT = re.compile(r"[0-9a-f]{40}")
 # Its loader is a script, which `datasets` no longer runs; the script reads `SPLIT.jsonl` out of `SUBSET.zip`.
 SCROLLS = "tau/scrolls"
 
@@ -156,45 +159,65 @@ def hub_dataset(source: Source) -> Table:
     turns.
     """
     name, streaming = source.name, source.streaming
-    commit = functools.cache(lambda: commit_of_rows(source))
-    loaded = functools.cache(lambda: load_rows(source, commit()))
 
-    def uploaded(columns: Sequence[str], seed: int | None) -> Iterator[NamedJson]:
-        try:
-            dataset = loaded()
-            # What is not needed is not decoded. A streamed data set may not know its columns before its first row.
-            if set(columns) <= set(dataset.column_names or ()):
-                dataset = dataset.select_columns(list(columns))
-            if seed is not None:
-                # A small buffer suffices, since `shuffled` comes after it.
-                dataset = dataset.shuffle(seed, **({"buffer_size": 100} if streaming else {}))
-            for number, row in enumerate(dataset, 1):
-                yield (f"{name}:{number}" if seed is None else name), row
-        except DataError:
-            raise
-        except Exception as error:
-            # `datasets` raises a dozen kinds for a user's mistakes: not found, gated, offline, no such split.
-            raise _not_on_the_hub(name, error) from error
+    @functools.cache
+    def loaded() -> Any:
+        # `datasets` takes a second to import, and local text does without.
+        from datasets import load_dataset
+
+        with _hub_errors(name):
+            dataset = load_dataset(
+                name, source.subset, split=source.split, revision=source.revision, streaming=streaming
+            )
+        # Without the hub, `datasets` (5.2) takes the commit that it has, whatever is asked for.
+        if (
+            not streaming
+            and COMMIT.fullmatch(source.revision)
+            and (found := _commit_on_disk(dataset)) != source.revision
+        ):
+            why = f"the hub cannot be asked, and on the disk is commit {found} instead of {source.revision}"
+            raise DataError(f"{name}: {why}; connect to the hub, or set revision: {found}")
+        return dataset
+
+    def identity() -> Json:
+        """Return the commit that the revision stands for: of a stream that on the hub now, else that on the disk."""
+        if COMMIT.fullmatch(source.revision):
+            return {"commit": source.revision}
+        if not streaming:
+            return {"commit": _commit_on_disk(loaded())}
+        with _hub_errors(name):
+            return {"commit": HfApi().dataset_info(name, revision=source.revision).sha}
 
     def read(columns: Sequence[str], seed: int | None) -> Iterator[NamedRow]:
-        return shuffled(texts(uploaded(columns, seed), columns), seed if streaming else None)
+        dataset = loaded()
+        # What is not needed is not decoded. A streamed data set may not know its columns before its first row.
+        if set(columns) <= set(dataset.column_names or ()):
+            dataset = dataset.select_columns(list(columns))
+        if seed is not None:
+            # A small buffer suffices, since `shuffled` comes after it.
+            dataset = dataset.shuffle(seed, **({"buffer_size": 100} if streaming else {}))
+        rows = ((f"{name}:{number}" if seed is None else name, row) for number, row in enumerate(dataset, 1))
+        return shuffled(texts(rows, columns), seed if streaming else None)
 
-    return Table(name, source.column, read, lambda: {"commit": commit()})
+    return Table(name, source.column, read, identity)
 
 
-def hub_file(
-    name: str, file: str, revision: str, column: str = "text", member: str = "", pinned: bool = False
-) -> Table:
+def _commit_on_disk(dataset: Any) -> str:
+    """Return the commit of a data set's files, which are in a folder of its name."""
+    return Path(dataset.cache_files[0]["filename"]).parent.name
+
+
+def hub_file(name: str, file: str, revision: str, column: str = "text", member: str = "") -> Table:
     """Return one file of a data set on the hub as it was uploaded, or a `member` of a zip archive, so that no script
-    runs. Rows are named by where they are on the hub; `pinned`: the revision is a commit.
+    runs. Rows are named by where they are on the hub.
     """
 
+    def downloaded() -> Path:
+        with _hub_errors(f"{name}/{file}"):
+            return Path(hf_hub_download(name, file, repo_type="dataset", revision=revision))
+
     def read(columns: Sequence[str], seed: int | None) -> Iterator[NamedRow]:
-        try:
-            path = Path(hf_hub_download(name, file, repo_type="dataset", revision=revision))
-        except OSError as error:
-            raise _not_on_the_hub(f"{name}/{file}", error) from None
-        opened = zipfile.Path(path, member) if member else path
+        opened = zipfile.Path(downloaded(), member) if member else downloaded()
         if not opened.is_file():
             raise DataError(f"{name}: has no split {member}; there are train, validation and test")
         there = f"{name}/{member.removesuffix('.jsonl') or file}"
@@ -202,13 +225,22 @@ def hub_file(
         named = ((where.replace(str(opened), there, 1), row) for where, row in rows)
         return shuffled(texts(named, columns), seed)
 
-    return Table(name, column, read, lambda: {"commit": revision if pinned else commit_of_file(name, revision)})
+    def identity() -> Json:
+        # In the hub's cache a file is in a folder with the name of its commit.
+        return {"commit": downloaded().parents[file.count("/")].name}
+
+    return Table(name, column, read, identity)
 
 
-def _not_on_the_hub(name: str, error: Exception) -> DataError:
-    what = f"is neither a file or folder nor a hub data set that can be read ({first_line(error)})"
-    advice = "check its name, subset, split and revision, the network, or log in with `hf auth login`"
-    return DataError(f"{name}: {what}; {advice}")
+@contextmanager
+def _hub_errors(name: str) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        # `datasets` raises a dozen kinds for a user's mistakes: not found, gated, offline, no such split.
+        what = f"is neither a file or folder nor a hub data set that can be read ({first_line(error)})"
+        advice = "check its name, subset, split and revision, the network, or log in with `hf auth login`"
+        raise DataError(f"{name}: {what}; {advice}") from error
 
 
 def find_table(source: Source, suffixes: tuple[str, ...] = TABLE_SUFFIXES) -> Table:
@@ -263,7 +295,7 @@ PINNED = {
                    "490b980249446f2f3bd2df3a8cf085d0f2de240a"),
 }
 # fmt: on
-PRESETS = {name: hub_file(*file, pinned=True) for name, file in PINNED.items()}
+PRESETS = {name: hub_file(*file) for name, file in PINNED.items()}
 # The paper's choice of documents: 128 of 32768 tokens and more; which the paper drew is not known. Of the standard
 # library what the built-in model reads in a minute or two on two cores.
 CHOICES = {

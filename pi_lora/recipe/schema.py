@@ -92,7 +92,7 @@ class Data(Section):
     """The training data: documents packed into sequences of L' tokens, or examples of a task, one per row."""
 
     source: Annotated[tuple[Source, ...], BeforeValidator(_as_sources), Field(min_length=1)]
-    packing: Literal["wrapped", "bfd_split"] = Field("wrapped", description="cut one stream, or fit documents together")
+    packing: Literal["wrapped"] = Field("wrapped", description="documents are one stream, which is cut")
     positions: Literal["contiguous", "skip"] = Field("contiguous", description="skip: PoSE, few tokens spread over L'")
     sequence_tokens: int | None = Field(
         None, gt=1, description="PoSE: tokens of a sequence, at most L; by default L, of `scaling: keep` none"

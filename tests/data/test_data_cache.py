@@ -135,6 +135,15 @@ def test_processes_at_once_make_it_once(python: str, folder: Path, tmp_path: Pat
     assert maker.returncode == 0
 
 
+def test_a_complete_cache_may_be_read_only(folder: Path) -> None:
+    """Shared or mounted; a folder in place of the lock stands for what cannot be written, also by root."""
+    cached({"of": "this"}, COLUMNS, rows, nobody_waits)
+    [lock] = (folder / "sequences").glob("*.lock")
+    lock.unlink()
+    lock.mkdir()
+    assert len(cached({"of": "this"}, COLUMNS, never, nobody_waits)[0]) == 10
+
+
 def test_the_folder_follows_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.delenv("PI_LORA_CACHE")

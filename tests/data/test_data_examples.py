@@ -22,8 +22,6 @@ from pi_lora.models.model import find
 from pi_lora.models.tokenizer import load_tokenizer
 from pi_lora.recipe.schema import Data, Source, Training
 
-REPORTS = Path(__file__).parents[3] / "shared" / "data" / "reports" / "gao_reports.jsonl"
-needs_reports = pytest.mark.skipif(not REPORTS.is_file(), reason="the reports are not in this checkout")
 ROWS = [
     {"text": 'The cat, a "black" one,\nsat. ' * 30, "gist": "A cat sat.", "n": "1"},
     {"text": "Rain fell on the roof. " * 5, "gist": "It rained.", "n": "2"},
@@ -194,10 +192,9 @@ def test_rows_without_an_example_are_refused(
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("rows.csv", "", "is empty; its first line must name the columns"),
-        ("rows.csv", "text,gist\na,b,c\n", "rows.csv:2: has more cells than"),
-        ("rows.csv", 'text,gist\n"a,b\n', "rows.csv: cannot be read as .csv"),
-        ("rows.parquet", "PAR1", "rows.parquet: cannot be read as .parquet"),
+        ("rows.csv", "text,gist\na,b,c\n", "rows.csv:1: cannot be read (it is not one value for each column)"),
+        ("rows.csv", 'text,gist\n"a,b\n', "rows.csv:1: cannot be read (unexpected end of data)"),
+        ("rows.parquet", "PAR1", "rows.parquet:1: cannot be read (Parquet file size"),
         ("rows.txt", "text", "holds no rows with columns"),
         ("rows.jsonl", '{"a": "b"}\n', "has no column text and no gist; choose from its columns: a"),
     ],
@@ -274,23 +271,3 @@ def test_more_steps_than_examples_are_refused(
     data = data_of(write(tmp_path / "rows.jsonl", ROWS), completion_tokens=8)
     with pytest.raises(DataError, match=message):
         training_data(data, Training(**training), tokenizer, 64, 90)
-
-
-@needs_reports
-def test_the_reports_at_the_papers_limits(tokenizer: Any, tmp_path: Path) -> None:
-    """At 16k documents are cut to 15000 tokens and summaries to 1000, and each example keeps its whole frame."""
-    # A third of the reports, and no more of each than makes 15000 tokens and some: the rest is cut whatever its length.
-    rows = [json.loads(line) for line in REPORTS.read_text().splitlines()[::3]]
-    short = [{"report": row["report"][:48_000], "summary": row["summary"]} for row in rows]
-    data = data_of(write(tmp_path / "reports.jsonl", short), document="report", summary="summary")
-    examples, account = training_examples(data, tokenizer, 16384)
-    assert (account.examples, account.documents_cut) == (8, 8)
-    assert account.left_out == []
-    before, after = SUMMARIZE.split("{document}")
-    for row in examples:
-        ids = row["prompt_ids"]
-        assert tokenizer.decode(ids[:100], skip_special_tokens=True).startswith(before)
-        assert tokenizer.decode(ids[-100:]).endswith(after)
-        assert 14_980 <= len(ids) <= 15_060
-        assert len(row["completion_ids"]) <= 1001
-        assert row["completion_ids"][-1] == tokenizer.eos_token_id

@@ -67,7 +67,6 @@ def cache_entries() -> int:
     ("changes", "digest"),
     [
         ([], "3df25a85896a8746"),
-        (["data.packing=bfd_split"], "d93aee83a1f55a61"),
         (["data.positions=skip", "data.chunks=3"], "2c538fef16385830"),
     ],
 )
@@ -94,9 +93,8 @@ def test_batches_change_nothing(tokenizer: Any) -> None:
         assert list(encoded(texts, encode, room)) == one_by_one
 
 
-@pytest.mark.parametrize("packing", ["wrapped", "bfd_split"])
-def test_sequences_have_exactly_the_length_and_follow_the_seed(tokenizer: Any, books: Path, packing: str) -> None:
-    data = {"source": [str(books), RECALL], "seed": 5, "packing": packing}
+def test_sequences_have_exactly_the_length_and_follow_the_seed(tokenizer: Any, books: Path) -> None:
+    data = {"source": [str(books), RECALL], "seed": 5}
     first = sequences(tokenizer, 128, 12, **data)
     assert [len(ids) for ids in first] == [128] * 12
     assert sequences(tokenizer, 128, 12, **data) == first
@@ -104,10 +102,8 @@ def test_sequences_have_exactly_the_length_and_follow_the_seed(tokenizer: Any, b
     assert cache_entries() == 2
 
 
-def test_recall_sequences_begin_with_a_document_however_text_is_packed(tokenizer: Any) -> None:
-    for packing in ("wrapped", "bfd_split"):
-        found = sequences(tokenizer, 256, 8, source=RECALL, packing=packing)
-        assert {ids[0] for ids in found} == {tokenizer.bos_token_id}
+def test_recall_sequences_begin_with_a_document(tokenizer: Any) -> None:
+    assert {ids[0] for ids in sequences(tokenizer, 256, 8, source=RECALL)} == {tokenizer.bos_token_id}
 
 
 def test_skipping_sequences_are_as_long_as_the_original_window(tokenizer: Any) -> None:
@@ -156,11 +152,8 @@ def test_short_documents_are_left_out_and_counted(tokenizer: Any, books: Path) -
         sequences(tokenizer, 128, 10, source=str(books), min_document_tokens=100000)
 
 
-@pytest.mark.parametrize("packing", ["wrapped", "bfd_split"])
-def test_too_little_text_names_both_numbers_and_the_epochs_that_would_do(
-    tokenizer: Any, books: Path, packing: str
-) -> None:
-    data = {"source": str(books), "packing": packing}
+def test_too_little_text_names_both_numbers_and_the_epochs_that_would_do(tokenizer: Any, books: Path) -> None:
+    data = {"source": str(books)}
     at_hand = sum(len(ids) for ids in encoder(tokenizer)([file.read_text() for file in books.iterdir()]))
     with pytest.raises(DataError, match=rf"{at_hand:,} tokens at hand in data.epochs: 1, 12,800 needed") as refused:
         sequences(tokenizer, 128, 100, **data)
@@ -199,7 +192,6 @@ def test_what_changes_the_sequences_changes_the_key(tokenizer: Any, books: Path)
     variants: list[dict[str, object]] = [
         {},
         {"seed": 1},
-        {"packing": "bfd_split"},
         {"positions": "skip"},
         {"min_document_tokens": 50},
         {"epochs": 2},
