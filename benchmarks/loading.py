@@ -27,7 +27,7 @@ import torch
 from merge import make
 
 from pi_lora.models.model import find, load
-from pi_lora.models.origin import RUN_FILE
+from pi_lora.run import RUN_FILE
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "loading.json"

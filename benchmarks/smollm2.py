@@ -30,8 +30,8 @@ from pi_lora.evaluation.ruler.measure import evaluate_ruler
 from pi_lora.evaluation.ruler.prompts import find_texts
 from pi_lora.models.device import has_fast_bfloat16
 from pi_lora.models.model import Extension, Model, load
-from pi_lora.recipe.files import load_recipe
-from pi_lora.run_folder import RECIPE_FILE, read_training_log
+from pi_lora.recipe.files import RECIPE_FILE, load_recipe
+from pi_lora.run import Run
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "smollm2.json"
@@ -112,7 +112,7 @@ def training(run: str) -> dict[str, Any]:
     before = training(recipe.model.name) if recipe.scaling == "keep" else {"curve": [], "seconds": 0, "peak_memory": 0}
     tokens = before["curve"][-1][0] if before["curve"] else 0
     made = json.loads((folder / "run.json").read_text(encoding="utf-8"))
-    curve = [[tokens + line["tokens"], round(line["loss"], 4)] for line in read_training_log(folder / "training.jsonl")]
+    curve = [[tokens + line["tokens"], round(line["loss"], 4)] for line in Run(folder).log]
     return {
         "run": run,
         "curve": before["curve"] + curve,

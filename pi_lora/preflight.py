@@ -19,7 +19,7 @@ from pi_lora.planning.counting import shape_of
 from pi_lora.planning.gpus import CPU, device_here
 from pi_lora.planning.planning import Target, TrainingPlan, plan_recipe
 from pi_lora.recipe.schema import Data, Recipe
-from pi_lora.run_folder import check_output, check_resumed_recipe
+from pi_lora.run import Run, check_output, staging_path
 from pi_lora.scaling.config import check_reach, window_of
 from pi_lora.training.job import Job, rate_share
 from pi_lora.types import NO_PERMISSIONS, Permissions
@@ -48,7 +48,7 @@ def check(recipe: Recipe, output: Path, resume: bool = False, permissions: Permi
     attempt(rate_share, recipe.training)
     attempt(check_output, output, resume)
     if resume:
-        attempt(check_resumed_recipe, output, recipe)
+        attempt(Run(staging_path(output)).check_same_recipe, recipe)
     if len(mistakes) == 1:
         raise mistakes[0]
     if mistakes or job is None:

@@ -33,7 +33,7 @@ from pi_lora.preflight import check
 from pi_lora.recipe.files import RECIPE_FILE, load_recipe
 from pi_lora.report.pictures import comparison_picture
 from pi_lora.report.summary import markdown_table
-from pi_lora.run_folder import last_checkpoint, staging_path
+from pi_lora.run import Run, staging_path
 from pi_lora.training.training import train
 
 ROOT = Path(__file__).parent.parent
@@ -61,7 +61,7 @@ def tuned(name: str, *overrides: str) -> Path:
         return output
     console.print(f"$ {command}", soft_wrap=True)
     started = time.monotonic()
-    job = check(load_recipe(RECIPE, overrides).recipe, output, last_checkpoint(staging_path(output)) is not None)
+    job = check(load_recipe(RECIPE, overrides).recipe, output, Run(staging_path(output)).last_checkpoint is not None)
     with progress_bar("packing tokens") as progress:
         job.prepare(progress)
     with progress_bar("training") as progress:

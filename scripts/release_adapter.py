@@ -15,9 +15,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-from pi_lora.models.origin import RUN_FILE
 from pi_lora.models.stored import ADAPTER_WEIGHTS_FILE
-from pi_lora.run_folder import SCORES, staged
+from pi_lora.run import RUN_FILE, SCORES, staged
 
 
 def main(run: Path, output: Path) -> None:

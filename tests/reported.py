@@ -7,10 +7,11 @@ from typing import Any
 from adapters import save_run
 from conftest import small_recipe
 
+from pi_lora.models.machine import hardware, versions
 from pi_lora.models.model import find
 from pi_lora.recipe.files import RECIPE_FILE, dump_recipe
 from pi_lora.recipe.schema import Recipe
-from pi_lora.run_folder import write_provenance
+from pi_lora.run import Run
 
 FACTS = {
     "original": 64,
@@ -98,7 +99,14 @@ def make_run(model: Path, folder: Path, scores: dict[str, Any] = SCORES, recipe:
     run = save_run(model, folder, r=2, target_modules="all-linear")
     (run / "README.md").unlink()  # PEFT's
     (run / RECIPE_FILE).write_text(dump_recipe(recipe or small_recipe(model)))
-    write_provenance(run, find(str(model)).origin(tokenizer="0", data="0"), FACTS)
+    Run(run).record(
+        {
+            "origin": find(str(model)).origin(tokenizer="0", data="0").model_dump(),
+            **FACTS,
+            "versions": versions(),
+            "hardware": hardware(),
+        }
+    )
     log = [{"step": step, "loss": 3.0 / step, "seconds": float(step)} for step in (1, 2, 3, 4)]
     (run / "training.jsonl").write_text("".join(json.dumps(line) + "\n" for line in log))
     (run / "scores").mkdir()

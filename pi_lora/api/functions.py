@@ -41,7 +41,7 @@ def train(
     from pi_lora.distributed import check_launched, is_launched
     from pi_lora.preflight import check
     from pi_lora.recipe.files import load_recipe
-    from pi_lora.run_folder import output_folder
+    from pi_lora.run import output_folder
     from pi_lora.training.training import train
 
     path = find_recipe(Path(recipe))

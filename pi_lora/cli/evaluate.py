@@ -176,7 +176,7 @@ def everything(
     with working(LIBRARIES):
         from pi_lora.evaluation.results import check_can_write, read_scores
         from pi_lora.evaluation.suite import MEASUREMENTS, asked_for, evaluation_of
-        from pi_lora.run_folder import SCORES
+        from pi_lora.run import SCORES
 
         evaluation, named = evaluation_of(run)
         asked = asked_for(evaluation)

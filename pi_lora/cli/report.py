@@ -33,7 +33,8 @@ def compare(
         from pi_lora.recipe.evaluation import BenchmarksOptions, PasskeyOptions, PerplexityOptions, RulerOptions
         from pi_lora.report.comparison import compare as rows_of
         from pi_lora.report.comparison import verdict_table
-        from pi_lora.report.run import BASE, Run, base_scores, own_scores
+        from pi_lora.report.run import MeasuredRun, base_scores, own_scores
+        from pi_lora.run import BASE
         from pi_lora.writing import write_json
 
         asked: dict[str, Any] = {"perplexity": PerplexityOptions(), "passkey": PasskeyOptions()}
@@ -43,7 +44,7 @@ def compare(
             asked["benchmarks"] = BenchmarksOptions(tasks=tuple(each.partition("=")[0] for each in short), data=data)
         if ruler:
             asked["ruler"] = RulerOptions(samples=ruler, haystack=str(haystack) if haystack else None)
-        folder = Run(run)
+        folder = MeasuredRun(run)
         own = {} if again else own_scores(folder)
         names = [name for name in MEASUREMENTS if name in asked or name in own]
         missing = {name: MEASUREMENTS[name].prepare(asked[name]) for name in names if name not in own}
@@ -70,7 +71,7 @@ def compare(
 
 @app.command()
 def report(
-    runs: Annotated[list[Path], Argument(metavar="RUN ...", help="Run folders that were measured.")],
+    runs: Annotated[list[Path], Argument(metavar="RUN ...", help="MeasuredRun folders that were measured.")],
     html: Annotated[bool, Option("--html", help="Also write one HTML page that needs no other file.")] = False,
     output: Annotated[Path | None, Option(help="Folder to write to; the run's own, or report/ for several.")] = None,
 ) -> None:

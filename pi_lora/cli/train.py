@@ -48,7 +48,7 @@ def train(
         check_launched(resolved)
     with working(LIBRARIES):
         from pi_lora.preflight import check
-        from pi_lora.run_folder import output_folder
+        from pi_lora.run import output_folder
 
         job = check(resolved, output or output_folder(resolved, recipe), resume, permissions)
     if not launched:

@@ -22,7 +22,8 @@ from pi_lora.evaluation.ruler.table import ruler_table
 from pi_lora.models.model import Model
 from pi_lora.recipe import evaluation as schema
 from pi_lora.recipe.evaluation import Evaluation
-from pi_lora.recipe.files import RECIPE_FILE, load_recipe
+from pi_lora.recipe.files import RECIPE_FILE
+from pi_lora.run import Run
 from pi_lora.types import Progress, silent
 
 Measure = Callable[[Model, Progress], Scores]
@@ -115,9 +116,9 @@ def asked_for(evaluation: Evaluation) -> dict[str, Any]:
 
 def evaluation_of(run: Path) -> tuple[Evaluation, bool]:
     """Return what a run's recipe asks for, and whether it names anything; perplexity and passkey if it does not."""
-    if not (file := run / RECIPE_FILE).is_file():
+    if not Run(run).has_recipe:
         raise ModelError(f"{run}: holds no {RECIPE_FILE}; name a run folder that pi-lora train made")
-    evaluation = load_recipe(file).recipe.evaluation
+    evaluation = Run(run).recipe.evaluation
     if asked_for(evaluation):
         return evaluation, True
     return Evaluation(perplexity=schema.PerplexityOptions(), passkey=schema.PasskeyOptions()), False

@@ -19,9 +19,8 @@ from pi_lora.models.model import Extension, Model, find_adapter, find_base_of, i
 from pi_lora.models.stored import CONFIG_FILE, save_config
 from pi_lora.models.tokenizer import save_tokenizer
 from pi_lora.models.weights import quiet_loading
-from pi_lora.recipe.files import RECIPE_FILE
 from pi_lora.report.card import CARD, merged_card
-from pi_lora.run_folder import check_room, remove, staged
+from pi_lora.run import Run, check_room, remove, staged
 from pi_lora.scaling.verify import build_on_meta
 from pi_lora.types import NO_PERMISSIONS, Permissions, Progress, silent
 from pi_lora.writing import write_whole
@@ -108,7 +107,7 @@ def _find(
     """Find the base of an adapter and the config it was tuned under, and say what is assumed of one made elsewhere."""
     if extension is None and (run / CONFIG_FILE).is_file():
         return find_adapter(run, base, permissions), None
-    if (run / RECIPE_FILE).is_file():
+    if Run(run).has_recipe:
         raise ModelError(f"{run}: brings its own scaling; leave out --original, --target and --scaling")
     plain = find_base_of(run, base, permissions)
     found = (plain.extended(extension) if extension else plain).with_adapter(run)

@@ -15,13 +15,13 @@ from pi_lora.errors import ModelError, first_line
 from pi_lora.models import machine
 from pi_lora.models.device import device, dtype_named
 from pi_lora.models.location import BUILTIN, find_file, locate, why_unreadable
-from pi_lora.models.origin import Origin, read_origin, weights_digest
+from pi_lora.models.origin import weights_digest
 from pi_lora.models.stored import ADAPTER_CONFIG_FILE, CONFIG_FILE, check_config, read_adapter_settings, read_config
 from pi_lora.models.tokenizer import load_tokenizer
 from pi_lora.models.tokenizer_files import SETTINGS_FILE, read_settings
 from pi_lora.models.weights import Placement, empty_weights, quiet_loading, read_weights
-from pi_lora.recipe.files import RECIPE_FILE, load_recipe
 from pi_lora.recipe.schema import Recipe
+from pi_lora.run import Origin, Run
 from pi_lora.scaling.config import (
     Config,
     Interpolation,
@@ -97,8 +97,8 @@ class Model:
     @cached_property
     def recipe(self) -> Recipe | None:
         """The recipe that it was tuned by, if it is a run."""
-        file = (self.adapter or Path(self.name)) / RECIPE_FILE
-        return load_recipe(file).recipe if file.is_file() else None
+        run = Run(self.adapter or Path(self.name))
+        return run.recipe if run.has_recipe else None
 
     @cached_property
     def tokenizer(self) -> Any:
@@ -148,7 +148,7 @@ class Model:
 
     def check_origin(self) -> None:
         """Raise ModelError if the weights of the base are not those that the adapter was tuned on."""
-        if self.adapter is None or self.permissions.changed or (known := read_origin(self.adapter)) is None:
+        if self.adapter is None or self.permissions.changed or (known := Run(self.adapter).provenance.origin) is None:
             return
         same_commit = known.commit and not Path(self.path).is_dir() and known.commit == self.folder.name
         if not same_commit and known.weights != self.weights_digest:
@@ -282,7 +282,7 @@ def find_base_of(folder: Path, base: str | None = None, permissions: Permissions
     """Find the base that an adapter folder names, or another `base`; raise ModelError if there is neither."""
     if base:
         return _find_base(base, permissions=permissions)
-    adapter, known = read_adapter_settings(folder), read_origin(folder)
+    adapter, known = read_adapter_settings(folder), Run(folder).provenance.origin
     if not (name := adapter.base_model_name_or_path):
         how = f"name it there, or merge them: pi-lora merge {shlex.quote(str(folder))} --base MODEL"
         raise ModelError(f"{folder / ADAPTER_CONFIG_FILE}: base_model_name_or_path: is missing; {how}")

@@ -1,50 +1,16 @@
-"""What a run was made from, known by content: a path or a name may mean other weights tomorrow, or from elsewhere."""
+"""A digest of weights: a path or a name may mean others tomorrow, or elsewhere."""
 
 import hashlib
 import json
 from collections.abc import Callable
 from pathlib import Path
 
-from pydantic import BaseModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
-from pi_lora.errors import ModelError
 from pi_lora.models.stored import read_index, read_tensors
-from pi_lora.types import Permissions
-from pi_lora.writing import read_json
 
-RUN_FILE = "run.json"
 # Of each tensor its first, middle and last bytes are read: other weights differ everywhere.
 SAMPLE_BYTES = 4096
-
-
-class Origin(BaseModel, frozen=True, strict=True):
-    """What a run was made from: the place or hub commit of its base, digests of its weights, tokenizer and data."""
-
-    place: str | None = None
-    commit: str | None = None
-    weights: str
-    tokenizer: str | None = None
-    data: str | None = None
-
-
-class _Run(BaseModel, strict=True):
-    origin: Origin | None = None
-
-
-def read_origin(run: Path) -> Origin | None:
-    """Return what a run was made from, or None if it does not say, as those of former versions and other tools."""
-    file = run / RUN_FILE
-    return read_json(file, _Run, "correct it or remove it").origin if file.is_file() else None
-
-
-def check_resumed(output: Path, staging: Path, now: Origin, permissions: Permissions) -> None:
-    """Raise ModelError if an interrupted run in `staging` began with another base, tokenizer or data than `now`."""
-    before = None if permissions.changed else read_origin(staging)
-    names = ("weights", "tokenizer", "data")
-    if before and (changed := [name for name in names if getattr(before, name) != getattr(now, name)]):
-        what = f"{' and '.join(changed)} are others than those that the interrupted run began with"
-        raise ModelError(f"{output}: {what}; bring them back, start a new run, or go on with --allow-changed")
 
 
 def weights_digest(find_file: Callable[[str], Path | None]) -> str:

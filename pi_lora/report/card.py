@@ -14,9 +14,9 @@ from pi_lora.errors import ModelError, first_line
 from pi_lora.models.stored import read_config
 from pi_lora.recipe.schema import Recipe
 from pi_lora.report.pictures import picture_lines
-from pi_lora.report.run import Run
+from pi_lora.report.run import MeasuredRun
 from pi_lora.report.summary import eval_results, paper_section, public_name, score_lines, side_by_side
-from pi_lora.run_folder import SCORES
+from pi_lora.run import SCORES
 from pi_lora.scaling.config import method_of, scale_of, window_of
 from pi_lora.writing import write_whole
 
@@ -24,9 +24,9 @@ CARD = "README.md"
 SCORES_BEGIN, SCORES_END = "<!-- scores -->", "<!-- end of scores -->"
 
 
-def write_card(folder: Path, run: Run | None = None) -> None:
+def write_card(folder: Path, run: MeasuredRun | None = None) -> None:
     """Write into `folder` the card of `run`, by default its own, with the pictures there; raise ModelError."""
-    run = run or Run(folder)
+    run = run or MeasuredRun(folder)
     write_whole(folder / CARD, str(_card(run, run.recipe.tuning.method == "full", folder, None, {})))
 
 
@@ -39,7 +39,7 @@ def merged_card(
     """
     dtype = read_config(merged).get("dtype", "float32")
     rows = {"weights": f"base and adapter added in float32, stored in {dtype}", **(facts or {})}
-    return str(_card(Run(run, merged, base), True, None, checks, rows))
+    return str(_card(MeasuredRun(run, merged, base), True, None, checks, rows))
 
 
 def read_card(file: Path) -> str:
@@ -52,7 +52,7 @@ def read_card(file: Path) -> str:
         ) from None
 
 
-def refresh_scores(run: Run) -> None:
+def refresh_scores(run: MeasuredRun) -> None:
     """Bring the scores in a card and its metadata up to date and keep the rest; raise ModelError as `write_card`."""
     if not (run.path / SCORES).is_dir():
         return
@@ -84,7 +84,7 @@ def is_hub_id(name: str) -> bool:
 
 
 def _card(
-    run: Run, full: bool, pictures: Path | None, checks: Sequence[str] | None, facts: Mapping[str, str]
+    run: MeasuredRun, full: bool, pictures: Path | None, checks: Sequence[str] | None, facts: Mapping[str, str]
 ) -> ModelCard:
     """The card of a run, or of the weights merged from it, for which `checks` are given."""
     recipe = run.recipe if run.has_recipe else None
@@ -107,7 +107,7 @@ def _card(
     return card
 
 
-def _metadata(run: Run, full: bool, recipe: Recipe | None) -> ModelCardData:
+def _metadata(run: MeasuredRun, full: bool, recipe: Recipe | None) -> ModelCardData:
     """The YAML block that the hub reads, which must not name a base or data that are not on the hub."""
     method = method_of(run.config)
     scaling = "position-interpolation" if method == "pi" else method or "direct"
@@ -124,7 +124,7 @@ def _metadata(run: Run, full: bool, recipe: Recipe | None) -> ModelCardData:
     return ModelCardData(**fields)
 
 
-def _scores_section(run: Run, pictures: Path | None, introduction: str = "") -> str:
+def _scores_section(run: MeasuredRun, pictures: Path | None, introduction: str = "") -> str:
     lines = "\n".join(score_lines(run))
     parts = [introduction + lines if lines else "Not measured yet."]
     parts += [side_by_side(*each) for each in run.scores.items() if sum(map(bool, each[1].values())) > 1]

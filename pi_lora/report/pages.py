@@ -14,7 +14,7 @@ from pi_lora.errors import DataError, ModelError
 from pi_lora.evaluation.results import PerplexityScores
 from pi_lora.report.card import CARD, SCORES_BEGIN, read_card, refresh_scores, write_card
 from pi_lora.report.pictures import PICTURES, draw_runs, picture_lines
-from pi_lora.report.run import Run
+from pi_lora.report.run import MeasuredRun
 from pi_lora.report.summary import public_name, side_by_side
 from pi_lora.writing import write_whole
 
@@ -23,7 +23,7 @@ TEMPLATES = Environment(loader=FileSystemLoader(Path(__file__).parent), keep_tra
 METADATA_OR_COMMENT = re.compile(r"\A---\n.*?\n---\n|<!--.*?-->", re.DOTALL)
 
 
-def write_report(runs: Sequence[Run], output: Path | None = None, html: bool = False) -> list[Path]:
+def write_report(runs: Sequence[MeasuredRun], output: Path | None = None, html: bool = False) -> list[Path]:
     """Write the card of one run into its folder, or the comparison of several into `report/`, or into `output`, with
     pictures, and as an HTML page if asked. Raise DataError if it cannot be written, ModelError if two runs have one
     name or the card there is not pi-lora's.
@@ -53,7 +53,7 @@ def write_report(runs: Sequence[Run], output: Path | None = None, html: bool = F
     return files
 
 
-def comparison_page(runs: Sequence[Run], folder: Path) -> str:
+def comparison_page(runs: Sequence[MeasuredRun], folder: Path) -> str:
     """Return the comparison in Markdown, with the pictures in `folder`, and a table for each measurement."""
     swept = [scores for run in runs if (scores := run.tuned("perplexity", PerplexityScores))]
     tuned = {

@@ -10,7 +10,7 @@ from pi_lora.drawing import STYLES, new_figure, plain, round_levels, save
 from pi_lora.evaluation.passkey.table import draw_passkey_map
 from pi_lora.evaluation.results import PasskeyMap, PasskeyScores, PerplexityScores, RulerScores
 from pi_lora.evaluation.ruler.table import ruler_figure
-from pi_lora.report.run import Run, S
+from pi_lora.report.run import MeasuredRun, S
 
 PICTURES = "pictures"
 # The name of scores in a run that are a PasskeyMap.
@@ -29,7 +29,7 @@ WIDTH, HEIGHT = 5.0, 3.7
 Curves = Mapping[str, Sequence[tuple[float, float]]]
 
 
-def draw_runs(runs: Sequence[Run], folder: Path) -> Iterator[Path]:
+def draw_runs(runs: Sequence[MeasuredRun], folder: Path) -> Iterator[Path]:
     """Draw the results that there are into `folder`, the stages of one run or the tuned models of several; yield each
     file.
     """
@@ -37,7 +37,7 @@ def draw_runs(runs: Sequence[Run], folder: Path) -> Iterator[Path]:
         yield save(figure, folder / PICTURES / f"{name}.png")
 
 
-def _figures(runs: Sequence[Run]) -> dict[str, Any]:
+def _figures(runs: Sequence[MeasuredRun]) -> dict[str, Any]:
 
     def scores(name: str, kind: type[S]) -> dict[str, S]:
         tuned = {run.name: found for run in runs if (found := run.tuned(name, kind))}

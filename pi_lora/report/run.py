@@ -1,6 +1,5 @@
-"""A run folder as reports read it: recipe, config, provenance, scores by stage and training log, each read once."""
+"""A run with its scores, as reports read it."""
 
-import re
 import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -12,12 +11,10 @@ from pi_lora.errors import ModelError
 from pi_lora.evaluation.results import RulerScores, Scores, options_of, read_scores
 from pi_lora.evaluation.ruler.effective import relative_to
 from pi_lora.models.stored import ADAPTER_CONFIG_FILE, read_adapter_settings, read_config
-from pi_lora.recipe.files import RECIPE_FILE, load_recipe
-from pi_lora.recipe.schema import Model, Recipe
-from pi_lora.run_folder import SCORES, TRAINING_LOG, Provenance, read_provenance, read_training_log
+from pi_lora.recipe.files import RECIPE_FILE
+from pi_lora.recipe.schema import Model
+from pi_lora.run import BASE, STEP_0, TUNED, Provenance, Run
 from pi_lora.scaling.config import method_of, scale_of, window_of
-
-BASE, STEP_0, TUNED = "base", "step 0", "tuned"
 
 # Results by stage, in order: base, step 0, 200, ..., tuned. None is JSON that pi-lora does not know.
 Stages = Mapping[str, Scores | None]
@@ -25,38 +22,22 @@ S = TypeVar("S", bound=Scores)
 
 
 @dataclass(frozen=True)
-class Run:
-    """A run folder, or an adapter folder of other origin; each file is read once, when it is first asked for."""
+class MeasuredRun(Run):
+    """A run with its scores, or an adapter folder of other origin."""
 
-    path: Path
     # Of an adapter that was merged: full weights with its config, and the base, if its folder does not say.
     merged: Path | None = None
     merged_with: str = ""
-
-    @property
-    def name(self) -> str:
-        """The name of the folder."""
-        return self.path.resolve().name
-
-    @property
-    def has_recipe(self) -> bool:
-        """Whether pi-lora trained it."""
-        return (self.path / RECIPE_FILE).is_file()
-
-    @cached_property
-    def recipe(self) -> Recipe:
-        """The resolved recipe."""
-        return load_recipe(self.path / RECIPE_FILE).recipe
 
     @cached_property
     def config(self) -> dict[str, Any]:
         """The config of the extended model."""
         return read_config(self.merged or self.path)
 
-    @cached_property
+    @property
     def made_with(self) -> Provenance | None:
-        """What `run.json` holds: cost, hardware and versions; None if there is none."""
-        return read_provenance(self.path)
+        """Cost, hardware and versions of a finished run; None if they are not known."""
+        return self.provenance if self.provenance.tokens is not None else None
 
     @cached_property
     def base(self) -> Model:
@@ -70,21 +51,15 @@ class Run:
     @cached_property
     def original(self) -> int | None:
         """The original window (L, tokens) if it is known; under PI the config tells it too, for older runs."""
-        recorded = self.made_with.original if self.made_with else None
-        if known := recorded or (self.recipe.context.original if self.has_recipe else None):
+        if known := self.provenance.original or (self.recipe.context.original if self.has_recipe else None):
             return known
         return round(window_of(self.config) / scale_of(self.config)) if method_of(self.config) == "pi" else None
-
-    @cached_property
-    def log(self) -> list[dict[str, Any]]:
-        """The lines of `training.jsonl`."""
-        return read_training_log(self.path / TRAINING_LOG)
 
     @cached_property
     def scores(self) -> Mapping[str, Stages]:
         """Results by measurement and stage, from `scores/NAME-base.json`, `NAME-step-N.json` and `NAME.json`."""
         found: dict[str, dict[str, Scores | None]] = {}
-        for name, _, stage, file in sorted(map(_parts, (self.path / SCORES).glob("*.json"))):
+        for name, stage, file in self.score_files():
             found.setdefault(name, {})[stage] = read_scores(file)
         if isinstance(base := found.get("ruler", {}).get(BASE), RulerScores):
             stages = found["ruler"].items()
@@ -97,10 +72,6 @@ class Run:
         tuned = {name: [stage for stage in stages if stage != BASE] for name, stages in self.scores.items()}
         return {name: (stages[-1], self.scores[name][stages[-1]]) for name, stages in tuned.items() if stages}
 
-    def scores_file(self, name: str, stage: str = TUNED) -> Path:
-        """Return where a measurement of this run, or of an earlier stage, is kept."""
-        return self.path / SCORES / f"{name}{'' if stage == TUNED else f'-{stage}'.replace(' ', '-')}.json"
-
     def main_stages(self, name: str, kind: type[S]) -> dict[str, S]:
         """Return a measurement of the base, of step 0 and of the tuned model, as far as there are results."""
         last, tuned = self.results.get(name, (TUNED, None))
@@ -112,12 +83,12 @@ class Run:
         return self.main_stages(name, kind).get(TUNED)
 
 
-def own_scores(run: Run) -> dict[str, Scores]:
+def own_scores(run: MeasuredRun) -> dict[str, Scores]:
     """Return the results of a finished run by measurement."""
     return {name: scores for name, (stage, scores) in run.results.items() if stage == TUNED and scores}
 
 
-def base_scores(run: Run, base: str, own: Mapping[str, Scores]) -> dict[str, Scores]:
+def base_scores(run: MeasuredRun, base: str, own: Mapping[str, Scores]) -> dict[str, Scores]:
     """Return the results that a run has of the model `base`, as far as they were made like its `own`."""
     kept = {name: stages.get(BASE) for name, stages in run.scores.items() if name in own}
     return {
@@ -127,9 +98,9 @@ def base_scores(run: Run, base: str, own: Mapping[str, Scores]) -> dict[str, Sco
     }
 
 
-def measured_run(path: Path) -> Run:
+def measured_run(path: Path) -> MeasuredRun:
     """Return a run that was trained and measured; raise ModelError if it is none or a result cannot be read."""
-    run = Run(path)
+    run = MeasuredRun(path)
     if not run.has_recipe:
         raise ModelError(f"{path}: holds no {RECIPE_FILE}; name a run folder that pi-lora train made")
     if not run.results:
@@ -137,7 +108,7 @@ def measured_run(path: Path) -> Run:
     return run
 
 
-def missing_baselines(run: Run) -> Iterator[str]:
+def missing_baselines(run: MeasuredRun) -> Iterator[str]:
     """Yield the commands that measure what the curves of a run are compared with: base and step 0."""
     for name in ("perplexity", "passkey", "ruler"):
         tuned = run.tuned(name, Scores)
@@ -146,7 +117,7 @@ def missing_baselines(run: Run) -> Iterator[str]:
                 yield command
 
 
-def commands(run: Run) -> Iterator[str]:
+def commands(run: MeasuredRun) -> Iterator[str]:
     """Yield the commands that make a run and its scores again; those that it took while it trained come with it."""
     yield shlex.join(["pi-lora", "train", str(run.path / RECIPE_FILE), "--output", str(run.path)])
     for name, stages in run.scores.items():
@@ -155,7 +126,7 @@ def commands(run: Run) -> Iterator[str]:
                 yield command
 
 
-def _command(run: Run, name: str, stage: str, like: Scores | None) -> str | None:
+def _command(run: MeasuredRun, name: str, stage: str, like: Scores | None) -> str | None:
     """The command that measures a stage of a run as `like` was measured; None where no such scores are known."""
     if like is None or not (options := options_of(like)):
         return None
@@ -170,12 +141,3 @@ def _command(run: Run, name: str, stage: str, like: Scores | None) -> str | None
                 text = ",".join(map(str, each)) if isinstance(each, tuple) else str(each)
                 words += [f"--{key.replace('_', '-')}", *([] if each is True else [text])]
     return shlex.join(words)
-
-
-def _parts(file: Path) -> tuple[str, int, str, Path]:
-    """The measurement, the place of the stage among the others, and the stage that a file in `scores/` holds."""
-    if step := re.fullmatch(r"(.+)-step-(\d+)", file.stem):
-        return step[1], int(step[2]), f"step {step[2]}", file
-    if (name := file.stem.removesuffix(f"-{BASE}")) != file.stem:
-        return name, -1, BASE, file
-    return name, 10**12, TUNED, file

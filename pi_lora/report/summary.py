@@ -12,8 +12,8 @@ from pi_lora.evaluation import results
 from pi_lora.evaluation.results import Scores
 from pi_lora.evaluation.ruler.effective import PAPERS_THRESHOLD, SHARE_OF_BASE
 from pi_lora.recipe.schema import Recipe
-from pi_lora.report.run import TUNED, Run, Stages
-from pi_lora.run_folder import SCORES
+from pi_lora.report.run import MeasuredRun, Stages
+from pi_lora.run import SCORES, TUNED
 
 WINDOWS = (2048, 4096, 8192, 16384, 32768)
 # Where columns stand that have no window: behind all that do.
@@ -120,7 +120,7 @@ def _ruler(scores: results.RulerScores) -> Iterator[Figure]:
         yield Figure(heading, f"{length:,}", length, "RULER", "effective length", f"{heading}, in tokens", LAST)
 
 
-def score_lines(run: Run) -> Iterator[str]:
+def score_lines(run: MeasuredRun) -> Iterator[str]:
     """Yield a line for each result of the tuned model; of those taken during training only for the last step."""
     for name, (stage, scores) in run.results.items():
         text = literal(summary(scores)[0]) if scores else f"in `{SCORES}/{name}.json`"
@@ -183,7 +183,7 @@ def paper_section(recipe: Recipe) -> str:
     return f"LLaMA-{size} to {target:,} tokens, full tuning. Only results on the same data compare.\n\n{rows}{k_max}"
 
 
-def eval_results(run: Run) -> list[EvalResult]:
+def eval_results(run: MeasuredRun) -> list[EvalResult]:
     """Return every result of the tuned model for the hub; results of the base are not the run's own."""
     found: list[EvalResult] = []
     for scores in (scores for _, scores in run.results.values() if scores):

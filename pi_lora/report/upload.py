@@ -14,9 +14,9 @@ from pi_lora.models.stored import ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILE, rea
 from pi_lora.recipe.files import RECIPE_FILE, dump_recipe, load_recipe
 from pi_lora.recipe.schema import Recipe
 from pi_lora.report.card import CARD, refresh_scores
-from pi_lora.report.run import Run
+from pi_lora.report.run import MeasuredRun
 from pi_lora.report.summary import public_name
-from pi_lora.run_folder import CHECKPOINTS, staging_path
+from pi_lora.run import CHECKPOINTS, staging_path
 from pi_lora.writing import read_json
 
 # The files of runs, merges and tokenizers. Anything else stays: checkpoints, pickles, and what a user keeps there.
@@ -48,7 +48,7 @@ def push(
     names = _uploaded(folder)
     if get_token() is None:
         raise PushError("not logged in to the hub; run `hf auth login`, or set HF_TOKEN")
-    refresh_scores(Run(folder))
+    refresh_scores(MeasuredRun(folder))
     operations = [CommitOperationAdd(name, _content(folder, name)) for name in names]
     hub = HfApi()
     try:

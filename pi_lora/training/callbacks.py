@@ -24,7 +24,7 @@ from pi_lora.evaluation.suite import measure
 from pi_lora.models.finite import finite
 from pi_lora.models.model import Model
 from pi_lora.recipe.evaluation import Evaluation
-from pi_lora.run_folder import SCORES, TRAINING_LOG, last_checkpoint, read_training_log
+from pi_lora.run import SCORES, TRAINING_LOG, Run
 from pi_lora.types import Progress, silent
 from pi_lora.writing import write_whole
 
@@ -57,7 +57,7 @@ class TrainingLog(TrainerCallback):
         """Begin counting; after a resume, keep the lines of the steps before the checkpoint."""
         self.started = self.last_time = time.monotonic()
         self.step, self.last_tokens = state.global_step, self._tokens(state)
-        kept = [line for line in read_training_log(self.path) if line["step"] <= state.global_step]
+        kept = [line for line in Run(self.path.parent).log if line["step"] <= state.global_step]
         self.seconds_before = kept[-1].get("seconds", 0.0) if kept else 0.0
         self.losses = [line["loss"] for line in kept]
         if is_leader():
@@ -75,7 +75,7 @@ class TrainingLog(TrainerCallback):
             own = (weight.to_local() if isinstance(weight, DTensor) else weight for weight in trained)
             [diverged], which = any_process(not all(map(finite, own))), "weights"
         if diverged:
-            good = last_checkpoint(self.path.parent)
+            good = Run(self.path.parent).last_checkpoint
             kept = f" (the last good checkpoint is kept: {good})" if good else ""
             at = f"the {which} of step {self.step} became infinite or NaN at a rate of {args.learning_rate:g}"
             raise Diverged(f"training.learning_rate: {at}; lower it and start again{kept}")

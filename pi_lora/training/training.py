@@ -19,19 +19,18 @@ os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")  # TRL reports usage othe
 
 from trl import SFTConfig, SFTTrainer
 
-import pi_lora.run_folder as run_folder
 from pi_lora.data.tokens import tokenizer_identity
 from pi_lora.distributed import from_all, is_leader, join_processes, number_of_processes, wait_for_all
 from pi_lora.errors import Interrupted
 from pi_lora.models import adapter as adapters
 from pi_lora.models import machine
 from pi_lora.models.device import device
-from pi_lora.models.origin import check_resumed, read_origin
 from pi_lora.models.stored import save_config
 from pi_lora.models.tokenizer import save_tokenizer
 from pi_lora.models.weights import Placement
 from pi_lora.recipe.files import RECIPE_FILE, dump_recipe
 from pi_lora.report.card import write_card
+from pi_lora.run import CHECKPOINTS, Run, staged, staging_path
 from pi_lora.training.callbacks import TrainingLog, TrainingScores, ends_after_the_step
 from pi_lora.training.chunked_mlp import chunk_mlps
 from pi_lora.training.job import Job, rate_share
@@ -47,11 +46,12 @@ def train(job: Job, progress: Progress = silent) -> Path:
     join_processes(cpu=device().type == "cpu")
     data = job.prepare(progress)
     with _staged_by_the_leader(job) as staging, libraries_speak_into(staging):
+        run = Run(staging)
         if is_leader():
             origin = job.model.origin(tokenizer_identity(job.model.tokenizer), data.digest)
-            check_resumed(job.output, staging, origin, job.permissions)
+            run.check_same_origin(job.output, origin, job.permissions)
             write_whole(staging / RECIPE_FILE, dump_recipe(job.recipe))
-            run_folder.write_provenance(staging, origin, {})
+            run.record({"origin": origin.model_dump()})
         set_seed(job.recipe.training.seed)
         model, batch = _prepared_model(job), job.recipe.training.global_batch_size
         log = TrainingLog(staging, data.tokens * batch if isinstance(data.tokens, int) else None, progress)
@@ -64,24 +64,24 @@ def train(job: Job, progress: Progress = silent) -> Path:
             scores.append(TrainingScores(asked, loaded, staging, log, kernel))
         with adapters.without_known_warnings(), ends_after_the_step(log):
             trainer = Trainer(job, model, staging, log, scores)
-            start = _checkpoint_to_resume(staging) if job.resume else None
+            start = _checkpoint_to_resume(run) if job.resume else None
             trainer.train(resume_from_checkpoint=str(start) if start else None)
             if log.stopped:
                 kept = f"interrupted after step {log.step}, a checkpoint is kept"
                 raise Interrupted(f"{job.output}: {kept}; continue with --resume")
             # A signal that comes while the finished run is saved waits for its end, too.
-            problem = _save(job, trainer, model, staging)
+            problem = _save(job, trainer, model, run)
     if is_leader():
         # Only now: until the run stands under its name, they are all that is left of it if the process is killed.
-        shutil.rmtree(job.output / run_folder.CHECKPOINTS, ignore_errors=True)
+        shutil.rmtree(job.output / CHECKPOINTS, ignore_errors=True)
     if problem:
         raise problem
     return job.output
 
 
-def _checkpoint_to_resume(staging: Path) -> Path | None:
+def _checkpoint_to_resume(run: Run) -> Path | None:
     """The checkpoint that the leader finds undamaged, in every process."""
-    found, said = run_folder.checkpoint_to_resume(staging) if is_leader() else (None, [])
+    found, said = run.checkpoint_to_resume() if is_leader() else (None, [])
     for line in said:
         print(line, file=sys.stderr)
     return from_all([found])[0]
@@ -90,8 +90,8 @@ def _checkpoint_to_resume(staging: Path) -> Path | None:
 @contextmanager
 def _staged_by_the_leader(job: Job) -> Iterator[Path]:
     """`staged`, once for all processes; several machines need an output folder that they share."""
-    waiting = nullcontext(run_folder.staging_path(job.output))
-    with run_folder.staged(job.output, job.resume) if is_leader() else waiting as staging:
+    waiting = nullcontext(staging_path(job.output))
+    with staged(job.output, job.resume) if is_leader() else waiting as staging:
         wait_for_all()
         yield staging
 
@@ -121,12 +121,13 @@ def _prepared_model(job: Job) -> Any:
     return tuned
 
 
-def _save(job: Job, trainer: Any, model: Any, folder: Path) -> Exception | None:
+def _save(job: Job, trainer: Any, model: Any, run: Run) -> Exception | None:
     """Save what was tuned; an error in the card, which can be written again, loses nothing and is returned."""
     # Gathering what FSDP has spread takes every process; writing it takes one.
     weights = trainer.accelerator.get_state_dict(trainer.model) if trainer.is_fsdp_enabled else None
     if is_leader():
         save = adapters.save_full if job.recipe.tuning.method == "full" else adapters.save_adapter
+        folder = run.path
         save(trainer.model, folder, weights)
         if job.needs_its_config:
             adapters.refuse_the_plain_base(folder)
@@ -136,11 +137,11 @@ def _save(job: Job, trainer: Any, model: Any, folder: Path) -> Exception | None:
             "original": job.original,
             "trainable_parameters": model.num_parameters(only_trainable=True),
             "attention": job.attention,
-            **run_folder.read_training_log(folder / run_folder.TRAINING_LOG)[-1],
+            **run.log[-1],
+            "versions": machine.versions(),
+            "hardware": machine.hardware(),
         }
-        origin = read_origin(folder)
-        assert origin is not None
-        run_folder.write_provenance(folder, origin, facts)
+        run.record(facts)
         try:
             write_card(folder)
         except Exception as problem:
@@ -152,7 +153,7 @@ def trainer_arguments(job: Job, staging: Path) -> SFTConfig:
     """Return TRL's arguments; rows are token ids already, and the loss is computed in chunks without all logits."""
     training, hardware = job.recipe.training, job.recipe.hardware
     arguments = SFTConfig(
-        output_dir=str(staging / run_folder.CHECKPOINTS),
+        output_dir=str(staging / CHECKPOINTS),
         max_steps=training.steps,
         learning_rate=training.learning_rate,
         per_device_train_batch_size=training.per_device_batch_size,
@@ -264,4 +265,6 @@ class Trainer(SFTTrainer):
         super()._save_checkpoint(model, trial)
         wait_for_all()
         if is_leader():
-            run_folder.mark_complete(Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}")
+            Run(Path(self.args.output_dir).parent).mark_complete(
+                Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
+            )

@@ -13,22 +13,10 @@ from safetensors.torch import load_file
 
 from pi_lora.errors import Interrupted, ModelError
 from pi_lora.recipe.schema import Recipe
-from pi_lora.run_folder import (
-    checkpoint_to_resume,
-    last_checkpoint,
-    mark_complete,
-    read_training_log,
-    staging_path,
-)
+from pi_lora.run import Run, staging_path
 from pi_lora.writing import write_whole
 
 STEPS = 6
-
-
-def flip_a_bit(file: Path) -> None:
-    data = bytearray(file.read_bytes())
-    data[len(data) // 2] ^= 1
-    file.write_bytes(data)
 
 
 def zero(file: Path) -> None:
@@ -49,50 +37,40 @@ def interrupted(staging: Path) -> list[Path]:
         (checkpoint / "shards").mkdir(parents=True)
         (checkpoint / "optimizer.pt").write_bytes(os.urandom(100))
         (checkpoint / "shards" / "0").write_bytes(os.urandom(100))
-        mark_complete(checkpoint)
+        Run(staging).mark_complete(checkpoint)
     return [staging / "checkpoints" / f"checkpoint-{step}" for step in (4, 2)]
 
 
-@pytest.mark.parametrize("damage", [flip_a_bit, zero, half, Path.unlink])
+@pytest.mark.parametrize("damage", [half, Path.unlink])
 @pytest.mark.parametrize("name", ["optimizer.pt", "shards/0", "training.jsonl", "complete"])
 def test_the_one_before_is_taken(name: str, damage: Callable[[Path], None], tmp_path: Path) -> None:
     newest, before = interrupted(tmp_path)
-    assert checkpoint_to_resume(tmp_path) == (newest, [])
+    assert Run(tmp_path).checkpoint_to_resume() == (newest, [])
     damage(newest / name)
-    found, said = checkpoint_to_resume(tmp_path)
+    found, said = Run(tmp_path).checkpoint_to_resume()
     assert found == before
     # Without its mark a checkpoint is one that was never finished.
     assert len(said) == (0 if (name, damage) == ("complete", Path.unlink) else 1)
     assert all(line.startswith(f"{newest}: ") and line.endswith("; resuming from checkpoint-2") for line in said)
     assert not newest.exists()
-    assert [line["step"] for line in read_training_log(tmp_path / "training.jsonl")] == [1, 2]
+    assert [line["step"] for line in Run(tmp_path).log] == [1, 2]
 
 
 def test_if_all_are_damaged_nothing_is_resumed_or_removed(tmp_path: Path) -> None:
     both = interrupted(tmp_path)
     for each in both:
-        flip_a_bit(each / "optimizer.pt")
+        half(each / "optimizer.pt")
     with pytest.raises(
         ModelError, match=r"optimizer\.pt changed since .*; no checkpoint before is left: remove "
     ) as raised:
-        checkpoint_to_resume(tmp_path)
+        Run(tmp_path).checkpoint_to_resume()
     assert "\n" not in str(raised.value)
     assert all(each.is_dir() for each in both)
 
 
-def test_a_checkpoint_of_an_earlier_version_is_taken_and_said_to_be_unchecked(tmp_path: Path) -> None:
-    newest, _ = interrupted(tmp_path)
-    (newest / "complete").write_bytes(b"")
-    (newest / "training.jsonl").unlink()
-    found, (line,) = checkpoint_to_resume(tmp_path)
-    assert found == newest
-    assert line == f"{newest}: has no sums, as an earlier version wrote it; resuming from it unchecked"
-    assert len(read_training_log(tmp_path / "training.jsonl")) == 4
-
-
 def test_without_a_checkpoint_it_begins_again(tmp_path: Path) -> None:
     (tmp_path / "checkpoints" / "checkpoint-3").mkdir(parents=True)
-    assert checkpoint_to_resume(tmp_path) == (None, [])
+    assert Run(tmp_path).checkpoint_to_resume() == (None, [])
 
 
 def test_a_damaged_log_is_read_without_its_damaged_lines(tmp_path: Path) -> None:
@@ -100,7 +78,7 @@ def test_a_damaged_log_is_read_without_its_damaged_lines(tmp_path: Path) -> None
     first, second, fourth = (b'{"step": %d, "loss": 1.0}\n' % step for step in (1, 2, 4))
     damaged = b'[]\n{"step": "3", "loss": 1.0}\n{"step": 3}\n\xff\xfe\n'
     log.write_bytes(first + bytes(40) + b"\n" + second + damaged + fourth + b'{"st')
-    assert [line["step"] for line in read_training_log(log)] == [1, 2, 4]
+    assert [line["step"] for line in Run(tmp_path).log] == [1, 2, 4]
 
 
 def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,12 +106,12 @@ def interrupt_at(step: int, recipe: Recipe, output: Path) -> Path:
 
     with pytest.raises(Interrupted):
         train(recipe, output, progress=interrupt)
-    found = last_checkpoint(staging_path(output))
+    found = Run(staging_path(output)).last_checkpoint
     assert found
     return found
 
 
-def test_a_flipped_bit_does_not_change_what_is_trained(
+def test_a_damaged_checkpoint_does_not_change_what_is_trained(
     small_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     recipe = recipe_for(small_model)
@@ -141,7 +119,7 @@ def test_a_flipped_bit_does_not_change_what_is_trained(
     for name in ("adapter_model.safetensors", "optimizer.pt", "rng_state.pth"):
         output = tmp_path / name
         newest = interrupt_at(4, recipe, output)
-        flip_a_bit(newest / name)
+        half(newest / name)
         zero(staging_path(output) / "training.jsonl")
         train(recipe, output, resume=True)
         assert capsys.readouterr().err == (
@@ -149,6 +127,6 @@ def test_a_flipped_bit_does_not_change_what_is_trained(
         )
         trained = load_file(output / "adapter_model.safetensors")
         assert all(torch.equal(trained[each], whole[each]) for each in whole)
-        steps = [line["step"] for line in read_training_log(output / "training.jsonl")]
+        steps = [line["step"] for line in Run(output).log]
         assert steps == list(range(1, STEPS + 1))
         assert not (output / "checkpoints").exists()

@@ -14,9 +14,9 @@ from pi_lora import cli
 from pi_lora.errors import Interrupted, ModelError
 from pi_lora.merging.merging import merge
 from pi_lora.models.model import find, find_adapter, load
-from pi_lora.models.origin import RUN_FILE, read_origin, weights_digest
+from pi_lora.models.origin import weights_digest
 from pi_lora.preflight import check
-from pi_lora.run_folder import staging_path
+from pi_lora.run import RUN_FILE, Run, staging_path
 from pi_lora.training import training
 from pi_lora.types import Permissions
 
@@ -118,7 +118,7 @@ def test_an_interrupted_run_is_not_resumed_with_something_else(small_model: Path
 
     with pytest.raises(Interrupted):
         training.train(check(recipe, output), interrupt)
-    assert read_origin(staging_path(output))
+    assert Run(staging_path(output)).provenance.origin
     if changed == "weights":
         other_weights(base)
     elif changed == "tokenizer":
@@ -156,12 +156,12 @@ def test_the_digest_is_of_content_alone(small_model: Path, tmp_path: Path) -> No
 
 def test_damage_is_one_line(lora_run: Path, tmp_path: Path) -> None:
     run = Path(shutil.copytree(lora_run, tmp_path / "run"))
-    for content in ("[]", "{", '{"origin": 3}', '{"origin": {"weights": 1}}'):
+    for content in ("[]", "{", "{}", '{"origin": 3}', '{"origin": {"weights": 1}}'):
         (run / RUN_FILE).write_text(content)
         with pytest.raises(ModelError, match=r"run.json: ") as raised:
             load(str(run))
         assert "\n" not in str(raised.value)
-    (run / RUN_FILE).write_text("{}")
+    (run / RUN_FILE).unlink()
     load(str(run))
 
 

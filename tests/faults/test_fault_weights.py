@@ -16,7 +16,7 @@ from pi_lora.errors import Diverged, ModelError
 from pi_lora.evaluation.passkey.measure import evaluate_passkey
 from pi_lora.evaluation.passkey.prompt import Grid
 from pi_lora.models.model import find, load
-from pi_lora.run_folder import last_checkpoint, staging_path
+from pi_lora.run import Run, staging_path
 from pi_lora.training.callbacks import TrainingLog
 
 WEIGHTS = "model.safetensors"
@@ -141,6 +141,6 @@ def test_a_step_to_nowhere_is_not_saved(
     with pytest.raises(Diverged, match=r"the weights of step 2 became infinite or NaN at a rate of 0.001; lower"):
         train(recipe, output)
     assert not output.exists()
-    kept = last_checkpoint(staging_path(output))
+    kept = Run(staging_path(output)).last_checkpoint
     assert kept
     assert kept.name == "checkpoint-1"

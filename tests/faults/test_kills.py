@@ -30,7 +30,7 @@ from pi_lora.merging.merging import merge
 from pi_lora.preflight import check
 from pi_lora.recipe.files import dump_recipe
 from pi_lora.recipe.schema import Recipe
-from pi_lora.run_folder import last_checkpoint, read_training_log, staging_path
+from pi_lora.run import Run, staging_path
 from pi_lora.training import training
 
 STRIKES = int(os.environ.get("PI_LORA_STRIKES", "7"))
@@ -134,7 +134,7 @@ class Train(Command):
     def check(self) -> None:
         output = self.place / "run"
         if not output.exists():
-            training.train(check(self.recipe(), output, last_checkpoint(staging_path(output)) is not None))
+            training.train(check(self.recipe(), output, Run(staging_path(output)).last_checkpoint is not None))
         assert not staging_path(output).exists()
         left = {str(each.relative_to(output)) for each in output.rglob("*")}
         # What is removed after the run stands under its name.
@@ -142,7 +142,7 @@ class Train(Command):
         weights = load_file(output / "adapter_model.safetensors")
         assert weights.keys() == self.whole.keys()
         assert all(equal(weights[each], self.whole[each]) for each in weights), "other weights"
-        assert [line["step"] for line in read_training_log(output / "training.jsonl")] == [1, 2, 3, 4]
+        assert [line["step"] for line in Run(output).log] == [1, 2, 3, 4]
         for file in output.glob("scores/*.json"):
             json.loads(file.read_text())
 

@@ -16,7 +16,7 @@ from pi_lora.merging import check
 from pi_lora.merging.facts import read_merge
 from pi_lora.merging.merging import merge
 from pi_lora.models.model import load
-from pi_lora.run_folder import staged
+from pi_lora.run import staged
 
 
 @pytest.fixture(scope="module")

@@ -9,11 +9,13 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import torch
 from conftest import small_recipe, train
+from safetensors.torch import save_file
 
 from pi_lora.errors import RunExistsError
 from pi_lora.preflight import check
-from pi_lora.run_folder import check_output, staged, staging_path
+from pi_lora.run import check_output, staged, staging_path
 from pi_lora.training import training
 
 # Mounts a folder on argv[1] that this process alone sees, and checks it as the output of a training; 77: it may not.
@@ -21,7 +23,7 @@ MOUNT = """
 import ctypes, os, sys
 from pathlib import Path
 from pi_lora.errors import RunExistsError
-from pi_lora.run_folder import check_output
+from pi_lora.run import check_output
 
 system = ctypes.CDLL(None, use_errno=True)
 NEW_USER, NEW_MOUNTS, BIND = 0x10000000, 0x00020000, 4096
@@ -98,7 +100,7 @@ def test_what_is_finished_stays_when_its_name_was_taken_meanwhile(tmp_path: Path
             output.mkdir()
             (output / "weights").write_text("another's")
 
-    with pytest.raises(RunExistsError, match=rf"not overwritten; look in {output}-2$"):
+    with pytest.raises(RunExistsError, match=rf"not overwritten; saved to {output}-2$"):
         another_takes_its_name()
     assert (output / "weights").read_text() == "another's"
     assert [path.name for path in (tmp_path / "run-2").iterdir()] == ["weights"]
@@ -125,7 +127,7 @@ def test_one_process_makes_it(tmp_path: Path, small_model: Path) -> None:
 BEGIN = """
 import sys, time
 from pathlib import Path
-from pi_lora.run_folder import staged
+from pi_lora.run import staged
 
 with staged(Path(sys.argv[1])) as staging:
     (staging / "half").touch()
@@ -211,3 +213,15 @@ def test_an_error_in_the_card_does_not_lose_the_run(
     assert {"adapter_model.safetensors", "config.json", "run.json", "tokenizer.json", "training.jsonl"} <= {
         path.name for path in (tmp_path / "run").iterdir()
     }
+
+
+def test_the_umask_decides_who_may_read_a_run(tmp_path: Path) -> None:
+    """safetensors writes files for their owner alone, whatever the umask."""
+    before = os.umask(0o027)
+    try:
+        with staged(tmp_path / "run") as staging:
+            save_file({"weight": torch.zeros(1)}, staging / "model.safetensors")
+            (staging / "config.json").touch()
+    finally:
+        os.umask(before)
+    assert {path.stat().st_mode & 0o777 for path in (tmp_path / "run").iterdir()} == {0o640}

@@ -12,7 +12,7 @@ import pytest
 from conftest import small_recipe, train
 
 from pi_lora.recipe.files import dump_recipe
-from pi_lora.run_folder import last_checkpoint, read_training_log, staging_path
+from pi_lora.run import Run, staging_path
 
 # What these tests start inherits it.
 pytestmark = pytest.mark.skipif(
@@ -32,7 +32,7 @@ def test_a_dropped_connection_ends_training_behind_a_checkpoint(
         os.close(theirs)
         os.set_blocking(ours, False)
         said = b""
-        while not read_training_log(staging_path(tmp_path / "run") / "training.jsonl"):
+        while not Run(staging_path(tmp_path / "run")).log:
             with contextlib.suppress(BlockingIOError):
                 said += os.read(ours, 65536)
             assert process.poll() is None, said
@@ -40,10 +40,10 @@ def test_a_dropped_connection_ends_training_behind_a_checkpoint(
         os.close(ours)
         process.send_signal(signal.SIGHUP)
         assert process.wait() == 130
-    kept = last_checkpoint(staging_path(tmp_path / "run"))
+    kept = Run(staging_path(tmp_path / "run")).last_checkpoint
     assert kept, said
     step = int(kept.name.rpartition("-")[2])
-    assert [line["step"] for line in read_training_log(kept / "training.jsonl")] == list(range(1, step + 1))
+    assert [line["step"] for line in Run(kept).log] == list(range(1, step + 1))
 
 
 def test_under_nohup_it_goes_on(small_model: Path, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import psutil
 import pytest
 from conftest import small_recipe, train
 
-from pi_lora.run_folder import staging_path
+from pi_lora.run import staging_path
 
 STEPS, EVERY = 2000, 50
 # Lines are added to them; what else a run holds does not grow.

@@ -21,7 +21,7 @@ from pi_lora.cli.merge import size_in
 from pi_lora.errors import PiLoraError
 from pi_lora.merging.merging import merge
 from pi_lora.merging.shards import StoredTensor
-from pi_lora.run_folder import staging_path
+from pi_lora.run import staging_path
 
 INDEX = "model.safetensors.index.json"
 

@@ -250,3 +250,11 @@ def test_dynamic_is_measured_at_each_window_as_if_alone(small_model: Path) -> No
     models = load(str(small_model)), load(str(small_model), Extension(256, scaling="dynamic"))
     plain, dynamic = (evaluate_perplexity(loaded, str(README), [64], 32, Choice(1)) for loaded in models)
     assert dynamic.windows[0].perplexity == pytest.approx(plain.windows[0].perplexity, rel=1e-6)
+
+
+def test_a_recipe_of_another_tool_beside_a_model_is_none_of_ours(small_model: Path, tmp_path: Path) -> None:
+    """llm-compressor writes such a file."""
+    folder = tmp_path / "model"
+    shutil.copytree(small_model, folder)
+    (folder / "recipe.yaml").write_text("default_stage:\n  default_modifiers: {}\n")
+    assert load(str(folder)).recipe is None

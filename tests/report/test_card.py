@@ -24,7 +24,7 @@ from pi_lora.models.adapter import without_known_warnings
 from pi_lora.models.model import load
 from pi_lora.recipe.files import dump_recipe, load_recipe
 from pi_lora.report.card import merged_card, refresh_scores, write_card
-from pi_lora.report.run import Run
+from pi_lora.report.run import MeasuredRun
 
 IDS = torch.randint(2, 1024, (2, 128), generator=torch.Generator().manual_seed(5))
 needs_bitsandbytes = pytest.mark.skipif(
@@ -203,13 +203,13 @@ def test_scores_that_came_later_are_put_in_and_nothing_else_changes(
     run = shutil.copytree(lora_run, tmp_path / "run")
     mine = card(run).replace("# ", "# My ", 1)
     (run / "README.md").write_text(mine)
-    refresh_scores(Run(run))
+    refresh_scores(MeasuredRun(run))
     assert card(run) == mine
     (run / "scores").mkdir()
     for name, scores in SCORES.items():
         (run / "scores" / f"{name}.json").write_text(json.dumps(scores))
     assert not [name for name in SCORES if name != "mine" and read_scores(run / "scores" / f"{name}.json") is None]
-    refresh_scores(Run(run))
+    refresh_scores(MeasuredRun(run))
     assert ModelCard(card(run)).text == ModelCard(mine.replace("Not measured yet.\n", LINES + STAGES)).text
     found = [(each.dataset_name, each.metric_type, each.metric_value) for each in results_of(run)]
     assert found == [
@@ -224,4 +224,4 @@ def test_scores_that_came_later_are_put_in_and_nothing_else_changes(
     assert f"With the adapter, before it was merged:\n\n{LINES}" in merged_card(run, merged, [])
     (run / "scores" / "mine.json").write_text("{")
     with pytest.raises(ModelError, match=r"mine\.json: is not JSON"):
-        refresh_scores(Run(run))
+        refresh_scores(MeasuredRun(run))

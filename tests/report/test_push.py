@@ -23,7 +23,7 @@ from pi_lora.errors import ModelError
 from pi_lora.models.stored import EXTENDED
 from pi_lora.report.card import write_card
 from pi_lora.report.pages import write_report
-from pi_lora.report.run import Run
+from pi_lora.report.run import MeasuredRun
 from pi_lora.report.upload import PushError, push
 
 TOKEN = "hf_standin"
@@ -198,7 +198,7 @@ def test_no_path_of_this_machine_goes_up(small_model: Path, hub: Hub, tmp_path: 
     scores = {"model": f"{PRIVATE}/run", "predictions": "/mnt/x/p.jsonl"}
     swept = perplexity(9.0, 8.0, data=f"{PRIVATE}/novels.txt")
     run = make_run(small_model, tmp_path / "run", {"passkey": {**passkey(96), **scores}, "perplexity": swept}, recipe)
-    write_report([Run(run)], html=True)
+    write_report([MeasuredRun(run)], html=True)
     facts = {"base": str(small_model), "run": f"{PRIVATE}/run", "assumed": f"{PRIVATE}/run was tuned under pi"}
     (run / "merge.json").write_text(json.dumps(facts))
     before = contents(run)

@@ -19,7 +19,7 @@ from pi_lora.evaluation.results import PasskeyScores, PerplexityScores
 from pi_lora.report.card import refresh_scores
 from pi_lora.report.pages import html_page, write_report
 from pi_lora.report.pictures import comparison_picture
-from pi_lora.report.run import Run, measured_run, missing_baselines
+from pi_lora.report.run import MeasuredRun, measured_run, missing_baselines
 from pi_lora.report.summary import PAPER as MEASURED
 from pi_lora.report.summary import WINDOWS, paper_section, score_lines
 
@@ -35,15 +35,15 @@ def run(small_model: Path, tmp_path: Path) -> Path:
 def test_scores_have_stages_in_order(run: Path) -> None:
     for step in (200, 9):
         (run / "scores" / f"perplexity-step-{step}.json").write_text(json.dumps(perplexity(step, step)))
-    assert list(Run(run).scores["perplexity"]) == ["base", "step 0", "step 9", "step 200", "tuned"]
-    stages = Run(run).main_stages("perplexity", PerplexityScores)
+    assert list(MeasuredRun(run).scores["perplexity"]) == ["base", "step 0", "step 9", "step 200", "tuned"]
+    stages = MeasuredRun(run).main_stages("perplexity", PerplexityScores)
     assert list(stages) == ["base", "step 0", "tuned"]
     assert stages["tuned"].windows[1].perplexity == 7.125
     (run / "scores" / "perplexity.json").unlink()
-    tuned = Run(run).tuned("perplexity", PerplexityScores)
+    tuned = MeasuredRun(run).tuned("perplexity", PerplexityScores)
     assert tuned
     assert tuned.windows[0].perplexity == 200
-    assert any("(step 200)" in line for line in score_lines(Run(run)))
+    assert any("(step 200)" in line for line in score_lines(MeasuredRun(run)))
 
 
 def test_the_card_holds_what_was_measured(run: Path) -> None:
@@ -66,7 +66,7 @@ def test_the_card_holds_the_effective_length(small_model: Path, tmp_path: Path) 
         "--windows 64,128 --tasks ruler_vt,ruler_fwe --samples 4 --seed 0 "
         f"--json {folder / 'scores' / 'ruler-base.json'}"
     )
-    (line,) = score_lines(Run(folder))
+    (line,) = score_lines(MeasuredRun(folder))
     assert line.endswith("RULER 90.0 ± 2.0 at 64 tokens, 77.0 ± 2.0 at 128 tokens; effective length (85.6%) 64")
     (folder / "scores" / "ruler-base.json").write_text(json.dumps(base))
     assert folder / "pictures" / "ruler.png" in write_report([measured_run(folder)])
@@ -240,7 +240,7 @@ def test_a_name_in_scores_is_text_in_the_card(small_model: Path, tmp_path: Path)
     name = "![x](http://evil/x.png)<img src=//evil>|\n# Title"
     scores = {"model": name, "tasks": {name: {"acc": 0.5, "stderr": None, "examples": 1}}}
     run = make_run(small_model, tmp_path / "run", {"benchmarks-base": scores, "benchmarks": scores})
-    write_report([Run(run)], html=True)
+    write_report([MeasuredRun(run)], html=True)
     text = (run / "README.md").read_text().split("<!-- scores -->")[1]
     assert r"\!\[x\](http://evil/x.png)\<img src=//evil>\|" in text
     assert "\n# Title" not in text
@@ -283,7 +283,7 @@ def test_a_failed_write_keeps_what_was_there(run: Path, monkeypatch: pytest.Monk
         write_report([measured_run(run)])
     monkeypatch.setattr("os.replace", full)
     with pytest.raises(OSError, match="No space"):
-        refresh_scores(Run(run))
+        refresh_scores(MeasuredRun(run))
     assert {file: file.read_bytes() for file in before} == before
 
 

@@ -18,7 +18,7 @@ from transformers import TrainerControl, TrainerState
 from pi_lora.errors import Diverged, Interrupted, RecipeError, RunExistsError
 from pi_lora.recipe.files import dump_recipe
 from pi_lora.recipe.schema import Recipe
-from pi_lora.run_folder import last_checkpoint, staging_path
+from pi_lora.run import Run, staging_path
 from pi_lora.training.callbacks import TrainingLog
 
 STEPS = 12
@@ -85,11 +85,11 @@ def test_a_half_written_checkpoint_is_not_taken(
     output = tmp_path / "run"
     interrupt_at(8, recipe_for(small_model), output)
     checkpoints = staging_path(output) / "checkpoints"
-    last = last_checkpoint(staging_path(output))
+    last = Run(staging_path(output)).last_checkpoint
     assert last
     (last / "complete").unlink()
     (last / "optimizer.pt").write_bytes(b"half")
-    assert last_checkpoint(staging_path(output)) == checkpoints / "checkpoint-6"
+    assert Run(staging_path(output)).last_checkpoint == checkpoints / "checkpoint-6"
     train(recipe_for(small_model), output, resume=True)
     assert all(torch.equal(tensor, whole[name]) for name, tensor in weights(output).items())
 
@@ -148,7 +148,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_last_good_checkpo
     recipe = recipe_for(small_model, learning_rate=1e12, save_every=1, warmup_steps=0, precision="float32")
     with pytest.raises(Diverged, match=r"of step \d+ became infinite or NaN at a rate of 1e\+12") as raised:
         train(recipe, output)
-    kept = last_checkpoint(staging_path(output))
+    kept = Run(staging_path(output)).last_checkpoint
     assert kept
     assert str(kept) in str(raised.value)
     assert all(torch.isfinite(tensor).all() for tensor in weights(kept).values())

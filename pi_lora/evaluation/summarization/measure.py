@@ -17,8 +17,8 @@ from pi_lora.errors import DataError, Interrupted
 from pi_lora.evaluation.results import SummarizationScores
 from pi_lora.evaluation.summarization.rouge import HOW, ROUGES, rouge
 from pi_lora.evaluation.summarization.writing import Sampling, Say, Writer
-from pi_lora.recipe.files import RECIPE_FILE, load_recipe
 from pi_lora.recipe.schema import Data
+from pi_lora.run import Run
 from pi_lora.types import Json, Progress, silent
 from pi_lora.writing import write_whole
 
@@ -77,8 +77,8 @@ def evaluation_data(model: str, source: Mapping[str, Any], asked: Mapping[str, A
     Keys of `asked` go first; None is ignored. Raise DataError if keys do not go together.
     """
     source, asked = ({key: x for key, x in given.items() if x is not None} for given in (source, asked))
-    recipe = Path(model) / RECIPE_FILE
-    tuned_on = load_recipe(recipe).recipe.data if recipe.is_file() else None
+    run = Run(Path(model))
+    tuned_on = run.recipe.data if run.has_recipe else None
     own = dict(COLUMNS if "name" in source else GOVREPORT)
     if tuned_on is not None and tuned_on.has_examples:
         own = tuned_on.model_dump()

@@ -1,0 +1,384 @@
+"""The folder of a run: made whole or not at all by one process at a time, resumed, and what its files say."""
+
+import contextlib
+import json
+import os
+import platform
+import re
+import shutil
+import socket
+import subprocess
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import count
+from operator import attrgetter
+from pathlib import Path
+from typing import Any
+
+import psutil
+from filelock import FileLock, SoftFileLock, Timeout
+from pydantic import BaseModel, ValidationError
+
+from pi_lora.errors import ModelError, RecipeError, RunExistsError
+from pi_lora.recipe.files import RECIPE_FILE, load_recipe
+from pi_lora.recipe.schema import Recipe
+from pi_lora.types import Permissions
+from pi_lora.writing import read_json, write_json, write_whole
+
+RUN_FILE, TRAINING_LOG, SCORES = "run.json", "training.jsonl", "scores"
+CHECKPOINTS, COMPLETE, LOCK = "checkpoints", "complete", "lock"
+BASE, STEP_0, TUNED = "base", "step 0", "tuned"
+SPARE_BYTES = 50_000_000  # for tokenizer, card, and other programs
+# Keys that a resumed run may change: they affect where it runs and what it logs, not its result.
+MAY_CHANGE = ("hardware.", "evaluation.", "training.save_every", "training.log_every", "training.tracking", "paper")
+
+
+class Origin(BaseModel, frozen=True, strict=True):
+    """What a run is made from: the place or hub commit of its base, digests of its weights, tokenizer and data. A path
+    or a name may mean other weights tomorrow, or elsewhere.
+    """
+
+    place: str | None = None
+    commit: str | None = None
+    weights: str
+    tokenizer: str | None = None
+    data: str | None = None
+
+
+class Provenance(BaseModel, extra="allow", strict=True, frozen=True):
+    """What `run.json` says: the origin of a run from its start, what it took from its end."""
+
+    python: str
+    origin: Origin | None = None
+    precision: str | None = None
+    tokens: int | None = None
+    seconds: float | None = None
+    peak_memory: int | None = None
+    loss: float | None = None
+    versions: dict[str, str] = {}
+    commit: str | None = None
+    hardware: str | None = None
+    original: int | None = None
+    trainable_parameters: int | None = None
+
+
+class LogLine(BaseModel, extra="allow", strict=True):
+    """A line of `training.jsonl`, as far as it is read here."""
+
+    step: int
+    loss: float
+
+
+@dataclass(frozen=True)
+class Run:
+    """The folder of a run, in the making or finished; each file is read once, when it is first asked for."""
+
+    path: Path
+
+    @property
+    def name(self) -> str:
+        """The name of the folder."""
+        return self.path.resolve().name
+
+    @cached_property
+    def has_recipe(self) -> bool:
+        """Whether pi-lora trained it: other tools write a recipe.yaml as well."""
+        recipe = self.path / RECIPE_FILE
+        if not recipe.is_file():
+            return False
+        return (self.path / RUN_FILE).is_file() or b"\ncontext:" in recipe.read_bytes()
+
+    @cached_property
+    def recipe(self) -> Recipe:
+        """The resolved recipe."""
+        return load_recipe(self.path / RECIPE_FILE).recipe
+
+    @cached_property
+    def provenance(self) -> Provenance:
+        """What `run.json` says; nothing if there is none, as of adapters made by other tools."""
+        file = self.path / RUN_FILE
+        return (
+            read_json(file, Provenance, "correct it or remove it") if file.is_file() else Provenance(python="unknown")
+        )
+
+    def record(self, facts: Mapping[str, Any]) -> None:
+        """Add `facts` to `run.json`, with the commit of pi-lora and the version of Python."""
+        made_with = {"python": platform.python_version(), "commit": _commit()}
+        known = self.provenance.model_dump(exclude_unset=True)
+        write_json(self.path / RUN_FILE, {**known, **facts, **made_with})
+        vars(self).pop("provenance")
+
+    @property
+    def log(self) -> list[dict[str, Any]]:
+        """The lines of `training.jsonl`, if there is one, but those that a crash cut off or a disk damaged."""
+        lines, file = [], self.path / TRAINING_LOG
+        for line in file.read_bytes().split(b"\n") if file.is_file() else ():
+            with contextlib.suppress(ValidationError):
+                lines.append(LogLine.model_validate_json(line).model_dump())
+        return lines
+
+    def scores_file(self, name: str, stage: str = TUNED) -> Path:
+        """Return where a measurement of this run, or of an earlier stage, is kept."""
+        return self.path / SCORES / f"{name}{'' if stage == TUNED else f'-{stage}'.replace(' ', '-')}.json"
+
+    def score_files(self) -> list[tuple[str, str, Path]]:
+        """Return measurement, stage and file of all scores, the stages in order: base, step 0, 200, ..., tuned."""
+        return [(name, stage, file) for name, _, stage, file in sorted(map(_stage_of, self._score_paths()))]
+
+    def _score_paths(self) -> Iterator[Path]:
+        return (self.path / SCORES).glob("*.json")
+
+    @property
+    def checkpoints(self) -> list[Path]:
+        """All checkpoints, the newest first, complete or not."""
+        paths = [path for path in (self.path / CHECKPOINTS).glob("checkpoint-*") if _step(path).isdecimal()]
+        return sorted(paths, key=lambda path: int(_step(path)), reverse=True)
+
+    @property
+    def last_checkpoint(self) -> Path | None:
+        """The newest complete checkpoint."""
+        return next((path for path in self.checkpoints if (path / COMPLETE).is_file()), None)
+
+    def mark_complete(self, checkpoint: Path) -> None:
+        """Mark a checkpoint as complete, with the training log up to it and the sizes of its files, all of which are on
+        the disk then and not only in memory.
+        """
+        shutil.copyfile(self.path / TRAINING_LOG, checkpoint / TRAINING_LOG)
+        for file in checkpoint.rglob("*"):
+            if file.is_file():
+                with file.open("rb") as content:
+                    os.fsync(content.fileno())
+        write_whole(checkpoint / COMPLETE, json.dumps(_sizes(checkpoint), indent=2) + "\n")
+
+    def checkpoint_to_resume(self) -> tuple[Path | None, list[str]]:
+        """Return the newest checkpoint whose files are all there, whose training log is restored, or None; and messages
+        about newer ones, which are removed. Raise ModelError if there are only damaged ones.
+        """
+        unusable: list[Path] = []
+        damaged: list[str] = []
+        for checkpoint in self.checkpoints:
+            if (checkpoint / COMPLETE).is_file():
+                if (problem := _damage(checkpoint)) is None:
+                    break
+                damaged.append(f"{checkpoint}: {problem}")
+            unusable.append(checkpoint)
+        else:
+            if damaged:
+                none_left = f"no checkpoint before is left: remove {self.path} and start again"
+                raise ModelError(f"{'; '.join(damaged)}; {none_left}")
+            return None, []
+        for path in unusable:
+            shutil.rmtree(path)
+        write_whole(self.path / TRAINING_LOG, (checkpoint / TRAINING_LOG).read_text(encoding="utf-8"))
+        return checkpoint, [f"{line}; resuming from {checkpoint.name}" for line in damaged]
+
+    def check_same_origin(self, output: Path, now: Origin, permissions: Permissions) -> None:
+        """Raise ModelError if this interrupted run of `output` began with another base, tokenizer or data."""
+        before = None if permissions.changed else self.provenance.origin
+        names = ("weights", "tokenizer", "data")
+        if before and (changed := [name for name in names if getattr(before, name) != getattr(now, name)]):
+            what = f"{' and '.join(changed)} are others than those that the interrupted run began with"
+            raise ModelError(f"{output}: {what}; bring them back, start a new run, or go on with --allow-changed")
+
+    def check_same_recipe(self, recipe: Recipe) -> None:
+        """Raise RecipeError with the keys that differ from this interrupted run and affect the result."""
+        if not self.has_recipe:
+            return
+        begun = load_recipe(self.path / RECIPE_FILE)
+        pairs = {key: (attrgetter(key)(begun.recipe), attrgetter(key)(recipe)) for key in begun.origins}
+        if problems := [
+            f"{key}: {now} given, but the interrupted run began with {before}; use that, or start a new run"
+            for key, (before, now) in pairs.items()
+            if before != now and not key.startswith(MAY_CHANGE)
+        ]:
+            raise RecipeError(problems)
+
+
+def output_folder(recipe: Recipe, recipe_path: Path) -> Path:
+    """Return the default folder of a run: `adapters/<recipe>` for LoRA, `models/<recipe>` for full tuning."""
+    return Path("models" if recipe.tuning.method == "full" else "adapters") / recipe_path.stem
+
+
+def check_output(output: Path, resume: bool = False) -> None:
+    """Raise RunExistsError if `output` cannot become a run: it exists, is a place that no folder can be renamed to, is
+    being made by another process, or holds an interrupted run that is neither resumed nor removed.
+    """
+    if output.name in ("", ".."):
+        raise RunExistsError(f"{output}: is not the name of a new folder; choose another --output")
+    _check_place(output)
+    staging = staging_path(output)
+    if staging.is_symlink():
+        raise RunExistsError(f"{staging}: is a link, where a run was to be made; remove it")
+    if os.path.lexists(staging / LOCK):
+        with _locked(output):  # what a killed process left locks nothing
+            pass
+    if resume and not staging.is_dir():
+        raise RunExistsError(f"{output}: no interrupted run to resume; start it without --resume")
+    if not resume and Run(staging).last_checkpoint is not None:
+        kept = f"an interrupted run is kept in {staging}"
+        raise RunExistsError(f"{output}: {kept}; continue with --resume, or remove that folder")
+
+
+def check_room(output: Path, needed: int) -> None:
+    """Raise RunExistsError if the disk has no room for `needed` bytes and a reserve."""
+    free = shutil.disk_usage(staging_path(output).parent).free
+    if free < needed + SPARE_BYTES:
+        sizes = f"takes {needed / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free"
+        raise RunExistsError(f"{output}: {sizes}; make room, or choose another --output")
+
+
+def staging_path(output: Path) -> Path:
+    """Return the folder in which a run is made: beside `output`, or where that leads if it is a link."""
+    place = _place(output)
+    return place.with_name(f".{place.name}.partial")
+
+
+@contextmanager
+def staged(output: Path, resume: bool = False) -> Iterator[Path]:
+    """Make `output` whole or not at all: the body fills the staging folder, which no other process takes meanwhile and
+    which is then renamed. If the body fails, the staging folder is removed unless it holds a checkpoint to resume from.
+    """
+    check_output(output, resume)
+    staging = staging_path(output)
+    with _locked(output):
+        try:
+            for path in () if resume else staging.iterdir():
+                if path.is_dir() and not path.is_symlink():
+                    shutil.rmtree(path)
+                elif path.name != LOCK:
+                    path.unlink()
+            yield staging
+        except BaseException:
+            if Run(staging).last_checkpoint is None:
+                shutil.rmtree(staging, ignore_errors=True)
+            raise
+        made = _publish(staging, output)
+        (made / LOCK).unlink(missing_ok=True)
+    if made != _place(output):
+        raise RunExistsError(f"{output}: was created meanwhile, and is not overwritten; saved to {made}")
+
+
+def remove(output: Path) -> None:
+    """Remove what was made, so that at no time a part of it stands under the name of the whole."""
+    staging = staging_path(output)
+    os.replace(_place(output), staging)
+    shutil.rmtree(staging, ignore_errors=True)
+
+
+def _check_place(output: Path) -> None:
+    place, problem = _place(output), ""
+    try:
+        if place.exists() and (not place.is_dir() or any(place.iterdir())):
+            problem = "already exists and is not overwritten; choose another --output or remove it"
+        # A bind mount from the same file system has its device number, and is only in the system's table.
+        elif os.path.ismount(place) or str(place) in {disk.mountpoint for disk in psutil.disk_partitions(all=True)}:
+            problem = f"is a mount point, which no folder can be renamed to; name one in it: {output}/run"
+        elif place == Path.cwd():
+            problem = "is the current folder, which would be replaced; name one in it"
+    except OSError as error:
+        problem = f"cannot be read ({error.strerror}); choose another --output"
+    if problem:
+        raise RunExistsError(f"{output}: {problem}")
+
+
+def _place(output: Path) -> Path:
+    return Path(os.path.realpath(output))
+
+
+@contextmanager
+def _locked(output: Path) -> Iterator[None]:
+    """Hold the lock of the staging folder of `output`, in which the owner leaves its name. The kernel releases the lock
+    of a process that was killed, and the file alone locks nothing.
+    """
+    file = staging_path(output) / LOCK
+    if file.is_symlink():
+        raise RunExistsError(f"{file}: is a link, where a lock was to be made; remove it")
+    lock = FileLock(file, timeout=0)
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        lock.acquire()
+    except Timeout:
+        owner = "another process"
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            owner = "process {} on {}".format(*file.read_text(encoding="utf-8").split()[:2])
+        raise RunExistsError(f"{output}: is being made by {owner}; wait for it, or choose another --output") from None
+    except OSError as error:
+        raise RunExistsError(f"{output}: cannot be written ({error.strerror}); choose another --output") from None
+    mine = None
+    try:
+        if not isinstance(lock, SoftFileLock):  # which writes the same itself, where the file system has no locks
+            file.write_text(f"{os.getpid()}\n{socket.gethostname()}\n", encoding="utf-8")
+        mine = file.stat()
+        yield
+    finally:
+        # Removed while it is locked: whoever opened it meanwhile holds a file without a name, and filelock tries again.
+        with contextlib.suppress(OSError):
+            if mine and os.path.samestat(mine, file.stat()):
+                file.unlink()
+        lock.release()
+
+
+def _publish(staging: Path, output: Path) -> Path:
+    """Rename what is finished to `output`, or beside it under a name that is free; return the folder that it became."""
+    for weights in staging.glob("*.safetensors"):
+        weights.chmod(0o666 & ~_umask())  # safetensors 0.7 writes them for their owner alone
+    place = _place(output)
+    for other in (place.with_name(f"{place.name}-{number}") for number in count(2)):
+        try:
+            os.replace(staging, place)  # takes the place of an empty folder
+        except OSError:
+            if not os.path.lexists(place):
+                raise
+            place = other
+        else:
+            break
+    return place
+
+
+def _umask() -> int:
+    umask = os.umask(0o077)
+    os.umask(umask)
+    return umask
+
+
+def _step(checkpoint: Path) -> str:
+    return checkpoint.name.rpartition("-")[2]
+
+
+def _sizes(checkpoint: Path) -> dict[str, int]:
+    """Return the sizes in bytes of the files of a checkpoint by name, without that of its marker."""
+    files = (path for path in sorted(checkpoint.rglob("*")) if path.is_file() and path.name != COMPLETE)
+    return {path.relative_to(checkpoint).as_posix(): path.stat().st_size for path in files}
+
+
+def _damage(checkpoint: Path) -> str | None:
+    """Return what is wrong with a complete checkpoint, or None."""
+    try:
+        expected = json.loads((checkpoint / COMPLETE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        expected = None
+    if not isinstance(expected, dict) or TRAINING_LOG not in expected:
+        return f"{COMPLETE} is damaged"
+    sizes = _sizes(checkpoint)
+    differing = sorted(name for name in expected.keys() | sizes.keys() if sizes.get(name) != expected.get(name))
+    return f"{', '.join(differing)} changed since they were written" if differing else None
+
+
+def _stage_of(file: Path) -> tuple[str, int, str, Path]:
+    """Return the measurement, the place of the stage among the others, and the stage that a file of scores holds."""
+    if step := re.fullmatch(r"(.+)-step-(\d+)", file.stem):
+        return step[1], int(step[2]), f"step {step[2]}", file
+    if (name := file.stem.removesuffix(f"-{BASE}")) != file.stem:
+        return name, -1, BASE, file
+    return name, 10**12, TUNED, file
+
+
+def _commit() -> str | None:
+    """Return the commit of this source tree if it is a git checkout."""
+    here = Path(__file__).parent.parent
+    if not (here / ".git").exists() or not shutil.which("git"):
+        return None
+    describe = ["git", "-C", str(here), "describe", "--always", "--dirty", "--abbrev=12"]
+    return subprocess.run(describe, capture_output=True, text=True, check=False).stdout.strip() or None
