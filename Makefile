@@ -5,7 +5,7 @@ export HF_HUB_DISABLE_TELEMETRY := 1
 # Prints the packages of the extra `docs`, to install them without those of pi-lora itself.
 DOCS := import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']['docs'])
 
-.PHONY: demo results key-sentences engines recipes test test-other-processor test-oldest test-slow faults lint docs notebook release clean
+.PHONY: demo results engines recipes test test-other-processor test-oldest test-slow faults lint docs notebook release clean
 
 demo: .venv/installed
 	$(BIN)/python scripts/demo.py
@@ -13,12 +13,9 @@ demo: .venv/installed
 results: .venv/installed
 	$(BIN)/python scripts/compare_methods.py
 
-key-sentences: .venv/installed
-	$(BIN)/python scripts/key_sentences.py
-
 # Other engines beside transformers, each in an environment of its own in the cache folder (about 6 GB): docs/engines.md.
 engines: .venv/installed
-	$(BIN)/python scripts/smollm2.py
+	$(BIN)/python scripts/fetch_smollm2.py
 	$(BIN)/python benchmarks/engines.py
 	$(BIN)/python benchmarks/tables.py
 

@@ -6,7 +6,8 @@ they read, log probabilities of a prompt, and greedy tokens.
 Each engine has an environment of its own in the cache folder (gigabytes in all), and each question is a process of its
 own, with a time limit. An answer is kept in benchmarks/results/engines.json when it is complete, and an engine that
 failed is asked again; --again merges anew and asks all of them.
-FILE is a long English text. The base of SmolLM2 is made by `python scripts/smollm2.py`.
+FILE is a long text; by default it is Python's standard library. The base of SmolLM2 is made by
+`python scripts/fetch_smollm2.py`.
 """
 
 import argparse
@@ -19,9 +20,11 @@ import sys
 import tarfile
 import tempfile
 import venv
-from datetime import date
 from pathlib import Path
 
+from record import ROOT, read, write, write_row
+
+from pi_lora.data.sources import standard_library
 from pi_lora.errors import PiLoraError
 from pi_lora.merging.llama_cpp import CONVERTER, export_gguf
 from pi_lora.merging.merging import merge
@@ -29,11 +32,8 @@ from pi_lora.models.location import BUILTIN_FOLDER
 from pi_lora.models.model import find
 from pi_lora.recipe.places import cache_folder
 
-ROOT = Path(__file__).parent.parent
-RESULTS = ROOT / "benchmarks" / "results" / "engines.json"
 ASK = Path(__file__).parent / "in_engines" / "ask.py"
 PLACE = cache_folder() / "engines"
-TEXT = ROOT.parent / "shared" / "data" / "books" / "Kipling_Kim_1901.txt"
 GREEDY, MINUTES = 24, 90
 TORCH = "torch==2.13.0"  # of which there is a build for processors alone, `+cpu`
 # The packages of each engine, and those that are removed again.
@@ -115,21 +115,16 @@ def gguf(model: str) -> Path:
     return file
 
 
-def prompt(model: str, text: Path) -> list[int]:
-    """The first tokens of a text, from behind what stands before it."""
-    tokenizer = find(str(merged(model))).tokenizer
+def prompt(model: str, file: Path | None) -> list[int]:
+    """The first tokens of a text, after those that stand before it."""
     length = MODELS[model][2]
-    return tokenizer(text.read_text(encoding="utf-8")[: length * 12], verbose=False)["input_ids"][:length]
+    text = file.read_text(encoding="utf-8") if file else "".join(each.text for each in standard_library().documents())
+    return find(str(merged(model))).tokenizer(text[: length * 12], verbose=False)["input_ids"][:length]
 
 
-def kept() -> dict:
-    """What was measured so far."""
-    return json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.is_file() else {"models": {}}
-
-
-def transformers_5(model: str, text: Path, request: dict) -> dict:
+def transformers_5(model: str, text: str, request: dict) -> dict:
     """The answer of this environment's transformers, and the tokens of the model without its scaling."""
-    file = PLACE / "models" / f"{model}.{text.stem}.json"
+    file = PLACE / "models" / f"{model}.{text}.json"
     if not file.is_file():
         packages = ("transformers", "torch")
         scaled, unscaled = (
@@ -186,12 +181,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--engines", nargs="+", choices=ENGINES, default=list(ENGINES))
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
-    parser.add_argument("--text", type=Path, default=TEXT)
+    parser.add_argument("--text", type=Path)
     parser.add_argument("--again", action="store_true")
     options = parser.parse_args()
-    sys.path.insert(0, str(ROOT / "scripts"))
-    from machine import machine
-
     for model in options.models:
         if options.again:
             for made in (PLACE / "models").glob(f"{model}.*"):
@@ -200,12 +192,21 @@ def main() -> None:
         folder, (run, base, length) = merged(model), MODELS[model]
         found = find(str(folder))
         original = int(found.base_config["max_position_embeddings"])
-        facts = {"original": original, "target": found.window, "tokens": length, "text": options.text.name}
+        facts = {
+            "original": original,
+            "target": found.window,
+            "tokens": length,
+            "text": options.text.name if options.text else "the standard library",
+        }
         request = {"folder": str(folder), "ids": prompt(model, options.text), "base": str(base)}
-        reference = transformers_5(model, options.text, request)
+        reference = transformers_5(model, options.text.stem if options.text else "stdlib", request)
+        results = {"models": {}} | read("engines")
+        rows = results["models"].get(model, facts).get("rows", {})
+        if results["models"].get(model, {}).get("text") != facts["text"]:
+            rows = {}  # answers about another prompt
+        write("engines", results | {"models": results["models"] | {model: {**facts, "rows": rows}}})
         for engine in options.engines:
-            done = kept()["models"].get(model, {"rows": {}})["rows"].get(engine, {"failed": "not asked yet"})
-            if not options.again and "failed" not in done:
+            if not options.again and "failed" not in rows.get(engine, {"failed": "not asked yet"}):
                 continue
             print(f"{model}: {engine}", flush=True)
             own = {"adapter": str(run)} if engine == "vllm_adapter" else {}
@@ -216,11 +217,7 @@ def main() -> None:
                 row = {"failed": f"cannot be prepared: {error}"}
             else:
                 row = compared(answer(engine, python, ENGINES[engine][0], request | own), reference, original)
-            results = kept() | {"machine": machine()}
-            rows = results["models"].get(model, {"rows": {}})["rows"]
-            rows[engine] = {**row, "date": date.today().isoformat()}
-            results["models"][model] = {**facts, "rows": rows}
-            RESULTS.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+            write_row("engines", ("models", model, "rows", engine), row)
             print(json.dumps(row), flush=True)
 
 

@@ -1,104 +1,85 @@
 """Speed and memory of long-context tuning on one GPU: against the card's own limits, the plan, and the neighbours.
 
-    python benchmarks/gpu.py [--tiny] [--shape MODEL] [--parts PART ...] [--caps GB ...] [--resume]
+    python benchmarks/gpu.py [--minutes M] [--parts PART ...] [--caps GB ...] [--shape MODEL] [--again] [--tiny]
 
-A LLaMA-7B with random weights, made where it computes, learns random tokens through pi-lora's own trainer. Every
-contender has a process of its own. Results go to benchmarks/results/gpu.json, row by row as they are measured:
-`--resume` goes on with what was interrupted or failed, and one part may be run again. `python benchmarks/tables.py`
-writes docs/performance.md from them. `longest` is asked for by name: `--parts longest --caps 24 48 80` finds the
-longest sequence that each memory holds. `--tiny` runs every part in a small shape, on a CPU, to see that it runs, and
-writes nothing unless told where.
+A LLaMA-7B with random weights learns through pi-lora's own command. Every row is a process of its own with a time limit
+and is kept in benchmarks/results/gpu.json when it is done: the same command goes on with what is missing or failed, and
+`--again` measures anew. No job is begun that the budget of `--minutes` has no room for. `python benchmarks/tables.py`
+writes docs/performance.md. `longest` is asked for by name: `--parts longest --caps 24 48` finds the longest sequence
+that each memory holds. `--tiny` runs every part in a small shape, on a CPU, to see that it runs.
 """
 
 import argparse
 import json
 import os
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from on_gpu.parts import PARTS, TINY, Job, Row, jobs, run
+from on_gpu.parts import PARTS, Bench, Job, Row, jobs
+from on_gpu.setting import TINY, setting_of
+from record import RESULTS, machine
 
-from pi_lora.writing import write_json
-
-ROOT = Path(__file__).parent.parent
-RESULTS = ROOT / "benchmarks" / "results" / "gpu.json"
-BY_DEFAULT = [part for part in PARTS if part != "longest"]
-
-
-def in_a_process(job: Job, shape: str) -> Iterator[Row]:
-    """The rows of a job as they come; one that fails is a row that says how, and costs no other."""
-    # Long sequences of different lengths fragment the allocator's usual blocks; the neighbours get the same.
-    environment = {"PYTORCH_ALLOC_CONF": "expandable_segments:True", **os.environ}
-    command = [sys.executable, __file__, "--shape", shape, "--job", json.dumps(job)]
-    with (
-        tempfile.TemporaryFile("w+") as errors,
-        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment) as process,
-    ):
-        assert process.stdout
-        for line in process.stdout:
-            # Trainers print as well, dictionaries among it.
-            if line.startswith('{"'):
-                yield {**of_rows(job), **json.loads(line)}
-        if process.wait():
-            errors.seek(0)
-            said = errors.read()
-            print(said, file=sys.stderr)
-            yield {**of_rows(job), "failed": (said.strip().splitlines() or ["no word"])[-1][:300]}
+# Seconds: the most that a job may take, and the least that is worth beginning one.
+JOB_SECONDS, LEAST_SECONDS = 420, 45
 
 
-def of_rows(job: Job) -> Row:
-    """What all rows of a job say of it."""
-    return {key: value for key, value in job.items() if key != "part"}
+class Rows:
+    """The rows of a file, kept as they come; those of another shape or card are not mixed with them."""
+
+    def __init__(self, file: Path | None, shape: str, gpu: str | None) -> None:
+        self.file, self.facts = file, {"shape": shape, "gpu": gpu}
+        before = json.loads(file.read_text()) if file and file.is_file() else {**self.facts, "rows": []}
+        if {key: before[key] for key in self.facts} != self.facts:
+            raise SystemExit(f"{file}: holds rows of {before['shape']} on {before['gpu']}; write others with --json")
+        self.rows: list[Row] = before["rows"]
+
+    def of(self, job: Job) -> list[Row]:
+        """The rows of a job, which hold what it asks for."""
+        asked = json.loads(json.dumps(job)).items()
+        return [row for row in self.rows if asked <= row.items() and row.get("contender") in (None, *contender(job))]
+
+    def add(self, row: Row) -> None:
+        """Keep a row in place of one of the same job that failed, and say what it holds."""
+        self.rows.append(row)
+        print(json.dumps(row), file=sys.stderr, flush=True)
+        if self.file:
+            part = self.file.with_suffix(".part")
+            part.write_text(json.dumps({**self.facts, "rows": self.rows}, indent=2) + "\n")
+            os.replace(part, self.file)
 
 
-def measure(options: argparse.Namespace, result: Row, keep: Callable[[Row], None]) -> None:
-    """Add the rows of every part to `result` and keep it after each, with a progress bar; skip `finished` jobs."""
-    from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn
-
-    columns = (*Progress.get_default_columns()[:2], MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, disable=not sys.stderr.isatty()) as bar:
-        work = list(jobs(options))
-        task = bar.add_task("", total=len(work))
-        for job in work:
-            bar.update(task, description=" ".join(map(str, job.values())))
-            if job not in result["finished"]:
-                rows = result[job["part"]]
-                # Of a job that was interrupted.
-                rows[:] = [row for row in rows if not of_rows(job).items() <= row.items()]
-                started, before = time.perf_counter(), result["minutes"].get(job["part"], 0.0)
-                for row in in_a_process(job, options.shape):
-                    rows.append(row)
-                    result["minutes"][job["part"]] = before + (time.perf_counter() - started) / 60
-                    keep(result)
-                if not any("failed" in row for row in rows if of_rows(job).items() <= row.items()):
-                    result["finished"].append(job)
-                    keep(result)
-            bar.advance(task)
+def contender(job: Job) -> list[Any]:
+    return [job["contender"]] if "contender" in job else ["pi-lora"]
 
 
-def begun(before: dict[str, Any], options: argparse.Namespace) -> Row:
-    """What the file is to hold: the parts measured now, and those measured before of this shape on such a card."""
-    sys.path.append(str(ROOT / "scripts"))
-    from machine import machine
+def measure(bench: Bench, rows: Rows, options: argparse.Namespace) -> None:
+    """Do the jobs that are not done yet, until the budget is spent."""
+    deadline = time.monotonic() + 60 * (options.minutes or 10**6)
 
-    here = machine()
-    then = before.get("machine", {})
-    same = before.get("shape") == options.shape and all(then.get(key) == here[key] for key in ("gpu", "versions"))
-    earlier = before if same else {}
-    again = [] if options.resume else options.parts
-    return {
-        **{part: [] for part in options.parts},
-        **{key: value for key, value in earlier.items() if key not in again},
-        "machine": here,
-        "shape": options.shape,
-        "minutes": {key: value for key, value in earlier.get("minutes", {}).items() if key not in again},
-        "finished": [job for job in earlier.get("finished", []) if job["part"] not in again],
-    }
+    def do(job: Job) -> bool:
+        left = deadline - time.monotonic()
+        if left < LEAST_SECONDS:
+            raise SystemExit(f"--minutes {options.minutes:g} are over before {job}; the same command goes on with it")
+        rows.rows[:] = [row for row in rows.rows if row not in rows.of(job)]
+        rows.add({**job, **bench.row(job, min(JOB_SECONDS, left)), "machine": machine()})
+        return True
+
+    for part in options.parts:
+        for job in () if part == "longest" else jobs(bench.setting, part):
+            if options.again or not any("failed" not in row for row in rows.of(job)):
+                do(job)
+        for cap in options.caps if part == "longest" else ():
+            if options.again:
+                rows.rows[:] = [row for row in rows.rows if row["part"] != part or row["cap"] != cap]
+            while (job := bench.next_longest(cap, options.tries, longest_rows(rows))) is not None:
+                do(job)
+
+
+def longest_rows(rows: Rows) -> list[Row]:
+    return [row for row in rows.rows if row["part"] == "longest"]
 
 
 def main() -> None:
@@ -106,28 +87,24 @@ def main() -> None:
     parser.add_argument("--shape", default="huggyllama/llama-7b", help="a model whose shape the plan knows")
     parser.add_argument("--parts", nargs="+", choices=PARTS, help="all but `longest` unless given")
     parser.add_argument("--caps", nargs="+", type=float, default=[None], help="GB of memory for `longest`")
-    parser.add_argument("--tries", type=int, default=4, help="lengths that `longest` tries under each cap")
-    parser.add_argument("--tiny", action="store_true", help="every part in a tiny shape")
-    parser.add_argument("--resume", action="store_true", help="skip what is measured already")
+    parser.add_argument("--tries", type=int, default=2, help="lengths that `longest` tries under each cap")
+    parser.add_argument("--minutes", type=float, help="begin nothing that this budget has no room for")
+    parser.add_argument("--tiny", action="store_true", help="every part in a tiny shape; kept only with --json")
+    parser.add_argument("--again", action="store_true", help="measure also what is measured already")
     parser.add_argument("--json", type=Path, help="where to, instead of benchmarks/results/gpu.json")
-    parser.add_argument("--job", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.job:
-        run(json.loads(options.job), options.shape, lambda row: print(json.dumps(row), flush=True))
-        return
-    options.shape = TINY if options.tiny else options.shape
-    options.parts = options.parts or (list(PARTS) if options.tiny else BY_DEFAULT)
-    import torch
-    from on_gpu.page import tables
+    from tables_gpu import tables
 
-    if not options.tiny and not torch.cuda.is_available():
+    gpu = machine()["gpu"]
+    if not options.tiny and gpu is None:
         raise SystemExit("benchmarks/gpu.py: no CUDA device here; --tiny runs every part in a small shape on a CPU")
-    file = options.json or (None if options.tiny else RESULTS)
-    before = json.loads(file.read_text()) if file and file.exists() else {}
-    result = begun(before, options)
-    measure(options, result, lambda found: write_json(file, found) if file else None)
-    print("\n".join(tables(result)))
-    sys.exit(any("failed" in row for part in options.parts for row in result[part]))
+    shape = TINY if options.tiny else options.shape
+    options.parts = options.parts or [part for part in PARTS if options.tiny or part != "longest"]
+    rows = Rows(options.json or (None if options.tiny else RESULTS / "gpu.json"), shape, gpu)
+    with tempfile.TemporaryDirectory() as folder:
+        measure(Bench(setting_of(shape), Path(folder)), rows, options)
+    print("\n".join(tables({**rows.facts, "rows": rows.rows})))
+    sys.exit(any("failed" in row for row in rows.rows))
 
 
 if __name__ == "__main__":

@@ -13,12 +13,11 @@ import json
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parent.parent
-RESULTS = ROOT / "benchmarks" / "results" / "lm_eval_command.json"
+from record import seconds_of, write_run
+
 NAMES = ("boolq", "piqa", "winogrande")
 PREFIX = "own_"
 
@@ -90,14 +89,12 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         tasks = Path(temporary) / "tasks"
         write_tasks(tasks, options.data)
-        times = [time.perf_counter()]
-        mine = ours(options.data, Path(temporary), **asked)
-        times.append(time.perf_counter())
-        own = theirs(tasks, **asked)
-        times.append(time.perf_counter())
-    sys.path.insert(0, str(ROOT / "scripts"))
-    from machine import machine
-
+        mine: dict[str, Any] = {}
+        own: dict[str, Any] = {}
+        seconds = {
+            "pi_lora": seconds_of(lambda: mine.update(ours(options.data, Path(temporary), **asked))),
+            "lm_eval": seconds_of(lambda: own.update(theirs(tasks, **asked))),
+        }
     rows = {
         name: {
             "examples": mine[name]["examples"],
@@ -106,10 +103,7 @@ def main() -> None:
         }
         for name in NAMES
     }
-    seconds = {"pi_lora": round(times[1] - times[0], 1), "lm_eval": round(times[2] - times[1], 1)}
-    result = {"machine": machine(), **asked, "seconds": seconds}
-    RESULTS.parent.mkdir(parents=True, exist_ok=True)
-    RESULTS.write_text(json.dumps({**result, "tasks": rows}, indent=2) + "\n")
+    write_run("lm_eval_command", {**asked, "seconds": seconds, "tasks": rows})
     for name, row in rows.items():
         print(f"{name}: {'equal' if row['pi_lora'] == row['lm_eval'] else 'DIFFERENT'}: {row}")
     print(seconds)

@@ -1,104 +1,62 @@
-"""What a run's checks add to loading it, in turns, in one process.
+"""What a run's checks add to loading it: `pi_lora.load` beside transformers and PEFT alone, in turns, in one process.
 
-    python benchmarks/loading.py [--rounds 9]
+    python benchmarks/loading.py [--rounds 9] [--folder DIR]
 
-Checked are the digest of its base, that weights are complete and finite, those of the adapter too, and the tokenizer's
-files. A run of SmolLM2-135M (`python scripts/smollm2.py` makes its base) and one on a random LLaMA of 1.1 billion
-parameters in bfloat16, which is made in a temporary folder; both become float32. Files are read from the page cache, so
-that the checks show as much as they can. Processor time in the checks themselves is told apart as well, since it does
-not depend on what else ran in another round. JSON goes to benchmarks/results/.
+Checked are the digest of the base, that weights are complete and finite, those of the adapter too, and the tokenizer. A
+run of SmolLM2-135M (`python scripts/fetch_smollm2.py` makes its base) and one on a random LLaMA of 1.1 billion
+parameters in bfloat16; both become float32. Files are read from the page cache, so that the checks show as much as they
+can. JSON goes to benchmarks/results/.
 """
 
 import argparse
-import contextlib
 import gc
-import importlib
-import json
-import shutil
-import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
-from unittest.mock import patch
 
 import torch
 from merge import make
+from record import ROOT, write_run
 
-from pi_lora.models.model import find, load
-from pi_lora.run import RUN_FILE
+import pi_lora
 
-ROOT = Path(__file__).parent.parent
-RESULTS = ROOT / "benchmarks" / "results" / "loading.json"
-SMOLLM2 = ROOT / "adapters" / "smollm2_135m_16k"
-CHECKS = (
-    "model.Model.check_origin",
-    "weights._check_complete",
-    "finite.finite",
-    "tokenizer_files.check_files",
-    "tokenizer_files.try_out",
-)
+SMOLLM2 = ROOT / "adapters" / "smollm2_135m_16k", ROOT / "models" / "smollm2_135m_instruct"
 
 
-@contextlib.contextmanager
-def replaced(by: Callable[[Any], Any]) -> Iterator[None]:
-    with contextlib.ExitStack() as stack:
-        for check in CHECKS:
-            module, _, name = f"pi_lora.models.{check}".rpartition(".")
-            stack.enter_context(patch(f"{module}.{name}", by(getattr(importlib.import_module(module), name))))
-        yield
+def load_plainly(run: Path, base: Path) -> None:
+    """Base, scaling, adapter and tokenizer, with no check."""
+    from peft import PeftModel
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+    config = AutoConfig.from_pretrained(run)
+    PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base, config=config, dtype=torch.float32), run)
+    AutoTokenizer.from_pretrained(run)
 
 
-def loaded(run: Path, checked: bool) -> dict[str, float]:
-    """Seconds of the clock and of the processor for loading a run, and of the latter those in its checks."""
-    inside: list[float] = []
-
-    def timed(check: Any) -> Any:
-        def run_timed(*arguments: Any) -> Any:
-            begin = time.thread_time()
-            try:
-                return check(*arguments)
-            finally:
-                inside.append(time.thread_time() - begin)
-
-        return run_timed
-
+def seconds(load: Callable[[], object]) -> dict[str, float]:
     gc.collect()
-    with replaced(timed if checked else lambda _: lambda *_: True):
-        begin, worked = time.monotonic(), time.process_time()
-        load(str(run))
-        return {"clock": time.monotonic() - begin, "processor": time.process_time() - worked, "checks": sum(inside)}
+    began, worked = time.monotonic(), time.process_time()
+    load()
+    return {"clock": time.monotonic() - began, "processor": time.process_time() - worked}
 
 
-def known_by_content(run: Path, folder: Path) -> Path:
-    """A copy of a run that says what its base holds, as every run does that is trained now."""
-    shutil.copytree(run, folder)
-    file = folder / RUN_FILE
-    said = json.loads(file.read_text()) if file.is_file() else {}
-    origin = find(str(folder)).origin("", "").model_dump()
-    file.write_text(json.dumps({**said, "origin": origin}))
-    return folder
-
-
-def compared(run: Path, rounds: int) -> dict[str, dict[str, float]]:
-    """The fewest seconds with the checks and without, alternating which comes first: other work only adds to them."""
-    load(str(run))
-    found: dict[bool, list[dict[str, float]]] = {True: [], False: []}
-    for number in range(rounds):
-        for checked in sorted(found, reverse=bool(number % 2)):
-            found[checked].append(loaded(run, checked))
-    lowest = {way: {name: min(each[name] for each in times) for name in times[0]} for way, times in found.items()}
-    inside = min(found[True], key=lambda each: each["processor"])
-    return {
-        "clock": of_both(lowest[True]["clock"], lowest[False]["clock"]),
-        "processor": of_both(lowest[True]["processor"], lowest[False]["processor"]),
-        "inside": of_both(inside["processor"], inside["processor"] - inside["checks"]),
+def compared(run: Path, base: Path, rounds: int) -> dict[str, dict[str, float]]:
+    """The fewest seconds of both, alternating which comes first: other work only adds to them."""
+    ways = {
+        "checked": lambda: pi_lora.load(str(run), dtype="float32"),
+        "unchecked": lambda: load_plainly(run, base),
     }
-
-
-def of_both(checked: float, unchecked: float) -> dict[str, float]:
-    return {"checked": round(checked, 3), "unchecked": round(unchecked, 3), "ratio": round(checked / unchecked, 3)}
+    seconds(ways["unchecked"])
+    found: dict[str, list[dict[str, float]]] = {way: [] for way in ways}
+    for number in range(rounds):
+        for way in sorted(ways, reverse=bool(number % 2)):
+            found[way].append(seconds(ways[way]))
+    result = {}
+    for clock in ("clock", "processor"):
+        least = {way: round(min(each[clock] for each in times), 3) for way, times in found.items()}
+        result[clock] = {**least, "ratio": round(least["checked"] / least["unchecked"], 3)}
+    return result
 
 
 def main() -> None:
@@ -106,23 +64,16 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--folder", type=Path, help="where to work; a temporary folder by default")
     options = parser.parse_args()
-    result: dict[str, object] = {}
-    with tempfile.TemporaryDirectory(dir=options.folder) as name, contextlib.chdir(ROOT):
+    models = {}
+    with tempfile.TemporaryDirectory(dir=options.folder) as name:
         folder = Path(name)
-        make("1.1b", folder)
-        for title, run in (("SmolLM2-135M", SMOLLM2), ("random LLaMA, 1.1B", folder / "run")):
-            result[title] = compared(known_by_content(run, folder / run.name.replace("run", "known")), options.rounds)
-            print(title, result[title], flush=True)
-    sys.path.insert(0, str(ROOT / "scripts"))
-    from machine import machine
-
-    RESULTS.write_text(
-        json.dumps(
-            {"machine": machine(), "threads": torch.get_num_threads(), "rounds": options.rounds, "models": result},
-            indent=2,
-        )
-        + "\n"
-    )
+        make(folder)
+        torch.set_default_dtype(torch.float32)
+        runs = {"SmolLM2-135M": SMOLLM2, "random LLaMA, 1.1B": (folder / "run", folder / "base")}
+        for title, (run, base) in runs.items():
+            models[title] = compared(run, base, options.rounds)
+            print(title, models[title], flush=True)
+    write_run("loading", {"threads": torch.get_num_threads(), "rounds": options.rounds, "models": models})
 
 
 if __name__ == "__main__":

@@ -12,58 +12,29 @@ import argparse
 import json
 import logging
 import statistics
-import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+from record import seconds_of, write_run
+
+import pi_lora
 from pi_lora.evaluation.passkey.measure import evaluate_passkey
-from pi_lora.evaluation.passkey.prompt import Grid, Trial, trials_at
-from pi_lora.evaluation.results import PasskeyScores
-from pi_lora.models.model import Extension, Model, load
+from pi_lora.evaluation.passkey.prompt import Grid, trials_at
 
-ROOT = Path(__file__).parent.parent
-RESULTS = ROOT / "benchmarks" / "results" / "passkey.json"
 GRID = Grid(target=1024, depths=32, trials=10, seed=0)
 # Trials at each distance that `generate` is timed on.
-WITH_CACHE, WITHOUT_CACHE = 2, 1
-
-sys.path[:0] = [str(ROOT / "scripts"), str(ROOT / "tests" / "evaluation")]
+TIMED = {"generate_with_cache": 2, "generate_without_cache": 1}
 
 
-def seconds_of(work: Callable[[], object]) -> float:
-    started = time.perf_counter()
-    work()
-    return time.perf_counter() - started
-
-
-def generate_seconds(loaded: Model, outcomes: list[list[bool]], per_depth: int, use_cache: bool) -> float:
-    """Seconds that the whole grid takes `generate`, from `per_depth` trials at every distance; prompts are at hand."""
+def generate(loaded: Any, outcomes: list[list[bool]], trials: int, use_cache: bool) -> None:
+    """Decode `trials` at every distance."""
     from oracle_passkey import generated
 
-    def trials(depth: int) -> list[Trial]:
-        return trials_at(loaded.tokenizer, GRID, depth, range(per_depth))
-
-    at_hand = [(depth, number, trial) for depth in range(GRID.depths) for number, trial in enumerate(trials(depth))]
-    started = time.perf_counter()
-    for depth, number, trial in at_hand:
-        answer = generated(loaded.model, loaded.tokenizer, trial, use_cache)
-        if (answer == GRID.keys[depth][number]) != outcomes[depth][number]:
-            raise SystemExit(f"generate disagrees at k {GRID.ks[depth]}, trial {number}: {answer}")
-    return (time.perf_counter() - started) * GRID.trials / per_depth
-
-
-def measure(loaded: Model, k_max_only: bool = False) -> PasskeyScores:
-    return evaluate_passkey(loaded, GRID, k_max_only=k_max_only)
-
-
-def one_round(loaded: Model, outcomes: list[list[bool]]) -> dict[str, float]:
-    return {
-        "pi_lora": seconds_of(lambda: measure(loaded)),
-        "pi_lora_k_max_only": seconds_of(lambda: measure(loaded, k_max_only=True)),
-        "generate_with_cache": generate_seconds(loaded, outcomes, WITH_CACHE, use_cache=True),
-        "generate_without_cache": generate_seconds(loaded, outcomes, WITHOUT_CACHE, use_cache=False),
-    }
+    for depth in range(GRID.depths):
+        for number, trial in enumerate(trials_at(loaded.tokenizer, GRID, depth, range(trials))):
+            answer = generated(loaded.model, loaded.tokenizer, trial, use_cache)
+            if (answer == GRID.keys[depth][number]) != outcomes[depth][number]:
+                raise SystemExit(f"generate disagrees at k {GRID.ks[depth]}, trial {number}: {answer}")
 
 
 def main() -> None:
@@ -71,40 +42,39 @@ def main() -> None:
     parser.add_argument("model", nargs="?", help="a run, a model folder or builtin:tiny")
     parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()
-    from machine import machine
-
     logging.getLogger("transformers").setLevel(logging.ERROR)
     name = options.model or ("demo/live" if Path("demo/live").exists() else "builtin:tiny")
-    loaded = load(name, Extension(GRID.target) if name == "builtin:tiny" else None)
-    scores, only = measure(loaded), measure(loaded, k_max_only=True)
+    tuned = name != "builtin:tiny"
+    loaded = pi_lora.load(name, None if tuned else pi_lora.Extension(target=GRID.target))
+    scores, only = (evaluate_passkey(loaded, GRID, k_max_only=each) for each in (False, True))
     outcomes = [row.outcomes for row in scores.depths]
     rounds = []
     for _ in range(options.rounds):
-        rounds.append({what: round(seconds, 2) for what, seconds in one_round(loaded, outcomes).items()})
+        seconds = {
+            "pi_lora": seconds_of(lambda: evaluate_passkey(loaded, GRID)),
+            "pi_lora_k_max_only": seconds_of(lambda: evaluate_passkey(loaded, GRID, k_max_only=True)),
+        }
+        for way, trials in TIMED.items():
+            cached = way == "generate_with_cache"
+            timed = seconds_of(lambda trials=trials, cached=cached: generate(loaded, outcomes, trials, cached))
+            seconds[way] = timed * GRID.trials / trials
+        rounds.append({way: round(each, 2) for way, each in seconds.items()})
         print(rounds[-1], flush=True)
-    seconds = {what: statistics.median(each[what] for each in rounds) for what in rounds[0]}
+    median = {way: statistics.median(each[way] for each in rounds) for way in rounds[0]}
+    faster = {f"than_{way}": round(median[way] / median["pi_lora"], 2) for way in TIMED}
+    faster["k_max_only_than_whole"] = round(median["pi_lora"] / median["pi_lora_k_max_only"], 2)
     result = {
-        "machine": machine(),
         "model": loaded.name,
-        "tuned": name != "builtin:tiny",
+        "tuned": tuned,
         "grid": {"target": GRID.target, "depths": GRID.depths, "trials": GRID.trials, "seed": GRID.seed},
         "k_max": {"whole": scores.k_max, "k_max_only": only.k_max},
         "trials_made": {"whole": GRID.depths * GRID.trials, "k_max_only": sum(row.trials for row in only.depths)},
-        "trials_timed": {
-            "generate_with_cache": GRID.depths * WITH_CACHE,
-            "generate_without_cache": GRID.depths * WITHOUT_CACHE,
-        },
-        "seconds": seconds,
-        "times_faster": {
-            "than_generate_with_cache": round(seconds["generate_with_cache"] / seconds["pi_lora"], 2),
-            "than_generate_without_cache": round(seconds["generate_without_cache"] / seconds["pi_lora"], 2),
-            "k_max_only_than_whole": round(seconds["pi_lora"] / seconds["pi_lora_k_max_only"], 2),
-        },
+        "seconds": median,
+        "times_faster": faster,
         "rounds": rounds,
     }
-    RESULTS.parent.mkdir(parents=True, exist_ok=True)
-    RESULTS.write_text(json.dumps(result, indent=2) + "\n")
-    print(json.dumps(result["times_faster"], indent=2), RESULTS, sep="\n")
+    write_run("passkey", result)
+    print(json.dumps(faster, indent=2))
 
 
 if __name__ == "__main__":

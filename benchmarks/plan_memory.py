@@ -1,6 +1,6 @@
 """What `pi-lora plan` says of memory on a CPU, beside the peak of the process that trains: a row for each setting.
 
-    python benchmarks/plan_memory.py [--model models/smollm2_135m_instruct] [--rows ROW ...] [--replan]
+    python benchmarks/plan_memory.py [--model models/smollm2_135m_instruct] [--rows ROW ...]
 
 Each row is a process of its own that tunes two steps; its peak is that of the whole process (resident), libraries
 included, as training.jsonl has it. The plan is that for this machine, as `pi-lora train` makes it. Rows of 8 layers are
@@ -15,13 +15,13 @@ import sys
 import tempfile
 from pathlib import Path
 
+from record import write_row
+
 from pi_lora.models.location import BUILTIN_FOLDER
 from pi_lora.planning.gpus import device_here
 from pi_lora.planning.planning import plan_training
 from pi_lora.recipe.files import load_recipe
 
-ROOT = Path(__file__).parent.parent
-RESULTS = ROOT / "benchmarks" / "results" / "plan_memory.json"
 TINY = ("model.name=builtin:tiny", "context.original=256", "context.target=4096")
 CHECKPOINTING = "training.activation_checkpointing=true"
 # Tokens of a sequence, vocabulary of a random model (else the model is the one that is named), and other changes.
@@ -90,15 +90,8 @@ def main() -> None:
     parser.add_argument("--model", default="models/smollm2_135m_instruct")
     parser.add_argument("--data", default="builtin:stdlib")
     parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS))
-    parser.add_argument("--replan", action="store_true", help="plan anew, beside the peaks that were measured")
     options = parser.parse_args()
-    sys.path.insert(0, str(ROOT / "scripts"))
-    from machine import machine
-
-    results = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.is_file() else {"rows": {}}
     gpu = device_here()
-    if not options.replan:
-        results |= {"machine": machine(), "bfloat16": gpu.bfloat16}
     with tempfile.TemporaryDirectory() as temporary:
         for row in options.rows:
             tokens, vocabulary, changes = ROWS[row]
@@ -111,15 +104,11 @@ def main() -> None:
             if "data.positions=contiguous" not in changes:
                 changes = (f"data.sequence_tokens={tokens}", *changes)
             plan = plan_training(load_recipe(recipe, changes).recipe, gpu)
-            peak = (
-                results["rows"][row]["measured"]
-                if options.replan
-                else measured(recipe, changes, Path(temporary) / "runs" / str(options.rows.index(row)))
-            )
+            run = Path(temporary) / "runs" / str(options.rows.index(row))
+            peak = measured(recipe, changes, run)
             sizes = {"tokens": tokens, "vocabulary": plan.target.shape.vocabulary, "layers": plan.target.shape.layers}
-            found = {"planned": plan.memory.peak, "highest": plan.memory.highest, "measured": peak}
-            results["rows"][row] = {**sizes, **found, "ratio": plan.memory.peak / peak}
-            RESULTS.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+            found = {"planned": plan.memory.peak, "measured": peak, "ratio": plan.memory.peak / peak}
+            write_row("plan_memory", ("rows", row), {**sizes, **found, "bfloat16": gpu.bfloat16})
             print(f"{row}: planned {plan.memory.peak / 2**30:.2f} GiB, measured {peak / 2**30:.2f} GiB", flush=True)
 
 

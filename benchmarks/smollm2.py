@@ -5,46 +5,41 @@ the base, also beyond its window, of Position Interpolation before tuning, and o
 
 FOLDER of --books has one novel a file, named `AUTHOR_TITLE_YEAR.txt`; --split links the training novels into
 `books/train`, which the recipe names, and stops; the part `test` has novels and passkeys by which nothing was chosen.
-The base is made by `python scripts/smollm2.py`, the tuned run is the released adapter, or another one with `--run`.
-FOLDER of --short has BoolQ, PIQA and WinoGrande. Each measurement is kept in benchmarks/results/smollm2.json when it is
-complete, and an interrupted one goes on: call it again, in the root of the repository. `--same-budget pi=RUN yarn=RUN
-direct=RUN` measures the perplexity of runs that were tuned with one budget and other scalings.
+The base is made by `python scripts/fetch_smollm2.py`; the tuned run is the released adapter. Models can also be named
+`NAME=RUN`, and are kept under that name: `--models "yarn, same budget=adapters/smollm2_yarn"`. FOLDER of --short has
+BoolQ, PIQA and WinoGrande. Each measurement is kept in benchmarks/results/smollm2.json when it is complete: call it
+again, in the root of the repository, to go on; remove a row to measure it again.
 """
 
 import argparse
 import json
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from record import read, write_row
+
+import pi_lora
 from pi_lora.data.sources import Choice
 from pi_lora.evaluation.benchmarks.measure import evaluate_benchmarks, prepare
 from pi_lora.evaluation.passkey.measure import evaluate_passkey
 from pi_lora.evaluation.passkey.prompt import Grid
 from pi_lora.evaluation.perplexity.measure import evaluate_perplexity
-from pi_lora.evaluation.results import Scores
 from pi_lora.evaluation.ruler.measure import evaluate_ruler
 from pi_lora.evaluation.ruler.prompts import find_texts
 from pi_lora.models.device import has_fast_bfloat16
-from pi_lora.models.model import Extension, Model, load
-from pi_lora.recipe.files import RECIPE_FILE, load_recipe
-from pi_lora.run import Run
+from pi_lora.recipe.files import load_recipe
 
-ROOT = Path(__file__).parent.parent
-RESULTS = ROOT / "benchmarks" / "results" / "smollm2.json"
 BASE = "models/smollm2_135m_instruct"
 RUN = "adapters/smollm2_135m_16k"
+BOOKS = Path("books")
 TARGET = 16384
 # No novel of these authors is trained on. By the former tunings were chosen, the latter are for the part `test`.
 PARTS_OF_AUTHORS = {"Kipling": "held-out", "Lawrence": "test", "Lee": "test", "Lytton": "test"}
-WINDOWS = (4096, 8192, 16384)
-STRIDE, DOCUMENTS = 4096, 2
-GRID, TEST_GRID = Grid(TARGET, depths=4, trials=2), Grid(TARGET, depths=4, trials=2, seed=1)
-TASKS = ("boolq", "piqa", "winogrande")
-EXAMPLES = 200
+WINDOWS, STRIDE = (4096, 8192, 16384), 4096
+TASKS, EXAMPLES = ("boolq", "piqa", "winogrande"), 200
 # Five of RULER's tasks that need no text, and of each model the windows and the prompts of each task.
 RULER_TASKS = ("niah_single_1", "niah_multikey_2", "niah_multikey_3", "ruler_vt", "ruler_fwe")
 RULER = {
@@ -52,74 +47,82 @@ RULER = {
     "tuned": {"within": ((8192,), 4), "beyond": ((16384,), 2)},
 }
 
-sys.path.insert(0, str(ROOT / "scripts"))
 
-
-def split(books: Path, into: Path) -> None:
+def split(books: Path) -> None:
     """Link each novel into `train`, `held-out` or `test`, by its author."""
     for book in sorted(books.glob("*.txt")):
-        part = PARTS_OF_AUTHORS.get(book.name.split("_")[0], "train")
-        link = into / part / book.name
+        link = BOOKS / PARTS_OF_AUTHORS.get(book.name.split("_")[0], "train") / book.name
         link.parent.mkdir(parents=True, exist_ok=True)
         if not link.exists():
             link.symlink_to(book.resolve())
-
-
-def loaded(which: str, run: str, dtype: str | None) -> Model:
-    if which == "tuned":
-        return load(run, dtype=dtype)
-    return load(BASE, None if which == "base" else Extension(TARGET), dtype)
 
 
 def progress(done: int, total: int, note: str = "") -> None:
     print(f"\r{done} of {total} {note}", end="", file=sys.stderr, flush=True)
 
 
-def perplexity(model: Model, novels: Path, documents: int = DOCUMENTS) -> Scores:
-    """Every token of the first 16,384 of each novel, under each window."""
-    choice = Choice(documents=documents, truncate=max(WINDOWS))
-    return evaluate_perplexity(model, str(novels), WINDOWS, STRIDE, choice, progress, shared=True)
-
-
-def passkey(model: Model, which: str, grid: Grid = GRID) -> Scores:
-    """Of a model that is not tuned only what decides k_max."""
-    return evaluate_passkey(model, grid, progress, k_max_only=which != "tuned", shared=True)
-
-
-def short(model: Model, folder: Path) -> Scores:
-    """The result names the data without the folder, which is this machine's."""
-    scores = evaluate_benchmarks(model, prepare(TASKS, (str(folder),)), EXAMPLES, 8, 2048, progress)
-    return scores.model_copy(update={"data": {task: Path(place).name for task, place in scores.data.items()}})
-
-
-def ruler(model: Model, windows: Sequence[int], samples: int) -> Scores:
-    return evaluate_ruler(model, find_texts(RULER_TASKS), windows, samples, progress=progress)
-
-
-def agreement(held_out: Path) -> float:
-    """How far, as a share, the perplexity of 2,048 tokens of each novel in bfloat16 is from that in float32."""
-    both, choice = [], Choice(documents=DOCUMENTS, truncate=2048)
-    for dtype in ("bfloat16", "float32"):
-        scores = evaluate_perplexity(load(BASE, dtype=dtype), str(held_out), (2048,), 2048, choice)
-        both.append(scores.windows[0].perplexity)
-    return both[0] / both[1] - 1
-
-
 def training(run: str) -> dict[str, Any]:
     """The loss against the tokens trained and what that took, beginning with the run that this one was tuned from."""
     folder = Path(run)
-    recipe = load_recipe(folder / RECIPE_FILE).recipe
+    recipe = load_recipe(folder / "recipe.yaml").recipe
     before = training(recipe.model.name) if recipe.scaling == "keep" else {"curve": [], "seconds": 0, "peak_memory": 0}
     tokens = before["curve"][-1][0] if before["curve"] else 0
     made = json.loads((folder / "run.json").read_text(encoding="utf-8"))
-    curve = [[tokens + line["tokens"], round(line["loss"], 4)] for line in Run(folder).log]
+    log = [json.loads(line) for line in (folder / "training.jsonl").read_text(encoding="utf-8").splitlines()]
     return {
         "run": run,
-        "curve": before["curve"] + curve,
+        "curve": before["curve"] + [[tokens + line["tokens"], round(line["loss"], 4)] for line in log],
         "seconds": before["seconds"] + made["seconds"],
         "peak_memory": max(before["peak_memory"], made["peak_memory"]),
         "trainable_parameters": made["trainable_parameters"],
     }
+
+
+class Measured:
+    """One model under its name, and what is measured of it."""
+
+    def __init__(self, name: str, run: str, short: Path | None) -> None:
+        self.name, self.run, self.short = name, run, short
+
+    def load(self, dtype: str | None = None) -> Any:
+        stretch = pi_lora.Extension(target=TARGET) if self.name == "pi" else None
+        return pi_lora.load(self.run, stretch, dtype=dtype or ("bfloat16" if has_fast_bfloat16() else "float32"))
+
+    def perplexity(self, novels: str = "held-out", documents: int = 2) -> Any:
+        """Every token of the first 16,384 of each novel, under each window."""
+        choice = Choice(documents=documents, truncate=TARGET)
+        novels = str(BOOKS / novels)
+        return evaluate_perplexity(self.load(), novels, WINDOWS, STRIDE, choice, progress, shared=True)
+
+    def passkey(self, seed: int = 0) -> Any:
+        """Of a model that is not tuned only what decides k_max."""
+        grid = Grid(TARGET, depths=4, trials=2, seed=seed)
+        return evaluate_passkey(self.load(), grid, progress, k_max_only=self.name in ("base", "pi"), shared=True)
+
+    def benchmarks(self) -> Any:
+        return evaluate_benchmarks(self.load(), prepare(TASKS, (str(self.short),)), EXAMPLES, 8, 2048, progress)
+
+    def ruler(self, windows: tuple[int, ...], samples: int) -> Any:
+        return evaluate_ruler(self.load("float32"), find_texts(RULER_TASKS), windows, samples, progress=progress)
+
+    def rows(self, part: str) -> dict[str, Callable[[], Any]]:
+        """The names of the rows of a part, and what measures each."""
+        name, untuned = self.name, self.name in ("base", "pi")
+        if part == "training" and not untuned:
+            return {"training" if name == "tuned" else f"training {name}": lambda: training(self.run)}
+        if part == "perplexity":
+            return {f"perplexity {name}": self.perplexity}
+        if part == "passkey":
+            return {f"passkey {name}": self.passkey}
+        if part == "test" and name != "pi":
+            keys = {} if untuned else {f"test passkey {name}": lambda: self.passkey(seed=1)}
+            return {f"test perplexity {name}": lambda: self.perplexity("test", 3), **keys}
+        if part == "short" and self.short and name != "pi":
+            return {f"short {name}": self.benchmarks}
+        if part == "ruler":
+            asked = RULER.get(name, {}).items()
+            return {f"ruler {name} {where}": lambda how=how: self.ruler(*how) for where, how in asked}
+        return {}
 
 
 def main() -> None:
@@ -127,61 +130,23 @@ def main() -> None:
     parser.add_argument("--books", type=Path, required=True)
     parser.add_argument("--short", type=Path)
     parser.add_argument("--split", action="store_true")
-    parser.add_argument("--parts", nargs="*", default=["perplexity", "passkey", "test", "short", "ruler"])
-    parser.add_argument("--models", nargs="*", default=["base", "pi", "tuned"])
-    parser.add_argument("--run", default=RUN)
-    parser.add_argument("--same-budget", nargs="+", default=[], metavar="SCALING=RUN")
+    parts = ["training", "perplexity", "passkey", "test", "short", "ruler"]
+    parser.add_argument("--parts", nargs="+", choices=parts, default=parts)
+    parser.add_argument("--models", nargs="+", default=["base", "pi", "tuned"], metavar="NAME[=RUN]")
     options = parser.parse_args()
-    split(options.books, Path("books"))
-    if not options.split:
-        same_budget = dict(each.split("=") for each in options.same_budget)
-        measure(options.parts, options.models, options.run, options.short, same_budget)
-
-
-def measure(
-    parts: Sequence[str], models: Sequence[str], run: str, short_data: Path | None, same_budget: Mapping[str, str]
-) -> None:
-    from machine import machine
-
-    held_out, test = Path("books/held-out"), Path("books/test")
-    results = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.is_file() else {}
-    results["machine"] = machine()
-    dtype = "bfloat16" if has_fast_bfloat16() else "float32"
-
-    def keep(name: str, make: Callable[[], object]) -> None:
-        if name in results:
-            return
-        started = time.monotonic()
-        made = make()
-        results[name] = made.model_dump(mode="json", exclude_unset=True) if isinstance(made, Scores) else made
-        results.setdefault("seconds", {})[name] = round(time.monotonic() - started)
-        RESULTS.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
-        print(f"\n{name}: {results['seconds'][name]} s", flush=True)
-
-    if "tuned" in models:
-        keep("training", lambda: training(run))
-    for part in parts:
-        for which in models:
-            if part == "perplexity":
-                keep(f"perplexity {which}", lambda which=which: perplexity(loaded(which, run, dtype), held_out))
-            elif part == "passkey":
-                keep(f"passkey {which}", lambda which=which: passkey(loaded(which, run, dtype), which))
-            elif part == "test" and which != "pi":
-                keep(f"test perplexity {which}", lambda which=which: perplexity(loaded(which, run, dtype), test, 3))
-                if which == "tuned":
-                    keep("test passkey tuned", lambda: passkey(loaded("tuned", run, dtype), "tuned", TEST_GRID))
-            elif part == "ruler":
-                for where, (windows, samples) in RULER.get(which, {}).items():
-                    asked = partial(ruler, windows=windows, samples=samples)
-                    keep(f"ruler {which} {where}", lambda which=which, asked=asked: asked(loaded(which, run, None)))
-            elif part == "short" and short_data is not None and which != "pi":
-                keep(f"short {which}", lambda which=which: short(loaded(which, run, dtype), short_data))
-    for scaling, tuned in same_budget.items():
-        name = f"{scaling}, same budget"
-        keep(f"training {name}", lambda tuned=tuned: training(tuned))
-        keep(f"perplexity {name}", lambda tuned=tuned: perplexity(loaded("tuned", tuned, dtype), held_out))
-    if dtype == "bfloat16":
-        keep("bfloat16 over float32", lambda: agreement(held_out))
+    split(options.books)
+    for model in () if options.split else options.models:
+        name, _, run = model.partition("=")
+        measured = Measured(name, run or (RUN if name == "tuned" else BASE), options.short)
+        for part in options.parts:
+            for row, measure in measured.rows(part).items():
+                if row in read("smollm2"):
+                    continue
+                started = time.monotonic()
+                scores = measure()
+                found = scores if isinstance(scores, dict) else scores.model_dump(mode="json", exclude_unset=True)
+                write_row("smollm2", (row,), {**found, "measured_in": round(time.monotonic() - started)})
+                print(f"\n{row}", flush=True)
 
 
 if __name__ == "__main__":

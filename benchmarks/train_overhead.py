@@ -16,11 +16,9 @@ import tempfile
 import time
 from pathlib import Path
 
-from pi_lora.recipe.schema import Recipe
+from record import in_a_process, write_row
 
-ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT / "scripts"))
-RESULTS = ROOT / "benchmarks" / "results" / "train_overhead.json"
+from pi_lora.recipe.schema import Recipe
 
 
 def bare(recipe: Recipe, warm: int) -> float:
@@ -101,8 +99,6 @@ def ours(given: list[str], warm: int) -> tuple[float, int]:
 
 
 def main() -> None:
-    from machine import machine
-
     import pi_lora
     from pi_lora.recipe.files import load_recipe
     from pi_lora.recipe.places import find_recipe
@@ -123,8 +119,7 @@ def main() -> None:
     rounds, peaks = [], []
     for _ in range(options.rounds):
         mine, peak = ours([str(file), *changes], options.warm)
-        command = [sys.executable, __file__, "--bare", *sys.argv[1:]]
-        theirs = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()[-1])
+        theirs = in_a_process(__file__, "--bare", *sys.argv[1:])
         rounds.append({"pi_lora": round(mine, 1), "bare": round(theirs, 1), "ratio": round(mine / theirs, 4)})
         peaks.append(peak)
         print(rounds[-1], flush=True)
@@ -135,8 +130,7 @@ def main() -> None:
         "peak_memory": max(peaks),
         "planned_memory": round(pi_lora.plan(str(file), *changes, gpu="cpu").memory.peak),
     }
-    runs = json.loads(RESULTS.read_text())["runs"] | {" ".join([options.recipe, *changes]): made}
-    RESULTS.write_text(json.dumps({"machine": machine(), "runs": runs}, indent=2) + "\n")
+    write_row("train_overhead", ("runs", " ".join([options.recipe, *changes])), made)
     print(json.dumps({key: made[key] for key in ("median_ratio", "peak_memory", "planned_memory")}))
 
 

@@ -4,7 +4,7 @@ Each row is tuned in a process of its own, so that its peak memory is its own, w
 are measured alike. The table goes into docs/results.md, the figures into benchmarks/results/methods.json. What is
 finished stays in `comparison/`, and the command goes on where it was interrupted.
 
-    python scripts/compare_methods.py                          # every row, one seed
+    python scripts/compare_methods.py                          # every row, with as many seeds as it has
     python scripts/compare_methods.py skip yarn --seeds 3      # these alone; others stay as in methods.json
     python scripts/compare_methods.py skip yarn --rates 1.25e-3,2.5e-3,5e-3     # choose their rates, by other documents
 """
@@ -16,10 +16,7 @@ import subprocess
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import fmean
 
-from machine import machine
-from pages import mean_and_range, write_block
 from rich.console import Console
 
 from pi_lora.data.sources import Choice
@@ -28,13 +25,14 @@ from pi_lora.evaluation.passkey.measure import evaluate_passkey
 from pi_lora.evaluation.passkey.prompt import Grid
 from pi_lora.evaluation.perplexity.measure import evaluate_perplexity
 from pi_lora.models.model import Extension, Model, load
-from pi_lora.report.summary import markdown_table
 from pi_lora.writing import write_json
 
 ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT / "benchmarks"))
+from record import machine, read, write  # noqa: E402
+from tables import write_pages  # noqa: E402
+
 RUNS = Path("comparison")
-PAGE = ROOT / "docs" / "results.md"
-RESULTS = ROOT / "benchmarks" / "results" / "methods.json"
 STEPS, TARGET, WINDOWS, STRIDE, DEPTHS, TRIALS = 240, 1024, [256, 512, 768, 1024], 128, 32, 10
 # The documents and the seed of the passkeys by which settings are chosen, and those that are reported.
 VALIDATION, TEST = Choice(12, truncate=4096, split="validation"), Choice(12, truncate=4096, split="test")
@@ -111,59 +109,6 @@ def measured(run: Path, choice: Choice) -> dict:
     return found
 
 
-def table(rows: dict[str, list[dict]]) -> str:
-    head = [*(f"ppl {window}" for window in WINDOWS), "k_max", "passkeys", "trainable", "seconds", "peak memory"]
-    cells = []
-    for name, runs in rows.items():
-        cells.append(
-            [
-                METHODS[name].label,
-                *(mean_and_range([run["perplexity"][str(window)] for run in runs], ".2f") for window in WINDOWS),
-                mean_and_range([run["k_max"] for run in runs], ".0f"),
-                mean_and_range([run["success_rate"] for run in runs], ".0%"),
-            ]
-        )
-        if isinstance(METHODS[name], Untuned):
-            cells[-1] += ["", "", ""]
-        else:
-            cells[-1] += [
-                f"{runs[0]['trainable_parameters'] / 1e6:.2f} M",
-                f"{fmean(run['seconds'] for run in runs):.0f}",
-                f"{max(run['peak_memory'] for run in runs) / 2**30:.2f} GiB",
-            ]
-    return markdown_table(["method", *head], cells)
-
-
-def note(rows: dict[str, list[dict]]) -> str:
-    """How many seeds, and on which machine the rows were made, a line for each."""
-    made_on: dict[str, list[str]] = {}
-    for name, runs in rows.items():
-        if isinstance(METHODS[name], Untuned):
-            continue
-        here, seeds = runs[-1]["machine"], f"{len(runs)} seeds" if len(runs) > 1 else "one seed"
-        on = f"{seeds}; {here['processor']}, {here['cores']} cores; {here['versions']}; {here['date']}"
-        made_on.setdefault(on, []).append(METHODS[name].label)
-    first, *others = sorted(made_on, key=lambda on: -len(made_on[on]))
-    lines = [f"{STEPS} steps each; {first}.", *(f"{'; '.join(made_on[on])}: {on}." for on in others)]
-    return "\n" + "\n".join(lines) + "\n"
-
-
-def table_of_rates(rates: dict[str, dict[str, dict]]) -> str:
-    """Perplexity at the target and passkeys by rate; the lowest perplexity decides."""
-    rows = [
-        [
-            METHODS[name].label,
-            rate,
-            f"{run['perplexity'][str(TARGET)]:.2f}",
-            f"{run['k_max']}",
-            f"{run['success_rate']:.0%}",
-        ]
-        for name, runs in rates.items()
-        for rate, run in runs.items()
-    ]
-    return markdown_table(["method", "rate", f"ppl {TARGET}", "k_max", "passkeys"], rows)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("rows", nargs="*", metavar="ROW", help=f"of {', '.join(METHODS)}")
@@ -173,7 +118,8 @@ def main() -> None:
     if unknown := set(options.rows) - set(METHODS):
         parser.error(f"no such row: {', '.join(sorted(unknown))}")
     logging.getLogger("transformers").setLevel(logging.ERROR)
-    found = {"steps": STEPS, "rows": {}, "rates": {}} | json.loads(RESULTS.read_text())
+    found = read("methods")
+    found |= {"steps": STEPS, "labels": {name: method.label for name, method in METHODS.items()}}
     for name in options.rows or METHODS:
         method = METHODS[name]
         if isinstance(method, Untuned):
@@ -182,15 +128,14 @@ def main() -> None:
             by_rate = {rate: tuned(name, method, rate) for rate in options.rates.split(",")}
             found["rates"][name] = {rate: measured(run, VALIDATION) for rate, run in by_rate.items()}
         else:
-            runs = [tuned(name, method, method.rate, seed) for seed in range(options.seeds)]
+            # Never fewer seeds than the row has.
+            seeds = max(options.seeds, len(found["rows"].get(name, ())))
+            runs = [tuned(name, method, method.rate, seed) for seed in range(seeds)]
             found["rows"][name] = [measured(run, TEST) for run in runs]
     for kind in ("rows", "rates"):
         found[kind] = {name: found[kind][name] for name in METHODS if name in found[kind]}
-    RESULTS.write_text(json.dumps(found, indent=2) + "\n")
-    tables = {"methods": table(found["rows"]) + note(found["rows"]), "rates": table_of_rates(found["rates"])}
-    for name, text in tables.items():
-        write_block(PAGE, name, text)
-        console.print(text)
+    write("methods", found)
+    write_pages()
 
 
 if __name__ == "__main__":

@@ -1,8 +1,38 @@
-"""The parts of documentation that scripts write."""
+"""The parts of documentation that scripts write: tables, and blocks of pages between two comments."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
+from typing import Any
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> Iterator[str]:
+    """The lines of a Markdown table."""
+    for number, cells in enumerate((head, *rows)):
+        yield f"| {' | '.join(map(str, cells))} |"
+        if number == 0:
+            yield "|" + "---|" * len(head)
+
+
+def made_on(machine: Mapping[str, Any]) -> str:
+    """The hardware, versions and day of a measurement."""
+    device = machine["gpu"] or f"{machine['cores']} cores of {machine['processor']}"
+    return f"{device}; {machine['versions']}; {machine['date']}."
+
+
+def machines_of(rows: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
+    """Where and when rows were measured: a line for each machine, with the names of its rows if there are several."""
+    names: dict[str, list[str]] = {}
+    for name, row in rows.items():
+        names.setdefault(made_on(row["machine"]), []).append(name)
+    for line, measured in names.items():
+        yield line if len(names) == 1 else f"{', '.join(measured)}: {line}"
+
+
+def mean_and_range(values: Sequence[float], style: str) -> str:
+    """The mean, and of runs that differ the least and the most."""
+    mean, least, most = (format(value, style) for value in (fmean(values), min(values), max(values)))
+    return mean if least == most else f"{mean} ({least} to {most})"
 
 
 def block(page: Path, name: str) -> str:
@@ -11,15 +41,9 @@ def block(page: Path, name: str) -> str:
 
 
 def write_block(page: Path, name: str, text: str) -> None:
-    """Put `text` there instead."""
+    """Replace what stands there."""
     before, _, after = _around(page, name)
     page.write_text(before + text + after, encoding="utf-8")
-
-
-def mean_and_range(values: Sequence[float], how: str) -> str:
-    """The mean, and of runs that differ the least and the most."""
-    mean, least, most = (format(value, how) for value in (fmean(values), min(values), max(values)))
-    return mean if least == most else f"{mean} ({least} to {most})"
 
 
 def _around(page: Path, name: str) -> tuple[str, str, str]:

@@ -1,5 +1,10 @@
-"""What the card can do at best, measured where everything else is: a large product, a large copy, attention alone."""
+"""The best that the card can do: a large product, a large copy, attention alone.
 
+python ceilings.py HEADS WIDTH TOKENS
+"""
+
+import json
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -8,42 +13,38 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from on_gpu.setting import Setting
-from pi_lora.models.device import device
-
 ROUNDS = 20
+ON_GPU = torch.cuda.is_available()
+DEVICE = "cuda" if ON_GPU else "cpu"
 BACKENDS = {
+    "SDPA as it chooses": None,
     "SDPA, cuDNN": SDPBackend.CUDNN_ATTENTION,
     "SDPA, flash": SDPBackend.FLASH_ATTENTION,
     "SDPA, memory-efficient": SDPBackend.EFFICIENT_ATTENTION,
 }
 
 
-def ceilings(setting: Setting) -> dict[str, object]:
+def ceilings(heads: int, width: int, tokens: int) -> dict[str, object]:
     """Operations a second of a bfloat16 product, bytes a second of a copy, and attention's operations by kernel."""
-    on_gpu = device().type == "cuda"
-    side, copied = (8192, 2**32) if on_gpu else (256, 2**20)
-    left, right = (torch.randn(side, side, device=device(), dtype=torch.bfloat16) for _ in range(2))
-    source = torch.zeros(copied, device=device(), dtype=torch.uint8)
+    side, copied = (8192, 2**32) if ON_GPU else (256, 2**20)
+    left, right = (torch.randn(side, side, device=DEVICE, dtype=torch.bfloat16) for _ in range(2))
+    source = torch.zeros(copied, device=DEVICE, dtype=torch.uint8)
     target = torch.empty_like(source)
     return {
         "product_side": side,
         "product": 2 * side**3 / best_seconds(lambda: left @ right),
         # Read once and written once.
         "copy": 2 * copied / best_seconds(lambda: target.copy_(source)),
-        "attention": dict(attention_kernels(setting)),
+        "attention": dict(attention_kernels(heads, width, tokens)),
     }
 
 
-def attention_kernels(setting: Setting) -> Iterator[tuple[str, float]]:
-    """Operations a second forward and backward of causal attention at the shape's heads, its causal half counted once;
-    kernels that cannot do it here are left out.
+def attention_kernels(heads: int, width: int, tokens: int) -> Iterator[tuple[str, float]]:
+    """Operations a second forward and backward of causal attention, its causal half counted once; kernels that cannot
+    do it here are left out.
     """
-    shape, tokens = setting.shape, setting.compared
-    width = shape.queries // shape.heads
     queries, keys, values = (
-        torch.randn(1, shape.heads, tokens, width, device=device(), dtype=torch.bfloat16, requires_grad=True)
-        for _ in range(3)
+        torch.randn(1, heads, tokens, width, device=DEVICE, dtype=torch.bfloat16, requires_grad=True) for _ in range(3)
     )
 
     def both_ways() -> None:
@@ -51,8 +52,8 @@ def attention_kernels(setting: Setting) -> Iterator[tuple[str, float]]:
         torch.autograd.grad(output.sum(), (queries, keys, values))
 
     # Two products forward and four backward, 2 operations a channel, over half of the pairs.
-    operations = 3 * 2 * 2 * shape.queries * tokens * tokens / 2
-    for name, backend in [("SDPA as it chooses", None), *BACKENDS.items()]:
+    operations = 3 * 2 * 2 * heads * width * tokens * tokens / 2
+    for name, backend in BACKENDS.items():
         try:
             with sdpa_kernel(backend) if backend else nullcontext():
                 yield name, operations / best_seconds(both_ways)
@@ -62,13 +63,17 @@ def attention_kernels(setting: Setting) -> Iterator[tuple[str, float]]:
 
 def best_seconds(work: Callable[[], object]) -> float:
     """Of one call, the best of several, after one that warms up."""
-    on_gpu, seconds = device().type == "cuda", []
+    seconds = []
     for _ in range(ROUNDS + 1):
-        if on_gpu:
+        if ON_GPU:
             torch.cuda.synchronize()
         started = time.perf_counter()
         work()
-        if on_gpu:
+        if ON_GPU:
             torch.cuda.synchronize()
         seconds.append(time.perf_counter() - started)
     return min(seconds[1:])
+
+
+if __name__ == "__main__":
+    print(json.dumps(ceilings(*map(int, sys.argv[1:]))))

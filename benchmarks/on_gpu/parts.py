@@ -1,153 +1,201 @@
-"""The parts of benchmarks/gpu.py: which jobs each is made of, and what one job does; heavy imports inside."""
+"""The parts of benchmarks/gpu.py: the jobs of each, and how one job becomes one row, in a process of its own."""
 
-import argparse
+import importlib.util
+import json
+import os
+import re
+import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from on_gpu.setting import Setting
+from on_gpu.contender import PI_LORA, PLAIN, SELECTIVE, UNSLOTH
+from on_gpu.longest import CHANGES, CHANGES_ON_CPU, longest_that_fits, next_length, pinned_bytes
+from on_gpu.setting import TINY, Changes, Setting, add_weights, config_folder, plan_of, write_recipe
 
-ROOT = Path(__file__).parents[2]
+HERE = Path(__file__).parent
+PARTS = ("ceilings", "training", "neighbours", "levers", "evaluation", "demo", "longest")
 METHODS = ("lora", "qlora", "full")
-LAYERS_OF_FULL = (32, 28, 24, 20, 16, 12, 8, 4)
-TINY = "tiny"
+ADAPTER_ALONE = {"tuning": {"also_train": "nothing"}}
+LONG = 32768
+# A step of `longest` takes no more seconds, by the plan's speed; host memory is left to other things.
+SECONDS_PER_STEP, SHARE_OF_HOST = 60, 0.8
+ERROR = re.compile(r"^[\w.]*(?:Error|Exception|Interrupt)\b", re.MULTILINE)
 
 Job = Mapping[str, Any]
 Row = dict[str, Any]
-Tell = Callable[[Row], None]
 
 
-def jobs(options: argparse.Namespace) -> Iterator[Job]:
-    """What is to be measured, each in a process of its own."""
-    more: dict[str, list[Job]] = {
-        "training": [{"method": method} for method in METHODS],
-        "neighbours": [{"method": method} for method in METHODS[:2]],
-        "levers": [{"changes": changes} for changes in levers(options.shape == TINY)],
-        "longest": [{"cap": cap, "tries": options.tries} for cap in options.caps],
-    }
-    for part in options.parts:
-        yield from ({"part": part, **job} for job in more.get(part, [{}]))
-
-
-def levers(tiny: bool) -> list[dict[str, dict[str, Any]]]:
-    """Changes to the recipe, each measured beside the first, which changes nothing; a CPU has not all of them."""
-    pieces = {"training": {"mlp_chunk_tokens": 32 if tiny else 4096}}
-    everywhere: list[dict[str, dict[str, Any]]] = [
-        {},
-        pieces,
-        {"training": {"activation_checkpointing": False}},
-        {"tuning": {"also_train": "nothing"}},
-    ]
-    if tiny:
-        return [*everywhere, {"model": {"attention": "eager"}}]
-    offload = {"hardware": {"offload_activations": True}}
-    return [
-        *everywhere,
-        {"model": {"attention": "sdpa"}},
-        {"model": {"attention": "flash_attention_2"}},
-        offload,
-        {**pieces, **offload},
-        {"training": {"optimizer": "paged_adamw_8bit"}},
-    ]
-
-
-def run(job: Job, shape: str, tell: Tell) -> None:
-    """Do one job in this process, and tell its rows as they come."""
-    from on_gpu.setting import setting_of
-
-    PARTS[job["part"]](setting_of(shape), job, tell)
-
-
-def ceilings(setting: "Setting", job: Job, tell: Tell) -> None:
-    """The card by itself."""
-    from on_gpu.ceilings import ceilings
-
-    tell(ceilings(setting))
-
-
-def training(setting: "Setting", job: Job, tell: Tell) -> None:
-    """Every length by one method."""
-    from on_gpu.training import ours
-
-    shape = full_setting(setting) if job["method"] == "full" else setting
-    ours(shape, job["method"], list(setting.lengths), {}, tell)
-
-
-def full_setting(setting: "Setting") -> "Setting":
-    """As many layers of the shape as train in full at the compared length on this card, by the plan."""
-    import torch
-
-    from on_gpu.setting import planned
-
-    if not torch.cuda.is_available():
-        return setting
-    room = torch.cuda.get_device_properties(0).total_memory
-    shapes = [setting.with_layers(layers) for layers in LAYERS_OF_FULL if layers <= setting.layers]
-    recipe = setting.recipe("full", setting.compared)
-    return next((each for each in shapes if planned(each, recipe).peak <= room), shapes[-1])
-
-
-def neighbours(setting: "Setting", job: Job, tell: Tell) -> None:
-    """One length by pi-lora and by every neighbour that is installed."""
-    from on_gpu.neighbours import ADAPTER_ALONE, neighbour, present
-    from on_gpu.training import ours
-
-    ours(setting, job["method"], [setting.compared], ADAPTER_ALONE, tell)
-    for name in present():
-        neighbour(name, setting, job["method"], setting.compared, tell)
-
-
-def lever(setting: "Setting", job: Job, tell: Tell) -> None:
-    """One length under one change of the recipe."""
-    from on_gpu.training import ours
-
-    ours(setting, "lora", [setting.compared], job["changes"], tell)
-
-
-def evaluation(setting: "Setting", job: Job, tell: Tell) -> None:
-    """Perplexity and passkeys."""
-    from on_gpu.evaluation import Grid, evaluation
-
-    if setting.name == TINY:
-        tell(evaluation(setting, [64], Grid(target=256, depths=2, trials=1, seed=0), stride=16))
+def jobs(setting: Setting, part: str) -> Iterator[Job]:
+    """The jobs of a part but `longest`, whose next one depends on the rows before it."""
+    tiny = setting.name == TINY
+    compared = {"part": part, "tokens": setting.compared, "method": "lora"}
+    if part == "training":
+        for method in METHODS:
+            yield from ({"part": part, "method": method, "tokens": tokens} for tokens in setting.lengths)
+    elif part == "neighbours":
+        installed = [PI_LORA, PLAIN, *([UNSLOTH] if importlib.util.find_spec("unsloth") else [])]
+        for method in METHODS[:2]:
+            yield from ({**compared, "method": method, "contender": name} for name in installed)
+    elif part == "levers":
+        yield from ({**compared, "changes": changes} for changes in levers(tiny))
+        yield {**compared, "contender": SELECTIVE}
+    elif part == "evaluation":
+        windows, grid, memory = ((8192, 32768), (16384, 32, 10, 2), (32768, 4, 1, 0))
+        if tiny:
+            windows, grid, memory = ((64,), (256, 2, 1, 1), (512, 1, 1, 0))
+        yield from ({"part": part, "measure": "perplexity", "tokens": window, "grid": ()} for window in windows)
+        for tokens, *rest in (grid, memory):
+            yield {"part": part, "measure": "passkey", "tokens": tokens, "grid": rest}
     else:
-        tell(evaluation(setting, [8192, 32768], Grid(target=16384, depths=32, trials=10, seed=0)))
+        yield {"part": part}
 
 
-def demo(setting: "Setting", job: Job, tell: Tell) -> None:
-    """Seconds of `pi-lora train recipes/demo.yaml`, start to finish, as a user runs it."""
-    steps = 2 if setting.name == TINY else 760
-    with tempfile.TemporaryDirectory() as folder:
-        command = [
-            "train",
-            str(ROOT / "recipes" / "demo.yaml"),
-            f"training.steps={steps}",
-            "--output",
-            f"{folder}/demo",
-        ]
-        started = time.perf_counter()
-        subprocess.run([sys.executable, "-m", "pi_lora", *command], check=True, stdout=subprocess.DEVNULL, cwd=ROOT)
-        tell({"steps": steps, "seconds": time.perf_counter() - started})
+def levers(tiny: bool) -> list[Changes]:
+    """Changes of the recipe, each measured beside the first, which changes nothing; a CPU has not all of them."""
+    chunks = {"training": {"mlp_chunk_tokens": 32 if tiny else 4096}}
+    everywhere: list[Changes] = [{}, chunks, {"training": {"activation_checkpointing": False}}, ADAPTER_ALONE]
+    if tiny:
+        return everywhere
+    offload = {"hardware": {"offload_activations": True}}
+    paged = {"training": {"optimizer": "paged_adamw_8bit"}}  # last: managed memory can upset the card
+    return [*everywhere, {"model": {"kernels": "liger"}}, offload, {**chunks, **offload}, paged]
 
 
-def longest(setting: "Setting", job: Job, tell: Tell) -> None:
-    """The longest sequence in so much memory."""
-    from on_gpu.longest import longest
+class Bench:
+    """A shape, the card, and a folder with its base models and recipes."""
 
-    longest(setting, "qlora", job["cap"], job["tries"], tell)
+    def __init__(self, setting: Setting, folder: Path) -> None:
+        import psutil
+        import torch
+
+        self.setting, self.folder = setting, folder
+        self.on_gpu = torch.cuda.is_available()
+        self.memory = torch.cuda.get_device_properties(0).total_memory if self.on_gpu else 0
+        self.host = psutil.virtual_memory().available
+
+    def base(self, setting: Setting) -> Path:
+        """The folder of a base model without weights."""
+        return config_folder(setting.name, setting.layers, self.folder)
+
+    def row(self, job: Job, seconds: float) -> Row:
+        """Do a job, in at most so many seconds."""
+        if job["part"] == "ceilings":
+            heads = self.setting.config["num_attention_heads"]
+            numbers = (heads, self.setting.config["hidden_size"] // heads, self.setting.compared)
+            return answer([str(HERE / "ceilings.py"), *map(str, numbers)], seconds)
+        if job["part"] == "evaluation":
+            base, stride = self.base(self.setting), 16 if self.setting.name == TINY else 256
+            add_weights(base)
+            words = [str(base), stride, job["measure"], job["tokens"], *job["grid"]]
+            return answer([str(HERE / "evaluation.py"), *map(str, words)], seconds)
+        if job["part"] == "demo":
+            return self.demo(seconds)
+        return self.train(job, seconds)
+
+    def demo(self, seconds: float) -> Row:
+        """Seconds of `pi-lora train demo`, start to finish, as a user runs it."""
+        steps = 2 if self.setting.name == TINY else 760
+        with tempfile.TemporaryDirectory() as folder:
+            started = time.perf_counter()
+            words = ["train", "demo", f"training.steps={steps}", "--output", f"{folder}/demo"]
+            failure = run(["-m", "pi_lora", *words], seconds, os.devnull)
+            return failure or {"steps": steps, "seconds": time.perf_counter() - started}
+
+    def train(self, job: Job, seconds: float) -> Row:
+        """Some steps of one contender, beside the plan; fewer layers where all weights train."""
+        tokens, setting = job["tokens"], self.setting
+        if job["method"] == "full" and self.on_gpu:
+            setting = self.layers_that_fit()
+        changes = job.get("changes", ADAPTER_ALONE if job["part"] == "neighbours" else {})
+        base, contender = self.base(setting), job.get("contender", PI_LORA)
+        recipe = setting.recipe(base, job["method"], tokens, changes)
+        file = write_recipe(recipe, self.folder)
+        plan = plan_of(file, self.card(job))
+        row: Row = {
+            "contender": contender,
+            "layers": setting.layers,
+            "sequences": recipe.training.global_batch_size,
+            "flops": {name: operations / plan["steps"] for name, operations in plan["flops"].items()},
+        }
+        if contender == PI_LORA:  # the plan is of its trainer, as it comes
+            row["planned_bytes"] = plan["peak_bytes_per_gpu"] - plan["overhead_bytes"]
+        add_weights(base)
+        steps = 1 if job["part"] == "longest" else 2 if tokens >= LONG else 3
+        cap = min(1.0, job["cap"] * 1e9 / self.memory) if job.get("cap") and self.on_gpu else 1.0
+        answered = self.folder / "row.json"
+        answered.unlink(missing_ok=True)
+        failure = run([str(HERE / "contender.py"), *map(str, (answered, steps, cap, contender, file))], seconds)
+        return row | (json.loads(answered.read_text()) if answered.is_file() else failure or {"failed": "no answer"})
+
+    def layers_that_fit(self) -> Setting:
+        """As many layers of the shape as train in full at the compared length, by the plan."""
+
+        def fits(layers: int) -> bool:
+            setting = self.setting.with_layers(layers)
+            recipe = setting.recipe(self.base(setting), "full", setting.compared)
+            return bool(plan_of(write_recipe(recipe, self.folder), self.card({}))["fits"])
+
+        return self.setting.with_layers(longest_that_fits(4, self.setting.layers, fits))
+
+    def card(self, job: Job) -> str:
+        """The memory that a plan is for, as `--gpu` takes it."""
+        gigabytes = job.get("cap") or self.memory / 1e9
+        return f"{max(1, int(gigabytes))}GB" if gigabytes else "cpu"
+
+    def next_longest(self, cap: float | None, tries: int, rows: Sequence[Row]) -> Job | None:
+        """The next length of `longest` under a cap in GB, after those that ran or did not."""
+        setting, changes = self.setting, CHANGES if self.on_gpu else CHANGES_ON_CPU
+        step, most = (1024, 2**20) if self.on_gpu else (setting.original * 2, 256)
+        job: Row = {"part": "longest", "method": "qlora", "cap": cap, "changes": changes}
+
+        def fits(tokens: int) -> bool:
+            recipe = write_recipe(setting.recipe(self.base(setting), "qlora", tokens, changes), self.folder)
+            plan = plan_of(recipe, self.card(job))
+            pinned = pinned_bytes(setting.layers, setting.config["hidden_size"], tokens)
+            in_time = not plan["hours"] or plan["hours"] * 3600 / plan["steps"] <= SECONDS_PER_STEP
+            return plan["fits"] and pinned <= SHARE_OF_HOST * self.host and in_time
+
+        ran = {row["tokens"]: "step_seconds" in row for row in rows if row.get("cap") == cap}
+        first = 0 if ran else longest_that_fits(step, most, fits)
+        tokens = next_length(first, step, tries, ran)
+        return None if tokens is None else {**job, "tokens": tokens}
 
 
-PARTS: dict[str, Callable[["Setting", Job, Tell], None]] = {
-    "ceilings": ceilings,
-    "training": training,
-    "neighbours": neighbours,
-    "levers": lever,
-    "evaluation": evaluation,
-    "demo": demo,
-    "longest": longest,
-}
+def run(arguments: Sequence[str], seconds: float, output: str | None = None) -> Row | None:
+    """Run Python with `arguments` for at most so many seconds; return the row that says why it failed, if it did."""
+    environment = {"PYTORCH_ALLOC_CONF": "expandable_segments:True", **os.environ}
+    with tempfile.TemporaryFile("w+") as said, open(output or os.devnull, "w") as out:
+        process = subprocess.Popen(
+            [sys.executable, *arguments], stdout=out, stderr=said, env=environment, start_new_session=True
+        )
+        try:
+            status = process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            return {"failed": f"no answer in {seconds:.0f} seconds"}
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+        said.seek(0)
+        return failure_of(said.read()) if status else None
+
+
+def answer(arguments: Sequence[str], seconds: float) -> Row:
+    """The row that a Python process prints as its last line."""
+    with tempfile.NamedTemporaryFile("r") as printed:
+        failure = run(arguments, seconds, printed.name)
+        return failure or dict(json.loads(printed.read().splitlines()[-1]))
+
+
+def failure_of(said: str) -> Row:
+    """What a process that failed said: that memory ran out, or its exception from its first line on."""
+    if re.search(r"OutOfMemoryError|out of memory", said):
+        return {"out_of_memory": True}
+    found = list(ERROR.finditer(said))
+    text = said[found[-1].start() :] if found else said.strip().rpartition("\n")[2]
+    return {"failed": " ".join(text.split())[:300] or "no message"}

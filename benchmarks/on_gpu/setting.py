@@ -1,25 +1,22 @@
-"""The shape that is measured, its recipes, and models of it with random weights: nothing is downloaded."""
+"""The shape that is measured, its recipes, and a model of it with random weights: nothing is downloaded."""
 
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
 from typing import Any
 
-import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
-
-from pi_lora.models.device import device
-from pi_lora.models.weights import quantization, quiet_loading
-from pi_lora.planning.counting import shape_of
-from pi_lora.planning.memory import DeviceMemory, memory
-from pi_lora.planning.operations import Flops, flops_of_sequences
+import pi_lora
+from pi_lora.models.location import BUILTIN_FOLDER
 from pi_lora.planning.planning import find_shape
-from pi_lora.planning.shape import Shape
+from pi_lora.recipe.files import dump_recipe
 from pi_lora.recipe.schema import Recipe
-from pi_lora.scaling.config import Interpolation, extend_config
 
 Changes = Mapping[str, Mapping[str, Any]]
 
-TINY = {
+TINY = "tiny"
+TINY_CONFIG = {
     "model_type": "llama",
     "vocab_size": 1024,
     "hidden_size": 64,
@@ -29,18 +26,19 @@ TINY = {
     "max_position_embeddings": 32,
     "rope_theta": 10000.0,
 }
+LENGTHS = (2048, 8192, 16384, 32768, 65536)
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What all contenders have in common; lengths in tokens. `short` is what levers and neighbours are compared at."""
+    """What all contenders have in common; lengths in tokens. Levers and neighbours are compared at `compared`."""
 
     name: str
     config: Mapping[str, Any]
     lengths: tuple[int, ...]
     compared: int
-    tokens_a_step: int
-    rank: int = 16
+    tokens_per_step: int
+    rank: int
 
     @property
     def original(self) -> int:
@@ -49,72 +47,84 @@ class Setting:
 
     @property
     def layers(self) -> int:
-        """How deep the shape is."""
+        """The number of layers."""
         return int(self.config["num_hidden_layers"])
 
-    @property
-    def shape(self) -> Shape:
-        """As the plan counts it."""
-        with torch.device("meta"):
-            return shape_of(AutoModelForCausalLM.from_config(AutoConfig.for_model(**self.config)))
-
     def with_layers(self, layers: int) -> "Setting":
-        """The same widths, less deep."""
+        """The same widths with fewer layers."""
         return replace(self, config={**self.config, "num_hidden_layers": layers})
 
-    def recipe(self, method: str, tokens: int, changes: Changes | None = None) -> Recipe:
-        """One step of `tokens_a_step` tokens or of one sequence; `changes` by section, over the defaults."""
-        sequences = max(1, self.tokens_a_step // tokens)
+    def recipe(self, base: Path, method: str, tokens: int, changes: Changes | None = None) -> Recipe:
+        """The recipe of one step after another, each of `tokens_per_step` tokens or of one sequence; `changes` by
+        section, over the defaults. The trainer is stopped before it has done them all.
+        """
+        sequences = max(1, self.tokens_per_step // tokens)
         sections: dict[str, dict[str, Any]] = {
-            "model": {"name": self.name},
+            "model": {"name": str(base)},
             "context": {"original": self.original, "target": tokens},
             "tuning": {"method": method, "rank": self.rank},
-            "data": {"source": "synthetic"},
-            "training": {"global_batch_size": sequences, "per_device_batch_size": sequences, "save_every": 10**9},
+            "data": {"source": "builtin:stdlib"},
+            "training": {
+                "steps": 8,
+                "warmup_steps": 1,
+                "log_every": 1,
+                "save_every": 10**9,
+                "global_batch_size": sequences,
+                "per_device_batch_size": sequences,
+            },
         }
         for section, values in (changes or {}).items():
             sections[section] = {**sections.get(section, {}), **values}
         return Recipe.model_validate(sections)
 
 
-def setting_of(shape: str) -> Setting:
-    """`tiny` for a CPU, or a shape that the plan knows by its hub id."""
-    if shape == "tiny":
-        return Setting("tiny", TINY, lengths=(64, 128), compared=128, tokens_a_step=128, rank=4)
-    config, _ = find_shape(shape)
-    lengths = tuple(
-        length * 1024 for length in (2, 8, 16, 32, 64) if length * 1024 >= config["max_position_embeddings"]
-    )
-    return Setting(shape, config, lengths, compared=16384, tokens_a_step=16384)
+def setting_of(name: str) -> Setting:
+    """`tiny` for a CPU, or a model whose shape the plan knows, by its hub id."""
+    if name == TINY:
+        return Setting(TINY, TINY_CONFIG, lengths=(64, 128), compared=128, tokens_per_step=128, rank=4)
+    config, _ = find_shape(name)
+    lengths = tuple(length for length in LENGTHS if length > config["max_position_embeddings"])
+    compared = next(length for length in lengths if length >= 16384)
+    return Setting(name, config, lengths, compared, tokens_per_step=16384, rank=16)
 
 
-def planned(setting: Setting, recipe: Recipe) -> DeviceMemory:
-    """The plan's bytes for one GPU."""
-    return memory(setting.shape, recipe, setting.original)
+def write_recipe(recipe: Recipe, folder: Path) -> Path:
+    """Write a recipe as a file."""
+    file = folder / f"{recipe.tuning.method}.yaml"
+    file.write_text(f"# Random weights.\n{dump_recipe(recipe)}", encoding="utf-8")
+    return file
 
 
-def work(setting: Setting, recipe: Recipe) -> Flops:
-    """Operations of one step."""
-    training = recipe.training
-    checkpointing, sequences = training.activation_checkpointing, training.global_batch_size
-    return flops_of_sequences(setting.shape, recipe.tuning, recipe.context.target, checkpointing, sequences)
+def plan_of(recipe: Path, gpu: str) -> dict[str, Any]:
+    """The plan of a recipe for a card, as `pi-lora plan --json` writes it."""
+    return pi_lora.plan(recipe, gpu=gpu).as_json()
 
 
-def random_model(setting: Setting, target: int, method: str, attention: str = "sdpa") -> PreTrainedModel:
-    """A model made where it computes, stretched to `target` tokens; NF4 for `qlora`, float32 for `full`."""
-    scaled = extend_config(setting.config, Interpolation("pi", setting.original, max(target, setting.original + 1)))
-    config = AutoConfig.for_model(**scaled)
-    dtype = torch.float32 if method == "full" else torch.bfloat16
+@cache
+def config_folder(setting_name: str, layers: int, folder: Path) -> Path:
+    """A folder with the config and the tokenizer of the shape, which is all that a plan reads."""
+    from transformers import AutoConfig
+
+    setting = setting_of(setting_name).with_layers(layers)
+    base = folder / f"{layers}-layers"
+    base.mkdir(parents=True)
+    config = AutoConfig.for_model(**setting.config)
+    config.architectures = ["LlamaForCausalLM"]
+    config.save_pretrained(base)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copyfile(BUILTIN_FOLDER / "tiny" / name, base / name)
+    return base
+
+
+def add_weights(base: Path) -> None:
+    """Write random bfloat16 weights beside the config, drawn on the device, unless they are there."""
+    if list(base.glob("*.safetensors")):
+        return
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from pi_lora.models.device import device
+
     with torch.device(device()):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
-    if method != "qlora":
-        return model
-    with quiet_loading():
-        return type(model).from_pretrained(
-            None,
-            config=config,
-            state_dict=model.state_dict(),
-            dtype=dtype,
-            attn_implementation=attention,
-            **quantization(dtype),
-        )
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(base), dtype=torch.bfloat16)
+    model.save_pretrained(base)

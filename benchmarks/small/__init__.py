@@ -1,1 +1,0 @@
-"""What benchmarks/paper_in_small.py does, stage by stage."""

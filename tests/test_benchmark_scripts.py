@@ -1,0 +1,190 @@
+"""The scripts in benchmarks/: what they run, what they keep, and that pages say what they kept."""
+
+import argparse
+import json
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM
+
+ROOT = Path(__file__).parent.parent
+sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "benchmarks" / "in_engines")]
+import ask  # noqa: E402
+import engines  # noqa: E402
+import gpu  # noqa: E402
+import record  # noqa: E402
+import tables  # noqa: E402
+import tables_gpu  # noqa: E402
+from on_gpu import parts  # noqa: E402
+from on_gpu.longest import CHANGES, next_length  # noqa: E402
+from on_gpu.setting import TINY, setting_of  # noqa: E402
+from pages import block  # noqa: E402
+
+from pi_lora.planning.planning import CONFIGS  # noqa: E402
+
+HUB_IDS = [path.name.replace("--", "/") for path in sorted(CONFIGS.iterdir())]
+SHAPES = [TINY, *(name for name in HUB_IDS if not name.startswith(("adapters/", "models/")))]
+IDS = torch.randint(2, 1024, (100,), generator=torch.Generator().manual_seed(1)).tolist()
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_every_recipe_of_the_gpu_benchmark_is_valid(name: str, tmp_path: Path) -> None:
+    setting = setting_of(name)
+    jobs = [job for part in parts.PARTS for job in parts.jobs(setting, part) if "method" in job]
+    assert {job["tokens"] for job in jobs} == {*setting.lengths}
+    for job in [*jobs, *({**jobs[0], "changes": changes} for changes in (CHANGES, *parts.levers(tiny=False)))]:
+        recipe = setting.recipe(tmp_path, job["method"], job["tokens"], job.get("changes"))
+        assert recipe.context.target > setting.original
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory: pytest.TempPathFactory) -> parts.Bench:
+    return parts.Bench(setting_of(TINY), tmp_path_factory.mktemp("bench"))
+
+
+def test_a_row_has_every_step_and_selective_checkpointing_changes_no_loss(bench: parts.Bench) -> None:
+    plain, selective = (
+        bench.row({"part": "levers", "method": "lora", "tokens": 128, "contender": contender}, 300)
+        for contender in (parts.PI_LORA, parts.SELECTIVE)
+    )
+    assert len(plain["step_seconds"]) == len(plain["losses"]) == 3
+    assert selective["losses"] == pytest.approx(plain["losses"], rel=1e-6)
+    assert plain["planned_bytes"] > 0
+
+
+def test_a_contender_that_takes_too_long_is_a_row(bench: parts.Bench) -> None:
+    job = {"part": "training", "method": "lora", "tokens": 64}
+    assert bench.row(job, 0.2)["failed"] == "no answer in 0 seconds"
+
+
+@pytest.mark.slow
+def test_every_part_becomes_a_table(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    file = tmp_path / "rows.json"
+    monkeypatch.setattr(sys, "argv", ["gpu.py", "--tiny", "--json", str(file)])
+    with pytest.raises(SystemExit) as ending:
+        gpu.main()
+    assert not ending.value.code
+    lines = list(tables_gpu.tables(json.loads(file.read_text())))
+    assert len([line for line in lines if line.startswith("###")]) == len(parts.PARTS) - 1
+
+
+def test_the_exception_of_a_failed_process_is_kept() -> None:
+    said = "warning\nTraceback (most recent call last):\n  ...\npydantic_core.ValidationError: 1 error for Recipe\n"
+    said += "training.steps\n  must be positive\n    For further information visit https://errors.pydantic.dev\n"
+    failed = "pydantic_core.ValidationError: 1 error for Recipe training.steps must be positive For further"
+    assert parts.failure_of(said)["failed"].startswith(failed)
+    assert parts.failure_of("killed\n") == {"failed": "killed"}
+    assert parts.failure_of("torch.OutOfMemoryError: CUDA out of memory.") == {"out_of_memory": True}
+
+
+class FakeBench:
+    """Notes what it is asked for, and fails at some lengths."""
+
+    def __init__(self, *failing: int) -> None:
+        self.setting, self.failing, self.asked = setting_of(TINY), failing, list[tuple[str, int]]()
+
+    def row(self, job: Any, seconds: float) -> dict[str, Any]:
+        self.asked.append((job["method"], job["tokens"]))
+        ended = {"failed": "why"} if job["tokens"] in self.failing else {"step_seconds": [1.0]}
+        return {"contender": "pi-lora", **ended}
+
+
+def test_rows_are_kept_as_they_come_and_only_what_failed_is_done_again(tmp_path: Path) -> None:
+    file = tmp_path / "gpu.json"
+    options = argparse.Namespace(parts=["training"], caps=[None], tries=2, minutes=None, again=False)
+    first, second = FakeBench(64), FakeBench()
+    for bench in (first, second):
+        gpu.measure(bench, gpu.Rows(file, TINY, None), options)
+    assert [length for _, length in first.asked] == [64, 128] * 3
+    assert second.asked == [(method, 64) for method in parts.METHODS]
+    rows = json.loads(file.read_text())["rows"]
+    assert len(rows) == 6
+    assert all("failed" not in row and row["machine"]["date"] for row in rows)
+    options.minutes = 0.1
+    options.again = True
+    with pytest.raises(SystemExit, match=r"--minutes 0\.1 are over before .*64"):
+        gpu.measure(FakeBench(), gpu.Rows(file, TINY, None), options)
+    with pytest.raises(SystemExit, match="holds rows of tiny on None"):
+        gpu.Rows(file, TINY, "another card")
+
+
+def test_mfu_stands_beside_the_share_of_the_measured_product() -> None:
+    """A step of one second that needs 3e14 operations where the card does 6e14, and 1e14 more for recomputation."""
+    row = {
+        "part": "training",
+        "method": "lora",
+        "layers": 32,
+        "tokens": 16384,
+        "sequences": 1,
+        "flops": {"forward": 1e14, "recomputation": 1e14, "backward": 2e14},
+        "planned_bytes": 22 * 2**30,
+        "peak_bytes": 20 * 2**30,
+        "step_seconds": [9.0, 1.0, 1.0],
+    }
+    gone = {key: value for key, value in row.items() if key not in ("step_seconds", "peak_bytes")}
+    lines = list(tables_gpu.training([row, gone], 6e14))[-2:]
+    assert lines == [
+        "| lora | 32 | 1 x 16,384 | 16,384 | 30.3% | 50.0% | 66.7% | 20.0 GiB | 22 GiB | +10% |",
+        "| lora | 32 | 1 x 16,384 | out of memory |  |  |  | not measured | 22 GiB |  |",
+    ]
+
+
+@given(st.integers(1, 10_000), st.integers(1, 12_000), st.integers(1, 12))
+def test_the_search_ends_between_what_ran_and_what_did_not(first: int, capacity: int, tries: int) -> None:
+    ran: dict[int, bool] = {}
+    while (length := next_length(first, 1, tries, ran)) is not None:
+        assert length not in ran
+        ran[length] = length <= capacity
+    assert 1 <= len(ran) <= tries
+    good, bad = ([length for length in ran if ran[length] == wanted] for wanted in (True, False))
+    assert not good or not bad or max(good) < min(bad)
+
+
+def test_a_row_has_its_own_date_and_others_keep_theirs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(record, "RESULTS", tmp_path)
+    for day, name in (("monday", "a"), ("tuesday", "b")):
+        monkeypatch.setattr(record, "machine", lambda day=day: {"date": day})
+        record.write_row("it", ("rows", name), {"value": 1})
+    assert {name: row["machine"]["date"] for name, row in record.read("it")["rows"].items()} == {
+        "a": "monday",
+        "b": "tuesday",
+    }
+
+
+def test_pages_say_what_the_results_hold() -> None:
+    assert (ROOT / "benchmarks" / "README.md").read_text() == tables.page(), "run: python benchmarks/tables.py"
+    for place, name, script, write in tables.BLOCKS:
+        assert block(place, name) == tables.text_of(script, write), f"{place}: run: python benchmarks/tables.py"
+
+
+@torch.no_grad()
+def test_an_engines_answer_is_compared_with_what_the_model_computes(full_run: Path) -> None:
+    """With transformers as the engine."""
+    request = {"folder": str(full_run), "ids": IDS, "greedy": engines.GREEDY}
+    said = ask.transformers(request)
+    unscaled = ask.transformers({**request, "unscaled": True})["tokens"]
+    model, ids = AutoModelForCausalLM.from_pretrained(full_run), torch.tensor([IDS])
+    logprobs = model(ids).logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
+    torch.testing.assert_close(torch.tensor(said["logprobs"]), logprobs, rtol=1e-4, atol=1e-4)
+    written = model.generate(ids, max_new_tokens=engines.GREEDY, do_sample=False, eos_token_id=-1)
+    assert said["tokens"] == written[0, 100:].tolist() != unscaled
+    reference, facts = {**said, "unscaled": unscaled}, {"versions": {"engine": "1"}, "seconds": 1.0}
+    same = engines.compared({**said, **facts}, reference, 64)
+    assert (same["greedy"], same["largest"], same["as_unscaled"]) == (engines.GREEDY, 0, False)
+    assert same["perplexity"] == pytest.approx(math.exp(-sum(said["logprobs"][64:]) / 35))
+    changed = [said["tokens"][0], list(said["choices"][1])[1], *said["tokens"][2:]]
+    answer = {**said, **facts, "tokens": changed, "logprobs": None}
+    other = engines.compared(answer, {**said, "unscaled": changed}, 64)
+    best = sorted(said["choices"][1].values())
+    assert (other["greedy"], other["as_unscaled"]) == (1, True)
+    assert other["behind"] == pytest.approx(best[-1] - best[-2])
+
+
+def test_an_engine_that_fails_says_why() -> None:
+    assert engines.answer("no_such_engine", sys.executable, (), {}) == {"failed": "KeyError: 'no_such_engine'"}
