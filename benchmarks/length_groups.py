@@ -88,7 +88,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--at-once", type=int, default=4)
     options = parser.parse_args()
-    rows = find_table(Source(name=options.reports)).rows(["report", "summary"])
+    rows = find_table(Source(name=options.reports)).read(["report", "summary"], None)
     texts = [(row["report"], row["summary"]) for _, row in rows]
     loaded = pi_lora.load("builtin:tiny", pi_lora.Extension(target=WINDOW))
     loaded.model.train()

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from filelock import FileLock, Timeout
+from filelock import FileLock
 from pydantic import TypeAdapter, ValidationError
 
 from pi_lora.errors import DataError, ModelError
@@ -62,24 +62,16 @@ def write_whole(file: Path, text: str) -> None:
     os.replace(part, file)
 
 
-def make_once(
-    folder: Path, is_complete: Callable[[], bool], make: Callable[[Path], None], waiting: Callable[[], None]
-) -> None:
-    """Let `make` fill a folder of the cache unless it `is_complete`, in one process at a time; call `waiting` while
-    another makes it. A complete folder may be read-only. Raise DataError if the cache cannot be written.
+def make_once(folder: Path, is_complete: Callable[[], bool], make: Callable[[Path], None]) -> None:
+    """Let `make` fill a folder of the cache unless it `is_complete`, in one process at a time. A complete folder may be
+    read-only. Raise DataError if the cache cannot be written.
     """
     if is_complete():
         return
     partial = folder.with_suffix(".partial")
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(folder.with_suffix(".lock"))
-        try:
-            held = lock.acquire(timeout=0)
-        except Timeout:
-            waiting()
-            held = lock.acquire()
-        with held:
+        with FileLock(folder.with_suffix(".lock")):
             if is_complete():
                 return
             shutil.rmtree(partial, ignore_errors=True)

@@ -65,7 +65,7 @@ def train(
     preparing = "preparing examples" if resolved.data.has_examples else "packing tokens"
     with progress_bar(preparing) as progress:
         data = job.prepare(progress, missing=say_what_is_missing)
-    for line in () if launched else data.said:
+    for line in () if launched else data.messages:
         out.lines(f"data: {line}")
     if resolved.hardware.processes > 1 and not launched:
         if status := launch(launch_arguments(resolved, worker, *where)):
@@ -115,4 +115,4 @@ def prepare(
     with progress_bar("preparing data") as progress:
         data = job.prepare(progress, processes or os.cpu_count() or 1)
     done = f"{cache_folder()}: has the data of {recipe}; pi-lora train reads it from there"
-    out.lines(*(f"data: {line}" for line in data.said), done)
+    out.lines(*(f"data: {line}" for line in data.messages), done)

@@ -92,12 +92,12 @@ class LengthGroups(Sampler[int]):
 
 @dataclass(frozen=True)
 class TrainingData:
-    """Rows, what makes a batch of them, the tokens of each or of every row, and what a user should know of them."""
+    """Rows, what makes a batch of them, the tokens of each or of every row, and what to tell the user."""
 
     rows: Dataset
     collate: Collate
     tokens: list[int] | int
-    said: list[str]
+    messages: list[str]
 
     @property
     def digest(self) -> str:
@@ -132,8 +132,8 @@ def training_data(
     number = training.steps * training.global_batch_size
     rows = training_sequences(data, tokenizer, original, target, number, progress, processes, missing)
     length = len(rows[0]["input_ids"])
-    said = f"{number * length:,} tokens at hand, as many as needed: {number:,} sequences of {length:,}"
-    return TrainingData(rows, collate, length, [said])
+    message = f"{number * length:,} tokens at hand, as many as needed: {number:,} sequences of {length:,}"
+    return TrainingData(rows, collate, length, [message])
 
 
 def _examples(data: Data, training: Training, tokenizer: Any, window: int, progress: Progress) -> TrainingData:
@@ -150,9 +150,9 @@ def _examples(data: Data, training: Training, tokenizer: Any, window: int, progr
     prompts, completions = (pyarrow.compute.list_value_length(column).to_pylist() for column in columns)
     tokens = [sum(both) for both in zip(prompts, completions, strict=True)]
     learned = sum(tokens if data.loss == "all" else completions)
-    said = (
+    message = (
         f"{number:,} examples of {min(tokens):,} to {max(tokens):,} tokens; {learned:,} of {sum(tokens):,} "
         f"tokens are learned; {account.documents_cut:,} documents and {account.completions_cut:,} completions were cut"
     )
     padding = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
-    return TrainingData(rows, CollateExamples(padding, data.loss == "all"), tokens, [said, *account.left_out])
+    return TrainingData(rows, CollateExamples(padding, data.loss == "all"), tokens, [message, *account.left_out])

@@ -12,11 +12,11 @@ import pyarrow as pa
 from datasets import Dataset, Features, List, Value
 
 from pi_lora.recipe.places import cache_folder
-from pi_lora.types import Json, Progress, silent
-from pi_lora.writing import make_once
+from pi_lora.types import Json
+from pi_lora.writing import make_once, write_json
 
 ROWS_AT_ONCE = 32
-ROWS, MADE_FROM, NOTES = "rows.arrow", "made_from.json", "notes.json"
+ROWS, ABOUT = "rows.arrow", "about.json"
 
 Row = Mapping[str, Sequence[int]]
 
@@ -27,30 +27,19 @@ def columns_of(types: Mapping[str, str], length: int = -1) -> Features:
 
 
 def cached(
-    made_from: Json,
-    columns: Features,
-    make: Callable[[], Iterator[Row]],
-    progress: Progress = silent,
-    notes: Callable[[], Any] = lambda: None,
+    made_from: Json, columns: Features, make: Callable[[], Iterator[Row]], notes: Callable[[], Any] = lambda: None
 ) -> tuple[Dataset, Any]:
     """Return the rows made from `made_from`, NumPy arrays mapped into memory, and the notes on them: those in the
-    cache, or what `make` yields and the JSON of `notes` after it. `progress` is told if another process makes the same.
-    Raise DataError if the cache cannot be written.
+    cache, or what `make` yields and the JSON of `notes` after it. Raise DataError if the cache cannot be written.
     """
     key = hashlib.sha256(json.dumps(made_from, sort_keys=True).encode()).hexdigest()
     folder = cache_folder() / "sequences" / key
 
     def fill(part: Path) -> None:
         number = write_rows(part / ROWS, columns, make())
-        for name, content in {MADE_FROM: made_from, NOTES: [number, notes()]}.items():
-            (part / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        write_json(part / ABOUT, {"made_from": made_from, "rows": number, "notes": notes()})
 
-    make_once(
-        folder,
-        lambda: read_rows(folder, columns) is not None,
-        fill,
-        lambda: progress(0, 0, "waiting for another process that makes the same"),
-    )
+    make_once(folder, lambda: read_rows(folder, columns) is not None, fill)
     found = read_rows(folder, columns)
     assert found is not None, f"{folder}: cannot be read back"
     return found
@@ -59,11 +48,13 @@ def cached(
 def read_rows(folder: Path, columns: Features) -> tuple[Dataset, Any] | None:
     """Return the rows in `folder` and the notes on them; None if they are missing, damaged, or have other columns."""
     try:
-        found = Dataset.from_file(str(folder / ROWS))
-        number, notes = json.loads((folder / NOTES).read_text(encoding="utf-8"))
-    except (pa.ArrowException, OSError, ValueError, TypeError, RecursionError):
+        rows = Dataset.from_file(str(folder / ROWS))
+        about = json.loads((folder / ABOUT).read_bytes())
+    except (pa.ArrowException, OSError, ValueError):
         return None
-    return (found.with_format("numpy"), notes) if (len(found), found.features) == (number, columns) else None
+    if (len(rows), rows.features) != (about["rows"], columns):
+        return None
+    return rows.with_format("numpy"), about["notes"]
 
 
 def write_rows(file: Path, columns: Features, rows: Iterator[Row]) -> int:

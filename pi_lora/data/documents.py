@@ -6,7 +6,6 @@ import gzip
 import hashlib
 import importlib.util
 import json
-import os
 import sys
 import zipfile
 import zlib
@@ -49,19 +48,17 @@ def looks_local(name: str) -> bool:
     return named or glob.has_magic(name) or Path(name).exists()
 
 
-def files_named(name: str, suffixes: tuple[str, ...]) -> tuple[Path, ...]:
-    """Return the files that `name` stands for: itself, those in a folder at any depth, or of a glob, or raise
-    DataError.
-    """
-    path = Path(os.path.expanduser(name))
+def files_named(name: str, suffixes: tuple[str, ...]) -> list[Path]:
+    """Return the files that `name` stands for: itself, a folder's at any depth, a glob's; or raise DataError."""
+    path = Path(name).expanduser()
     if path.is_file():
-        return (path,)
+        return [path]
     found = path.rglob("*") if path.is_dir() else map(Path, glob.iglob(str(path), recursive=True))
     files = sorted(file for file in found if file.name.lower().endswith(suffixes) and file.is_file())
     if not files:
         what = "holds" if path.is_dir() else "no such file or folder, or matches"
         raise DataError(f"{name}: {what} no text files ({', '.join(suffixes)}); name others, or builtin:stdlib")
-    return tuple(files)
+    return files
 
 
 def fingerprint(files: Iterable[Path]) -> str:
@@ -73,23 +70,23 @@ def fingerprint(files: Iterable[Path]) -> str:
     return digest.hexdigest()
 
 
-def rows_in(file: File, columns: Sequence[str], suffixes: tuple[str, ...]) -> Iterator[NamedJson]:
-    """Yield `(file:row, row)` for every row of a file; raise DataError that names the row if one cannot be read. A file
-    whose name does not end in one of `suffixes`, or that is of text, is one row with its text under every column.
+def rows_in(file: File, name: str, columns: Sequence[str], suffixes: tuple[str, ...] = ()) -> Iterator[NamedJson]:
+    """Yield `(name:row, row)` for every row of a file; raise DataError that names the row if one cannot be read. A file
+    of text, or whose own name ends in none of `suffixes`, is one row with its text under every column.
     """
     reader = next((READERS.get(suffix) for suffix in suffixes if file.name.lower().endswith(suffix)), None)
     number = 0
     try:
         if reader is None:
-            yield str(file), dict.fromkeys(columns, file.read_text(encoding="utf-8"))
+            yield name, dict.fromkeys(columns, file.read_text(encoding="utf-8"))
             return
         for row in reader(file, columns):
             if not isinstance(row, dict) or None in row:
                 raise ValueError("it is not one value for each column")
             number += 1
-            yield f"{file}:{number}", row
+            yield f"{name}:{number}", row
     except (OSError, EOFError, ValueError, zlib.error, csv.Error) as error:
-        where = f"{file}:{number + 1}" if reader else file
+        where = f"{name}:{number + 1}" if reader else name
         raise DataError(f"{where}: cannot be read ({first_line(error)}); correct it, or download it again") from None
 
 
@@ -119,14 +116,14 @@ READERS = {**dict.fromkeys(JSON_LINES, _json_rows), PARQUET: _parquet_rows, CSV:
 
 def read_document(name: str) -> str:
     """Return the text of a text or PDF file (by pypdf), or of standard input (`-`); raise DataError without any."""
-    file = Path(os.path.expanduser(name))
+    file = Path(name).expanduser()
     try:
         if name == "-":
             text = sys.stdin.buffer.read().decode("utf-8-sig")
         else:
             text = _pdf(file) if name.lower().endswith(PDF) else file.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{file}: cannot be read ({first_line(error)}); name a .txt, .md or .pdf file, or - ") from None
+        raise DataError(f"{name}: cannot be read ({first_line(error)}); name a .txt, .md or .pdf file, or - ") from None
     if not text.strip():
         raise DataError(f"{name}: holds no text; of a PDF, the pages may be pictures: recognize their text (OCR) first")
     return text

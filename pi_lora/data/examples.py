@@ -25,7 +25,7 @@ Read the following article and then summarize it.
 Now summarize the above article.
 Summary:"""
 # Raise it with every change to how examples are made.
-FORMAT = 3
+FORMAT = 4
 SHOWN = 5
 
 Texts = Mapping[str, str]
@@ -33,14 +33,14 @@ Texts = Mapping[str, str]
 
 @dataclass(frozen=True)
 class Task:
-    """The columns of a prompt with the text around them, and the column of the completion.
+    """A prompt with `{column}` for columns of a row, and the column of the completion.
 
-    `pieces` are texts, each with the column that follows it or None. `document` is the column that is cut, to its first
-    `document_tokens` or to what fits; `completion_tokens` is the longest that is learned and written.
-    `special_tokens`: those in rows and template are what they stand for; else they are text.
+    `document` is the column that is cut, to its first `document_tokens` or to what fits; `completion_tokens` is the
+    longest that is learned and written. With `special_tokens`, special tokens in rows and template keep their meaning;
+    else they are text.
     """
 
-    pieces: tuple[tuple[str, str | None], ...]
+    template: str
     completion: str
     document: str | None
     document_tokens: int
@@ -50,29 +50,43 @@ class Task:
     @classmethod
     def of(cls, data: Data) -> "Task":
         """Return the task of a recipe's `data`, which has examples; raise DataError if its template is malformed."""
-        pieces = _pieces(SUMMARIZE if data.template is None else data.template)
-        if data.template is None:
-            pieces = tuple((text, data.document if name else None) for text, name in pieces)
+        template = SUMMARIZE.replace("{document}", f"{{{data.document}}}") if data.template is None else data.template
         completion = data.completion or data.summary or ""
-        task = cls(pieces, completion, data.document, data.document_tokens, data.completion_tokens, data.special_tokens)
-        if task.document is not None and task.document not in task.read:
-            raise DataError(f"data.template: has no {{{task.document}}}, which data.document names; put it in")
+        limits = data.document_tokens, data.completion_tokens
+        task = cls(template, completion, data.document, *limits, data.special_tokens)
+        try:
+            columns = task.prompt_columns
+        except ValueError as error:
+            raise DataError(f"data.template: {error}; write {{column}} for a column, {{{{ }}}} for braces") from None
+        if not columns or "" in columns:
+            raise DataError("data.template: names no column; write {column} where one goes")
+        if data.document not in (None, *columns):
+            raise DataError(f"data.template: has no {{{data.document}}}, which data.document names; put it in")
         return task
 
     @property
-    def read(self) -> list[str]:
+    def pieces(self) -> list[tuple[str, str | None]]:
+        """The texts of the template, each with the column after it, or None.
+
+        >>> Task("German: {german} English:", "english", None, 9, 9).pieces
+        [('German: ', 'german'), (' English:', None)]
+        """
+        return [(text, column) for text, column, *_ in Formatter().parse(self.template)]
+
+    @property
+    def prompt_columns(self) -> list[str]:
         """The columns of the prompt, in order."""
         return list(dict.fromkeys(column for _, column in self.pieces if column is not None))
 
     @property
     def columns(self) -> list[str]:
         """All columns that a row must have, those of the prompt first."""
-        return list(dict.fromkeys([*self.read, self.completion]))
+        return list(dict.fromkeys([*self.prompt_columns, self.completion]))
 
     def prompt(self, row: Texts) -> str:
         """Return the prompt of a row.
 
-        >>> Task((("Q: ", "q"), (" A:", None)), "a", None, 9, 9).prompt({"q": "Why?"})
+        >>> Task("Q: {q} A:", "a", None, 9, 9).prompt({"q": "Why?"})
         'Q: Why? A:'
         """
         return "".join(text + (row[column] if column is not None else "") for text, column in self.pieces)
@@ -97,10 +111,10 @@ class Prompter:
         self.task, self.longest = task, window - task.completion_tokens - 1
         self.tokenizer = partial(tokenizer, split_special_tokens=not task.special_tokens, verbose=False)
         self.eos, self.decode, self.is_fast = tokenizer.eos_token_id, tokenizer.decode, tokenizer.is_fast
-        template = "".join(text for text, _ in task.pieces)
-        if not task.special_tokens and (found := [each for each in tokenizer.all_special_tokens if each in template]):
+        special = [token for token in tokenizer.all_special_tokens if token in task.template]
+        if special and not task.special_tokens:
             how = "set data.special_tokens: true, which reads those in the rows as well, or leave it out"
-            raise DataError(f"data.template: {found[0]} is a special token, and would be read as text; {how}")
+            raise DataError(f"data.template: {special[0]} is a special token, and would be read as text; {how}")
 
     def prompts(self, rows: Sequence[Texts]) -> list[Prompt]:
         """Return the prompts of rows, as the tokenizer begins a text; many at a time are encoded in parallel."""
@@ -157,23 +171,6 @@ class Prompter:
             return str(self.decode(ids[:number]))
 
         return [(len(ids), partial(first, index)) for index, ids in enumerate(found["input_ids"])]
-
-
-def _pieces(template: str) -> tuple[tuple[str, str | None], ...]:
-    """Return texts, each with the column after it; raise DataError if the template is malformed.
-
-    >>> _pieces("German: {german} English:")
-    (('German: ', 'german'), (' English:', None))
-    """
-    try:
-        parsed = list(Formatter().parse(template))
-        if any(column == "" or form or conversion for _, column, form, conversion in parsed):
-            raise ValueError("has braces with something else than the name of a column")
-    except ValueError as error:
-        raise DataError(f"data.template: {error}; write {{column}} for a column, and {{{{ }}}} for braces") from None
-    if not any(column for _, column, _, _ in parsed):
-        raise DataError("data.template: names no column; write {column} where one goes")
-    return tuple((text, column) for text, column, _, _ in parsed)
 
 
 @dataclass
@@ -244,7 +241,9 @@ def training_examples(data: Data, tokenizer: Any, window: int, progress: Progres
 
     def rows() -> Iterator[Row]:
         prompter = Prompter(task, tokenizer, window)
-        for batch in prompted((row for _, table in tables for row in table.rows(task.columns)), prompter, account):
+        for batch in prompted(
+            (row for _, table in tables for row in table.read(task.columns, None)), prompter, account
+        ):
             completions = prompter.completions([row for _, row, _ in batch])
             for (_, _, prompt), completion in zip(batch, completions, strict=True):
                 account.examples += 1
@@ -258,7 +257,7 @@ def training_examples(data: Data, tokenizer: Any, window: int, progress: Progres
             raise account.nothing(f"data.source: {names}", f"{cause}; lower it, or choose a longer context.target")
 
     columns = columns_of(dict.fromkeys(("prompt_ids", "completion_ids"), token_type(tokenizer)))
-    found, noted = cached(made_from, columns, rows, progress, lambda: asdict(account))
+    found, noted = cached(made_from, columns, rows, lambda: asdict(account))
     return found, Account(**noted)
 
 
@@ -277,7 +276,7 @@ def data_problems(data: Data) -> list[str]:
         try:
             table = find_table(source) if columns else find_corpus(source)
             if local:
-                next(table.rows(columns) if columns else table.documents(), None)
+                next(table.read(columns, None) if columns else table.documents(), None)
         except DataError as problem:
             problems.append(str(problem))
     return [f"data.source: {problem}" for problem in problems]

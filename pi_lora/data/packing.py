@@ -1,28 +1,28 @@
 """Token ids to sequences of equal length from the sources of a recipe, mixed by weight and seed."""
 
-import hashlib
 import itertools
 import math
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
-from pathlib import Path
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from datasets import Dataset
 
 from pi_lora.data import recall
 from pi_lora.data.cache import Row, cached, columns_of
-from pi_lora.data.sources import RECALL, find_corpus
+from pi_lora.data.sources import RECALL, Table, find_corpus
 from pi_lora.data.tokens import Encode, Pool, Tokens, encoded, encoder, token_type, tokenizer_identity
 from pi_lora.errors import DataError
 from pi_lora.recipe.schema import Data, Source
-from pi_lora.types import Json, Progress, silent
+from pi_lora.types import Progress, silent
 
 # Called where nothing is in the cache, before as many tokens are packed.
 Missing = Callable[[int], object]
-# Raise it with every change to how sequences are made, so that no older cache is taken for the new ones.
-FORMAT = 3
+# Raise it with every change to how sequences or recall documents are made: older caches are not taken for new ones.
+FORMAT = 4
 
 
 def skip_positions(rng: random.Random, tokens: int, target: int, chunks: int) -> list[int]:
@@ -65,34 +65,34 @@ def aligned(documents: Iterator[Tokens], length: int) -> Iterator[Tokens]:
         yield sequence
 
 
+@dataclass
 class Stream:
     """The sequences of one source; `tokens` and `left_out` (documents) count what was read for them so far."""
 
-    def __init__(self, source: Source, data: Data, encode: Encode, length: int) -> None:
-        self.source, self.data, self.encode, self.length = source, data, encode, length
-        self.corpus, self.tokens, self.left_out = find_corpus(source), 0, 0
-        self.pool: Pool | None = None
+    source: Source
+    data: Data
+    encode: Encode
+    length: int
+    tokens: int = 0
+    left_out: int = 0
 
-    def identity(self) -> Json:
-        """Return the source and what decides its text, as JSON."""
-        found = {**self.source.model_dump(), **self.corpus.identity()}
-        if self.source.name == RECALL:
-            made_by = Path(recall.__file__).read_bytes() + recall.LISTS.read_bytes()
-            found["code"] = hashlib.sha256(made_by).hexdigest()
-        return found
+    @cached_property
+    def corpus(self) -> Table:
+        """The documents."""
+        return find_corpus(self.source)
 
-    def sequences(self) -> Iterator[Tokens]:
+    def sequences(self, pool: Pool | None) -> Iterator[Tokens]:
         """Yield sequences of exactly `length` tokens until the source is used up; `builtin:recall` has no end."""
         if self.source.name == RECALL:
             # The facts that a document asks for must stand in the same sequence.
             return aligned(self._recall_documents(), self.length)
-        return wrapped(self._text_documents(), self.length)
+        return wrapped(self._text_documents(pool), self.length)
 
-    def _text_documents(self) -> Iterator[Tokens]:
+    def _text_documents(self, pool: Pool | None) -> Iterator[Tokens]:
         # Each epoch has an order of its own.
         for epoch in range(self.data.epochs):
             texts = (document.text for document in self.corpus.documents(self.data.seed + epoch))
-            for ids in encoded(texts, self.encode, pool=self.pool):
+            for ids in encoded(texts, self.encode, pool=pool):
                 if len(ids) < self.data.min_document_tokens:
                     self.left_out += not epoch  # each document once
                 else:
@@ -109,15 +109,15 @@ class Stream:
         # One at a time: making them up costs more than encoding them.
         yield from (self.encode([text])[0] for text in made_up)
 
-    def too_little(self, needed: int) -> str:
+    def too_little(self, needed: int) -> DataError:
         """Return what is wrong when the source is used up: its tokens, those needed, and how many epochs would do."""
-        where, short, epochs = f"data.source: {self.source.name}", _left_out(self), self.data.epochs
+        where, short, epochs = f"data.source: {self.source.name}", _left_out([self]), self.data.epochs
         if not self.tokens:
-            return f"{where}: holds no document that is long enough ({short}); lower data.min_document_tokens"
-        at_hand = f"{self.tokens:,} tokens at hand in data.epochs: {epochs}" + (f" ({short})" if short else "")
-        share = "" if len(self.data.source) == 1 else " for its share"
+            problem = f"holds no document that is long enough ({short}); lower data.min_document_tokens"
+            return DataError(f"{where}: {problem}")
         more = f"set data.epochs to {math.ceil(needed * epochs / self.tokens)}, add text, or lower training.steps"
-        return f"{where}: {at_hand}, {needed:,} needed{share}; {more}"
+        at_hand = f"{self.tokens:,} tokens at hand in data.epochs: {epochs}, {needed:,} needed for its share"
+        return DataError(f"{where}: {at_hand}{short and f' ({short})'}; {more}")
 
 
 def training_sequences(
@@ -146,34 +146,29 @@ def training_sequences(
     streams = [Stream(source, data, encode, length) for source in data.source]
     made_from = {
         "format": FORMAT,
-        "sources": [stream.identity() for stream in streams],
+        "sources": [{**stream.source.model_dump(), **stream.corpus.identity()} for stream in streams],
         "data": data.model_dump(exclude={"source", "sequence_tokens"}),
         "tokenizer": tokenizer_identity(tokenizer),
-        "original": length if pose else None,
+        "length": length,
         "target": target,
         "number": number,
     }
 
     def rows() -> Iterator[Row]:
         missing(number * length)
-        with Pool(tokenizer, data.special_tokens, processes) if processes > 1 else nullcontext() as pool:
-            for stream in streams:
-                stream.pool = pool
-            yield from packed()
-
-    def packed() -> Iterator[Row]:
         rng = random.Random(data.seed)
         order = drawn_order([source.weight for source in data.source], number, data.seed)
-        sequences = [stream.sequences() for stream in streams]
-        for done, index in enumerate(order, 1):
-            if (ids := next(sequences[index], None)) is None:
-                raise DataError(streams[index].too_little(order.count(index) * length))
-            progress(done * length, number * length, _left_out(*streams))
-            positions = {"position_ids": skip_positions(rng, length, target, data.chunks)} if pose else {}
-            yield {"input_ids": ids, **positions}
+        with Pool(tokenizer, data.special_tokens, processes) if processes > 1 else nullcontext() as pool:
+            sequences = [stream.sequences(pool) for stream in streams]
+            for done, index in enumerate(order, 1):
+                if (ids := next(sequences[index], None)) is None:
+                    raise streams[index].too_little(order.count(index) * length)
+                progress(done * length, number * length, _left_out(streams))
+                positions = {"position_ids": skip_positions(rng, length, target, data.chunks)} if pose else {}
+                yield {"input_ids": ids, **positions}
 
     columns = {"input_ids": token_type(tokenizer), **({"position_ids": "int32"} if pose else {})}
-    return cached(made_from, columns_of(columns, length), rows, progress)[0]
+    return cached(made_from, columns_of(columns, length), rows)[0]
 
 
 def drawn_order(weights: Sequence[float], number: int, seed: int) -> list[int]:
@@ -181,6 +176,6 @@ def drawn_order(weights: Sequence[float], number: int, seed: int) -> list[int]:
     return random.Random(seed).choices(range(len(weights)), weights, k=number)
 
 
-def _left_out(*streams: Stream) -> str:
+def _left_out(streams: Sequence[Stream]) -> str:
     number = sum(stream.left_out for stream in streams)
     return f"documents of under {streams[0].data.min_document_tokens} tokens left out: {number:,}" if number else ""

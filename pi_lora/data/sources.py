@@ -3,12 +3,11 @@
 import functools
 import hashlib
 import os
-import platform
 import random
 import re
 import sysconfig
 import zipfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -17,7 +16,7 @@ from typing import Any
 from huggingface_hub import HfApi, hf_hub_download
 
 from pi_lora.data import documents
-from pi_lora.data.documents import DOCUMENT_SUFFIXES, TABLE_SUFFIXES, Document, NamedJson
+from pi_lora.data.documents import DOCUMENT_SUFFIXES, TABLE_SUFFIXES, Document, File, NamedJson
 from pi_lora.errors import DataError, first_line
 from pi_lora.recipe.schema import Source
 from pi_lora.types import Json
@@ -43,9 +42,9 @@ NamedRow = tuple[str, dict[str, str]]
 
 @dataclass(frozen=True)
 class Table:
-    """A source that was found; rows are read as they are asked for. `read` yields the texts in some columns of every
-    row, in a fixed order or in that of a seed. `identity` is what decides the rows, as JSON: a cache made from them is
-    stale when it changes. `size` is the bytes of its files on this machine, None of what is on the hub.
+    """A source of rows. `read` yields the texts in some columns of every row as they are asked for, in a fixed order or
+    in that of a seed. `identity` is what decides the rows, as JSON: a cache made from them is stale when it changes.
+    `size` is the bytes of its files on this machine, None of what is on the hub.
     """
 
     name: str
@@ -54,26 +53,22 @@ class Table:
     identity: Callable[[], Json]
     size: Callable[[], int | None] = lambda: None
 
-    def rows(self, columns: Sequence[str], seed: int | None = None) -> Iterator[NamedRow]:
-        """Yield the texts in `columns` of every row."""
-        return self.read(columns, seed)
-
     def documents(self, seed: int | None = None) -> Iterator[Document]:
-        """Yield the texts of `column` that are not blank, ordered as `rows`; raise DataError if there is none."""
-        found = (Document(where, row[self.column]) for where, row in self.rows([self.column], seed))
-        filled = (document for document in found if document.text.strip())
-        if (first := next(filled, None)) is None:
+        """Yield the texts of `column` that are not blank, ordered as `read`; raise DataError if there is none."""
+        rows = self.read([self.column], seed)
+        documents = (Document(where, row[self.column]) for where, row in rows if row[self.column].strip())
+        if (first := next(documents, None)) is None:
             raise DataError(f"{self.name}: holds no text, it is empty; name a source with text")
         yield first
-        yield from filled
+        yield from documents
 
 
 def texts(rows: Iterable[NamedJson], columns: Sequence[str]) -> Iterator[NamedRow]:
     """Yield `columns` of each row, None as an empty text; raise DataError where one is absent or not text."""
     for where, row in rows:
-        if missing := " and no ".join(column for column in columns if column not in row):
-            raise DataError(f"{where}: has no column {missing}; choose from its columns: {', '.join(row)}")
         for column in columns:
+            if column not in row:
+                raise DataError(f"{where}: has no column {column}; choose from its columns: {', '.join(row)}")
             if not isinstance(row[column], str | None):
                 kind = type(row[column]).__name__
                 raise DataError(f"{where}: column {column} holds {kind}, not text; name a column that does")
@@ -102,20 +97,25 @@ def shuffled(rows: Iterable[NamedRow], seed: int | None, room: int = SHUFFLE_CHA
     yield from held
 
 
-def local_files(name: str, files: tuple[Path, ...], column: str, suffixes: tuple[str, ...]) -> Table:
-    """Return files as a table, read one at a time. The seeded order shuffles the files, and the rows of each."""
+def read_files(
+    files: Mapping[str, File], suffixes: tuple[str, ...], columns: Sequence[str], seed: int | None
+) -> Iterator[NamedRow]:
+    """Yield the rows of named files, one file at a time; a seed shuffles the files, and the rows of each."""
+    order = list(files.items())
+    if seed is not None:
+        random.Random(seed).shuffle(order)
+    for name, file in order:
+        yield from shuffled(texts(documents.rows_in(file, name, columns, suffixes), columns), seed)
 
-    def read(columns: Sequence[str], seed: int | None) -> Iterator[NamedRow]:
-        order = list(files)
-        if seed is not None:
-            random.Random(seed).shuffle(order)
-        for file in order:
-            yield from shuffled(texts(documents.rows_in(file, columns, suffixes), columns), seed)
+
+def local_files(name: str, files: Mapping[str, Path], column: str = "text", suffixes: tuple[str, ...] = ()) -> Table:
+    """Return named files as a table; those whose names end in none of `suffixes` are a row each."""
 
     def identity() -> Json:
-        return {"files": len(files), "sha256": documents.fingerprint(files)}
+        return {"files": len(files), "sha256": documents.fingerprint(files.values())}
 
-    return Table(name, column, read, identity, lambda: sum(file.stat().st_size for file in files))
+    read = functools.partial(read_files, files, suffixes)
+    return Table(name, column, read, identity, lambda: sum(file.stat().st_size for file in files.values()))
 
 
 def split_of(relative_path: str) -> str:
@@ -127,30 +127,17 @@ def split_of(relative_path: str) -> str:
 
 
 def standard_library(split: str = "train") -> Table:
-    """Return a split of Python's own sources: a few megabytes at most, all of which are shuffled. Raise DataError if
-    there is no such split.
-    """
+    """Return a split of Python's own sources, a few megabytes at most; raise DataError if there is no such split."""
     if split not in SPLITS:
         raise DataError(f"{STDLIB}: has no split {split}; there are {', '.join(SPLITS)}")
-
-    def files() -> dict[str, Path]:
-        root = Path(sysconfig.get_path("stdlib"))
-        found: list[Path] = []
-        for folder, folders, names in os.walk(root):
-            # Not entered at all: what is installed beside the library is often a hundred times as much.
-            folders[:] = (name for name in folders if name not in SKIPPED_FOLDERS)
-            found += (Path(folder, name) for name in names if name.endswith(".py"))
-        named = {path.relative_to(root).as_posix(): path for path in sorted(found)}
-        return {name: path for name, path in named.items() if split_of(name) == split}
-
-    def read(columns: Sequence[str], seed: int | None) -> Iterator[NamedRow]:
-        found = ((name, file.read_text(encoding="utf-8", errors="replace")) for name, file in files().items())
-        return shuffled(((name, dict.fromkeys(columns, text)) for name, text in found if text.strip()), seed)
-
-    def identity() -> Json:
-        return {"python": platform.python_version(), "sha256": documents.fingerprint(files().values())}
-
-    return Table(STDLIB, "text", read, identity, lambda: sum(file.stat().st_size for file in files().values()))
+    root = Path(sysconfig.get_path("stdlib"))
+    paths: list[Path] = []
+    for folder, folders, names in os.walk(root):
+        # Not entered at all: what is installed beside the library is often a hundred times as much.
+        folders[:] = (name for name in folders if name not in SKIPPED_FOLDERS)
+        paths += (Path(folder, name) for name in names if name.endswith(".py"))
+    named = {path.relative_to(root).as_posix(): path for path in sorted(paths) if path.stat().st_size}
+    return local_files(STDLIB, {name: path for name, path in named.items() if split_of(name) == split})
 
 
 def hub_dataset(source: Source) -> Table:
@@ -220,16 +207,10 @@ def hub_file(name: str, file: str, revision: str, column: str = "text", member: 
         opened = zipfile.Path(downloaded(), member) if member else downloaded()
         if not opened.is_file():
             raise DataError(f"{name}: has no split {member}; there are train, validation and test")
-        there = f"{name}/{member.removesuffix('.jsonl') or file}"
-        rows = documents.rows_in(opened, columns, DOCUMENT_SUFFIXES)
-        named = ((where.replace(str(opened), there, 1), row) for where, row in rows)
-        return shuffled(texts(named, columns), seed)
+        return read_files({f"{name}/{member.removesuffix('.jsonl') or file}": opened}, DOCUMENT_SUFFIXES, columns, seed)
 
-    def identity() -> Json:
-        # In the hub's cache a file is in a folder with the name of its commit.
-        return {"commit": downloaded().parents[file.count("/")].name}
-
-    return Table(name, column, read, identity)
+    # In the hub's cache a file is in a folder with the name of its commit.
+    return Table(name, column, read, lambda: {"commit": downloaded().parents[file.count("/")].name})
 
 
 @contextmanager
@@ -258,7 +239,7 @@ def find_table(source: Source, suffixes: tuple[str, ...] = TABLE_SUFFIXES) -> Ta
     files = documents.files_named(name, suffixes)
     if suffixes == TABLE_SUFFIXES and not files[0].name.lower().endswith(suffixes):
         raise DataError(f"{name}: holds no rows with columns; name {', '.join(suffixes)} files")
-    return local_files(name, files, source.column, suffixes)
+    return local_files(name, {str(file): file for file in files}, source.column, suffixes)
 
 
 def find_corpus(source: Source) -> Table:

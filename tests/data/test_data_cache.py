@@ -2,6 +2,7 @@ import itertools
 import json
 import shutil
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pi_lora.data.cache import MADE_FROM, ROWS_AT_ONCE, Row, cached, columns_of, read_rows, write_rows
+from pi_lora.data.cache import ABOUT, ROWS_AT_ONCE, Row, cached, columns_of, read_rows, write_rows
 from pi_lora.errors import DataError
 from pi_lora.recipe.places import cache_folder
 
@@ -39,10 +40,6 @@ def never() -> Iterator[Row]:
     pytest.fail("made again")
 
 
-def nobody_waits(done: int, total: int, note: str = "") -> None:
-    pytest.fail(note)
-
-
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("PI_LORA_CACHE", str(tmp_path / "cache"))
@@ -50,28 +47,28 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_sequences_are_made_once_and_read_back(folder: Path) -> None:
-    made, _ = cached({"of": "this"}, COLUMNS, rows, nobody_waits)
-    again, _ = cached({"of": "this"}, COLUMNS, never, nobody_waits)
+    made, _ = cached({"of": "this"}, COLUMNS, rows)
+    again, _ = cached({"of": "this"}, COLUMNS, never)
     for found in (made, again):
         assert found.features == COLUMNS
         assert [row["input_ids"].tolist() for row in found] == [[index, 65535, 0, index] for index in range(10)]
         assert found[3]["position_ids"].tolist() == [0, 1, 2, 2**31 - 1]
         assert found[3]["position_ids"].dtype == np.int64
     [entry] = (path for path in (folder / "sequences").iterdir() if path.is_dir())
-    assert json.loads((entry / MADE_FROM).read_text()) == {"of": "this"}
+    assert json.loads((entry / ABOUT).read_text())["made_from"] == {"of": "this"}
 
 
 def test_other_origins_are_other_sequences(folder: Path) -> None:
-    cached({"of": "this"}, COLUMNS, rows, nobody_waits)
+    cached({"of": "this"}, COLUMNS, rows)
     with pytest.raises(pytest.fail.Exception, match="made again"):
-        cached({"of": "that"}, COLUMNS, never, nobody_waits)
+        cached({"of": "that"}, COLUMNS, never)
 
 
 @pytest.mark.parametrize("number", [1, ROWS_AT_ONCE, 3 * ROWS_AT_ONCE + 1])
 def test_rows_stay_in_order_and_notes_beside_them(folder: Path, number: int) -> None:
     counted = [{"input_ids": [index] * (index % 3)} for index in range(number)]
     for make in (lambda: iter(counted), never):
-        found, notes = cached({"of": "this"}, columns_of({"input_ids": "int32"}), make, nobody_waits, lambda: {"a": 1})
+        found, notes = cached({"of": "this"}, columns_of({"input_ids": "int32"}), make, lambda: {"a": 1})
         assert [row["input_ids"].tolist() for row in found] == [row["input_ids"] for row in counted]
         assert notes == {"a": 1}
 
@@ -90,13 +87,13 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
 
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_a_damaged_cache_is_made_again(folder: Path, damage: str) -> None:
-    cached({"of": "this"}, COLUMNS, rows, nobody_waits)
+    cached({"of": "this"}, COLUMNS, rows)
     [shard] = folder.rglob("*.arrow")
     DAMAGE[damage](shard)
     assert read_rows(shard.parent, COLUMNS) is None
-    found, _ = cached({"of": "this"}, COLUMNS, rows, nobody_waits)
+    found, _ = cached({"of": "this"}, COLUMNS, rows)
     assert found["input_ids"][9].tolist() == [9, 65535, 0, 9]
-    cached({"of": "this"}, COLUMNS, never, nobody_waits)
+    cached({"of": "this"}, COLUMNS, never)
 
 
 def test_what_breaks_off_leaves_nothing(folder: Path) -> None:
@@ -105,16 +102,16 @@ def test_what_breaks_off_leaves_nothing(folder: Path) -> None:
         raise DataError("books: hold too little")
 
     with pytest.raises(DataError, match="too little"):
-        cached({"of": "this"}, COLUMNS, breaking, nobody_waits)
+        cached({"of": "this"}, COLUMNS, breaking)
     assert not [path for path in (folder / "sequences").iterdir() if path.is_dir()]
-    assert len(cached({"of": "this"}, COLUMNS, rows, nobody_waits)[0]) == 10
+    assert len(cached({"of": "this"}, COLUMNS, rows)[0]) == 10
 
 
 def test_what_a_killed_process_left_is_no_hindrance(folder: Path) -> None:
-    cached({"of": "this"}, COLUMNS, rows, nobody_waits)
+    cached({"of": "this"}, COLUMNS, rows)
     [entry] = (path for path in (folder / "sequences").iterdir() if path.is_dir())
     entry.rename(entry.with_suffix(".partial"))
-    assert len(cached({"of": "this"}, COLUMNS, rows, nobody_waits)[0]) == 10
+    assert len(cached({"of": "this"}, COLUMNS, rows)[0]) == 10
     assert not list(folder.rglob("*.partial"))
 
 
@@ -123,13 +120,9 @@ def test_processes_at_once_make_it_once(python: str, folder: Path, tmp_path: Pat
     while not (tmp_path / "making").exists():
         assert maker.poll() is None
         time.sleep(0.01)
-
-    # The other process goes on once this one says that it waits.
-    def waits(done: int, total: int, note: str = "") -> None:
-        (tmp_path / "waited").write_text(note)
-
-    found, _ = cached({"of": "all"}, OTHER_COLUMNS, never, waits)
-    assert (tmp_path / "waited").read_text() == "waiting for another process that makes the same"
+    # The other process goes on when this one has begun to wait.
+    threading.Timer(0.2, (tmp_path / "waited").touch).start()
+    found, _ = cached({"of": "all"}, OTHER_COLUMNS, never)
     assert found["input_ids"][9].tolist() == [9, 9, 9, 9]
     assert maker.communicate(timeout=120)[0] == "[9, 9, 9, 9]\n"
     assert maker.returncode == 0
@@ -137,11 +130,11 @@ def test_processes_at_once_make_it_once(python: str, folder: Path, tmp_path: Pat
 
 def test_a_complete_cache_may_be_read_only(folder: Path) -> None:
     """Shared or mounted; a folder in place of the lock stands for what cannot be written, also by root."""
-    cached({"of": "this"}, COLUMNS, rows, nobody_waits)
+    cached({"of": "this"}, COLUMNS, rows)
     [lock] = (folder / "sequences").glob("*.lock")
     lock.unlink()
     lock.mkdir()
-    assert len(cached({"of": "this"}, COLUMNS, never, nobody_waits)[0]) == 10
+    assert len(cached({"of": "this"}, COLUMNS, never)[0]) == 10
 
 
 def test_the_folder_follows_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,4 +152,4 @@ def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: py
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("PI_LORA_CACHE", str(tmp_path / "file"))
     with pytest.raises(DataError, match=r"the cache cannot be written .* name another folder .* PI_LORA_CACHE"):
-        cached({"of": "this"}, COLUMNS, rows, nobody_waits)
+        cached({"of": "this"}, COLUMNS, rows)

@@ -152,7 +152,7 @@ def evaluate_summarization(
 def _questions(table: Table, prompter: Prompter, limit: int | None, account: Account) -> Questions:
     """Empty rows, and those whose prompt does not fit, go to the account."""
     task = prompter.task
-    batches = prompted(table.rows(task.columns), prompter, account, limit)
+    batches = prompted(table.read(task.columns, None), prompter, account, limit)
     found = {where: (prompt, row[task.completion]) for batch in batches for where, row, prompt in batch}
     if not found:
         window = prompter.longest + task.completion_tokens + 1

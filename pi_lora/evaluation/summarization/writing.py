@@ -155,14 +155,14 @@ def summarize(loaded: Model, name: str, text: str, data: Data, sampling: Samplin
     the task needs more than a document, or the window has no room for one.
     """
     task = Task.of(data)
-    if task.document is None or task.read != [task.document]:
+    if task.document is None or task.prompt_columns != [task.document]:
         raise DataError(
-            f"{loaded.name}: was tuned on prompts of {' and '.join(task.read)}, not of a document alone; "
+            f"{loaded.name}: was tuned on prompts of {' and '.join(task.prompt_columns)}, not of a document alone; "
             "write such rows and measure them with pi-lora eval summarization"
         )
     # All that fits is read, also where examples of training were cut shorter.
     task = replace(task, document_tokens=loaded.window, completion_tokens=sampling.max_new_tokens)
-    [prompt] = Prompter(task, loaded.tokenizer, loaded.window).prompts([{task.read[0]: text}])
+    [prompt] = Prompter(task, loaded.tokenizer, loaded.window).prompts([{task.prompt_columns[0]: text}])
     if not prompt.fits:
         raise DataError(
             f"--max-new-tokens: {sampling.max_new_tokens} leave no room for a document in the {loaded.window} tokens "
