@@ -59,7 +59,7 @@ def write_whole(file: Path, text: str) -> None:
         out.write(text)
         out.flush()
         os.fsync(out.fileno())
-    os.replace(part, file)
+    part.replace(file)
 
 
 def make_once(folder: Path, is_complete: Callable[[], bool], make: Callable[[Path], None]) -> None:
