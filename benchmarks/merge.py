@@ -77,7 +77,7 @@ def main() -> None:
         base, run, merged = (str(folder / each) for each in ("base", "run", "merged"))
         merge = [sys.executable, "-m", "pi_lora", "merge", run, "--output", merged]
         ways = {
-            "pi-lora merge --no-verify": [*merge, "--no-verify"],
+            "pi-lora merge --check none": [*merge, "--check", "none"],
             "of which imports": [sys.executable, "-c", IMPORTS],
             "PEFT merge_and_unload + save_pretrained": [sys.executable, "-c", PEFT, base, run, merged],
             "cp": ["cp", "-r", base, merged],

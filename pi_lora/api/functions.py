@@ -97,7 +97,7 @@ def merge(
     from pi_lora.merging.merging import merge
 
     place = Path("models") / Path(run).resolve().name if output is None else Path(output)
-    return merge(Path(run), place, dtype=dtype, progress=progress)
+    return merge(Path(run), place, dtype=dtype, progress=progress).folder
 
 
 def evaluate_perplexity(

@@ -26,19 +26,19 @@ def merge(
     dtype: Dtype = None,
     onto: Annotated[Literal["base", "quantized"], Option(help="After QLoRA: base as stored, or NF4.")] = "base",
     shard_size: Annotated[str | None, Option(metavar="SIZE", help="Of a file (5GB); else the base's.")] = None,
-    verify: Annotated[bool, Option(help="Compare the merged weights with base + adapter.")] = True,
+    check: Annotated[
+        Literal["tensors", "logits", "none"], Option(help="Written tensors, or logits too, against base + adapter.")
+    ] = "tensors",
 ) -> None:
     """Add an adapter to the weights of its base, with the scaling written for every engine."""
     size = size_in(shard_size) if shard_size else None
     extension = extension_of(original, target, scaling)
     with working(LIBRARIES):
-        from pi_lora.merging.facts import read_merge
         from pi_lora.merging.merging import merge
     with progress_bar("merging") as progress:
         to = output or Path("models") / run.resolve().name
-        folder = merge(run, to, base, dtype, onto, size, verify, progress, extension, trust.permissions)
-    done = f"{folder}: merged; it loads like any model, its scaling is in config.json"
-    out.lines(*read_merge(folder).lines(), done)
+        merged = merge(run, to, base, dtype, onto, size, check, progress, extension, trust.permissions)
+    out.lines(*merged.lines(), f"{to}: merged; it loads like any model, its scaling is in config.json")
 
 
 @export_app.command("gguf")

@@ -1,121 +1,235 @@
-"""The check of a merge: logits of the merged folder against base + adapter, each whole or a layer at a time."""
+"""The check of a merge: the written tensors against base and adapter, and on request the logits."""
 
-import gc
-import math
-from collections.abc import Sequence, Set
-from itertools import chain, islice
+import argparse
+import inspect
+import json
 from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import init_empty_weights
-from torch import nn
-from torch.nn.utils.parametrize import register_parametrization
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from pydantic import BaseModel
+from transformers import AutoModelForCausalLM
 
-from pi_lora.data.sources import standard_library
-from pi_lora.merging.deltas import after_nf4
-from pi_lora.merging.facts import Agreement, Check
-from pi_lora.merging.layout import Plan, computed_sources
-from pi_lora.merging.shards import BLOCK, StoredTensor, base_shards
-from pi_lora.models.adapter import load_adapter
+from pi_lora.errors import ModelError
+from pi_lora.merging.deltas import LowRank
+from pi_lora.merging.layout import MergePlan, OutputTensor
+from pi_lora.merging.tensors import StoredTensor, read_shards, spans
 from pi_lora.models.device import device, dtype_named, free_memory
-from pi_lora.models.model import Model, find
-from pi_lora.models.weights import Placement, quiet_loading
-from pi_lora.scaling.config import Config
-from pi_lora.scaling.verify import config_of
+from pi_lora.models.model import Model
+from pi_lora.models.stored import CONFIG_FILE
+from pi_lora.models.weights import quiet_loading
+from pi_lora.scaling.config import full_attention_rope, window_of
+from pi_lora.scaling.verify import build_on_meta, config_of, rotary_frequencies
 from pi_lora.types import Progress
 
-# How many logits are compared, at the end of each sequence, where most context precedes them; and the longest sequence
-# on a processor, which takes minutes for it through billions of weights.
-SCORED, MOST_ON_CPU = 256, 2048
-# The share of free memory that the plan may take; the rest is for the file cache, fragments and the libraries.
-SHARE = 0.8
-FLOAT32_BYTES = 4
+# Random vectors of signs that each changed tensor is multiplied with.
+VECTORS = 4
+# A sum of rounding errors with random signs exceeds so many times their norm with a probability of 3e-14 (Hoeffding).
+DEVIATIONS = 8.0
+# Relative errors of sums that are made in float32: of each number, and of one after the sum over an adapter's rank.
+FLOAT32 = 4 * torch.finfo(torch.float32).eps
+# Logits that are compared, at the end of the text, where most context precedes them; and the longest text on a CPU.
+SCORED, LONGEST_ON_CPU = 256, 2048
+# Logits of sound merges differ by a few epsilons of their dtype, in units of their size, after all layers.
+ROUNDINGS = 10
+# Problems that a message names.
+SHOWN = 3
 
 
-def verify_merge(found: Model, merged: Path, plan: Plan, progress: Progress) -> Check:
-    """Compare logits of the folder `merged` with those of `found`, a base and its adapter, both in float32. One model
-    is in memory at a time, and if it does not fit, one of its layers at a time.
+class TensorCheck(BaseModel, frozen=True):
+    """How many written tensors are base + adapter, and how many are copies; the root mean square of what tuning and
+    rounding to `dtype` change in the former, relative to that of the weights.
     """
-    longest = min(found.window, MOST_ON_CPU) if device().type == "cpu" else found.window
-    fits = _memory_for(plan, found.config, longest) < SHARE * free_memory(device())
-    # Python's own sources, another part of them for each length.
-    texts = (document.text for document in standard_library("test").documents())
-    ids = (token for text in texts for token in found.tokenizer(text, verbose=False)["input_ids"])
-    lengths = sorted({max(2, longest // part) for part in (16, 4, 1)})
-    sequences = [torch.tensor(list(islice(ids, length))) for length in lengths]
-    for how in ["whole"] * fits + ["layer by layer"] * (not plan.joined):
-        progress(0, 2, f"checking, {how}")
-        try:
-            agreements = _agreements(found, merged, plan, sequences, how == "whole", progress)
-        except Exception as error:
-            # The plan is an estimate, and others use the memory too.
-            if how != "whole" or not _out_of_memory(error):
-                raise
-        else:
-            return Check(rounding=plan.rounding, how=how, agreements=agreements)
-        gc.collect()
-        torch.cuda.empty_cache()
-    skipped = "it does not fit in memory, and its layers cannot be read one by one"
-    return Check(rounding=plan.rounding, how="layer by layer", skipped=skipped)
+
+    summed: int
+    copied: int
+    dtype: str
+    tuning: float
+    rounding: float
+
+    def lines(self) -> list[str]:
+        """Return the lines for the terminal and the model card."""
+        checked = f"checked: {self.summed} tensors are base + adapter, {self.copied} are copies"
+        if not self.summed:
+            return [checked]
+        effects = f"tuning changes weights by {self.tuning:.1e} of their size, rounding to {self.dtype} by"
+        lost = "rounding undoes much of so small a tuning; --dtype float32 keeps it"
+        return [f"{checked}; {effects} {self.rounding:.1e}", *([lost] if self.tuning < 2 * self.rounding else [])]
 
 
-def _agreements(
-    found: Model, merged: Path, plan: Plan, sequences: Sequence[torch.Tensor], whole: bool, progress: Progress
-) -> tuple[Agreement, ...]:
+class LogitCheck(BaseModel, frozen=True):
+    """How far merged logits differ from those of base + adapter over the last `scored` of `length` tokens.
+
+    `largest`: the largest difference; `relative`: the root mean square over that of the logits; `tuning`: what the
+    adapter changed, in the same unit; `explained`: what rounding may change; `same_first`: the share of tokens with
+    the same most likely next token.
+    """
+
+    length: int
+    scored: int
+    largest: float
+    relative: float
+    tuning: float
+    explained: float
+    same_first: float
+
+    @property
+    def agree(self) -> bool:
+        """Whether rounding explains the difference, or it is less than half of what tuning changed."""
+        return self.relative <= max(self.explained, self.tuning / 2)
+
+    def lines(self) -> list[str]:
+        """Return the lines for the terminal and the model card."""
+        return [
+            f"checked at {self.length} tokens: logits differ by {self.largest:.1e} at most, {self.relative:.1e} of "
+            f"their size (tuning: {self.tuning:.1e}); the first choice is the same for {self.same_first:.1%}"
+        ]
+
+
+def check_model(found: Model, plan: MergePlan, folder: Path) -> None:
+    """Raise ModelError if the model that transformers builds from the config in `folder` is not that of the run: names
+    and shapes of weights, ties, rotary frequencies. It is built on the meta device, before any weight is written.
+    """
+    kind, trust = found.kind, found.permissions.remote_code
+    config = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
+    weights = {tensor.name: torch.empty(tensor.source.shape, device="meta") for tensor in plan.tensors}
     with quiet_loading():
-        tuned = _tuned(found, plan.rounded, whole)
-        expected = [_logits(tuned, ids) for ids in sequences]
-        with tuned.disable_adapter():
-            untuned = [_logits(tuned, ids) for ids in sequences]
-        del tuned
-        progress(1, 2, "checking")
-        full = _merged(merged, whole)
-        logits = [_logits(full, ids) for ids in sequences]
-        _round_at_random(full, plan.exact, dtype_named(plan.rounding))
-        rounded = [_logits(full, ids) for ids in sequences]
-    return tuple(map(agreement, map(len, sequences), logits, expected, untuned, rounded))
+        model, report = type(build_on_meta(kind, config, trust)).from_pretrained(
+            None,
+            config=config_of(kind, config),
+            state_dict=weights,
+            device_map="meta",
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
+        )
+        expected = rotary_frequencies(build_on_meta(kind, found.config, trust))
+    frequencies = rotary_frequencies(model)
+    problems = [f"the base lacks {name}" for name in sorted(report["missing_keys"])]
+    problems += [f"{name} is {list(own)} instead of {list(built)}" for name, own, built in report["mismatched_keys"]]
+    problems += [f"{name} is tied in config.json" for name in model.all_tied_weights_keys if name in weights]
+    if frequencies.keys() != expected.keys() or not all(map(torch.equal, frequencies.values(), expected.values())):
+        problems.append("the rotary frequencies are not the run's")
+    if (full_attention_rope(config), window_of(config)) != (full_attention_rope(found.config), found.window):
+        problems.append("the scaling in config.json is not the run's")
+    if problems:
+        more = f" and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
+        raise ModelError(f"{found.base}: cannot be merged: {'; '.join(problems[:SHOWN])}{more}; download it again")
 
 
-def _memory_for(plan: Plan, config: Config, tokens: int) -> int:
-    """Return the bytes of all weights in float32, of all logits that are kept, and of a layer's activations."""
-    keys = ("vocab_size", "hidden_size", "intermediate_size")
-    vocabulary, hidden, intermediate = (int(config.get(key) or 0) for key in keys)
-    # Those of tuned, untuned, merged and rounded weights, at up to three lengths.
-    logits = 12 * SCORED * vocabulary
-    # The residual stream, what attention makes of it, and the MLP's gate, up and product; a mask has a byte each.
-    activations = tokens * (8 * hidden + 3 * intermediate) + tokens * tokens // FLOAT32_BYTES
-    return (plan.numbers.total() + logits + activations) * FLOAT32_BYTES
-
-
-def _out_of_memory(error: BaseException | None) -> bool:
-    """Whether an error, or one that it was raised from, is a lack of memory; torch has no class of it for a CPU."""
-    if error is None or isinstance(error, (MemoryError, torch.OutOfMemoryError)):
-        return error is not None
-    return "can't allocate memory" in str(error) or _out_of_memory(error.__cause__)
-
-
-def agreement(
-    length: int, merged: torch.Tensor, tuned: torch.Tensor, untuned: torch.Tensor, rounded: torch.Tensor
-) -> Agreement:
-    """Compare float32 logits, each of tokens x vocabulary: `untuned` are those of the extended base alone, `rounded` of
-    the merged weights after a second rounding.
+def check_tensors(found: Model, plan: MergePlan, folder: Path, progress: Progress) -> TensorCheck:
+    """Compare the files in `folder` with `plan`: read each tensor back, a few rows at a time. A product of matrices is
+    verified on random vectors (Freivalds 1977) and in one random row of each block, everything else bit by bit. Raise
+    ModelError with the first tensor that differs.
     """
-    size = _rms(tuned - tuned.mean(dim=-1, keepdim=True))
-    return Agreement(
-        length=length,
-        scored=len(tuned),
-        largest=float((merged - tuned).abs().max()),
-        relative=_rms(merged - tuned) / size,
-        same_first=float((merged.argmax(-1) == tuned.argmax(-1)).double().mean()),
-        tuning=_rms(tuned - untuned) / size,
-        rounding=_rms(rounded - merged) / size,
+    shards = read_shards(str(folder), lambda name: path if (path := folder / name).is_file() else None)
+    written = {tensor.name: tensor for shard in shards for tensor in shard}
+    if other := sorted(written.keys() ^ {tensor.name for tensor in plan.tensors}):
+        raise _failed(found, f"{other[0]} is missing or unknown")
+    random = torch.Generator().manual_seed(0)
+    energies = torch.zeros(3, dtype=torch.float64)
+    total, done = sum(tensor.size for tensor in plan.tensors), 0
+    for tensor in plan.tensors:
+        stored = written[tensor.name]
+        if (stored.dtype, stored.shape) != (tensor.dtype, tensor.source.shape):
+            raise _failed(found, f"{tensor.name} has another dtype or shape")
+        if tensor.delta is not None:
+            energies += _check_sum(found, tensor, tensor.delta, stored, random)
+        else:
+            rows = tensor.source_rows()
+            if not all(torch.equal(rows(*span).to(stored.dtype), stored.rows(*span)) for span in spans(stored.shape)):
+                raise _failed(found, f"{tensor.name} differs from {tensor.source}")
+        progress(done := done + tensor.size, total, "checking")
+    tuning, rounding, size = energies.sqrt().tolist()
+    summed = sum(tensor.delta is not None for tensor in plan.tensors)
+    return TensorCheck(
+        summed=summed,
+        copied=len(plan.tensors) - summed,
+        dtype=plan.dtype,
+        tuning=tuning / (size or 1),
+        rounding=rounding / (size or 1),
     )
 
 
-def _rms(values: torch.Tensor) -> float:
-    return float(values.square().mean(dtype=torch.float64).sqrt())
+def _check_sum(
+    found: Model, tensor: OutputTensor, delta: LowRank, stored: StoredTensor, random: torch.Generator
+) -> torch.Tensor:
+    """Raise ModelError if a stored tensor is not `W + scaling B A` (of DoRA scaled), rounded once. Return the sums of
+    squares of what tuning changed, of rounding errors, and of the tensor, all times the random vectors.
+    """
+    rows = tensor.source_rows()
+    left, right = (matrix.double() for matrix in delta.matrices())
+    left *= delta.scaling
+    by_row, by_column = torch.ones(stored.shape[0], 1).double(), torch.ones(stored.shape[1], 1).double()
+    if (magnified := delta.magnification(rows)) is not None:
+        (by_column if delta.transposed else by_row)[:, 0] = magnified
+    signs = torch.randint(0, 2, (stored.shape[1], VECTORS), generator=random).double() * 2 - 1
+    inputs = by_column * signs
+    low = left @ (right @ inputs)
+    precision = torch.finfo(stored.dtype)
+    # Of each number, relative to base and delta; and of the smallest.
+    rounding = max(precision.eps / 2, FLOAT32)
+    smallest = precision.smallest_normal * precision.eps * stored.shape[1] ** 0.5
+    largest = left.norm(dim=1) * (right * by_column.T).norm()
+    energies = torch.zeros(3, dtype=torch.float64)
+    for start, stop in spans(stored.shape):
+        span = slice(start, stop)
+        base, values = rows(start, stop).double(), stored.rows(start, stop).double()
+        untuned = base @ inputs
+        expected, result = by_row[span] * (untuned + low[span]), values @ signs
+        limit = DEVIATIONS * (rounding * (values.norm(dim=1) + by_row[span, 0] * largest[span]) + smallest)
+        # One row exactly: as near as the number that is nearest in the stored dtype.
+        row = int(torch.randint(start, stop, (), generator=random))
+        exact = by_row[row] * (base[row - start] + left[row] @ right) * by_column[:, 0]
+        terms = by_row[row] * (base[row - start].abs() + left[row].abs() @ right.abs()) * by_column[:, 0]
+        nearest = (exact.to(stored.dtype).double() - exact).abs() + FLOAT32 * terms
+        sums_agree = ((result - expected).abs() <= limit[:, None]).all()
+        if not (sums_agree and ((values[row - start] - exact).abs() <= nearest).all()):
+            raise _failed(found, f"{tensor.name} is not base + adapter in rows {start} to {stop - 1}")
+        energies += torch.stack(
+            [(expected - untuned).square().sum(), (result - expected).square().sum(), result.square().sum()]
+        )
+    return energies
+
+
+def _failed(found: Model, problem: str) -> ModelError:
+    return ModelError(f"{found.adapter}: the merged weights failed the check and are not kept: {problem}")
+
+
+def compare_logits(found: Model, plan: MergePlan, merged: Path) -> LogitCheck:
+    """Compare logits of the folder `merged`, loaded as a user would, with those of base + adapter, both in float32 and
+    whole. Raise ModelError if a model does not fit in memory, or the logits differ by more than rounding explains.
+    """
+    needed = sum(tensor.size // tensor.dtype.itemsize for tensor in plan.tensors) * torch.float32.itemsize
+    if needed > (free := free_memory(device())):
+        sizes = f"a model takes {needed / 1e9:.1f} GB in float32, and {free / 1e9:.1f} GB are free"
+        raise ModelError(f"{merged}: merged, but its logits are not compared: {sizes}; leave out --check logits")
+    # Imported here: PEFT takes seconds, and merging does without.
+    from pi_lora.models.adapter import load_adapter
+
+    assert found.adapter
+    longest = min(found.window, LONGEST_ON_CPU) if device().type == "cpu" else found.window
+    ids = torch.tensor(found.tokenizer(inspect.getsource(argparse), verbose=False)["input_ids"][:longest])
+    quantized = any(tensor.quantized for tensor in plan.tensors)
+    with quiet_loading():
+        base = found.load_weights(torch.float32, place="quantized" if quantized else "device")
+        model = load_adapter(base, found.adapter)
+        tuned = _logits(model, ids)
+        with model.disable_adapter():
+            untuned = _logits(model, ids)
+        del base, model
+        trust = found.permissions.remote_code
+        full = AutoModelForCausalLM.from_pretrained(merged, dtype=torch.float32, trust_remote_code=trust)
+        logits = _logits(full.to(device()).eval(), ids)
+    size = _rms(tuned - tuned.mean(dim=-1, keepdim=True))
+    return LogitCheck(
+        length=len(ids),
+        scored=len(logits),
+        largest=float((logits - tuned).abs().max()),
+        relative=_rms(logits - tuned) / size,
+        tuning=_rms(tuned - untuned) / size,
+        explained=ROUNDINGS * torch.finfo(dtype_named(plan.dtype)).eps,
+        same_first=float((logits.argmax(-1) == tuned.argmax(-1)).double().mean()),
+    )
 
 
 @torch.no_grad()
@@ -125,76 +239,5 @@ def _logits(model: Any, ids: torch.Tensor) -> torch.Tensor:
     return logits
 
 
-def _tuned(found: Model, rounded: Set[str], whole: bool) -> Any:
-    assert found.adapter
-    if not whole:
-        return _by_layer(found, found.config, rounded, found.adapter)
-    place: Placement = "quantized" if rounded else "device"
-    return load_adapter(found.load_weights(torch.float32, place=place), found.adapter)
-
-
-def _merged(folder: Path, whole: bool) -> Any:
-    """Load the merged folder as a user would: nothing is said about scaling."""
-    if not whole:
-        base = find(str(folder))
-        return _by_layer(base, base.base_config)
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(device()).eval()
-
-
-def _round_at_random(model: Any, exact: Set[str], dtype: torch.dtype) -> None:
-    """Move all weights of a merged model but the `exact` ones as far as rounding to `dtype` does, in place or when they
-    are read: how far its logits then move is how far a sound merge may be from base + adapter.
-    """
-    for module in model.modules():
-        if isinstance(module, _Read) and module.name not in exact:
-            module.rounding = dtype
-    for name, weight in model.named_parameters():
-        if not (name in exact or weight.is_meta or ".parametrizations." in name):
-            move_as_rounding_does(weight.data, dtype)
-
-
-def move_as_rounding_does(values: torch.Tensor, dtype: torch.dtype) -> None:
-    """Add to each of `values`, which may be numbers of `dtype` already, the error of a random number near it."""
-    largest = torch.finfo(dtype).max
-    chance = torch.Generator(values.device).manual_seed(0)
-    for part in torch.split(values.view(-1), BLOCK):
-        near = part * (0.5 + torch.rand(part.shape, generator=chance, device=part.device))
-        part += near.clamp_(-largest, largest).to(dtype).float() - near
-
-
-class _Read(nn.Module):
-    """What a weight becomes that is read each time when the model computes with it, and not kept."""
-
-    def __init__(self, name: str, tensor: StoredTensor, through_nf4: bool) -> None:
-        super().__init__()
-        self.name, self.tensor, self.through_nf4 = name, tensor, through_nf4
-        self.rounding: torch.dtype | None = None
-
-    def forward(self, _empty: torch.Tensor) -> torch.Tensor:
-        values = (after_nf4(self.tensor) if self.through_nf4 else self.tensor.whole()).to(device(), torch.float32)
-        if self.rounding is not None:
-            move_as_rounding_does(values, self.rounding)
-        return values
-
-
-def _by_layer(base: Model, config: Config, rounded: Set[str] = frozenset(), adapter: Path | None = None) -> Any:
-    """Build the model of `config` with `adapter` on it; it reads the weights of `base`, `rounded` ones through NF4."""
-    with init_empty_weights():  # buffers have values
-        own = config_of(base.kind, config)
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(own, dtype=torch.float32)
-    _, sources, _ = computed_sources(model, chain.from_iterable(base_shards(base)))
-    weights = []
-    for path, module in model.named_modules():
-        for name, weight in module.named_parameters(recurse=False):
-            source = f"{path}.{name}"
-            weights.append((module, name, _Read(source, sources[source], source in rounded)))
-            # On the meta device they would move PEFT 0.21's adapters there, which torch 2.13 computes with silently.
-            empty = torch.tensor(math.nan, device=device()).expand(weight.shape)
-            module.register_parameter(name, nn.Parameter(empty, requires_grad=False))
-    # The copies that PEFT makes of modules to train them whole have their own weights.
-    whole = load_adapter(model, adapter, low_cpu_mem_usage=True) if adapter else model.eval()
-    for module, name, read in weights:
-        register_parametrization(module, name, read, unsafe=True)
-    for buffer in whole.buffers():
-        buffer.data = buffer.data.to(device())
-    return whole
+def _rms(values: torch.Tensor) -> float:
+    return float(values.square().mean(dtype=torch.float64).sqrt())

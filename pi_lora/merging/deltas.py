@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from pi_lora.errors import ModelError
-from pi_lora.merging.shards import PICKLED, StoredTensor, read_header, spans
+from pi_lora.merging.tensors import PICKLED, StoredTensor, read_header, spans
 from pi_lora.models.device import device
 from pi_lora.models.finite import finite
 from pi_lora.models.stored import ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILE, AdapterSettings, read_adapter_settings
@@ -21,6 +21,9 @@ PARTS = re.compile(r"\.(lora_A|lora_B|lora_embedding_A|lora_embedding_B|lora_mag
 PLAIN_STARTS = (True, False, "gaussian", "orthogonal", "eva")
 # Kinds of LoRA whose update is not a single matrix product, or depends on the input.
 NOT_MERGED = ("alora_invocation_tokens", "arrow_config", "layer_replication", "lora_bias", "target_parameters")
+
+# Reads a tensor from a first to a last row (exclusive).
+Rows = Callable[[int, int], torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -43,29 +46,32 @@ class LowRank:
         outputs, inputs = self.b.shape[0], self.a.shape[1]
         return (inputs, outputs) if self.transposed else (outputs, inputs)
 
-    def blocks(self, rows: Callable[[int, int], torch.Tensor]) -> Iterator[torch.Tensor]:
-        """Yield the merged tensor in float32 and the base's orientation, a few rows at a time. `rows` reads the base's
-        tensor from a first to a last row (exclusive), and may be called twice for each.
-        """
+    def matrices(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return `left` (rows x rank) and `right` (rank x columns) in float32; scaling left @ right is added to W."""
         a, b = _in_float32(self.a), _in_float32(self.b)
-        left, right = (a.T, b.T) if self.transposed else (b, a)
-        magnitude = _in_float32(self.magnitude) if self.magnitude else None
+        return (a.T, b.T) if self.transposed else (b, a)
 
-        def merged() -> Iterator[tuple[torch.Tensor, slice]]:
-            for start, stop in spans(self.shape):
-                span = slice(start, stop)
-                yield rows(start, stop).float().addmm_(left[span], right, alpha=self.scaling), span
-
-        if magnitude is not None and self.transposed:
-            # Each norm is over all rows, which takes a pass of its own.
-            squares = (block.square().sum(0, dtype=torch.float64) for block, _ in merged())
-            magnitude /= sum(squares, torch.zeros(self.shape[1], dtype=torch.float64)).sqrt().float()
-        for block, span in merged():
-            if magnitude is not None and self.transposed:
-                block *= magnitude
-            elif magnitude is not None:
-                block *= (magnitude[span] / torch.linalg.vector_norm(block, dim=1))[:, None]
+    def blocks(self, rows: Rows) -> Iterator[torch.Tensor]:
+        """Yield the merged tensor in float32 and the base's orientation, a few rows at a time."""
+        magnified = self.magnification(rows)
+        for (start, stop), block in zip(spans(self.shape), self._sums(rows), strict=True):
+            if magnified is not None:
+                block *= magnified if self.transposed else magnified[start:stop, None]
             yield block
+
+    def magnification(self, rows: Rows) -> torch.Tensor | None:
+        """Return the factor of each output that DoRA scales its weights by, magnitude over norm; None for LoRA."""
+        if self.magnitude is None:
+            return None
+        axis = 0 if self.transposed else 1
+        squares = [block.square().sum(axis, dtype=torch.float64) for block in self._sums(rows)]
+        norms = (torch.stack(squares).sum(0) if self.transposed else torch.cat(squares)).sqrt()
+        return _in_float32(self.magnitude) / norms.float()
+
+    def _sums(self, rows: Rows) -> Iterator[torch.Tensor]:
+        left, right = self.matrices()
+        for start, stop in spans(self.shape):
+            yield rows(start, stop).float().addmm_(left[start:stop], right, alpha=self.scaling)
 
 
 # A tensor that was trained in full replaces the base's.

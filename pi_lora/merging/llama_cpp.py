@@ -88,7 +88,7 @@ def export_gguf(
     with tempfile.TemporaryDirectory(prefix=f".{output.stem}.", dir=output.parent) as making:
         folder, file = Path(found.path), Path(making) / "model.gguf"
         if is_adapter(name):
-            folder = merge(Path(name), Path(making) / output.stem, progress=progress)
+            folder = merge(Path(name), Path(making) / output.stem, progress=progress).folder
             found = replace(find(str(folder)), name=name)
         if not folder.is_dir():
             raise ModelError(f"{name}: the converter reads folders; download the model, and name its folder")

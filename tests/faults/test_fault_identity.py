@@ -69,7 +69,7 @@ def test_a_base_with_other_weights_is_refused(place: Path, monkeypatch: pytest.M
     with pytest.raises(ModelError, match="has other weights"):
         train(further, Path("further"))
     load("run", permissions=Permissions(changed=True))
-    merge(Path("run"), Path("merged"), permissions=Permissions(changed=True), verify=False)
+    merge(Path("run"), Path("merged"), permissions=Permissions(changed=True), check="none")
 
 
 def test_the_command_refuses_in_one_line(
@@ -100,7 +100,7 @@ def test_a_relative_name_is_that_of_the_folder_where_it_was_tuned(
     (place / "base").rename(place / "moved")
     with pytest.raises(ModelError, match="has other weights"):
         load(str(place / "run"))
-    merged = merge(place / "run", tmp_path / "merged", str(place / "moved"), verify=False)
+    merged = merge(place / "run", tmp_path / "merged", str(place / "moved"), check="none").folder
     assert merged.is_dir()
 
 

@@ -1,19 +1,15 @@
-"""A merge that is written stays, whatever happens to its check and its card."""
+"""A merge that is killed, and two at once."""
 
 import json
-import os
 import shutil
 import signal
 import subprocess
 from pathlib import Path
 
 import pytest
-import torch
 from adapters import save_run
 
-from pi_lora.errors import Interrupted, RunExistsError
-from pi_lora.merging import check
-from pi_lora.merging.facts import read_merge
+from pi_lora.errors import RunExistsError
 from pi_lora.merging.merging import merge
 from pi_lora.models.model import load
 from pi_lora.run import staged
@@ -24,95 +20,49 @@ def run(small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_run(small_model, tmp_path_factory.mktemp("merges") / "run", r=4, target_modules="all-linear")
 
 
-def assert_kept(merged: Path, line: str) -> None:
-    assert read_merge(merged).lines() == [line]
-    assert (merged / "model.safetensors").is_file()
-    assert not list(merged.parent.glob(".*"))
-    load(str(merged))
-
-
-@pytest.mark.parametrize("error", [RuntimeError("no kernel"), MemoryError(), TypeError("a bug\nin a library")])
-def test_an_error_in_the_check(error: Exception, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: object) -> None:
-        raise error
-
-    monkeypatch.setattr(check, "_logits", fail)
-    merged = merge(run, tmp_path / "merged")
-    why = (str(error).splitlines() or ["MemoryError"])[0]
-    line = f"not checked: the check ended with an error ({type(error).__name__}: {why})"
-    assert_kept(merged, line)
-    assert line in (merged / "README.md").read_text()
-
-
-@pytest.mark.parametrize("where", ["_tuned", "_logits", "_merged", "agreement"])
-def test_ctrl_c_in_the_check(where: str, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(check, where, lambda *_: os.kill(os.getpid(), signal.SIGINT))
-    with pytest.raises(Interrupted, match=r"merged: merged, and kept without a check, which was interrupted$"):
-        merge(run, tmp_path / "merged")
-    assert_kept(tmp_path / "merged", "not checked")
-    assert "Not compared." in (tmp_path / "merged" / "README.md").read_text()
-
-
-MERGE_AND_DIE = """
-import os, signal, sys
+KILLED = """
+import os, sys
 from pathlib import Path
-from pi_lora.merging import check
-from pi_lora.merging.merging import merge
+from pi_lora.merging import check, merging
 
-check._logits = lambda *_: os.kill(os.getpid(), int(sys.argv[3]))
-merge(Path(sys.argv[1]), Path(sys.argv[2]))
+vars({module})["{function}"] = lambda *_: os.kill(os.getpid(), int(sys.argv[3]))
+merging.merge(Path(sys.argv[1]), Path(sys.argv[2]), check="logits")
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_killed_in_the_check(python: str, number: int, run: Path, tmp_path: Path) -> None:
-    """As the kernel does when memory runs out."""
-    merged = tmp_path / "merged"
-    done = subprocess.run([python, "-c", MERGE_AND_DIE, str(run), str(merged), str(number)], capture_output=True)
-    assert done.returncode == -number
-    assert_kept(merged, "not checked")
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_killed_while_tensors_are_checked(python: str, number: int, run: Path, tmp_path: Path) -> None:
+    script = KILLED.format(module="merging", function="check_tensors")
+    subprocess.run([python, "-c", script, str(run), str(tmp_path / "merged"), str(int(number))], capture_output=True)
+    assert not (tmp_path / "merged").exists()
+    merge(run, tmp_path / "merged")
+    assert [path.name for path in tmp_path.iterdir()] == ["merged"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+def test_killed_while_logits_are_compared(python: str, number: int, run: Path, tmp_path: Path) -> None:
+    """As the kernel does when memory runs out: the merge is whole, and its tensors are checked."""
+    script = KILLED.format(module="check", function="_logits")
+    subprocess.run([python, "-c", script, str(run), str(tmp_path / "merged"), str(int(number))], capture_output=True)
+    kept = json.loads((tmp_path / "merged" / "merge.json").read_text())
+    assert kept["tensors"]["summed"]
+    assert kept["logits"] is None
+    load(str(tmp_path / "merged"))
     with pytest.raises(RunExistsError, match="already exists and is not overwritten"):
-        merge(run, merged)
+        merge(run, tmp_path / "merged")
 
 
-def test_where_memory_runs_out_it_is_checked_layer_by_layer(
+def test_an_error_in_the_card_shows_before_weights_are_written(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The plan said that it fits."""
-    logits = check._logits
-
-    def whole_does_not_fit(model: torch.nn.Module, ids: torch.Tensor) -> torch.Tensor:
-        if not hasattr(next(each for each in model.modules() if isinstance(each, torch.nn.Linear)), "parametrizations"):
-            raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes")
-        return logits(model, ids)
-
-    monkeypatch.setattr(check, "_logits", whole_does_not_fit)
-    found = read_merge(merge(run, tmp_path / "merged")).check
-    assert found
-    assert (found.how, found.skipped, len(found.agreements)) == ("layer by layer", None, 3)
-
-
-def test_the_check_plans_logits_and_activations(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Memory for the weights alone is not enough."""
-    weights = sum(tensor.numel() for tensor in load(str(run), dtype="float32").model.base_model.parameters()) * 4
-    for free, how in ((weights * 2, "layer by layer"), (10**9, "whole")):
-        monkeypatch.setattr(check, "free_memory", lambda place, free=free: free)
-        found = read_merge(merge(run, tmp_path / how)).check
-        assert found
-        assert found.how == how
-
-
-def test_an_error_in_the_card(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:
         raise TypeError("no card")
 
     monkeypatch.setattr("pi_lora.merging.merging.merged_card", fail)
+    monkeypatch.setattr("pi_lora.merging.merging.write_shards", lambda *_: pytest.fail("began to write"))
     with pytest.raises(TypeError, match="no card"):
         merge(run, tmp_path / "merged")
-    facts = read_merge(tmp_path / "merged")
-    assert facts.check
-    assert len(facts.check.agreements) == 3
-    load(str(tmp_path / "merged"))
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_two_merges_into_one_output(run: Path, tmp_path: Path) -> None:
@@ -143,6 +93,6 @@ def test_the_card_of_a_measured_run(run: Path, tmp_path: Path) -> None:
     (measured / "scores").mkdir()
     for name, scores in MEASURED.items():
         (measured / "scores" / f"{name}.json").write_text(json.dumps({"model": "m", "scale": 2.0, **scores}))
-    card = (merge(measured, tmp_path / "merged", verify=False) / "README.md").read_text()
+    card = (merge(measured, tmp_path / "merged", check="none").folder / "README.md").read_text()
     assert "**benchmarks**: boolq 1.000\n" in card
     assert "**summarization**: rouge1 25.00" in card

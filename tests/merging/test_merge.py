@@ -18,7 +18,7 @@ OLD_TRANSFORMERS = "4.57.6"
 
 @pytest.fixture(scope="module")
 def merged(lora_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return merge(lora_run, tmp_path_factory.mktemp("merged") / "model")
+    return merge(lora_run, tmp_path_factory.mktemp("merged") / "model").folder
 
 
 @torch.no_grad()
@@ -49,7 +49,7 @@ def test_the_config_speaks_both_dialects(merged: Path) -> None:
 
 
 def test_dtype_is_written_and_rounds_once(lora_run: Path, merged: Path, tmp_path: Path) -> None:
-    half = merge(lora_run, tmp_path / "half", dtype="bfloat16")
+    half = merge(lora_run, tmp_path / "half", dtype="bfloat16").folder
     assert json.loads((half / "config.json").read_text())["dtype"] == "bfloat16"
     exact = load(str(merged), dtype="float32").model.state_dict()
     for name, weight in load(str(half), dtype="bfloat16").model.state_dict().items():

@@ -1,6 +1,8 @@
 """The check lets through what merging may change, and nothing else."""
 
 import json
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -8,186 +10,266 @@ import pytest
 import torch
 from adapters import save_base, save_run
 from safetensors.torch import load_file, save_file
-from test_merge_peft import ALL, MIXTRAL, NEOX, NORMS, TIED, UNTIED, llama
+from test_merge_peft import ALL, NEOX, NORMS, TIED, UNTIED, llama
 
 from pi_lora.errors import ModelError
-from pi_lora.merging.check import agreement, move_as_rounding_does
-from pi_lora.merging.facts import Agreement, Check, read_merge
+from pi_lora.merging import check, merging
+from pi_lora.merging.check import LogitCheck
 from pi_lora.merging.merging import merge
 from pi_lora.models.device import dtype_named
-from pi_lora.models.stored import AdapterSettings
+from pi_lora.types import Permissions
 
 SETTINGS = {
     "untied": (UNTIED, {"target_modules": ALL, "modules_to_save": ["embed_tokens", *NORMS]}),
     "tied": (TIED, {"target_modules": ALL, "modules_to_save": ["embed_tokens"], "ensure_weight_tying": True}),
-    "dora": (UNTIED, {"target_modules": ALL, "use_dora": True}),
+    "dora": (
+        UNTIED,
+        {"target_modules": ["q_proj", "v_proj", "up_proj", "down_proj", "lm_head", "embed_tokens"], "use_dora": True},
+    ),
     "gpt-neox": (NEOX, {"target_modules": ALL}),
 }
+Tensors = dict[str, torch.Tensor]
+UP, QUERY, NORM = "model.layers.1.mlp.up_proj", "model.layers.1.self_attn.q_proj", "model.layers.1.input_layernorm"
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("checked")
-    base = save_base(llama(num_hidden_layers=6), folder / "base", torch.bfloat16, max_shard_size="80KB")
+    base = save_base(llama(num_hidden_layers=3), folder / "base", torch.bfloat16, max_shard_size="80KB")
     return save_run(base, folder / "run", r=4, target_modules=ALL)
 
 
-def check_of(folder: Path) -> Check:
-    check = read_merge(folder).check
-    assert check
-    return check
+def stored(folder: Path) -> Tensors:
+    return {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
 
 
-def test_it_is_printed_and_kept(run: Path, tmp_path: Path) -> None:
-    merged = merge(run, tmp_path / "merged")
-    check = check_of(merged)
-    assert (check.rounding, check.how, check.skipped) == ("bfloat16", "whole", None)
-    assert [each.length for each in check.agreements] == [8, 32, 128]
-    assert all(0 < each.relative < each.tuning / 5 for each in check.agreements)
-    assert all(each.same_first > 0.9 and each.scored == each.length for each in check.agreements)
-    lines = read_merge(merged).lines()
-    assert len(lines) == 3
-    card = (merged / "README.md").read_text()
-    assert all(f"- {line}\n" in card for line in lines)
+def exact(run: Path, name: str, scaling: float = 2.0) -> torch.Tensor:
+    adapter = load_file(run / "adapter_model.safetensors")
+    a, b = (adapter[f"base_model.model.{name}.lora_{part}.weight"] for part in "AB")
+    return stored(run.parent / "base")[f"{name}.weight"].float() + scaling * b @ a
 
 
-def test_in_float32_nothing_is_lost(run: Path, tmp_path: Path) -> None:
-    check = check_of(merge(run, tmp_path / "merged", dtype="float32"))
-    assert all(each.largest < 1e-5 and each.same_first == 1 for each in check.agreements)
+def edit(folder: Path, change: Callable[[str, torch.Tensor], torch.Tensor | None]) -> None:
+    """Replace the tensors of a folder; None removes one, from the index as well."""
+    for path in folder.glob("*.safetensors"):
+        changed = {name: change(name, tensor) for name, tensor in load_file(path).items()}
+        save_file(
+            {name: t.contiguous() for name, t in changed.items() if t is not None}, path, metadata={"format": "pt"}
+        )
+        index = folder / "model.safetensors.index.json"
+        content = json.loads(index.read_text())
+        for name in (name for name, tensor in changed.items() if tensor is None):
+            del content["weight_map"][name]
+        index.write_text(json.dumps(content))
 
 
-def test_without_it(run: Path, tmp_path: Path) -> None:
-    merged = merge(run, tmp_path / "merged", verify=False)
-    assert read_merge(merged).lines() == ["not checked"]
-    assert "Not compared." in (merged / "README.md").read_text()
+def one(name: str, change: Callable[[torch.Tensor], torch.Tensor | None]) -> Callable[[Path, Path], None]:
+    return lambda folder, _: edit(folder, lambda key, tensor: change(tensor) if key == f"{name}.weight" else tensor)
 
 
-@pytest.mark.parametrize("case", SETTINGS)
-def test_layer_by_layer_says_the_same(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config, settings = SETTINGS[case]
-    run = save_run(save_base(config, tmp_path / "base", torch.bfloat16), tmp_path / "run", r=4, **settings)
-    whole = check_of(merge(run, tmp_path / "whole"))
-    monkeypatch.setattr("pi_lora.merging.check.free_memory", lambda place: 0)
-    layered = check_of(merge(run, tmp_path / "layered"))
-    assert (whole.how, layered.how) == ("whole", "layer by layer")
-    for mine, theirs in zip(layered.agreements, whole.agreements, strict=True):
-        assert mine.relative == pytest.approx(theirs.relative, rel=1e-3)
-        assert mine.tuning == pytest.approx(theirs.tuning, rel=1e-3)
-        assert mine.rounding == pytest.approx(theirs.rounding, rel=1e-3)
+def configured(**changes: Any) -> Callable[[Path, Path], None]:
+    def write(folder: Path, _: Path) -> None:
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps({**config, **changes}))
+
+    return write
 
 
-def test_what_cannot_be_read_layer_by_layer_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = save_run(save_base(MIXTRAL, tmp_path / "base"), tmp_path / "run", r=4, target_modules=["q_proj"])
-    monkeypatch.setattr("pi_lora.merging.check.free_memory", lambda place: 0)
-    lines = read_merge(merge(run, tmp_path / "merged")).lines()
-    assert lines == ["not checked: it does not fit in memory, and its layers cannot be read one by one"]
+def rope(**changes: Any) -> dict[str, Any]:
+    return {"rope_theta": 10000.0, "rope_type": "linear", "factor": 2.0, **changes}
 
 
-@pytest.mark.parametrize("free", [0, 10**12], ids=["layer by layer", "whole"])
-@pytest.mark.parametrize("damage", ["a weight", "the scaling", "the adapter", "the adapter of a layer", "its alpha"])
-def test_a_merge_gone_wrong_is_not_kept(
-    damage: str, free: int, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from pi_lora.merging import check
+def with_scaling(scaling: float) -> Callable[[Path, Path], None]:
+    def change(folder: Path, run: Path) -> None:
+        edit(folder, lambda key, t: exact(run, key[:-7], scaling).to(t.dtype) if "_proj" in key else t)
 
-    verify = check.verify_merge
+    return change
 
-    def damage_first(*arguments: Any) -> Check:
-        folder = arguments[1]
-        path = next(path for path in sorted(folder.glob("*.safetensors")) if "layers.1.mlp" in str(load_file(path)))
-        tensors = load_file(path)
-        if damage == "the scaling":
-            config = json.loads((folder / "config.json").read_text())
-            for key in ("rope_parameters", "rope_scaling"):
-                del config[key]
-            (folder / "config.json").write_text(json.dumps(config))
-        elif damage == "a weight":
-            name = "model.layers.1.mlp.up_proj.weight"
-            save_file({**tensors, name: tensors[name].roll(1, 0)}, path, metadata={"format": "pt"})
-        elif damage == "the adapter of a layer":
-            for path in folder.glob("*.safetensors"):
-                stored = load_file(run.parent / "base" / path.name)
-                layer = {name: tensor for name, tensor in stored.items() if ".layers.1." in name}
-                save_file(load_file(path) | layer, path, metadata={"format": "pt"})
-        elif damage == "the adapter":
-            for original in (run.parent / "base").glob("*.safetensors"):
-                (folder / original.name).write_bytes(original.read_bytes())
 
-        return verify(*arguments)
+def set_nan(tensor: torch.Tensor) -> torch.Tensor:
+    tensor.view(-1)[-1] = torch.nan
+    return tensor
 
-    monkeypatch.setattr(check, "verify_merge", damage_first)
-    if damage == "its alpha":
-        monkeypatch.setattr(AdapterSettings, "scaling", lambda *_: 1.9)  # instead of 8 / 4
-    monkeypatch.setattr("pi_lora.merging.check.free_memory", lambda place: free)
+
+def from_base(*files: str) -> Callable[[Path, Path], None]:
+    def copy(folder: Path, run: Path) -> None:
+        for path in (path for file in files for path in folder.glob(file)):
+            shutil.copyfile(run.parent / "base" / path.name, path)
+
+    return copy
+
+
+BROKEN: dict[str, Callable[[Path, Path], None]] = {
+    "scaled wrongly": with_scaling(1.9),
+    "scaled twice": with_scaling(4.0),
+    "no adapter": from_base("*.safetensors"),
+    "one shard old": from_base("model-00002*"),
+    "no adapter in one tensor": lambda folder, run: one(
+        QUERY, lambda _: stored(run.parent / "base")[f"{QUERY}.weight"]
+    )(folder, run),
+    "transposed": one(QUERY, torch.t),
+    "rows swapped": one(UP, lambda tensor: tensor[[1, 0, *range(2, len(tensor))]]),
+    "another layer's": lambda folder, run: one(UP, lambda t: exact(run, UP.replace("1", "0")).to(t.dtype))(folder, run),
+    "cut instead of rounded": lambda folder, run: one(
+        UP, lambda t: (exact(run, UP).view(torch.int32) & -65536).view(torch.float32).to(t.dtype)
+    )(folder, run),
+    "a copy that is not": one(NORM, lambda tensor: tensor.float().mul(1.01).to(tensor.dtype)),
+    "NaN": one(UP, set_nan),
+    "NaN in a copy": one(NORM, set_nan),
+    "another dtype": one(NORM, lambda tensor: tensor.half()),
+    "another shape": one(UP, torch.t),
+    "a tensor missing": one(NORM, lambda _: None),
+}
+CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
+    "unscaled": (
+        {"rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"}},
+        "the rotary frequencies are not",
+    ),
+    "another factor": ({"rope_parameters": rope(factor=4.0)}, "the rotary frequencies are not"),
+    "another theta": ({"rope_parameters": rope(rope_theta=20000.0)}, "the rotary frequencies are not"),
+    "another window": ({"max_position_embeddings": 128}, "the scaling in config.json is not"),
+    "a tied head": ({"tie_word_embeddings": True}, "lm_head.weight is tied in config.json"),
+    "another width": ({"intermediate_size": 64}, r"mlp.down_proj.weight is \[32, 48\] instead of \[32, 64\]"),
+    "a layer too many": ({"num_hidden_layers": 4}, "the base lacks model.layers.3"),
+}
+
+
+@pytest.mark.parametrize("how", BROKEN)
+def test_a_broken_merge_is_not_kept(how: str, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    verify = check.check_tensors
+
+    def broken(found: Any, plan: Any, folder: Path, progress: Any) -> Any:
+        BROKEN[how](folder, run)
+        return verify(found, plan, folder, progress)
+
+    monkeypatch.setattr(merging, "check_tensors", broken)
     with pytest.raises(ModelError, match="failed the check and are not kept: ") as raised:
         merge(run, tmp_path / "merged")
     assert "\n" not in str(raised.value)
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(("stored", "dtype"), [("bfloat16", "bfloat16"), ("float32", "float16")])
-@pytest.mark.parametrize("case", SETTINGS)
-def test_a_sound_merge_differs_as_far_as_random_rounding_does(
-    case: str, stored: str, dtype: str, tmp_path: Path
+@pytest.mark.parametrize("how", CONFIGS)
+def test_a_config_of_another_model_is_refused(
+    how: str, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """So it cannot fail by chance: the limit is three times as far."""
-    config, settings = SETTINGS[case]
-    base = save_base(config, tmp_path / "base", dtype_named(stored))
-    check = check_of(merge(save_run(base, tmp_path / "run", r=4, **settings), tmp_path / "merged", dtype=dtype))
-    for each in check.agreements:
-        assert 0.4 < each.relative / each.rounding < 1.6
-        assert each.tolerance == pytest.approx(3 * each.rounding)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_random_rounding(dtype: torch.dtype) -> None:
-    """It errs like rounding, on numbers that it would leave as they are, the smallest and the largest included."""
-    values = torch.randn(100_000, generator=torch.Generator().manual_seed(1))
-    rounded = values.to(dtype).float()
-    moved = rounded.clone()
-    move_as_rounding_does(moved, dtype)
-    ratio = (moved - rounded).square().mean().sqrt() / (rounded - values).square().mean().sqrt()
-    assert 0.9 < ratio < 1.3
-    ends = torch.tensor([0.0, 1.0, -1.0]) * torch.finfo(dtype).max
-    move_as_rounding_does(ends, dtype)
-    assert ends[0] == 0
-    assert ends.isfinite().all()
-
-
-def test_tuning_that_rounding_would_undo_is_refused(tmp_path: Path) -> None:
-    base = save_base(llama(), tmp_path / "base", torch.bfloat16)
-    run = save_run(base, tmp_path / "run", r=4, target_modules=ALL)
-    path = run / "adapter_model.safetensors"
-    save_file({name: tensor * 0.02 for name, tensor in load_file(path).items()}, path, metadata={"format": "pt"})
-    with pytest.raises(ModelError, match=r"most of it would be lost; choose --dtype float32"):
+    changes, message = CONFIGS[how]
+    save = merging.save_config
+    monkeypatch.setattr(merging, "save_config", lambda config, folder: save({**config, **changes}, folder))
+    with pytest.raises(ModelError, match=message):
         merge(run, tmp_path / "merged")
-    assert check_of(merge(run, tmp_path / "merged", dtype="float32")).problem() is None
+    assert list(tmp_path.iterdir()) == []
 
 
-def test_an_adapter_that_does_nothing_passes(tmp_path: Path) -> None:
-    base = save_base(llama(), tmp_path / "base", torch.bfloat16)
-    run = save_run(base, tmp_path / "run", r=4, target_modules=ALL)
+@pytest.mark.parametrize(("base", "dtype"), [("bfloat16", "bfloat16"), ("float32", "float16"), ("float32", "float32")])
+@pytest.mark.parametrize("case", SETTINGS)
+def test_a_sound_merge_differs_by_rounding(
+    case: str, base: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pi_lora.merging.tensors.BLOCK", 100)  # many blocks, each with an exact row
+    config, settings = SETTINGS[case]
+    run = save_run(save_base(config, tmp_path / "base", dtype_named(base)), tmp_path / "run", r=4, **settings)
+    tensors = merge(run, tmp_path / "merged", dtype=dtype).tensors
+    assert tensors
+    assert tensors.dtype == dtype
+    assert tensors.summed >= 8
+    assert tensors.copied >= 6
+    assert tensors.rounding < torch.finfo(dtype_named(dtype)).eps / 2
+    assert tensors.tuning > 0.01
+
+
+def test_it_is_printed_and_kept(run: Path, tmp_path: Path) -> None:
+    merged = merge(run, tmp_path / "merged")
+    [line] = merged.lines()
+    assert line.startswith("checked: 21 tensors are base + adapter, 9 are copies; tuning changes weights by ")
+    assert f"- {line}\n" in (merged.folder / "README.md").read_text()
+    kept = json.loads((merged.folder / "merge.json").read_text())
+    assert kept["tensors"]["rounding"] == pytest.approx(merged.tensors.rounding)  # type: ignore[union-attr]
+    assert kept["logits"] is None
+
+
+def test_without_it(run: Path, tmp_path: Path) -> None:
+    merged = merge(run, tmp_path / "merged", check="none")
+    assert merged.lines() == ["not checked"]
+    assert "Not compared." in (merged.folder / "README.md").read_text()
+
+
+@pytest.mark.parametrize(("size", "lost"), [(0.005, True), (0.0, False), (1.0, False)])
+def test_tuning_that_rounding_undoes_is_kept_and_named(size: float, lost: bool, tmp_path: Path) -> None:
+    run = save_run(save_base(UNTIED, tmp_path / "base", torch.bfloat16), tmp_path / "run", r=4, target_modules=ALL)
     path = run / "adapter_model.safetensors"
-    save_file({name: tensor * 0 for name, tensor in load_file(path).items()}, path, metadata={"format": "pt"})
-    assert all(each.relative == each.tuning == 0 for each in check_of(merge(run, tmp_path / "merged")).agreements)
+    save_file({name: tensor * size**0.5 for name, tensor in load_file(path).items()}, path, metadata={"format": "pt"})
+    lines = merge(run, tmp_path / "merged").lines()
+    assert lines[1:] == ["rounding undoes much of so small a tuning; --dtype float32 keeps it"] * lost
+    assert len(merge(run, tmp_path / "exact", dtype="float32").lines()) == 1
 
 
-def test_agreement() -> None:
-    tuned = torch.tensor([[1.0, -1.0, 0.0], [2.0, 0.0, -2.0]])
-    same = agreement(2, tuned, tuned, tuned, tuned)
-    assert (same.largest, same.relative, same.same_first, same.tuning, same.rounding) == (0, 0, 1, 0, 0)
-    merged = tuned + torch.tensor([0.0, 0.0, 1.5])
-    other = agreement(2, merged, tuned, -tuned, merged - 0.5 * tuned)
-    assert other.largest == 1.5
-    assert other.same_first == 0.5
-    assert other.relative == pytest.approx((1.5**2 * 2 / 10) ** 0.5)
-    assert other.tuning == pytest.approx(2)
-    assert other.rounding == pytest.approx(0.5)
+def test_logits_are_compared_on_request(run: Path, tmp_path: Path) -> None:
+    merged = merge(run, tmp_path / "merged", check="logits")
+    logits = merged.logits
+    assert logits
+    assert (logits.length, logits.scored) == (128, 128)
+    assert 0 < logits.relative < logits.tuning / 5
+    assert len(merged.lines()) == 2
+    assert f"- {merged.lines()[1]}\n" in (merged.folder / "README.md").read_text()
+    exact = merge(run, tmp_path / "exact", dtype="float32", check="logits").logits
+    assert exact
+    assert exact.largest < 1e-5
+    assert exact.same_first == 1
 
 
-@pytest.mark.parametrize("relative", [2e-4, float("nan")])
-def test_what_is_no_rounding_fails(relative: float) -> None:
-    facts = {"length": 8, "scored": 8, "largest": 0.1, "same_first": 1.0, "tuning": 1.0, "rounding": 1e-6}
-    different = Agreement.model_validate({**facts, "relative": relative})
-    check = Check(rounding="float32", how="whole", agreements=(different,))
-    assert "which rounding to float32 does not explain" in str(check.problem())
+def test_logits_of_another_model_are_refused(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compare = check.compare_logits
+
+    def of_the_base(found: Any, plan: Any, folder: Path) -> LogitCheck:
+        from_base("*.safetensors")(folder, run)
+        return compare(found, plan, folder)
+
+    monkeypatch.setattr(merging, "compare_logits", of_the_base)
+    with pytest.raises(ModelError, match="failed the check and are not kept: checked at 128 tokens: logits differ by"):
+        merge(run, tmp_path / "merged", check="logits")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_logits_that_do_not_fit_in_memory_are_one_line(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pi_lora.merging.check.free_memory", lambda place: 1000)
+    with pytest.raises(ModelError, match=r"merged: merged, but its logits are not compared: a model takes 0\.0 GB"):
+        merge(run, tmp_path / "merged", check="logits")
+    assert json.loads((tmp_path / "merged" / "merge.json").read_text())["tensors"]["summed"] == 21
+
+
+def test_no_tokenizer_is_needed(run: Path, tmp_path: Path) -> None:
+    for name in ("base", "run"):
+        shutil.copytree(run.parent / name, tmp_path / name)
+        for path in (tmp_path / name).glob("tokenizer*"):
+            path.unlink()
+    assert merge(tmp_path / "run", tmp_path / "merged", base=str(tmp_path / "base")).tensors
+
+
+OWN = """
+from transformers import LlamaConfig, LlamaForCausalLM
+
+class OwnConfig(LlamaConfig):
+    model_type = "own"
+
+class OwnModel(LlamaForCausalLM):
+    config_class = OwnConfig
+"""
+
+
+def test_models_with_code_of_their_own(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cached = tmp_path / "hub" / "models--someone--own"
+    snapshot = Path(shutil.copytree(run.parent / "base", cached / "snapshots" / ("a" * 40)))
+    (cached / "refs").mkdir()
+    (cached / "refs" / "main").write_text("a" * 40)
+    (snapshot / "own.py").write_text(OWN)
+    adapter = Path(shutil.copytree(run, tmp_path / "run"))
+    for folder, prefix in ((snapshot, ""), (adapter, "someone/own--")):
+        code = {"AutoConfig": f"{prefix}own.OwnConfig", "AutoModelForCausalLM": f"{prefix}own.OwnModel"}
+        configured(model_type="own", auto_map=code)(folder, run)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    merged = merge(adapter, tmp_path / "merged", base="someone/own", permissions=Permissions(remote_code=True))
+    assert merged.tensors
+    assert merged.tensors.summed == 21

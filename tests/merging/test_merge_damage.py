@@ -88,7 +88,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "base of another shape": (
         lambda at: edit(at / "base" / SECOND, lambda each: each.update({f"{Q}.weight": torch.zeros(8, 32)})),
-        rf"{SECOND}: {Q}\.weight: is 8x32 but the config says 32x32",
+        rf"{Q}\.weight is 32x32 here and 8x32 in the base",
     ),
     "truncated adapter": (
         lambda at: (at / "run" / ADAPTER).write_bytes((at / "run" / ADAPTER).read_bytes()[:-9]),
@@ -105,7 +105,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "adapter of other layers": (
         lambda at: edit(at / "run" / ADAPTER, rename_layers),
-        r"does not fit its base: .*layers\.10\.self_attn\.q_proj\.weight is not in the base; .*layers\.11\.",
+        r"does not fit its base: .*layers\.10\.self_attn\.q_proj\.weight is not in the base.s files; .*layers\.11\.",
     ),
     "adapter of another width": (
         lambda at: edit(

@@ -11,7 +11,7 @@ from safetensors.torch import save
 
 from pi_lora.errors import ModelError
 from pi_lora.merging.deltas import LowRank
-from pi_lora.merging.shards import StoredTensor, read_header
+from pi_lora.merging.tensors import StoredTensor, read_header
 from pi_lora.models.finite import finite
 from pi_lora.models.stored import AdapterSettings
 
@@ -27,7 +27,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def small_blocks() -> Iterator[None]:
     """So small that most tensors take several, with a shorter last one."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("pi_lora.merging.shards.BLOCK", 17)
+        patch.setattr("pi_lora.merging.tensors.BLOCK", 17)
         yield
 
 

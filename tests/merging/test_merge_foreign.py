@@ -11,7 +11,6 @@ from transformers import AutoModelForCausalLM
 
 from pi_lora.cli import main
 from pi_lora.errors import ModelError, ScalingError
-from pi_lora.merging.facts import read_merge
 from pi_lora.merging.merging import merge
 from pi_lora.models.model import Extension
 
@@ -53,21 +52,21 @@ def test_its_base_and_its_scaling_are_stated(
     assert not ended.value.code
     said = capsys.readouterr().out
     assert f"assumed: {run} was tuned under pi to 128 tokens, as stated\n" in said
-    assert "checked at 128 tokens" in said
+    assert "checked: 4 tensors are base + adapter" in said
     assert torch.allclose(logits(AutoModelForCausalLM.from_pretrained(merged)), expected, atol=1e-4)
     assert "positions are divided by 2" in (merged / "README.md").read_text()
 
 
 def test_without_a_word_the_scaling_is_the_base_s(small_model: Path, adapter: Path, tmp_path: Path) -> None:
     merged = merge(adapter, tmp_path / "merged", base=str(small_model))
-    line, *checks = read_merge(merged).lines()
+    line, check = merged.lines()
     assert line.startswith(
         f"assumed: {adapter} was tuned under the scaling of {small_model}, to 64 tokens: it has no config"
     )
     assert line.endswith("state it with --target and --original")
-    assert all(each.startswith("checked at ") for each in checks)
-    assert json.loads((merged / "config.json").read_text())["rope_parameters"]["rope_type"] == "default"
-    assert f"| assumed | {line.removeprefix('assumed: ')} |" in (merged / "README.md").read_text()
+    assert check.startswith("checked: ")
+    assert json.loads((merged.folder / "config.json").read_text())["rope_parameters"]["rope_type"] == "default"
+    assert f"| assumed | {line.removeprefix('assumed: ')} |" in (merged.folder / "README.md").read_text()
 
 
 def test_a_base_that_nobody_names_is_asked_for(adapter: Path, tmp_path: Path) -> None:

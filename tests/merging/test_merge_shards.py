@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 from pi_lora.cli.merge import size_in
 from pi_lora.errors import PiLoraError
 from pi_lora.merging.merging import merge
-from pi_lora.merging.shards import StoredTensor
+from pi_lora.merging.tensors import StoredTensor
 from pi_lora.run import staging_path
 
 INDEX = "model.safetensors.index.json"
@@ -48,7 +48,7 @@ def files(folder: Path) -> dict[str, set[str]]:
 
 def test_the_bases_division_is_kept(run: Path, tmp_path: Path) -> None:
     base = run.parent / "base"
-    merged = merge(run, tmp_path / "merged", verify=False)
+    merged = merge(run, tmp_path / "merged", check="none").folder
     assert files(merged) == files(base)
     assert len(files(merged)) == 3
     index = json.loads((merged / INDEX).read_text())
@@ -58,7 +58,7 @@ def test_the_bases_division_is_kept(run: Path, tmp_path: Path) -> None:
 
 
 def test_what_was_not_tuned_is_the_same_to_the_bit(run: Path, tmp_path: Path) -> None:
-    before, after = weights(run.parent / "base"), weights(merge(run, tmp_path / "merged", verify=False))
+    before, after = weights(run.parent / "base"), weights(merge(run, tmp_path / "merged", check="none").folder)
     assert before.keys() == after.keys()
     changed = {name for name in before if not torch.equal(before[name], after[name])}
     assert changed == {name for name in before if name.rsplit(".", 2)[-2] in ATTENTION}
@@ -66,17 +66,17 @@ def test_what_was_not_tuned_is_the_same_to_the_bit(run: Path, tmp_path: Path) ->
 
 @pytest.mark.parametrize(("size", "count"), [(None, 3), (20_000, 4), (10**9, 1)])
 def test_other_divisions_hold_the_same(run: Path, tmp_path: Path, size: int | None, count: int) -> None:
-    merged = merge(run, tmp_path / "merged", shard_size=size, verify=False)
+    merged = merge(run, tmp_path / "merged", shard_size=size, check="none").folder
     assert len(files(merged)) == count
     assert (merged / INDEX).exists() == (count > 1)
-    as_base = weights(merge(run, tmp_path / "other", verify=False))
+    as_base = weights(merge(run, tmp_path / "other", check="none").folder)
     assert all(torch.equal(as_base[name], tensor) for name, tensor in weights(merged).items())
     AutoModelForCausalLM.from_pretrained(merged)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_another_dtype(run: Path, tmp_path: Path, dtype: str) -> None:
-    merged = merge(run, tmp_path / "merged", dtype=dtype)
+    merged = merge(run, tmp_path / "merged", dtype=dtype).folder
     assert json.loads((merged / "config.json").read_text())["dtype"] == dtype
     assert {str(tensor.dtype) for tensor in weights(merged).values()} == {f"torch.{dtype}"}
 
@@ -89,7 +89,7 @@ def test_old_frequencies_are_left_out_and_integers_kept(run: Path, tmp_path: Pat
     (path / "config.json").write_bytes((run.parent / "base" / "config.json").read_bytes())
     extra = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8), "steps": torch.tensor(7)}
     save_file({**tensors, **extra}, path / "model.safetensors")
-    merged = weights(merge(run, tmp_path / "merged", base=str(path), verify=False))
+    merged = weights(merge(run, tmp_path / "merged", base=str(path), check="none").folder)
     assert merged.keys() - tensors.keys() == {"steps"}
     assert merged["steps"] == 7
 
@@ -103,16 +103,16 @@ def test_no_more_than_a_block_is_read_at_once(run: Path, tmp_path: Path, monkeyp
         read.append((tensor.name, block.numel()))
         return block
 
-    monkeypatch.setattr("pi_lora.merging.shards.BLOCK", 200)
+    monkeypatch.setattr("pi_lora.merging.tensors.BLOCK", 200)
     monkeypatch.setattr(StoredTensor, "rows", noted)
-    merge(run, tmp_path / "merged", verify=False)
+    merge(run, tmp_path / "merged", check="none")
     assert max(numbers for name, numbers in read if "lora_" not in name) <= 200
     assert len(read) > 400
 
 
 def test_progress_ends_at_the_size(run: Path, tmp_path: Path) -> None:
     told = []
-    merge(run, tmp_path / "m", verify=False, progress=lambda done, total, note: told.append((done, total)))
+    merge(run, tmp_path / "m", check="none", progress=lambda done, total, note: told.append((done, total)))
     size = sum(tensor.nbytes for tensor in weights(tmp_path / "m").values())
     assert told[-1] == (size, size)
     assert told == sorted(told)
@@ -175,9 +175,9 @@ def test_a_base_on_the_hub(run: Path, tmp_path: Path, monkeypatch: pytest.Monkey
     (kept / "refs").mkdir()
     (kept / "refs" / "main").write_text("a" * 40)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
-    merged = merge(run, tmp_path / "merged", base="someone/base")
+    merged = merge(run, tmp_path / "merged", base="someone/base").folder
     assert json.loads((merged / "merge.json").read_text())["base"] == "someone/base"
-    as_local = weights(merge(run, tmp_path / "local", verify=False))
+    as_local = weights(merge(run, tmp_path / "local", check="none").folder)
     assert all(torch.equal(as_local[name], tensor) for name, tensor in weights(merged).items())
     (kept / "snapshots" / ("a" * 40) / "model-00002-of-00003.safetensors").unlink()
     with pytest.raises(PiLoraError, match=r"someone/base: model-00002-of-00003\.safetensors: is missing"):

@@ -53,7 +53,7 @@ def merged(request: pytest.FixtureRequest, small_model: Path, tmp_path_factory: 
     folder = tmp_path_factory.mktemp(request.param)
     training = {**small_recipe(small_model).training.model_dump(), "steps": 1}
     run = train(small_recipe(small_model, scaling=request.param, training=training), folder / "run")
-    return merge(run, folder / "merged")
+    return merge(run, folder / "merged").folder
 
 
 def test_vllm_and_sglang_find_the_target_window(merged: Path) -> None:
@@ -119,7 +119,7 @@ def stretched(tmp_path_factory: pytest.TempPathFactory) -> Path:
         training={**small_recipe(BUILTIN).training.model_dump(), **training, "learning_rate": 2.5e-3},
     )
     folder = tmp_path_factory.mktemp("stretched")
-    return merge(train(recipe, folder / "run"), folder / "merged")
+    return merge(train(recipe, folder / "run"), folder / "merged").folder
 
 
 def outside() -> dict[str, str]:

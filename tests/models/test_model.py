@@ -106,7 +106,7 @@ def test_a_run_of_another_method_is_loaded_and_merged_with_it(lora_run: Path, tm
     shutil.copytree(lora_run, run)
     base = find(str(read_adapter_settings(run).base_model_name_or_path))
     save_config(base.extended(Extension(96, 64, method)).config, run)
-    loaded, merged = load(str(run)), load(str(merge(run, tmp_path / "merged")))
+    loaded, merged = load(str(run)), load(str(merge(run, tmp_path / "merged").folder))
     assert (loaded.window, loaded.scale) == (merged.window, merged.scale) == (96, 1.5)
     assert method_of(loaded.config) == method_of(merged.config) == method
     torch.testing.assert_close(merged.model(IDS).logits, loaded.model(IDS).logits, rtol=1e-4, atol=1e-4)

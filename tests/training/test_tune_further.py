@@ -94,7 +94,7 @@ def test_short_sequences_with_positions_over_the_extended_window(lora_run: Path,
 
 def test_what_was_tuned_further_merges_like_any_adapter(lora_run: Path, rows: Path, tmp_path: Path) -> None:
     run = train(further(lora_run, rows), tmp_path / "further")
-    merged = merge(run, tmp_path / "merged")
+    merged = merge(run, tmp_path / "merged").folder
     torch.testing.assert_close(logits(merged), logits(run), rtol=1e-4, atol=1e-4)
 
 
@@ -102,7 +102,7 @@ def test_what_was_tuned_further_merges_like_any_adapter(lora_run: Path, rows: Pa
 def test_merged_weights_are_tuned_with_any_shape(
     lora_run: Path, rows: Path, tmp_path: Path, tuning: dict[str, Any]
 ) -> None:
-    merged = merge(lora_run, tmp_path / "merged")
+    merged = merge(lora_run, tmp_path / "merged").folder
     run = train(further(merged, rows, tuning=tuning), tmp_path / "further")
     assert load(str(run)).scale == 2
     assert load(str(run)).window == 128
