@@ -33,9 +33,9 @@ SIZES = ((1000, 64), (1000, 32), (1000, 16), (500, 16), (200, 16), (200, 8))
 SIZES_OF_LITTLE_TEXT = ((100, 8), (100, 4), (50, 4), (50, 2), (20, 2))
 CONTIGUOUS_SEQUENCES = 16
 # Hours that a run may take while another size or kind of sequence takes fewer.
-PATIENCE, PATIENCE_ON_CPU = 48.0, 12.0
+MOST_HOURS, MOST_HOURS_ON_CPU = 48.0, 12.0
 # Tokens that keep a GPU or a CPU busy in a forward pass.
-BUSY_TOKENS, BUSY_TOKENS_ON_CPU, MOST_AT_ONCE = 8192, 2048, 8
+BUSY_TOKENS, BUSY_TOKENS_ON_CPU = 8192, 2048
 # More than any tokenizer's of English or code, so that text is rather counted short.
 BYTES_PER_TOKEN = 5
 # Maximum rates by parameters: the demo's and that of recipes/smollm2_135m_32k.yaml, which fall, and LongLoRA's.
@@ -76,7 +76,7 @@ def choose(
     first = request.recipe()
     target = target_of(first, permissions)
     if found := best(plan_recipe(first, target, request.gpu)):
-        return _sized(found, _tokens_at_hand(first.data.source, bytes_of))
+        return _with_rate_and_batch(_with_size(found, _tokens_at_hand(first.data.source, bytes_of)))
     larger = (gpu for gpu in GPUS.values() if gpu.memory > request.gpu.memory and gpu.bfloat16 and gpu.name != CPU)
     enough = next((gpu.name for gpu in larger if best(plan_recipe(first, target, gpu))), None)
     advice = f"the smallest device that does: {enough}" if enough else "several GPUs may: recipes/paper has examples"
@@ -84,17 +84,11 @@ def choose(
 
 
 def best(first: TrainingPlan) -> TrainingPlan | None:
-    """Return the plan of the best candidate with memory to spare that ends in time; if there is none, of the best with
-    memory to spare, else of the one that takes least; None if not even that fits.
+    """Return the plan of the best candidate with memory to spare that ends in time, else of the best with memory to
+    spare; None if there is none.
     """
-    roomy = tightest = None
-    for _, plan in replanned(first, candidates(first)):
-        if plan.roomy and _in_time(plan):
-            return plan
-        roomy = roomy or (plan if plan.roomy else None)
-        tightest = plan if tightest is None or plan.memory.peak < tightest.memory.peak else tightest
-    found = roomy or tightest
-    return found if found and found.fits else None
+    roomy = [plan for _, plan in replanned(first, candidates(first)) if plan.roomy]
+    return next(filter(_in_time, roomy), roomy[0] if roomy else None)
 
 
 def candidates(first: TrainingPlan) -> Iterator[Changes]:
@@ -102,20 +96,20 @@ def candidates(first: TrainingPlan) -> Iterator[Changes]:
     tuning (LongLoRA), of a large vocabulary norms alone; whole sequences before PoSE, and long before short ones; LoRA
     before QLoRA; then what costs time.
     """
-    lengths = [first.target.original]
-    while lengths[-1] // 2 >= SHORTEST_SEQUENCE:
-        lengths.append(lengths[-1] // 2)
-    sequences: list[Changes] = [{"data.positions": "skip", "data.sequence_tokens": length} for length in lengths]
-    sequences.insert(0, {"data.positions": "contiguous", "data.sequence_tokens": None})
+    sequences: list[Changes] = [{"data.positions": "contiguous", "data.sequence_tokens": None}]
+    length = first.target.original
+    while len(sequences) == 1 or length >= SHORTEST_SEQUENCE:
+        sequences.append({"data.positions": "skip", "data.sequence_tokens": length})
+        length //= 2
     checkpointed: Changes = {"training.activation_checkpointing": True}
     levers: list[Changes] = [{}, checkpointed, {**checkpointed, **MLP_IN_CHUNKS}]
     if first.gpu.name != CPU:
         levers += [{**checkpointed, **OFFLOAD}, {**checkpointed, **MLP_IN_CHUNKS, **OFFLOAD}]
-    large = first.target.shape.vocabulary > LARGE_VOCABULARY
-    beside = ("norms",) if large else ("embeddings_and_norms", "norms")
-    for trained, sequence, method, lever in itertools.product(beside, sequences, ("lora", "qlora"), levers):
-        rest = {"tuning.also_train": trained, "tuning.method": method}
-        yield {**_size(*SIZES[-1]), **sequence, **rest, **lever}
+    extra_modules = ["norms"]
+    if first.target.shape.vocabulary <= LARGE_VOCABULARY:
+        extra_modules.insert(0, "embeddings_and_norms")
+    for extra, sequence, method, lever in itertools.product(extra_modules, sequences, ("lora", "qlora"), levers):
+        yield {**_size(*SIZES[-1]), **sequence, "tuning.also_train": extra, "tuning.method": method, **lever}
 
 
 def _size(steps: int, sequences: int) -> Changes:
@@ -123,31 +117,36 @@ def _size(steps: int, sequences: int) -> Changes:
 
 
 def _in_time(plan: TrainingPlan) -> bool:
-    return (plan.hours or 0) <= (PATIENCE_ON_CPU if plan.gpu.name == CPU else PATIENCE)
+    return (plan.hours or 0) <= (MOST_HOURS_ON_CPU if plan.gpu.name == CPU else MOST_HOURS)
 
 
-def _sized(plan: TrainingPlan, tokens: float) -> TrainingPlan:
-    """Return a plan with as many steps and sequences as time and `tokens` of text allow, several sequences at once
-    where there is room, and a rate for the model's size.
+def _with_size(plan: TrainingPlan, tokens: float) -> TrainingPlan:
+    """Return a plan with as many steps and sequences as time and `tokens` of text allow; raise DataError if the text is
+    too short for any.
     """
-    whole, little = plan.recipe.data.positions == "contiguous", plan.tokens > tokens
-    sizes = [size for size in SIZES if not whole or size[1] <= CONTIGUOUS_SEQUENCES]
-    changes = [_size(*size) for size in (SIZES_OF_LITTLE_TEXT if little else sizes)]
-    plans = [each for _, each in replanned(plan, changes)]
-    enough = [each for each in plans if each.tokens <= tokens]
+    sizes = SIZES_OF_LITTLE_TEXT if plan.tokens > tokens else SIZES
+    most = CONTIGUOUS_SEQUENCES if plan.recipe.data.positions == "contiguous" else math.inf
+    plans = [sized for _, sized in replanned(plan, (_size(*size) for size in sizes if size[1] <= most))]
+    enough = [sized for sized in plans if sized.tokens <= tokens]
     if not enough:
         names = ", ".join(source.name for source in plan.recipe.data.source)
         takes = f"{plans[-1].recipe.training.steps} steps take {plans[-1].tokens:,}"
         raise DataError(f"--data: {names}: holds about {tokens:,.0f} tokens, and {takes}; give more text")
-    sized = next(filter(_in_time, enough), enough[-1])
+    return next(filter(_in_time, enough), enough[-1])
+
+
+def _with_rate_and_batch(plan: TrainingPlan) -> TrainingPlan:
+    """Return a plan with a rate for the model's size, and several sequences at once where they keep the device busy and
+    there is room.
+    """
     rate = next((rate for most, rate in RATES if plan.target.shape.parameters < most), None)
     tuned: Changes = {"training.learning_rate": rate, "training.schedule": "linear"} if rate else {}
-    sequence = sized.tokens_per_step // sized.recipe.training.global_batch_size
-    fill = min(MOST_AT_ONCE, (BUSY_TOKENS_ON_CPU if plan.gpu.name == CPU else BUSY_TOKENS) // sequence)
-    at_once = [2**power for power in range(max(1, fill).bit_length() - 1, -1, -1)]
-    batches = ({"training.per_device_batch_size": number, **tuned} for number in at_once)
-    filled = [each for _, each in replanned(sized, batches)]
-    return next((each for each in filled if each.roomy), filled[-1])
+    busy = BUSY_TOKENS_ON_CPU if plan.gpu.name == CPU else BUSY_TOKENS
+    sequence = plan.tokens_per_step // plan.recipe.training.global_batch_size
+    at_once = [number for number in (8, 4, 2) if number * sequence <= busy] + [1]
+    changes = ({"training.per_device_batch_size": number, **tuned} for number in at_once)
+    filled = [changed for _, changed in replanned(plan, changes)]
+    return next((changed for changed in filled if changed.roomy), filled[-1])
 
 
 def _tokens_at_hand(sources: Sequence[Source], bytes_of: Callable[[Source], int | None]) -> float:

@@ -46,7 +46,7 @@ _KNOWN = (
 )
 GPUS = {gpu.name: gpu for gpu in _KNOWN}
 # Words in the names of devices that are slower than the device of the table with the same model number.
-SLOWER = {"Laptop", "NVL"}
+SLOWER = {"Laptop", "NVL", "MIG"}
 
 
 def find_gpu(name: str, where: str = "--gpu") -> Gpu:
@@ -65,8 +65,7 @@ def find_gpu(name: str, where: str = "--gpu") -> Gpu:
 
 
 def gpu_of_device(device_name: str, memory: int, bfloat16: bool = True) -> Gpu:
-    """Return the device that torch calls `device_name` and gives `memory` bytes, with its peak if the table knows it; a
-    slice of one (MIG) has its share of seven.
+    """Return the device that torch calls `device_name` and gives `memory` bytes, with its peak if the table knows it.
 
     >>> gpu_of_device("NVIDIA A100-SXM4-80GB", 85_100_000_000).peak
     312000000000000.0
@@ -75,8 +74,6 @@ def gpu_of_device(device_name: str, memory: int, bfloat16: bool = True) -> Gpu:
     matching = [gpu for gpu in GPUS.values() if words >= set(gpu.name.split("-")) - {"40", "80"}]
     # The longest name: an H100 PCIe is not the H100.
     peak = max(matching, key=lambda gpu: len(gpu.name)).peak if matching and not words & SLOWER else None
-    if peak and (slices := re.search(r"MIG (\d)g", device_name)):
-        peak *= int(slices[1]) / 7
     return Gpu(device_name, memory, peak, bfloat16)
 
 

@@ -6,8 +6,8 @@ from pi_lora.planning.shape import Shape, adapter_parameters
 from pi_lora.recipe.evaluation import Evaluation
 from pi_lora.recipe.schema import Recipe, Tuning
 
-# Assumed where a recipe does not say it: the documents, and tokens of each, of the test split of PG-19: 100 books of
-# 6,966,499 words (Rae et al. 2019, table 1), at four tokens for three words.
+# Assumed where a recipe does not say it: the documents, and tokens of each, of the test split of PG-19, 100 books of
+# 6,966,499 words (Rae et al. 2019, table 1) at four tokens for three words; and the paper's stride.
 DOCUMENTS, DOCUMENT_TOKENS = 100, 93_000
 STRIDE, RULER_TASKS = 256, 13
 
@@ -50,28 +50,24 @@ def flops_of_sequences(shape: Shape, tuning: Tuning, tokens: int, checkpointing:
 
 
 def measuring_flops(shape: Shape, recipe: Recipe, window: int) -> float:
-    """Estimate the operations on one device of all that a recipe measures of a model that reads `window` tokens: while
-    it trains, dealt out over the processes, and once more of the finished run. Left out: benchmarks, whose examples
-    have unknown lengths, and the text that RULER and summaries generate.
+    """Estimate the operations on one device of all that a recipe measures of a model that reads `window` tokens, as
+    passes over that window: while it trains, dealt out over the processes, and once more of the finished run. Left out:
+    benchmarks, whose examples have unknown lengths, and the text that RULER and summaries generate.
     """
     evaluation = recipe.evaluation
     times = 1 + -(-recipe.training.steps // evaluation.every) if evaluation.every else 0
-    while_training = times * _forward_flops(shape, recipe.tuning, evaluation.in_short(), window)
-    finished = _forward_flops(shape, recipe.tuning, evaluation, window)
-    return while_training / recipe.hardware.processes + finished
+    while_training = times * _passes(evaluation.in_short(), window) / recipe.hardware.processes
+    return (while_training + _passes(evaluation, window)) * sum(layers_flops(shape, recipe.tuning, window))
 
 
-def _forward_flops(shape: Shape, tuning: Tuning, evaluation: Evaluation, window: int) -> float:
-    """Return the operations of the forward passes of one evaluation. Shorter windows share those of the longest."""
-    passes: list[tuple[float, int]] = []  # their number and tokens
-    if asked := evaluation.perplexity:
-        longest = max(asked.windows or [window])
-        stride = asked.stride or min(STRIDE, longest)
-        document = max(longest, asked.truncate or DOCUMENT_TOKENS)
-        passes.append(((asked.documents or DOCUMENTS) * (1 + (document - longest) // stride), longest))
+def _passes(evaluation: Evaluation, window: int) -> int:
+    """Count the forward passes over `window` tokens; shorter windows share those of the longest."""
+    passes = 0
+    if sweep := evaluation.perplexity:
+        document = max(window, sweep.truncate or DOCUMENT_TOKENS)
+        passes += (sweep.documents or DOCUMENTS) * (1 + (document - window) // (sweep.stride or STRIDE))
     if passkey := evaluation.passkey:
-        passes.append((passkey.depths * passkey.trials, passkey.target or window))
-    if ruler := evaluation.ruler:
-        prompts = len(ruler.tasks or range(RULER_TASKS)) * ruler.samples
-        passes += [(prompts, length) for length in ruler.windows or [window, window // 2]]
-    return sum(number * sum(layers_flops(shape, tuning, tokens)) for number, tokens in passes)
+        passes += passkey.depths * passkey.trials
+    if ruler := evaluation.ruler:  # of L', L'/2, ...: twice those of L'
+        passes += 2 * RULER_TASKS * ruler.samples
+    return passes

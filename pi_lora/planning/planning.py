@@ -95,7 +95,6 @@ class TrainingPlan:
             "gpus": self.recipe.hardware.processes,
             "machines": self.recipe.hardware.machines,
             "bytes": dict(self.memory.components),
-            "overhead_bytes": self.memory.overhead,
             "peak_bytes_per_gpu": self.memory.peak,
             "memory_bytes_per_gpu": self.gpu.memory,
             "host_bytes_per_gpu": self.memory.host,
@@ -107,7 +106,6 @@ class TrainingPlan:
             "tokens": self.tokens,
             "steps": self.recipe.training.steps,
             "flops": self.flops._asdict(),
-            "assumed_utilization": self.utilization,
             "hours": self.hours,
             "measuring_hours": self.measuring_hours,
         }

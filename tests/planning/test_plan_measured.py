@@ -1,17 +1,19 @@
-"""Plans against figures that others measured, within 20 %."""
+"""Plans against figures that others measured, within 20 %, and against those measured on a CPU here."""
 
 import json
 from functools import cache
+from pathlib import Path
 
 import pytest
 from families import on_meta, plan_of
 from transformers import AutoConfig
 
 from pi_lora.planning.counting import shape_of
-from pi_lora.planning.gpus import GIB
+from pi_lora.planning.gpus import CPU, GIB
 from pi_lora.planning.memory import DeviceMemory, memory, saved_inputs
 from pi_lora.planning.planning import find_shape, shipped_config
 from pi_lora.planning.shape import Shape
+from pi_lora.recipe.files import load_recipe
 from pi_lora.recipe.schema import Recipe
 
 QWEN_8B, QWEN_SMALL, LLAMA = "Qwen/Qwen3-8B-Base", "Qwen/Qwen3-0.6B-Base", "huggyllama/llama-7b"
@@ -88,3 +90,25 @@ def test_components_that_others_measured() -> None:
 )
 def test_hours_that_others_measured(name: str, tokens: int, gpu: str, seconds: float) -> None:
     assert plan_of(one_sequence(name, tokens, 8), gpu).hours * 3600 == pytest.approx(seconds, rel=0.2)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "changes", "measured"),
+    [  # the peak of the whole process: rows of benchmarks/plan_memory.py that need no model
+        (512, (), 2_966_122_496),
+        (1024, ("training.activation_checkpointing=true",), 3_337_916_416),
+        (512, ("training.activation_checkpointing=true", "tuning.method=qlora"), 1_905_893_376),
+        (512, ("training.activation_checkpointing=true", "tuning.method=full"), 3_403_988_992),
+    ],
+)
+def test_memory_that_was_measured_on_a_cpu(tokens: int, changes: tuple[str, ...], measured: int) -> None:
+    fixed = (f"data.sequence_tokens={tokens}", "training.global_batch_size=1", "training.precision=float32")
+    path = Path(__file__).parents[2] / "recipes" / "smollm2_135m_16k_cpu.yaml"
+    plan = plan_of(load_recipe(path, (*fixed, *changes)).recipe, CPU)
+    assert plan.memory.peak == pytest.approx(measured, rel=0.1)
+
+
+def test_memory_of_the_demo_is_what_it_took() -> None:
+    run = Path(__file__).parents[2] / "adapters" / "demo"
+    measured = json.loads((run / "run.json").read_text())["peak_memory"]
+    assert plan_of(load_recipe(run / "recipe.yaml").recipe).memory.peak == pytest.approx(measured, rel=0.15)

@@ -15,7 +15,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qw
 from pi_lora.models.adapter import disable_input_dtype_casting, prepare_for_tuning
 from pi_lora.planning.counting import shape_of
 from pi_lora.planning.memory import (
-    _ADAPTED_EXPERTS,
+    ADAPTED_EXPERTS_KEPT,
+    ADAPTED_EXPERTS_PEAK,
     LOSS_TILE_UNFUSED,
     NF4,
     Arithmetic,
@@ -60,7 +61,7 @@ def test_adapted_experts_take_what_the_plan_says(kind: str) -> None:
     config = small_config(kind, hidden_size=256, **sizes[kind])
     shape = shape_of(on_meta(config))
     short, long = (one_layer(config, Tuning(rank=1), tokens) for tokens in (64, 128))
-    for per_number, less, more in zip(_ADAPTED_EXPERTS, short, long, strict=True):
+    for per_number, less, more in zip((ADAPTED_EXPERTS_KEPT, ADAPTED_EXPERTS_PEAK), short, long, strict=True):
         assert per_number * shape.experts / shape.layers == pytest.approx(2 * less - more, rel=0.03)
     attention = Tuning(rank=1, targets="attention")
     kept = [one_layer(config, attention, tokens)[0] for tokens in (64, 128)]
@@ -182,56 +183,52 @@ def one_layer(
     return kept, max(forward + gradient.nbytes, allocations.most)
 
 
-EVERY_TUNING = pytest.mark.parametrize(
-    ("tuning", "arithmetic"),
+TUNINGS = {
+    "full": Tuning(method="full"),
+    "lora": Tuning(rank=1),
+    "plain lora": Tuning(rank=1, also_train="nothing"),
+    "lora on attention": Tuning(rank=1, targets="attention"),
+    "dora": Tuning(rank=1, dora=True),
+}
+EVERY_ARITHMETIC = pytest.mark.parametrize(
+    ("name", "arithmetic"),
     [
-        pytest.param(tuning, arithmetic, id=f"{name}, {arithmetic}")
-        for name, tuning in {
-            "full": Tuning(method="full"),
-            "lora": Tuning(rank=1),
-            "lora and norms": Tuning(rank=1, also_train="norms"),
-            "plain lora": Tuning(rank=1, also_train="nothing"),
-            "lora on attention": Tuning(rank=1, targets="attention"),
-            "dora": Tuning(rank=1, dora=True),
-        }.items()
-        for arithmetic in get_args(Arithmetic)
-        if name == "lora" or arithmetic in ("bfloat16", "float32") or (name, arithmetic) == ("full", "autocast")
+        *(("lora", arithmetic) for arithmetic in get_args(Arithmetic)),
+        ("full", "autocast"),
+        *((name, arithmetic) for name in TUNINGS if name != "lora" for arithmetic in ("bfloat16", "float32")),
     ],
 )
 
 
+def per_token(
+    config: PreTrainedConfig, tuning: Tuning, arithmetic: Arithmetic, pieces: int | None = None
+) -> Iterator[float]:
+    """Bytes kept and at the peak, as the difference between two lengths: what depends on weights alone drops out."""
+    lengths = (256, 512)
+    sizes = [one_layer(config, tuning, tokens, arithmetic, pieces and tokens // pieces) for tokens in lengths]
+    yield from ((more - less) / 256 for less, more in zip(*sizes, strict=True))
+
+
 @pytest.mark.parametrize("kind", [LlamaConfig, Qwen3Config])
-@EVERY_TUNING
-def test_a_layer_keeps_what_the_plan_says(kind: type[PreTrainedConfig], tuning: Tuning, arithmetic: Arithmetic) -> None:
-    """Per token, as the difference between two lengths, so that what depends on weights alone drops out."""
-    config = kind(**LAYER, head_dim=32)
-    short, long = (one_layer(config, tuning, tokens, arithmetic) for tokens in (256, 512))
-    kept, peak = ((more - less) / 256 for less, more in zip(short, long, strict=True))
-    expected = layer_bytes(shape_of(on_meta(config)), tuning, arithmetic)
-    assert expected[0] == pytest.approx(kept, rel=0.05)
-    assert expected[1] == pytest.approx(peak, rel=0.1)
+@EVERY_ARITHMETIC
+def test_a_layer_keeps_what_the_plan_says(kind: type[PreTrainedConfig], name: str, arithmetic: Arithmetic) -> None:
+    """LoRA on attention alone and DoRA are planned coarsely, and rather too much."""
+    config, tuning = kind(**LAYER, head_dim=32), TUNINGS[name]
+    measured = per_token(config, tuning, arithmetic)
+    coarse = name in ("lora on attention", "dora")
+    for size, expected in zip(measured, layer_bytes(shape_of(on_meta(config)), tuning, arithmetic), strict=True):
+        assert 0.93 * size <= expected <= (1.4 if coarse else 1.07) * size
 
 
-@EVERY_TUNING
-def test_a_layer_with_its_mlp_in_pieces_keeps_what_the_plan_says(tuning: Tuning, arithmetic: Arithmetic) -> None:
-    """Pieces of a sixteenth: with larger ones the plan is on the safe side, as the next test sees."""
-    config = LlamaConfig(**LAYER, head_dim=32)
-    short, long = (one_layer(config, tuning, tokens, arithmetic, tokens // 16) for tokens in (256, 512))
-    kept, peak = ((more - less) / 256 for less, more in zip(short, long, strict=True))
-    expected = layer_bytes(shape_of(on_meta(config)), tuning, arithmetic, mlp_share=1 / 16)
-    assert expected[0] == pytest.approx(kept, rel=0.05)
-    assert expected[1] == pytest.approx(peak, rel=0.1)
-
-
-@EVERY_TUNING
-def test_the_plan_is_on_the_safe_side_of_large_pieces(tuning: Tuning, arithmetic: Arithmetic) -> None:
-    config = LlamaConfig(**LAYER, head_dim=32)
+@pytest.mark.parametrize("pieces", [2, 16])
+@EVERY_ARITHMETIC
+def test_the_plan_is_on_the_safe_side_of_mlps_in_pieces(name: str, arithmetic: Arithmetic, pieces: int) -> None:
+    config, tuning = LlamaConfig(**LAYER, head_dim=32), TUNINGS[name]
     shape = shape_of(on_meta(config))
-    short, long = (one_layer(config, tuning, tokens, arithmetic, tokens // 2) for tokens in (256, 512))
-    peak = (long[1] - short[1]) / 256
-    half, whole = (layer_bytes(shape, tuning, arithmetic, mlp_share=share)[1] for share in (0.5, 1.0))
-    assert 0.97 * peak <= half <= 1.3 * peak
-    assert half <= whole
+    _, peak = per_token(config, tuning, arithmetic, pieces)
+    expected, whole = (layer_bytes(shape, tuning, arithmetic, mlp_share=share)[1] for share in (1 / pieces, 1.0))
+    assert 0.97 * peak <= expected <= whole
+    assert name == "dora" or expected <= 1.4 * peak
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
