@@ -32,7 +32,7 @@ from pi_lora.models.model import Extension, load
 from pi_lora.preflight import check
 from pi_lora.recipe.files import RECIPE_FILE, load_recipe
 from pi_lora.report.pictures import comparison_picture
-from pi_lora.report.summary import markdown_table
+from pi_lora.report.tables import markdown_table
 from pi_lora.run import Run, staging_path
 from pi_lora.training.training import train
 

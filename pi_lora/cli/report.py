@@ -33,7 +33,7 @@ def compare(
         from pi_lora.recipe.evaluation import BenchmarksOptions, PasskeyOptions, PerplexityOptions, RulerOptions
         from pi_lora.report.comparison import compare as rows_of
         from pi_lora.report.comparison import verdict_table
-        from pi_lora.report.run import MeasuredRun, base_scores, own_scores
+        from pi_lora.report.run import MeasuredRun
         from pi_lora.run import BASE
         from pi_lora.writing import write_json
 
@@ -45,16 +45,16 @@ def compare(
         if ruler:
             asked["ruler"] = RulerOptions(samples=ruler, haystack=str(haystack) if haystack else None)
         folder = MeasuredRun(run)
-        own = {} if again else own_scores(folder)
+        own = {} if again else folder.own_scores
         names = [name for name in MEASUREMENTS if name in asked or name in own]
         missing = {name: MEASUREMENTS[name].prepare(asked[name]) for name in names if name not in own}
         files = {name: folder.scores_file(name) for name in missing}
         check_can_write(json, *files.values())
-        kept = {} if again else base_scores(folder, base, own)
+        kept = {} if again else folder.base_scores(base, own)
         found = how.find(*[str(run)] if missing else [], *[base] if set(names) > set(kept) else [])
     if missing:
         own |= measure_into(how.load(found[0]), missing, files)
-        kept = {} if again else base_scores(folder, base, own)
+        kept = {} if again else folder.base_scores(base, own)
     files = {name: folder.scores_file(name, BASE) for name in names if name not in kept}
     free = {name: file for name, file in files.items() if again or not file.exists()}
     for name in files.keys() - free.keys():
@@ -71,7 +71,7 @@ def compare(
 
 @app.command()
 def report(
-    runs: Annotated[list[Path], Argument(metavar="RUN ...", help="MeasuredRun folders that were measured.")],
+    runs: Annotated[list[Path], Argument(metavar="RUN ...", help="Run folders that were measured.")],
     html: Annotated[bool, Option("--html", help="Also write one HTML page that needs no other file.")] = False,
     output: Annotated[Path | None, Option(help="Folder to write to; the run's own, or report/ for several.")] = None,
 ) -> None:

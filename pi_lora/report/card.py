@@ -13,9 +13,10 @@ from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 from pi_lora.errors import ModelError, first_line
 from pi_lora.models.stored import read_config
 from pi_lora.recipe.schema import Recipe
+from pi_lora.report.paper import paper_section
 from pi_lora.report.pictures import picture_lines
-from pi_lora.report.run import MeasuredRun
-from pi_lora.report.summary import eval_results, paper_section, public_name, score_lines, side_by_side
+from pi_lora.report.run import MeasuredRun, columns_of
+from pi_lora.report.tables import eval_results, metrics_table, public_name
 from pi_lora.run import SCORES
 from pi_lora.scaling.config import method_of, scale_of, window_of
 from pi_lora.writing import write_whole
@@ -60,7 +61,7 @@ def refresh_scores(run: MeasuredRun) -> None:
     before = read_card(file)
     section = re.compile(f"{SCORES_BEGIN}.*?{SCORES_END}", re.DOTALL)
     after = section.sub(lambda _: _scores_section(run, run.path), before)
-    if results := eval_results(run):
+    if results := eval_results(run.last_scores):
         card = ModelCard(after)
         card.data["model_name"], card.data["eval_results"] = run.name, results
         after = str(card)
@@ -117,7 +118,7 @@ def _metadata(run: MeasuredRun, full: bool, recipe: Recipe | None) -> ModelCardD
         "tags": ["long-context", scaling, recipe.tuning.method if recipe else "lora", "pi-lora"],
         "datasets": [each.name for each in recipe.data.source if is_hub_id(each.name)] or None if recipe else None,
     }
-    if results := eval_results(run):
+    if results := eval_results(run.last_scores):
         fields |= {"model_name": run.name, "eval_results": results}
     if is_hub_id(run.base.name):
         fields |= {"base_model": run.base.name, "base_model_relation": "finetune" if full else "adapter"}
@@ -125,8 +126,7 @@ def _metadata(run: MeasuredRun, full: bool, recipe: Recipe | None) -> ModelCardD
 
 
 def _scores_section(run: MeasuredRun, pictures: Path | None, introduction: str = "") -> str:
-    lines = "\n".join(score_lines(run))
-    parts = [introduction + lines if lines else "Not measured yet."]
-    parts += [side_by_side(*each) for each in run.scores.items() if sum(map(bool, each[1].values())) > 1]
+    columns = columns_of([run])
+    parts = [introduction + metrics_table(columns).rstrip("\n") if columns else "Not measured yet."]
     parts += picture_lines(pictures) if pictures else []
-    return f"{SCORES_BEGIN}\n" + "\n\n".join(part.rstrip("\n") for part in parts) + f"\n{SCORES_END}"
+    return f"{SCORES_BEGIN}\n" + "\n\n".join(parts) + f"\n{SCORES_END}"

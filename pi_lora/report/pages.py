@@ -11,11 +11,12 @@ from markdown_it import MarkdownIt
 from markdown_it.token import Token
 
 from pi_lora.errors import DataError, ModelError
-from pi_lora.evaluation.results import PerplexityScores
+from pi_lora.evaluation.results import options_of
+from pi_lora.evaluation.suite import MEASUREMENTS
 from pi_lora.report.card import CARD, SCORES_BEGIN, read_card, refresh_scores, write_card
 from pi_lora.report.pictures import PICTURES, draw_runs, picture_lines
-from pi_lora.report.run import MeasuredRun
-from pi_lora.report.summary import public_name, side_by_side
+from pi_lora.report.run import MeasuredRun, columns_of
+from pi_lora.report.tables import metrics_table, public_name
 from pi_lora.writing import write_whole
 
 COMPARISON = Path("report")
@@ -54,18 +55,17 @@ def write_report(runs: Sequence[MeasuredRun], output: Path | None = None, html: 
 
 
 def comparison_page(runs: Sequence[MeasuredRun], folder: Path) -> str:
-    """Return the comparison in Markdown, with the pictures in `folder`, and a table for each measurement."""
-    swept = [scores for run in runs if (scores := run.tuned("perplexity", PerplexityScores))]
-    tuned = {
-        name: {run.name: run.results[name][1] for run in runs if name in run.results}
-        for name in sorted({name for run in runs for name in run.results})
+    """Return the comparison in Markdown, with the metrics of all runs in one table and the pictures in `folder`."""
+    columns = columns_of(runs)
+    options = {
+        name: [options_of(scores[name]) for scores in columns.values() if name in scores] for name in MEASUREMENTS
     }
     return TEMPLATES.get_template("comparison.md").render(
         runs=runs,
         public_name=public_name,
-        tables=[side_by_side(name, scores).rstrip("\n") for name, scores in tuned.items() if any(scores.values())],
+        table=metrics_table(columns),
         pictures=list(picture_lines(folder)),
-        sweeps=sorted({(public_name(scores.data), scores.stride) for scores in swept}),
+        unlike=[name for name, each in options.items() if any(other != each[0] for other in each[1:])],
     )
 
 

@@ -4,14 +4,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import cycle
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from pi_lora.drawing import STYLES, new_figure, plain, round_levels, save
 from pi_lora.evaluation.passkey.table import draw_passkey_map
-from pi_lora.evaluation.results import PasskeyMap, PasskeyScores, PerplexityScores, RulerScores
+from pi_lora.evaluation.results import PasskeyMap, PasskeyScores, PerplexityScores, RulerScores, Scores
 from pi_lora.evaluation.ruler.table import ruler_figure
-from pi_lora.report.run import MeasuredRun, S
+from pi_lora.report.run import MeasuredRun, columns_of
 
+S = TypeVar("S", bound=Scores)
 PICTURES = "pictures"
 # The name of scores in a run that are a PasskeyMap.
 LENGTHS = "passkey-lengths"
@@ -39,9 +40,11 @@ def draw_runs(runs: Sequence[MeasuredRun], folder: Path) -> Iterator[Path]:
 
 def _figures(runs: Sequence[MeasuredRun]) -> dict[str, Any]:
 
+    columns = columns_of(runs)
+
     def scores(name: str, kind: type[S]) -> dict[str, S]:
-        tuned = {run.name: found for run in runs if (found := run.tuned(name, kind))}
-        return tuned if len(runs) > 1 else runs[0].main_stages(name, kind)
+        named = {label: results.get(name) for label, results in columns.items()}
+        return {label: found for label, found in named.items() if isinstance(found, kind)}
 
     originals = {run.original for run in runs}
     original = originals.pop() if len(originals) == 1 else None
@@ -52,7 +55,7 @@ def _figures(runs: Sequence[MeasuredRun]) -> dict[str, Any]:
         figures["passkey"] = _figure(partial(_passkey, passkeys, original))
     if losses := {run.name: [(line["step"], line["loss"]) for line in run.log] for run in runs if run.log}:
         figures["loss"] = _figure(partial(_loss, losses))
-    if maps := {run.name: found for run in runs if (found := run.tuned(LENGTHS, PasskeyMap))}:
+    if maps := scores(LENGTHS, PasskeyMap):
         figures["lengths"] = _figure(*(partial(_lengths, name, scores) for name, scores in maps.items()))
     if rulers := scores("ruler", RulerScores):
         figures["ruler"] = ruler_figure(rulers)

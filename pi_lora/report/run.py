@@ -1,11 +1,12 @@
 """A run with its scores, as reports read it."""
 
+import math
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from pi_lora.errors import ModelError
 from pi_lora.evaluation.results import RulerScores, Scores, options_of, read_scores
@@ -16,9 +17,8 @@ from pi_lora.recipe.schema import Model
 from pi_lora.run import BASE, STEP_0, TUNED, Provenance, Run
 from pi_lora.scaling.config import method_of, scale_of, window_of
 
-# Results by stage, in order: base, step 0, 200, ..., tuned. None is JSON that pi-lora does not know.
-Stages = Mapping[str, Scores | None]
-S = TypeVar("S", bound=Scores)
+# The scores of one measurement by stage, in order: base, step 0, step 200, ..., tuned.
+Stages = Mapping[str, Scores]
 
 
 @dataclass(frozen=True)
@@ -57,45 +57,51 @@ class MeasuredRun(Run):
 
     @cached_property
     def scores(self) -> Mapping[str, Stages]:
-        """Results by measurement and stage, from `scores/NAME-base.json`, `NAME-step-N.json` and `NAME.json`."""
-        found: dict[str, dict[str, Scores | None]] = {}
+        """Scores by measurement and stage, from `scores/NAME-base.json`, `NAME-step-N.json` and `NAME.json`."""
+        by_stage: dict[str, dict[str, Scores]] = {}
         for name, stage, file in self.score_files():
-            found.setdefault(name, {})[stage] = read_scores(file)
-        if isinstance(base := found.get("ruler", {}).get(BASE), RulerScores):
-            stages = found["ruler"].items()
-            found["ruler"] = {stage: relative_to(base, x) if isinstance(x, RulerScores) else x for stage, x in stages}
-        return found
+            if scores := read_scores(file):
+                by_stage.setdefault(name, {})[stage] = scores
+        for stages in by_stage.values():
+            if isinstance(base := stages.get(BASE), RulerScores):
+                stages |= {
+                    key: relative_to(base, each) for key, each in stages.items() if isinstance(each, RulerScores)
+                }
+        return by_stage
 
     @property
-    def results(self) -> dict[str, tuple[str, Scores | None]]:
-        """The results of the tuned model by measurement, each with its stage: the finished run or the last step."""
-        tuned = {name: [stage for stage in stages if stage != BASE] for name, stages in self.scores.items()}
-        return {name: (stages[-1], self.scores[name][stages[-1]]) for name, stages in tuned.items() if stages}
+    def last_scores(self) -> dict[str, Scores]:
+        """The scores of the finished run, or else of the last step, by measurement."""
+        last = {name: list(stages.items())[-1] for name, stages in self.scores.items()}
+        return {name: scores for name, (stage, scores) in last.items() if stage != BASE}
 
-    def main_stages(self, name: str, kind: type[S]) -> dict[str, S]:
-        """Return a measurement of the base, of step 0 and of the tuned model, as far as there are results."""
-        last, tuned = self.results.get(name, (TUNED, None))
-        stages = {stage: self.scores.get(name, {}).get(stage) for stage in (BASE, STEP_0) if stage != last}
-        return {stage: scores for stage, scores in {**stages, TUNED: tuned}.items() if isinstance(scores, kind)}
+    @property
+    def own_scores(self) -> dict[str, Scores]:
+        """The scores of the finished run by measurement."""
+        return {name: stages[TUNED] for name, stages in self.scores.items() if TUNED in stages}
 
-    def tuned(self, name: str, kind: type[S]) -> S | None:
-        """Return a measurement of the tuned model."""
-        return self.main_stages(name, kind).get(TUNED)
+    def base_scores(self, base: str, own: Mapping[str, Scores]) -> dict[str, Scores]:
+        """Return the scores of the model `base`, as far as they were measured with the options of `own`."""
+        kept = {name: stages[BASE] for name, stages in self.scores.items() if BASE in stages and name in own}
+        return {
+            name: scores
+            for name, scores in kept.items()
+            if scores.model == base and options_of(scores) == options_of(own[name])
+        }
 
 
-def own_scores(run: MeasuredRun) -> dict[str, Scores]:
-    """Return the results of a finished run by measurement."""
-    return {name: scores for name, (stage, scores) in run.results.items() if stage == TUNED and scores}
-
-
-def base_scores(run: MeasuredRun, base: str, own: Mapping[str, Scores]) -> dict[str, Scores]:
-    """Return the results that a run has of the model `base`, as far as they were made like its `own`."""
-    kept = {name: stages.get(BASE) for name, stages in run.scores.items() if name in own}
-    return {
-        name: scores
-        for name, scores in kept.items()
-        if scores and scores.model == base and options_of(scores) == options_of(own[name])
-    }
+def columns_of(runs: Sequence[MeasuredRun]) -> dict[str, dict[str, Scores]]:
+    """Return what a table has side by side, by measurement: of one run the base, step 0, and the finished run or else
+    the last step; of several runs the last scores of each.
+    """
+    if len(runs) > 1:
+        return {run.name: run.last_scores for run in runs}
+    columns: dict[str, dict[str, Scores]] = {}
+    for name, stages in runs[0].scores.items():
+        for stage, scores in stages.items():
+            if stage in (BASE, STEP_0, list(stages)[-1]):
+                columns.setdefault(stage, {})[name] = scores
+    return {stage: columns[stage] for stage in sorted(columns, key=_stage_order)}
 
 
 def measured_run(path: Path) -> MeasuredRun:
@@ -103,41 +109,34 @@ def measured_run(path: Path) -> MeasuredRun:
     run = MeasuredRun(path)
     if not run.has_recipe:
         raise ModelError(f"{path}: holds no {RECIPE_FILE}; name a run folder that pi-lora train made")
-    if not run.results:
+    if not run.last_scores:
         raise ModelError(f"{path}: was not measured yet; measure it with: pi-lora eval all {shlex.quote(str(path))}")
     return run
 
 
 def missing_baselines(run: MeasuredRun) -> Iterator[str]:
-    """Yield the commands that measure what the curves of a run are compared with: base and step 0."""
-    for name in ("perplexity", "passkey", "ruler"):
-        tuned = run.tuned(name, Scores)
+    """Yield the commands that measure the base and step 0, as far as they are missing, like the run itself."""
+    for name, scores in run.last_scores.items():
         for stage in (BASE, *([STEP_0] if run.recipe.scaling != "direct" else [])):
-            if stage not in run.scores.get(name, {}) and (command := _command(run, name, stage, tuned)):
-                yield command
+            if name in ("perplexity", "passkey", "ruler") and stage not in run.scores[name]:
+                yield _command(run, name, stage, scores)
 
 
-def commands(run: MeasuredRun) -> Iterator[str]:
-    """Yield the commands that make a run and its scores again; those that it took while it trained come with it."""
-    yield shlex.join(["pi-lora", "train", str(run.path / RECIPE_FILE), "--output", str(run.path)])
-    for name, stages in run.scores.items():
-        for stage in (BASE, STEP_0, TUNED):
-            if command := _command(run, name, stage, stages.get(stage)):
-                yield command
-
-
-def _command(run: MeasuredRun, name: str, stage: str, like: Scores | None) -> str | None:
-    """The command that measures a stage of a run as `like` was measured; None where no such scores are known."""
-    if like is None or not (options := options_of(like)):
-        return None
+def _command(run: MeasuredRun, name: str, stage: str, like: Scores) -> str:
+    """The command that measures the base of a run, or the base extended without tuning, as `like` was measured."""
+    options = options_of(like)
     if stage == STEP_0:
         target = {} if "targets" in options else {"target": options.get("target", run.recipe.context.target)}
         options |= {"original": run.original, **target, "scaling": run.recipe.scaling}
-    model = str(run.path) if stage == TUNED else run.recipe.model.name
-    words = ["pi-lora", "eval", like.command, model]
+    words = ["pi-lora", "eval", like.command, run.recipe.model.name]
     for key, value in {**options, "json": run.scores_file(name, stage)}.items():
         for each in value if isinstance(value, list) else [value]:
             if each is not None and each is not False:
                 text = ",".join(map(str, each)) if isinstance(each, tuple) else str(each)
                 words += [f"--{key.replace('_', '-')}", *([] if each is True else [text])]
     return shlex.join(words)
+
+
+def _stage_order(stage: str) -> float:
+    """The number of a step; the base comes before, the finished run after all steps."""
+    return {BASE: -1.0, TUNED: math.inf}.get(stage) or float(stage.removeprefix("step "))

@@ -15,7 +15,7 @@ from pi_lora.recipe.files import RECIPE_FILE, dump_recipe, load_recipe
 from pi_lora.recipe.schema import Recipe
 from pi_lora.report.card import CARD, refresh_scores
 from pi_lora.report.run import MeasuredRun
-from pi_lora.report.summary import public_name
+from pi_lora.report.tables import public_name
 from pi_lora.run import CHECKPOINTS, staging_path
 from pi_lora.writing import read_json
 

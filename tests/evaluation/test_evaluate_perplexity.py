@@ -30,7 +30,6 @@ from pi_lora.evaluation.perplexity.table import perplexity_table
 from pi_lora.evaluation.results import PerplexityScores, as_json
 from pi_lora.models import model as models
 from pi_lora.models.model import Model, load
-from pi_lora.report.summary import summary
 
 WORDS = "the road is long and the night is dark but a light burns in every window of the old house".split()
 
@@ -143,7 +142,6 @@ def test_bits_per_byte_stand_beside_perplexities_that_do_not_compare(loaded: Mod
     shown = printed(perplexity_table(own, other))
     assert all(each in shown for each in bits)
     assert "perplexities by token do not compare, bits per byte do" in " ".join(shown.split())
-    assert f" ({own.windows[0].bits_per_byte:.3f} bits per byte)" in summary(own)[0]
 
 
 def test_documents_are_chosen_by_length_and_number(loaded: Model, folder: Path) -> None:

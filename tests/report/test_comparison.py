@@ -25,7 +25,7 @@ from pi_lora.evaluation.results import (
 from pi_lora.evaluation.ruler.effective import effective_length, mean_of, relative_to, standard_error
 from pi_lora.report.comparison import compare, verdict
 from pi_lora.report.intervals import of_means, of_successes, quantile
-from pi_lora.report.run import MeasuredRun, base_scores, commands, own_scores
+from pi_lora.report.run import MeasuredRun
 
 
 def read(windows: dict[int, list[float]], tokens: int = 1000) -> PerplexityScores:
@@ -226,12 +226,9 @@ def test_kept_benchmarks_count_where_they_were_measured_alike(
     limit: int | None, small_model: Path, tmp_path: Path
 ) -> None:
     base = {**benchmarks(0.52, 0.02), "model": str(small_model), "limit": limit}
-    run = MeasuredRun(
-        make_run(small_model, tmp_path / "mine", {"benchmarks": benchmarks(0.5, 0.02), "benchmarks-base": base})
-    )
-    assert list(base_scores(run, str(small_model), own_scores(run))) == ([] if limit else ["benchmarks"])
-    _, command = [line for line in commands(run) if line.startswith("pi-lora eval benchmarks ")]
-    assert command.endswith(f"--tasks boolq --batch-size 8 --json {run.scores_file('benchmarks')}")
+    folder = make_run(small_model, tmp_path / "mine", {"benchmarks": benchmarks(0.5, 0.02), "benchmarks-base": base})
+    run = MeasuredRun(folder)
+    assert list(run.base_scores(str(small_model), run.own_scores)) == ([] if limit else ["benchmarks"])
 
 
 def test_the_command_measures_what_is_missing(
