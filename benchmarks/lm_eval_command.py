@@ -2,10 +2,10 @@
 
     python benchmarks/lm_eval_command.py DATA [--limit N] [--batch-size 8] [--window 512]
 
-DATA holds boolq/dev.jsonl, piqa/valid.jsonl with valid-labels.lst, and winogrande/dev.jsonl, as their authors publish
-them. Both commands measure the built-in model on the same examples, each in a process of its own; lm-eval reads them
-through task files that include its own tasks and say where the examples are. Inputs are cut to more tokens than the
-model's own 256, which do not hold every answer of PIQA. JSON goes to benchmarks/results/.
+DATA is a folder that `convert_tasks.py` wrote. Both commands measure the built-in model on the same examples, each in
+a process of its own; lm-eval reads them through task files that include its own tasks and say where the examples are.
+Inputs are cut to more tokens than the model's own 256, which do not hold every answer of PIQA. JSON goes to
+benchmarks/results/.
 """
 
 import argparse
@@ -18,7 +18,8 @@ from typing import Any
 
 from record import seconds_of, write_run
 
-NAMES = ("boolq", "piqa", "winogrande")
+BASES = {"boolq": "super_glue/boolq/default.yaml", "piqa": "piqa/piqa.yaml", "winogrande": "winogrande/default.yaml"}
+NAMES = tuple(BASES)
 PREFIX = "own_"
 
 
@@ -40,16 +41,10 @@ def write_task(folder: Path, name: str, base: str, file: Path, split: str = "val
 
 
 def write_tasks(folder: Path, data: Path) -> None:
-    """Task files for the three, without a line of pi-lora's: BoolQ's answers read as labels, PIQA's put beside."""
+    """Task files for the three, without a line of pi-lora's."""
     folder.mkdir()
-    boolq, winogrande = (data / name / "dev.jsonl" for name in ("boolq", "winogrande"))
-    write_task(folder, "boolq", "super_glue/boolq/default.yaml", boolq.resolve(), doc_to_target="{{answer|int}}")
-    write_task(folder, "winogrande", "winogrande/default.yaml", winogrande.resolve())
-    labels = (data / "piqa" / "valid-labels.lst").read_text().split()
-    lines = [line for line in (data / "piqa" / "valid.jsonl").read_text().split("\n") if line]
-    rows = [{**json.loads(line), "label": int(label)} for line, label in zip(lines, labels, strict=True)]
-    (folder / "piqa.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    write_task(folder, "piqa", "piqa/piqa.yaml", (folder / "piqa.jsonl").resolve())
+    for name, base in BASES.items():
+        write_task(folder, name, base, (data / f"{name}.jsonl").resolve())
 
 
 def theirs(tasks: Path, limit: int | None, batch_size: int, window: int) -> dict[str, Any]:
@@ -71,7 +66,8 @@ def ours(data: Path, folder: Path, limit: int | None, batch_size: int, window: i
     """What `pi-lora eval benchmarks` writes of it, by task."""
     file = folder / "ours.json"
     command = [sys.executable, "-m", "pi_lora", "eval", "benchmarks", "builtin:tiny", "--tasks", ",".join(NAMES)]
-    command += ["--data", str(data), "--dtype", "float32", "--batch-size", str(batch_size)]
+    command += [f"--data={name}={data / name}.jsonl" for name in NAMES]
+    command += ["--dtype", "float32", "--batch-size", str(batch_size)]
     command += ["--window", str(window), "--json", str(file)]
     command += ["--limit", str(limit)] if limit else []
     subprocess.run(command, check=True, capture_output=True)

@@ -6,8 +6,8 @@ the base, also beyond its window, of Position Interpolation before tuning, and o
 FOLDER of --books has one novel a file, named `AUTHOR_TITLE_YEAR.txt`; --split links the training novels into
 `books/train`, which the recipe names, and stops; the part `test` has novels and passkeys by which nothing was chosen.
 The base is made by `python scripts/fetch_smollm2.py`; the tuned run is the released adapter. Models can also be named
-`NAME=RUN`, and are kept under that name: `--models "yarn, same budget=adapters/smollm2_yarn"`. FOLDER of --short has
-BoolQ, PIQA and WinoGrande. Each measurement is kept in benchmarks/results/smollm2.json when it is complete: call it
+`NAME=RUN`, and are kept under that name: `--models "yarn, same budget=adapters/smollm2_yarn"`. FOLDER of --short is
+written by convert_tasks.py. Each measurement is kept in benchmarks/results/smollm2.json when it is complete: call it
 again, in the root of the repository, to go on; remove a row to measure it again.
 """
 
@@ -23,13 +23,14 @@ from record import read, write_row
 
 import pi_lora
 from pi_lora.data.sources import Choice
-from pi_lora.evaluation.benchmarks.measure import evaluate_benchmarks, prepare
+from pi_lora.evaluation.benchmarks.measure import evaluate_benchmarks
+from pi_lora.evaluation.benchmarks.tasks import prepare
 from pi_lora.evaluation.passkey.measure import evaluate_passkey
 from pi_lora.evaluation.passkey.prompt import Grid
 from pi_lora.evaluation.perplexity.measure import evaluate_perplexity
 from pi_lora.evaluation.ruler.measure import evaluate_ruler
-from pi_lora.evaluation.ruler.prompts import find_texts
 from pi_lora.models.device import has_fast_bfloat16
+from pi_lora.recipe.evaluation import BenchmarksOptions, RulerOptions
 from pi_lora.recipe.files import load_recipe
 
 BASE = "models/smollm2_135m_instruct"
@@ -100,10 +101,13 @@ class Measured:
         return evaluate_passkey(self.load(), grid, progress, k_max_only=self.name in ("base", "pi"), shared=True)
 
     def benchmarks(self) -> Any:
-        return evaluate_benchmarks(self.load(), prepare(TASKS, (str(self.short),)), EXAMPLES, 8, 2048, progress)
+        data = tuple(f"{task}={self.short}/{task}.jsonl" for task in TASKS)
+        options = BenchmarksOptions(tasks=TASKS, data=data, limit=EXAMPLES, window=2048)
+        return evaluate_benchmarks(self.load(), options, prepare(options), progress)
 
     def ruler(self, windows: tuple[int, ...], samples: int) -> Any:
-        return evaluate_ruler(self.load("float32"), find_texts(RULER_TASKS), windows, samples, progress=progress)
+        options = RulerOptions(tasks=RULER_TASKS, windows=windows, samples=samples)
+        return evaluate_ruler(self.load("float32"), options, {}, progress)
 
     def rows(self, part: str) -> dict[str, Callable[[], Any]]:
         """The names of the rows of a part, and what measures each."""

@@ -39,10 +39,8 @@ def folder(python: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "longer_than_the_base_reads.txt").write_text(document * 30)
     rows = [{"document": document, "summary": "Much was mended."}] * 3
     (folder / "reports.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    rows = [{"goal": "Open a door.", "sol1": "Turn the handle.", "sol2": "Eat the handle."}] * 2
-    (folder / "piqa").mkdir()
-    (folder / "piqa" / "valid.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (folder / "piqa" / "valid-labels.lst").write_text("0\n0\n")
+    rows = [{"goal": "Open a door.", "sol1": "Turn the handle.", "sol2": "Eat the handle.", "label": 0}] * 2
+    (folder / "piqa.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder
 
 
@@ -60,7 +58,7 @@ def run(python: str, folder: Path) -> Path:
         "train {demo} {small} hardware.cpu_processes=2 training.save_every=1 --output two",
         "eval perplexity run --data text.txt --windows 256,1024",
         "eval passkey run --depths 2 --trials 1",
-        "eval benchmarks run --data . --tasks piqa",
+        "eval benchmarks run --data piqa=piqa.jsonl --tasks piqa",
         "eval summarization run --data reports.jsonl --max-new-tokens 5",
         "summarize run longer_than_the_base_reads.txt --max-new-tokens 5",
         "merge run --output merged",
@@ -159,7 +157,7 @@ def test_progress_is_lines_where_there_is_no_terminal(
 def test_progress_is_shown_while_lm_eval_is_kept_quiet(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    quiet = pytest.importorskip("pi_lora.evaluation.benchmarks.measure", reason="pip install pi-lora[eval]").quiet
+    quiet = pytest.importorskip("pi_lora.evaluation.benchmarks.lm", reason="pip install pi-lora[eval]").quiet
     monkeypatch.setattr(APP, "EACH_NOTE", 0.0)
     with progress_bar("ruler") as progress, quiet():
         print("a library's warning", file=sys.stderr)

@@ -7,7 +7,7 @@ from typer import Argument, Option
 
 from pi_lora.cli.app import LIBRARIES, eval_app, out, say, working
 from pi_lora.cli.measuring import Loading, Measuring, measure_into, warn_of_length
-from pi_lora.cli.options import Again, Haystack, Models, Plot, Seed, TaskFiles, extension_of, grouped, lengths_in
+from pi_lora.cli.options import Again, Models, Plot, Seed, TaskFiles, extension_of, grouped, lengths_in
 from pi_lora.distributed import is_leader
 from pi_lora.errors import ModelError, PiLoraError
 
@@ -135,8 +135,6 @@ def ruler(
     tasks: Annotated[str | None, Option(metavar="NAME,...", help="Of lm-eval's 13; all by default.")] = None,
     samples: Annotated[int, Option(min=1, max=500, help="Prompts of each task and length.")] = 100,
     seed: Seed = 0,
-    haystack: Haystack = None,
-    data: TaskFiles = None,
     batch_size: Annotated[int | None, Option(min=1, help="Prompts at a time; as 16,384 tokens hold.")] = None,
     chat_template: Annotated[bool, Option("--chat-template", help="Put prompts as chats.")] = False,
     plot: Plot = None,
@@ -149,20 +147,30 @@ def ruler(
         check_has_lm_eval("ruler")
         from pi_lora.evaluation.ruler.effective import side_by_side
         from pi_lora.evaluation.ruler.measure import evaluate_ruler
-        from pi_lora.evaluation.ruler.prompts import TASKS, find_texts
+        from pi_lora.evaluation.ruler.prompts import TASKS, unavailable
         from pi_lora.evaluation.ruler.table import ruler_picture, ruler_table
-        from pi_lora.recipe.evaluation import default_windows
+        from pi_lora.recipe.evaluation import RulerOptions, default_windows
 
         found = how.find_stretched(models)
-        asked = find_texts(tasks.split(",") if tasks else TASKS, haystack, data or ())
+        names = tuple(tasks.split(",")) if tasks else TASKS
+        left_out = unavailable(names)
     original_windows = (round(model.window / model.scale) for model in found)
     lengths = lengths or list(default_windows(max(model.window for model in found), min(original_windows)))
-    for task, reason in asked.left_out.items():
+    for task, reason in left_out.items():
         say(f"{task}: left out: {reason}")
     warn_of_length(found, "--windows", max(lengths))
 
+    options = RulerOptions(
+        windows=tuple(lengths),
+        tasks=names,
+        samples=samples,
+        seed=seed,
+        batch_size=batch_size,
+        chat_template=chat_template,
+    )
+
     def measure(model: Any, progress: Any) -> Any:
-        return evaluate_ruler(model, asked, lengths, samples, seed, batch_size, chat_template, progress)
+        return evaluate_ruler(model, options, left_out, progress)
 
     how.report(found, "RULER", measure, ruler_table, complete=side_by_side, picture=ruler_picture, plot=plot)
 

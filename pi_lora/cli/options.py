@@ -32,8 +32,9 @@ AllowChanged = Annotated[bool, Option("--allow-changed", help="Use a run though 
 Seed = Annotated[int, Option(min=0, max=2**32 - 1)]
 Dtype = Annotated[Literal["float32", "bfloat16", "float16"] | None, Option(help="Of the weights.")]
 GpuName = Annotated[str | None, Option(metavar="NAME", help="As 4090 or H100; any by its memory, as 48GB; or cpu.")]
-TaskFiles = Annotated[list[str] | None, Option(metavar="TASK=FILE", help="A file or folder instead of the hub's.")]
-Haystack = Annotated[Path | None, Option(metavar="FILE", help="Of RULER: the text that needles lie in, not essays.")]
+TaskFiles = Annotated[
+    list[str] | None, Option(metavar="TASK=FILE", help="A file in the data set's schema, not the hub's.")
+]
 Again = Annotated[bool, Option("--again", help="Measure also what has been.")]
 
 

@@ -7,7 +7,7 @@ from typer import Argument, Option
 
 from pi_lora.cli.app import LIBRARIES, app, err, out, say, working
 from pi_lora.cli.measuring import Loading, measure_into
-from pi_lora.cli.options import Again, Haystack, JsonFile, grouped
+from pi_lora.cli.options import Again, JsonFile, grouped
 from pi_lora.distributed import is_leader
 
 
@@ -19,7 +19,6 @@ def compare(
     how: Loading,
     short: Annotated[list[str] | None, Option(metavar="TASK=FILE", help="Also benchmarks; or TASK alone.")] = None,
     ruler: Annotated[int | None, Option(metavar="N", min=1, max=500, help="Also RULER, N prompts of each.")] = None,
-    haystack: Haystack = None,
     again: Again = False,
     json: JsonFile = None,
 ) -> None:
@@ -43,7 +42,7 @@ def compare(
             data = tuple(each for each in short if "=" in each)
             asked["benchmarks"] = BenchmarksOptions(tasks=tuple(each.partition("=")[0] for each in short), data=data)
         if ruler:
-            asked["ruler"] = RulerOptions(samples=ruler, haystack=str(haystack) if haystack else None)
+            asked["ruler"] = RulerOptions(samples=ruler)
         folder = MeasuredRun(run)
         own = {} if again else folder.own_scores
         names = [name for name in MEASUREMENTS if name in asked or name in own]

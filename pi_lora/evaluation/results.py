@@ -135,6 +135,7 @@ class TaskScore(Result):
     acc: float | None = None
     stderr: float | None = None
     examples: int = 0
+    shots: int | None = None
     truncated_inputs: int | None = None
     acc_norm: float | None = None
     outcomes: list[float] | None = None
@@ -146,7 +147,6 @@ class BenchmarkScores(Scores):
 
     told_by, command = "tasks", "benchmarks"
 
-    shots: int = 0
     metric: str | None = None
     lm_eval: str | None = None
     limit: int | None = None
@@ -196,8 +196,6 @@ class RulerScores(Scores):
     chat_template: bool = False
     batch_size: int | None = None
     lm_eval: str | None = None
-    data: dict[str, str] | None = None
-    sentences: str | None = None
     left_out: dict[str, str] | None = None
     lengths: list[RulerWindow] = Field(min_length=1)
     effective_length: int
@@ -256,11 +254,8 @@ def options_of(scores: Scores) -> Json:
             data = [f"{name}={place}" for name, place in (scores.data or {}).items() if Path(place).exists()]
             return {"tasks": tuple(scores.tasks), "data": data, "limit": limit, "batch_size": size, "window": window}
         case RulerScores(lengths=windows_):
-            files = {key: name for key, name in (scores.data or {}).items() if Path(name).is_file()}
             names = {"windows": tuple(each.window for each in windows_), "tasks": tuple(windows_[0].tasks)}
-            texts = {"haystack": files.pop("essays", None), "data": [f"{key}={name}" for key, name in files.items()]}
-            others = {key: getattr(scores, key) for key in ("samples", "seed", "batch_size", "chat_template")}
-            return {**names, **texts, **others}
+            return names | {key: getattr(scores, key) for key in ("samples", "seed", "batch_size", "chat_template")}
     return {}
 
 

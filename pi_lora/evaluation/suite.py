@@ -57,23 +57,20 @@ def check_has_lm_eval(name: str) -> None:
 def _benchmarks(asked: schema.BenchmarksOptions) -> Measure:
     check_has_lm_eval("benchmarks")
     # Imported here: it is an extra of this package, and takes seconds.
-    from pi_lora.evaluation.benchmarks.measure import evaluate_benchmarks, prepare
+    from pi_lora.evaluation.benchmarks.measure import evaluate_benchmarks
+    from pi_lora.evaluation.benchmarks.tasks import prepare
 
-    prepared = prepare(asked.tasks, asked.data)
-    return lambda loaded, progress: evaluate_benchmarks(
-        loaded, prepared, asked.limit, asked.batch_size, asked.window, progress
-    )
+    prepared = prepare(asked)
+    return lambda loaded, progress: evaluate_benchmarks(loaded, asked, prepared, progress)
 
 
 def _ruler(asked: schema.RulerOptions) -> Measure:
     check_has_lm_eval("ruler")
     from pi_lora.evaluation.ruler.measure import evaluate_ruler
-    from pi_lora.evaluation.ruler.prompts import TASKS, find_texts
+    from pi_lora.evaluation.ruler.prompts import TASKS, unavailable
 
-    texts = find_texts(asked.tasks or TASKS, Path(asked.haystack) if asked.haystack else None, asked.data)
-    return lambda loaded, progress: evaluate_ruler(
-        loaded, texts, asked.windows, asked.samples, asked.seed, asked.batch_size, asked.chat_template, progress
-    )
+    left_out = unavailable(asked.tasks or TASKS)
+    return lambda loaded, progress: evaluate_ruler(loaded, asked, left_out, progress)
 
 
 @dataclass(frozen=True)

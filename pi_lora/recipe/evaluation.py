@@ -76,7 +76,7 @@ class BenchmarksOptions(Section):
     window: int | None = Field(None, gt=1, description="tokens that an input is cut to; by default L")
     limit: int | None = Field(None, gt=0, description="examples of each task; by default all")
     batch_size: int = Field(8, gt=0, description="inputs per forward pass")
-    data: Texts = Field((), description="local data: `boolq=FILE`, or a folder of them")
+    data: Texts = Field((), description="local data in the schema of a task's own data set: `boolq=FILE`")
 
 
 class RulerOptions(Section):
@@ -86,8 +86,6 @@ class RulerOptions(Section):
     tasks: Annotated[tuple[str, ...] | None, LIST] = Field(None, description="of lm-eval's 13; by default all")
     samples: int = Field(100, gt=0, le=500, description="prompts of each task and window")
     seed: Seed = Field(0, description="of the prompts")
-    haystack: str | None = Field(None, description="a file of text instead of the hub's essays")
-    data: Texts = Field((), description="local data: `ruler_qa_squad=FILE`")
     batch_size: int | None = Field(None, gt=0, description="prompts at once; by default as many as 16,384 tokens hold")
     chat_template: bool = Field(False, description="put prompts as chats")
 

@@ -1,10 +1,8 @@
 import json
-import os
+import random
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import datasets
@@ -15,58 +13,67 @@ from lm_eval import simple_evaluate
 from lm_eval.models.huggingface import HFLM
 from test_cli import run
 
-from pi_lora.errors import DataError, Interrupted, PiLoraError
-from pi_lora.evaluation.benchmarks import answering
-from pi_lora.evaluation.benchmarks.answering import Answering, batches_of
-from pi_lora.evaluation.benchmarks.local_data import FORMATS, TITLES, articles, read_examples
-from pi_lora.evaluation.benchmarks.measure import FOLDERS, evaluate_benchmarks, load_tasks, manager, measure, prepare
-from pi_lora.evaluation.journal import Journal
-from pi_lora.evaluation.results import as_json
+from pi_lora.errors import DataError, Interrupted, ModelError, PiLoraError
+from pi_lora.evaluation.benchmarks.lm import RankedLM
+from pi_lora.evaluation.benchmarks.measure import evaluate_benchmarks, measure
+from pi_lora.evaluation.benchmarks.table import TITLES, benchmarks_table
+from pi_lora.evaluation.benchmarks.tasks import FOLDERS, articles, load_tasks, manager, prepare
+from pi_lora.evaluation.results import BenchmarkScores
 from pi_lora.evaluation.suite import MEASUREMENTS
-from pi_lora.models.location import BUILTIN_FOLDER
 from pi_lora.models.model import Extension, Model, load
 from pi_lora.recipe.evaluation import BenchmarksOptions
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))
+import convert_tasks  # noqa: E402
 import lm_eval_command  # noqa: E402
 
 LM_EVAL_TASKS = Path(lm_eval.tasks.__file__).parent
-SHARED = Path(os.environ.get("PI_LORA_SHARED", Path(__file__).parents[3] / "shared")) / "data"
 BATCH = 4
-
-BOOLQ = [
-    {"question": f"is {colour} a colour", "title": "Colour", "answer": colour != "stone", "passage": text}
-    for colour, text in (("red", "Red is a colour of light."), ("stone", "A stone is hard. " * 60), ("blue", "Blue."))
-]
-PIQA = [
-    {"goal": "To open a door,", "sol1": "turn the handle.", "sol2": "eat the handle."},
-    {"goal": "Boil water", "sol1": "in a book", "sol2": "in a pot on the stove"},
-    {"goal": "Cut bread", "sol1": "with a knife", "sol2": "with a spoon of water"},
-]
-PIQA_LABELS = [0, 1, 0]
-WINOGRANDE = [
-    {
-        "sentence": "The cup did not fit the box since the _ was small.",
-        "option1": "cup",
-        "option2": "box",
-        "answer": "2",
-    },
-    {"sentence": "Ann thanked Eve because _ had been helped.", "option1": "Ann", "option2": "Eve", "answer": "1"},
-]
 RACE = [
     {
         "article": "Tom has a dog.\u2028It is brown.",
         "question": question,
         "options": ["a dog", "a cat", "a bird", "a cow"],
-        "answer": answer,
+        "answer": "A",
     }
-    for question, answer in (("What does Tom have?", "A"), ("Tom has  _  .", "A"), ("What is brown?", "A"))
+    for question in ("What does Tom have?", "Tom has  _  .", "What is brown?")
 ] + [{"article": "It rained.", "question": "What fell?", "options": ["rain", "snow", "ash", "tea"], "answer": "A"}]
-
-
-def answering_with(loaded: Model, window: int, size: int, journal: Journal | None = None) -> Answering:
-    return Answering(loaded.model, loaded.tokenizer, window, size, journal or Journal())
+ROWS: dict[str, list[dict[str, Any]]] = {
+    "boolq": [
+        {"question": f"is {colour} a colour", "passage": text, "label": int(colour != "stone")}
+        for colour, text in (("red", "Red is a colour."), ("stone", "A stone is hard. " * 60), ("blue", "Blue."))
+    ],
+    "piqa": [
+        {"goal": "To open a door,", "sol1": "turn the handle.", "sol2": "eat the handle.", "label": 0},
+        {"goal": "Boil water", "sol1": "in a book", "sol2": "in a pot on the stove", "label": 1},
+        {"goal": "Cut bread", "sol1": "with a knife", "sol2": "with a spoon of water", "label": 0},
+    ],
+    "winogrande": [
+        {
+            "sentence": "The cup did not fit the box: the _ was small.",
+            "option1": "cup",
+            "option2": "box",
+            "answer": "2",
+        },
+        {"sentence": "Ann thanked Eve because _ was helped.", "option1": "Ann", "option2": "Eve", "answer": "1"},
+    ],
+    "race_high": articles(RACE),
+    "race_middle": RACE,
+    # By perplexity, and by text that is generated: with those above, all that lm-eval does.
+    "wikitext": [{"page": "The cat sat . " * 50}, {"page": " = A dog = \n barks"}],
+    "triviaqa": [
+        {"question": f"Who was {name}", "answer": {"aliases": [name, "a man"]}}
+        for name in ("Ann", "Tom the cat", "Eve who " * 200)
+    ],
+    "gsm8k": [{"question": f"What is {n} and 1?", "answer": f"One more.\n#### {n + 1}"} for n in range(8)],
+}
+# Of the tasks, the files of lm-eval.
+BASES = lm_eval_command.BASES | {
+    "race_high": "race/race.yaml",
+    "wikitext": "wikitext/wikitext.yaml",
+    "triviaqa": "triviaqa/default.yaml",
+}
 
 
 def lines(rows: list[Any]) -> str:
@@ -74,30 +81,11 @@ def lines(rows: list[Any]) -> str:
 
 
 @pytest.fixture
-def files(tmp_path: Path) -> Path:
-    """A folder with made-up examples of every task, in the data sets' own schemas and under their own names."""
-    folder = tmp_path / "data"
-    contents = {
-        "boolq/dev.jsonl": lines(BOOLQ),
-        "piqa/valid.jsonl": lines(PIQA),
-        "piqa/valid-labels.lst": lines(PIQA_LABELS),
-        "winogrande/dev.jsonl": lines(WINOGRANDE),
-        "race_high/test.jsonl": lines(RACE),
-        "race_middle/1.txt": json.dumps(
-            {
-                "article": "Tom has a dog.",
-                "questions": ["What does Tom have?", "Is it brown?"],
-                "options": [["a dog", "a cat", "a bird", "a cow"], ["yes", "no", "never", "often"]],
-                "answers": ["A", "B"],
-                "id": "middle1.txt",
-            },
-            indent=1,
-        ),
-    }
-    for name, content in contents.items():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_text(content)
-    return folder
+def files(tmp_path: Path) -> dict[str, str]:
+    """`--data` of every task: made-up examples in the schema of its data set."""
+    for name, rows in ROWS.items():
+        (tmp_path / f"{name}.jsonl").write_text(lines(rows))
+    return {name: f"{name}={tmp_path / name}.jsonl" for name in ROWS}
 
 
 @pytest.fixture(scope="module")
@@ -105,302 +93,121 @@ def tiny() -> Model:
     return load("builtin:tiny")
 
 
-def test_the_papers_tasks_have_one_list() -> None:
-    assert BenchmarksOptions().tasks == tuple(TITLES) == tuple(FORMATS)
+def options(files: dict[str, str], *names: str, **others: Any) -> BenchmarksOptions:
+    return BenchmarksOptions(tasks=names, data=tuple(files[name] for name in names), **others)
+
+
+def measured(model: Model, asked: BenchmarksOptions) -> BenchmarkScores:
+    return evaluate_benchmarks(model, asked, prepare(asked))
 
 
 def test_the_papers_folders_hold_what_lm_eval_finds() -> None:
     few, all_of_them = manager(paper=True).task_index, manager(paper=False).task_index
-    assert len(all_of_them) > 14000
+    assert BenchmarksOptions().tasks == tuple(TITLES)
     for name in ("boolq", "piqa", "race", "winogrande"):
         assert few[name].yaml_path == all_of_them[name].yaml_path
         assert few[name].yaml_path.parent in [LM_EVAL_TASKS / folder for folder in FOLDERS]
 
 
-OTHER_TASKS: dict[str, tuple[str, list[dict[str, Any]]]] = {
-    # By the likeliest choice, by perplexity, by text that is generated: all that lm-eval does.
-    "openbookqa": (
-        "openbookqa/openbookqa.yaml",
-        [
-            {
-                "question_stem": stem,
-                "choices": {"text": ["the sun", "a stone is hard", "a fork", "rain"], "label": list("ABCD")},
-                "answerKey": key,
-            }
-            for stem, key in (("Light comes from", "A"), ("Wet streets come from", "D"), ("To eat, take", "C"))
-        ],
-    ),
-    "wikitext": ("wikitext/wikitext.yaml", [{"page": "The cat sat . " * 50}, {"page": " = A dog = \n barks"}]),
-    "triviaqa": (
-        "triviaqa/default.yaml",
-        [
-            {"question": f"Who was {name}", "answer": {"aliases": [name, "a man"]}}
-            for name in ("Ann", "Tom the cat", "Eve who " * 200)
-        ],
-    ),
-}
-
-
 @pytest.fixture
-def without_versions(monkeypatch: pytest.MonkeyPatch) -> None:
-    """lm-eval asks several programs for the versions of everything."""
+def their_tasks(files: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Task files of lm-eval that read the same examples, without a line of this package."""
+    # lm-eval asks several programs for the versions of everything.
     monkeypatch.setattr("lm_eval.evaluator.add_env_info", lambda _: None)
-
-
-@pytest.mark.usefixtures("without_versions")
-def test_made_up_files_score_as_lm_evals_own_tasks_on_them(tiny: Model, files: Path, tmp_path: Path) -> None:
-    own = tmp_path / "own"
-    lm_eval_command.write_tasks(own, files)
-    problems = [{key: row[key] for key in ("question", "answer", "options")} for row in RACE]
-    by_hand = [
-        {"article": RACE[0]["article"], "problems": str(problems[:3])},
-        {"article": RACE[3]["article"], "problems": str(problems[3:])},
-    ]
-    (own / "race.jsonl").write_text(lines(by_hand))
-    lm_eval_command.write_task(own, "race_high", "race/race.yaml", own / "race.jsonl", "test")
-    names = ["boolq", "piqa", "winogrande", "race_high", *OTHER_TASKS]
-    data = [str(files)]
+    (tmp_path / "tasks").mkdir()
     split = {"split": "test", "test_split": "test", "validation_split": None}
-    for name, (base, rows) in OTHER_TASKS.items():
-        (own / f"{name}.jsonl").write_text(lines(rows))
-        lm_eval_command.write_task(own, name, base, own / f"{name}.jsonl", **split)
-        data.append(f"{name}={own / name}.jsonl")
+    for name, base in BASES.items():
+        lm_eval_command.write_task(tmp_path / "tasks", name, base, tmp_path / f"{name}.jsonl", **split)
+    return tmp_path / "tasks"
+
+
+def their_manager(folder: Path) -> lm_eval.tasks.TaskManager:
+    return lm_eval.tasks.TaskManager(include_path=str(folder), include_defaults=False)
+
+
+def test_scores_are_those_of_lm_evals_own_tasks(tiny: Model, files: dict[str, str], their_tasks: Path) -> None:
+    found = measured(tiny, options(files, *BASES, batch_size=BATCH, window=300)).tasks
     model = HFLM(tiny.model, tokenizer=load("builtin:tiny").tokenizer, max_length=300, batch_size=BATCH)
-    manager = lm_eval.tasks.TaskManager(include_path=str(own), include_defaults=False)
-    theirs = simple_evaluate(model, tasks=[f"own_{name}" for name in names], task_manager=manager)
-    assert theirs is not None
-    found = evaluate_benchmarks(tiny, prepare(names, data), batch_size=BATCH, window=300)
-    for name in names:
-        scores, ours = theirs["results"][f"own_{name}"], found.tasks[name]
-        assert ours.examples == len(theirs["samples"][f"own_{name}"])
+    names: list[Any] = [f"own_{name}" for name in BASES]
+    theirs: Any = simple_evaluate(model, tasks=names, task_manager=their_manager(their_tasks))
+    for name, ours in found.items():
+        scores, samples = theirs["results"][f"own_{name}"], theirs["samples"][f"own_{name}"]
+        assert (ours.examples, ours.shots) == (len(samples), 0)
         if "acc,none" in scores:
             assert (ours.acc, ours.stderr) == (scores["acc,none"], scores["acc_stderr,none"])
             assert (ours.acc_norm, ours.metrics) == (scores.get("acc_norm,none"), None)
-    assert found.tasks["race_high"].examples == 2
-    assert found.tasks["wikitext"].metrics == {
-        name: theirs["results"]["own_wikitext"][f"{name},none"]
-        for name in ("word_perplexity", "byte_perplexity", "bits_per_byte")
-    }
-    written, scores = found.tasks["triviaqa"], theirs["results"]["own_triviaqa"]
-    assert written.metrics == {
-        name: scores[name] for name in ("exact_match,remove_whitespace", "exact_match_stderr,remove_whitespace")
-    }
-    assert written.truncated_inputs == 1
+            assert ours.outcomes == [sample["acc"] for sample in samples]
+    assert found["race_high"].examples == 2
+    for name, metrics in (
+        ("wikitext", ("word_perplexity", "byte_perplexity", "bits_per_byte")),
+        ("triviaqa", ("exact_match,remove_whitespace", "exact_match_stderr,remove_whitespace")),
+    ):
+        scores = theirs["results"][f"own_{name}"]
+        assert found[name].metrics == {each: scores[each if "," in each else f"{each},none"] for each in metrics}
+    assert [found[name].truncated_inputs for name in ("boolq", "triviaqa", "wikitext")] == [2, 1, 0]
 
 
-@pytest.mark.usefixtures("without_versions")
-def test_a_group_scores_as_lm_evals(tiny: Model, files: Path, tmp_path: Path) -> None:
-    own = tmp_path / "own"
-    lm_eval_command.write_tasks(own, files)
+def test_a_group_scores_as_lm_evals(tiny: Model, their_tasks: Path) -> None:
     group = {"group": "pair", "task": ["own_boolq", "own_piqa"], "aggregate_metric_list": [{"metric": "acc"}]}
-    (own / "pair.yaml").write_text(json.dumps(group))
-    manager = lm_eval.tasks.TaskManager(include_path=str(own), include_defaults=False)
+    (their_tasks / "pair.yaml").write_text(json.dumps(group))
+    tasks = their_manager(their_tasks)
     model = HFLM(tiny.model, tokenizer=load("builtin:tiny").tokenizer, max_length=256, batch_size=BATCH)
-    theirs = simple_evaluate(model, tasks=["pair"], task_manager=manager)
-    assert theirs is not None
-    score = measure(answering_with(tiny, 256, BATCH), "pair", dict(manager.load(["pair"])), None)
+    theirs: Any = simple_evaluate(model, tasks=["pair"], task_manager=tasks)
+    score = measure(RankedLM(tiny, 256, BATCH), "pair", dict(tasks.load(["pair"])))
     expected = theirs["results"]["pair"]
     assert (score.acc, score.stderr) == (expected["acc,none"], expected["acc_stderr,none"])
-    assert score.examples == 6
+    assert (score.examples, score.outcomes) == (6, None)
 
 
-def their_own(tasks: Path, limit: int, window: int) -> dict[str, Any]:
-    """What lm-eval's command does: it loads the model itself. Its index of all of its tasks takes half a minute."""
-    arguments = {"pretrained": str(BUILTIN_FOLDER / "tiny"), "dtype": "float32", "max_length": window}
-    manager = lm_eval.tasks.TaskManager(include_path=str(tasks), include_defaults=False)
-    names = [lm_eval_command.PREFIX + name for name in lm_eval_command.NAMES]
-    found = simple_evaluate(
-        "hf", arguments, names, limit=limit, batch_size=BATCH, device="cpu", task_manager=manager, log_samples=False
-    )
-    assert found is not None
-    return {name: found["results"][lm_eval_command.PREFIX + name] for name in lm_eval_command.NAMES}
+def test_a_few_shot_task_is_not_said_to_be_zero_shot(tiny: Model, files: dict[str, str]) -> None:
+    scores = measured(tiny, options(files, "gsm8k", window=1024, limit=2))
+    assert (scores.tasks["gsm8k"].shots, scores.tasks["gsm8k"].examples) == (5, 2)
+    table = benchmarks_table(scores)
+    assert "zero-shot" not in str(table.title)
+    assert table.columns[2].header == "gsm8k (5-shot)"
 
 
-@pytest.mark.skipif(not SHARED.is_dir(), reason=f"needs the data sets in {SHARED}")
-@pytest.mark.usefixtures("without_versions")
-@pytest.mark.parametrize("command", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_real_data_scores_as_lm_evals_own_command(tiny: Model, tmp_path: Path, command: bool) -> None:
-    own, limit, window = tmp_path / "own", 12, 256
-    lm_eval_command.write_tasks(own, SHARED)
-    theirs = lm_eval_command.theirs(own, limit, BATCH, window) if command else their_own(own, limit, window)
-    ours = evaluate_benchmarks(tiny, prepare(lm_eval_command.NAMES, [str(SHARED)]), limit, BATCH).tasks
-    for name, scores in theirs.items():
-        assert (ours[name].acc, ours[name].stderr) == (scores["acc,none"], scores["acc_stderr,none"])
-        assert ours[name].examples == limit
-    assert ours["boolq"].truncated_inputs
-
-
-REQUESTS = [
-    (("context", "answer"), list(range(2, 2 + context)), [7 + index % 5] * answer)
-    for index, (context, answer) in enumerate(
-        [(5, 1), (5, 1), (30, 2), (4, 3), (5, 1), (300, 1), (30, 2), (12, 5), (9, 1)]
-    )
-]
-
-
-def test_batches_are_lm_evals(tiny: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Likelihoods equal those of lm-eval's own class to the last bit, since they come from the same forward passes."""
-    passes: dict[type, list[torch.Size]] = {HFLM: [], Answering: []}
-    forward = HFLM._model_call
-
-    def counted(self: HFLM, inputs: torch.Tensor, *rest: Any, **others: Any) -> torch.Tensor:
-        passes[type(self)].append(inputs.shape)
-        return forward(self, inputs, *rest, **others)
-
-    monkeypatch.setattr(HFLM, "_model_call", counted)
-    for size in (1, 3, 20):
-        theirs = HFLM(tiny.model, tokenizer=load("builtin:tiny").tokenizer, max_length=256, batch_size=size)
-        ours = answering_with(tiny, 256, size)
-        expected = theirs._loglikelihood_tokens(REQUESTS, disable_tqdm=True)
-        assert ours._loglikelihood_tokens(REQUESTS) == expected
-        assert ours.truncated_inputs == 1
-        assert len(batches_of(REQUESTS, size)) == len(passes[HFLM])
-        assert passes[Answering] == passes[HFLM]
-        passes[HFLM].clear()
-        passes[Answering].clear()
-
-
-class Gathered(Exception):
-    pass
-
-
-def test_several_processes_share_the_batches(tiny: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    alone = answering_with(tiny, 256, 2)._loglikelihood_tokens(REQUESTS)
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    shares: list[list[Any]] = []
-
-    def gather(found: list[Any]) -> list[Any]:
-        shares.append(found)
-        if len(shares) == 1:
-            raise Gathered
-        return shares[0] + shares[1]
-
-    monkeypatch.setattr(answering, "from_all", gather)
-    monkeypatch.setenv("RANK", "1")
-    with pytest.raises(Gathered):
-        answering_with(tiny, 256, 2)._loglikelihood_tokens(REQUESTS)
-    monkeypatch.setenv("RANK", "0")
-    assert answering_with(tiny, 256, 2)._loglikelihood_tokens(REQUESTS) == alone
-    computed = [{key for key, _ in share} for share in shares]
-    assert len(computed[0] | computed[1]) == len(batches_of(REQUESTS, 2)) == len(computed[0]) + len(computed[1])
-    assert abs(len(computed[0]) - len(computed[1])) <= 1
-
-
-def test_rolling_perplexities_are_kept_and_shared(tiny: Model, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    ask = SimpleNamespace(args=("The cat sat on the mat. " * 80,))
-    alone = answering_with(tiny, 256, 2, Journal(tmp_path))
-    done: list[tuple[int, int, str]] = []
-    alone.progress = lambda *at: done.append(at)  # type: ignore[assignment,misc]
-    perplexities = alone.loglikelihood_rolling([ask])
-    theirs = HFLM(tiny.model, tokenizer=load("builtin:tiny").tokenizer, max_length=256, batch_size=2)
-    assert perplexities == theirs.loglikelihood_rolling([ask])  # type: ignore[list-item]
-    assert done == [(2, 0, ""), (3, 0, "")]
-
-    def computed(*_: Any, **__: Any) -> None:
-        raise AssertionError("a batch was computed again")
-
-    monkeypatch.setattr(HFLM, "_model_call", computed)
-    assert answering_with(tiny, 256, 2, Journal(tmp_path)).loglikelihood_rolling([ask]) == perplexities
-
-
-def test_greedy_texts_are_kept_and_shared(tiny: Model, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    words = ("cat", "dog", "dog", "sun " * 300, "old man", "sea")
-    prompts: list[Any] = [
-        SimpleNamespace(args=(f"The {each} is", {"until": [], "max_gen_toks": 5 + (each == "sea"), "do_sample": False}))
-        for each in words
-    ]
-    theirs = HFLM(tiny.model, tokenizer=load("builtin:tiny").tokenizer, max_length=256, batch_size=2)
-    expected = theirs.generate_until(prompts)
-    done: list[tuple[int, int, str]] = []
-    ours = answering_with(tiny, 256, 2, Journal(tmp_path))
-    ours.progress = lambda *at: done.append(at)  # type: ignore[assignment,misc]
-    ours.note = lambda indices, texts: f"{indices} {len(texts)}"
-    assert ours.generate_until(prompts) == expected
-    assert (ours.truncated_inputs, ours.asked) == (1, 6)
-    assert [each[:2] for each in done] == [(1, 4), (2, 4), (3, 4), (4, 4)]
-    assert done[0][2] == "[3, 4] 2"
-    shares: list[list[Any]] = []
-
-    def gather(found: list[Any]) -> list[Any]:
-        shares.append(found)
-        return shares[0] + shares[-1]
-
-    def written(*_: Any, **__: Any) -> None:
-        raise AssertionError("a batch was written again")
-
-    monkeypatch.setattr(answering, "from_all", gather)
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setenv("RANK", "1")
-    with pytest.raises(KeyError):  # what the other process has is not there yet
-        answering_with(tiny, 256, 2).generate_until(prompts)
-    monkeypatch.setenv("RANK", "0")
-    assert answering_with(tiny, 256, 2).generate_until(prompts) == expected
-    assert [len(share) for share in shares] == [2, 2]
-    monkeypatch.delenv("WORLD_SIZE")
-    monkeypatch.setattr(HFLM, "_model_generate", written)
-    assert answering_with(tiny, 256, 2, Journal(tmp_path)).generate_until(prompts) == expected
-
-
-def test_sampled_texts_are_lm_evals_and_the_same_in_every_process(
-    tiny: Model, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    settings = {"until": ["."], "max_gen_toks": 5, "do_sample": True, "temperature": 1.0}
-    prompts: list[Any] = [
-        SimpleNamespace(args=(f"The {each} is", settings)) for each in ("cat", "dog", "dog", "sun " * 300)
-    ]
-    theirs = HFLM(tiny.model, tokenizer=load("builtin:tiny").tokenizer, max_length=256, batch_size=2)
-    torch.manual_seed(3)
-    expected = theirs.generate_until(prompts)
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    for rank in ("0", "1"):
-        monkeypatch.setenv("RANK", rank)
-        ours = answering_with(tiny, 256, 2)
-        torch.manual_seed(3)
-        assert ours.generate_until(prompts) == expected
-        assert (ours.truncated_inputs, ours.asked) == (1, 4)
-
-
-def test_an_interrupted_measurement_goes_on(
-    tiny: Model, files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_answers_are_kept_when_interrupted(
+    tiny: Model, files: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PI_LORA_CACHE", str(tmp_path / "cache"))
-    prepared = prepare(["boolq"], [f"boolq={files / 'boolq' / 'dev.jsonl'}"])
-    whole = evaluate_benchmarks(tiny, prepared, batch_size=1)
-    batches = 0
-    forward = HFLM._model_call
+    asked = options(files, "boolq", "triviaqa", batch_size=1, window=300)
+    forward, generate = HFLM._model_call, HFLM._model_generate
+    calls: list[int] = []
+    stop_at = 0
 
-    def interrupted(self: HFLM, *arguments: Any, **others: Any) -> torch.Tensor:
-        nonlocal batches
-        batches += 1
-        if batches == 3:
+    def call(self: HFLM, *arguments: Any, **others: Any) -> torch.Tensor:
+        calls.append(1)
+        if len(calls) == stop_at:
             raise KeyboardInterrupt
-        return forward(self, *arguments, **others)
+        return (generate if "context" in others else forward)(self, *arguments, **others)
 
-    monkeypatch.setattr(HFLM, "_model_call", interrupted)
-    with pytest.raises(Interrupted, match="builtin:tiny: interrupted after 2 batches; the same command goes on"):
-        evaluate_benchmarks(tiny, prepared, batch_size=1)
+    monkeypatch.setattr(HFLM, "_model_call", call)
+    monkeypatch.setattr(HFLM, "_model_generate", call)
+    whole, needed = measured(tiny, asked), len(calls)
+    stop_at = needed + needed - 1  # in the second of the texts
+    with pytest.raises(Interrupted, match="builtin:tiny: interrupted"):
+        measured(tiny, asked)
     at: list[tuple[int, int, str]] = []
     again = evaluate_benchmarks(
-        tiny, prepared, batch_size=1, progress=lambda done, total, note="": at.append((done, total, note))
+        tiny, asked, prepare(asked), lambda done, total, note="": at.append((done, total, note))
     )
     assert again == whole
-    # Two of the batches were kept, the third was cut off.
-    assert batches - 3 == at[-1][1] - 2
-    assert at[-1] == (at[-1][1], at[-1][1], "BoolQ")
+    assert len(calls) == needed + needed + 1
+    assert at == [(1, 2, "triviaqa"), (2, 2, "triviaqa")]
     assert not list((tmp_path / "cache").glob("evaluations/*"))
 
 
-def test_the_journal_is_read_and_written(tiny: Model, tmp_path: Path) -> None:
-    journal = Journal(tmp_path)
-    first = answering_with(tiny, 256, 2, journal)._loglikelihood_tokens(REQUESTS)
-    kept = Journal(tmp_path)
-    assert answering_with(tiny, 256, 2, kept)._loglikelihood_tokens(REQUESTS) == first
-    begun = next(iter(kept.found))
-    kept.found[begun] = [(-1.0, False)] * len(batches_of(REQUESTS, 2)[0])
-    changed = answering_with(tiny, 256, 2, kept)._loglikelihood_tokens(REQUESTS)
-    assert [index for index in range(len(REQUESTS)) if changed[index] != first[index]] == sorted(
-        batches_of(REQUESTS, 2)[0]
-    )
+def test_sampled_text_is_that_of_lm_evals_seed(tiny: Model, files: dict[str, str], tmp_path: Path) -> None:
+    def texts(seed: int) -> list[str]:
+        random.seed(seed), torch.manual_seed(seed)
+        tasks = load_tasks("triviaqa", tmp_path / "triviaqa.jsonl")["triviaqa"]
+        settings = {"do_sample": True, "temperature": 1.0, "max_gen_toks": 5}
+        tasks["tasks"]["triviaqa"].set_config(key="generation_kwargs", value=settings, update=True)
+        measure(RankedLM(tiny, 300, BATCH), "triviaqa", tasks)
+        return [instance.resps[0] for instance in tasks["tasks"]["triviaqa"].instances]
+
+    assert texts(1) == texts(2)
 
 
 def test_a_run_keeps_its_weights(lora_run: Path) -> None:
@@ -409,79 +216,64 @@ def test_a_run_keeps_its_weights(lora_run: Path) -> None:
     ids = torch.arange(2, 40)[None]
     with torch.no_grad():
         before = loaded.model(input_ids=ids).logits
-        answering_with(loaded, 64, 1)
+        lm = RankedLM(loaded, 64, 1)
         assert torch.equal(loaded.model(input_ids=ids).logits, before)
-    assert "tie_weights" not in vars(loaded.model)
+        assert torch.equal(lm.model(ids).logits, before)
     assert loaded.tokenizer.model_max_length == 128
 
 
-def test_the_scaling_is_on_and_the_window_original(files: Path) -> None:
-    prepared = prepare(["boolq"], [str(files)])
-    plain, stretched = (
-        evaluate_benchmarks(load("builtin:tiny", stretch), prepared) for stretch in (None, Extension(target=1024))
-    )
+def test_numbers_that_are_not_finite_are_refused(files: dict[str, str]) -> None:
+    broken = load("builtin:tiny")
+    with torch.no_grad():
+        broken.model.get_input_embeddings().weight.fill_(float("nan"))
+    with pytest.raises(ModelError, match="gives infinite or NaN numbers in float32"):
+        measured(broken, options(files, "piqa"))
+
+
+def test_the_scaling_is_on_and_the_window_original(files: dict[str, str]) -> None:
+    models = [load("builtin:tiny", stretch) for stretch in (None, Extension(target=1024))]
+    plain, extended = (measured(model, options(files, "boolq")) for model in models)
     assert (plain.scale, plain.window) == (1, 256)
-    assert (stretched.scale, stretched.window) == (4, 256)
-    assert plain.tasks["boolq"].truncated_inputs == stretched.tasks["boolq"].truncated_inputs == 2
-    task = prepared["boolq"].tasks["tasks"]["boolq"]
-    likelihoods = []
-    for stretch in (None, Extension(target=1024)):
-        loaded = load("builtin:tiny", stretch)
-        model = answering_with(loaded, 256, 1)
-        likelihoods.append(model.loglikelihood(task.instances))
-    assert likelihoods[0] != likelihoods[1]
+    assert (extended.scale, extended.window) == (4, 256)
+    assert plain.tasks["boolq"].truncated_inputs == extended.tasks["boolq"].truncated_inputs == 2
+    ids = torch.arange(2, 40)[None]
+    first, second = (RankedLM(model, 256, 1).model(ids).logits for model in models)
+    assert not torch.equal(first, second)
 
 
-def test_an_answer_longer_than_the_window_is_refused(tiny: Model, files: Path) -> None:
-    prepared = prepare(["piqa"], [str(files)])
-    with pytest.raises(DataError, match=r"--window: 4 tokens do not hold an answer of [0-9]+ that is asked about"):
-        evaluate_benchmarks(tiny, prepared, window=4)
-    assert evaluate_benchmarks(tiny, prepared, window=32).window == 32
+@pytest.mark.parametrize(
+    ("name", "window", "line"),
+    [
+        (
+            "piqa",
+            4,
+            r"piqa: lm-eval cannot measure it \(an answer is longer than the window of 4 tokens\); leave it out",
+        ),
+        ("triviaqa", 20, r"triviaqa: lm-eval cannot measure it \(Invalid configuration: .*20.*\); leave"),
+    ],
+)
+def test_what_lm_eval_cannot_measure_is_one_line(
+    tiny: Model, files: dict[str, str], name: str, window: int, line: str
+) -> None:
+    with pytest.raises(DataError, match=f"^{line}"):
+        measured(tiny, options(files, name, window=window))
 
 
-def test_what_lm_eval_cannot_measure_is_one_line(tiny: Model, tmp_path: Path) -> None:
-    (tmp_path / "rows.jsonl").write_text(lines(OTHER_TASKS["triviaqa"][1]))
-    prepared = prepare(["triviaqa"], [f"triviaqa={tmp_path / 'rows.jsonl'}"])
-    with pytest.raises(
-        DataError, match=r"^triviaqa: lm-eval cannot measure it \(Invalid configuration: .*256.*\); leave"
-    ):
-        evaluate_benchmarks(tiny, prepared)
-
-
-def test_one_example_has_no_standard_error(tiny: Model, files: Path) -> None:
-    score = evaluate_benchmarks(tiny, prepare(["winogrande"], [str(files)]), limit=1).tasks["winogrande"]
+def test_one_example_has_no_standard_error(tiny: Model, files: dict[str, str]) -> None:
+    score = measured(tiny, options(files, "winogrande", limit=1)).tasks["winogrande"]
     assert (score.examples, score.stderr) == (1, None)
-    assert as_json(score)["stderr"] is None
     assert score.acc in (0, 1)
 
 
-def test_race_is_read_in_every_schema_of_its_own(files: Path, tmp_path: Path) -> None:
-    (archive,) = read_examples("race_middle", files / "race_middle")
-    assert archive["problems"].count("question") == 2
-    rows = [
-        {
-            "article": "Tom has a dog.",
-            "question": "What does Tom have?",
-            "options": ["a dog", "a cat", "a bird", "a cow"],
-            "answer": "A",
-        },
-        {
-            "article": "Tom has a dog.",
-            "question": "Is it brown?",
-            "options": ["yes", "no", "never", "often"],
-            "answer": "B",
-        },
-    ]
-    (tmp_path / "rows.jsonl").write_text(lines(rows))
-    assert read_examples("race_middle", tmp_path / "rows.jsonl") == [archive] == articles(rows)
-
-
-def test_race_middle_is_race_high_on_other_articles(files: Path) -> None:
-    middle, high = (load_tasks(name, files / "race_high")[name]["tasks"][name] for name in ("race_middle", "race_high"))
-    for document in high.eval_docs:
-        assert middle.doc_to_text(document) == high.doc_to_text(document)
-        assert middle.doc_to_choice(document) == high.doc_to_choice(document)
-        assert middle.doc_to_target(document) == high.doc_to_target(document)
+def test_race_middle_is_race_high_on_other_articles(files: dict[str, str], tmp_path: Path) -> None:
+    middle, high = (
+        load_tasks(name, tmp_path / f"{name}.jsonl")[name]["tasks"][name] for name in ("race_middle", "race_high")
+    )
+    assert len(middle.eval_docs) == len(high.eval_docs) == 2
+    for ours, theirs in zip(middle.eval_docs, high.eval_docs, strict=True):
+        assert middle.doc_to_text(ours) == high.doc_to_text(theirs)
+        assert middle.doc_to_choice(ours) == high.doc_to_choice(theirs)
+        assert middle.doc_to_target(ours) == high.doc_to_target(theirs)
     text = high.doc_to_text(high.eval_docs[0])
     assert text.startswith(
         "Article: Tom has a dog.\u2028It is brown.\n\nQuestion: What does Tom have?\nAnswer: a dog\n"
@@ -500,86 +292,26 @@ def test_race_middle_from_the_hub_is_put_together_by_article(monkeypatch: pytest
     task = load_tasks("race_middle", None)["race_middle"]["tasks"]["race_middle"]
     assert asked == [{"path": "ehovy/race", "name": "middle"}]
     assert list(task.eval_docs) == articles(RACE)
-    assert len(task.eval_docs) == 2
 
 
-def test_using_local_files_is_reported_to_nobody(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`datasets` counts on its servers what its loaders are used for, unless it is offline."""
-    counted: list[str] = []
-    monkeypatch.setattr("datasets.load.increase_load_count", counted.append)
-    prepare(tuple(TITLES), [str(files)])
-    assert counted == []
-
-
-def damaged(name: str, content: str) -> Callable[[Path], None]:
-    return lambda folder: (folder / name).write_text(content) and None
-
-
-MISTAKES = [
-    (
-        "boolq",
-        damaged("boolq/dev.jsonl", '{"question": "q", "answer": true}'),
-        "dev.jsonl:1: passage: Field required, in",
-    ),
-    (
-        "boolq",
-        damaged("boolq/dev.jsonl", '\n{"question": "q", "passage": "p", "answer": "yes"}'),
-        'dev.jsonl:2: answer: Input should be a valid boolean, in "yes"; BoolQ has question, passage, answer',
-    ),
-    ("boolq", damaged("boolq/dev.jsonl", "[1]"), "dev.jsonl:1: Input should be an object, in [1]; BoolQ"),
-    ("boolq", damaged("boolq/dev.jsonl", '{"question'), "dev.jsonl:1: Invalid JSON: EOF"),
-    ("boolq", damaged("boolq/dev.jsonl", "\n"), "boolq: holds no examples"),
-    (
-        "boolq",
-        lambda folder: (folder / "boolq/dev.jsonl").write_bytes(b"\xff\xfe\x00"),
-        "dev.jsonl: cannot be read as UTF-8 text",
-    ),
-    ("boolq", lambda folder: (folder / "boolq/dev.jsonl").unlink(), "boolq: holds none of dev.jsonl, valid.jsonl"),
-    ("piqa", lambda folder: (folder / "piqa/valid-labels.lst").unlink(), "valid-labels.lst: no such file; PIQA"),
-    ("piqa", damaged("piqa/valid-labels.lst", "0\n1\n"), "valid-labels.lst: has 2 labels for 3 lines of valid.jsonl"),
-    ("piqa", damaged("piqa/valid-labels.lst", "0\n1\n2\n"), "valid-labels.lst:3: is 2; PIQA has 0 or 1"),
-    (
-        "winogrande",
-        damaged("winogrande/dev.jsonl", lines([{**WINOGRANDE[0], "sentence": "No."}])),
-        "sentence: String should match pattern '_'",
-    ),
-    (
-        "winogrande",
-        damaged("winogrande/dev.jsonl", lines([{**WINOGRANDE[0], "answer": "3"}])),
-        "answer: Input should be '1' or '2', in \"3\"",
-    ),
-    (
-        "race_high",
-        damaged("race_high/test.jsonl", lines([{**RACE[0], "answer": "E"}])),
-        "test.jsonl:1: answers: Input should be 'A', 'B', 'C' or 'D', in \"E\"",
-    ),
-    (
-        "race_high",
-        damaged("race_high/test.jsonl", lines([{**RACE[0], "options": ["a"]}])),
-        'options: List should have at least 4 items after validation, not 1, in ["a"]; RACE-H',
-    ),
-    (
-        "race_middle",
-        damaged("race_middle/1.txt", '{"article": "a", "questions": ["q"]}'),
-        "1.txt: options: Field required",
-    ),
-    (
-        "race_middle",
-        damaged("race_middle/1.txt", '{"article": "a", "questions": ["q"], "options": [], "answers": []}'),
-        "1.txt: has not as many options and answers as questions",
-    ),
-]
-
-
-@pytest.mark.parametrize(("task", "damage", "line"), MISTAKES, ids=[line for _, _, line in MISTAKES])
-def test_a_file_of_another_schema_is_named_with_line_and_field(
-    files: Path, task: str, damage: Callable[[Path], Any], line: str
-) -> None:
-    damage(files)
-    with pytest.raises(DataError) as raised:
-        prepare([task], [f"{task}={files / task}"])
-    assert line in str(raised.value)
-    assert "\n" not in str(raised.value)
+def test_authors_files_are_converted(tmp_path: Path) -> None:
+    boolq = {"question": "is red a colour", "passage": "Red.", "answer": True, "title": "Red"}
+    piqa = [{key: row[key] for key in ("goal", "sol1", "sol2")} for row in ROWS["piqa"]]
+    contents = {
+        "boolq/dev.jsonl": lines([boolq]),
+        "piqa/valid.jsonl": lines(piqa),
+        "piqa/valid-labels.lst": "0\n1\n0\n",
+        "winogrande/dev.jsonl": lines(ROWS["winogrande"]),
+    }
+    for name, content in contents.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(content)
+    found = convert_tasks.convert(tmp_path, tmp_path / "converted")
+    assert json.loads(found["boolq"].read_text())["label"] == 1
+    assert [found[name].read_text() for name in ("piqa", "winogrande")] == [
+        lines(ROWS["piqa"]),
+        lines(ROWS["winogrande"]),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -589,27 +321,26 @@ def test_a_file_of_another_schema_is_named_with_line_and_field(
             ["--tasks", "boolq,winogrand"],
             f"--tasks: winogrand: no such benchmark in lm-eval {lm_eval.__version__}; did you mean winogrande or ",
         ),
+        (["--tasks", "boolq", "--data", "boolq=gone.jsonl"], "gone.jsonl: no such file; name a .json, .jsonl,"),
         (
-            ["--tasks", "boolq", "--data", "boolq=gone.jsonl"],
-            "gone.jsonl: no such file or folder; name one that holds BoolQ",
+            ["--tasks", "boolq", "--data", "piqa=boolq.jsonl"],
+            "--data: piqa=boolq.jsonl: is not TASK=FILE with a task of",
+        ),
+        (["--tasks", "boolq", "--data", "."], "--data: .: is not TASK=FILE with a task of boolq;"),
+        (
+            ["--tasks", "mmlu", "--data", "mmlu=boolq.jsonl"],
+            "--data: mmlu=boolq.jsonl: mmlu is a group of several tasks",
         ),
         (
-            ["--tasks", "boolq", "--data", "bolq=gone.jsonl"],
-            "--data: bolq=gone.jsonl: is neither TASK=FILE nor a folder of what is asked for, boolq;",
+            ["--tasks", "boolq", "--data", "boolq=piqa.jsonl"],
+            "piqa.jsonl: cannot be read as examples of BoolQ ('passage' is undefined); correct it",
         ),
-        (["--tasks", "boolq", "--data", "piqa=gone.jsonl"], "--data: piqa=gone.jsonl: is neither TASK=FILE nor"),
-        (["--tasks", "boolq", "--data", "."], "--data: .: is neither TASK=FILE nor a folder of"),
-        (["--tasks", "boolq", "--data", "gone"], "--data: gone: is neither TASK=FILE nor a folder of"),
-        (["--tasks", "mmlu", "--data", "mmlu=gone.jsonl"], "--data: mmlu=gone.jsonl: mmlu is a group of several tasks"),
-        (
-            ["--tasks", "copa", "--data", "copa=gone.jsonl"],
-            "gone.jsonl: no such file or folder; name one that holds copa",
-        ),
+        (["--tasks", "boolq", "--data", "boolq=broken.json"], "broken.json: cannot be read as examples of BoolQ ("),
         (["--tasks", "copa"], "copa: cannot be had from the hub ("),
         (["--tasks", "race_middle"], "RACE-M: cannot be had from the hub ("),
-        (["--original", "256"], "--original, --scaling: go with --target"),
     ],
 )
+@pytest.mark.usefixtures("files")
 def test_a_mistake_is_one_line_before_a_model_is_loaded(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
@@ -621,6 +352,7 @@ def test_a_mistake_is_one_line_before_a_model_is_loaded(
         raise AssertionError("a model was loaded")
 
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "broken.json").write_text('{"question')
     monkeypatch.setattr("pi_lora.models.model.Model.load", loaded)
     status, out, err = run(capsys, monkeypatch, "eval", "benchmarks", "builtin:tiny", *arguments)
     assert (status, out) == (2, "")
@@ -635,54 +367,41 @@ def test_without_lm_eval_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_the_command_shows_models_side_by_side(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, files: Path, small_model: Path, tmp_path: Path
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    files: dict[str, str],
+    small_model: Path,
+    tmp_path: Path,
 ) -> None:
     result = tmp_path / "scores.json"
-    options = ["--data", str(files), "--limit", "2", "--json", str(result)]
-    status, out, err = run(
-        capsys,
-        monkeypatch,
-        "eval",
-        "benchmarks",
-        "builtin:tiny",
-        str(small_model),
-        "--tasks",
-        "winogrande,piqa",
-        *options,
-    )
+    asked = ("--tasks", "winogrande,piqa", "--data", files["winogrande"], "--data", files["piqa"], "--limit", "2")
+    models = ("builtin:tiny", str(small_model))
+    status, out, err = run(capsys, monkeypatch, "eval", "benchmarks", *models, *asked, "--json", str(result))
     assert (status, err) == (0, "")
     scores = json.loads(result.read_text())
-    assert [each["model"] for each in scores] == ["builtin:tiny", str(small_model)]
+    assert [each["model"] for each in scores] == list(models)
     assert [each["window"] for each in scores] == [256, 64]
     assert all(list(each["tasks"]) == ["winogrande", "piqa"] for each in scores)
     assert all(each["tasks"]["piqa"]["examples"] == 2 for each in scores)
-    assert scores[0]["data"] == {name: str(files / name) for name in ("winogrande", "piqa")}
-    assert (scores[0]["limit"], scores[0]["lm_eval"], scores[0]["shots"]) == (2, lm_eval.__version__, 0)
-    assert f"{100 * scores[0]['tasks']['winogrande']['acc']:.1f}" in out
+    assert scores[0]["data"]["piqa"] == files["piqa"].partition("=")[2]
+    assert (scores[0]["limit"], scores[0]["lm_eval"]) == (2, lm_eval.__version__)
+    assert f"{100 * scores[0]['tasks']['winogrande']['acc']:.0f}" in out
     assert "WinoGrande" in out
-    status, _, _ = run(capsys, monkeypatch, "eval", "benchmarks", "builtin:tiny", "--tasks", "piqa", *options)
-    assert json.loads(result.read_text()) == scores[0] | {
-        "data": {"piqa": str(files / "piqa")},
-        "tasks": {"piqa": scores[0]["tasks"]["piqa"]},
-    }
 
 
 @pytest.mark.slow
-def test_two_processes_write_what_one_writes(python: str, files: Path, tmp_path: Path) -> None:
-    command = [
-        "-m",
-        "pi_lora",
-        "eval",
-        "benchmarks",
-        "builtin:tiny",
-        "--data",
-        str(files),
-        "--batch-size",
-        "1",
-        "--json",
-    ]
+def test_two_processes_write_what_one_writes(python: str, files: dict[str, str], tmp_path: Path) -> None:
+    command = ["-m", "pi_lora", "eval", "benchmarks", "builtin:tiny", "--tasks", "boolq,piqa,wikitext,triviaqa"]
+    command += [f"--data={files[name]}" for name in ("boolq", "piqa", "wikitext", "triviaqa")]
+    command += ["--batch-size", "1", "--window", "300", "--json"]
     subprocess.run([python, *command, str(tmp_path / "one.json")], check=True, capture_output=True)
     launcher = [python, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2"]
     launcher += ["--main_process_port", "0", "--dynamo_backend", "no", "--mixed_precision", "no", "--num_machines", "1"]
     subprocess.run([*launcher, *command, str(tmp_path / "two.json")], check=True, capture_output=True)
-    assert (tmp_path / "one.json").read_text() == (tmp_path / "two.json").read_text()
+    one, two = (json.loads((tmp_path / name).read_text()) for name in ("one.json", "two.json"))
+    for name, score in one["tasks"].items():
+        other = two["tasks"].pop(name)
+        for numbers in (score, other):  # sums of the same numbers in another order
+            numbers["metrics"] = pytest.approx(numbers.get("metrics", {}) | {"stderr": numbers.pop("stderr", 0)})
+        assert score == other
+    assert one | {"tasks": {}} == two

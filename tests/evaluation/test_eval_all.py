@@ -125,7 +125,7 @@ def test_that_it_names_nothing_is_said(
     ("evaluation", "line"),
     [
         (None, "gone: holds no recipe.yaml; name a run folder"),
-        ({"benchmarks": {**BENCHMARKS, "data": ["boolq=gone.jsonl"]}}, "gone.jsonl: no such file or folder"),
+        ({"benchmarks": {**BENCHMARKS, "data": ["boolq=gone.jsonl"]}}, "gone.jsonl: no such file;"),
         ({"benchmarks": {"tasks": ["bolq"]}}, "--tasks: bolq: no such benchmark in lm-eval"),
     ],
 )

@@ -2,23 +2,32 @@
 
 from rich.table import Table
 
-from pi_lora.evaluation.benchmarks.local_data import TITLES
 from pi_lora.evaluation.results import BenchmarkScores, TaskScore
+
+TITLES = {"boolq": "BoolQ", "piqa": "PIQA", "race_middle": "RACE-M", "race_high": "RACE-H", "winogrande": "WinoGrande"}
 
 
 def benchmarks_table(*models: BenchmarkScores) -> Table:
     """Return accuracies in percent with their standard errors, of models that were measured alike."""
     first = models[0]
     limit = f", first {first.limit} of each" if first.limit else ""
-    zero_shot = "" if any(getattr(score, "shots", 0) for score in first.tasks.values()) else "zero-shot "
-    table = Table("model", title=f"{zero_shot}accuracy in %{limit}")
-    for heading in ("scale", *(TITLES.get(name, name) for name in first.tasks)):
+    table = Table("model", title=f"accuracy in %{limit}")
+    for heading in ("scale", *(heading_of(name, score) for name, score in first.tasks.items())):
         table.add_column(heading, justify="right")
     for scores in models:
         table.add_row(scores.model, f"{scores.scale:g}", *(_cell(score) for score in scores.tasks.values()))
     windows = "/".join(dict.fromkeys(str(scores.window) for scores in models))
     table.caption = f"window {windows}, {first.dtype}, lm-eval {first.lm_eval}, likelihoods not normalized"
     return table
+
+
+def heading_of(name: str, score: TaskScore) -> str:
+    """Return a task's title and its number of examples in the prompt.
+
+    >>> heading_of("gsm8k", TaskScore(shots=5)), heading_of("boolq", TaskScore())
+    ('gsm8k (5-shot)', 'BoolQ (0-shot)')
+    """
+    return f"{TITLES.get(name, name)} ({score.shots or 0}-shot)"
 
 
 def _cell(score: TaskScore) -> str:

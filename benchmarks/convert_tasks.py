@@ -1,0 +1,38 @@
+"""Write BoolQ, PIQA and WinoGrande in the schema of lm-eval's tasks, for `pi-lora eval benchmarks --data TASK=FILE`.
+
+    python benchmarks/convert_tasks.py DATA FOLDER
+
+DATA holds boolq/dev.jsonl, piqa/valid.jsonl with valid-labels.lst, and winogrande/dev.jsonl, as their authors publish
+them. BoolQ's answers become labels, PIQA's labels are put beside their questions, WinoGrande is as it was.
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+SOURCES = {"boolq": "dev.jsonl", "piqa": "valid.jsonl", "winogrande": "dev.jsonl"}
+
+
+def read(data: Path, task: str) -> list[dict[str, Any]]:
+    """Return the examples of a task in lm-eval's schema."""
+    lines = (data / task / SOURCES[task]).read_text(encoding="utf-8").split("\n")
+    rows = [json.loads(line) for line in lines if line]
+    if task == "piqa":
+        labels = (data / task / "valid-labels.lst").read_text(encoding="utf-8").split()
+        return [{**row, "label": int(label)} for row, label in zip(rows, labels, strict=True)]
+    return [{**row, "label": int(row["answer"])} for row in rows] if task == "boolq" else rows
+
+
+def convert(data: Path, folder: Path) -> dict[str, Path]:
+    """Write a file for each task into a folder; return them by task."""
+    folder.mkdir(parents=True, exist_ok=True)
+    files = {task: folder / f"{task}.jsonl" for task in SOURCES}
+    for task, file in files.items():
+        file.write_text("".join(json.dumps(row) + "\n" for row in read(data, task)), encoding="utf-8")
+    return files
+
+
+if __name__ == "__main__":
+    for task, file in convert(Path(sys.argv[1]), Path(sys.argv[2])).items():
+        print(f"--data {task}={file}")
