@@ -41,8 +41,7 @@ test-oldest: .venv-oldest/installed
 test-slow: .venv/installed
 	HF_HUB_OFFLINE=1 $(BIN)/pytest -m slow
 
-# What docs/reliability.md promises: STRIKES kills and as many signals, and a table of what was tried. On one core 150 of
-# each take about 10 minutes.
+# What docs/reliability.md promises, with STRIKES kills and as many signals: 150 of each take 10 minutes of one core.
 faults: .venv/installed
 	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 PI_LORA_STRIKES=$(or $(STRIKES),150) \
 		$(BIN)/pytest tests/faults -m 'slow or not slow' -n auto --dist worksteal

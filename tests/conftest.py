@@ -24,7 +24,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from counted import pytest_terminal_summary
 from processes import ImportedPython, settings_of_imports
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -34,7 +33,7 @@ from pi_lora.recipe.schema import Recipe
 from pi_lora.training import training
 from pi_lora.types import Progress, silent
 
-__all__ = ["BUILTIN", "pytest_terminal_summary", "small_recipe", "train"]
+__all__ = ["BUILTIN", "small_recipe", "train"]
 
 BUILTIN = "builtin:tiny"
 collect_ignore = ["as_processor"]

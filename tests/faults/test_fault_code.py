@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 
 from pi_lora import cli
 from pi_lora.models.model import find
-from pi_lora.recipe.files import RECIPE_FILE, load_recipe
+from pi_lora.recipe.files import RECIPE_FILE
 from pi_lora.types import Permissions
 
 CODE = """
@@ -88,11 +88,6 @@ def test_no_command_runs_it(
 def test_it_runs_when_it_is_allowed(base: Path, trace: Path) -> None:
     assert find(str(base), permissions=Permissions(remote_code=True)).kind.__name__ == "OwnConfig"
     assert trace.exists()
-
-
-def test_a_recipe_of_a_former_version_is_read(run: Path) -> None:
-    assert "trust_remote_code" in (run / RECIPE_FILE).read_text()
-    assert not hasattr(load_recipe(run / RECIPE_FILE).recipe.model, "trust_remote_code")
 
 
 def test_the_tokenizer_is_that_of_the_revision(small_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import time
 from pathlib import Path
 
 import pytest
@@ -10,11 +9,9 @@ import torch
 from conftest import small_recipe, train
 from safetensors.torch import load_file, save_file
 
-from pi_lora import cli
 from pi_lora.errors import Interrupted, ModelError
 from pi_lora.merging.merging import merge
 from pi_lora.models.model import find, find_adapter, load
-from pi_lora.models.origin import weights_digest
 from pi_lora.preflight import check
 from pi_lora.run import RUN_FILE, Run, staging_path
 from pi_lora.training import training
@@ -70,19 +67,6 @@ def test_a_base_with_other_weights_is_refused(place: Path, monkeypatch: pytest.M
         train(further, Path("further"))
     load("run", permissions=Permissions(changed=True))
     merge(Path("run"), Path("merged"), permissions=Permissions(changed=True), check="none")
-
-
-def test_the_command_refuses_in_one_line(
-    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
-    monkeypatch.chdir(place)
-    other_weights(place / "base")
-    monkeypatch.setattr("sys.argv", ["pi-lora", "eval", "passkey", "run", "--depths", "1", "--trials", "1"])
-    with pytest.raises(SystemExit) as ended:
-        cli.main()
-    said = capsys.readouterr().err
-    assert (ended.value.code, len(said.splitlines())) == (2, 1)
-    assert "--allow-changed" in said
 
 
 def test_a_relative_name_is_that_of_the_folder_where_it_was_tuned(
@@ -152,32 +136,3 @@ def test_the_digest_is_of_content_alone(small_model: Path, tmp_path: Path) -> No
     save_file({name: tensors[name] for name in parts["one.safetensors"]}, folder / "one.safetensors")
     save_file({name: tensors[name] for name in parts["two.safetensors"]}, folder / "two.safetensors")
     assert find(str(folder)).weights_digest != first
-
-
-def test_damage_is_one_line(lora_run: Path, tmp_path: Path) -> None:
-    run = Path(shutil.copytree(lora_run, tmp_path / "run"))
-    for content in ("[]", "{", "{}", '{"origin": 3}', '{"origin": {"weights": 1}}'):
-        (run / RUN_FILE).write_text(content)
-        with pytest.raises(ModelError, match=r"run.json: ") as raised:
-            load(str(run))
-        assert "\n" not in str(raised.value)
-    (run / RUN_FILE).unlink()
-    load(str(run))
-
-
-def test_it_takes_little_time(tmp_path: Path) -> None:
-    """Beside reading the weights: of 200 MB in 200 tensors a digest reads 2 MB."""
-    folder = tmp_path / "model"
-    folder.mkdir()
-    save_file({f"layer.{index}": torch.zeros(250_000) for index in range(200)}, folder / WEIGHTS)
-
-    def file(name: str) -> Path | None:
-        return folder / name if (folder / name).is_file() else None
-
-    started = time.perf_counter()
-    weights_digest(file)
-    digested = time.perf_counter() - started
-    started = time.perf_counter()
-    load_file(folder / WEIGHTS)["layer.0"].clone()
-    (folder / WEIGHTS).read_bytes()
-    assert digested < time.perf_counter() - started

@@ -2,18 +2,15 @@
 result, nothing that looks finished is not, and nothing is left locked.
 
 `PI_LORA_STRIKES=150 pytest tests/faults/test_kills.py` kills so often and sends as many signals, spread over all
-operations, and prints at which they struck; without it a few times.
+operations; without it a few times.
 """
 
 import json
 import os
-import re
 import shutil
 import signal
 import subprocess
-import time
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -68,26 +65,6 @@ from pi_lora.__main__ import main
 sys.addaudithook(strike)
 main()
 """
-
-PHASES = {
-    "checkpoint": r"/checkpoints(/|$)",
-    "scores": r"/scores(/|$)",
-    "card": r"README\.md",
-    "log": r"training\.jsonl",
-    "lock": r"/lock$",
-    "journal": r"cache/evaluations",
-    "packed data": r"cache/",
-    "result": r"result\.json",
-    "merge.json": r"merge\.json",
-    "publishing": r"os\.rename .*\.partial$|os\.chmod",
-    "the published merge": r"[^.]merged/",
-    "adapter": r"adapter/",
-    "saving": r"\.partial/",
-}
-
-
-def phase_of(operation: str) -> str:
-    return next((name for name, shape in PHASES.items() if re.search(shape, operation)), "beginning")
 
 
 class Command:
@@ -237,17 +214,13 @@ def emptied(place: Path) -> None:
 
 
 @pytest.mark.parametrize("by", ["SIGKILL", "signals"])
-def test_it_is_struck(
-    by: str, command: Command, python: str, record_property: Callable[[str, Any], None], request: pytest.FixtureRequest
-) -> None:
+def test_it_is_struck(by: str, command: Command, python: str, request: pytest.FixtureRequest) -> None:
     name = request.node.callspec.params["command"]
     emptied(command.place)
     status, errors, operations = started(python, command, 0, 0)
     assert (status, errors) == (0, ""), errors
     command.check()
     wanted = max(2, round(STRIKES * SHARES[name]))
-    tried: Counter[str] = Counter()
-    began = time.process_time()
     for strike in range(wanted):
         # Spread over all operations; those of signals lie between those of kills.
         at = 1 + (2 * strike + (by == "signals")) * len(operations) // (2 * wanted)
@@ -267,8 +240,3 @@ def test_it_is_struck(
         except BaseException as error:
             error.add_note(where)
             raise
-        tried[phase_of(on[0])] += 1
-    for phase, times in tried.items():
-        record_property(
-            "tried", (f"{by} of {name}: {phase}", times, (time.process_time() - began) * times / wanted, 0, 0)
-        )

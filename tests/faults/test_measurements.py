@@ -13,8 +13,6 @@ from pi_lora.cli import main
 from pi_lora.evaluation.journal import Journal
 from pi_lora.evaluation.passkey import measure
 from pi_lora.evaluation.results import PasskeyDepth
-from pi_lora.evaluation.summarization.measure import Predictions
-from pi_lora.evaluation.summarization.rouge import rouge
 
 PASSKEY = ["eval", "passkey", BUILTIN, "--target", "256", "--depths", "2", "--trials", "1"]
 
@@ -165,24 +163,3 @@ def test_a_damaged_line_is_measured_again(damage: str, tmp_path: Path) -> None:
 
     assert Journal(folder).measure(PasskeyDepth, list(depths), measure_again) == depths
     assert again == ["b"]
-
-
-def test_results_of_another_version_are_measured_again(tmp_path: Path) -> None:
-    depth = PasskeyDepth(k=1, success_rate=1.0, trials=1)
-    Journal(tmp_path).add("a", {"k": "far"})
-    assert Journal(tmp_path).measure(PasskeyDepth, ["a"], lambda _: depth) == {"a": depth}
-
-
-ODD = ["line\u2028separator", "next\x85line", "form\x0cfeed", "lone \ud800 surrogate", "nul\x00", "\r\n", "🦋"]
-
-
-def test_predictions_of_any_text_are_read_and_scored(tmp_path: Path) -> None:
-    file = tmp_path / "predictions.jsonl"
-    predictions = Predictions(file, {"model": "m"})
-    for index, text in enumerate(ODD):
-        predictions.add(str(index), prediction=text, reference=f"a {text} reference", ended=True)
-    with file.open("ab") as unfinished:
-        unfinished.write(b'{"id": "7", "pred')
-    found = Predictions(file, {"model": "m"}).found
-    assert [found[str(index)]["prediction"] for index in range(len(ODD))] == ODD
-    rouge([line["prediction"] for line in found.values()], [line["reference"] for line in found.values()])

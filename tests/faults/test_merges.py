@@ -1,7 +1,5 @@
 """A merge that is killed, and two at once."""
 
-import json
-import shutil
 import signal
 import subprocess
 from pathlib import Path
@@ -12,7 +10,6 @@ from adapters import save_run
 from pi_lora.errors import RunExistsError
 from pi_lora.merging.merging import merge
 from pi_lora.models.model import load
-from pi_lora.run import staged
 
 
 @pytest.fixture(scope="module")
@@ -63,36 +60,3 @@ def test_an_error_in_the_card_shows_before_weights_are_written(
     with pytest.raises(TypeError, match="no card"):
         merge(run, tmp_path / "merged")
     assert list(tmp_path.iterdir()) == []
-
-
-def test_two_merges_into_one_output(run: Path, tmp_path: Path) -> None:
-    with (
-        staged(tmp_path / "merged"),
-        pytest.raises(RunExistsError, match=r"is being made by process \d+ on .*; wait for it"),
-    ):
-        merge(run, tmp_path / "merged")
-
-
-# As `pi-lora eval` writes them: the data of a summarization are a section of a recipe, and the standard error of one
-# example is null.
-MEASURED = {
-    "benchmarks": {"tasks": {"boolq": {"acc": 1.0, "stderr": None, "examples": 1}}},
-    "summarization": {
-        "data": {"name": "reports.jsonl", "weight": 1.0, "split": "test"},
-        "metric": "F1 in percent",
-        "examples": 1,
-        **dict.fromkeys(("rouge1", "rouge2", "rougeL", "geometric_mean"), 25.0),
-        "intervals": {"rouge1": [24.0, 26.0]},
-    },
-}
-
-
-def test_the_card_of_a_measured_run(run: Path, tmp_path: Path) -> None:
-    measured = tmp_path / "run"
-    shutil.copytree(run, measured)
-    (measured / "scores").mkdir()
-    for name, scores in MEASURED.items():
-        (measured / "scores" / f"{name}.json").write_text(json.dumps({"model": "m", "scale": 2.0, **scores}))
-    card = (merge(measured, tmp_path / "merged", check="none").folder / "README.md").read_text()
-    assert "**benchmarks**: boolq 1.000\n" in card
-    assert "**summarization**: rouge1 25.00" in card

@@ -2,7 +2,6 @@
 is never left where a later run removes it.
 """
 
-import contextlib
 import os
 import signal
 import subprocess
@@ -17,24 +16,6 @@ from pi_lora.errors import RunExistsError
 from pi_lora.preflight import check
 from pi_lora.run import check_output, staged, staging_path
 from pi_lora.training import training
-
-# Mounts a folder on argv[1] that this process alone sees, and checks it as the output of a training; 77: it may not.
-MOUNT = """
-import ctypes, os, sys
-from pathlib import Path
-from pi_lora.errors import RunExistsError
-from pi_lora.run import check_output
-
-system = ctypes.CDLL(None, use_errno=True)
-NEW_USER, NEW_MOUNTS, BIND = 0x10000000, 0x00020000, 4096
-place, other = sys.argv[1].encode(), sys.argv[2].encode()
-if system.unshare(NEW_USER | NEW_MOUNTS) or system.mount(other, place, None, BIND, None):
-    os._exit(77)
-try:
-    check_output(Path(sys.argv[1]))
-except RunExistsError as refused:
-    print(refused)
-"""
 
 
 def test_a_link_is_followed(tmp_path: Path) -> None:
@@ -52,17 +33,6 @@ def test_a_link_is_followed(tmp_path: Path) -> None:
     assert sorted(path.name for path in (tmp_path / "disk").iterdir()) == ["empty", "new"]
 
 
-def test_a_mount_point_is_refused_before_anything_is_made(python: str, tmp_path: Path) -> None:
-    place, other = tmp_path / "volume", tmp_path / "other"
-    place.mkdir()
-    other.mkdir()
-    done = subprocess.run([python, "-c", MOUNT, str(place), str(other)], capture_output=True, text=True)
-    if done.returncode == 77:
-        pytest.skip("this system does not let users mount")
-    expected = f"{place}: is a mount point, which no folder can be renamed to; name one in it: {place}/run\n"
-    assert (done.stdout, done.stderr) == (expected, "")
-
-
 @pytest.mark.parametrize("output", [".", "..", "/", "", "x" * 5000, "file/run"])
 def test_what_is_no_place_for_a_run_is_refused_in_one_line(
     output: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -74,21 +44,6 @@ def test_what_is_no_place_for_a_run_is_refused_in_one_line(
     with pytest.raises(RunExistsError, match=r"; (choose another --output|name one in it)") as refused, staged(path):
         pass
     assert "\n" not in str(refused.value)
-
-
-def test_a_link_in_place_of_what_is_made_is_not_followed(tmp_path: Path) -> None:
-    (tmp_path / "private").mkdir()
-    (tmp_path / "private" / "key").touch(0o600)
-    staging_path(tmp_path / "run").symlink_to("private")
-    with (
-        pytest.raises(RunExistsError, match="is a link, where a run was to be made; remove it"),
-        staged(tmp_path / "run"),
-    ):
-        pass
-    staging_path(tmp_path / "run").unlink()
-    with staged(tmp_path / "run") as staging:
-        (staging / "link").symlink_to(tmp_path / "private" / "key")
-    assert (tmp_path / "private" / "key").stat().st_mode & 0o777 == 0o600
 
 
 def test_what_is_finished_stays_when_its_name_was_taken_meanwhile(tmp_path: Path) -> None:
@@ -164,22 +119,6 @@ def test_ctrl_c_while_it_is_locked_leaves_nothing_locked(tmp_path: Path, monkeyp
             pass
     with staged(tmp_path / "run"):
         pass
-
-
-def test_a_second_training_is_refused_while_the_first_goes_on(small_model: Path, tmp_path: Path) -> None:
-    recipe, output, refused = small_recipe(small_model), tmp_path / "run", []
-
-    def begin_another(done: int, total: int, note: str = "") -> None:
-        if total == recipe.training.steps:
-            for resume in (False, True):
-                with contextlib.suppress(RunExistsError):
-                    train(recipe, output, resume)
-                    refused.append(False)
-                refused.append(True)
-
-    train(recipe, output, progress=begin_another)
-    assert refused == [True] * 2 * recipe.training.steps
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]
 
 
 LATE = (("save_config", signal.SIGINT), ("save_tokenizer", signal.SIGTERM), ("write_card", signal.SIGHUP))
