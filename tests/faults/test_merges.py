@@ -1,5 +1,6 @@
 """A merge that is killed, and two at once."""
 
+import json
 import signal
 import subprocess
 from pathlib import Path
