@@ -123,7 +123,7 @@ class Bench:
             "flops": {name: operations / plan["steps"] for name, operations in plan["flops"].items()},
         }
         if contender == PI_LORA:  # the plan is of its trainer, as it comes
-            row["planned_bytes"] = plan["peak_bytes_per_gpu"] - plan["overhead_bytes"]
+            row["planned_bytes"] = plan["allocated"]
         add_weights(base)
         steps = 1 if job["part"] == "longest" else 2 if tokens >= LONG else 3
         cap = min(1.0, job["cap"] * 1e9 / self.memory) if job.get("cap") and self.on_gpu else 1.0

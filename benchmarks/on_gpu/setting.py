@@ -96,8 +96,9 @@ def write_recipe(recipe: Recipe, folder: Path) -> Path:
 
 
 def plan_of(recipe: Path, gpu: str) -> dict[str, Any]:
-    """The plan of a recipe for a card, as `pi-lora plan --json` writes it."""
-    return pi_lora.plan(recipe, gpu=gpu).as_json()
+    """The plan of a recipe for a card, as `pi-lora plan --json` writes it, and what its allocator gives out at most."""
+    plan = pi_lora.plan(recipe, gpu=gpu)
+    return {**plan.as_json(), "allocated": plan.memory.highest}
 
 
 @cache
