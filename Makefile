@@ -5,7 +5,7 @@ export HF_HUB_DISABLE_TELEMETRY := 1
 # Prints the packages of the extra `docs`, to install them without those of pi-lora itself.
 DOCS := import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']['docs'])
 
-.PHONY: demo results engines recipes test test-other-processor test-oldest test-slow faults lint docs notebook release clean
+.PHONY: demo results engines recipes test test-oldest test-slow faults lint docs notebook release clean
 
 demo: .venv/installed
 	$(BIN)/python scripts/demo.py
@@ -27,11 +27,6 @@ recipes: .venv/installed
 # A worker for each core, of one thread each.
 test: .venv/installed
 	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --dist worksteal
-
-# Those that depend on whether the processor has instructions for bfloat16, as if it were of the other kind.
-test-other-processor: .venv/installed
-	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 PI_LORA_TEST_PROCESSOR=other \
-		$(BIN)/pytest -n auto --dist worksteal -m 'processor and not slow and not gpu and not network'
 
 # With the oldest versions that pyproject.toml allows. On Linux torch comes with CUDA, in 7 GB, unless
 # `make test-oldest TORCH=2.13.0+cpu` names another.

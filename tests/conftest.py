@@ -1,17 +1,11 @@
-"""Shared models and runs, made once for all tests; nothing is downloaded.
-
-`PI_LORA_TEST_PROCESSOR=other pytest -m processor` takes this processor for one of the other kind, with or without
-instructions for bfloat16.
-"""
+"""Shared models and runs, made once for all tests; nothing is downloaded."""
 
 import gc
 import os
 import signal
 import sys
 
-from as_processor import sitecustomize as processor
-
-# Set before torch and transformers are imported, which read it once; as_processor sets its variables above.
+# Set before torch and transformers are imported, which read it once.
 os.environ["HF_HUB_OFFLINE"] = "1"
 # As lm-eval sets it: a test that imports it would leave others with settings that the `python` fixture does not have.
 os.environ["HF_XET_HIGH_PERFORMANCE"] = "1"
@@ -36,12 +30,6 @@ from pi_lora.types import Progress, silent
 __all__ = ["BUILTIN", "small_recipe", "train"]
 
 BUILTIN = "builtin:tiny"
-collect_ignore = ["as_processor"]
-
-
-def pytest_report_header() -> str:
-    own, kind = processor.own_kind(), processor.asked_kind()
-    return f"processor: {own}" + (f", taken for {kind}" if kind and kind != own else "")
 
 
 def pytest_collection_finish() -> None:

@@ -4,8 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from adapters import save_run
 from conftest import small_recipe
+from random_runs import save_run
 
 from pi_lora.models.machine import hardware, versions
 from pi_lora.models.model import find

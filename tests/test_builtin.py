@@ -1,7 +1,5 @@
 """What the built-in model's card says of it, measured."""
 
-import json
-
 import pytest
 
 from pi_lora.data.sources import Choice
@@ -18,13 +16,6 @@ SOME = Choice(2, truncate=2048)
 @pytest.fixture(scope="module")
 def base() -> Model:
     return load("builtin:tiny")
-
-
-def test_it_is_small_and_a_llama() -> None:
-    assert sum(file.stat().st_size for file in FOLDER.iterdir()) < 8e6
-    config = json.loads((FOLDER / "config.json").read_text())
-    assert (config["model_type"], config["max_position_embeddings"]) == ("llama", 256)
-    assert 1e6 < sum(weight.numel() for weight in load("builtin:tiny").model.parameters()) < 5e6
 
 
 def test_digits_are_single_tokens(base: Model) -> None:

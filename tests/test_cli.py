@@ -1,4 +1,3 @@
-import importlib.metadata
 import json
 import os
 import signal
@@ -6,19 +5,16 @@ import subprocess
 import sys
 import tempfile
 import time
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
-import torch
 from conftest import small_recipe
 from processes import without_progress
 
 from pi_lora import cli
 from pi_lora.errors import Interrupted
-from pi_lora.models.machine import LIBRARIES, hardware
 from pi_lora.recipe.files import dump_recipe
 
 REPOSITORY = Path(__file__).parent.parent
@@ -92,33 +88,10 @@ def test_ctrl_c_while_it_starts_is_one_line(tmp_path: Path, delay: float) -> Non
     assert errors.startswith("interrupted; nothing was written") or "interrupted after step" in errors
 
 
-def test_version(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    assert run(capsys, monkeypatch, "--version") == (0, "pi-lora 0.1.0\n", "")
-
-
-@pytest.mark.parametrize("speed", [4.0, 0.5, None])
-def test_env_says_what_a_report_of_a_bug_needs(
-    speed: float | None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    kind = f"bfloat16 {speed} times as fast as float32" if speed else "without bfloat16 instructions"
-    precision = "bfloat16" if speed == 4 else "float32"
-    capabilities = {"cpu_name": "A processor", "avx512_bf16": speed is not None}
-    monkeypatch.setattr("pi_lora.models.device.bfloat16_speed", lambda: speed)
-    monkeypatch.setattr("pi_lora.models.machine.bfloat16_speed", lambda: speed)
-    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setenv("PI_LORA_CACHE", "/somewhere")
+def test_env_prints_the_versions(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     status, out, err = run(capsys, monkeypatch, "env")
     assert (status, err) == (0, "")
-    said = dict(line.split(maxsplit=1) for line in out.splitlines())
-    assert {*LIBRARIES, "Python", "system", "memory", "GPUs", "CUDA"} < set(said)
-    assert said["torch"] == importlib.metadata.version("torch")
-    assert said["processor"].startswith(f"A processor, {hardware()}, {kind}; torch uses ")
-    assert said["precision"] == f"training.precision: auto is {precision}"
-    assert said["attention"].startswith("model.attention: auto is sdpa; there are sdpa, eager")
-    if find_spec("bitsandbytes"):
-        assert said["quantization"] == f"bitsandbytes {said['bitsandbytes']}, NF4, weights dequantized"
-    assert said["cache"] == "/somewhere"
+    assert {"torch", "transformers", "precision", "GPUs"} < {line.split()[0] for line in out.splitlines()}
 
 
 def test_show_says_where_values_come_from(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,16 +102,6 @@ def test_show_says_where_values_come_from(capsys: pytest.CaptureFixture[str], mo
     assert "command line" in rows["training.steps"]
     assert "recipes/_demo.yaml:" in rows["context.target"]
     assert "default" in rows["training.warmup_steps"]
-
-
-@pytest.mark.parametrize("command", ["show", "plan"])
-def test_a_former_key_is_a_line(
-    command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(REPOSITORY)
-    status, _, said = run(capsys, monkeypatch, command, "recipes/7b_16k.yaml", "tuning.embeddings_and_norms=false")
-    wanted = "command line, as embeddings_and_norms: is tuning.also_train now; write also_train: nothing\n"
-    assert (status, said) == (0, wanted)
 
 
 def test_shipped_recipes_have_names_and_a_folders_have_paths(
@@ -259,14 +222,6 @@ def test_train_evaluate_merge(
     scores = json.loads(Path("passkey.json").read_text())
     assert (scores["target"], scores["scale"], [row["k"] for row in scores["depths"]]) == (256, 4, [128, 256])
     assert all(set(row) >= {"k", "success_rate", "trials"} for row in scores["depths"])
-
-
-def test_a_run_brings_its_own_scaling(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, lora_run: Path
-) -> None:
-    status, _, err = run(capsys, monkeypatch, "eval", "perplexity", str(lora_run), "--target", "512")
-    assert status == 2
-    assert "brings its own scaling" in err
 
 
 def test_an_unforeseen_error_is_one_line_and_its_traceback_a_file(

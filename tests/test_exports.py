@@ -43,12 +43,6 @@ def test_importing_it_and_planning_need_no_torch() -> None:
     assert (ended.stdout, ended.stderr) == ("True\n", "")
 
 
-def test_load_is_ready_to_use() -> None:
-    loaded = pi_lora.load("builtin:tiny", pi_lora.Extension(target=1024))
-    assert (loaded.window, loaded.scale) == (1024, 4)
-    assert not loaded.model.training
-
-
 def test_the_functions_do_what_the_commands_do(
     small_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

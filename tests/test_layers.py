@@ -38,7 +38,6 @@ HOMES = {
 }
 # The package's own door re-exports; it belongs to no floor.
 DOOR = ROOT / "__init__.py"
-FORBIDDEN_NAMES = {"utils.py", "common.py", "helpers.py"}
 
 
 def sources() -> list[Path]:
@@ -107,7 +106,3 @@ def test_recipes_and_configs_need_no_torch() -> None:
     light.append(ROOT / "scaling" / "config.py")
     for path in light:
         assert not {n.split(".")[0] for n in imports(path)} & {"torch", "transformers", "numpy"}, path
-
-
-def test_no_drawer_for_odds_and_ends() -> None:
-    assert not [path for path in sources() if path.name in FORBIDDEN_NAMES]

@@ -7,7 +7,6 @@ import pytest
 from conftest import small_recipe
 
 from pi_lora import cli
-from pi_lora.cli import train as command
 from pi_lora.data.packing import training_sequences
 from pi_lora.data.tokens import Pool, encoder
 from pi_lora.models.tokenizer import load_tokenizer
@@ -79,30 +78,3 @@ def test_a_recipe_for_gpus_is_prepared_without_and_read_by_training(
     assert "data: 2,048 tokens at hand, as many as needed: 16 sequences of 128" in said
     assert f"{tmp_path / 'cache'}: has the data of {file}; pi-lora train reads it from there" in said
     assert len(check_data(recipe).prepare(missing=never).rows) == 16
-
-
-def test_what_cannot_be_prepared_is_a_line(
-    small_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = tmp_path / "recipe.yaml"
-    file.write_text(dump_recipe(small_recipe(small_model, data={"source": "nowhere.txt"})))
-    assert run(monkeypatch, "prepare", str(file)) == 2
-    assert capsys.readouterr().err.startswith("data.source: nowhere.txt: ")
-
-
-def test_training_says_that_much_text_is_not_prepared(
-    small_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("PI_LORA_CACHE", str(tmp_path / "cache"))
-    file = tmp_path / "recipe.yaml"
-    training = {"steps": 1, "global_batch_size": 1}
-    file.write_text(dump_recipe(small_recipe(small_model, training=training)))
-    monkeypatch.setattr(command, "MANY_TOKENS", 128)
-    said = []
-    for output in ("first", "second"):
-        assert run(monkeypatch, "train", str(file), "--output", str(tmp_path / output)) == 0
-        said.append(" ".join(capsys.readouterr().err.split()))
-    line = (
-        "data: 128 tokens are not in the cache and are packed now; without a GPU, in several processes: pi-lora prepare"
-    )
-    assert [line in each for each in said] == [True, False], said

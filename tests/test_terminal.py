@@ -3,7 +3,6 @@
 What they say while they are imported is in the errors of the `python` fixture's server, which has to have none.
 """
 
-import gc
 import io
 import json
 import re
@@ -15,7 +14,7 @@ from pathlib import Path
 import pytest
 from processes import without_progress
 
-from pi_lora.cli.app import LIBRARIES, Terminal, progress_bar, working
+from pi_lora.cli.app import Terminal, progress_bar, working
 
 APP = sys.modules[progress_bar.__module__]
 
@@ -120,17 +119,6 @@ def test_what_takes_long_says_what_it_is(capsys: pytest.CaptureFixture[str], mon
     errors = capsys.readouterr().err
     assert errors == "loading a ...\n"
     assert without_progress(errors) == ""
-
-
-def test_garbage_is_collected_once_libraries_are_loaded() -> None:
-    gc.disable()
-    try:
-        with working(LIBRARIES):
-            assert not gc.isenabled()
-        assert gc.isenabled()
-    finally:
-        gc.enable()
-        gc.unfreeze()
 
 
 def test_progress_is_lines_where_there_is_no_terminal(

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from adapters import save_run
 from conftest import small_recipe, train
 from processes import without_progress
+from random_runs import save_run
 from safetensors.torch import load_file
 from torch import equal
 

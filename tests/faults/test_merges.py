@@ -6,7 +6,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from adapters import save_run
+from random_runs import save_run
 
 from pi_lora.errors import RunExistsError
 from pi_lora.merging.merging import merge

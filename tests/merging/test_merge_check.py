@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from adapters import save_base, save_run
+from random_runs import save_base, save_run
 from safetensors.torch import load_file, save_file
 from test_merge_peft import ALL, NEOX, NORMS, TIED, UNTIED, llama
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from adapters import save_run, tuned
+from random_runs import save_run, tuned
 from transformers import AutoModelForCausalLM
 
 from pi_lora.cli import main

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from adapters import save_base, save_run, tuned
+from random_runs import save_base, save_run, tuned
 from transformers import AutoModelForCausalLM, GPTNeoXConfig, LlamaConfig, MixtralConfig, Phi3Config, PreTrainedConfig
 
 from pi_lora.merging.merging import merge

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from adapters import save_base, tuned
 from conftest import small_recipe, train
+from random_runs import save_base, tuned
 from safetensors.torch import load_file
 from test_merge_peft import TIED
 
@@ -15,7 +15,6 @@ from pi_lora.merging.merging import merge
 from pi_lora.models.model import find
 
 pytestmark = [
-    pytest.mark.processor,
     pytest.mark.skipif(
         importlib.util.find_spec("bitsandbytes") is None,
         reason="bitsandbytes is not installed; pip install pi-lora[qlora]",

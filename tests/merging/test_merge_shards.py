@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from adapters import save_base, save_run
+from random_runs import save_base, save_run
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from test_merge_peft import ATTENTION, llama

@@ -3,15 +3,12 @@
 import importlib.metadata
 import importlib.util
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-from adapters import save_base
 from conftest import small_recipe, train
+from random_runs import save_base
 from safetensors.torch import load_file
 from transformers import LlamaConfig
 
@@ -21,7 +18,6 @@ from pi_lora.models.model import find, load
 from pi_lora.recipe.schema import Tuning
 
 pytestmark = [
-    pytest.mark.processor,
     pytest.mark.skipif(
         importlib.util.find_spec("bitsandbytes") is None,
         reason="bitsandbytes is not installed; pip install pi-lora[qlora]",
@@ -84,19 +80,6 @@ def test_a_measurement_leaves_weights_and_gradients_as_they_are(
     for name in stored:
         inside = "base_model.model." + name.replace(".weight", ".base_layer.weight", 1)
         assert all(torch.equal(each[inside], fresh[name]) for each in weights), name
-
-
-def test_bitsandbytes_misses_its_cpu_kernel_in_silence() -> None:
-    """It would tell users of processors with AVX512-BF16 to install `kernels`; what else it logs still comes."""
-    probe = (
-        "import logging, pi_lora.models.adapter, bitsandbytes.functional\n"
-        "print(bitsandbytes.functional.has_avx512bf16())\n"
-        "logging.getLogger('bitsandbytes.backends.cpu.ops').warning('Another warning')"
-    )
-    path = os.pathsep.join([str(Path(__file__).parents[1] / "as_processor"), *sys.path])
-    environment = {**os.environ, "PI_LORA_TEST_PROCESSOR": "bf16", "PYTHONPATH": path}
-    answer = subprocess.run([sys.executable, "-c", probe], env=environment, capture_output=True, text=True, check=True)
-    assert (answer.stdout, answer.stderr) == ("True\n", "Another warning\n")
 
 
 def test_results_say_what_multiplied_by_nf4_weights(qlora_run: Path, lora_run: Path) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from adapters import TOKENIZER
+from random_runs import TOKENIZER
 
 from pi_lora.errors import ModelError
 from pi_lora.models import tokenizer_files

@@ -70,7 +70,6 @@ def data(folder: Path) -> dict[str, Any]:
     return ModelCard(card(folder)).data.to_dict()
 
 
-@pytest.mark.processor
 @pytest.mark.parametrize(
     ("run", "number"),
     [

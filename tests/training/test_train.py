@@ -12,8 +12,6 @@ from pi_lora.models.model import load
 from pi_lora.recipe.files import load_recipe
 from pi_lora.scaling.config import scale_of, window_of
 
-pytestmark = pytest.mark.processor
-
 
 def weights(run: Path) -> dict[str, torch.Tensor]:
     return load_file(next(run.glob("*.safetensors")))

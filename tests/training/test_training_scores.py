@@ -17,8 +17,6 @@ from pi_lora.recipe.evaluation import Evaluation
 from pi_lora.recipe.files import load_recipe
 from pi_lora.training.callbacks import _as_when_loaded
 
-pytestmark = pytest.mark.processor
-
 EVALUATION = {
     "every": 2,
     "perplexity": {"windows": [64, 128], "stride": 32, "documents": 1},

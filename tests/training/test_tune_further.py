@@ -64,7 +64,6 @@ def test_an_adapter_is_tuned_further_as_one_adapter_of_its_base(lora_run: Path, 
     assert "| tuned further from |" in (run / "README.md").read_text()
 
 
-@pytest.mark.processor
 @pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is None, reason="pip install pi-lora[qlora]")
 def test_a_quantized_model_starts_from_the_very_adapter(lora_run: Path, rows: Path, tmp_path: Path) -> None:
     """TRL rounds it to bfloat16, norms by up to a thousandth."""
@@ -152,7 +151,6 @@ def test_a_run_that_is_not_there_yet_is_named(rows: Path, tmp_path: Path) -> Non
         train(further(Path("adapters/none"), rows), tmp_path / "further")
 
 
-@pytest.mark.processor
 def test_a_resumed_run_ends_with_the_same_weights(lora_run: Path, rows: Path, tmp_path: Path) -> None:
     """Groups of like lengths follow from seed and epoch alone, also after an interruption."""
     from pi_lora.errors import Interrupted
