@@ -83,7 +83,7 @@ def _extendable_base(recipe: Recipe, output: Path, permissions: Permissions) -> 
         kept = f"{model.name} is an adapter of an extended model; tune it further with scaling: keep"
         raise ModelError(f"model.name: {kept}, or {merged}")
     assert recipe.scaling != "keep"
-    extension = Extension(context.target, context.original, recipe.scaling)
+    extension = Extension(context.target, context.original, recipe.scaling, context.theta)
     found = find(model.name, extension, permissions, model.revision)
     return Job(recipe, output, found, context.original or window_of(found.base_config))
 

@@ -26,8 +26,10 @@ from pi_lora.scaling.config import (
     LOCAL_ATTENTION,
     WINDOW_DECLARED,
     Method,
+    constant_longrope,
     full_attention_rope,
     local_window,
+    methods_for,
     read_rope,
 )
 
@@ -87,7 +89,7 @@ CHOICES: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Verdict:
-    """What came of one architecture: `verified`, `refused` by pi-lora, or `not tried`; with its rope or the reason."""
+    """Whether one architecture is `verified` under a scaling, `refused` by pi-lora or `not tried`; its rope or why."""
 
     model_type: str
     outcome: str
@@ -211,12 +213,23 @@ def examine(model_type: str) -> Verdict:
         return Verdict(model_type, "not tried", NOT_SMALL[model_type])
     try:
         config = small_config(model_type) if has_rope(model_type) else CONFIG_MAPPING[model_type]()
-        base, extended = stretched(config)
+        suitable = methods_for(config.to_dict()) if has_rope(model_type) else ("pi",)
+        method = suitable[0] if suitable else "pi"
+        base, extended = stretched(config, method)
     except ScalingError as refusal:
         return Verdict(model_type, "refused", re.sub(r"^model of type \S+: ", "", str(refusal)))
     assert is_small(config), f"{model_type}: too large to verify"
-    verify(type(config), base, extended)
+    if method == "pi" and constant_factors(extended):
+        verify(type(config), base, extended)
     return Verdict(model_type, "verified", rope_layout(model_type))
+
+
+def constant_factors(extended: Mapping[str, Any]) -> bool:
+    """Whether every frequency is divided by the same number: not in a `longrope` from a search."""
+    return (
+        full_attention_rope(extended)["rope_type"] != "longrope"
+        or constant_longrope(full_attention_rope(extended)) is not None
+    )
 
 
 def has_rope(model_type: str) -> bool:
@@ -229,6 +242,7 @@ def rope_layout(model_type: str) -> str:
     default = CONFIG_MAPPING[model_type]().to_dict()
     layers = set(default.get("layer_types") or [])
     words = ["one rope"]
+    kind = full_attention_rope(default).get("rope_type", "default")
     if FULL_ATTENTION in read_rope(default):
         words = ["per layer type; sliding layers unchanged"]
         words += ["`max_position_embeddings` is L'"] * (model_type in WINDOW_DECLARED)
@@ -242,6 +256,8 @@ def rope_layout(model_type: str) -> str:
         words.append("beside layers without positions")
     if (reach := local_window(default)) is not None:
         words.append(f"by default every layer slides: targets up to {reach}")
+    if kind != "default":
+        words.append(f"`{kind}` by default: {' or '.join(f'`{method}`' for method in methods_for(default))}")
     return ", ".join(words)
 
 
@@ -261,7 +277,10 @@ def page() -> str:
     for each in verdicts:
         if each.outcome == "refused":
             reasons[each.note].append(each.model_type)
-    rows = [f"| `{each.model_type}` | {class_name(each.model_type)} | {each.note} |" for each in verified]
+    layouts: dict[str, list[str]] = defaultdict(list)
+    for each in verified:
+        layouts[each.note].append(each.model_type)
+    rows = [f"| {layout} | {', '.join(f'`{name}`' for name in names)} |" for layout, names in layouts.items()]
     refused = [f"| {reason} | {', '.join(f'`{name}`' for name in names)} |" for reason, names in reasons.items()]
     left = [f"- `{each.model_type}`: {each.note}." for each in verdicts if each.outcome == "not tried"]
     return TEXT.format(
@@ -273,42 +292,56 @@ def page() -> str:
     )
 
 
-def class_name(model_type: str) -> str:
-    """The class that transformers loads a model type with."""
-    return MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]
-
-
 TEXT = """\
 # Which models can be extended
 
-Look up `model_type` in your model's `config.json`. `pi-lora train RECIPE --dry-run` says the same about one model,
-before its weights are read.
+Look up your model's family here, or `model_type` in its `config.json` further below. `pi-lora train RECIPE --dry-run`
+says the same about one model before its weights are read.
 
-This page is written by `python tests/architectures.py` from transformers {version}: every causal language model in it
-is built **small and with random weights**, extended with `scaling: pi`, and compared with the plain model at positions
-`m / s`: rotary angles, and logits to float32 precision. **The weights of models on the hub were not tried.** How well a
-model uses its new window after tuning is what `pi-lora eval` measures.
+| family | rope in its config | window that is read | scalings | engines |
+|---|---|---|---|---|
+| Llama 2, Llama 3; Mistral 0.2 and later; Qwen 2.5, Qwen 3; SmolLM2; OLMo 2; Granite; GLM 4; Yi | plain | `max_position_embeddings` | all | all |
+| Llama 3.1, 3.2, 3.3 | `llama3` | `max_position_embeddings` | `llama3`, `theta` | all; llama.cpp stores `llama3` as factors |
+| Qwen 2.5, Qwen 3 with the `yarn` of their card; DeepSeek V2, V3 (MLA) | `yarn` | original window times factor | `yarn` | transformers, vLLM, SGLang |
+| gpt-oss, Ministral 3 | `yarn` | original window times factor | `yarn` | transformers 5, vLLM |
+| Olmo 3 | `yarn` on full-attention layers | original window times factor | `yarn`, on those layers | transformers, vLLM |
+| Phi-3, Phi-4 | plain, or `longrope` | `max_position_embeddings` | plain: `pi`, `theta`; `longrope`: `pi` | transformers, vLLM |
+| Gemma 2 | plain | `max_position_embeddings` | all | all |
+| Gemma 3 | `linear` on global layers | `max_position_embeddings` | `pi`, `theta`, on those layers | transformers, vLLM |
+| Gemma 4 (text) | `proportional` on global layers | `max_position_embeddings` times factor | `pi`, `theta`, on those layers | transformers 5 |
+| SmolLM3 | plain; no rope in every fourth layer, which stays so | `max_position_embeddings` | all | transformers, vLLM |
+| Llama 4, Cohere 2, EXAONE 4 | only local layers are rotary | | none | |
+
+*All scalings* are `pi`, `yarn`, `theta`, `llama3`, and `dynamic` and `direct` for comparison. A base that was extended
+before goes on from its own frequencies: its factor is multiplied. The engines' column says which readers know such a
+config; which of them were asked, and what they answered, is in docs/engines.md. `tests/scaling/test_families.py` checks the frequencies of each family in
+transformers against the papers' formulas, and the window against vLLM's rule.
+
+The rest of this page is written by `python tests/architectures.py` from transformers {version}: every causal language
+model in it is built **small and with random weights**, extended by the first scaling that suits it, and under `pi`
+compared with the plain model at positions `m / s`: rotary angles, and logits to float32 precision. **The weights of
+models on the hub were not tried.** How well a model uses its new window is what `pi-lora eval` measures.
 
 ## {count} architectures verified
 
-| `model_type` | class | rope |
-|---|---|---|
+| rope | `model_type` |
+|---|---|
 {verified}
 
-- *Per layer type*: full-attention layers are rescaled; sliding-window layers are unchanged.
-- *`max_position_embeddings` is L'*: everywhere else it is L, which readers multiply by the factor. A published model
-  that declares L' all the same (DeepSeek-Coder) is known by its tokenizer, whose `model_max_length` is that number.
-- *One rope for sliding and full layers*: transformers has one setting for both, so both are rescaled.
+- *Per layer type*: full-attention layers are extended; sliding-window layers are unchanged.
+- *`max_position_embeddings` is L'*: elsewhere it is L under `pi`, which readers multiply by the factor. A published
+  model that declares L' all the same (DeepSeek-Coder) is recognized by its tokenizer, whose `model_max_length` is L'.
+- *One rope for sliding and full layers*: transformers has one setting for both, so both are extended.
 - *Every layer slides*: such a model is refused for targets beyond its `sliding_window` (Mistral-7B-v0.1: 4096,
-  Phi-3-mini: 2047), because scaling positions does not widen a sliding window. Configs with `"sliding_window": null`
+  Phi-3-mini: 2047), because a scaling does not widen a sliding window. Configs with `"sliding_window": null`
   (Mistral-7B-v0.2 and later, Phi-4) have no such limit.
-- `phi3` accepts only the `rope_type` `longrope`; PI is written as a longrope that divides every frequency by the same
-  number. It supports `scaling: pi` and `direct`; every other row supports `dynamic` and `yarn` as well.
+- `phi3` accepts only the `rope_type` `longrope`. PI of a plain one is a longrope that divides every frequency by the
+  same number; of one with factors from a search the long factors are multiplied, and short inputs keep theirs.
 - transformers 4 (4.57) reads the same files with these exceptions: it ignores every scaling of `nemotron`, has ropes
-  per layer type for Gemma 3 and OLMo 3 only, and rejects `yarn` for `olmo` and `olmo2`, `dynamic` for `hunyuan_v1_*`.
-  Use transformers 5 for those. Compared once by hand, the logits of `gemma2` and `vaultgemma` differ between 4 and 5 by
-  up to 1e-2, those of `doge` and `modernbert-decoder` even unscaled; the cause is not known. `qwen3_moe` and
-  `granitemoehybrid` saved by 5 do not load in 4.
+  per layer type for Gemma 3 and OLMo 3 only, and rejects `yarn` and `llama3` for `olmo` and `olmo2`, `dynamic` for
+  `hunyuan_v1_*`. Use transformers 5 for those. Compared once by hand, the logits of `gemma2` and `vaultgemma` differ
+  between 4 and 5 by up to 1e-2, those of `doge` and `modernbert-decoder` even unscaled; the cause is not known.
+  `qwen3_moe` and `granitemoehybrid` saved by 5 do not load in 4.
 
 ## Refused, and why
 
@@ -318,8 +351,7 @@ model uses its new window after tuning is what `pi-lora eval` measures.
 
 Refused as well, whatever the architecture:
 
-- a model whose positions are already extended by `yarn`, `llama3`, `longrope` or `dynamic`, as Llama 3.1 and later:
-  start from its unextended base (Llama 3). One that is already `linear` can be extended further;
+- a scaling that does not suit the rope of a model; the message names those that do. A `dynamic` base has none;
 - a model that transformers builds without rotary embeddings, or that does not apply its config's scaling. The
   frequencies of the built model are compared, so a model's own code is checked as well.
 

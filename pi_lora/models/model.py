@@ -30,7 +30,8 @@ from pi_lora.scaling.config import (
     extend_config,
     full_attention_rope,
     in_both_dialects,
-    leads_to,
+    is_extension_of,
+    method_of,
     scale_of,
     window_of,
 )
@@ -41,12 +42,14 @@ from pi_lora.types import NO_PERMISSIONS, Permissions
 @dataclass(frozen=True)
 class Extension:
     """How a plain base is extended to `target` tokens: the paper's `pi`, no rescaling (`direct`), or other scalings.
-    `original` is its window L; by default the one in its config.
+    `original` is its window L, by default the one in its config; `theta` a base of the frequencies for the scaling
+    `theta`, by default NTK-aware.
     """
 
     target: int
     original: int | None = None
     scaling: Method = "pi"
+    theta: float | None = None
 
 
 @dataclass
@@ -128,7 +131,7 @@ class Model:
     def extended(self, extension: Extension) -> "Model":
         """Return this base extended; raise ScalingError if that is impossible, or transformers does not apply it."""
         original = extension.original or window_of(self.base_config)
-        interpolation = Interpolation(extension.scaling, original, extension.target)
+        interpolation = Interpolation(extension.scaling, original, extension.target, extension.theta)
         config = extend_config(self.base_config, interpolation)
         if extension.scaling != "direct":
             with quiet_loading():
@@ -269,9 +272,10 @@ def find_adapter(folder: Path, base: str | None = None, permissions: Permissions
     own = found.config
     keys = ("model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
     sizes = {key: (own.get(key), config.get(key)) for key in keys}
-    sizes["rope_theta"] = tuple(full_attention_rope(each)["rope_theta"] for each in (own, config))
+    if method_of(config) != "theta":
+        sizes["rope_theta"] = tuple(full_attention_rope(each)["rope_theta"] for each in (own, config))
     differing = [f"{key} {has} instead of {expected}" for key, (has, expected) in sizes.items() if has != expected]
-    if not leads_to(own, config):
+    if not is_extension_of(config, own):
         differing.append(f"its own scale {found.scale:g} does not lead to {scale_of(config):g}")
     if differing:
         raise ModelError(f"{folder}: was not tuned from {found.base}: {'; '.join(differing)}; name its own base")

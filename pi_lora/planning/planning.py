@@ -123,7 +123,7 @@ def target_of(recipe: Recipe, permissions: Permissions = NO_PERMISSIONS) -> Targ
         check_reach(recipe.model.name, config, recipe.context.target)
         return Target(shape, window_of(config))
     original = recipe.context.original or window_of(config)
-    check_extendable(config, Interpolation(recipe.scaling, original, recipe.context.target))
+    check_extendable(config, Interpolation(recipe.scaling, original, recipe.context.target, recipe.context.theta))
     return Target(shape, original)
 
 

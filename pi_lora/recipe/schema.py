@@ -16,7 +16,7 @@ Schedule = Literal["constant", "linear", "cosine", "cosine_with_restarts", "cosi
 Tracker = Literal["tensorboard", "wandb", "trackio"]
 Kernel = Literal["auto", "sdpa", "flash_attention_2", "eager"]
 Method = Literal["lora", "qlora", "full"]
-Scaling = Literal["pi", "direct", "dynamic", "yarn", "keep"]
+Scaling = Literal["pi", "yarn", "theta", "llama3", "dynamic", "direct", "keep"]
 ExtraModules = Literal["embeddings_and_norms", "norms", "nothing"]
 
 
@@ -40,6 +40,7 @@ class Context(Section):
 
     target: int = Field(gt=0, description="the window after tuning; with `scaling: keep` the longest example")
     original: int | None = Field(None, gt=0, description="the model's own window; by default read from its config")
+    theta: float | None = Field(None, gt=1, description="of `scaling: theta`: the new rope_theta; by default NTK-aware")
 
     @model_validator(mode="after")
     def _longer(self) -> Self:
@@ -200,7 +201,7 @@ class Recipe(Section):
 
     model: Model
     context: Context
-    scaling: Scaling = Field("pi", description="pi: interpolate; keep: that of an extended model; others to compare")
+    scaling: Scaling = Field("pi", description="of the rotary frequencies; keep: that of an extended model")
     tuning: Tuning = Tuning()
     data: Data
     training: Training = Training()
@@ -254,6 +255,8 @@ class Recipe(Section):
         if parallel > 1 and target % (2 * parallel):
             multiple = f"{2 * parallel}, twice hardware.context_parallel"
             raise ValueError(f"context.target: {target} is not a multiple of {multiple}")
+        if self.context.theta is not None and self.scaling != "theta":
+            raise ValueError(f"context.theta: has no effect under scaling: {self.scaling}; use theta, or leave it out")
         if keep and self.context.original is not None:
             raise ValueError("context.original: with scaling: keep the windows are the model's own; leave it out")
         if keep and pose and self.data.sequence_tokens is None:

@@ -18,7 +18,7 @@ from pi_lora.report.pictures import picture_lines
 from pi_lora.report.run import MeasuredRun, columns_of
 from pi_lora.report.tables import eval_results, metrics_table, public_name
 from pi_lora.run import SCORES
-from pi_lora.scaling.config import method_of, scale_of, window_of
+from pi_lora.scaling.config import full_attention_rope, method_of, scale_of, window_of
 from pi_lora.writing import write_whole
 
 CARD = "README.md"
@@ -100,6 +100,7 @@ def _card(
         window=window_of(run.config),
         method=method_of(run.config),
         scale=scale_of(run.config),
+        theta=full_attention_rope(run.config)["rope_theta"],
         facts=facts,
         checks=checks,
         scores=_scores_section(run, pictures, "" if checks is None else "With the adapter, before it was merged:\n\n"),

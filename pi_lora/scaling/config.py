@@ -1,20 +1,44 @@
-"""Position Interpolation in model configs, read, extended or refused: numbers and dictionaries, no torch.
+"""Scalings of rotary frequencies in model configs, read, extended or refused: numbers and dictionaries, no torch.
 
 A model trained on positions `[0, L)` reads `L' > L` tokens when position `m` is replaced by `m L / L'`
-(paper.tex, Eqn. 4). Configs call `L' / L` the `factor` of a `linear` rope; `dynamic` (NTK) and `yarn` (Peng et al.
-2023) are computed by transformers, for comparison. Configs come in two dialects: transformers 5 nests everything in
-`rope_parameters`; transformers 4, vLLM and SGLang read top-level `rope_theta` and `rope_scaling`.
+(paper.tex, Eqn. 4), or when its rotary frequencies change in another way. Configs call `L' / L` the `factor`.
+
+- `pi`: every frequency divided by the factor (rope type `linear`; in a `longrope` its long factors, multiplied);
+- `yarn` (Peng et al. 2023) and `llama3` (Dubey et al. 2024): low frequencies divided, high ones kept;
+- `theta`: a larger base of the frequencies (NTK-aware; bloc97 2023, Roziere et al. 2023);
+- `dynamic`: NTK by the length of the input, for comparison;
+- `direct`: nothing changes (the paper's FT).
+
+Configs come in two dialects: transformers 5 nests everything in `rope_parameters`; transformers 4, vLLM and SGLang read
+top-level `rope_theta` and `rope_scaling`.
 """
 
+import math
 from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from pi_lora.errors import ScalingError
 
 Config = Mapping[str, Any]
-Method = Literal["pi", "direct", "dynamic", "yarn"]
+Method = Literal["pi", "yarn", "theta", "llama3", "dynamic", "direct"]
+
+# The scalings of each rope type. A model that was extended before goes on from its own frequencies: its `linear` or
+# `yarn` factor is multiplied. A larger theta would leave the window that vLLM reads of `yarn` as it is.
+METHODS_OF: Mapping[str, tuple[Method, ...]] = {
+    "default": get_args(Method),
+    "linear": ("pi", "theta", "direct"),
+    "yarn": ("yarn",),
+    "llama3": ("llama3", "theta", "direct"),
+    "longrope": ("pi",),
+    "proportional": ("pi", "theta", "direct"),
+}
+# The wavelengths that `llama3` keeps and divides, in parts of the original window, as Llama 3.1 has them.
+LLAMA3_BANDS = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+# The key of configs extended by `theta`, or by `pi` under a `longrope`, which no rope records: the window before, in
+# tokens.
+ORIGINAL_WINDOW = "original_context_window"
 
 FULL_ATTENTION = "full_attention"
 SLIDING_ATTENTION = "sliding_attention"
@@ -28,6 +52,7 @@ GPT_NEOX_IN_4 = {"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rota
 # Whose `max_position_embeddings` under `linear` is the extended window itself, in published configs and in vLLM.
 WINDOW_DECLARED = {"gemma3_text", "gemma3n_text"}
 LOCAL_ATTENTION = {SLIDING_ATTENTION, "chunked_attention"}
+MULTIPLIES_WINDOW = {"linear", "dynamic", "yarn", "proportional"}
 # Their configs accept only `longrope`, which divides each frequency by its own number; the same one for all is PI.
 LONGROPE_ONLY = {"phi3", "phi4_multimodal"}
 # Only their sliding layers are rotary; layers with full attention have no positions. No config says so.
@@ -36,13 +61,14 @@ LOCAL_ROPE_ONLY = set("afmoe cohere2 cohere2_moe exaone4 exaone_moe flint kolibr
 
 @dataclass(frozen=True)
 class Interpolation:
-    """An extension from the `original` window (L, tokens) to the `target` window (L', tokens). `pi` rescales positions;
-    `dynamic` and `yarn` change frequencies; `direct` changes nothing (FT in the paper).
+    """An extension from the `original` window (L, tokens) to the `target` window (L', tokens); `theta` overrides the
+    NTK-aware base of the method `theta`.
     """
 
     method: Method
     original: int
     target: int
+    theta: float | None = None
 
     def __post_init__(self) -> None:
         if self.target <= self.original:
@@ -104,15 +130,18 @@ def constant_longrope(rope: Config) -> float | None:
 
 
 def method_of(config: Config) -> Method | None:
-    """Return how a model was extended according to its config; None for an unextended one, and for `direct`.
+    """Return how a model was extended according to its config; None for an unextended one, `direct`, and a `longrope`
+    with factors from a search.
 
     >>> method_of({"rope_theta": 1e4, "rope_scaling": {"type": "linear", "factor": 8.0}})
     'pi'
     """
     rope = full_attention_rope(config)
-    if constant_longrope(rope) is not None:
+    if config.get(ORIGINAL_WINDOW):
+        return "pi" if rope.get("rope_type") == "longrope" else "theta"
+    if constant_longrope(rope) is not None or (rope.get("rope_type") == "proportional" and "factor" in rope):
         return "pi"
-    methods: dict[str, Method] = {"linear": "pi", "dynamic": "dynamic", "yarn": "yarn"}
+    methods: dict[str, Method] = {"linear": "pi", "dynamic": "dynamic", "yarn": "yarn", "llama3": "llama3"}
     return methods.get(rope.get("rope_type", "default"))
 
 
@@ -123,13 +152,15 @@ def scale_of(config: Config) -> float:
     8.0
     """
     rope = full_attention_rope(config)
+    if original := config.get(ORIGINAL_WINDOW):
+        return window_of(config) / float(original)
     return constant_longrope(rope) or (float(rope["factor"]) if method_of(config) else 1.0)
 
 
 def window_of(config: Config) -> int:
-    """Return the context window of a model in tokens, by transformers' and vLLM's rule. A `linear` or `dynamic` rope
-    multiplies `max_position_embeddings`, `yarn` its `original_max_position_embeddings`; with other types (`llama3`,
-    `longrope`), and of Gemma 3 under `linear`, the window is as declared.
+    """Return the context window of a model in tokens, by transformers' and vLLM's rule. A `linear`, `dynamic` or
+    `proportional` rope multiplies `max_position_embeddings`, `yarn` its `original_max_position_embeddings`; with other
+    types (`llama3`, `longrope`), and of Gemma 3 under `linear`, the window is as declared.
 
     >>> rope = {"rope_theta": 1e6, "rope_scaling": {"rope_type": "linear", "factor": 8.0}, "rope_local_base_freq": 1e4}
     >>> window_of({"model_type": "gemma3_text", "max_position_embeddings": 131072, **rope})
@@ -137,12 +168,17 @@ def window_of(config: Config) -> int:
     """
     if config.get("max_position_embeddings") is None:
         raise _refused(config, "its config has no max_position_embeddings, the context window; add it to config.json")
-    rope = full_attention_rope(config)
-    kind, declared = rope.get("rope_type"), int(config["max_position_embeddings"])
+    rope, declared = full_attention_rope(config), int(config["max_position_embeddings"])
     # Some configs have the key without a number; yarn takes the other one then.
-    multiplied: int = (kind == "yarn" and rope.get("original_max_position_embeddings")) or declared
-    multiplies = kind in ("dynamic", "yarn") or (kind == "linear" and config.get("model_type") not in WINDOW_DECLARED)
-    return round(multiplied * rope["factor"]) if multiplies else declared
+    multiplied: int = (rope.get("rope_type") == "yarn" and rope.get("original_max_position_embeddings")) or declared
+    return round(multiplied * _window_factor(config, rope))
+
+
+def _window_factor(config: Config, rope: Config) -> float:
+    """Return the factor by which engines multiply the window that a config with this rope declares."""
+    if rope.get("rope_type") == "linear" and config.get("model_type") in WINDOW_DECLARED:
+        return 1.0
+    return float(rope.get("factor", 1)) if rope.get("rope_type") in MULTIPLIES_WINDOW else 1.0
 
 
 def declaring_original(config: Config, longest_input: float | None) -> Config:
@@ -176,7 +212,7 @@ def in_both_dialects(config: Config) -> dict[str, Any]:
     keys = rope.keys() - elsewhere
     if rope.get("rope_type") == "linear" and model_type not in TWO_FIELDS_IN_4:
         keys |= {"rope_theta"}  # CTranslate2 looks for it here alone; transformers 4 warns that it does not need it
-    if constant_longrope(rope) is not None:
+    if rope.get("rope_type") == "longrope":
         keys = {"short_factor", "long_factor"}  # which Phi-3's config in transformers 4 accepts, and no others
     kind = rope.get("rope_type", "default")
     both["rope_scaling"] = (
@@ -189,38 +225,54 @@ def extend_config(config: Config, interpolation: Interpolation) -> dict[str, Any
     """Return a copy of a model config with a window of `interpolation.target` tokens, in both dialects.
 
     Ropes per layer type change on full-attention layers only; `direct` declares the longer window alone.
-    `max_position_embeddings` is what every reader needs:
+    `max_position_embeddings` is the number from which every reader computes L':
 
-    - L under `linear` and `dynamic`: engines multiply it by the factor, and `dynamic` scales inputs longer than it; but
-      L' of Gemma 3 under `linear`, where vLLM does not;
-    - L' under `yarn`: transformers 4 computes the factor from it, and SGLang takes it as the window.
+    - L' divided by the factor under `linear`, `dynamic` and `proportional`: engines multiply it, and `dynamic` scales
+      inputs longer than it; but L' of Gemma 3 under `linear`, where vLLM does not multiply;
+    - L' under `yarn`: transformers 4 computes the factor from it, and SGLang takes it as the window;
+    - L' under every other rope.
     """
     check_extendable(config, interpolation)
-    rope, declared = _stretched_rope(config, interpolation)
+    rope = _extended_rope(config, interpolation)
+    divisor = 1.0 if rope["rope_type"] == "yarn" else _window_factor(config, rope)
+    declared = round(interpolation.target / divisor)
     extended = {**with_full_rope(config, rope), "max_position_embeddings": declared}
-    if rope.get("rope_type") == "longrope":
+    extended.pop(ORIGINAL_WINDOW, None)
+    if interpolation.method == "theta" or (rope["rope_type"] == "longrope" and constant_longrope(rope) is None):
+        extended[ORIGINAL_WINDOW] = interpolation.original
+    if constant_longrope(rope) is not None:
         extended["original_max_position_embeddings"] = declared
     return in_both_dialects(extended)
 
 
 def check_extendable(config: Config, interpolation: Interpolation) -> None:
-    """Raise ScalingError if the rope has another type, or no layer has positions and attends to the target window."""
-    model_type, method, own = config.get("model_type"), interpolation.method, method_of(config)
-    kind = full_attention_rope(config).get("rope_type", "default")
-    problem, target, reach = None, interpolation.target, local_window(config)
-    if kind != "default" and own != "pi":
-        problem = f"rope_type {kind}: positions are already extended in another way; start from an unextended base"
-    elif own == "pi" and method in ("dynamic", "yarn"):
-        problem = f"scaling: {method}: this model is already interpolated ({kind}); use pi, or its unextended base"
-    elif model_type in LONGROPE_ONLY and method in ("dynamic", "yarn"):
-        problem = f"scaling: {method}: transformers does not support it for models of type {model_type}; use pi"
-    elif model_type in LOCAL_ROPE_ONLY:
+    """Raise ScalingError if the model's rope cannot be extended by this method, or no layer has positions and attends
+    to the target window.
+    """
+    model_type, method = config.get("model_type"), interpolation.method
+    target, reach, suitable = interpolation.target, local_window(config), methods_for(config)
+    problem = None
+    if model_type in LOCAL_ROPE_ONLY:
         problem = f"model of type {model_type}: only its local-attention layers are rotary; nothing to interpolate"
+    elif method not in suitable:
+        kind = full_attention_rope(config).get("rope_type", "default")
+        advice = f"use {' or '.join(suitable)}" if suitable else "start from an unextended base"
+        problem = f"scaling: {method}: not possible for a {model_type} model with rope type {kind}; {advice}"
     elif reach is not None and reach < target:
         limit = f"every layer of this model attends to at most {reach} tokens"
         problem = f"context.target: {target}: {limit}; choose a model with full attention"
     if problem:
         raise ScalingError(problem)
+
+
+def methods_for(config: Config) -> tuple[Method, ...]:
+    """Return the scalings that can extend a model, by its rope type."""
+    rope = full_attention_rope(config)
+    kind = "linear" if constant_longrope(rope) is not None else rope.get("rope_type", "default")
+    methods = METHODS_OF.get(kind, ())
+    if config.get("model_type") in LONGROPE_ONLY:
+        return tuple(method for method in methods if method in ("pi", "theta", "direct"))
+    return methods
 
 
 def check_reach(name: str, config: Config, target: int) -> None:
@@ -243,30 +295,77 @@ def local_window(config: Config) -> int | None:
     return max(config.get("sliding_window") or 0, config.get("attention_chunk_size") or 0) or None
 
 
-def leads_to(base: Config, run: Config) -> bool:
-    """Return whether `run` can be an extension of `base`: by any method of a plain rope, by `pi` of a `linear` one."""
-    if full_attention_rope(base).get("rope_type", "default") == "default":
+def is_extension_of(run: Config, base: Config) -> bool:
+    """Return whether `run` can be an extension of `base`: by any method of a plain rope, else of the same type."""
+    before, after = full_attention_rope(base), full_attention_rope(run)
+    if before.get("rope_type", "default") == "default":
         return True
-    return method_of(base) == method_of(run) == "pi" and scale_of(run) >= scale_of(base)
+    return before["rope_type"] == after.get("rope_type") and window_of(run) >= window_of(base)
 
 
-def _stretched_rope(config: Config, interpolation: Interpolation) -> tuple[dict[str, Any], int]:
-    """Return the full-attention rope, and `max_position_embeddings`."""
-    rope, scale = full_attention_rope(config), interpolation.scale
-    if interpolation.method == "dynamic":
-        return {**rope, "rope_type": "dynamic", "factor": scale}, interpolation.original
-    if interpolation.method == "yarn":
-        of_yarn = {"factor": scale, "original_max_position_embeddings": interpolation.original}
-        return {**rope, "rope_type": "yarn", **of_yarn}, interpolation.target
-    factor = scale_of(config) * scale
-    if factor == 1.0:
-        return {**rope, "rope_type": "default"}, interpolation.target
-    if config.get("model_type") not in LONGROPE_ONLY:
-        declared = interpolation.target / (1 if config.get("model_type") in WINDOW_DECLARED else factor)
-        return {**rope, "rope_type": "linear", "factor": factor}, round(declared)
-    # Every frequency is divided by the same factor. Readers derive a factor on attention, 1, from the two windows.
+def ntk_theta(config: Config, scale: float) -> float:
+    """Return the base of the frequencies with which the lowest one is divided by `scale` (NTK-aware scaling).
+
+    Frequency i of R/2 is `theta^(-2i/D)`: D is R, the rotary dimensions of a head, but all dimensions of a head under
+    `proportional`. So theta grows by `scale^(D/(R-2))`.
+
+    >>> round(ntk_theta({"head_dim": 64, "rope_theta": 1e5}, 2))
+    204522
+    """
+    rope = full_attention_rope(config)
+    head = config.get("qk_rope_head_dim") or config.get("head_dim")
+    head = int(head or config["hidden_size"] // config["num_attention_heads"])
+    if rope.get("rope_type") == "proportional":  # Gemma 4 has larger heads in its full-attention layers
+        head = max(
+            [head, *(int(layer.get("head_dim", 0)) for layer in (config.get("per_layer_config") or {}).values())]
+        )
+    rotated = int(head * float(rope.get("partial_rotary_factor") or 1)) // 2 * 2
+    denominator = head if rope.get("rope_type") == "proportional" else rotated
+    if rotated <= 2:
+        raise ScalingError("scaling: theta: a head has one rotary frequency, which theta does not change; use pi")
+    growth: float = scale ** (denominator / (rotated - 2))
+    return float(rope["rope_theta"]) * growth
+
+
+def _extended_rope(config: Config, interpolation: Interpolation) -> dict[str, Any]:
+    """Return the rope of the full-attention layers after the extension."""
+    rope, scale, method = full_attention_rope(config), interpolation.scale, interpolation.method
+    kind, original = rope.setdefault("rope_type", "default"), interpolation.original
+    if method == "direct":
+        return rope
+    if method == "theta":
+        theta = interpolation.theta or ntk_theta(config, interpolation.target / original)
+        if theta <= rope["rope_theta"]:
+            raise ScalingError(f"context.theta: {theta:g} is not larger than the model's own {rope['rope_theta']:g}")
+        return {**rope, "rope_theta": theta}
+    if method == "dynamic":
+        return {**rope, "rope_type": "dynamic", "factor": scale}
+    if method in ("yarn", "llama3"):
+        new = {"rope_type": method, "factor": 1.0, "original_max_position_embeddings": original}
+        own = rope if kind == method else {**rope, **new, **(LLAMA3_BANDS if method == "llama3" else {})}
+        return _without_default_attention({**own, "factor": own["factor"] * scale}, own["factor"])
+    if kind == "longrope" and constant_longrope(rope) is None:
+        factors = [factor * scale for factor in rope["long_factor"]]
+        longer = {"long_factor": factors, **({"factor": rope["factor"] * scale} if rope.get("factor") else {})}
+        return {**rope, **longer}
+    factor = (constant_longrope(rope) or float(rope.get("factor") or 1)) * scale
+    if config.get("model_type") in LONGROPE_ONLY:
+        return _constant_longrope(config, rope, factor, interpolation.target)
+    return {**rope, "rope_type": "proportional" if kind == "proportional" else "linear", "factor": factor}
+
+
+def _without_default_attention(rope: dict[str, Any], factor_before: float) -> dict[str, Any]:
+    """Drop an `attention_factor` that is YaRN's own for the factor before: readers compute that of the new factor."""
+    stated = rope.get("attention_factor")
+    if stated is not None and math.isclose(stated, 0.1 * math.log(factor_before) + 1, rel_tol=1e-3):
+        del rope["attention_factor"]
+    return rope
+
+
+def _constant_longrope(config: Config, rope: Config, factor: float, target: int) -> dict[str, Any]:
+    """Return a `longrope` that divides every frequency by `factor`, for configs that accept no `linear` rope."""
     head_dim = config["hidden_size"] // config["num_attention_heads"]
     factors = [factor] * (int(head_dim * rope.get("partial_rotary_factor", 1.0)) // 2)
     divided = {"rope_type": "longrope", "short_factor": factors, "long_factor": factors}
-    unscaled = {"original_max_position_embeddings": interpolation.target, "factor": 1.0, "attention_factor": 1.0}
-    return {**rope, **divided, **unscaled}, interpolation.target
+    # Readers derive a factor on attention, 1, from the two windows.
+    return {**rope, **divided, "original_max_position_embeddings": target, "factor": 1.0, "attention_factor": 1.0}

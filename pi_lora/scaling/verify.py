@@ -34,9 +34,9 @@ def check_scaling(plain: PreTrainedModel, config: Config, interpolation: Interpo
     do not follow from those of `plain`, the same on the meta device without it.
 
     Config classes drop or reject a scaling, and models without positions have a rope in their config all the same, so
-    what the model's own rotary modules compute is compared. Under `pi` each frequency is the plain one divided by the
-    scale, or unchanged on sliding layers; under `yarn` it lies between these two. `dynamic` scales long inputs only, so
-    its model is asked about `pi`.
+    the frequencies of the model's own rotary modules are compared. Under `pi` each frequency is the plain one divided
+    by the scale; under `yarn` and `llama3` it lies between the two; under `theta` the first stays and the others fall.
+    Sliding layers keep theirs. `dynamic` scales long inputs only, so its model is checked with `pi`.
     """
     asked = replace(interpolation, method="pi") if interpolation.method == "dynamic" else interpolation
     kind = type(plain.config)
@@ -51,13 +51,17 @@ def check_scaling(plain: PreTrainedModel, config: Config, interpolation: Interpo
 
 def rotary_frequencies(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     """Return the frequencies (radians a token) of each rotary module of a model on the meta device, by name. The meta
-    device leaves its buffers without values, so the rotary modules are built again by themselves.
+    device leaves its buffers without values, so the rotary modules are built again by themselves. A `longrope` is asked
+    about its longest input, for which its long factors count.
     """
     found = {}
     try:
         for name, module in model.named_modules():
             if any(buffer.endswith("inv_freq") for buffer, _ in module.named_buffers(recurse=False)):
-                for buffer, values in type(module)(config=module.config).named_buffers():
+                rotary = type(module)(config=module.config)
+                if getattr(rotary, "rope_type", None) == "longrope":
+                    rotary(torch.zeros(1), torch.tensor([[module.config.max_position_embeddings - 1]]))
+                for buffer, values in rotary.named_buffers():
                     found[f"{name}.{buffer}"] = values
     except Exception as error:  # model code raises its own kinds
         raise _cannot_be_built(type(model.config), error) from None
@@ -73,10 +77,10 @@ def _follows(plain: dict[str, torch.Tensor], scaled: dict[str, torch.Tensor], in
     if plain.keys() != scaled.keys() or any(plain[name].shape != scaled[name].shape for name in plain):
         return False
     changed = [name for name in plain if not torch.equal(plain[name], scaled[name])]
-    slack = 1 + 1e-5
+    slack, method = 1 + 1e-5, interpolation.method
     for name in changed:
-        lowest = plain[name] / interpolation.scale
-        highest = lowest if interpolation.method == "pi" else plain[name]
+        lowest = plain[name] * 0 if method == "theta" else plain[name] / interpolation.scale
+        highest = lowest if method == "pi" else plain[name]
         within = (scaled[name] * slack >= lowest) & (scaled[name] <= highest * slack)
         if SLIDING_ATTENTION in name or not within.all():
             return False
