@@ -10,7 +10,6 @@ from huggingface_hub import ModelCard, ModelCardData
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
-from pi_lora.errors import ModelError, first_line
 from pi_lora.models.stored import read_config
 from pi_lora.recipe.schema import Recipe
 from pi_lora.report.paper import paper_section
@@ -43,22 +42,12 @@ def merged_card(
     return str(_card(MeasuredRun(run, merged, base), True, None, checks, rows))
 
 
-def read_card(file: Path) -> str:
-    """Return the text of a card; raise ModelError if it cannot be read."""
-    try:
-        return file.read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
-        raise ModelError(
-            f"{file}: cannot be read ({first_line(error)}); remove it and write the report again"
-        ) from None
-
-
 def refresh_scores(run: MeasuredRun) -> None:
     """Bring the scores in a card and its metadata up to date and keep the rest; raise ModelError as `write_card`."""
     if not (run.path / SCORES).is_dir():
         return
     file = run.path / CARD
-    before = read_card(file)
+    before = file.read_text(encoding="utf-8")
     section = re.compile(f"{SCORES_BEGIN}.*?{SCORES_END}", re.DOTALL)
     after = section.sub(lambda _: _scores_section(run, run.path), before)
     if results := eval_results(run.last_scores):

@@ -13,7 +13,7 @@ from markdown_it.token import Token
 from pi_lora.errors import DataError, ModelError
 from pi_lora.evaluation.results import options_of
 from pi_lora.evaluation.suite import MEASUREMENTS
-from pi_lora.report.card import CARD, SCORES_BEGIN, read_card, refresh_scores, write_card
+from pi_lora.report.card import CARD, SCORES_BEGIN, refresh_scores, write_card
 from pi_lora.report.pictures import PICTURES, draw_runs, picture_lines
 from pi_lora.report.run import MeasuredRun, columns_of
 from pi_lora.report.tables import metrics_table, public_name
@@ -35,7 +35,7 @@ def write_report(runs: Sequence[MeasuredRun], output: Path | None = None, html: 
     folder = output or (runs[0].path if len(runs) == 1 else COMPARISON)
     card, page = folder / CARD, folder / "report.html"
     refreshed = folder == runs[0].path and card.is_file()
-    if refreshed and SCORES_BEGIN not in read_card(card):
+    if refreshed and SCORES_BEGIN not in card.read_text(encoding="utf-8"):
         raise ModelError(f"{card}: has no section for scores, so pi-lora did not write it; move it away")
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -47,7 +47,7 @@ def write_report(runs: Sequence[MeasuredRun], output: Path | None = None, html: 
         else:
             write_card(folder, runs[0])
         if html:
-            write_whole(page, html_page(read_card(card), folder))
+            write_whole(page, html_page(card.read_text(encoding="utf-8"), folder))
             files.append(page)
     except OSError as error:
         raise DataError(f"{folder}: cannot be written ({error.strerror}); choose another --output") from None

@@ -265,11 +265,3 @@ def test_the_command_measures_what_is_missing(
     assert status == 0
     assert "perplexity-base.json: is of another model, or measured otherwise; other is measured, and not kept" in err
     assert json.loads((tmp_path / "run" / "scores" / "perplexity-base.json").read_text()) == kept["perplexity-base"]
-
-
-def test_a_mistake_is_one_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    status, out, err = command(capsys, monkeypatch, "compare", "builtin:tiny", str(tmp_path))
-    assert (status, out, err.count("\n")) == (2, "", 1)
-    assert "holds no recipe.yaml" in err

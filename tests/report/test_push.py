@@ -1,7 +1,6 @@
 """Uploads to a stand-in for the hub's HTTP interface, on this machine."""
 
 import base64
-import hashlib
 import json
 import re
 import shutil
@@ -32,7 +31,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning
 
 
 class Hub(ThreadingHTTPServer):
-    """What the hub keeps: repositories, branches, files; large files come by git-lfs."""
+    """What the hub keeps: repositories, branches and files, all of which it takes as small ones."""
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
@@ -40,9 +39,7 @@ class Hub(ThreadingHTTPServer):
         self.private: dict[str, bool] = {}
         self.branches: set[str] = set()
         self.files: dict[str, dict[str, bytes]] = {}
-        self.stored: dict[str, bytes] = {}
         self.messages: list[str] = []
-        self.large = ".safetensors"
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -59,16 +56,6 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(body)
 
-    def body(self) -> bytes:
-        if "Content-Length" in self.headers:
-            return self.rfile.read(int(self.headers["Content-Length"]))
-        pieces = []  # chunked
-        while size := int(self.rfile.readline(), 16):
-            pieces.append(self.rfile.read(size))
-            self.rfile.readline()
-        self.rfile.readline()
-        return b"".join(pieces)
-
     def do_GET(self) -> None:
         repo = self.path.removeprefix("/api/models/")
         if repo in self.server.private:
@@ -76,14 +63,8 @@ class Handler(BaseHTTPRequestHandler):
         else:
             self.answer({"error": f"GET {self.path}: there is no such thing"}, 404)
 
-    def do_PUT(self) -> None:
-        content = self.body()
-        assert hashlib.sha256(content).hexdigest() == self.path.rpartition("/")[2]
-        self.server.stored[self.path.rpartition("/")[2]] = content
-        self.answer({})
-
     def do_POST(self) -> None:
-        body = self.body()
+        body = self.rfile.read(int(self.headers["Content-Length"]))
         if self.path == "/api/validate-yaml":
             self.validate(json.loads(body)["content"])
         elif self.headers["Authorization"] != f"Bearer {TOKEN}":
@@ -94,17 +75,8 @@ class Handler(BaseHTTPRequestHandler):
             self.server.branches.add(found[1])
             self.answer({})
         elif "/preupload/" in self.path:
-            modes = {True: "lfs", False: "regular"}
-            files = [
-                (each["path"], modes[each["path"].endswith(self.server.large)]) for each in json.loads(body)["files"]
-            ]
-            self.answer({"files": [{"path": path, "uploadMode": mode, "shouldIgnore": False} for path, mode in files]})
-        elif self.path.endswith("/objects/batch"):
-            objects = [
-                {**each, "actions": {"upload": {"href": f"{self.server.url}/lfs/{each['oid']}"}}}
-                for each in json.loads(body)["objects"]
-            ]
-            self.answer({"transfer": "basic", "objects": objects})
+            paths = [file["path"] for file in json.loads(body)["files"]]
+            self.answer({"files": [{"path": path, "uploadMode": "regular", "shouldIgnore": False} for path in paths]})
         elif found := re.fullmatch(r"/api/models/(\w+/\w+)/commit/(\w+)", self.path):
             self.commit(found[1], found[2], [json.loads(line) for line in body.splitlines()])
         else:
@@ -132,8 +104,6 @@ class Handler(BaseHTTPRequestHandler):
             value = line["value"]
             if line["key"] == "header":
                 self.server.messages.append(value["summary"])
-            elif line["key"] == "lfsFile":
-                files[value["path"]] = self.server.stored[value["oid"]]
             else:
                 files[value["path"]] = base64.b64decode(value["content"])
         self.answer({"commitUrl": f"{self.server.url}/{repo}/commit/{'0' * 40}", "commitOid": "0" * 40})
@@ -146,7 +116,6 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     thread.start()
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", server.url)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
-    # Xet moves large files through a service of its own; git-lfs, the other way, is plain HTTP.
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_DISABLE_XET", True)
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     # Where the client itself would keep what `hf auth login` was told.
