@@ -54,8 +54,8 @@ def gguf(
     name = Path(model).resolve().name if Path(model).exists() else model.rpartition("/")[2].rpartition(":")[2]
     file = output or Path("models") / f"{name.removesuffix('.gguf')}.gguf"
     with progress_bar("exporting") as progress:
-        exported = export_gguf(model, file, converter, dtype, progress)
-    out.lines(*exported.lines(), f"{file}: written for llama.cpp")
+        checked = export_gguf(model, file, converter, dtype, progress)
+    out.lines(checked, f"{file}: written for llama.cpp")
 
 
 def size_in(text: str) -> int:

@@ -12,8 +12,7 @@ from pydantic import BaseModel, Field
 from transformers.utils import GENERATION_CONFIG_NAME
 
 from pi_lora.errors import ModelError
-from pi_lora.merging.check import LogitCheck, TensorCheck, check_model, check_tensors, compare_logits
-from pi_lora.merging.deltas import read_settings
+from pi_lora.merging.check import check_logits, check_model, check_tensors
 from pi_lora.merging.layout import plan_merge
 from pi_lora.merging.shards import divide, write_shards
 from pi_lora.merging.tensors import read_shards
@@ -29,16 +28,14 @@ from pi_lora.scaling.verify import build_on_meta
 from pi_lora.types import NO_PERMISSIONS, Permissions, Progress, silent
 from pi_lora.writing import write_whole
 
-Onto = Literal["base", "quantized"]
-Checks = Literal["tensors", "logits", "none"]
 MERGE_FILE = "merge.json"
 # A model may have none of them.
 TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json", "tokenizer.model")
 
 
-class Merge(BaseModel, frozen=True):
-    """What was merged, as `merge.json` in `folder` says: `onto` the stored or the quantized base; `untied` if a tied
-    head became its own tensor. `scale` is L'/L, `window` L' in tokens; `assumed` what the adapter does not say.
+class Merge(BaseModel):
+    """What was merged, as `merge.json` in `folder` says: `onto` the stored or the quantized base; `scale` is L'/L,
+    `window` L' in tokens; `notes` by name what a user would not expect; `checks` a line each.
     """
 
     folder: Path = Field(exclude=True)
@@ -48,32 +45,18 @@ class Merge(BaseModel, frozen=True):
     dtype: str
     scale: float
     window: int
-    untied: bool
-    assumed: str | None
-    tensors: TensorCheck | None = None
-    logits: LogitCheck | None = None
+    notes: dict[str, str]
+    checks: list[str] = []
     versions: dict[str, str]
 
     def lines(self) -> list[str]:
         """Return the lines for the terminal."""
-        assumed = [f"assumed: {self.assumed}"] if self.assumed else []
-        untied = ["the head was tied to the embeddings, but they diverged in tuning: it is a tensor of its own now"]
-        return [*assumed, *(untied if self.untied else []), *(self.checks() or ["not checked"])]
-
-    def checks(self) -> list[str]:
-        """Return the lines on the checks that were made."""
-        return [line for check in (self.tensors, self.logits) if check for line in check.lines()]
+        return [*(f"{name}: {note}" for name, note in self.notes.items()), *(self.checks or ["not checked"])]
 
     def save(self) -> None:
         """Write `merge.json` and the model card."""
-        rows = {
-            "assumed": self.assumed,
-            "added onto": self.onto == "quantized" and "the base after the rounding to NF4 that it was tuned on",
-            "head": self.untied and "was tied to the embeddings; they diverged, and are two tensors now",
-        }
         write_whole(self.folder / MERGE_FILE, self.model_dump_json(indent=2) + "\n")
-        told = {name: row for name, row in rows.items() if row}
-        write_whole(self.folder / CARD, merged_card(Path(self.run), self.folder, self.checks(), told, self.base))
+        write_whole(self.folder / CARD, merged_card(Path(self.run), self.folder, self.checks, self.notes, self.base))
 
 
 def merge(
@@ -81,9 +64,9 @@ def merge(
     output: Path,
     base: str | None = None,
     dtype: str | None = None,
-    onto: Onto = "base",
+    onto: Literal["base", "quantized"] = "base",
     shard_size: int | None = None,
-    check: Checks = "tensors",
+    check: Literal["tensors", "logits", "none"] = "tensors",
     progress: Progress = silent,
     extension: Extension | None = None,
     permissions: Permissions = NO_PERMISSIONS,
@@ -98,27 +81,21 @@ def merge(
     Raise ModelError if `run` is no adapter folder, its base is missing, damaged or another one, they do not fit
     together, or a check failed, after which nothing is kept; RunExistsError if `output` exists, or there is no room.
     """
-    if not is_adapter(run):
-        raise ModelError(f"{run}: holds no adapter; name a run of lora tuning (full tuning needs no merge)")
-    if onto == "quantized" and importlib.util.find_spec("bitsandbytes") is None:
-        raise ModelError("--onto quantized: needs bitsandbytes; pip install pi-lora[qlora]")
-    settings = read_settings(run)
-    found, assumed = _find(run, base, extension, permissions)
-    if onto == "quantized" and not found.tuned_quantized:
-        raise ModelError(f"{run}: was not tuned by qlora; --onto quantized is for adapters that were")
-    found.check_origin()
-    if found.base_config.get("quantization_config"):
-        raise ModelError(f"{found.base}: has quantized weights; name the model that it was made from with --base")
+    found, notes = _find(run, base, extension, permissions, onto == "quantized")
     with staged(output) as staging, _one_thread():
         with quiet_loading():
-            model = build_on_meta(found.kind, found.config, found.permissions.remote_code)
+            model = build_on_meta(found.kind, found.config, permissions.remote_code)
         cast = dtype_named(dtype) if dtype else None
-        shards = read_shards(found.base, found.file)
-        plan = plan_merge(model, shards, run, settings, cast, onto == "quantized")
-        check_room(output, sum(tensor.size for tensor in plan.tensors))
-        stored = dtype or str(found.base_config.get("dtype") or plan.dtype)
-        untied = {"tie_word_embeddings": False} if plan.untied else {}
-        save_config({**found.config, "dtype": stored, **untied, "architectures": [type(model).__name__]}, staging)
+        shards = plan_merge(model, read_shards(found.base, found.file), run, cast, onto == "quantized")
+        tensors = [tensor for shard in shards for tensor in shard]
+        check_room(output, sum(tensor.size for tensor in tensors))
+        config = {**found.config, "architectures": [type(model).__name__]}
+        largest = max(tensors, key=lambda tensor: tensor.size)
+        config["dtype"] = dtype or found.base_config.get("dtype") or str(largest.dtype).removeprefix("torch.")
+        if any(tensor.name in model.all_tied_weights_keys for tensor in tensors):
+            config["tie_word_embeddings"] = False
+            notes["head"] = "was tied to the embeddings, but they diverged in tuning: it is a tensor of its own now"
+        save_config(config, staging)
         if any((run / name).is_file() or found.file(name) for name in TOKENIZER_FILES):
             save_tokenizer(found.tokenizer, staging)
         if generation := found.file(GENERATION_CONFIG_NAME):
@@ -128,33 +105,63 @@ def merge(
             base=found.base,
             run=str(run),
             onto=onto,
-            dtype=stored,
+            dtype=config["dtype"],
             scale=found.scale,
             window=found.window,
-            untied=plan.untied,
-            assumed=assumed,
+            notes=notes,
             versions=versions(),
         )
         # What is wrong with the model or the card shows before the weights are written.
-        check_model(found, plan, staging)
+        check_model(found, tensors, staging)
         try:
             merged.save()
-            write_shards(divide(plan.tensors, shard_size) if shard_size else plan.shards, staging, progress)
+            write_shards(divide(tensors, shard_size) if shard_size else shards, staging, progress)
         except OSError as error:
             raise ModelError(f"{output}: cannot be written ({error.strerror}); nothing is left there") from None
         if check != "none":
-            merged = merged.model_copy(update={"tensors": check_tensors(found, plan, staging, progress)})
+            merged.checks += check_tensors(found, tensors, staging, progress)
             merged.save()
-    merged = merged.model_copy(update={"folder": output})
+    merged.folder = output
     if check == "logits":
         progress(0, 0, "comparing logits")
-        logits = compare_logits(found, plan, output)
-        if not logits.agree:
+        try:
+            merged.checks += check_logits(found, tensors, output)
+        except ModelError:
             remove(output)
-            raise ModelError(f"{run}: the merged weights failed the check and are not kept: {logits.lines()[0]}")
-        merged = merged.model_copy(update={"logits": logits})
+            raise
         merged.save()
     return merged
+
+
+def _find(
+    run: Path, base: str | None, extension: Extension | None, permissions: Permissions, quantized: bool
+) -> tuple[Model, dict[str, str]]:
+    """Find the base of an adapter and the config that it was tuned under, and return them with notes on what a user
+    may not expect; raise ModelError if they cannot be merged.
+    """
+    notes = {}
+    if not is_adapter(run):
+        raise ModelError(f"{run}: holds no adapter; name a run of lora tuning (full tuning needs no merge)")
+    if extension is None and (run / CONFIG_FILE).is_file():
+        found = find_adapter(run, base, permissions)
+    elif Run(run).has_recipe:
+        raise ModelError(f"{run}: brings its own scaling; leave out --original, --target and --scaling")
+    else:
+        plain = find_base_of(run, base, permissions)
+        found = (plain.extended(extension) if extension else plain).with_adapter(run)
+        scaling = f"under {extension.scaling}" if extension else f"under the scaling of {found.base}"
+        known = "as stated" if extension else "as it has no config.json; if not, state it with --target and --original"
+        notes["assumed"] = f"{run} was tuned {scaling} to {found.window} tokens, {known}"
+    found.check_origin()
+    if found.base_config.get("quantization_config"):
+        raise ModelError(f"{found.base}: has quantized weights; name the model that it was made from with --base")
+    if quantized:
+        notes["added onto"] = "the base after the rounding to NF4 that it was tuned on"
+        if not found.tuned_quantized:
+            raise ModelError(f"{run}: was not tuned by qlora; --onto quantized is for adapters that were")
+        if importlib.util.find_spec("bitsandbytes") is None:
+            raise ModelError("--onto quantized: needs bitsandbytes; pip install pi-lora[qlora]")
+    return found, notes
 
 
 @contextmanager
@@ -166,19 +173,3 @@ def _one_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(threads)
-
-
-def _find(
-    run: Path, base: str | None, extension: Extension | None, permissions: Permissions
-) -> tuple[Model, str | None]:
-    """Find the base of an adapter and the config it was tuned under, and say what is assumed of one made elsewhere."""
-    if extension is None and (run / CONFIG_FILE).is_file():
-        return find_adapter(run, base, permissions), None
-    if Run(run).has_recipe:
-        raise ModelError(f"{run}: brings its own scaling; leave out --original, --target and --scaling")
-    plain = find_base_of(run, base, permissions)
-    found = (plain.extended(extension) if extension else plain).with_adapter(run)
-    if extension:
-        return found, f"{run} was tuned under {extension.scaling} to {found.window} tokens, as stated"
-    known = "has no config.json; if it was tuned under another scaling, state it with --target and --original"
-    return found, f"{run} was tuned under the scaling of {found.base}, to {found.window} tokens: it {known}"

@@ -13,6 +13,7 @@ from pi_lora.merging.layout import OutputTensor
 from pi_lora.merging.tensors import DTYPES
 from pi_lora.models.stored import LENGTH_BYTES, METADATA
 from pi_lora.types import Progress
+from pi_lora.writing import write_json
 
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
@@ -35,13 +36,9 @@ def write_shards(shards: Sequence[Sequence[OutputTensor]], folder: Path, progres
         file = f"model-{number:05d}-of-{count:05d}.safetensors" if count > 1 else SAFE_WEIGHTS_NAME
         weight_map |= {tensor.name: file for tensor in shard}
         for size in _write(shard, folder / file):
-            done += size
-            progress(done, total, "writing")
+            progress(done := done + size, total, "writing")
     if count > 1:
-        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        (folder / SAFE_WEIGHTS_INDEX_NAME).write_text(
-            json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8"
-        )
+        write_json(folder / SAFE_WEIGHTS_INDEX_NAME, {"metadata": {"total_size": total}, "weight_map": weight_map})
 
 
 def _write(shard: Sequence[OutputTensor], path: Path) -> Iterator[int]:
@@ -52,8 +49,8 @@ def _write(shard: Sequence[OutputTensor], path: Path) -> Iterator[int]:
     end = 0
     for tensor in ordered:
         place = (end, end := end + tensor.size)
-        entries[tensor.name] = {"dtype": DTYPE_NAMES[tensor.dtype], "shape": tensor.source.shape, "data_offsets": place}
-    header = json.dumps(entries, separators=(",", ":")).encode()
+        entries[tensor.name] = {"dtype": DTYPE_NAMES[tensor.dtype], "shape": tensor.shape, "data_offsets": place}
+    header = json.dumps(entries).encode()
     header += b" " * (-len(header) % LENGTH_BYTES)
     # One block is written while the next is made: torch and the kernel release Python's lock meanwhile.
     with path.open("wb") as file, ThreadPoolExecutor(1) as writer:

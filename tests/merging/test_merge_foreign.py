@@ -61,7 +61,7 @@ def test_without_a_word_the_scaling_is_the_base_s(small_model: Path, adapter: Pa
     merged = merge(adapter, tmp_path / "merged", base=str(small_model))
     line, check = merged.lines()
     assert line.startswith(
-        f"assumed: {adapter} was tuned under the scaling of {small_model}, to 64 tokens: it has no config"
+        f"assumed: {adapter} was tuned under the scaling of {small_model} to 64 tokens, as it has no config"
     )
     assert line.endswith("state it with --target and --original")
     assert check.startswith("checked: ")
