@@ -389,6 +389,17 @@ def test_the_command_shows_models_side_by_side(
     assert "WinoGrande" in out
 
 
+def test_more_processes_than_examples_are_refused(
+    tiny: Model, files: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = options(files, "winogrande")
+    prepared = prepare(asked)
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(DataError, match="winogrande: fewer examples than processes; start fewer processes"):
+        evaluate_benchmarks(tiny, asked, prepared)
+
+
 @pytest.mark.slow
 def test_two_processes_write_what_one_writes(python: str, files: dict[str, str], tmp_path: Path) -> None:
     command = ["-m", "pi_lora", "eval", "benchmarks", "builtin:tiny", "--tasks", "boolq,piqa,wikitext,triviaqa"]

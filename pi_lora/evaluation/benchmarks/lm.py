@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.file_proxy import FileProxy
 
 from pi_lora.distributed import number_of_processes, share_of, wait_for_all
+from pi_lora.errors import DataError
 from pi_lora.evaluation.forward import check_numbers
 from pi_lora.models.model import Model
 from pi_lora.models.weights import quiet_loading
@@ -100,8 +101,12 @@ class RankedLM(HFLM):
         self, tasks: Any, limit: int | None, cache: Path | None = None, progress: Progress = silent, **options: Any
     ) -> Json | None:
         """Return lm-eval's results on the first `limit` examples of tasks, in the first process, and None in others;
-        all call it. Answers are kept in the folder `cache` as soon as they are known, and not computed again.
+        all call it. Answers are kept in the folder `cache` as soon as they are known, and not computed again. Raise
+        DataError if there are fewer examples than processes: lm-eval (0.4.13) would wait forever.
         """
+        fewest = min(len(task.eval_docs) for task in tasks["tasks"].values())
+        if min(fewest, limit or fewest) < self.world_size:
+            raise DataError(f"{', '.join(tasks['tasks'])}: fewer examples than processes; start fewer processes")
         kept = CachingLM(self, str(cache / f"answers-{self.rank}.db")) if cache else None
         done = 0
 

@@ -100,11 +100,8 @@ def load_tasks(name: str, file: Path | None) -> dict[str, Json]:
     group = loaded["groups"].get(name)
     if group is not None and group.has_aggregation:
         return {name: dict(loaded)}
-    return {
-        part: {"tasks": {part: task}}
-        for key, task in loaded["tasks"].items()
-        for part in [name if key == base else key]
-    }
+    named = {name if key == base else key: task for key, task in loaded["tasks"].items()}
+    return {part: {"tasks": {part: task}} for part, task in named.items()}
 
 
 def _race_middle() -> Json:
