@@ -56,15 +56,17 @@ def train(
     if dry_run:
         return
 
-    def say_what_is_missing(tokens: int) -> None:
-        """Say how to pack much text elsewhere, before it is packed here."""
-        if tokens >= MANY_TOKENS:
-            elsewhere = f"without a GPU, in several processes: {shlex.join(['pi-lora', 'prepare', str(recipe)])}"
-            err.lines(f"data: {tokens:,} tokens are not in the cache and are packed now; {elsewhere}")
-
     preparing = "preparing examples" if resolved.data.has_examples else "packing tokens"
     with progress_bar(preparing) as progress:
-        data = job.prepare(progress, missing=say_what_is_missing)
+
+        def packed(done: int, total: int, note: str = "") -> None:
+            """Report progress; say before much text is packed how to pack it elsewhere."""
+            if not done and total >= MANY_TOKENS:
+                elsewhere = f"without a GPU, in several processes: {shlex.join(['pi-lora', 'prepare', str(recipe)])}"
+                err.lines(f"data: {total:,} tokens are not in the cache and are packed now; {elsewhere}")
+            progress(done, total, note)
+
+        data = job.prepare(packed)
     for line in () if launched else data.messages:
         out.lines(f"data: {line}")
     if resolved.hardware.processes > 1 and not launched:

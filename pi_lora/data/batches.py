@@ -9,14 +9,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import pyarrow.compute
 import torch
 from datasets import Dataset
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Sampler
 
 from pi_lora.data.examples import training_examples
-from pi_lora.data.packing import Missing, training_sequences
+from pi_lora.data.packing import training_sequences
 from pi_lora.errors import DataError
 from pi_lora.recipe.schema import Data, Training
 from pi_lora.types import Progress, silent
@@ -121,16 +120,15 @@ def training_data(
     target: int,
     progress: Progress = silent,
     processes: int = 1,
-    missing: Missing = lambda tokens: None,
 ) -> TrainingData:
     """Return what the sections of a recipe ask for, from the cache where it was made before. Text that is packed is
-    tokenized in `processes`, after `missing` is told; examples, of at most `target` (L') tokens, by the tokenizer's
-    threads. Raise DataError if a source cannot be read, or holds too little for the steps.
+    tokenized in `processes`; examples, of at most `target` (L') tokens, by the tokenizer's threads.
+    Raise DataError if a source cannot be read, or holds too little for the steps.
     """
     if data.has_examples:
         return _examples(data, training, tokenizer, target, progress)
     number = training.steps * training.global_batch_size
-    rows = training_sequences(data, tokenizer, original, target, number, progress, processes, missing)
+    rows = training_sequences(data, tokenizer, original, target, number, progress, processes)
     length = len(rows[0]["input_ids"])
     message = f"{number * length:,} tokens at hand, as many as needed: {number:,} sequences of {length:,}"
     return TrainingData(rows, collate, length, [message])
@@ -146,10 +144,8 @@ def _examples(data: Data, training: Training, tokenizer: Any, window: int, progr
     if epochs > data.epochs:
         how_often = f"{training.steps:,} of {per_step} are {epochs:.1f} epochs of {number:,} examples"
         raise DataError(f"training.steps: {how_often}; set data.epochs to {math.ceil(epochs)}, or lower it")
-    columns = (rows.data.column(name) for name in ("prompt_ids", "completion_ids"))
-    prompts, completions = (pyarrow.compute.list_value_length(column).to_pylist() for column in columns)
-    tokens = [sum(both) for both in zip(prompts, completions, strict=True)]
-    learned = sum(tokens if data.loss == "all" else completions)
+    tokens = list(map(sum, account.tokens))
+    learned = sum(tokens) if data.loss == "all" else sum(completion for _, completion in account.tokens)
     message = (
         f"{number:,} examples of {min(tokens):,} to {max(tokens):,} tokens; {learned:,} of {sum(tokens):,} "
         f"tokens are learned; {account.documents_cut:,} documents and {account.completions_cut:,} completions were cut"

@@ -175,9 +175,11 @@ class Prompter:
 
 @dataclass
 class Account:
-    """What became of the rows: how many are examples, how many of those were cut, and which are left out and why."""
+    """What became of the rows: the tokens of the prompt and completion of each example, how many examples were cut, and
+    which rows are left out and why.
+    """
 
-    examples: int = 0
+    tokens: list[tuple[int, int]] = field(default_factory=list)
     documents_cut: int = 0
     completions_cut: int = 0
     empty: list[str] = field(default_factory=list)
@@ -246,12 +248,12 @@ def training_examples(data: Data, tokenizer: Any, window: int, progress: Progres
         ):
             completions = prompter.completions([row for _, row, _ in batch])
             for (_, _, prompt), completion in zip(batch, completions, strict=True):
-                account.examples += 1
+                account.tokens.append((len(prompt.ids), len(completion)))
                 account.documents_cut += prompt.kept < prompt.document_tokens
                 account.completions_cut += len(completion) > task.completion_tokens
                 yield {"prompt_ids": prompt.ids, "completion_ids": completion}
-            progress(account.examples + len(account.too_long), 0, f"{account.examples:,} examples")
-        if not account.examples:
+            progress(len(account.tokens) + len(account.too_long), 0, f"{len(account.tokens):,} examples")
+        if not account.tokens:
             names, limit = ", ".join(source.name for source in data.source), data.completion_tokens
             cause = f"data.completion_tokens: {limit} leave no room for a prompt of {names} in the window"
             raise account.nothing(f"data.source: {names}", f"{cause}; lower it, or choose a longer context.target")

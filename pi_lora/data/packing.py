@@ -3,7 +3,7 @@
 import itertools
 import math
 import random
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,8 +19,6 @@ from pi_lora.errors import DataError
 from pi_lora.recipe.schema import Data, Source
 from pi_lora.types import Progress, silent
 
-# Called where nothing is in the cache, before as many tokens are packed.
-Missing = Callable[[int], object]
 # Raise it with every change to how sequences or recall documents are made: older caches are not taken for new ones.
 FORMAT = 4
 
@@ -128,11 +126,10 @@ def training_sequences(
     number: int,
     progress: Progress = silent,
     processes: int = 1,
-    missing: Missing = lambda tokens: None,
 ) -> Dataset:
     """Make `number` sequences from the sources of a recipe, mixed by weight and seeded, or read them from the cache:
-    rows of `input_ids` as NumPy arrays mapped into memory. `processes` tokenize, and `missing` is told before with how
-    many tokens; `progress` with the tokens packed, those needed, and a note.
+    rows of `input_ids` as NumPy arrays mapped into memory. `processes` tokenize. `progress` is told the tokens packed,
+    those needed, and a note: first with 0, or never where they are in the cache.
 
     Under PoSE (`positions: skip`) they have `sequence_tokens`, by default `original` (L), and `position_ids`; otherwise
     `target` (L') tokens. Raise DataError if a source has too little text for its share: going on without it would train
@@ -155,7 +152,7 @@ def training_sequences(
     }
 
     def rows() -> Iterator[Row]:
-        missing(number * length)
+        progress(0, number * length)
         rng = random.Random(data.seed)
         order = drawn_order([source.weight for source in data.source], number, data.seed)
         with Pool(tokenizer, data.special_tokens, processes) if processes > 1 else nullcontext() as pool:

@@ -245,7 +245,7 @@ def find_table(source: Source, suffixes: tuple[str, ...] = TABLE_SUFFIXES) -> Ta
 def find_corpus(source: Source) -> Table:
     """Find the documents that `source` names, as `find_table` does; of `builtin:recall` the text between its facts."""
     if source.name in (STDLIB, RECALL):
-        return standard_library()
+        return standard_library(source.split)
     return find_table(source, DOCUMENT_SUFFIXES)
 
 
@@ -291,8 +291,5 @@ def evaluation_documents(source: str, split: str = "test", column: str = "text")
     """
     if source == RECALL:
         raise DataError(f"{RECALL}: is for training; measure recall with `pi-lora eval passkey`")
-    if source == STDLIB:
-        return standard_library(split).documents()
-    if source in PRESETS:
-        return PRESETS[source].documents()
-    return find_corpus(Source(name=source, split=split, column=column)).documents()
+    table = PRESETS.get(source) or find_corpus(Source(name=source, split=split, column=column))
+    return table.documents()

@@ -67,10 +67,8 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> ResolvedRecipe:
         recipe = Recipe.model_validate(tree)
     except ValidationError as error:
         raise RecipeError([_problem(path, each, origins) for each in error.errors()]) from None
-    places: list[tuple[str, ...]] = []
-    for section, content in recipe:
-        keys = type(content).model_fields if isinstance(content, Section) else ()
-        places += [(section, key) for key in keys] or [(section,)]
+    sections = recipe.model_dump().items()
+    places = [(name, *key) for name, keys in sections for key in (zip(keys) if isinstance(keys, dict) else [()])]
     return ResolvedRecipe(recipe, {".".join(place): origins.get(place, DEFAULT) for place in places})
 
 
@@ -109,11 +107,8 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[KeyPath, str]]:
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 1
         raise RecipeError([f"{path}:{line}: {error.problem}; correct the YAML"]) from None
-    except yaml.YAMLError as error:
-        raise RecipeError([f"{path}: not YAML ({first_line(error)}); give a YAML file"]) from None
     if not isinstance(tree, dict):
-        what = "is empty" if tree is None else f"holds a {type(tree).__name__}, not keys"
-        raise RecipeError([f"{path}: {what}; write `key: value` lines, at least of model, context and data"])
+        raise RecipeError([f"{path}: holds no keys; write `key: value` lines, at least of model, context and data"])
     return tree, dict(_lines(node, path))
 
 

@@ -9,7 +9,6 @@ import torch
 from transformers import get_scheduler
 
 from pi_lora.data.batches import TrainingData, training_data
-from pi_lora.data.packing import Missing
 from pi_lora.errors import RecipeError
 from pi_lora.models.machine import computes_in_bfloat16
 from pi_lora.models.model import Model
@@ -48,16 +47,14 @@ class Job:
         """Sequences of one forward pass, over all processes."""
         return self.recipe.training.per_device_batch_size * self.recipe.hardware.data_parallel
 
-    def prepare(
-        self, progress: Progress = silent, processes: int = 1, missing: Missing = lambda tokens: None
-    ) -> TrainingData:
+    def prepare(self, progress: Progress = silent, processes: int = 1) -> TrainingData:
         """Return the packed sequences or the examples of the recipe; made once in `processes`, then read from the
-        cache. `missing` is called before tokens are packed.
+        cache.
         """
         if self.data is None:
             recipe, lengths = self.recipe, (self.original, self.recipe.context.target)
             sections = recipe.data, recipe.training
-            self.data = training_data(*sections, self.model.tokenizer, *lengths, progress, processes, missing)
+            self.data = training_data(*sections, self.model.tokenizer, *lengths, progress, processes)
         return self.data
 
 

@@ -164,7 +164,7 @@ def test_what_is_left_out_is_counted_and_named(tmp_path: Path, tokenizer: Any) -
     rows = [*ROWS, {"text": " ", "gist": "x"}, {"text": "x", "gist": None}, {"text": "Fine.", "gist": "Good."}]
     file = write(tmp_path / "rows.jsonl", rows)
     examples, account = training_examples(data_of(file, completion_tokens=8), tokenizer, 90)
-    assert (account.examples, len(examples)) == (4, 4)
+    assert len(account.tokens) == len(examples) == 4
     assert account.documents_cut == 2
     assert account.left_out == [f"2 rows left out, empty: {file}:4, {file}:5"]
     # From the cache with the same account.
@@ -172,7 +172,7 @@ def test_what_is_left_out_is_counted_and_named(tmp_path: Path, tokenizer: Any) -
 
     keys = {"template": "Say {text}:", "completion": "gist", "document": None, "summary": None, "completion_tokens": 8}
     _, whole = training_examples(data_of(file, **keys), tokenizer, 90)
-    assert (whole.examples, whole.documents_cut, whole.too_long) == (3, 0, [f"{file}:1"])
+    assert (len(whole.tokens), whole.documents_cut, whole.too_long) == (3, 0, [f"{file}:1"])
 
 
 @pytest.mark.parametrize(

@@ -143,7 +143,7 @@ def test_short_documents_are_left_out_and_counted(tokenizer: Any, books: Path) -
     shortest = min(len(ids) for ids in encoder(tokenizer)([file.read_text() for file in books.iterdir()]))
     notes: list[str] = []
     data = Data.model_validate({"source": str(books), "min_document_tokens": shortest + 1, "epochs": 3})
-    found = training_sequences(data, tokenizer, 64, 128, 80, lambda done, total, note: notes.append(note))
+    found = training_sequences(data, tokenizer, 64, 128, 80, lambda done, total, note="": notes.append(note))
     assert "book 0" not in tokenizer.decode([token for row in found for token in row["input_ids"]])
     assert notes[-1] == f"documents of under {shortest + 1} tokens left out: 1"
     with pytest.raises(
@@ -221,9 +221,9 @@ def test_the_tokenizer_is_known_by_its_content(tokenizer: Any) -> None:
 
 
 def test_progress_counts_tokens(tokenizer: Any) -> None:
-    calls: list[tuple[int, int, str]] = []
+    calls: list[tuple[object, ...]] = []
     data = Data.model_validate({"source": STDLIB})
     training_sequences(data, tokenizer, 64, 128, 3, lambda *call: calls.append(call))
-    assert calls == [(128, 384, ""), (256, 384, ""), (384, 384, "")]
+    assert calls == [(0, 384), (128, 384, ""), (256, 384, ""), (384, 384, "")]
     training_sequences(data, tokenizer, 64, 128, 3, lambda *call: calls.append(call))
-    assert len(calls) == 3
+    assert len(calls) == 4

@@ -65,9 +65,8 @@ def test_all_mistakes_come_together_with_their_lines(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("", "recipe.yaml: is empty; write `key: value` lines, at least of model, context and data"),
-        ("# only a comment\n", "recipe.yaml: is empty; write `key: value` lines, at least of model, context and data"),
-        ("just words\n", "recipe.yaml: holds a str, not keys; write `key: value` lines, at least of"),
+        ("# only a comment\n", "recipe.yaml: holds no keys; write `key: value` lines, at least of model, context and"),
+        ("just words\n", "recipe.yaml: holds no keys; write `key: value` lines, at least of"),
         ("model: {name: x\n", "recipe.yaml:2: expected ',' or '}', but got '<stream end>'; correct the YAML"),
         ("scaling: pi\nscaling: direct\n", "recipe.yaml:2: scaling: given twice; correct the YAML"),
         ("a: !!python/object:os.system {}\n", "recipe.yaml:1: could not determine a constructor"),
