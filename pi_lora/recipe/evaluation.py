@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, PositiveInt, model_validator
 
 from pi_lora.recipe.section import LIST, Section, Seed, Texts, Windows
 
@@ -25,16 +25,26 @@ def default_windows(window: int, shortest: int | None = None) -> tuple[int, ...]
 class PerplexityOptions(Section):
     """Sliding-window perplexity (paper, section 3.2)."""
 
-    data: str = Field("builtin:stdlib", description="a file, folder, glob or hub id; `pg19` or `proof-pile`")
-    windows: Windows = Field(None, description="in tokens; by default L', L'/2, ... while the stride fits")
-    stride: int | None = Field(None, gt=0, description="tokens; by default 256, or half the shortest window")
-    documents: int | None = Field(None, gt=0, description="how many; by default all, of builtin:stdlib 12")
-    truncate: int | None = Field(None, gt=0, description="tokens of each document that are measured; by default all")
-    min_tokens: int | None = Field(None, gt=0, description="shorter documents are left out")
-    seed: int | None = Field(None, ge=0, lt=2**32, description="draw documents at random; by default the first")
-    split: str = Field("test", description="of a hub data set or builtin:stdlib")
-    column: str = Field("text", description="of rows: the one that holds the text")
-    by_position: bool = Field(False, description="also the loss by position in the longest window")
+    data: str = "builtin:stdlib"
+    """a file, folder, glob or hub id; `pg19` or `proof-pile`"""
+    windows: Windows = None
+    """in tokens; by default L', L'/2, ... while the stride fits"""
+    stride: PositiveInt | None = None
+    """tokens; by default 256, or half the shortest window"""
+    documents: PositiveInt | None = None
+    """how many; by default all, of builtin:stdlib 12"""
+    truncate: PositiveInt | None = None
+    """tokens of each document that are measured; by default all"""
+    min_tokens: PositiveInt | None = None
+    """shorter documents are left out"""
+    seed: int | None = Field(None, ge=0, lt=2**32)
+    """draw documents at random; by default the first"""
+    split: str = "test"
+    """of a hub data set or builtin:stdlib"""
+    column: str = "text"
+    """of rows: the one that holds the text"""
+    by_position: bool = False
+    """also the loss by position in the longest window"""
 
     @model_validator(mode="after")
     def _stride_fits(self) -> Self:
@@ -53,12 +63,18 @@ class PerplexityOptions(Section):
 class PasskeyOptions(Section):
     """Passkey retrieval (paper, section 3.3)."""
 
-    target: int | None = Field(None, gt=0, description="tokens of context; by default L'")
-    targets: Windows = Field(None, description="several lengths of context instead")
-    depths: int = Field(32, gt=0, le=10_000, description="number of distances, uniformly spaced up to the target")
-    trials: int = Field(10, gt=0, le=10_000, description="random keys at each distance")
-    seed: Seed = Field(0, description="of the random keys")
-    k_max_only: bool = Field(False, description="measure no more than decides k_max")
+    target: PositiveInt | None = None
+    """tokens of context; by default L'"""
+    targets: Windows = None
+    """several lengths of context instead"""
+    depths: int = Field(32, gt=0, le=10_000)
+    """number of distances, uniformly spaced up to the target"""
+    trials: int = Field(10, gt=0, le=10_000)
+    """random keys at each distance"""
+    seed: Seed = 0
+    """of the random keys"""
+    k_max_only: bool = False
+    """measure no more than decides k_max"""
 
     @model_validator(mode="after")
     def _one_kind(self) -> Self:
@@ -70,40 +86,55 @@ class PasskeyOptions(Section):
 class BenchmarksOptions(Section):
     """Short-context benchmarks (paper, table 5), of the finished run only."""
 
-    tasks: Annotated[Texts, Field(min_length=1)] = Field(
-        ("boolq", "piqa", "race_middle", "race_high", "winogrande"), description="tasks or groups of lm-eval"
-    )
-    window: int | None = Field(None, gt=1, description="tokens that an input is cut to; by default L")
-    limit: int | None = Field(None, gt=0, description="examples of each task; by default all")
-    batch_size: int = Field(8, gt=0, description="inputs per forward pass")
-    data: Texts = Field((), description="local data in the schema of a task's own data set: `boolq=FILE`")
+    tasks: Annotated[Texts, Field(min_length=1)] = ("boolq", "piqa", "race_middle", "race_high", "winogrande")
+    """tasks or groups of lm-eval"""
+    window: int | None = Field(None, gt=1)
+    """tokens that an input is cut to; by default L"""
+    limit: PositiveInt | None = None
+    """examples of each task; by default all"""
+    batch_size: PositiveInt = 8
+    """inputs per forward pass"""
+    data: Texts = ()
+    """local data in the schema of a task's own data set: `boolq=FILE`"""
 
 
 class RulerOptions(Section):
     """RULER (Hsieh et al. 2024) through lm-eval, of the finished run only."""
 
-    windows: Windows = Field(None, description="in tokens; by default L', L'/2, ... down to L")
-    tasks: Annotated[tuple[str, ...] | None, LIST] = Field(None, description="of lm-eval's 13; by default all")
-    samples: int = Field(100, gt=0, le=500, description="prompts of each task and window")
-    seed: Seed = Field(0, description="of the prompts")
-    batch_size: int | None = Field(None, gt=0, description="prompts at once; by default as many as 16,384 tokens hold")
-    chat_template: bool = Field(False, description="put prompts as chats")
+    windows: Windows = None
+    """in tokens; by default L', L'/2, ... down to L"""
+    tasks: Annotated[tuple[str, ...] | None, LIST] = None
+    """of lm-eval's 13; by default all"""
+    samples: int = Field(100, gt=0, le=500)
+    """prompts of each task and window"""
+    seed: Seed = 0
+    """of the prompts"""
+    batch_size: PositiveInt | None = None
+    """prompts at once; by default as many as 16,384 tokens hold"""
+    chat_template: bool = False
+    """put prompts as chats"""
 
 
 class ShortEvaluation(Section):
     """What is smaller in the measurements during training; what is left out is as in those of the finished run."""
 
-    documents: int | None = Field(None, gt=0, description="of perplexity; dealt out over processes, as depths are")
-    truncate: int | None = Field(None, gt=0, description="of perplexity")
-    stride: int | None = Field(None, gt=0, description="of perplexity")
-    depths: int | None = Field(None, gt=0, description="of passkey")
-    trials: int | None = Field(None, gt=0, description="of passkey")
+    documents: PositiveInt | None = None
+    """of perplexity; dealt out over processes, as depths are"""
+    truncate: PositiveInt | None = None
+    """of perplexity"""
+    stride: PositiveInt | None = None
+    """of perplexity"""
+    depths: PositiveInt | None = None
+    """of passkey"""
+    trials: PositiveInt | None = None
+    """of passkey"""
 
 
 class Evaluation(Section):
     """What is measured of a run, and how often during training."""
 
-    every: int | None = Field(None, gt=0, description="steps between measurements, beginning at step 0")
+    every: PositiveInt | None = None
+    """steps between measurements, beginning at step 0"""
     perplexity: PerplexityOptions | None = None
     passkey: PasskeyOptions | None = None
     benchmarks: BenchmarksOptions | None = None

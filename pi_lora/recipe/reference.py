@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterator
-from typing import Any, Literal, get_args, get_origin
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
@@ -45,6 +45,8 @@ def _values(annotation: Any) -> str:
         return "list of " + _values(arguments[0])
     if get_origin(annotation) is dict:
         return "keys with numbers"
+    if get_origin(annotation) is Annotated:
+        return _values(arguments[0])
     if arguments:
         return " or ".join(_values(each) for each in arguments)
     return {str: "text", int: "whole number", float: "number", bool: "`true`, `false`"}[annotation]

@@ -2,7 +2,15 @@
 
 from typing import Annotated, Literal, Self
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import (
+    BeforeValidator,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    model_validator,
+)
 
 from pi_lora.errors import RecipeError
 from pi_lora.recipe.evaluation import Evaluation
@@ -28,19 +36,27 @@ def _as_sources(value: object) -> object:
 class Model(Section):
     """The base model to stretch, or an extended one to tune further."""
 
-    name: str = Field(min_length=1, description="hub id, folder of weights, run or adapter, or builtin:tiny")
-    revision: str = Field("main", description="branch, tag or commit on the hub")
-    dtype: Dtype | None = Field(None, description="of the loaded weights; by default what the tuning method needs")
-    attention: Kernel = Field("auto", description="auto: the fastest installed one for this GPU, else torch's (sdpa)")
-    kernels: Literal["transformers", "liger"] = Field("transformers", description="of the other parts of layers")
+    name: str = Field(min_length=1)
+    """hub id, folder of weights, run or adapter, or builtin:tiny"""
+    revision: str = "main"
+    """branch, tag or commit on the hub"""
+    dtype: Dtype | None = None
+    """of the loaded weights; by default what the tuning method needs"""
+    attention: Kernel = "auto"
+    """auto: the fastest installed one for this GPU, else torch's (sdpa)"""
+    kernels: Literal["transformers", "liger"] = "transformers"
+    """of the other parts of layers"""
 
 
 class Context(Section):
     """The windows in tokens: `original` is L, `target` is L'."""
 
-    target: int = Field(gt=0, description="the window after tuning; with `scaling: keep` the longest example")
-    original: int | None = Field(None, gt=0, description="the model's own window; by default read from its config")
-    theta: float | None = Field(None, gt=1, description="of `scaling: theta`: the new rope_theta; by default NTK-aware")
+    target: PositiveInt
+    """the window after tuning; with `scaling: keep` the longest example"""
+    original: PositiveInt | None = None
+    """the model's own window; by default read from its config"""
+    theta: float | None = Field(None, gt=1)
+    """of `scaling: theta`: the new rope_theta; by default NTK-aware"""
 
     @model_validator(mode="after")
     def _longer(self) -> Self:
@@ -52,14 +68,22 @@ class Context(Section):
 class Tuning(Section):
     """Which weights train, and the shape of the adapter."""
 
-    method: Method = Field("lora", description="an adapter, an adapter on a 4-bit (NF4) base, or all weights")
-    rank: int = Field(16, gt=0, description="of the adapter's matrices")
-    alpha: float | None = Field(None, gt=0, description="by default twice the rank")
-    rank_stabilized: bool = Field(False, description="scale by alpha / sqrt(rank) (Kalajdzievski 2023)")
-    dora: bool = Field(False, description="train magnitudes and directions separately (DoRA, Liu et al. 2024)")
-    dropout: float = Field(0.0, ge=0, lt=1, description="probability, on the adapter's inputs")
-    targets: Literal["attention", "all-linear"] = Field("all-linear", description="linear layers that get an adapter")
-    also_train: ExtraModules = Field("embeddings_and_norms", description="beside the adapter, in full (LongLoRA)")
+    method: Method = "lora"
+    """an adapter, an adapter on a 4-bit (NF4) base, or all weights"""
+    rank: PositiveInt = 16
+    """of the adapter's matrices"""
+    alpha: PositiveFloat | None = None
+    """by default twice the rank"""
+    rank_stabilized: bool = False
+    """scale by alpha / sqrt(rank) (Kalajdzievski 2023)"""
+    dora: bool = False
+    """train magnitudes and directions separately (DoRA, Liu et al. 2024)"""
+    dropout: float = Field(0.0, ge=0, lt=1)
+    """probability, on the adapter's inputs"""
+    targets: Literal["attention", "all-linear"] = "all-linear"
+    """linear layers that get an adapter"""
+    also_train: ExtraModules = "embeddings_and_norms"
+    """beside the adapter, in full (LongLoRA)"""
 
     @property
     def lora_alpha(self) -> float:
@@ -80,36 +104,56 @@ class Tuning(Section):
 class Source(Section):
     """One source of documents, and its share of the training tokens."""
 
-    name: str = Field(min_length=1, description="hub id, file, folder, glob, builtin:stdlib or builtin:recall")
-    weight: float = Field(1.0, gt=0, description="its share of the sequences, relative to the other sources")
-    column: str = Field("text", description="of a hub data set, .jsonl or .parquet: the column that holds the text")
-    subset: str | None = Field(None, description="of a hub data set that has several (`datasets` calls it `name`)")
-    split: str = Field("train", description="of a hub data set")
-    revision: str = Field("main", description="of a hub data set: branch, tag or commit")
-    streaming: bool = Field(False, description="read a hub data set as it is needed, without downloading all of it")
+    name: str = Field(min_length=1)
+    """hub id, file, folder, glob, builtin:stdlib or builtin:recall"""
+    weight: PositiveFloat = 1.0
+    """its share of the sequences, relative to the other sources"""
+    column: str = "text"
+    """of a hub data set, .jsonl or .parquet: the column that holds the text"""
+    subset: str | None = None
+    """of a hub data set that has several (`datasets` calls it `name`)"""
+    split: str = "train"
+    """of a hub data set"""
+    revision: str = "main"
+    """of a hub data set: branch, tag or commit"""
+    streaming: bool = False
+    """read a hub data set as it is needed, without downloading all of it"""
 
 
 class Data(Section):
     """The training data: documents packed into sequences of L' tokens, or examples of a task, one per row."""
 
     source: Annotated[tuple[Source, ...], BeforeValidator(_as_sources), Field(min_length=1)]
-    packing: Literal["wrapped"] = Field("wrapped", description="documents are one stream, which is cut")
-    positions: Literal["contiguous", "skip"] = Field("contiguous", description="skip: PoSE, few tokens spread over L'")
-    sequence_tokens: int | None = Field(
-        None, gt=1, description="PoSE: tokens of a sequence, at most L; by default L, of `scaling: keep` none"
-    )
-    chunks: int = Field(2, ge=2, description="PoSE (Zhu et al. 2023): runs of consecutive positions in a sequence")
-    min_document_tokens: int = Field(1, gt=0, description="shorter documents are left out")
-    document: str | None = Field(None, description="examples: the column to summarize, or that is cut to fit")
-    summary: str | None = Field(None, description="examples under the paper's prompt: the column of summaries")
-    template: str | None = Field(None, description="examples of any task: a prompt with {column} for a column")
-    completion: str | None = Field(None, description="with `template`: the column that holds the answer")
-    document_tokens: int = Field(15000, gt=0, description="a longer `document` is cut, or to what fits")
-    completion_tokens: int = Field(1000, gt=0, description="the longest summary or completion; a longer one is cut")
-    loss: Literal["completion", "all"] = Field("completion", description="which tokens count; `all`: prompts too")
-    epochs: int = Field(1, gt=0, description="how often the same text may be used")
-    special_tokens: bool = Field(False, description="read `</s>` and its like in texts as special tokens, not as text")
-    seed: Seed = Field(0, description="of the order of documents, the mixture and PoSE")
+    packing: Literal["wrapped"] = "wrapped"
+    """documents are one stream, which is cut"""
+    positions: Literal["contiguous", "skip"] = "contiguous"
+    """skip: PoSE, few tokens spread over L'"""
+    sequence_tokens: int | None = Field(None, gt=1)
+    """PoSE: tokens of a sequence, at most L; by default L, of `scaling: keep` none"""
+    chunks: int = Field(2, ge=2)
+    """PoSE (Zhu et al. 2023): runs of consecutive positions in a sequence"""
+    min_document_tokens: PositiveInt = 1
+    """shorter documents are left out"""
+    document: str | None = None
+    """examples: the column to summarize, or that is cut to fit"""
+    summary: str | None = None
+    """examples under the paper's prompt: the column of summaries"""
+    template: str | None = None
+    """examples of any task: a prompt with {column} for a column"""
+    completion: str | None = None
+    """with `template`: the column that holds the answer"""
+    document_tokens: PositiveInt = 15000
+    """a longer `document` is cut, or to what fits"""
+    completion_tokens: PositiveInt = 1000
+    """the longest summary or completion; a longer one is cut"""
+    loss: Literal["completion", "all"] = "completion"
+    """which tokens count; `all`: prompts too"""
+    epochs: PositiveInt = 1
+    """how often the same text may be used"""
+    special_tokens: bool = False
+    """read `</s>` and its like in texts as special tokens, not as text"""
+    seed: Seed = 0
+    """of the order of documents, the mixture and PoSE"""
 
     @property
     def has_examples(self) -> bool:
@@ -147,38 +191,63 @@ class Data(Section):
 class Training(Section):
     """Steps, optimizer and schedule; the defaults are the paper's (section 3.1)."""
 
-    steps: int = Field(1000, gt=0, description="optimizer steps")
-    learning_rate: float = Field(2e-5, gt=0, description="the maximum of the schedule")
-    global_batch_size: int = Field(64, gt=0, description="sequences per step, over all processes")
-    per_device_batch_size: int = Field(1, gt=0, description="sequences per forward pass")
-    schedule: Schedule = Field("constant", description="of the learning rate after the warm-up, by transformers' names")
-    schedule_options: dict[str, float | int] = Field({}, description="for example min_lr_rate or num_decay_steps")
-    warmup_steps: int = Field(20, ge=0, description="steps over which the rate rises linearly")
-    warmup_start: float = Field(0.1, ge=0, le=1, description="the rate at step 0, as a share of the maximum")
-    optimizer: Literal["adamw", "paged_adamw_8bit"] = Field("adamw", description="paged_adamw_8bit needs a GPU")
-    weight_decay: float = Field(0.0, ge=0, description="of AdamW")
-    betas: Annotated[tuple[float, float], LIST] = Field((0.9, 0.95), description="of AdamW")
-    max_grad_norm: float = Field(1.0, gt=0, description="gradients are clipped to this norm")
-    precision: Literal["auto", "float32", "bfloat16"] = Field("auto", description="auto: bfloat16 where it is faster")
-    activation_checkpointing: bool = Field(True, description="recompute layers in the backward pass, to save memory")
-    mlp_chunk_tokens: int | None = Field(None, gt=0, description="tokens per piece of an MLP's input; by default all")
-    save_every: int = Field(100, gt=0, description="steps between checkpoints; a complete run keeps none")
-    log_every: int = Field(10, gt=0, description="steps between lines of training.jsonl")
-    tracking: Annotated[tuple[Tracker, ...], LIST] = Field((), description="also log to these")
-    seed: Seed = Field(0, description="of the adapter's initial values, dropout and the order of sequences")
+    steps: PositiveInt = 1000
+    """optimizer steps"""
+    learning_rate: PositiveFloat = 2e-5
+    """the maximum of the schedule"""
+    global_batch_size: PositiveInt = 64
+    """sequences per step, over all processes"""
+    per_device_batch_size: PositiveInt = 1
+    """sequences per forward pass"""
+    schedule: Schedule = "constant"
+    """of the learning rate after the warm-up, by transformers' names"""
+    schedule_options: dict[str, float | int] = Field({})
+    """for example min_lr_rate or num_decay_steps"""
+    warmup_steps: NonNegativeInt = 20
+    """steps over which the rate rises linearly"""
+    warmup_start: float = Field(0.1, ge=0, le=1)
+    """the rate at step 0, as a share of the maximum"""
+    optimizer: Literal["adamw", "paged_adamw_8bit"] = "adamw"
+    """paged_adamw_8bit needs a GPU"""
+    weight_decay: NonNegativeFloat = 0.0
+    """of AdamW"""
+    betas: Annotated[tuple[float, float], LIST] = (0.9, 0.95)
+    """of AdamW"""
+    max_grad_norm: PositiveFloat = 1.0
+    """gradients are clipped to this norm"""
+    precision: Literal["auto", "float32", "bfloat16"] = "auto"
+    """auto: bfloat16 where it is faster"""
+    activation_checkpointing: bool = True
+    """recompute layers in the backward pass, to save memory"""
+    mlp_chunk_tokens: PositiveInt | None = None
+    """tokens per piece of an MLP's input; by default all"""
+    save_every: PositiveInt = 100
+    """steps between checkpoints; a complete run keeps none"""
+    log_every: PositiveInt = 10
+    """steps between lines of training.jsonl"""
+    tracking: Annotated[tuple[Tracker, ...], LIST] = ()
+    """also log to these"""
+    seed: Seed = 0
+    """of the adapter's initial values, dropout and the order of sequences"""
 
 
 class Hardware(Section):
     """The GPUs, processes and machines of a run."""
 
-    gpus: int | None = Field(None, gt=0, description="per machine; by default one process on what there is")
+    gpus: PositiveInt | None = None
+    """per machine; by default one process on what there is"""
     gpu: Annotated[str | None, BeforeValidator(lambda name: str(name) if isinstance(name, int) else name)] = Field(
-        None, min_length=1, description="what it is planned for, as H100 or 48GB; by default the smallest that fits"
+        None, min_length=1
     )
-    cpu_processes: int | None = Field(None, gt=0, description="per machine, without GPUs")
-    machines: int = Field(1, gt=0, description="each is started with its own --machine-rank")
-    context_parallel: int = Field(1, gt=0, description="GPUs that share one sequence")
-    offload_activations: bool = Field(False, description="keep checkpointed activations in host memory")
+    """what it is planned for, as H100 or 48GB; by default the smallest that fits"""
+    cpu_processes: PositiveInt | None = None
+    """per machine, without GPUs"""
+    machines: PositiveInt = 1
+    """each is started with its own --machine-rank"""
+    context_parallel: PositiveInt = 1
+    """GPUs that share one sequence"""
+    offload_activations: bool = False
+    """keep checkpointed activations in host memory"""
 
     @property
     def processes_per_machine(self) -> int:
@@ -201,13 +270,15 @@ class Recipe(Section):
 
     model: Model
     context: Context
-    scaling: Scaling = Field("pi", description="of the rotary frequencies; keep: that of an extended model")
+    scaling: Scaling = "pi"
+    """of the rotary frequencies; keep: that of an extended model"""
     tuning: Tuning = Tuning()
     data: Data
     training: Training = Training()
     hardware: Hardware = Hardware()
     evaluation: Evaluation = Evaluation()
-    paper: str | None = Field(None, description="the row of the paper's tables that this recipe reproduces")
+    paper: str | None = None
+    """the row of the paper's tables that this recipe reproduces"""
 
     @property
     def sharded(self) -> bool:

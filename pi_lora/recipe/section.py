@@ -13,9 +13,13 @@ Windows = Annotated[tuple[int, ...] | None, LIST]
 
 
 class Section(BaseModel):
-    """A part of a recipe: unknown keys and wrong types are errors, and values cannot be changed."""
+    """A part of a recipe: unknown keys and wrong types are errors, and values cannot be changed. The string below a
+    field describes it.
+    """
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, strict=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
 
 
 def sections_in(annotation: Any) -> Iterator[type[Section]]:
