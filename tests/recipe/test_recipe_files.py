@@ -51,14 +51,14 @@ def test_all_mistakes_come_together_with_their_lines(tmp_path: Path) -> None:
         "  learning_rat: 1\n"
         "  steps: many\n"
         "  seed: true\n"
-        "scaling: linear\n",
+        "paper: 3\n",
     )
     assert problems(path) == [
-        "recipe.yaml:8: scaling: input should be 'pi', 'yarn', 'theta', 'llama3', 'dynamic', 'direct' or 'keep', not 'linear'",
         "recipe.yaml:3: data.source.0.wieght: unknown key; did you mean weight?",
         "recipe.yaml:6: training.steps: input should be a valid integer, not 'many'",
         "recipe.yaml:7: training.seed: input should be a valid integer, not True",
         "recipe.yaml:5: training.learning_rat: unknown key; did you mean learning_rate?",
+        "recipe.yaml:8: paper: input should be a valid string, not 3",
     ]
 
 
