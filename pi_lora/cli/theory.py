@@ -6,7 +6,7 @@ from typing import Annotated
 
 from typer import Option
 
-from pi_lora.cli.app import app, out, progress_bar, working
+from pi_lora.cli.app import app, out, working
 from pi_lora.cli.options import MOST_TOKENS, JsonFile, Trust, grouped
 from pi_lora.errors import PiLoraError
 from pi_lora.types import Json
@@ -32,7 +32,7 @@ def theory(
         raise PiLoraError("--head-dim, --theta: come with --model; leave them out")
     with working("computing the bounds"):
         from pi_lora.theory.bounds import Setting, bounds_of, setting_of
-        from pi_lora.theory.figures import attention_table, bounds_table, draw_attention, draw_theory
+        from pi_lora.theory.figures import bounds_table, draw_theory
 
         if model:
             from pi_lora.models.model import find
@@ -52,11 +52,17 @@ def theory(
 
         with working(f"loading {model}"):
             loaded = found.load()
-        with progress_bar("layers") as progress:
-            attention = measure_attention(loaded, text, setting, progress)
-        out.print(attention_table(attention))
-        result["measured"] = {key: value for key, value in asdict(attention).items() if key != "example"}
-        files += draw_attention(attention, setting, output)
+        with working("measuring"):
+            attention = measure_attention(loaded, text, setting)
+        largest = attention.largest
+        out.lines(
+            f"{attention.model}, {attention.pairs} queries and keys a head from {attention.tokens} tokens of {text}:",
+            f"inside the window |a| reaches {largest['inside']:.1f}; beyond it {largest['beyond']:.1f}, "
+            f"{largest['beyond_share']:.0%} of its bound; of one pair, {largest['growth']:.1f} times as much as inside",
+            f"in between, |a - a_linear| reaches {largest['between_share']:.0%} of its bound, and "
+            f"{largest['papers_share']:.0%} of the paper's",
+        )
+        result["measured"] = asdict(attention)
     out.lines(*files)
     if json:
         from pi_lora.writing import write_json

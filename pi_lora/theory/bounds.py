@@ -6,6 +6,7 @@ frequencies (configs: `rope_theta`). Arrays are float64: in float32 an angle of 
 """
 
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import TypeAlias
 
 import numpy as np
@@ -26,19 +27,7 @@ def frequencies(head_dim: int, theta: float) -> Reals:
     >>> frequencies(4, 100.0).tolist()
     [1.0, 0.1]
     """
-    return np.asarray(theta ** (-2.0 * np.arange(head_dim // 2) / head_dim), dtype=np.float64)
-
-
-def coefficients(query: ArrayLike, key: ArrayLike) -> Complexes:
-    """Return `h_j = (q_2j + i q_2j+1) (k_2j - i k_2j+1)` of queries and keys before rotation (Eqn. 3).
-
-    Shapes: [..., d] and [..., d] to [..., d / 2]; the two numbers of a pair are adjacent, as in the paper.
-
-    >>> coefficients([1.0, 2.0], [3.0, 4.0]).tolist()
-    [(11+2j)]
-    """
-    q, k = (np.asarray(each, dtype=np.float64) for each in (query, key))
-    return np.asarray((q[..., ::2] + 1j * q[..., 1::2]) * (k[..., ::2] - 1j * k[..., 1::2]), dtype=np.complex128)
+    return np.asarray(theta ** (-2.0 * np.arange(head_dim // 2) / head_dim))
 
 
 def attention_score(h: ArrayLike, s: ArrayLike, theta: float) -> Reals:
@@ -49,9 +38,8 @@ def attention_score(h: ArrayLike, s: ArrayLike, theta: float) -> Reals:
     >>> attention_score([1.0, 1.0], [0.0, np.pi], theta=100.0).round(4).tolist()  # 1 + 1, then cos(pi) + cos(pi / 10)
     [2.0, -0.0489]
     """
-    found = np.asarray(h, dtype=np.complex128)
-    angles = np.outer(frequencies(2 * found.shape[-1], theta), np.asarray(s, dtype=np.float64))
-    return found.real @ np.cos(angles) - found.imag @ np.sin(angles)
+    h = np.asarray(h)
+    return np.asarray((h @ np.exp(1j * np.outer(frequencies(2 * h.shape[-1], theta), np.asarray(s)))).real)
 
 
 def linear_score(h: ArrayLike, s: ArrayLike, theta: float) -> Reals:
@@ -62,10 +50,9 @@ def linear_score(h: ArrayLike, s: ArrayLike, theta: float) -> Reals:
     >>> round(float(linear_score([1.0, 1.0], [0.5], theta=100.0)[0]), 4)  # (2 + cos(1) + cos(0.1)) / 2
     1.7677
     """
-    at = np.asarray(s, dtype=np.float64)
-    below = np.floor(at)
-    share = at - below
-    return (1 - share) * attention_score(h, below, theta) + share * attention_score(h, below + 1, theta)
+    below = np.floor(s)
+    share = s - below
+    return np.asarray((1 - share) * attention_score(h, below, theta) + share * attention_score(h, below + 1, theta))
 
 
 def interpolation_bound(head_dim: int, theta: float, largest: ArrayLike, s: ArrayLike, papers: bool = False) -> Reals:
@@ -77,7 +64,7 @@ def interpolation_bound(head_dim: int, theta: float, largest: ArrayLike, s: Arra
     >>> [round(float(128 / interpolation_bound(128, 1e4, 1.0, 0.5, papers)), 2) for papers in (False, True)]
     [256.11, 294.73]
     """
-    share = np.asarray(s, dtype=np.float64) % 1.0
+    share = np.asarray(s) % 1.0
     bend, divisor = (head_dim, 8 * float(np.log(theta))) if papers else (curvature(head_dim, theta), 2)
     return np.asarray(np.asarray(largest) * bend * (share * (1 - share)) / divisor)
 
@@ -100,12 +87,8 @@ def partial_sums(head_dim: int, theta: float, s: ArrayLike) -> Reals:
     >>> float(partial_sums(128, 1e4, 0.0)), sum(range(1, 65))  # at distance 0 every A_k is k
     (2080.0, 2080)
     """
-    s = np.asarray(s, dtype=np.float64)
-    partial, total = np.zeros(s.shape, dtype=np.complex128), np.zeros(s.shape)
-    for frequency in frequencies(head_dim, theta):
-        partial = partial + np.exp(1j * s * frequency)
-        total = total + np.abs(partial)
-    return total
+    waves = (np.exp(1j * np.asarray(s) * frequency) for frequency in frequencies(head_dim, theta))
+    return np.asarray(sum(map(np.abs, accumulate(waves))))
 
 
 def extrapolation_bound(head_dim: int, theta: float, largest: ArrayLike, s: ArrayLike) -> Reals:
@@ -157,15 +140,14 @@ def distances(setting: Setting) -> tuple[Reals, Reals, Reals]:
     """Return whole distances inside the window, beyond it, and the fractional ones that PI makes of whole ones; of each
     at most `DISTANCES`, evenly spread.
     """
-    extended = np.arange(setting.target)
+    original, target = setting.original, setting.target
+
+    def whole(first: int, last: int) -> Reals:
+        return np.unique(np.linspace(first, last - 1, DISTANCES).round())
+
+    extended = whole(0, target)
     # The remainder is exact where a division is not: it is 0 for a whole distance.
-    fractional = extended[extended * setting.original % setting.target != 0]
-    parts = extended[: setting.original], extended[setting.original :], fractional
-    inside, beyond, between = (
-        part if len(part) <= DISTANCES else part[np.linspace(0, len(part) - 1, DISTANCES).round().astype(np.int64)]
-        for part in parts
-    )
-    return inside.astype(float), beyond.astype(float), between * setting.original / setting.target
+    return whole(0, original), whole(original, target), extended[extended * original % target != 0] * original / target
 
 
 @dataclass(frozen=True)
@@ -201,18 +183,18 @@ def fit_noise(head_dim: int, theta: float, original: int, ridge: float = 0.0, se
     """Fit a score to standard normal noise at every distance inside the window, as in figure 2 (appendix C.1).
 
     Returns the points [L] at the distances 0, 1, ... L - 1, and the coefficients `h` [d / 2]. `ridge` times `sum_j
-    |h_j|^2` is added to the sum of squares (last remark of section 2.3). Solved by singular values: the basis is so
-    nearly dependent (condition 1e16) that rounding decides how far the fit goes beyond.
+    |h_j|^2` is added to the sum of squares (last remark of section 2.3), as rows of the system. Solved by singular
+    values: the basis is so nearly dependent (condition 1e16) that rounding decides how far the fit goes beyond.
 
     >>> (_, calm), (_, wild) = fit_noise(16, 100.0, 64, ridge=1.0), fit_noise(16, 100.0, 64)
     >>> bool(np.abs(calm).max() < np.abs(wild).max())
     True
     """
     points = np.random.default_rng(seed).standard_normal(original)
-    angles = np.outer(np.arange(original, dtype=np.float64), frequencies(head_dim, theta))
-    left, sizes, right = np.linalg.svd(np.concatenate([np.cos(angles), np.sin(angles)], axis=1), full_matrices=False)
-    # As numpy.linalg.lstsq, drop columns that equal another one but for rounding.
-    kept = sizes > np.finfo(np.float64).eps * original * sizes[0]
-    shrunk = np.divide(sizes, sizes**2 + ridge, out=np.zeros_like(sizes), where=kept)
-    cosines, sines = np.split(right.T @ (shrunk * (left.T @ points)), 2)
-    return points, np.asarray(cosines - 1j * sines, dtype=np.complex128)
+    angles = np.outer(np.arange(original), frequencies(head_dim, theta))
+    waves = np.concatenate([np.cos(angles), np.sin(angles)], axis=1)
+    if ridge:
+        waves = np.concatenate([waves, np.sqrt(ridge) * np.eye(head_dim)])
+    heights = np.concatenate([points, np.zeros(len(waves) - original)])
+    cosines, sines = np.split(np.linalg.lstsq(waves, heights)[0], 2)
+    return points, cosines - 1j * sines

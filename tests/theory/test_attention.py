@@ -12,18 +12,17 @@ from test_cli import run
 from transformers import AutoModelForCausalLM
 from transformers.models.auto import CONFIG_MAPPING
 
-from pi_lora.errors import PiLoraError, ScalingError
-from pi_lora.models.model import Extension, load
+from pi_lora.errors import ScalingError
+from pi_lora.models.model import load
 from pi_lora.theory.bounds import Setting, attention_score, distances, setting_of
-from pi_lora.theory.heads import layer_coefficients, measure_attention, sampled_pairs
+from pi_lora.theory.heads import layer_coefficients, sampled_pairs
 
 TEXT = Path(__file__).parents[2] / "README.md"
 IDS = torch.randint(2, 60, (40,), generator=torch.Generator().manual_seed(1)).tolist()
-# Pairs half a head apart, in a row (cohere), part of a head (gpt_neox), shared keys, and layers of other ropes or none.
+# Heads that rotate in part (gpt_neox), shared keys, and layers of other ropes or none.
 KINDS = {
     "llama": {"num_key_value_heads": 2},
     "qwen3": {"num_key_value_heads": 1, "head_dim": 16},
-    "cohere": {"num_key_value_heads": 2},
     "gpt_neox": {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5}},
     "gemma3_text": {"head_dim": 16, "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 64},
     "smollm3": {"no_rope_layers": [0, 1], "num_key_value_heads": 2},
@@ -32,8 +31,9 @@ KINDS = {
 
 def small(kind: str) -> Any:
     sizes = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 32, "num_hidden_layers": 2, "pad_token_id": 0}
+    options = {**sizes, **KINDS.get(kind, {})}
     config = CONFIG_MAPPING[kind](
-        bos_token_id=0, eos_token_id=0, num_attention_heads=4, max_position_embeddings=64, **sizes, **KINDS[kind]
+        bos_token_id=0, eos_token_id=0, num_attention_heads=4, max_position_embeddings=64, **options
     )
     torch.manual_seed(0)
     return AutoModelForCausalLM.from_config(config).eval()
@@ -67,8 +67,10 @@ def test_scores_are_those_the_model_computes(kind: str) -> None:
             np.testing.assert_allclose(score, (query[:, m] * key[:, n]).sum(-1), atol=1e-4 * abs(h).max())
 
 
-def test_a_stretched_model_is_taken_apart_alike(lora_run: Path) -> None:
-    """The layer check would leave out layers whose frequencies were not divided by the scale."""
+def test_the_scale_of_an_extended_model_counts(lora_run: Path) -> None:
+    """Layers whose frequencies are not those of the setting over the scale are left out; and so are all of Cohere's,
+    which rotates pairs of neighbours.
+    """
     loaded = load(str(lora_run))
     setting = setting_of(loaded.config)
     assert (setting.original, setting.target) == (64, 128)
@@ -76,18 +78,9 @@ def test_a_stretched_model_is_taken_apart_alike(lora_run: Path) -> None:
     assert list(layer_coefficients(loaded.model, IDS, pairs, setting, 2.0)) == [0, 1]
     with pytest.raises(ScalingError, match="no layer rotates"):
         layer_coefficients(loaded.model, IDS, pairs, setting)
-    assert loaded.model.config._attn_implementation == "sdpa"
-
-
-def test_the_builtin_model_stays_within_the_bounds() -> None:
-    """And above the paper's interpolation bound, which does not hold for every query and key."""
-    loaded = load("builtin:tiny")
-    found = measure_attention(loaded, TEXT, setting_of(loaded.config, target=1024))
-    assert (found.tokens, len(found.heads)) == (256, 48)
-    assert all(0 < each.between_share <= 1 for each in found.heads)
-    assert all(0 < each.beyond_share <= 1 for each in found.heads)
-    assert max(each.papers_share for each in found.heads) > 1
-    assert max(each.growth for each in found.heads) > 1
+    neighbours = small("cohere")
+    with pytest.raises(ScalingError, match="model of type cohere: no layer rotates"):
+        layer_coefficients(neighbours, IDS, pairs, setting_of(neighbours.config.to_dict()))
 
 
 def test_distances_are_whole_or_in_between() -> None:
@@ -105,20 +98,18 @@ def test_pairs_look_back() -> None:
     assert (keys.min(), queries.max()) == (0, 49)
 
 
-def test_other_scalings_are_refused() -> None:
-    loaded = load("builtin:tiny", Extension(512, scaling="yarn"))
-    with pytest.raises(PiLoraError, match="not stretched by PI"):
-        measure_attention(loaded, TEXT, Setting(32, 500.0, 256, 512))
-
-
-def test_the_command_measures(
+def test_the_command_measures_the_builtin_model_within_the_bounds(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """And above the paper's interpolation bound, which does not hold for every query and key."""
     folder, file = tmp_path / "figures", tmp_path / "theory.json"
-    options = ["--model", "builtin:tiny", "--text", str(TEXT), "--output", str(folder), "--json", str(file)]
-    status, printed, errors = run(capsys, monkeypatch, "theory", *options)
+    options = ["--model", "builtin:tiny", "--target", "1024", "--text", str(TEXT)]
+    status, printed, errors = run(capsys, monkeypatch, "theory", *options, "--output", str(folder), "--json", str(file))
     assert status == 0, errors
-    assert "64 queries and keys a head" in printed
-    measured = json.loads(file.read_text())["measured"]
-    assert {(each["layer"], each["head"]) for each in measured["heads"]} == {(i, j) for i in range(6) for j in range(8)}
-    assert (folder / "measured.png").stat().st_size > 50_000
+    assert "64 queries and keys a head from 256 tokens" in printed
+    heads = json.loads(file.read_text())["measured"]["heads"]
+    assert {(each["layer"], each["head"]) for each in heads} == {(i, j) for i in range(6) for j in range(8)}
+    assert all(0 < each["between_share"] <= 1 for each in heads)
+    assert all(0 < each["beyond_share"] <= 1 for each in heads)
+    assert max(each["papers_share"] for each in heads) > 1
+    assert max(each["growth"] for each in heads) > 1
