@@ -79,8 +79,8 @@ def _convert(script: Path, folder: Path, file: Path, outtype: str) -> None:
 
 
 def _finish(file: Path, name: str, found: Model) -> str:
-    """Set `context_length` to L': under `pi` the converter writes L, where llama-server and Ollama stop. Return what the
-    file then says about positions; raise ModelError if it is not what the config says.
+    """Set `context_length` to L': under `pi` the converter writes L, where llama-server and Ollama stop. Return the
+    positions that the file then has; raise ModelError if they are not those of the config.
     """
     from gguf import GGUFReader  # an optional package
 
