@@ -22,69 +22,94 @@ import psutil
 from pi_lora.errors import Diverged, Interrupted, PiLoraError, RecipeError
 
 if TYPE_CHECKING:
+    import torch.distributed as dist
+
     from pi_lora.recipe.schema import Recipe
 
 T = TypeVar("T")
-# One process may work alone for long, on the scores of the longest document or a large cache; a process that dies is
-# noticed by the launcher, not by waiting for it.
-PATIENCE = timedelta(days=7)
+# How long processes wait where one may work alone: reading weights, the scores of the longest document, other machines
+# that pack their data. A process that dies is noticed by the launcher.
+PROCESS_TIMEOUT = timedelta(days=7)
+_patient_group: "dist.ProcessGroup | None" = None
 
 
 def join_processes(cpu: bool) -> None:
-    """Meet the other processes of this run, if there are any; `cpu` leaves GPUs alone."""
+    """Meet the other processes of this run, if there are any; `cpu` leaves GPUs alone. Steps of training have torch's
+    own timeout, so that a deadlock ends; what is waited for below has a group of its own.
+    """
+    global _patient_group
+    import torch.distributed as dist
     from accelerate import PartialState
 
     # Threads of torch's process group that outlive the interpreter abort the process (torch 2.13 with gloo).
-    atexit.register(PartialState(cpu=cpu, timeout=PATIENCE).destroy_process_group)
+    atexit.register(PartialState(cpu=cpu).destroy_process_group)
+    if number_of_processes() > 1 and _patient_group is None:
+        _patient_group = dist.new_group(timeout=PROCESS_TIMEOUT, backend="gloo")
+
+
+def let_segments_grow() -> None:
+    """Let segments of GPU memory grow: sequences of changing length leave gaps that nothing fits into. torch reads this
+    when it is imported, here and in launched processes; what the user says goes first.
+    """
+    if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
+        os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
 
 
 def is_leader() -> bool:
     """Whether this process writes what all have made."""
-    return int(os.environ.get("RANK", "0")) == 0
+    return _rank() == 0
 
 
 def number_of_processes() -> int:
     """Over all machines."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
+    return int(os.environ["WORLD_SIZE"]) if is_launched() else 1
 
 
 def wait_for_all() -> None:
     """Continue when every process has come this far."""
     if number_of_processes() > 1:
-        from accelerate import PartialState
+        import torch.distributed as dist
 
-        PartialState().wait_for_everyone()
+        dist.barrier(group=_patient_group)
 
 
 def share_of(items: Sequence[T]) -> list[T]:
-    """What this process works on of what all are to work on: every n-th of `items`, so that neighbours are spread."""
-    return list(items[int(os.environ.get("RANK", "0")) :: number_of_processes()])
+    """Return the items of this process: every n-th, so that neighbours are spread."""
+    return list(items[_rank() :: number_of_processes()])
 
 
-def from_all(found: Sequence[T]) -> list[T]:
-    """What every process has found, process by process; all of them must call it."""
+def from_all(items: Sequence[T]) -> list[T]:
+    """Return the items of all processes, process by process; all of them must call it."""
     if number_of_processes() == 1:
-        return list(found)
-    from accelerate.utils import gather_object
+        return list(items)
+    import torch.distributed as dist
 
-    return list(gather_object(list(found)))
+    gathered: list[list[T]] = [[]] * number_of_processes()
+    dist.all_gather_object(gathered, list(items), group=_patient_group)
+    return [item for part in gathered for item in part]
 
 
 def any_process(*flags: bool) -> list[bool]:
-    """Each flag, raised if it is in any process: what must not be decided differently by two of them."""
-    return [any(each) for each in zip(*from_all([flags]), strict=True)]
+    """Return for each flag whether any process raised it: what must not be decided differently by two of them."""
+    return [any(raised) for raised in zip(*from_all([flags]), strict=True)]
 
 
-# Of the folder where launched processes and the one that launched them leave word of how training ends.
-WORD, OUTCOME, SIGNALLED = "PI_LORA_WORD", "outcome.json", "signalled"
+# The folder in which launched processes record how training ended, and its files.
+RESULT_DIR_ENV, OUTCOME, SIGNALLED = "PI_LORA_RESULTS", "outcome.json", "signalled"
 # A connection that dropped, Ctrl-C, and a cluster's end of a job. Windows has no SIGHUP.
-ENDING = [each for each in signal.Signals if each.name in ("SIGHUP", "SIGINT", "SIGTERM")]
-HANG_UP = next((each for each in ENDING if each.name == "SIGHUP"), None)
+STOP_SIGNALS = [each for each in signal.Signals if each.name in ("SIGHUP", "SIGINT", "SIGTERM")]
+HANG_UP = next((each for each in STOP_SIGNALS if each.name == "SIGHUP"), None)
 
 
 def is_launched() -> bool:
-    """Whether a launcher started this process as one of several."""
-    return "WORLD_SIZE" in os.environ
+    """Whether torchrun or accelerate started this process as one of several. Clusters set WORLD_SIZE and RANK for each
+    pod, in which nothing is launched yet.
+    """
+    return {"WORLD_SIZE", "RANK", "LOCAL_RANK"} <= os.environ.keys()
+
+
+def _rank() -> int:
+    return int(os.environ["RANK"]) if is_launched() else 0
 
 
 def check_launched(recipe: "Recipe") -> None:
@@ -117,7 +142,7 @@ def launch_arguments(
     }
     if hardware.machines > 1:
         # Machines come when their data is packed; torch's launcher gives them ten minutes.
-        flags |= {"main_process_ip": address, "rdzv_conf": f"timeout={round(PATIENCE.total_seconds())}"}
+        flags |= {"main_process_ip": address, "rdzv_conf": f"timeout={round(PROCESS_TIMEOUT.total_seconds())}"}
     if recipe.sharded:
         flags |= {"fsdp_version": 2, "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}
         flags |= {"fsdp_reshard_after_forward": "true", "fsdp_state_dict_type": "SHARDED_STATE_DICT"}
@@ -130,8 +155,8 @@ def launch_arguments(
 
 
 def launch(command: Sequence[str]) -> int:
-    """Run `accelerate launch COMMAND`; return the exit status. The first signal of `ENDING` lets the workers end their
-    step and write a checkpoint, the second kills them. Raise RecipeError on Windows, which lacks what that takes.
+    """Run `accelerate launch COMMAND`; return the exit status. Signals of `STOP_SIGNALS` let the workers end their step
+    and write a checkpoint; a second Ctrl-C kills them. Raise RecipeError on Windows, which lacks what that takes.
     """
     if sys.platform == "win32":
         where = "several processes are started on Linux and macOS only"
@@ -146,7 +171,7 @@ def launch(command: Sequence[str]) -> int:
     failures = {}
     # torch's launcher logs a worker's end in dozens of lines; those that matter follow here, a line each.
     logging.disable()
-    with tempfile.TemporaryDirectory() as folder, patch_environment(**{WORD: folder}):
+    with tempfile.TemporaryDirectory() as folder, patch_environment(**{RESULT_DIR_ENV: folder}):
         arguments.log_dir = folder
         try:
             with _signals_go_to_workers() as received:
@@ -171,11 +196,11 @@ def launch(command: Sequence[str]) -> int:
     return 1
 
 
-def status_of(ending: BaseException) -> int | None:
-    """Return the exit status of a worker of `launch`, and leave word of why it ends; None if nobody speaks for it."""
-    if WORD not in os.environ:
+def worker_exit_status(ending: BaseException) -> int | None:
+    """Return the exit status of a worker of `launch`, and record the error for the launcher; None if not launched."""
+    if RESULT_DIR_ENV not in os.environ:
         return None
-    outcome, signalled = (Path(os.environ[WORD], name) for name in (OUTCOME, SIGNALLED))
+    outcome, signalled = (Path(os.environ[RESULT_DIR_ENV], name) for name in (OUTCOME, SIGNALLED))
     if not isinstance(ending, PiLoraError):
         # When one process ends, its connections break in the others.
         return 1 if outcome.exists() or signalled.exists() else None
@@ -195,15 +220,15 @@ def leave_lost_terminals() -> None:
 
 
 @contextlib.contextmanager
-def answered(answer: Callable[[int, types.FrameType | None], None]) -> Iterator[None]:
-    """Call `answer` on the signals of `ENDING` that are not ignored, as under nohup or in the background of a shell."""
-    heard = [each for each in ENDING if signal.getsignal(each) is not signal.SIG_IGN]
-    before = {each: signal.signal(each, answer) for each in heard}
+def handle_signals(handler: Callable[[int, types.FrameType | None], None]) -> Iterator[None]:
+    """Call `handler` on the signals of `STOP_SIGNALS`, but those that are ignored, as under nohup."""
+    heard = [each for each in STOP_SIGNALS if signal.getsignal(each) is not signal.SIG_IGN]
+    before = {each: signal.signal(each, handler) for each in heard}
     try:
         yield
     finally:
-        for each, handler in before.items():
-            signal.signal(each, handler)
+        for each, old in before.items():
+            signal.signal(each, old)
 
 
 @contextlib.contextmanager
@@ -214,14 +239,14 @@ def _signals_go_to_workers() -> Iterator[list[int]]:
         received.append(number)
         if number == HANG_UP:
             leave_lost_terminals()
-        Path(os.environ[WORD], SIGNALLED).touch()
+        Path(os.environ[RESULT_DIR_ENV], SIGNALLED).touch()
         # torch's launcher starts each worker in a session of its own, which Ctrl-C on the terminal does not reach.
         workers = [each for each in psutil.Process().children() if os.getsid(each.pid) == each.pid]
         for worker in workers:
             with contextlib.suppress(psutil.NoSuchProcess):
-                worker.send_signal(signal.SIGTERM if len(received) == 1 else signal.SIGKILL)
+                worker.send_signal(signal.SIGKILL if received.count(signal.SIGINT) > 1 else signal.SIGTERM)
         if not workers:
             raise KeyboardInterrupt
 
-    with answered(forward):
+    with handle_signals(forward):
         yield received

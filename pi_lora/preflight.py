@@ -1,4 +1,4 @@
-"""Recipe to job: every mistake that shows before anything is downloaded, tokenized or loaded, reported together."""
+"""Every mistake of a recipe that shows before anything is downloaded, tokenized or loaded, reported together."""
 
 import importlib.util
 import os
@@ -14,14 +14,14 @@ from pi_lora.data.sources import RECALL
 from pi_lora.errors import ModelError, PiLoraError, RecipeError
 from pi_lora.models.adapter import check_shape
 from pi_lora.models.machine import LIGER, check_liger
-from pi_lora.models.model import Extension, find, is_adapter
+from pi_lora.models.model import Model, find_to_tune, is_adapter
 from pi_lora.planning.counting import shape_of
 from pi_lora.planning.gpus import CPU, device_here
 from pi_lora.planning.planning import Target, TrainingPlan, plan_recipe
+from pi_lora.planning.text import plan_lines
 from pi_lora.recipe.schema import Data, Recipe
 from pi_lora.run import Run, check_output, staging_path
-from pi_lora.scaling.config import check_reach, window_of
-from pi_lora.training.job import Job, rate_share
+from pi_lora.training.schedule import rate_share
 from pi_lora.types import NO_PERMISSIONS, Permissions
 
 T = TypeVar("T")
@@ -29,8 +29,8 @@ T = TypeVar("T")
 OUTPUTS = ("adapters/", "models/")
 
 
-def check(recipe: Recipe, output: Path, resume: bool = False, permissions: Permissions = NO_PERMISSIONS) -> Job:
-    """Return the job of `recipe`; raise all mistakes that show before weights or texts are read, a line each."""
+def check(recipe: Recipe, output: Path, resume: bool = False, permissions: Permissions = NO_PERMISSIONS) -> Model:
+    """Return the model of `recipe`; raise all mistakes that show before weights or texts are read, a line each."""
     mistakes: list[PiLoraError] = []
 
     def attempt(step: Callable[..., T], *arguments: Any) -> T | None:
@@ -40,64 +40,64 @@ def check(recipe: Recipe, output: Path, resume: bool = False, permissions: Permi
             mistakes.append(mistake)
             return None
 
-    job = attempt(_extended_model if recipe.scaling == "keep" else _extendable_base, recipe, output, permissions)
+    model = attempt(_check_model, recipe, permissions)
     attempt(lambda: _raise_all(data_problems(recipe.data), _evaluation_problems(recipe)))
     attempt(_raise_all, _hardware_problems(recipe), _missing_packages(recipe))
-    if job and recipe.model.kernels == "liger" and importlib.util.find_spec(LIGER):
-        attempt(check_liger, job.model.config["model_type"])
+    if model and recipe.model.kernels == "liger" and importlib.util.find_spec(LIGER):
+        attempt(check_liger, model.config["model_type"])
     attempt(rate_share, recipe.training)
     attempt(check_output, output, resume)
     if resume:
         attempt(Run(staging_path(output)).check_same_recipe, recipe)
     if len(mistakes) == 1:
         raise mistakes[0]
-    if mistakes or job is None:
+    if mistakes or model is None:
         raise RecipeError([str(mistake) for mistake in mistakes])
-    job.resume, job.permissions = resume, permissions
-    return job
+    return model
 
 
-def check_data(recipe: Recipe, permissions: Permissions = NO_PERMISSIONS) -> Job:
-    """Return the job of `recipe` on a machine that prepares its data alone; raise what is wrong with model and data."""
-    job = (_extended_model if recipe.scaling == "keep" else _extendable_base)(recipe, Path(), permissions)
+def check_data(recipe: Recipe, permissions: Permissions = NO_PERMISSIONS) -> Model:
+    """Return the model of `recipe` on a machine that prepares its data alone; raise what is wrong with both."""
+    model = _check_model(recipe, permissions)
     _raise_all(data_problems(recipe.data))
-    return job
+    return model
 
 
-def plan_here(job: Job) -> TrainingPlan | None:
-    """Plan `job` on this machine's accelerator, or on its CPU and memory; None for a model that has no plan."""
-    recipe, here = job.recipe, device_here()
+def check_fits(recipe: Recipe, model: Model, force: bool = False) -> list[str]:
+    """Return the plan of a training here in lines; raise PiLoraError if it does not fit, unless by `force`."""
+    plan = plan_here(recipe, model)
+    if plan is None:
+        return [f"{model.base}: no plan for a model of this kind; watch its memory"]
+    lines = plan_lines(plan)
+    if not plan.fits and not force:
+        raise PiLoraError(f"{lines[-1]}; or train all the same with --force")
+    return lines
+
+
+def plan_here(recipe: Recipe, model: Model) -> TrainingPlan | None:
+    """Plan a training on this machine's accelerator, or on its CPU and memory; None for a model that has no plan."""
+    here = device_here()
     try:
         # Under `keep` the model's own window is the one before.
-        original = job.model.window if recipe.scaling == "keep" else job.original
+        original = model.window if recipe.scaling == "keep" else model.original
         no_gpu = here.name == CPU and recipe.hardware.gpus is not None
-        return plan_recipe(recipe, Target(shape_of(job.model.skeleton), original), None if no_gpu else here)
+        return plan_recipe(recipe, Target(shape_of(model.skeleton), original), None if no_gpu else here)
     except ModelError:
         return None
 
 
-def _extendable_base(recipe: Recipe, output: Path, permissions: Permissions) -> Job:
-    model, context = recipe.model, recipe.context
-    if is_adapter(model.name):
-        merged = f"merge it first (pi-lora merge {shlex.quote(model.name)}) and extend the merged model"
-        kept = f"{model.name} is an adapter of an extended model; tune it further with scaling: keep"
+def _check_model(recipe: Recipe, permissions: Permissions) -> Model:
+    name, keep = recipe.model.name, recipe.scaling == "keep"
+    if is_adapter(name) and not keep:
+        merged = f"merge it first (pi-lora merge {shlex.quote(name)}) and extend the merged model"
+        kept = f"{name} is an adapter of an extended model; tune it further with scaling: keep"
         raise ModelError(f"model.name: {kept}, or {merged}")
-    assert recipe.scaling != "keep"
-    extension = Extension(context.target, context.original, recipe.scaling, context.theta)
-    found = find(model.name, extension, permissions, model.revision)
-    return Job(recipe, output, found, context.original or window_of(found.base_config))
-
-
-def _extended_model(recipe: Recipe, output: Path, permissions: Permissions) -> Job:
-    """Find a model that is tuned under its own scaling: full weights, or an adapter with its base."""
-    name = recipe.model.name
-    if not is_adapter(name) and name.startswith(OUTPUTS) and not Path(name).exists():
+    if keep and name.startswith(OUTPUTS) and not Path(name).exists():
         raise ModelError(f"model.name: {name}: no such run yet; train its recipe first, or name an extended model")
-    found = find(name, permissions=permissions, revision=recipe.model.revision)
-    if found.adapter:
-        check_shape(found.adapter, recipe.tuning, found.skeleton)
-    check_reach(name, found.config, recipe.context.target)
-    return Job(recipe, output, found, round(found.window / found.scale))
+    model = find_to_tune(recipe, permissions)
+    if model.adapter:
+        check_shape(model.adapter, recipe.tuning, model.skeleton)
+    return model
 
 
 def _evaluation_problems(recipe: Recipe) -> Iterator[str]:

@@ -34,7 +34,7 @@ from pi_lora.recipe.files import RECIPE_FILE, load_recipe
 from pi_lora.report.pictures import comparison_picture
 from pi_lora.report.tables import markdown_table
 from pi_lora.run import Run, staging_path
-from pi_lora.training.training import train
+from pi_lora.training.training import prepare_data, train
 
 ROOT = Path(__file__).parent.parent
 DEMO = Path("demo")
@@ -61,11 +61,12 @@ def tuned(name: str, *overrides: str) -> Path:
         return output
     console.print(f"$ {command}", soft_wrap=True)
     started = time.monotonic()
-    job = check(load_recipe(RECIPE, overrides).recipe, output, Run(staging_path(output)).last_checkpoint is not None)
+    recipe, resume = load_recipe(RECIPE, overrides).recipe, Run(staging_path(output)).last_checkpoint is not None
+    model = check(recipe, output, resume)
     with progress_bar("packing tokens") as progress:
-        job.prepare(progress)
+        data = prepare_data(recipe, model, progress)
     with progress_bar("training") as progress:
-        train(job, progress)
+        train(recipe, model, data, output, resume, progress)
     console.print(f"  {time.monotonic() - started:.0f} s")
     return output
 

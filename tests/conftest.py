@@ -25,7 +25,7 @@ from pi_lora.models.location import BUILTIN_FOLDER
 from pi_lora.preflight import check
 from pi_lora.recipe.schema import Recipe
 from pi_lora.training import training
-from pi_lora.types import Progress, silent
+from pi_lora.types import NO_PERMISSIONS, Permissions, Progress, silent
 
 __all__ = ["BUILTIN", "small_recipe", "train"]
 
@@ -102,9 +102,16 @@ def small_recipe(path: Path | str, /, **changes: object) -> Recipe:
     return Recipe.model_validate(sections | changes)
 
 
-def train(recipe: Recipe, output: Path, resume: bool = False, progress: Progress = silent) -> Path:
+def train(
+    recipe: Recipe,
+    output: Path,
+    resume: bool = False,
+    progress: Progress = silent,
+    permissions: Permissions = NO_PERMISSIONS,
+) -> Path:
     """Check a recipe and train it."""
-    return training.train(check(recipe, output, resume), progress)
+    model = check(recipe, output, resume, permissions)
+    return training.train(recipe, model, training.prepare_data(recipe, model), output, resume, progress)
 
 
 @pytest.fixture(scope="session")

@@ -25,11 +25,11 @@ FLOORS = {
     "training": 8,
     "preflight": 9,
     "api": 10,
-    "cli": 10,
-    "__main__": 11,
+    "cli": 11,
+    "__main__": 12,
 }
 HOMES = {
-    "trl": {"training/training.py"},
+    "trl": {"training/trainer.py"},
     "peft": {"models/adapter.py"},
     "datasets": {"data"},
     "matplotlib": {"drawing.py"},

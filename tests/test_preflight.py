@@ -20,7 +20,7 @@ def test_weights_are_not_read(small_model: Path, tmp_path: Path) -> None:
     folder.mkdir()
     (folder / "config.json").write_bytes((small_model / "config.json").read_bytes())
     checked = check(small_recipe(folder), tmp_path / "run")
-    assert (checked.original, checked.model.window, checked.model.scale) == (64, 128, 2)
+    assert (checked.original, checked.window, checked.scale) == (64, 128, 2)
     assert not (tmp_path / "run").exists()
 
 
@@ -115,14 +115,14 @@ def test_the_plan_is_for_the_gpu_that_is_here(
     monkeypatch.setattr(
         torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation or bfloat16
     )
-    job = check(small_recipe(small_model, hardware={"gpus": 1}), tmp_path / "run")
-    plan = plan_here(job)
+    recipe = small_recipe(small_model, hardware={"gpus": 1})
+    plan = plan_here(recipe, check(recipe, tmp_path / "run"))
     assert plan
     assert (plan.gpu.name, plan.gpu.memory, plan.gpu.bfloat16) == (name, gpu.total_memory, bfloat16)
     assert plan.gpu.peak == (peak and pytest.approx(peak))
     assert f"of {gibibytes:.1f} GiB on 1 x {name}" in plan_lines(plan)[1]
-    assert computes_in_bfloat16(job.recipe) == bfloat16
-    assert dtype_of_base(job.recipe) == (torch.bfloat16 if bfloat16 else torch.float32)
+    assert computes_in_bfloat16(recipe) == bfloat16
+    assert dtype_of_base(recipe) == (torch.bfloat16 if bfloat16 else torch.float32)
 
 
 @pytest.mark.parametrize(

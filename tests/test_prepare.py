@@ -13,6 +13,7 @@ from pi_lora.models.tokenizer import load_tokenizer
 from pi_lora.preflight import check_data
 from pi_lora.recipe.files import dump_recipe
 from pi_lora.recipe.schema import Data
+from pi_lora.training.training import prepare_data
 
 
 def never(done: int, total: int, note: str = "") -> None:
@@ -75,4 +76,4 @@ def test_a_recipe_for_gpus_is_prepared_without_and_read_by_training(
     said = capsys.readouterr().out
     assert "data: 2,048 tokens at hand, as many as needed: 16 sequences of 128" in said
     assert f"{tmp_path / 'cache'}: has the data of {file}; pi-lora train reads it from there" in said
-    assert len(check_data(recipe).prepare(never).rows) == 16
+    assert len(prepare_data(recipe, check_data(recipe), never).rows) == 16

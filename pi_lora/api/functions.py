@@ -6,12 +6,13 @@ from typing import TYPE_CHECKING
 
 from pi_lora.errors import RecipeError
 from pi_lora.recipe.places import find_recipe
-from pi_lora.types import Progress, silent
+from pi_lora.types import NO_PERMISSIONS, Permissions, Progress, silent
 
 if TYPE_CHECKING:
     from pi_lora.evaluation.results import PasskeyScores, PerplexityScores
     from pi_lora.models.model import Model
     from pi_lora.planning.planning import TrainingPlan
+    from pi_lora.recipe.schema import Recipe
 
 # Each function imports what it needs: a plan does without torch.
 
@@ -21,6 +22,7 @@ def train(
     *overrides: str,
     output: str | Path | None = None,
     resume: bool = False,
+    force: bool = False,
     progress: Progress = silent,
 ) -> Path:
     """Tune a model to its target window as `pi-lora train` does, and return the folder of the run.
@@ -30,6 +32,7 @@ def train(
         overrides: Keys to change, as on the command line: `"training.steps=100"`.
         output: The folder of the run; by default `adapters/<recipe>`, of full tuning `models/<recipe>`.
         resume: Continue an interrupted run of the same recipe.
+        force: Train even what does not fit this machine according to its plan.
         progress: Called with the step, the number of steps, and a line with loss, tokens a second and memory.
 
     Raises:
@@ -38,20 +41,44 @@ def train(
         Diverged: The loss or a weight became infinite or NaN.
         Interrupted: SIGINT, SIGTERM or SIGHUP, after a checkpoint was written.
     """
-    from pi_lora.distributed import check_launched, is_launched
-    from pi_lora.preflight import check
+    from pi_lora.distributed import is_launched
     from pi_lora.recipe.files import load_recipe
     from pi_lora.run import output_folder
-    from pi_lora.training.training import train
 
     path = find_recipe(Path(recipe))
     resolved = load_recipe(path, overrides).recipe
-    if is_launched():
-        check_launched(resolved)
-    elif (processes := resolved.hardware.processes) > 1:
+    if (processes := resolved.hardware.processes) > 1 and not is_launched():
         raise RecipeError([f"hardware: asks for {processes} processes; start them with pi-lora train {path}"])
     place = output_folder(resolved, path) if output is None else Path(output)
-    return train(check(resolved, place, resume), progress)
+    model, _ = model_to_train(resolved, place, resume, force)
+
+    from pi_lora.training.training import prepare_data, train
+
+    return train(resolved, model, prepare_data(resolved, model, progress), place, resume, progress)
+
+
+def model_to_train(
+    recipe: "Recipe",
+    output: Path,
+    resume: bool = False,
+    force: bool = False,
+    permissions: Permissions = NO_PERMISSIONS,
+) -> "tuple[Model, list[str]]":
+    """Return the model of a resolved recipe, and the plan of its training in lines. Everything is checked, by the first
+    process alone: those that a launcher started only find the model.
+    """
+    from pi_lora.distributed import check_launched, is_launched, let_segments_grow
+
+    let_segments_grow()
+    if is_launched():
+        from pi_lora.models.model import find_to_tune
+
+        check_launched(recipe)
+        return find_to_tune(recipe, permissions), []
+    from pi_lora.preflight import check, check_fits
+
+    model = check(recipe, output, resume, permissions)
+    return model, check_fits(recipe, model, force)
 
 
 def plan(recipe: str | Path, *overrides: str, gpu: str | None = None) -> "TrainingPlan":

@@ -3,7 +3,6 @@
 import contextlib
 import importlib.metadata
 import io
-import os
 import pkgutil
 import sys
 import tempfile
@@ -14,7 +13,7 @@ import typer
 from typer import Option
 
 from pi_lora.cli.app import LIBRARIES, app, out, printable, working
-from pi_lora.distributed import status_of
+from pi_lora.distributed import let_segments_grow, worker_exit_status
 from pi_lora.errors import Interrupted, PiLoraError, RecipeError
 
 __all__ = ["app", "main"]
@@ -56,10 +55,7 @@ def env() -> None:
 
 def main() -> None:
     """Run a command; a user's mistake is a line on stderr and exit status 2, an interruption 130."""
-    # Sequences of changing length leave gaps in GPU memory that nothing fits into, unless its segments may grow. torch
-    # reads this when it is imported, here and in launched processes; what the user says goes first.
-    if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & set(os.environ):
-        os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
+    let_segments_grow()
     # A terminal that is not UTF-8 gets escapes for what it cannot print.
     cast("io.TextIOWrapper", sys.stdout).reconfigure(errors="backslashreplace")
     try:
@@ -68,7 +64,7 @@ def main() -> None:
         _fail(f"pi-lora: {_in_a_line(mistake.format_message())}; see pi-lora --help", 2)
     except Exception as ending:
         # The process that launched this one may speak for it.
-        if (status := status_of(ending)) is not None:
+        if (status := worker_exit_status(ending)) is not None:
             sys.exit(status)
         if isinstance(ending, OSError) and ending.strerror:
             # A folder that nobody may read, a name that is too long, a full disk.

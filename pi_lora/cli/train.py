@@ -3,15 +3,15 @@
 import os
 import shlex
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from typer import Option
 
 from pi_lora.cli.app import LIBRARIES, app, err, out, printable, progress_bar, read_recipe, working
 from pi_lora.cli.options import Overrides, RecipeFile, Trust, TrustRemoteCode, grouped
-from pi_lora.distributed import check_launched, is_launched, is_leader, launch, launch_arguments
-from pi_lora.errors import PiLoraError
+from pi_lora.distributed import is_launched, is_leader, launch, launch_arguments
+from pi_lora.run import output_folder
 from pi_lora.types import Permissions
 
 # Text that takes minutes to pack.
@@ -44,17 +44,15 @@ def train(
     if print_launch:
         print(printable(shlex.join(["accelerate", "launch", *launch_arguments(resolved, worker, *where)])))
         return
-    if launched:
-        check_launched(resolved)
+    place = output or output_folder(resolved, recipe)
     with working(LIBRARIES):
-        from pi_lora.preflight import check
-        from pi_lora.run import output_folder
-
-        job = check(resolved, output or output_folder(resolved, recipe), resume, permissions)
-    if not launched:
-        _show_plan(job, force)
+        from pi_lora.api.functions import model_to_train
+    model, lines = model_to_train(resolved, place, resume, force, permissions)
+    out.lines(*lines)
     if dry_run:
         return
+    with working(LIBRARIES):
+        from pi_lora.training.training import prepare_data, train
 
     preparing = "preparing examples" if resolved.data.has_examples else "packing tokens"
     with progress_bar(preparing) as progress:
@@ -66,38 +64,21 @@ def train(
                 err.lines(f"data: {total:,} tokens are not in the cache and are packed now; {elsewhere}")
             progress(done, total, note)
 
-        data = job.prepare(packed)
+        data = prepare_data(resolved, model, packed)
     for line in () if launched else data.messages:
         out.lines(f"data: {line}")
     if resolved.hardware.processes > 1 and not launched:
         if status := launch(launch_arguments(resolved, worker, *where)):
             raise typer.Exit(status)
         return
-    with working(LIBRARIES):
-        from pi_lora.training.training import train
     with progress_bar("training") as progress:
-        folder = train(job, progress)
+        folder = train(resolved, model, data, place, resume, progress)
     if is_leader():
         measure = "summarization" if resolved.data.has_examples else "perplexity"
-        if job.needs_its_config:
+        if resolved.tuning.method != "full" and model.needs_its_config:
             unscaled = "PEFT puts it on its plain base without the scaling, and only warns"
             out.lines(f"{folder}: load it with pi_lora.load, or merge it; {unscaled}")
         out.lines(f"{folder}: done; measure it with: {shlex.join(['pi-lora', 'eval', measure, str(folder)])}")
-
-
-def _show_plan(job: Any, force: bool) -> None:
-    """Print what the training takes, or refuse one that does not fit."""
-    from pi_lora.planning.text import plan_lines
-    from pi_lora.preflight import plan_here
-
-    plan = plan_here(job)
-    if plan is None:
-        out.lines(f"{job.model.base}: no plan for a model of this kind; watch its memory")
-        return
-    *lines, last = plan_lines(plan)
-    if not plan.fits and not force:
-        raise PiLoraError(f"{last}; or train all the same with --force")
-    out.lines(*lines, last)
 
 
 @app.command()
@@ -112,9 +93,11 @@ def prepare(
         from pi_lora.preflight import check_data
         from pi_lora.recipe.files import load_recipe
         from pi_lora.recipe.places import cache_folder
+        from pi_lora.training.training import prepare_data
 
-        job = check_data(load_recipe(recipe, overrides or []).recipe, Permissions(trust_remote_code))
+        resolved = load_recipe(recipe, overrides or []).recipe
+        model = check_data(resolved, Permissions(trust_remote_code))
     with progress_bar("preparing data") as progress:
-        data = job.prepare(progress, processes or os.cpu_count() or 1)
+        data = prepare_data(resolved, model, progress, processes or os.cpu_count() or 1)
     done = f"{cache_folder()}: has the data of {recipe}; pi-lora train reads it from there"
     out.lines(*(f"data: {line}" for line in data.messages), done)

@@ -121,7 +121,9 @@ def evaluation_of(run: Path) -> tuple[Evaluation, bool]:
     return Evaluation(perplexity=schema.PerplexityOptions(), passkey=schema.PasskeyOptions()), False
 
 
-def measure(loaded: Model, evaluation: Evaluation) -> dict[str, Scores]:
-    """Measure a model that trains, as `evaluation` says in short."""
+def measure(loaded: Model, evaluation: Evaluation, progress: Progress = silent) -> dict[str, Scores]:
+    """Measure a model that trains, as `evaluation` says in short. `progress` is called after each document or prompt;
+    what it raises ends the measuring.
+    """
     asked = asked_for(evaluation.in_short())
-    return {name: MEASUREMENTS[name].prepare(section)(loaded, silent) for name, section in asked.items()}
+    return {name: MEASUREMENTS[name].prepare(section)(loaded, progress) for name, section in asked.items()}

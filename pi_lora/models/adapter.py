@@ -143,7 +143,7 @@ def save_adapter(model: PeftModel, folder: Path, weights: Mapping[str, torch.Ten
         raise ModelError(f"{folder}: saved but not trained: {', '.join(foreign)}")
 
 
-def refuse_the_plain_base(folder: Path) -> None:
+def mark_adapter_extended(folder: Path) -> None:
     """Make whatever loads the base by its name in the adapter's config fail, with advice (see `EXTENDED`), and PEFT
     warn whatever base it is given (see `WARNING`).
     """

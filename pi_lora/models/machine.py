@@ -8,8 +8,7 @@ from contextlib import suppress
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
-from transformers.trainer_utils import unwrap_peft_model
+from transformers.integrations.liger import apply_liger_kernel
 from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available, is_flash_attn_4_available
 
 from pi_lora.errors import ModelError
@@ -80,9 +79,7 @@ def use_liger(model: nn.Module) -> None:
     """Compute the layers of `model`, with or without an adapter, by Liger's kernels; its weights stay as they are. The
     classes and functions of its architecture are replaced for this process, too (liger-kernel 0.8).
     """
-    base: PreTrainedModel = unwrap_peft_model(model)
-    check_liger(base.config.model_type)
-    importlib.import_module(LIGER_PATCHES)._apply_liger_kernel_to_instance(model=base, **OWN_LOSS)
+    apply_liger_kernel(model, OWN_LOSS)
 
 
 def nf4_kernel(device_type: str) -> str:

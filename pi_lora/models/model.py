@@ -26,12 +26,14 @@ from pi_lora.scaling.config import (
     Config,
     Interpolation,
     Method,
+    check_reach,
     declaring_original,
     extend_config,
     full_attention_rope,
     in_both_dialects,
     is_extension_of,
     method_of,
+    read_rope,
     scale_of,
     window_of,
 )
@@ -64,6 +66,7 @@ class Model:
         base_config: The config of the base as transformers completes it.
         config: The config that it is loaded under, in both dialects: extended, or that of the base.
         adapter: The folder of an adapter of the base, if it is one.
+        extension: How the base is extended, if that was asked for.
         model: The module of transformers or PEFT, once it is loaded.
         autocast: Whether its float32 weights compute in bfloat16.
         in_training: Whether its weights are tuned just now, and not those of its files.
@@ -78,6 +81,7 @@ class Model:
     base_config: Config
     config: Config
     adapter: Path | None = None
+    extension: Extension | None = None
     model: Any = None
     autocast: bool = False
     in_training: bool = False
@@ -91,6 +95,18 @@ class Model:
     def window(self) -> int:
         """The context window in tokens."""
         return window_of(self.config)
+
+    @property
+    def original(self) -> int:
+        """The window L before the extension, in tokens."""
+        if self.extension:
+            return self.extension.original or window_of(self.base_config)
+        return round(self.window / self.scale)
+
+    @property
+    def needs_its_config(self) -> bool:
+        """Whether the base is unscaled if it is loaded under its own config."""
+        return read_rope(self.config) != read_rope(self.base_config)
 
     @cached_property
     def folder(self) -> Path:
@@ -136,7 +152,7 @@ class Model:
         if extension.scaling != "direct":
             with quiet_loading():
                 check_scaling(self.skeleton, self.base_config, interpolation, self.permissions.remote_code)
-        return self._with(config=config)
+        return self._with(config=config, extension=extension)
 
     def origin(self, tokenizer: str, data: str) -> Origin:
         """Return what a run of this base is made from, with the digests of its tokenizer and data."""
@@ -233,6 +249,17 @@ def find(
         return find_adapter(Path(name), permissions=permissions)
     base = _find_base(name, revision, permissions)
     return base.extended(extension) if extension else base
+
+
+def find_to_tune(recipe: Recipe, permissions: Permissions = NO_PERMISSIONS) -> Model:
+    """Find the model of `recipe`, extended as it says, or as it is under `scaling: keep`."""
+    name, context, revision = recipe.model.name, recipe.context, recipe.model.revision
+    if recipe.scaling != "keep":
+        extension = Extension(context.target, context.original, recipe.scaling, context.theta)
+        return find(name, extension, permissions, revision)
+    model = find(name, permissions=permissions, revision=revision)
+    check_reach(name, model.config, context.target)
+    return model
 
 
 def load(

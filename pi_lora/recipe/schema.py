@@ -285,6 +285,11 @@ class Recipe(Section):
         """Whether FSDP2 shards the model over the GPUs, layer by layer; each holds the whole of a quantized one."""
         return self.hardware.gpus is not None and self.tuning.method != "qlora"
 
+    @property
+    def sequences_at_once(self) -> int:
+        """Sequences of one forward pass, over all processes."""
+        return self.training.per_device_batch_size * self.hardware.data_parallel
+
     def computes_in_bfloat16(self, has_bfloat16: bool) -> bool:
         """Whether a training step computes in bfloat16 on a device that may have it; weights that train are float32 all
         the same.

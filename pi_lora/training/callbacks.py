@@ -1,6 +1,7 @@
 """What watches a training: its log, a clean end after a signal, and the measurements that its recipe asks for."""
 
 import json
+import shlex
 import signal
 import sys
 import time
@@ -16,27 +17,40 @@ from accelerate.big_modeling import _attach_context_parallel_hooks
 from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
-from pi_lora.distributed import HANG_UP, answered, any_process, is_leader, leave_lost_terminals
+from pi_lora.distributed import (
+    HANG_UP,
+    any_process,
+    handle_signals,
+    is_leader,
+    leave_lost_terminals,
+    number_of_processes,
+    wait_for_all,
+)
 from pi_lora.drawing import sparkline
-from pi_lora.errors import Diverged
+from pi_lora.errors import Diverged, Interrupted
 from pi_lora.evaluation.results import write_scores
-from pi_lora.evaluation.suite import measure
+from pi_lora.evaluation.suite import asked_for, measure
+from pi_lora.models import machine
 from pi_lora.models.finite import finite
 from pi_lora.models.model import Model
-from pi_lora.recipe.evaluation import Evaluation
-from pi_lora.run import SCORES, TRAINING_LOG, Run
+from pi_lora.recipe.schema import Recipe
+from pi_lora.run import CHECKPOINTS, TRAINING_LOG, Run
 from pi_lora.types import Progress, silent
 from pi_lora.writing import write_whole
 
+KEPT = "a checkpoint is kept; continue with --resume"
+
 
 class TrainingLog(TrainerCallback):
-    """Write training.jsonl, report progress, and end training after the step in which a signal came, or the loss or
-    weights that are to be saved became infinite or NaN. Without `tokens_per_step` the trainer counts all but padding.
+    """Write training.jsonl of a `run`, report progress, and mark checkpoints that are complete. End training after the
+    step in which a signal came, or the loss or weights that are to be saved became infinite or NaN. Without
+    `tokens_per_step` the trainer counts all but padding. Steps that are measured are saved before, `save_every`.
     """
 
-    def __init__(self, folder: Path, tokens_per_step: int | None, progress: Progress = silent) -> None:
-        self.path = folder / TRAINING_LOG
-        self.tokens_per_step, self.progress = tokens_per_step, progress
+    run: Run
+
+    def __init__(self, tokens_per_step: int | None, save_every: int | None = None, progress: Progress = silent) -> None:
+        self.tokens_per_step, self.save_every, self.progress = tokens_per_step, save_every, progress
         self.signalled = self.stopped = False
         self.finite: torch.Tensor | bool = True
         self.step = self.last_tokens = 0
@@ -44,11 +58,11 @@ class TrainingLog(TrainerCallback):
         self.seconds_before, self.line = 0.0, ""
         self.losses: list[float] = []
 
-    def saw(self, loss: torch.Tensor) -> None:
+    def record_loss(self, loss: torch.Tensor) -> None:
         """Record whether a loss is finite, without waiting for the device."""
         self.finite = torch.isfinite(loss).all() & self.finite
 
-    def not_training(self, seconds: float) -> None:
+    def exclude_time(self, seconds: float) -> None:
         """Do not count `seconds`, in which something was measured."""
         self.started += seconds
         self.last_time += seconds
@@ -57,16 +71,18 @@ class TrainingLog(TrainerCallback):
         """Begin counting; after a resume, keep the lines of the steps before the checkpoint."""
         self.started = self.last_time = time.monotonic()
         self.step, self.last_tokens = state.global_step, self._tokens(state)
-        kept = [line for line in Run(self.path.parent).log if line["step"] <= state.global_step]
+        kept = [line for line in self.run.log if line["step"] <= state.global_step]
         self.seconds_before = kept[-1].get("seconds", 0.0) if kept else 0.0
         self.losses = [line["loss"] for line in kept]
         if is_leader():
-            write_whole(self.path, "".join(json.dumps(line) + "\n" for line in kept))
+            write_whole(self.run.path / TRAINING_LOG, "".join(json.dumps(line) + "\n" for line in kept))
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, model: Any = None, **_: Any) -> None:
         """Report the step; log the last one; stop after a checkpoint if any process received a signal."""
         self.step = state.global_step
         # All processes act on this answer; a signal that comes later counts from the next step on.
+        if self.save_every and self.step % self.save_every == 0:
+            control.should_save = True
         asked_to_stop, diverged = any_process(self.signalled, not self.finite)
         ends, which = state.global_step == state.max_steps, "loss"
         if not diverged and (ends or asked_to_stop or control.should_save):
@@ -75,7 +91,7 @@ class TrainingLog(TrainerCallback):
             own = (weight.to_local() if isinstance(weight, DTensor) else weight for weight in trained)
             [diverged], which = any_process(not all(map(finite, own))), "weights"
         if diverged:
-            good = Run(self.path.parent).last_checkpoint
+            good = self.run.last_checkpoint
             kept = f" (the last good checkpoint is kept: {good})" if good else ""
             at = f"the {which} of step {self.step} became infinite or NaN at a rate of {args.learning_rate:g}"
             raise Diverged(f"training.learning_rate: {at}; lower it and start again{kept}")
@@ -85,6 +101,13 @@ class TrainingLog(TrainerCallback):
             control.should_log, control.should_save = True, False
         elif asked_to_stop:
             self.stopped = control.should_save = control.should_training_stop = True
+
+    def on_save(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """Mark the checkpoint as complete when every process has written its part."""
+        wait_for_all()
+        if is_leader():
+            self.run.mark_complete(self.run.path / CHECKPOINTS / f"checkpoint-{state.global_step}")
+        wait_for_all()
 
     def on_log(self, args: Any, state: TrainerState, control: TrainerControl, logs: dict[str, float], **_: Any) -> None:
         """Append a line: loss in nats a token, rate, tokens so far, tokens a second, peak memory in bytes."""
@@ -104,7 +127,7 @@ class TrainingLog(TrainerCallback):
             "seconds": round(self.seconds_before + now - self.started, 2),
         }
         if is_leader():
-            with self.path.open("a", encoding="utf-8") as file:
+            with (self.run.path / TRAINING_LOG).open("a", encoding="utf-8") as file:
                 file.write(json.dumps(line) + "\n")
         self.losses.append(logs["loss"])
         cost = f"{speed:,.0f} tokens/s {line['peak_memory'] / 2**30:.1f} GiB"
@@ -128,7 +151,7 @@ def peak_memory() -> int:
 
 
 @contextmanager
-def ends_after_the_step(log: TrainingLog) -> Iterator[None]:
+def stop_after_step(log: TrainingLog) -> Iterator[None]:
     """Let the current step end after SIGINT, SIGTERM or SIGHUP (a connection that dropped); a second SIGINT ends at
     once. A second SIGTERM does not: a cluster sends it to a worker and to its launchers, which forward it.
     """
@@ -141,38 +164,64 @@ def ends_after_the_step(log: TrainingLog) -> Iterator[None]:
         if number == HANG_UP:
             leave_lost_terminals()
 
-    with answered(note):
+    with handle_signals(note):
         yield
 
 
 class TrainingScores(TrainerCallback):
     """Measure the model at step 0, every `evaluation.every` steps and the last, as in tables 3 and 4 of the paper, into
-    `scores/NAME-step-N.json`. Each process measures its part; the leader writes.
+    `scores/NAME-step-N.json`. Each process measures its part; the first one writes. A checkpoint is written before.
     """
 
-    def __init__(self, asked: Evaluation, loaded: Model, folder: Path, log: TrainingLog, attention: str) -> None:
-        self.asked, self.loaded, self.folder, self.log = asked, loaded, folder / SCORES, log
-        self.attention = attention
+    def __init__(self, recipe: Recipe, model: Model, log: TrainingLog) -> None:
+        self.asked, self.last, self.model, self.log = recipe.evaluation, recipe.training.steps, model, log
+        # With the kernel of a model that is loaded.
+        in_bfloat16 = machine.dtype_of_base(recipe) == torch.bfloat16
+        self.attention = model.attention("auto", in_bfloat16) if self.asked.every else ""
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Step 0: interpolated, not tuned."""
-        if state.global_step == 0:
-            self._measure(0)
+        """Measure step 0, interpolated but not tuned, or the step of a checkpoint whose measuring was interrupted."""
+        missing = any(not file.is_file() for file in self._files(self.log.run, state.global_step))
+        if any_process(missing and is_leader())[0]:
+            self._measure_before_end(state.global_step)
 
-    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+    def on_save(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Measure if it is time to."""
-        every = self.asked.every
-        if every and (state.global_step % every == 0 or state.global_step == state.max_steps):
-            self._measure(state.global_step)
+        if self._is_due(state.global_step) and not self.log.stopped:
+            self._measure_before_end(state.global_step)
 
-    def _measure(self, step: int) -> None:
+    def measure_last(self, run: Run) -> bool:
+        """Measure the last step into the finished `run`; return whether that was asked for."""
+        if self.asked.every:
+            whole = f"{run.path}: trained; the last step was not measured"
+            self._measure(run, self.last, Interrupted(f"{whole}: pi-lora eval all {shlex.quote(str(run.path))}"))
+        return bool(self.asked.every)
+
+    def _is_due(self, step: int) -> bool:
+        return bool(self.asked.every) and step % (self.asked.every or 1) == 0 and step < self.last
+
+    def _files(self, run: Run, step: int) -> list[Path]:
+        due = asked_for(self.asked.in_short()) if self._is_due(step) else ()
+        return [run.scores_file(name, f"step {step}") for name in due]
+
+    def _measure_before_end(self, step: int) -> None:
+        kept = f"interrupted after step {step}, {KEPT}" if step else "interrupted before the first step; start it again"
+        self._measure(self.log.run, step, Interrupted(f"{self.model.name}: {kept}"))
+
+    def _measure(self, run: Run, step: int, interruption: Interrupted) -> None:
         started = time.monotonic()
-        with _as_when_loaded(self.loaded.model, self.attention, self.loaded.autocast):
-            measured = measure(self.loaded, self.asked)
+
+        def stop_if_signalled(done: int, total: int, note: str = "") -> None:
+            # Of several processes each measures another part: all of them come to its end.
+            if self.log.signalled and number_of_processes() == 1:
+                raise interruption
+
+        with _as_when_loaded(self.model.model, self.attention, self.model.autocast):
+            scores = measure(self.model, self.asked, stop_if_signalled)
         if is_leader():
-            for name, scores in measured.items():
-                write_scores(scores.model_copy(update={"step": step}), self.folder / f"{name}-step-{step}.json")
-        self.log.not_training(time.monotonic() - started)
+            for name, result in scores.items():
+                write_scores(result.model_copy(update={"step": step}), run.scores_file(name, f"step {step}"))
+        self.log.exclude_time(time.monotonic() - started)
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from transformers import logging as transformers_logging
 
 LIBRARY_LOG = "libraries.log"
 # Their loggers have handlers of their own, which write to the terminal, and pass nothing on.
-ALOOF = ("transformers", "datasets", "huggingface_hub")
+NON_PROPAGATING_LOGGERS = ("transformers", "datasets", "huggingface_hub")
 
 
 class _LibraryLog(logging.FileHandler):
@@ -31,12 +31,12 @@ class _LibraryLog(logging.FileHandler):
 
 
 @contextmanager
-def libraries_speak_into(folder: Path) -> Iterator[None]:
+def redirect_library_logs(folder: Path) -> Iterator[None]:
     """Append warnings and what is logged from WARNING on to `libraries.log` in a folder, if there is any, and show no
     progress bar but ours.
     """
     handler, root = _LibraryLog(folder / LIBRARY_LOG), logging.getLogger()
-    aloof = [logging.getLogger(name) for name in ALOOF]
+    aloof = [logging.getLogger(name) for name in NON_PROPAGATING_LOGGERS]
     before = {logger: (logger.handlers[:], logger.level) for logger in (root, *aloof)}
     transformers_logging.disable_progress_bar()
     # What a program that calls `train` wants to hear as well goes through the root.

@@ -197,7 +197,7 @@ def test_shards_train_like_the_whole(
     assert [answer["unsharded"] for answer in answers] == [[0] * 6] * 2
     assert [answer["read"] for answer in answers] == [1, 0]
     # One may work alone for hours, where NCCL gives the others ten minutes.
-    assert all(answer["patience"] > 24 * 3600 for answer in answers)
+    assert all(answer["patience"] < 3600 for answer in answers), "a deadlock ends"
 
 
 @pytest.mark.parametrize("tuning", ["full", "lora"])

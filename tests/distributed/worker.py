@@ -23,7 +23,7 @@ from pi_lora import preflight
 from pi_lora.evaluation.journal import Journal
 from pi_lora.models import weights
 from pi_lora.recipe.schema import Recipe
-from pi_lora.training import training
+from pi_lora.training import trainer, training
 
 
 def shard_on_cpus() -> None:
@@ -62,8 +62,8 @@ class Watched:
         self.policies: set[tuple[str, ...]] = set()
         self.read = 0
         self.measured = 0
-        build, load = training.Trainer.__init__, weights.AutoModelForCausalLM.from_pretrained
-        step, keep = training.Trainer.training_step, Journal.add
+        build, load = trainer.Trainer.__init__, weights.AutoModelForCausalLM.from_pretrained
+        step, keep = trainer.Trainer.training_step, Journal.add
         watched = self
 
         def watch_building(self: Any, *arguments: Any, **options: Any) -> None:
@@ -89,12 +89,12 @@ class Watched:
 
         self.undo = [
             (Journal, "add", keep),
-            (training.Trainer, "__init__", build),
-            (training.Trainer, "training_step", step),
+            (trainer.Trainer, "__init__", build),
+            (trainer.Trainer, "training_step", step),
             (weights.AutoModelForCausalLM, "from_pretrained", load),
         ]
-        training.Trainer.__init__ = watch_building  # type: ignore[method-assign]
-        training.Trainer.training_step = watch_step  # type: ignore[method-assign]
+        trainer.Trainer.__init__ = watch_building  # type: ignore[method-assign]
+        trainer.Trainer.training_step = watch_step  # type: ignore[method-assign]
         weights.AutoModelForCausalLM.from_pretrained = watch_loading  # type: ignore[method-assign]
         Journal.add = watch_measuring  # type: ignore[method-assign]
 
@@ -121,7 +121,8 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     recipe, output = Recipe.model_validate(job["recipe"]), Path(job["output"])
     watched = Watched(job.get("killed_at"))
     try:
-        training.train(preflight.check(recipe, output, job.get("resume", False)))
+        model, resume = preflight.check(recipe, output, job.get("resume", False)), job.get("resume", False)
+        training.train(recipe, model, training.prepare_data(recipe, model), output, resume)
     finally:
         watched.end()
     patience = default_group()._get_backend(torch.device("cpu")).options._timeout.total_seconds()

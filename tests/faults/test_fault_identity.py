@@ -12,9 +12,7 @@ from safetensors.torch import load_file, save_file
 from pi_lora.errors import Interrupted, ModelError
 from pi_lora.merging.merging import merge
 from pi_lora.models.model import find, find_adapter, load
-from pi_lora.preflight import check
 from pi_lora.run import RUN_FILE, Run, staging_path
-from pi_lora.training import training
 from pi_lora.types import Permissions
 
 WEIGHTS = "model.safetensors"
@@ -101,7 +99,7 @@ def test_an_interrupted_run_is_not_resumed_with_something_else(small_model: Path
             raise Interrupted("now")
 
     with pytest.raises(Interrupted):
-        training.train(check(recipe, output), interrupt)
+        train(recipe, output, progress=interrupt)
     assert Run(staging_path(output)).provenance.origin
     if changed == "weights":
         other_weights(base)
@@ -115,7 +113,7 @@ def test_an_interrupted_run_is_not_resumed_with_something_else(small_model: Path
         book.write_text("one two four " * 4000)
     with pytest.raises(ModelError, match=rf"^{output}: {changed} are others .*go on with --allow-changed"):
         train(recipe, output, resume=True)
-    training.train(check(recipe, output, True, Permissions(changed=True)))
+    train(recipe, output, resume=True, permissions=Permissions(changed=True))
     assert output.is_dir()
 
 

@@ -23,11 +23,9 @@ from torch import equal
 
 from pi_lora import cli
 from pi_lora.merging.merging import merge
-from pi_lora.preflight import check
 from pi_lora.recipe.files import dump_recipe
 from pi_lora.recipe.schema import Recipe
 from pi_lora.run import Run, staging_path
-from pi_lora.training import training
 
 STRIKES = int(os.environ.get("PI_LORA_STRIKES", "7"))
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -110,7 +108,7 @@ class Train(Command):
     def check(self) -> None:
         output = self.place / "run"
         if not output.exists():
-            training.train(check(self.recipe(), output, Run(staging_path(output)).last_checkpoint is not None))
+            train(self.recipe(), output, Run(staging_path(output)).last_checkpoint is not None)
         assert not staging_path(output).exists()
         left = {str(each.relative_to(output)) for each in output.rglob("*")}
         # What is removed after the run stands under its name.

@@ -17,7 +17,7 @@ from accelerate.commands.launch import launch_command_parser
 from conftest import small_recipe, train
 from processes import without_progress
 
-from pi_lora.distributed import check_launched, launch_arguments
+from pi_lora.distributed import check_launched, is_launched, is_leader, launch_arguments, number_of_processes
 from pi_lora.errors import RecipeError
 from pi_lora.recipe.evaluation import Evaluation
 from pi_lora.recipe.files import dump_recipe
@@ -74,9 +74,18 @@ def test_several_machines_need_an_address() -> None:
 
 
 def test_a_launcher_with_another_number_of_processes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "16")
+    for name, value in {"WORLD_SIZE": "16", "RANK": "0", "LOCAL_RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
     with pytest.raises(RecipeError, match="hardware: asks for 32 processes, the launcher started 16"):
         check_launched(recipe_for("m", CLUSTER))
+
+
+def test_a_pod_that_a_cluster_numbers_is_not_launched_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kubeflow sets these for each pod, in which the launcher is to be started."""
+    for name, value in {"WORLD_SIZE": "2", "RANK": "1", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "23456"}.items():
+        monkeypatch.setenv(name, value)
+    assert not is_launched()
+    assert (number_of_processes(), is_leader()) == (1, True)
 
 
 def start(interpreter: str, folder: Path, *arguments: str) -> "subprocess.Popen[str]":

@@ -9,14 +9,14 @@ from conftest import BUILTIN, small_recipe, train
 from transformers import logging as transformers_logging
 
 from pi_lora.training import training
-from pi_lora.training.libraries import LIBRARY_LOG, libraries_speak_into
+from pi_lora.training.libraries import LIBRARY_LOG, redirect_library_logs
 
 
 def test_warnings_and_logs_go_to_the_file_once_each(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     before = {name: logging.getLogger(name).handlers[:] for name in (None, "transformers", "datasets")}
     # As a program may have set it.
     transformers_logging.set_verbosity_error()
-    with warnings.catch_warnings(), libraries_speak_into(tmp_path):
+    with warnings.catch_warnings(), redirect_library_logs(tmp_path):
         warnings.simplefilter("always")
         for _ in range(2):
             logging.getLogger("transformers.trainer").warning("of transformers")
@@ -34,13 +34,13 @@ def test_warnings_and_logs_go_to_the_file_once_each(tmp_path: Path, capfd: pytes
 
 
 def test_nothing_said_is_no_file(tmp_path: Path) -> None:
-    with libraries_speak_into(tmp_path):
+    with redirect_library_logs(tmp_path):
         logging.getLogger("transformers").debug("nothing")
     assert not list(tmp_path.iterdir())
 
 
 def test_a_disk_that_is_full_ends_no_training(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    with libraries_speak_into(tmp_path / "missing"):
+    with redirect_library_logs(tmp_path / "missing"):
         logging.getLogger("transformers").warning("heard by nobody")
     assert capfd.readouterr() == ("", "")
 

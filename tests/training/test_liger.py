@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import small_recipe, train
+from conftest import small_recipe
 from transformers import PreTrainedModel
 
 from pi_lora.errors import ModelError, RecipeError
@@ -43,21 +43,6 @@ def recipe(model: Path, kernels: str = "liger", **changes: Any) -> Recipe:
     return small_recipe(model, model={"name": str(model), "kernels": kernels}, **changes)
 
 
-def test_the_layers_but_not_the_loss_are_liger_s(
-    small_model: Path, tmp_path: Path, called: Called, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """And an MLP in chunks is a chunked one of Liger's."""
-    monkeypatch.setattr("pi_lora.preflight._hardware_problems", lambda recipe: [])
-    training = {**small_recipe(small_model).training.model_dump(), "mlp_chunk_tokens": 32}
-    runs = [
-        train(recipe(small_model, kernels, training=training), tmp_path / kernels)
-        for kernels in ("liger", "transformers")
-    ]
-    assert called == [("LlamaForCausalLM", {"cross_entropy": False, "fused_linear_cross_entropy": False})]
-    one, other = ((run / "training.jsonl").read_text().splitlines() for run in runs)
-    assert [line.split('"learning_rate"')[0] for line in one] == [line.split('"learning_rate"')[0] for line in other]
-
-
 def test_a_model_without_kernels_is_refused(
     small_model: Path, tmp_path: Path, called: Called, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -81,4 +66,3 @@ def test_it_needs_a_gpu_and_the_package(small_model: Path, tmp_path: Path, monke
 def test_the_package_itself_has_what_is_called() -> None:
     patches = pytest.importorskip("liger_kernel.transformers.monkey_patch", reason="pip install pi-lora[liger]")
     assert {"llama", "mistral", "qwen3"} < set(patches.MODEL_TYPE_TO_APPLY_LIGER_FN)
-    assert callable(patches._apply_liger_kernel_to_instance)

@@ -51,7 +51,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from pi_lora.preflight import check
 from pi_lora.recipe.files import load_recipe
-from pi_lora.training.training import train
+from pi_lora.training.training import prepare_data, train
 
 recipe, output, step = load_recipe(Path(sys.argv[1])).recipe, Path(sys.argv[2]), int(sys.argv[3])
 
@@ -59,7 +59,8 @@ def die(done, total, note=""):
     if done == step and total == recipe.training.steps:
         os.kill(os.getpid(), signal.SIGKILL)
 
-train(check(recipe, output), die)
+model = check(recipe, output)
+train(recipe, model, prepare_data(recipe, model), output, progress=die)
 """
 
 
@@ -177,7 +178,8 @@ def test_ctrl_c_ends_with_130_and_one_line(python: str, small_model: Path, tmp_p
 def test_progress_shows_the_curve_of_the_loss_from_before_the_interruption_on(tmp_path: Path) -> None:
     lines = [{"step": step, "loss": loss, "seconds": 1.0} for step, loss in ((1, 9.0), (2, 5.0), (3, 1.0))]
     (tmp_path / "training.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    log = TrainingLog(tmp_path, 10)
+    log = TrainingLog(10)
+    log.run = Run(tmp_path)
     state = TrainerState(global_step=2, max_steps=4)
     log.on_train_begin(None, state, TrainerControl())
     log.on_log(None, state, TrainerControl(), {"loss": 3.0, "learning_rate": 1.0, "grad_norm": 1.0})

@@ -2,7 +2,7 @@ import pytest
 
 from pi_lora.errors import RecipeError
 from pi_lora.recipe.schema import Training
-from pi_lora.training.job import rate_share
+from pi_lora.training.schedule import rate_share
 
 
 @pytest.mark.parametrize(

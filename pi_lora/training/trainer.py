@@ -1,0 +1,142 @@
+"""TRL's SFTTrainer with our schedule, batches of similar lengths, and checked losses; the only home of TRL."""
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from accelerate.utils import patch_environment
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import Sampler
+from transformers import PrinterCallback, TrainerCallback
+
+os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")  # TRL reports usage otherwise
+
+from trl import SFTConfig, SFTTrainer
+
+from pi_lora.data.batches import TrainingData
+from pi_lora.models import adapter as adapters
+from pi_lora.models import machine
+from pi_lora.models.device import device
+from pi_lora.models.model import Model
+from pi_lora.recipe.schema import Recipe
+from pi_lora.run import CHECKPOINTS, Run
+from pi_lora.training.callbacks import TrainingLog
+from pi_lora.training.chunked_mlp import chunk_mlps
+from pi_lora.training.schedule import rate_share
+
+
+def trainer_arguments(recipe: Recipe, run: Run, name: str) -> SFTConfig:
+    """Return TRL's arguments; rows are token ids already, and the loss is computed in chunks without all logits."""
+    training, hardware = recipe.training, recipe.hardware
+    arguments = SFTConfig(
+        output_dir=str(run.path / CHECKPOINTS),
+        max_steps=training.steps,
+        learning_rate=training.learning_rate,
+        per_device_train_batch_size=training.per_device_batch_size,
+        gradient_accumulation_steps=training.global_batch_size // recipe.sequences_at_once,
+        optim={"adamw": "adamw_torch_fused", "paged_adamw_8bit": "paged_adamw_8bit"}[training.optimizer],
+        weight_decay=training.weight_decay,
+        adam_beta1=training.betas[0],
+        adam_beta2=training.betas[1],
+        max_grad_norm=training.max_grad_norm,
+        bf16=machine.computes_in_bfloat16(recipe),
+        use_cpu=device().type == "cpu",
+        gradient_checkpointing=training.activation_checkpointing,
+        gradient_checkpointing_kwargs={"offload": True} if hardware.offload_activations else None,
+        # Every trainable parameter is used in every step.
+        ddp_find_unused_parameters=False,
+        # FSDP2 keeps whole gradients until it has summed them over all processes.
+        accelerator_config={"gradient_accumulation_kwargs": {"sync_each_batch": recipe.sharded}},
+        loss_type="nll",
+        max_length=None,
+        dataset_kwargs={"skip_prepare_dataset": True},
+        include_num_input_tokens_seen="non_padding" if recipe.data.has_examples else "no",
+        # TRL does not count position_ids among the columns that are used, nor those of examples.
+        remove_unused_columns=False,
+        logging_steps=training.log_every,
+        logging_nan_inf_filter=False,
+        save_steps=training.save_every,
+        # Two, since the newest may be half written when the process is killed.
+        save_total_limit=2,
+        seed=training.seed,
+        data_seed=training.seed,
+        report_to=list(training.tracking) or "none",
+        run_name=name,
+        disable_tqdm=True,
+        **dict.fromkeys(("log_level", "log_level_replica"), "error"),
+    )
+    # A machine may have more GPUs than the recipe asks for; the Trainer would spread a single process over all of them.
+    arguments._n_gpu = min(1, arguments.n_gpu)
+    return arguments
+
+
+class Trainer(SFTTrainer):
+    """SFTTrainer with our schedule, batches of similar lengths, and checked losses."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        model: Model,
+        data: TrainingData,
+        run: Run,
+        log: TrainingLog,
+        others: Sequence[TrainerCallback] = (),
+    ) -> None:
+        self.training, self.log_of_losses, tuned = recipe.training, log, model.model
+        # PEFT's casts change no number then but of dropout and DoRA's norms, which depend on the dtype.
+        tuning = recipe.tuning
+        self.cast_by_autocast = machine.computes_in_bfloat16(recipe) and not (tuning.dropout or tuning.dora)
+        self.groups: Sampler[int] | None = data.groups(recipe.sequences_at_once, self.training.seed)
+        if recipe.model.kernels == "liger":
+            machine.use_liger(tuned)
+        if self.training.mlp_chunk_tokens:
+            chunk_mlps(tuned, self.training.mlp_chunk_tokens)
+        # TensorBoard's events go into the run; by default they are removed with the checkpoints.
+        with patch_environment(tensorboard_logging_dir=run.path / "tensorboard"), adapters.kept_values(tuned):
+            super().__init__(
+                model=tuned,
+                args=trainer_arguments(recipe, run, model.name),
+                data_collator=data.collate,
+                train_dataset=data.rows,
+                processing_class=model.tokenizer,
+                callbacks=[log, *others],
+            )
+        self.remove_callback(PrinterCallback)
+        attention = tuned.config._attn_implementation
+        # Without a mask torch chooses its fast kernel; FlashAttention leaves padding out by itself, and the loss that
+        # balances experts counts what the mask says.
+        balances_experts = bool(model.config.get("output_router_logits"))
+        self.unmasked = recipe.data.has_examples and attention == machine.SDPA and not balances_experts
+        if self.is_fsdp_enabled:
+            self._sum_in_float32()
+
+    def _sum_in_float32(self) -> None:
+        """Compute in bfloat16, if at all, but sum gradients and return losses in float32, for which accelerate 1.15 has
+        no flag. Without an `output_dtype` layers return what they compute in.
+        """
+        plugin = self.accelerator.state.fsdp_plugin
+        plugin.cpu_ram_efficient_loading = True  # processes without weights wait for them
+        if self.args.bf16:
+            plugin.mixed_precision_policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+
+    def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> LambdaLR:
+        """Follow the recipe's schedule."""
+        self.lr_scheduler = LambdaLR(optimizer or self.optimizer, rate_share(self.training))
+        return self.lr_scheduler
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> Sampler[int] | None:
+        return self.groups or super()._get_train_sampler(train_dataset)
+
+    def training_step(self, model: Any, inputs: dict[str, torch.Tensor], *others: Any) -> torch.Tensor:
+        """Unmask the padding of examples, leave out the casts by PEFT that autocast makes superfluous, and let the log
+        see the loss. Padding is on the right, where causality hides it from every token, and has no label. The trainer
+        counts tokens by the mask of its own `inputs`.
+        """
+        if self.unmasked:
+            inputs = {**inputs, "attention_mask": torch.ones_like(inputs["attention_mask"])}
+        with adapters.disable_input_dtype_casting(self.model, self.cast_by_autocast):
+            loss: torch.Tensor = super().training_step(model, inputs, *others)
+        self.log_of_losses.record_loss(loss)
+        return loss
