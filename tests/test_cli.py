@@ -30,29 +30,6 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *ar
     return int(exit_.value.code or 0), captured.out, without_progress(captured.err)
 
 
-@pytest.mark.parametrize("name", [None, "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
-def test_gpu_memory_is_allocated_expandably_unless_the_user_says_how(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, name: str | None
-) -> None:
-    # Set first, so that what the command sets is undone.
-    for each in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
-        monkeypatch.setenv(each, "")
-        monkeypatch.delenv(each)
-    if name:
-        monkeypatch.setenv(name, "backend:native")
-    assert run(capsys, monkeypatch, "--version")[0] == 0
-    if name:
-        assert os.environ[name] == "backend:native"
-    assert (
-        os.environ.get("PYTORCH_ALLOC_CONF")
-        == {
-            None: "expandable_segments:True",
-            "PYTORCH_ALLOC_CONF": "backend:native",
-            "PYTORCH_CUDA_ALLOC_CONF": None,
-        }[name]
-    )
-
-
 def test_help_starts_without_torch_in_half_a_second() -> None:
     probe = (
         "import sys; sys.argv = ['pi-lora', '--help']\n"
@@ -71,9 +48,7 @@ def test_help_starts_without_torch_in_half_a_second() -> None:
     assert min(seconds) < 0.5
 
 
-@pytest.mark.parametrize(
-    "delay", [0.15, 0.25, 0.5, *[pytest.param(n / 2, marks=pytest.mark.slow) for n in range(1, 20)]]
-)
+@pytest.mark.parametrize("delay", [0.15, 0.5, 4])
 def test_ctrl_c_while_it_starts_is_one_line(tmp_path: Path, delay: float) -> None:
     """After so many seconds of the processor, of which Python itself takes the first 0.1 to import its own."""
     command = [sys.executable, "-m", "pi_lora", "train", DEMO, "training.steps=100000", "--output", "run"]
@@ -133,11 +108,8 @@ def test_dry_run_reads_no_weights_and_writes_nothing(
     ("arguments", "line"),
     [
         (["train", "nowhere.yaml"], "nowhere.yaml: no such recipe; pi-lora recipes lists what is there"),
-        (["plan", "elsewhere/7b_16k.yaml"], "elsewhere/7b_16k.yaml: no such recipe; did you mean 7b_16k?"),
         (["train", DEMO, "context.target=200"], "context.target: 200 is not longer than the model's own window of 256"),
-        (["train", DEMO, "model.name=./gone"], "./gone: no such folder; give a model folder"),
         (["train", DEMO, "--output", "taken"], "taken: already exists and is not overwritten"),
-        (["train", DEMO, "--resume"], "adapters/demo: no interrupted run to resume"),
         (["merge", "nowhere"], "nowhere: holds no adapter"),
         (["eval", "perplexity", "builtin:huge"], "builtin:huge: no such built-in model; there is builtin:tiny"),
         (["eval", "perplexity", "builtin:tiny", "--windows", "a,b"], "--windows: a,b: not lengths in tokens"),
@@ -146,10 +118,7 @@ def test_dry_run_reads_no_weights_and_writes_nothing(
             "--windows: 500000 tokens is longer than every",
         ),
         (["eval", "perplexity", "builtin:tiny", "--stride", "300"], "--stride: 300 must be from 1 to the shortest"),
-        (["eval", "perplexity", "builtin:tiny", "--data", "gone.txt"], "gone.txt: no such file or folder"),
-        (["eval", "perplexity", "builtin:tiny", "--original", "256"], "--original, --scaling: go with --target"),
         (["eval", "passkey", "builtin:tiny", "--target", "40"], "--target: 40 tokens do not hold the passkey prompt"),
-        (["recipes", "nowhere"], "nowhere: no such folder"),
         (["trian"], "pi-lora: No such command 'trian'"),
         (["eval", "passkey", "builtin:tiny", "--depths", "0"], "pi-lora: Invalid value for '--depths'"),
     ],

@@ -1,7 +1,6 @@
 import importlib.util
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,10 +8,7 @@ import torch
 from conftest import small_recipe
 
 from pi_lora.errors import RecipeError, ScalingError
-from pi_lora.models.machine import computes_in_bfloat16, dtype_of_base
-from pi_lora.planning.gpus import GIB
-from pi_lora.planning.text import plan_lines
-from pi_lora.preflight import check, plan_here
+from pi_lora.preflight import check
 
 
 def test_weights_are_not_read(small_model: Path, tmp_path: Path) -> None:
@@ -89,43 +85,6 @@ def test_a_missing_package_is_named(
 
 
 @pytest.mark.parametrize(
-    ("name", "gibibytes", "bfloat16", "peak"),
-    [
-        ("NVIDIA GeForce RTX 3090", 23.7, True, 71e12),
-        ("Tesla T4", 14.6, False, 8.1e12),
-        ("NVIDIA B200", 178.4, True, 2250e12),
-        ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", 4.75, True, None),
-        ("NVIDIA RTX PRO 6000 Blackwell", 95.0, True, None),
-    ],
-)
-def test_the_plan_is_for_the_gpu_that_is_here(
-    small_model: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    name: str,
-    gibibytes: float,
-    bfloat16: bool,
-    peak: float | None,
-) -> None:
-    gpu = SimpleNamespace(name=name, total_memory=int(gibibytes * GIB))
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _device=0: gpu)
-    # All of them compute in bfloat16 if it is emulated.
-    monkeypatch.setattr(
-        torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation or bfloat16
-    )
-    recipe = small_recipe(small_model, hardware={"gpus": 1})
-    plan = plan_here(recipe, check(recipe, tmp_path / "run"))
-    assert plan
-    assert (plan.gpu.name, plan.gpu.memory, plan.gpu.bfloat16) == (name, gpu.total_memory, bfloat16)
-    assert plan.gpu.peak == (peak and pytest.approx(peak))
-    assert f"of {gibibytes:.1f} GiB on 1 x {name}" in plan_lines(plan)[1]
-    assert computes_in_bfloat16(recipe) == bfloat16
-    assert dtype_of_base(recipe) == (torch.bfloat16 if bfloat16 else torch.float32)
-
-
-@pytest.mark.parametrize(
     ("changes", "line"),
     [
         (
@@ -149,20 +108,6 @@ def test_what_would_fail_after_days_is_refused(
     with pytest.raises(RecipeError) as raised:
         check(small_recipe(small_model, **changes), tmp_path / "run")
     assert line in str(raised.value).splitlines()
-
-
-def test_a_stride_longer_than_a_window_is_a_mistake_of_the_recipe(small_model: Path) -> None:
-    with pytest.raises(ValueError, match="stride: 100 is longer than the shortest window, 64; lower it"):
-        small_recipe(small_model, evaluation={"perplexity": {"windows": [64, 128], "stride": 100}})
-
-
-@pytest.mark.parametrize(
-    ("short", "line"), [({"stride": 65}, "stride: 65 is"), ({"truncate": 127}, "truncate: 127 tok")]
-)
-def test_what_is_measured_in_short_must_be_possible_too(small_model: Path, short: dict[str, int], line: str) -> None:
-    asked = {"perplexity": {"windows": [64, 128]}, "while_training": short}
-    with pytest.raises(ValueError, match=line):
-        small_recipe(small_model, evaluation=asked)
 
 
 def test_gpus_that_are_not_there_are_missed(small_model: Path, tmp_path: Path) -> None:

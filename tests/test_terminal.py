@@ -3,9 +3,7 @@
 What they say while they are imported is in the errors of the `python` fixture's server, which has to have none.
 """
 
-import io
 import json
-import re
 import subprocess
 import sys
 import time
@@ -14,7 +12,7 @@ from pathlib import Path
 import pytest
 from processes import without_progress
 
-from pi_lora.cli.app import Terminal, progress_bar, working
+from pi_lora.cli.app import progress_bar, working
 
 APP = sys.modules[progress_bar.__module__]
 
@@ -92,20 +90,6 @@ def test_the_demo_prints_no_line_of_a_library(python: str, folder: Path, run: Pa
     assert errors_of(folder, python, "-c", code) == ""
     names = [line.split(" | ")[0] for line in (folder / "demo" / "table.md").read_text().splitlines()[2:]]
     assert names == ["| base, extrapolating", "| PI, step 0", "| PI, 180 steps", "| PI, released, 2 steps"]
-
-
-@pytest.mark.parametrize("width", [80, 120])
-def test_the_bar_shortens_before_what_it_says_does(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    terminal = Terminal(stderr=True)
-    terminal.file, terminal._force_terminal, terminal.width = io.StringIO(), True, width
-    monkeypatch.setattr(APP, "err", terminal)
-    note = "loss 2.787 █▇▆▅▄▄▃▂▂▁ 3,360 tokens/s 1.1 GiB"
-    with progress_bar("training") as progress:
-        progress(120, 760, note)
-    last = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", terminal.file.getvalue()).rstrip().splitlines()[-1]
-    assert "training" in last
-    assert "120/760" in last
-    assert last.rstrip().endswith(note)
 
 
 def test_what_takes_long_says_what_it_is(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,26 +2,14 @@
 
 import json
 import os
-import signal
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
-from conftest import small_recipe, train
-from safetensors.torch import load_file
 
-from pi_lora.errors import Interrupted, ModelError
-from pi_lora.recipe.schema import Recipe
-from pi_lora.run import Run, staging_path
+from pi_lora.errors import ModelError
+from pi_lora.run import Run
 from pi_lora.writing import write_whole
-
-STEPS = 6
-
-
-def zero(file: Path) -> None:
-    """As a machine that loses power leaves a file whose size reached the disk before its content."""
-    file.write_bytes(bytes(file.stat().st_size))
 
 
 def half(file: Path) -> None:
@@ -92,41 +80,3 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pyte
     with pytest.raises(KeyboardInterrupt):
         write_whole(file, "after")
     assert file.read_text() == "before"
-
-
-def recipe_for(model: Path) -> Recipe:
-    training = {**small_recipe(model).training.model_dump(), "steps": STEPS, "save_every": 2}
-    return small_recipe(model, training=training, tuning={"rank": 4, "dropout": 0.1})
-
-
-def interrupt_at(step: int, recipe: Recipe, output: Path) -> Path:
-    def interrupt(done: int, total: int, note: str = "") -> None:
-        if done == step and total == STEPS:
-            os.kill(os.getpid(), signal.SIGINT)
-
-    with pytest.raises(Interrupted):
-        train(recipe, output, progress=interrupt)
-    found = Run(staging_path(output)).last_checkpoint
-    assert found
-    return found
-
-
-def test_a_damaged_checkpoint_does_not_change_what_is_trained(
-    small_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    recipe = recipe_for(small_model)
-    whole = load_file(train(recipe, tmp_path / "whole") / "adapter_model.safetensors")
-    for name in ("adapter_model.safetensors", "optimizer.pt", "rng_state.pth"):
-        output = tmp_path / name
-        newest = interrupt_at(4, recipe, output)
-        half(newest / name)
-        zero(staging_path(output) / "training.jsonl")
-        train(recipe, output, resume=True)
-        assert capsys.readouterr().err == (
-            f"{newest}: {name} changed since they were written; resuming from checkpoint-4\n"
-        )
-        trained = load_file(output / "adapter_model.safetensors")
-        assert all(torch.equal(trained[each], whole[each]) for each in whole)
-        steps = [line["step"] for line in Run(output).log]
-        assert steps == list(range(1, STEPS + 1))
-        assert not (output / "checkpoints").exists()

@@ -109,18 +109,6 @@ def test_a_lock_ends_with_its_process(python: str, tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
-def test_ctrl_c_while_it_is_locked_leaves_nothing_locked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(*_: object, **__: object) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patched:
-        patched.setattr(Path, "write_text", interrupted)
-        with pytest.raises(KeyboardInterrupt), staged(tmp_path / "run"):
-            pass
-    with staged(tmp_path / "run"):
-        pass
-
-
 LATE = (("save_config", signal.SIGINT), ("save_tokenizer", signal.SIGTERM), ("write_card", signal.SIGHUP))
 
 
