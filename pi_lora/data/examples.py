@@ -11,10 +11,10 @@ from datasets import Dataset
 
 from pi_lora.data.cache import Row, cached, columns_of
 from pi_lora.data.documents import looks_local
-from pi_lora.data.sources import NamedRow, find_corpus, find_table
+from pi_lora.data.sources import NamedRow, characters, find_corpus, find_table
 from pi_lora.data.tokens import in_batches, token_type, tokenizer_identity
 from pi_lora.errors import DataError
-from pi_lora.recipe.schema import Data, Source
+from pi_lora.recipe.schema import Data
 from pi_lora.types import Progress, silent
 
 # The paper's, to the letter (paper.tex, `fig:summ-format`), where "# .... Document goes here" stands for the document.
@@ -217,7 +217,7 @@ def prompted(
             else:
                 account.empty.append(where)
 
-    for batch in in_batches(itertools.islice(filled(), limit), lambda named: sum(map(len, named[1].values()))):
+    for batch in in_batches(itertools.islice(filled(), limit), characters):
         prompts = prompter.prompts([row for _, row in batch])
         found = [(*named, prompt) for named, prompt in zip(batch, prompts, strict=True)]
         account.too_long += [where for where, _, prompt in found if not prompt.fits]
@@ -272,9 +272,9 @@ def data_problems(data: Data) -> list[str]:
     problems = []
     for source in data.source:
         local = source.name.startswith("builtin:") or looks_local(source.name)
-        for key in ("subset", "split", "revision", "streaming"):
-            if local and getattr(source, key) != Source.model_fields[key].default:
-                problems.append(f"{source.name}: {key} is for data sets of the hub, and this is not one; remove it")
+        fields = source.model_dump(exclude_defaults=True).keys() if local else set()
+        for key in sorted(fields & {"subset", "split", "revision", "streaming"}):
+            problems.append(f"{source.name}: {key} is for data sets of the hub, and this is not one; remove it")
         try:
             table = find_table(source) if columns else find_corpus(source)
             if local:

@@ -75,6 +75,11 @@ def texts(rows: Iterable[NamedJson], columns: Sequence[str]) -> Iterator[NamedRo
         yield where, {column: row[column] or "" for column in columns}
 
 
+def characters(row: NamedRow) -> int:
+    """Return the length of all texts of a row."""
+    return sum(map(len, row[1].values()))
+
+
 def shuffled(rows: Iterable[NamedRow], seed: int | None, room: int = SHUFFLE_CHARACTERS) -> Iterator[NamedRow]:
     """Shuffle a stream if there is a seed: hold about `room` characters, and yield a random one of the rows held for
     each that comes. A thousand books are a gigabyte and a thousand posts are not, so it is not rows that are counted.
@@ -85,13 +90,13 @@ def shuffled(rows: Iterable[NamedRow], seed: int | None, room: int = SHUFFLE_CHA
     rng = random.Random(seed)
     held: list[NamedRow] = []
     size = 0
-    for where, row in rows:
-        held.append((where, row))
-        size += sum(map(len, row.values()))
+    for row in rows:
+        held.append(row)
+        size += characters(row)
         while size > room:
             index = rng.randrange(len(held))
             held[index], held[-1] = held[-1], held[index]
-            size -= sum(map(len, held[-1][1].values()))
+            size -= characters(held[-1])
             yield held.pop()
     rng.shuffle(held)
     yield from held
@@ -145,7 +150,8 @@ def hub_dataset(source: Source) -> Table:
     order is fixed. The seeded order permutes all rows on disk; of a stream the files, several of which are read in
     turns.
     """
-    name, streaming = source.name, source.streaming
+    name, revision, streaming = source.name, source.revision, source.streaming
+    pinned = COMMIT.fullmatch(revision) is not None
 
     @functools.cache
     def loaded() -> Any:
@@ -153,29 +159,20 @@ def hub_dataset(source: Source) -> Table:
         from datasets import load_dataset
 
         with _hub_errors(name):
-            dataset = load_dataset(
-                name, source.subset, split=source.split, revision=source.revision, streaming=streaming
-            )
-        # Without the hub, `datasets` (5.2) takes the commit that it has, whatever is asked for.
-        if (
-            not streaming
-            and COMMIT.fullmatch(source.revision)
-            and (found := _commit_on_disk(dataset)) != source.revision
-        ):
-            why = f"the hub cannot be asked, and on the disk is commit {found} instead of {source.revision}"
-            raise DataError(f"{name}: {why}; connect to the hub, or set revision: {found}")
-        return dataset
+            return load_dataset(name, source.subset, split=source.split, revision=revision, streaming=streaming)
 
-    def identity() -> Json:
-        """Return the commit that the revision stands for: of a stream that on the hub now, else that on the disk."""
-        if COMMIT.fullmatch(source.revision):
-            return {"commit": source.revision}
+    def commit() -> str | None:
         if not streaming:
-            return {"commit": _commit_on_disk(loaded())}
+            # In its cache a data set is in a folder with the name of its commit.
+            return Path(loaded().cache_files[0]["filename"]).parent.name
         with _hub_errors(name):
-            return {"commit": HfApi().dataset_info(name, revision=source.revision).sha}
+            return revision if pinned else HfApi().dataset_info(name, revision=revision).sha
 
     def read(columns: Sequence[str], seed: int | None) -> Iterator[NamedRow]:
+        # Without the hub, `datasets` (5.2) takes the commit that it has, whatever is asked for.
+        if pinned and (found := commit()) != revision:
+            why = f"the hub cannot be asked, and on the disk is commit {found} instead of {revision}"
+            raise DataError(f"{name}: {why}; connect to the hub, or set revision: {found}")
         dataset = loaded()
         # What is not needed is not decoded. A streamed data set may not know its columns before its first row.
         if set(columns) <= set(dataset.column_names or ()):
@@ -184,14 +181,9 @@ def hub_dataset(source: Source) -> Table:
             # A small buffer suffices, since `shuffled` comes after it.
             dataset = dataset.shuffle(seed, **({"buffer_size": 100} if streaming else {}))
         rows = ((f"{name}:{number}" if seed is None else name, row) for number, row in enumerate(dataset, 1))
-        return shuffled(texts(rows, columns), seed if streaming else None)
+        yield from shuffled(texts(rows, columns), seed if streaming else None)
 
-    return Table(name, source.column, read, identity)
-
-
-def _commit_on_disk(dataset: Any) -> str:
-    """Return the commit of a data set's files, which are in a folder of its name."""
-    return Path(dataset.cache_files[0]["filename"]).parent.name
+    return Table(name, source.column, read, lambda: {"commit": commit()})
 
 
 def hub_file(name: str, file: str, revision: str, column: str = "text", member: str = "") -> Table:
