@@ -45,16 +45,13 @@ def test_the_library_is_seeded_and_split() -> None:
     assert {split_of(document.name) for document in evaluation_documents(STDLIB, "validation")} == {"validation"}
 
 
-def test_there_are_three_splits() -> None:
-    with pytest.raises(DataError, match=r"^builtin:stdlib: has no split tset; there are train, validation, test$"):
-        evaluation_documents(STDLIB, "tset")
-
-
 def test_other_built_in_corpora_are_refused() -> None:
     with pytest.raises(DataError, match=r"^builtin:pile: no such built-in rows; there are builtin:stdlib"):
         evaluation_documents("builtin:pile")
     with pytest.raises(DataError, match=r"^builtin:recall: is for training"):
         evaluation_documents(RECALL)
+    with pytest.raises(DataError, match=r"^builtin:stdlib: has no split tset; there are train, validation, test$"):
+        evaluation_documents(STDLIB, "tset")
 
 
 @given(st.integers(0, 10**6), st.integers(30, 400))

@@ -207,20 +207,6 @@ def test_damaged_files_are_seen_before_training(tmp_path: Path, name: str, conte
     assert message in problem
 
 
-def test_keys_of_the_hub_are_refused_for_a_local_file(tmp_path: Path) -> None:
-    file = write(tmp_path / "rows.jsonl", ROWS)
-    data = Data.model_validate({**data_of(file).model_dump(), "source": {"name": str(file), "split": "validation"}})
-    [problem] = data_problems(data)
-    assert problem.startswith(f"data.source: {file}: split is for data sets of the hub")
-
-
-def test_a_parquet_file_without_the_column_names_those_it_has(tmp_path: Path) -> None:
-    file = write(tmp_path / "rows.parquet", [{"body": "a", "gist": "b"}])
-    assert data_problems(data_of(file)) == [
-        f"data.source: {file}:1: has no column text; choose from its columns: body, gist"
-    ]
-
-
 def test_only_the_completion_is_learned_and_padding_never() -> None:
     rows = [{"prompt_ids": [5, 6, 7], "completion_ids": [8, 1]}, {"prompt_ids": [9], "completion_ids": [1]}]
     batch = CollateExamples(padding=1)(rows)

@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pi_lora.data.documents import looks_local
 from pi_lora.data.examples import data_problems
 from pi_lora.data.sources import NamedRow, evaluation_documents, find_corpus, shuffled
 from pi_lora.errors import DataError
@@ -126,13 +125,6 @@ def test_what_is_not_text_is_refused(tmp_path: Path, name: str, content: bytes |
     assert "\n" not in str(refused.value)
 
 
-@pytest.mark.parametrize(("column", "message"), [("body", "has no column body; .*: n, text$"), ("n", "holds int, not")])
-def test_a_parquet_column_that_will_not_do_is_refused(tmp_path: Path, column: str, message: str) -> None:
-    pq.write_table(pa.table({"n": [1], "text": ["a"]}), tmp_path / "rows.parquet")
-    with pytest.raises(DataError, match=message):
-        texts(tmp_path / "rows.parquet", column=column)
-
-
 def test_a_folder_without_text_is_refused(tmp_path: Path) -> None:
     (tmp_path / "picture.png").write_bytes(b"\x89PNG")
     with pytest.raises(DataError, match="holds no text files"):
@@ -155,17 +147,6 @@ def test_the_identity_follows_the_files(shelf: Path) -> None:
         change()
         assert identity() not in seen
         seen.append(identity())
-
-
-@pytest.mark.parametrize(
-    ("name", "local"),
-    [("owner/books", False), ("squad", False), ("./squad", True), ("data/*", True), ("x.parquet", True), ("~/b", True)],
-)
-def test_what_looks_local(name: str, local: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert looks_local(name) == local
-    (tmp_path / "owner" / "books").mkdir(parents=True)
-    assert looks_local("owner/books")
 
 
 def test_all_problems_of_the_sources_are_told_and_the_hub_is_left_alone(shelf: Path, tmp_path: Path) -> None:
