@@ -11,7 +11,6 @@ from typer import Option
 from pi_lora.cli.app import LIBRARIES, app, err, out, printable, progress_bar, read_recipe, working
 from pi_lora.cli.options import Overrides, RecipeFile, Trust, TrustRemoteCode, grouped
 from pi_lora.distributed import is_launched, is_leader, launch, launch_arguments
-from pi_lora.run import output_folder
 from pi_lora.types import Permissions
 
 # Text that takes minutes to pack.
@@ -44,6 +43,8 @@ def train(
     if print_launch:
         print(printable(shlex.join(["accelerate", "launch", *launch_arguments(resolved, worker, *where)])))
         return
+    from pi_lora.run import output_folder  # pydantic takes a while
+
     place = output or output_folder(resolved, recipe)
     with working(LIBRARIES):
         from pi_lora.api.functions import model_to_train
