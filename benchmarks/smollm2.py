@@ -144,12 +144,16 @@ def main() -> None:
         measured = Measured(name, run or (RUN if name == "tuned" else BASE), options.short)
         for part in options.parts:
             for row, measure in measured.rows(part).items():
-                if row in read("smollm2"):
+                if (kept := read("smollm2").get(row)) is not None:
+                    if kept.get("run", measured.run) != measured.run:
+                        raise SystemExit(f"{row}: is kept of {kept['run']}; name {measured.run} otherwise")
                     continue
                 started = time.monotonic()
                 scores = measure()
                 found = scores if isinstance(scores, dict) else scores.model_dump(mode="json", exclude_unset=True)
-                write_row("smollm2", (row,), {**found, "measured_in": round(time.monotonic() - started)})
+                write_row(
+                    "smollm2", (row,), {**found, "run": measured.run, "measured_in": round(time.monotonic() - started)}
+                )
                 print(f"\n{row}", flush=True)
 
 
