@@ -23,7 +23,7 @@ from pi_lora.scaling.verify import build_on_meta, config_of, rotary_frequencies
 from pi_lora.types import Progress
 
 # Random vectors of signs that each changed tensor is multiplied with.
-VECTORS = 4
+VECTORS = 2
 # A sum of rounding errors with random signs exceeds so many times their norm with a probability of 3e-14 (Hoeffding).
 DEVIATIONS = 8.0
 # The relative error of sums that are made in float32.
@@ -106,28 +106,29 @@ def _compare_sum(
     squares of what tuning changed, of the rounding errors, and of the tensor, all times the random vectors.
     """
     rows, (left, right) = tensor.source_rows(), (matrix.double() for matrix in delta.matrices())
-    left = left * delta.scaling
-    by_row, by_column = torch.ones(tensor.shape[0], 1).double(), torch.ones(tensor.shape[1]).double()
+    left, (height, width) = left * delta.scaling, tensor.shape
+    by_row, by_column = torch.ones(height).double(), torch.ones(width).double()
     if (factors := delta.dora_factors(rows)) is not None:
-        by_row, by_column = (by_row, factors.double()) if delta.transposed else (factors.double()[:, None], by_column)
+        by_row, by_column = (by_row, factors.double()) if delta.transposed else (factors.double(), by_column)
     right = right * by_column
-    signs = torch.randint(0, 2, (tensor.shape[1], VECTORS), generator=random).double() * 2 - 1
-    added = left @ (right @ signs)
+    signs = torch.randint(0, 2, (VECTORS, width), generator=random).double() * 2 - 1
+    inputs, added = signs * by_column, signs @ right.T @ left.T
     limits = torch.finfo(stored.dtype)
     precision, smallest = max(limits.eps / 2, FLOAT32_ERROR), limits.smallest_normal * limits.eps
-    norms = left.norm(dim=1, keepdim=True) * right.norm()
+    norms = left.norm(dim=1) * right.norm()
     same, squares = True, torch.zeros(3, dtype=torch.float64)
     for start, stop in spans(tensor.shape):
-        base, values = rows(start, stop).double(), stored.rows(start, stop).double()
-        scales = by_row[start:stop]
-        untuned, result = base @ (by_column[:, None] * signs), values @ signs
-        expected = scales * (untuned + added[start:stop])
-        size = values.norm(dim=1, keepdim=True) + scales.abs() * norms[start:stop] + smallest * tensor.shape[1] ** 0.5
+        span = slice(start, stop)
+        base, values, scales = rows(start, stop).double(), stored.rows(start, stop).double(), by_row[span]
+        untuned, result = inputs @ base.T, signs @ values.T
+        expected = scales * (untuned + added[:, span])
+        size = values.norm(dim=1) + scales.abs() * norms[span] + smallest * width**0.5
         same &= bool(((result - expected).abs() <= DEVIATIONS * precision * size).all())
         # One row exactly: no farther off than the nearest number of the stored dtype.
         row = int(torch.randint(stop - start, (), generator=random))
-        terms = scales[row].abs() * (base[row] * by_column).abs() + left[start + row].abs() @ right.abs()
-        exact = scales[row] * (base[row] * by_column + left[start + row] @ right)
+        scale, weights, update = scales[row], base[row] * by_column, left[start + row]
+        exact = scale * (weights + update @ right)
+        terms = scale.abs() * (weights.abs() + update.abs() @ right.abs())
         nearest = (exact.to(stored.dtype).double() - exact).abs()
         same &= bool(((values[row] - exact).abs() <= nearest + FLOAT32_ERROR * terms).all())
         squares += torch.stack([part.square().sum() for part in (expected - untuned, result - expected, result)])

@@ -18,8 +18,9 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from pi_lora.errors import ModelError, first_line
 from pi_lora.models.stored import read_index, read_tensors
 
-# The numbers in a block: 2 MB in float32 stay in a processor's cache, which is twice as fast as 16 MB.
-BLOCK = 500_000
+# The numbers in a block: 1 MB in float32 and 2 MB in float64 stay in a processor's cache, and the allocator keeps their
+# memory, instead of giving it back to the system each time (half of the time with blocks twice as large).
+BLOCK = 250_000
 # As the format names them.
 DTYPES = {
     "F64": torch.float64,
@@ -61,7 +62,7 @@ class StoredTensor:
 def spans(shape: tuple[int, ...]) -> Iterator[tuple[int, int]]:
     """Yield the first and last row (exclusive) of blocks of at most `BLOCK` numbers, or one row if that has more.
 
-    >>> list(spans((5, 250_000))), list(spans(())), list(spans((0, 3)))
+    >>> list(spans((5, 125_000))), list(spans(())), list(spans((0, 3)))
     ([(0, 2), (2, 4), (4, 5)], [(0, 1)], [])
     """
     rows = shape[0] if shape else 1

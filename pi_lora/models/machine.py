@@ -8,7 +8,6 @@ from contextlib import suppress
 
 import torch
 from torch import nn
-from transformers.integrations.liger import apply_liger_kernel
 from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available, is_flash_attn_4_available
 
 from pi_lora.errors import ModelError
@@ -79,6 +78,9 @@ def use_liger(model: nn.Module) -> None:
     """Compute the layers of `model`, with or without an adapter, by Liger's kernels; its weights stay as they are. The
     classes and functions of its architecture are replaced for this process, too (liger-kernel 0.8).
     """
+    # Imported here: it imports PEFT, which takes seconds, and merging does without.
+    from transformers.integrations.liger import apply_liger_kernel
+
     apply_liger_kernel(model, OWN_LOSS)
 
 
