@@ -7,6 +7,7 @@ import random
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -55,31 +56,33 @@ def unavailable(names: Sequence[str]) -> dict[str, str]:
         if name not in TASKS:
             hint = " or ".join(difflib.get_close_matches(name, TASKS)) or ", ".join(TASKS)
             raise DataError(f"--tasks: {name}: no task of RULER in lm-eval {lm_eval.__version__}; did you mean {hint}?")
-    reasons: dict[str, str] = {}
-    for same_texts in (ESSAYS, QUESTIONS[:1], QUESTIONS[1:]):
-        if needed := [name for name in names if name in same_texts]:
-            try:
-                _find_texts(needed[0])
-            except (OSError, LookupError, ValueError) as error:
-                reasons |= dict.fromkeys(needed, f"its texts cannot be had ({first_line(error)})")
+    reasons = {}
+    for name in names:
+        of_same_texts = ESSAYS[0] if name in ESSAYS else name
+        if name in (*ESSAYS, *QUESTIONS) and (reason := _why_missing(of_same_texts)):
+            reasons[name] = f"its texts cannot be had ({reason})"
     if not set(names) - set(reasons):
         raise DataError(f"--tasks: {names[0]}: {reasons[names[0]]}; choose tasks that need no texts")
     return reasons
 
 
-def _find_texts(name: str) -> None:
-    """Have lm-eval read the texts of a task, which it keeps; raise what it raises without them."""
+@cache
+def _why_missing(name: str) -> str:
+    """Return why lm-eval cannot read the texts of a task, or nothing; what it reads, it keeps."""
     if name in QUESTIONS and is_offline_mode():
-        raise OSError("HF_HUB_OFFLINE is set, and lm-eval downloads them from the web")
+        return "HF_HUB_OFFLINE is set, and lm-eval downloads them from the web"
     with quiet():
-        if name in ESSAYS:
-            import nltk  # it keeps the stderr that it is imported with
+        import nltk  # which keeps the stderr that it is imported with
 
-            try:
+        try:
+            if name in ESSAYS:
                 nltk.data.find("tokenizers/punkt_tab")
-            except LookupError:
-                raise LookupError("nltk lacks punkt_tab: python -m nltk.downloader punkt_tab") from None
-        _manager(4096, BUILTIN_FOLDER / "tiny").load([name])
+            _manager(4096, BUILTIN_FOLDER / "tiny").load([name])
+        except LookupError:
+            return "nltk lacks punkt_tab: python -m nltk.downloader punkt_tab"
+        except (OSError, ValueError) as error:
+            return first_line(error)
+    return ""
 
 
 def _manager(length: int, tokenizer: Path) -> lm_eval.tasks.TaskManager:
