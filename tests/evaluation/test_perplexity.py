@@ -1,6 +1,5 @@
 import copy
 import math
-import os
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,7 @@ from pi_lora.evaluation.perplexity.losses import (
 from pi_lora.evaluation.perplexity.measure import choose_documents
 from pi_lora.models.model import Extension, Model, load
 
-BOOKS = Path(os.environ.get("PI_LORA_SHARED", Path(__file__).parents[3] / "shared")) / "data" / "books"
+BOOK = Path(__file__).parents[1] / "data" / "texts" / "through_the_postern_gate.txt"
 SWEEP = [256, 512, 1024, 2048]
 
 
@@ -57,10 +56,8 @@ def test_a_sweep_equals_the_oracle_at_every_window(small_model: Path, documents:
 
 
 def test_real_text_equals_the_oracle_to_1e_5(stretched_builtin: Model) -> None:
-    """A book, or where none are at hand (PI_LORA_SHARED names the folder that holds data/books) Python's sources."""
-    source = str(BOOKS) if BOOKS.is_dir() else "builtin:stdlib"
     choice = Choice(documents=1, truncate=2304)
-    chosen = choose_documents(stretched_builtin, source, choice, max(SWEEP))
+    chosen = choose_documents(stretched_builtin, str(BOOK), choice, max(SWEEP))
     [document] = [document.ids for document in chosen.documents]
     assert len(document) == 2304
     for score in window_scores([document_losses(stretched_builtin.model, document, Sweep(tuple(SWEEP), 128))]):

@@ -3,7 +3,6 @@
 import importlib.util
 import io
 import json
-import os
 import sys
 import types
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,9 +25,7 @@ from pi_lora.evaluation.summarization.writing import Sampling, Writer, find_writ
 from pi_lora.models.model import find, load
 from pi_lora.recipe.schema import Recipe
 
-SHARED = Path(os.environ.get("PI_LORA_SHARED", Path(__file__).parents[3] / "shared"))
-REPORTS = SHARED / "data" / "reports" / "gao_reports.jsonl"
-needs_reports = pytest.mark.skipif(not REPORTS.is_file(), reason="the reports are not in this checkout")
+REPORTS = Path(__file__).parents[1] / "data" / "texts" / "gao_reports.jsonl"
 COLUMNS = {"document": "report", "summary": "summary"}
 
 
@@ -78,7 +75,6 @@ class StopsAfter:
             yield written
 
 
-@needs_reports
 def test_from_raw_reports_to_rouge_with_an_interruption(tuned: Path, tmp_path: Path) -> None:
     writer = find_writer(find(str(tuned)))
     assert (writer.window, writer.facts["scale"]) == (512, 2.0)
@@ -149,7 +145,6 @@ def test_any_text_is_kept_and_scored(tmp_path: Path) -> None:
     assert evaluate_summarization(writer, data, Sampling(max_new_tokens=8), file) == scores[0]
 
 
-@needs_reports
 def test_what_a_training_step_learns(extended: Path) -> None:
     """Every label is -100 or the summary's own token and its EOS, of every report, each once in an epoch."""
     loaded = load(str(extended))
@@ -173,7 +168,6 @@ def test_what_a_training_step_learns(extended: Path) -> None:
             assert summaries[index].strip().startswith(loaded.tokenizer.decode(learned[:-1]).strip())
 
 
-@needs_reports
 def test_tokens_are_counted_without_padding(tuned: Path, extended: Path) -> None:
     recipe = recipe_of(extended, REPORTS)
     data = training_data(recipe.data, recipe.training, load(str(extended)).tokenizer, 256, 512)
@@ -191,7 +185,6 @@ def test_rouge_stems_and_its_intervals_are_seeded() -> None:
     assert rouge(["The cats sat"], ["the cat sat"])["rouge2"].mean == 100
 
 
-@needs_reports
 def test_writing_is_seeded_and_greedy_is_what_generate_gives(tuned: Path) -> None:
     import torch
 
@@ -255,7 +248,6 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *ar
     return int(exit_.value.code or 0), captured.out, without_progress(captured.err)
 
 
-@needs_reports
 def test_the_two_commands(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tuned: Path
 ) -> None:
