@@ -15,6 +15,7 @@ import torch
 from peft import LoraConfig, PeftModel
 from peft.helpers import disable_input_dtype_casting as disable_input_dtype_casting
 from peft.utils import ModulesToSaveWrapper
+from safetensors import SafetensorError
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -186,7 +187,7 @@ def load_adapter(model: PreTrainedModel, folder: Path, dropout: float | None = N
         with without_known_warnings():
             adapted = PeftModel.from_pretrained(model, str(folder), **options)
             _keep_whole_modules_in_float32(adapted, folder)
-    except Exception as error:  # peft, safetensors and torch raise their own kinds
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         reason = (str(error).strip() or repr(error)).splitlines()[-1]
         raise ModelError(f"{folder}: the adapter does not fit its base ({reason})") from error
     _keep_the_dtype_of_activations(adapted)

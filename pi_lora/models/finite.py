@@ -1,12 +1,9 @@
-"""Whether weights are finite, at little more than what reading them costs."""
+"""Whether weights are finite."""
 
-import contextlib
 import math
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Iterable
 
 import torch
-from transformers import core_model_loading
 
 from pi_lora.errors import ModelError
 
@@ -25,29 +22,3 @@ def check_finite(name: str, weights: Iterable[tuple[str, torch.Tensor]]) -> None
         values = weight.detach() if state is None else state.offset
         if values.itemsize > 1 and not finite(values):
             raise ModelError(f"{name}: {key} has infinite or NaN values; it is damaged, download or tune it again")
-
-
-@contextlib.contextmanager
-def finite_as_read() -> Iterator[list[bool]]:
-    """Have transformers look at each weight when it reads it, and give what it finds.
-
-    Twice as fast as looking at a model that is loaded: bfloat16 numbers that become float32 ones are half as many
-    bytes, and are in the processor's cache for their conversion.
-    """
-    found: list[bool] = []
-    read = core_model_loading._materialize_copy
-
-    def looked_at(tensor: Any, device: Any = None, dtype: torch.dtype | None = None) -> torch.Tensor:
-        stored: torch.Tensor = read(tensor)
-        weight = stored.to(device=device, dtype=dtype)
-        # float32 holds every number of 16 bits, so that none becomes infinite in it.
-        as_stored = weight.device == stored.device and weight.dtype == torch.float32 and stored.itemsize == 2
-        values = stored if as_stored else weight
-        found.append(values.itemsize == 1 or finite(values))
-        return weight
-
-    core_model_loading._materialize_copy = looked_at
-    try:
-        yield found
-    finally:
-        core_model_loading._materialize_copy = read

@@ -16,9 +16,8 @@ from pi_lora.models import machine
 from pi_lora.models.device import device, dtype_named
 from pi_lora.models.location import BUILTIN, find_file, locate, why_unreadable
 from pi_lora.models.origin import weights_digest
-from pi_lora.models.stored import ADAPTER_CONFIG_FILE, CONFIG_FILE, check_config, read_adapter_settings, read_config
-from pi_lora.models.tokenizer import load_tokenizer
-from pi_lora.models.tokenizer_files import SETTINGS_FILE, read_settings
+from pi_lora.models.stored import ADAPTER_CONFIG_FILE, CONFIG_FILE, read_adapter_settings, read_config
+from pi_lora.models.tokenizer import SETTINGS_FILE, load_tokenizer
 from pi_lora.models.weights import Placement, empty_weights, quiet_loading, read_weights
 from pi_lora.recipe.schema import Recipe
 from pi_lora.run import Origin, Run
@@ -38,7 +37,8 @@ from pi_lora.scaling.config import (
     window_of,
 )
 from pi_lora.scaling.verify import build_on_meta, check_scaling, config_of
-from pi_lora.types import NO_PERMISSIONS, Permissions
+from pi_lora.types import NO_PERMISSIONS, Json, Permissions
+from pi_lora.writing import read_json
 
 
 @dataclass(frozen=True)
@@ -343,8 +343,9 @@ def _find_base(name: str, revision: str = "main", permissions: Permissions = NO_
         unknown = f"{first_line(error)}; give a hub id, a model folder or {BUILTIN}tiny"
         raise ModelError(f"{name}: {why_unreadable(error, unknown)}") from None
     own: Config = own_entries(config)
-    check_config(own, name)
     if full_attention_rope(own).get("rope_type") == "linear":
         settings = find_file(path, SETTINGS_FILE, revision)
-        own = declaring_original(own, read_settings(settings).model_max_length if settings else None)
+        own = declaring_original(
+            own, read_json(settings, Json, "download it again").get("model_max_length") if settings else None
+        )
     return Model(name, name, path, revision, permissions, type(config), own, in_both_dialects(own))

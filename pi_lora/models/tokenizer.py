@@ -1,14 +1,20 @@
 """Tokenizers, loaded with a window and checked, and saved for both generations of transformers."""
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from tokenizers.models import Unigram
 from transformers import AutoTokenizer
 
 from pi_lora.errors import ModelError, first_line
-from pi_lora.models import tokenizer_files
-from pi_lora.models.location import find_file, why_unreadable
+from pi_lora.models.location import why_unreadable
+
+SETTINGS_FILE = "tokenizer_config.json"
+SAMPLE = "The 3rd text, 1999: naïve “café”\n\n\t  if x_1 != 0:   # 中文 здесь 🦋 aaaaaaaaaaaaaaaa ---------- 00000000\n"
+# A logarithm of a probability that is lower than that of any text of a special token's length.
+NEVER = -1e4
 
 
 def load_tokenizer(
@@ -18,25 +24,41 @@ def load_tokenizer(
     trust_remote_code: bool = False,
     vocabulary: int | None = None,
 ) -> Any:
-    """Load the tokenizer of a model or run, with `window` tokens as its longest input; raise ModelError if its files
-    are damaged, or it gives tokens that a model of so large a `vocabulary` does not have.
+    """Load the tokenizer of a model or run, with `window` tokens as its longest input; raise ModelError if it cannot be
+    read, or gives tokens that a model of so large a `vocabulary` does not have.
     """
-    tokenizer_files.check_files(lambda name: find_file(str(path), name, revision))
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, revision=revision, trust_remote_code=trust_remote_code)
     except Exception as error:  # tokenizers raises `Exception` itself
         reason = why_unreadable(error, f"has no tokenizer that can be read ({first_line(error)})")
         raise ModelError(f"{path}: {reason}") from None
     tokenizer.model_max_length = window
-    tokenizer_files.read_special_tokens_as_text(tokenizer)
-    tokenizer_files.try_out(tokenizer, str(path), vocabulary)
+    read_special_tokens_as_text(tokenizer)
+    highest = max(tokenizer(SAMPLE, verbose=False)["input_ids"], default=0)
+    if vocabulary and highest >= vocabulary:
+        has = f"gives token {highest}, and the model has {vocabulary}"
+        raise ModelError(f"{path}: its tokenizer {has}; use the model's own")
     return tokenizer
+
+
+def read_special_tokens_as_text(tokenizer: Any) -> None:
+    """Let `</s>` in a text be four characters and not the end of it, unless a call of the tokenizer asks otherwise. A
+    Unigram model has special tokens among its pieces, as the likeliest (tokenizers 0.22): they get the lowest score.
+    """
+    tokenizer.split_special_tokens = True
+    # Those that a chat template writes are special.
+    in_chats = {"split_special_tokens": False}
+    tokenizer.apply_chat_template = partial(tokenizer.apply_chat_template, tokenizer_kwargs=in_chats)
+    if tokenizer.is_fast and isinstance(tokenizer.backend_tokenizer.model, Unigram):
+        model, special = json.loads(tokenizer.backend_tokenizer.to_str())["model"], set(tokenizer.all_special_tokens)
+        pieces = [(piece, NEVER if piece in special else score) for piece, score in model["vocab"]]
+        tokenizer.backend_tokenizer.model = Unigram(pieces, model["unk_id"], model["byte_fallback"])
 
 
 def save_tokenizer(tokenizer: Any, folder: Path) -> None:
     """Write a tokenizer that transformers 4 reads as well, which does not know the class name that 5 writes."""
     tokenizer.save_pretrained(folder)
-    file = folder / "tokenizer_config.json"
+    file = folder / SETTINGS_FILE
     settings = json.loads(file.read_text(encoding="utf-8"))
     if settings["tokenizer_class"] == "TokenizersBackend":
         settings["tokenizer_class"] = "PreTrainedTokenizerFast"

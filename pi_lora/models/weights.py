@@ -7,12 +7,13 @@ from typing import Any, Literal
 import torch
 import transformers
 from accelerate import init_empty_weights
+from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers import logging as transformers_logging
 
 from pi_lora.errors import ModelError, first_line
 from pi_lora.models.device import device
-from pi_lora.models.finite import check_finite, finite_as_read
+from pi_lora.models.finite import check_finite
 
 # `device`: the accelerator if there is one. `quantized`: the same, as NF4 with double quantization (QLoRA, Dettmers et
 # al. 2023). `host`: from where FSDP spreads them over several GPUs. `empty`: no weights are read, for the processes
@@ -35,7 +36,7 @@ def read_weights(
     Raises:
         ModelError: They cannot be read, are not exactly those of the config, or are infinite or NaN.
     """
-    with quiet_loading(), finite_as_read() as finite_ones:
+    with quiet_loading():
         try:
             model, report = AutoModelForCausalLM.from_pretrained(
                 path,
@@ -49,14 +50,13 @@ def read_weights(
                 **(quantization(dtype) if place == "quantized" else {}),
                 **source,
             )
-        except Exception as error:  # safetensors, transformers and the hub client raise their own kinds
+        except (OSError, ValueError, RuntimeError, SafetensorError) as error:
             raise ModelError(f"{name}: its weights cannot be loaded ({first_line(error)})") from error
     _check_complete(name, report)
     if place == "quantized":
         _compute_in(dtype, model)
     loaded: PreTrainedModel = model.to(device()) if place == "device" else model
-    if place == "quantized" or not all(finite_ones):
-        check_finite(name, loaded.named_parameters())
+    check_finite(name, loaded.named_parameters())
     return loaded
 
 

@@ -1,0 +1,49 @@
+"""Tokenizers that do not fit their model, or cannot be read."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from random_runs import TOKENIZER
+
+from pi_lora.errors import ModelError
+from pi_lora.models.model import find
+from pi_lora.models.tokenizer import load_tokenizer
+
+
+@pytest.fixture
+def folder(small_model: Path, tmp_path: Path) -> Path:
+    for name in ("config.json", *TOKENIZER):
+        shutil.copy(small_model / name, tmp_path)
+    return tmp_path
+
+
+def edit(file: Path, **changes: Any) -> None:
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+
+
+@pytest.mark.parametrize("content", [b"", b"[]", b"\xff"])
+def test_what_is_no_tokenizer_is_a_line(content: bytes, folder: Path) -> None:
+    (folder / TOKENIZER[0]).write_bytes(content)
+    with pytest.raises(ModelError, match="has no tokenizer that can be read") as raised:
+        load_tokenizer(folder, 64)
+    assert "\n" not in str(raised.value)
+
+
+def test_tokens_that_the_model_has_not(folder: Path) -> None:
+    assert find(str(folder)).tokenizer
+    edit(folder / "config.json", vocab_size=200)
+    with pytest.raises(ModelError, match=r"its tokenizer gives token \d+, and the model has 200; use the model's own"):
+        assert find(str(folder)).tokenizer
+
+
+def test_a_scaled_base_whose_settings_are_damaged(folder: Path) -> None:
+    """Its tokenizer's longest input is looked at when the model is found."""
+    rope = {"rope_type": "linear", "factor": 2.0, "rope_theta": 500.0}
+    edit(folder / "config.json", rope_parameters=rope)
+    assert find(str(folder)).window
+    (folder / TOKENIZER[1]).write_bytes(b"[" * 10**5)
+    with pytest.raises(ModelError, match=r"tokenizer_config\.json: is not JSON"):
+        find(str(folder))
