@@ -79,7 +79,8 @@ def _row(base: Metric, run: Metric, original: int | None) -> Row:
     before, after = {value.name: value for value in base.values}, {value.name: value for value in run.values}
     is_paired = before.keys() == after.keys() and bool(after)
     pairs = [(before[name], value) for name, value in after.items()] if is_paired else []
-    interval = _paired_interval(pairs, run) if is_paired else of_two(base, run)
+    paired = _paired_interval(pairs, run) if is_paired else None
+    interval = paired or of_two(base, run)
     place = "" if run.at is None or original is None else " (old window)" if run.at <= original else " (beyond)"
     return Row(
         measurement=run.heading + place + (f", {run.unit}" if run.unit == "%" else ""),
@@ -88,7 +89,7 @@ def _row(base: Metric, run: Metric, original: int | None) -> Row:
         unit=unit,
         change=change,
         interval=interval,
-        pairs=len(pairs) if is_paired else None,
+        pairs=len(pairs) if paired else None,
         verdict=verdict(change, interval, unit, run.higher_is_better),
     )
 

@@ -23,10 +23,10 @@ def quantile(pairs: int) -> float:
 
 def of_means(groups: Sequence[Pairs]) -> Interval | None:
     """Return the interval of the mean over independent groups of the weighted mean difference in each (a ratio
-    estimator); None if a group has a single pair.
+    estimator); None if a group has a single pair, or if all differences are the same, which tells nothing of others.
 
-    >>> of_means([[(1.0, 1.5, 1), (2.0, 2.5, 3)]])
-    (0.5, 0.5)
+    >>> [round(bound, 2) for bound in of_means([[(1.0, 1.5, 1), (1.0, 1.5, 1), (2.0, 3.5, 2)]])]
+    [-0.61, 2.61]
     """
     means, errors = [], []
     for pairs in groups:
@@ -38,7 +38,7 @@ def of_means(groups: Sequence[Pairs]) -> Interval | None:
         means.append(mean)
         errors.append(math.sqrt(squares * number / (number - 1)) / total)
     mean, reach = math.fsum(means) / len(groups), quantile(min(map(len, groups))) * math.hypot(*errors) / len(groups)
-    return mean - reach, mean + reach
+    return (mean - reach, mean + reach) if reach > 1e-9 else None
 
 
 def of_successes(pairs: Pairs) -> Interval:

@@ -178,7 +178,10 @@ def test_ruler_is_paired_by_prompt() -> None:
     rows = one(base, run, 64)
     assert rows["mean at 64 (old window), %"].verdict == "within noise"
     assert rows["mean at 64 (old window), %"].pairs == 8
-    assert rows["mean at 128 (beyond), %"].verdict == "75.0 points better"
+    beyond = rows["mean at 128 (beyond), %"]
+    assert beyond.verdict == "75.0 points better"
+    assert beyond.interval is not None
+    assert beyond.interval[0] < 75 < beyond.interval[1], "all differ alike, which is no certainty"
     assert rows["effective length (85.6%)"].verdict == "the same"
     assert one(relative_to(base, base), relative_to(base, run), 64)["effective length (95% of the base)"].base == 64
     other = ruler({64: {"a": [1.0, 0.9, 0.5, 1.0], "b": [1.0, 0.75, 1.0, 0.75]}}, length=60)
