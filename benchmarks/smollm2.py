@@ -145,8 +145,8 @@ def main() -> None:
         for part in options.parts:
             for row, measure in measured.rows(part).items():
                 if (kept := read("smollm2").get(row)) is not None:
-                    if kept.get("run", measured.run) != measured.run:
-                        raise SystemExit(f"{row}: is kept of {kept['run']}; name {measured.run} otherwise")
+                    if (of := kept.get("run", kept.get("model"))) != measured.run:
+                        raise SystemExit(f"{row}: is kept of {of}; give {measured.run} another name")
                     continue
                 started = time.monotonic()
                 scores = measure()
