@@ -27,6 +27,11 @@ def errors_of(folder: Path, *command: str) -> str:
     return without_progress(done.stderr)
 
 
+def be_the_second_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "1"}.items():
+        monkeypatch.setenv(name, value)
+
+
 @pytest.fixture(scope="module")
 def folder(python: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """With a run, texts and questions."""
@@ -97,7 +102,7 @@ def test_what_takes_long_says_what_it_is(capsys: pytest.CaptureFixture[str], mon
     for what, seconds in (("loading a", 0.3), ("loading b", 0.0)):
         with working(what):
             time.sleep(seconds)
-    monkeypatch.setenv("RANK", "1")
+    be_the_second_process(monkeypatch)
     with working("loading c"):
         time.sleep(0.3)
     errors = capsys.readouterr().err
@@ -116,7 +121,7 @@ def test_progress_is_lines_where_there_is_no_terminal(
         for seconds, done, note in calls:
             now = seconds
             progress(done, 1011, note)
-    monkeypatch.setenv("RANK", "1")
+    be_the_second_process(monkeypatch)
     with progress_bar("training") as progress:
         now = 1000
         progress(1, 2)
