@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import yaml
-from reported import benchmarks, make_run, passkey, passkey_map, perplexity
+from reported import benchmarks, make_run, passkey_map
 from test_cli import run as command
 
 from pi_lora.evaluation.results import (
@@ -194,34 +194,6 @@ def test_what_is_known_without_an_interval_says_so() -> None:
     assert verdict(0.0, None, "%") == "the same"
     assert verdict(-2.5, None, "%", higher_is_better=False) == "2.5 % better, no interval"
     assert verdict(-512, None, "tokens") == "512 tokens shorter"
-
-
-def test_the_command_reads_what_is_there(
-    small_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def loaded(*_: object, **__: object) -> None:
-        raise AssertionError("a model was looked for")
-
-    monkeypatch.chdir(tmp_path)
-    base = {"model": str(small_model)}
-    scores = {
-        "perplexity": perplexity(9.0, 7.125),
-        "perplexity-base": {**perplexity(8.5, 60.25), **base},
-        "passkey": passkey(128),
-        "passkey-base": {**passkey(32), **base},
-        "benchmarks": benchmarks(0.5, 0.02),
-        "benchmarks-base": {**benchmarks(0.52, 0.02), **base},
-    }
-    make_run(small_model, tmp_path / "mine", scores)
-    monkeypatch.setattr("pi_lora.models.model.find", loaded)
-    status, out, err = command(capsys, monkeypatch, "compare", str(small_model), "mine", "--json", "c.json")
-    assert (status, err) == (0, "")
-    rows = {row["measurement"]: row for row in json.loads((tmp_path / "c.json").read_text())["rows"]}
-    assert rows["perplexity at 64 (old window)"]["verdict"] == "5.9 % worse, no interval"
-    assert rows["perplexity at 128 (beyond)"]["verdict"] == "88.2 % better, no interval"
-    assert rows["boolq, %"]["verdict"] == "within noise"
-    assert rows["k_max at 128 (beyond)"]["change"] == 96
-    assert "k_max at" in out
 
 
 @pytest.mark.parametrize("limit", [None, 5])

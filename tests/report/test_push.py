@@ -19,8 +19,6 @@ from reported import make_run, passkey, perplexity
 
 from pi_lora import cli
 from pi_lora.errors import ModelError
-from pi_lora.models.stored import EXTENDED
-from pi_lora.report.card import write_card
 from pi_lora.report.pages import write_report
 from pi_lora.report.run import MeasuredRun
 from pi_lora.report.upload import PushError, push
@@ -194,21 +192,6 @@ def test_no_path_of_this_machine_goes_up(small_model: Path, hub: Hub, tmp_path: 
     assert json.loads(texts["merge.json"])["assumed"] == "run was tuned under pi"
     assert "`a&b.txt`" in texts["README.md"]
     assert contents(run) == before
-
-
-def test_a_base_on_the_hub_keeps_its_name(small_model: Path, hub: Hub, tmp_path: Path) -> None:
-    tasks = {"all": "owner/one, owner/two", "one": "https://x/y/z"}
-    scores = {"model": "owner/base", "data": tasks, "tasks": {"one": {"acc": 0.5, "examples": 2}}}
-    run = make_run(small_model, tmp_path / "run", {"benchmarks": scores})
-    settings = json.loads((run / "adapter_config.json").read_text())
-    named = {**settings, "base_model_name_or_path": f"owner/base{EXTENDED}"}
-    (run / "adapter_config.json").write_text(json.dumps(named))
-    write_card(run)
-    push(run, "me/model")
-    pushed = hub.files["me/model@main"]
-    assert json.loads(pushed["adapter_config.json"]) == named
-    assert "base_model: owner/base" in pushed["README.md"].decode()
-    assert json.loads(pushed["scores/benchmarks.json"]) == scores
 
 
 def test_the_card_goes_up_with_the_newest_scores(lora_run: Path, hub: Hub, tmp_path: Path) -> None:
