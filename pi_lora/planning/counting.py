@@ -1,13 +1,12 @@
 """The shape of a model, counted from its modules: built on the meta device, they take no memory for weights."""
 
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable
 
 from torch import nn
 from transformers import PreTrainedModel
 
 from pi_lora.errors import ModelError
-from pi_lora.planning.shape import Linear, Shape
+from pi_lora.planning.shape import Adapted, Shape
 from pi_lora.scaling.config import FULL_ATTENTION, LOCAL_ATTENTION, SLIDING_ATTENTION, Config
 
 # Layer types without attention weights: their operations grow linearly with the sequence.
@@ -29,7 +28,20 @@ def shape_of(model: PreTrainedModel) -> Shape:
     head_dim = getattr(config, "qk_head_dim", None) or getattr(config, "head_dim", None) or hidden // heads
     local = _local_layers(config.to_dict(), len(layers))
     norms = _norms(model)
-    linears = tuple(Linear(*kind, number) for kind, number in Counter(_linears(model, head)).items())
+    linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    # PEFT finds those of attention by the last part of their names.
+    in_attention = {name.rpartition(".")[2] for name in linears if _in_attention(name)}
+    linears = {name: module for name, module in linears.items() if module is not head}
+    attention = _adapted(module for name, module in linears.items() if name.rpartition(".")[2] in in_attention)
+    all_linear, stored = _adapted(linears.values()), sum(numbers for numbers, _ in experts)
+    adapts_experts = False
+    if per_token:
+        # Imported here: PEFT takes seconds, and models without experts do without.
+        from pi_lora.models.adapter import numbers_per_rank
+
+        per_rank = numbers_per_rank(model)
+        adapts_experts = per_rank != all_linear.per_rank
+        all_linear = all_linear._replace(per_rank=per_rank)
     return Shape(
         parameters=_numbers(model),
         layers=len(layers),
@@ -41,24 +53,22 @@ def shape_of(model: PreTrainedModel) -> Shape:
         heads=heads,
         vocabulary=head.out_features,
         tied=head.weight is model.get_input_embeddings().weight,
-        linears=linears,
-        experts=sum(stored for stored, _ in experts),
+        linear_weights=sum(module.weight.numel() for module in linears.values()),
+        largest_linear=max(module.weight.numel() for module in linears.values()),
+        lora={"all-linear": all_linear, "attention": attention},
+        experts=stored,
         active_experts=sum(used for _, used in experts),
         norms=max(sum(not _in_attention(name) for name in _norms(layer)) for layer in layers),
         norm_weights=_numbers(nn.ModuleList(norms.values())),
         head_normed=any(map(_in_attention, norms)),
-        all_linear=_adapted_otherwise(model, linears) if per_token else None,
+        adapted_experts=stored if adapts_experts else 0,
         **local,
     )
 
 
-def _adapted_otherwise(model: PreTrainedModel, linears: Sequence[Linear]) -> int | None:
-    """Return LoRA's numbers per rank if PEFT adapts something else than the linear layers of a mixture."""
-    # Imported here: PEFT takes seconds, and models without experts do without.
-    from pi_lora.models.adapter import numbers_per_rank
-
-    found = numbers_per_rank(model)
-    return None if found == sum(each.number * (each.inputs + each.outputs) for each in linears) else found
+def _adapted(linears: Iterable[nn.Linear]) -> Adapted:
+    shapes = [(module.in_features, module.out_features) for module in linears]
+    return Adapted(sum(map(sum, shapes)), sum(outputs for _, outputs in shapes))
 
 
 def _numbers(module: nn.Module) -> int:
@@ -71,17 +81,6 @@ def _in_attention(name: str) -> bool:
 
 def _norms(module: nn.Module) -> dict[str, nn.Module]:
     return {name: norm for name, norm in module.named_modules() if "Norm" in type(norm).__name__}
-
-
-def _linears(model: nn.Module, head: nn.Module) -> Iterator[tuple[int, int, bool]]:
-    """Yield inputs, outputs and `in_attention` of every linear layer but the head; PEFT finds those of attention by the
-    last part of their names.
-    """
-    found = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-    in_attention = {name.rpartition(".")[2] for name in found if _in_attention(name)}
-    for name, module in found.items():
-        if module is not head:
-            yield module.in_features, module.out_features, name.rpartition(".")[2] in in_attention
 
 
 def _experts(layer: nn.Module, per_token: int | None) -> tuple[int, int]:

@@ -203,7 +203,7 @@ def saved_inputs(shape: Shape, tokens: int, wide_stream: bool = False, offloaded
 
 def unpacked_bytes(shape: Shape, tuning: Tuning) -> int:
     """Return bytes of the largest linear layer: NF4 unpacks one at a time to bfloat16."""
-    return max(linear.weights for linear in shape.linears) * BFLOAT16 if tuning.method == "qlora" else 0
+    return shape.largest_linear * BFLOAT16 if tuning.method == "qlora" else 0
 
 
 def loss_bytes(
@@ -233,8 +233,8 @@ def _activations(shape: Shape, recipe: Recipe, length: int, tokens: int, arithme
     # The `eager` kernel alone materializes the attention weights of a layer.
     eager = training.per_device_batch_size if recipe.model.attention == "eager" else 0
     scores = eager * shape.heads * length**2 * EAGER_SCORE
-    adapted = tuning.targets == "all-linear" and tuning.method != "full" and shape.all_linear is not None
-    experts = shape.experts / shape.layers if adapted else 0
+    adapted = tuning.targets == "all-linear" and tuning.method != "full"
+    experts = shape.adapted_experts / shape.layers if adapted else 0
     kept = kept * tokens + scores + ADAPTED_EXPERTS_KEPT * experts
     peak = peak * tokens + scores + ADAPTED_EXPERTS_PEAK * experts + unpacked_bytes(shape, tuning)
     if training.activation_checkpointing:

@@ -6,20 +6,11 @@ from typing import NamedTuple
 from pi_lora.recipe.schema import Tuning
 
 
-class Linear(NamedTuple):
-    """Linear layers of `outputs x inputs` weights each, `number` of them; `in_attention` if LoRA on attention adapts
-    them.
-    """
+class Adapted(NamedTuple):
+    """What LoRA adapts: numbers that its matrices have per rank, and outputs, each of which DoRA scales."""
 
-    inputs: int
+    per_rank: int
     outputs: int
-    in_attention: bool
-    number: int
-
-    @property
-    def weights(self) -> int:
-        """How many one has without the biases: what is quantized, and multiplied with each token."""
-        return self.inputs * self.outputs
 
 
 @dataclass(frozen=True)
@@ -28,9 +19,10 @@ class Shape:
 
     `layer` is the number of parameters of the largest layer. `intermediate`, `queries` and `keys` are the widths of
     the widest layer, in numbers per token, and `norms` counts the norms of its hidden states; `head_normed` if
-    attention has norms of its own. `linears` are those of all layers. The weights of experts are stored in
-    `experts` numbers, of which each token is multiplied with `active_experts`. Of such a mixture `all_linear` is what
-    LoRA on all linear layers trains per rank where PEFT adapts others than `linears`, as the experts of some types.
+    attention has norms of its own. `linear_weights` are those of all layers' linear layers without biases: what is
+    quantized, and multiplied with each token; `largest_linear` those of the largest. `lora` has what LoRA adapts by
+    `tuning.targets`. The weights of experts are stored in `experts` numbers, of which each token is multiplied with
+    `active_experts`; LoRA adds its products to `adapted_experts` of them.
     """
 
     parameters: int
@@ -43,39 +35,31 @@ class Shape:
     heads: int
     vocabulary: int
     tied: bool
-    linears: tuple[Linear, ...]
+    linear_weights: int
+    largest_linear: int
+    lora: dict[str, Adapted]
     experts: int
     active_experts: int
+    adapted_experts: int
     norms: int
     norm_weights: int
     head_normed: bool
     full_layers: int
     sliding_layers: int
     sliding_window: int
-    all_linear: int | None = None
 
     @property
     def embedding(self) -> int:
         """Numbers in the embedding matrix; the head has as many, or the same ones if `tied`."""
         return self.vocabulary * self.hidden
 
-    @property
-    def linear_weights(self) -> int:
-        """Weights of the linear layers of all decoder layers."""
-        return sum(linear.number * linear.weights for linear in self.linears)
-
 
 def adapter_parameters(shape: Shape, tuning: Tuning) -> int:
     """Count LoRA's matrices as PEFT 0.21 makes them: on `targets`, never on the head."""
     if tuning.method == "full":
         return 0
-    if tuning.targets == "all-linear" and shape.all_linear is not None:
-        return tuning.rank * shape.all_linear
-    adapted = [each for each in shape.linears if each.in_attention or tuning.targets == "all-linear"]
-    return sum(
-        each.number * (tuning.rank * (each.inputs + each.outputs) + (each.outputs if tuning.dora else 0))
-        for each in adapted
-    )
+    adapted = shape.lora[tuning.targets]
+    return tuning.rank * adapted.per_rank + tuning.dora * adapted.outputs
 
 
 def trained_parameters(shape: Shape, tuning: Tuning) -> int:

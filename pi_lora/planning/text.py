@@ -10,7 +10,7 @@ from typing import Any
 from jinja2 import Template
 from pydantic import ValidationError
 
-from pi_lora.planning.gpus import CPU, GIB, MIB
+from pi_lora.planning.gpus import CPU, GIB
 from pi_lora.planning.memory import OVERHEAD, OVERHEAD_ON_CPU
 from pi_lora.planning.planning import ASSUMED_UTILIZATION, TrainingPlan, plan_recipe, plan_training
 from pi_lora.recipe.files import load_recipe, recipe_paths, recipe_summary
@@ -35,18 +35,20 @@ def plan_lines(plan: TrainingPlan) -> list[str]:
     recipe, target = plan.recipe, plan.recipe.context.target
     windows = f"{plan.target.original} to {target} tokens"
     if recipe.scaling == "keep":
-        what = "examples of at most" if recipe.data.has_examples else "tuned for"
-        windows = f"{plan.target.original} tokens as it is, {what} {target}"
+        windows = f"{plan.target.original} tokens as it is, tuned for {target}"
     frozen = plan.target.shape.parameters if recipe.tuning.method != "full" else 0
     parameters = f"{_count(plan.trained)} parameters train" + (f"; {_count(frozen)} are frozen" if frozen else "")
     each = "each of " if recipe.hardware.processes > 1 else ""
+    duration = "no hours, since the peak of this device is not known"
+    if plan.hours is not None:
+        duration = f"about {hours_in_words(plan.hours)} at {plan.utilization:.0%} of the peak (assumed)"
     lines = [
         f"{recipe.model.name}: {windows}, {recipe.scaling}, {recipe.tuning.method}; {parameters}",
         f"memory: {_gib(plan.memory.peak)} of {_gib(plan.gpu.memory)} GiB on {each}{machinery(plan)}"
         + (f", {_gib(plan.memory.host)} GiB of its host" if plan.memory.host else "")
         + (f"; {_gib(plan.memory.loading)} GiB of the first host to load it" if plan.memory.loading else ""),
         f"time: {recipe.training.steps} steps of {plan.tokens_per_step:,} tokens, {_count(plan.tokens)} in all, "
-        f"{sum(plan.flops):.1e} FLOPs: {_duration(plan)}",
+        f"{sum(plan.flops):.1e} FLOPs: {duration}",
     ]
     if plan.measuring_hours:
         lines.append(f"evaluation: about {hours_in_words(plan.measuring_hours)} more, a rough figure, no benchmarks")
@@ -62,17 +64,11 @@ def plan_lines(plan: TrainingPlan) -> list[str]:
     return lines
 
 
-def _duration(plan: TrainingPlan) -> str:
-    if plan.hours is None:
-        return "no hours, since the peak of this device is not known"
-    return f"about {hours_in_words(plan.hours)} at {plan.utilization:.0%} of the peak (assumed)"
-
-
 def component_lines(plan: TrainingPlan) -> list[tuple[str, str]]:
     """Return each component's name and the most that it takes; not all of them at the same moment."""
     of_process = "overhead" if plan.gpu.name == CPU else "overhead (assumed)"
-    parts = {**plan.memory.components, of_process: plan.memory.overhead}.items()
-    return [(name, f"{_gib(size)} GiB" if size >= GIB / 10 else f"{size / MIB:.1f} MiB") for name, size in parts]
+    parts = {**plan.memory.components, of_process: plan.memory.overhead}
+    return [(name, f"{size / GIB:.2f} GiB") for name, size in parts.items()]
 
 
 def machinery(plan: TrainingPlan) -> str:

@@ -126,13 +126,6 @@ def test_text_decides_the_steps() -> None:
         chosen(text=1000, sources=({"name": "notes"},))
 
 
-def test_of_a_mixture_the_source_that_ends_first_decides() -> None:
-    recipe = RecipeRequest("builtin:tiny", 1024, GPUS[CPU]).recipe()
-    sizes = {"builtin:stdlib": 8_000, "builtin:recall": 3_000}
-    found = choosing._tokens_at_hand(recipe.data.source, lambda source: sizes[source.name])
-    assert found == pytest.approx(3_000 / 0.6 / choosing.BYTES_PER_TOKEN)
-
-
 def test_the_recipe_trains(command: Command, tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("Long documents serve best. " * 10_000)
     words = "builtin:tiny --target 512 --gpu cpu --data notes.txt --output my.yaml".split()
@@ -146,11 +139,6 @@ def test_the_recipe_trains(command: Command, tmp_path: Path) -> None:
     changes = ["training.steps=1", "training.global_batch_size=1", "training.per_device_batch_size=1"]
     run = train(load_recipe(tmp_path / "my.yaml", changes).recipe, tmp_path / "run")
     assert (run / "adapter_model.safetensors").is_file()
-
-
-def test_without_data_it_names_what_it_took(command: Command) -> None:
-    status, _, errors = command("meta-llama/Meta-Llama-3-8B", "--target", "65536", "--gpu", "4090")
-    assert (status, errors) == (0, "--data: not given; the recipe reads monology/pile-uncopyrighted\n")
 
 
 def test_a_file_is_not_overwritten(command: Command, tmp_path: Path) -> None:
@@ -191,8 +179,6 @@ def test_on_a_terminal_it_asks(command: Command, tmp_path: Path, monkeypatch: py
         ("huggyllama/llama-65b --target 8192 --gpu 12GB", "--gpu: 12GB: holds no tuning of huggyllama/llama-65b, "),
         (f"{LLAMA} --target 1024 --gpu 12GB", "context.target: 1024 is not longer than the model's own window of 2048"),
         (f"{LLAMA} --target 8192 --gpu 12GB --data gone.txt", "gone.txt: no such file or folder"),
-        (f"{LLAMA} --target 8192 --gpu 12GB --output no/such.yaml", "no/such.yaml: No such file or directory"),
-        ("no/such/model --target 8192 --gpu 12GB", "no/such/model: no such folder"),
     ],
 )
 def test_a_mistake_is_one_line_and_leaves_no_file(command: Command, tmp_path: Path, arguments: str, line: str) -> None:
