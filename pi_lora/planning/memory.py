@@ -81,7 +81,7 @@ _DORA = 2
 # LoRA on experts adds its product to their weights: bytes per number of one layer's experts, kept and at the peak.
 ADAPTED_EXPERTS_KEPT, ADAPTED_EXPERTS_PEAK = 2.0, 2.7
 # Hidden widths at the peak of a chunked MLP of LoRA or full tuning, beyond those that are kept and those of a chunk.
-_AROUND_CHUNKS, _AROUND_CHUNKS_FULL = 12, 6
+_AROUND_CHUNKS, _AROUND_CHUNKS_FULL = 12, 8
 
 
 class DeviceMemory(NamedTuple):

@@ -228,7 +228,7 @@ def test_the_plan_is_on_the_safe_side_of_mlps_in_pieces(name: str, arithmetic: A
     _, peak = per_token(config, tuning, arithmetic, pieces)
     expected, whole = (layer_bytes(shape, tuning, arithmetic, mlp_share=share)[1] for share in (1 / pieces, 1.0))
     assert 0.97 * peak <= expected <= whole
-    assert name == "dora" or expected <= 1.4 * peak
+    assert name == "dora" or expected <= 1.7 * peak
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
