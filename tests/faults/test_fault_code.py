@@ -42,12 +42,12 @@ def base(small_model: Path, tmp_path: Path, trace: Path) -> Path:
 
 @pytest.fixture
 def run(lora_run: Path, base: Path, tmp_path: Path) -> Path:
-    """A run as someone may send it: all its files name `base`, and its recipe says that code may run."""
+    """A run as someone may send it: all its files name `base`."""
     folder = Path(shutil.copytree(lora_run, tmp_path / "run"))
     for file in ("recipe.yaml", "adapter_config.json", "run.json"):
         content = yaml.safe_load((folder / file).read_text())
         if file == RECIPE_FILE:
-            content["model"] |= {"trust_remote_code": True, "name": str(base)}
+            content["model"]["name"] = str(base)
         elif file == "run.json":
             content["origin"]["place"] = str(base)
         else:
