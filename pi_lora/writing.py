@@ -31,7 +31,8 @@ def first_problem(error: ValidationError) -> str:
     first = error.errors()[0]
     if first["type"] == "json_invalid":
         return f"is not JSON ({first['ctx']['error']})"
-    return ": ".join([*filter(None, [".".join(map(str, first["loc"]))]), problem_text(first)])
+    place = ".".join(map(str, first["loc"]))
+    return f"{place}: {problem_text(first)}" if place else problem_text(first)
 
 
 def problem_text(problem: Mapping[str, Any]) -> str:

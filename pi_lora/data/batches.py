@@ -51,14 +51,15 @@ class CollateExamples:
 
     def __call__(self, rows: Sequence[Mapping[str, Any]]) -> Batch:
         """Return `input_ids`, `labels` and `attention_mask`, int64, `(batch, length)` each."""
-        wholes = [np.concatenate([row["prompt_ids"], row["completion_ids"]]).astype(np.int64) for row in rows]
-        ids, labels = [torch.from_numpy(whole) for whole in wholes], [torch.tensor(whole) for whole in wholes]
-        for row, label in zip(rows, labels, strict=True):
-            label[: 0 if self.learn_prompts else len(row["prompt_ids"])] = IGNORED
+        wholes = (np.concatenate([row["prompt_ids"], row["completion_ids"]]) for row in rows)
+        ids = [torch.from_numpy(whole.astype(np.int64)) for whole in wholes]
+        labels = pad_sequence(ids, batch_first=True, padding_value=IGNORED)
+        for row, learned in zip(rows, labels, strict=True):
+            learned[: 0 if self.learn_prompts else len(row["prompt_ids"])] = IGNORED
         return {
             "input_ids": pad_sequence(ids, batch_first=True, padding_value=self.padding),
-            "labels": pad_sequence(labels, batch_first=True, padding_value=IGNORED),
-            "attention_mask": pad_sequence([torch.ones_like(each) for each in ids], batch_first=True),
+            "labels": labels,
+            "attention_mask": pad_sequence(list(map(torch.ones_like, ids)), batch_first=True),
         }
 
 
