@@ -64,12 +64,6 @@ def test_an_existing_folder_is_not_overwritten(lora_run: Path, tmp_path: Path) -
     assert (tmp_path / "mine" / "file").read_text() == "keep"
 
 
-def test_another_base_is_refused(lora_run: Path, tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="was not tuned from builtin:tiny: hidden_size"):
-        merge(lora_run, tmp_path / "out", base="builtin:tiny")
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_a_base_with_another_scaling_is_refused(lora_run: Path, small_model: Path, tmp_path: Path) -> None:
     other = tmp_path / "base"
     other.mkdir()

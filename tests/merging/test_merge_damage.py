@@ -13,7 +13,6 @@ from random_runs import save_base, save_run
 from safetensors.torch import load_file, save_file
 from test_merge_peft import ALL, llama
 
-from pi_lora.cli import main
 from pi_lora.errors import PiLoraError
 from pi_lora.merging.merging import merge
 
@@ -154,17 +153,6 @@ def test_it_is_named_and_nothing_is_left(kind: str, broken: Path, tmp_path: Path
     assert "\n" not in str(raised.value)
     assert not list(tmp_path.glob("out/*"))
     assert not list(tmp_path.glob("out/.*"))
-
-
-def test_the_command_ends_with_2(broken: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
-    (broken / "base" / SECOND).unlink()
-    monkeypatch.chdir(broken)
-    monkeypatch.setattr("sys.argv", ["pi-lora", "merge", "run", "--base", "base"])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    assert ended.value.code == 2
-    assert capsys.readouterr().err.count("\n") == 1
-    assert not list(broken.glob("models/*"))
 
 
 def test_a_full_disk_is_seen_before_anything_is_read(
