@@ -36,6 +36,10 @@ ROUNDINGS = 10
 SHOWN = 3
 
 
+class CheckFailed(ModelError):
+    """Merged weights that are not base + adapter."""
+
+
 def check_model(found: Model, tensors: Sequence[OutputTensor], folder: Path) -> None:
     """Raise ModelError if the model that transformers builds from the config in `folder` is not that of the run: names
     and shapes of weights, ties, rotary frequencies. It is built on the meta device, before any weight is written.
@@ -175,5 +179,5 @@ def _logits(model: Any, ids: torch.Tensor) -> torch.Tensor:
     return logits[0].double().cpu()
 
 
-def _failed(found: Model, problem: str) -> ModelError:
-    return ModelError(f"{found.adapter}: the merged weights failed the check and are not kept: {problem}")
+def _failed(found: Model, problem: str) -> "CheckFailed":
+    return CheckFailed(f"{found.adapter}: the merged weights failed the check and are not kept: {problem}")

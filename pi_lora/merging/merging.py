@@ -12,7 +12,7 @@ from pydantic import BaseModel, Field
 from transformers.utils import GENERATION_CONFIG_NAME
 
 from pi_lora.errors import ModelError
-from pi_lora.merging.check import check_logits, check_model, check_tensors
+from pi_lora.merging.check import CheckFailed, check_logits, check_model, check_tensors
 from pi_lora.merging.layout import plan_merge
 from pi_lora.merging.shards import divide, write_shards
 from pi_lora.merging.tensors import read_shards
@@ -126,7 +126,7 @@ def merge(
         progress(0, 0, "comparing logits")
         try:
             merged.checks += check_logits(found, tensors, output)
-        except ModelError:
+        except CheckFailed:
             remove(output)
             raise
         merged.save()
