@@ -145,12 +145,14 @@ def save_adapter(model: PeftModel, folder: Path, weights: Mapping[str, torch.Ten
 
 
 def mark_adapter_extended(folder: Path) -> None:
-    """Make whatever loads the base by its name in the adapter's config fail, with advice (see `EXTENDED`), and PEFT
-    warn whatever base it is given (see `WARNING`).
+    """Keep others from putting the adapter on its base without the scaling, which its settings cannot say: PEFT's
+    `AutoPeftModelForCausalLM` fails for a library that it does not import, and `PeftModel` warns of a key that it does
+    not know (see `WARNING`). transformers' `AutoModelForCausalLM` fails for want of full weights beside `config.json`.
     """
     file = folder / stored.ADAPTER_CONFIG_FILE
     settings = json.loads(file.read_text(encoding="utf-8"))
-    settings["base_model_name_or_path"] += stored.EXTENDED
+    # Without a task PEFT asks the mapping.
+    settings |= {"task_type": None, "auto_mapping": {"base_model_class": "load", "parent_library": "pi_lora"}}
     settings[stored.WARNING] = True
     file.write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
@@ -176,7 +178,7 @@ def load_adapter(model: PreTrainedModel, folder: Path, dropout: float | None = N
     try:
         with without_known_warnings():
             config = peft.PeftConfig.from_pretrained(str(folder))
-        config.base_model_name_or_path = settings.base_model_name_or_path
+        config.base_model_name_or_path, config.task_type = settings.base_model_name_or_path, "CAUSAL_LM"
         if dropout is not None:
             config.lora_dropout = dropout
         if not settings.names_targets:

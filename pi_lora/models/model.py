@@ -16,11 +16,18 @@ from pi_lora.models import machine
 from pi_lora.models.device import device, dtype_named
 from pi_lora.models.location import BUILTIN, find_file, locate, why_unreadable
 from pi_lora.models.origin import weights_digest
-from pi_lora.models.stored import ADAPTER_CONFIG_FILE, CONFIG_FILE, read_adapter_settings, read_config
-from pi_lora.models.tokenizer import SETTINGS_FILE, load_tokenizer
+from pi_lora.models.stored import (
+    ADAPTER_CONFIG_FILE,
+    ADAPTER_WEIGHTS_FILE,
+    CONFIG_FILE,
+    read_adapter_settings,
+    read_config,
+)
+from pi_lora.models.tokenizer import SETTINGS_FILE, TOKENIZER_FILES, load_tokenizer
 from pi_lora.models.weights import Placement, empty_weights, quiet_loading, read_weights
+from pi_lora.recipe.files import RECIPE_FILE
 from pi_lora.recipe.schema import Recipe
-from pi_lora.run import Origin, Run
+from pi_lora.run import RUN_FILE, Origin, Run
 from pi_lora.scaling.config import (
     Config,
     Interpolation,
@@ -243,10 +250,12 @@ def find(
     name: str, extension: Extension | None = None, permissions: Permissions = NO_PERMISSIONS, revision: str = "main"
 ) -> Model:
     """Find a hub id, a folder of full weights, `builtin:tiny`, or a run or adapter folder with its own scaling."""
-    if is_adapter(name):
+    if folder := adapter_folder(name, revision):
         if extension is not None:
             raise ModelError(f"{name}: brings its own scaling; leave out --original, --target and --scaling")
-        return find_adapter(Path(name), permissions=permissions)
+        found = find_adapter(folder, permissions=permissions)
+        found.name = name
+        return found
     base = _find_base(name, revision, permissions)
     return base.extended(extension) if extension else base
 
@@ -287,8 +296,24 @@ def load(
 
 
 def is_adapter(name: str | Path) -> bool:
-    """Return whether a folder holds an adapter rather than full weights."""
-    return (Path(name) / ADAPTER_CONFIG_FILE).is_file()
+    """Return whether a folder or hub id holds an adapter rather than full weights."""
+    return adapter_folder(str(name)) is not None
+
+
+def adapter_folder(name: str, revision: str = "main") -> Path | None:
+    """Return the folder of an adapter, downloaded if `name` is a hub id; None if it is another kind of model."""
+    if (Path(name) / ADAPTER_CONFIG_FILE).is_file():
+        return Path(name)
+    if name.count("/") != 1 or name.startswith((".", "/", "~")) or Path(name).exists():
+        return None
+    try:
+        settings = find_file(name, ADAPTER_CONFIG_FILE, revision)
+    except ModelError:  # which says of a base what is wrong
+        return None
+    files = (CONFIG_FILE, ADAPTER_WEIGHTS_FILE, RUN_FILE, RECIPE_FILE, *TOKENIZER_FILES)
+    for file in files if settings else ():
+        find_file(name, file, revision)
+    return settings.parent if settings else None
 
 
 def find_adapter(folder: Path, base: str | None = None, permissions: Permissions = NO_PERMISSIONS) -> Model:

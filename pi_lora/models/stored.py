@@ -20,12 +20,10 @@ CONFIG_FILE = "config.json"
 # As PEFT names them.
 ADAPTER_CONFIG_FILE = "adapter_config.json"
 ADAPTER_WEIGHTS_FILE = "adapter_model.safetensors"
-# What follows the base's name in the adapter of a model whose scaling the base's own config lacks. No model has such a
-# name, so PEFT's AutoPeftModelForCausalLM and transformers' AutoModelForCausalLM, which would load the base by it and
-# leave its positions unscaled without a word, fail and show it.
+# What followed the base's name in adapters of pi-lora 0.1 before its release; they go on being read.
 EXTENDED = " (extended by pi-lora: load it with pi_lora.load, or merge it)"
-# A key of such an adapter's settings. `PeftModel.from_pretrained` takes any base, and nothing in the settings stops it
-# or scales its positions; but PEFT warns of a key that it does not know, by its name, and ignores it.
+# A key in the settings of an adapter of an extended base. `PeftModel.from_pretrained` takes any base, and nothing there
+# stops it or scales its positions; but PEFT warns of a key that it does not know, by its name, and ignores it.
 WARNING = "the base needs the config.json beside this file: load it with pi_lora.load, or merge it"
 
 

@@ -12,6 +12,7 @@ from pi_lora.errors import ModelError, first_line
 from pi_lora.models.location import why_unreadable
 
 SETTINGS_FILE = "tokenizer_config.json"
+TOKENIZER_FILES = (SETTINGS_FILE, "tokenizer.json", "tokenizer.model", "chat_template.jinja")
 SAMPLE = "The 3rd text, 1999: naïve “café”\n\n\t  if x_1 != 0:   # 中文 здесь 🦋 aaaaaaaaaaaaaaaa ---------- 00000000\n"
 # A logarithm of a probability that is lower than that of any text of a special token's length.
 NEVER = -1e4

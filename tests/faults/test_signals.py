@@ -11,8 +11,10 @@ from pathlib import Path
 import pytest
 from conftest import small_recipe, train
 
+from pi_lora.errors import Interrupted
 from pi_lora.recipe.files import dump_recipe
 from pi_lora.run import Run, staging_path
+from pi_lora.training.callbacks import TrainingScores
 
 # What these tests start inherits it.
 pytestmark = pytest.mark.skipif(
@@ -56,3 +58,28 @@ def test_under_nohup_it_goes_on(small_model: Path, tmp_path: Path) -> None:
         assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGHUP, before)
+
+
+def test_a_signal_while_a_step_is_measured_ends_it_behind_a_checkpoint(small_model: Path, tmp_path: Path) -> None:
+    """The checkpoint is written first, and the resumed run measures what was left out."""
+    recipe = small_recipe(small_model, evaluation={"every": 2, "passkey": {"depths": 2, "trials": 2}})
+    measured: list[int] = []
+
+    def hang_up(self: TrainingScores, step: int) -> None:
+        measured.append(step)
+        if measured == [0, 2]:
+            os.kill(os.getpid(), signal.SIGHUP)
+        measure(self, step)
+
+    measure = TrainingScores._measure_before_end
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TrainingScores, "_measure_before_end", hang_up)
+        with pytest.raises(Interrupted, match="interrupted after step 2, a checkpoint is kept"):
+            train(recipe, tmp_path / "run")
+        staging = staging_path(tmp_path / "run")
+        assert [path.name for path in Run(staging).checkpoints] == ["checkpoint-2"]
+        assert Run(staging).last_checkpoint
+        train(recipe, tmp_path / "run", resume=True)
+    assert measured == [0, 2, 2]
+    assert (tmp_path / "run" / "scores" / "passkey-step-2.json").is_file()
+    assert (tmp_path / "run" / "scores" / "passkey-step-4.json").is_file()

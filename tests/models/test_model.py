@@ -258,3 +258,21 @@ def test_a_recipe_of_another_tool_beside_a_model_is_none_of_ours(small_model: Pa
     shutil.copytree(small_model, folder)
     (folder / "recipe.yaml").write_text("default_stage:\n  default_modifiers: {}\n")
     assert load(str(folder)).recipe is None
+
+
+def test_a_pushed_adapter_is_loaded_by_its_hub_id(
+    lora_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The hub client's cache, as a download would have left it."""
+    kept = tmp_path / "hub" / "models--you--run"
+    shutil.copytree(lora_run, kept / "snapshots" / ("a" * 40))
+    (kept / "refs").mkdir()
+    (kept / "refs" / "main").write_text("a" * 40)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    pushed, local = load("you/run"), load(str(lora_run))
+    assert (pushed.name, pushed.window, pushed.scale) == ("you/run", local.window, local.scale)
+    torch.testing.assert_close(pushed.model(IDS).logits, local.model(IDS).logits, rtol=0, atol=0)
+
+
+def test_an_adapter_names_its_base(lora_run: Path, small_model: Path) -> None:
+    assert json.loads((lora_run / "adapter_config.json").read_text())["base_model_name_or_path"] == str(small_model)

@@ -203,6 +203,18 @@ def test_a_signal_ends_all_processes_behind_one_checkpoint(python: str, folder: 
     assert [(path / "complete").is_file() for path in checkpoints] == [True]
 
 
+def test_a_connection_that_drops_is_told_twice(python: str, folder: Path) -> None:
+    """By the shell and by the kernel; the second time kills nobody."""
+    process = start(python, folder, *LONG, "--output", "long")
+    wait_for_steps(process, folder / ".long.partial", 3)
+    for _ in range(2):
+        process.send_signal(signal.SIGHUP)
+        time.sleep(0.05)
+    assert "long: interrupted after step" in one_line(process, folder)
+    checkpoints = list((folder / ".long.partial" / "checkpoints").glob("checkpoint-*"))
+    assert [(path / "complete").is_file() for path in checkpoints] == [True]
+
+
 def test_a_second_ctrl_c_does_not_wait_for_the_step(python: str, folder: Path) -> None:
     process = start(python, folder, *LONG, "--output", "long")
     wait_for_steps(process, folder / ".long.partial", 3)
