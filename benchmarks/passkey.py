@@ -20,8 +20,11 @@ from record import seconds_of, write_run
 import pi_lora
 from pi_lora.evaluation.passkey.measure import evaluate_passkey
 from pi_lora.evaluation.passkey.prompt import Grid, trials_at
+from pi_lora.recipe.evaluation import PasskeyOptions
 
 GRID = Grid(target=1024, depths=32, trials=10, seed=0)
+ASKED = PasskeyOptions(target=GRID.target, depths=GRID.depths, trials=GRID.trials, seed=GRID.seed)
+K_MAX_ONLY = ASKED.changed(k_max_only=True)
 # Trials at each distance that `generate` is timed on.
 TIMED = {"generate_with_cache": 2, "generate_without_cache": 1}
 
@@ -46,13 +49,13 @@ def main() -> None:
     name = options.model or ("demo/live" if Path("demo/live").exists() else "builtin:tiny")
     tuned = name != "builtin:tiny"
     loaded = pi_lora.load(name, None if tuned else pi_lora.Extension(target=GRID.target))
-    scores, only = (evaluate_passkey(loaded, GRID, k_max_only=each) for each in (False, True))
+    scores, only = (evaluate_passkey(loaded, each) for each in (ASKED, K_MAX_ONLY))
     outcomes = [row.outcomes for row in scores.depths]
     rounds = []
     for _ in range(options.rounds):
         seconds = {
-            "pi_lora": seconds_of(lambda: evaluate_passkey(loaded, GRID)),
-            "pi_lora_k_max_only": seconds_of(lambda: evaluate_passkey(loaded, GRID, k_max_only=True)),
+            "pi_lora": seconds_of(lambda: evaluate_passkey(loaded, ASKED)),
+            "pi_lora_k_max_only": seconds_of(lambda: evaluate_passkey(loaded, K_MAX_ONLY)),
         }
         for way, trials in TIMED.items():
             cached = way == "generate_with_cache"

@@ -90,7 +90,7 @@ def prepare(folder: Path, options: argparse.Namespace) -> dict[str, Path]:
 
     import pi_lora
     from pi_lora.data.sources import Choice
-    from pi_lora.evaluation.perplexity.measure import choose_documents
+    from pi_lora.evaluation.perplexity.documents import choose_documents
     from pi_lora.models.location import BUILTIN_FOLDER
 
     loaded = pi_lora.load("builtin:tiny", pi_lora.Extension(target=WINDOWS[-1]))

@@ -22,15 +22,14 @@ from typing import Any
 from record import read, write_row
 
 import pi_lora
-from pi_lora.data.sources import Choice
 from pi_lora.evaluation.benchmarks.measure import evaluate_benchmarks
 from pi_lora.evaluation.benchmarks.tasks import prepare
+from pi_lora.evaluation.journal import Session
 from pi_lora.evaluation.passkey.measure import evaluate_passkey
-from pi_lora.evaluation.passkey.prompt import Grid
 from pi_lora.evaluation.perplexity.measure import evaluate_perplexity
 from pi_lora.evaluation.ruler.measure import evaluate_ruler
 from pi_lora.models.device import has_fast_bfloat16
-from pi_lora.recipe.evaluation import BenchmarksOptions, RulerOptions
+from pi_lora.recipe.evaluation import BenchmarksOptions, PasskeyOptions, PerplexityOptions, RulerOptions
 from pi_lora.recipe.files import load_recipe
 
 BASE = "models/smollm2_135m_instruct"
@@ -91,23 +90,27 @@ class Measured:
 
     def perplexity(self, novels: str = "held-out", documents: int = 2) -> Any:
         """Every token of the first 16,384 of each novel, under each window."""
-        choice = Choice(documents=documents, truncate=TARGET)
-        novels = str(BOOKS / novels)
-        return evaluate_perplexity(self.load(), novels, WINDOWS, STRIDE, choice, progress, shared=True)
+        options = PerplexityOptions(
+            data=str(BOOKS / novels), windows=tuple(WINDOWS), stride=STRIDE, documents=documents, truncate=TARGET
+        )
+        with Session(progress, shared=True) as session:
+            return evaluate_perplexity(self.load(), options, session)
 
     def passkey(self, seed: int = 0) -> Any:
         """Of a model that is not tuned only what decides k_max."""
-        grid = Grid(TARGET, depths=4, trials=2, seed=seed)
-        return evaluate_passkey(self.load(), grid, progress, k_max_only=self.name in ("base", "pi"), shared=True)
+        k_max_only = self.name in ("base", "pi")
+        options = PasskeyOptions(target=TARGET, depths=4, trials=2, seed=seed, k_max_only=k_max_only)
+        with Session(progress, shared=True) as session:
+            return evaluate_passkey(self.load(), options, session)
 
     def benchmarks(self) -> Any:
         data = tuple(f"{task}={self.short}/{task}.jsonl" for task in TASKS)
         options = BenchmarksOptions(tasks=TASKS, data=data, limit=EXAMPLES, window=2048)
-        return evaluate_benchmarks(self.load(), options, prepare(options), progress)
+        return evaluate_benchmarks(self.load(), options, prepare(options), Session(progress))
 
     def ruler(self, windows: tuple[int, ...], samples: int) -> Any:
         options = RulerOptions(tasks=RULER_TASKS, windows=windows, samples=samples)
-        return evaluate_ruler(self.load("float32"), options, {}, progress)
+        return evaluate_ruler(self.load("float32"), options, {}, Session(progress))
 
     def rows(self, part: str) -> dict[str, Callable[[], Any]]:
         """The names of the rows of a part, and what measures each."""

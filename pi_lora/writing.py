@@ -1,5 +1,6 @@
 """Small files read with one clear line for damage; files and cached folders written whole or not at all."""
 
+import errno
 import json
 import os
 import shutil
@@ -61,6 +62,21 @@ def write_whole(file: Path, text: str) -> None:
         out.flush()
         os.fsync(out.fileno())
     part.replace(file)
+
+
+def check_can_write(*files: Path | None) -> None:
+    """Raise DataError if one of `files` cannot be written, before hours are spent on what it is to hold."""
+    for file in filter(None, files):
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            if file.is_dir():
+                raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+            probe = file.with_name(f".{file.name}.part")
+            probe.touch()
+            probe.unlink(missing_ok=True)  # another process may look as well
+        except (OSError, ValueError) as error:  # with_name refuses a name that is none
+            reason = error.strerror if isinstance(error, OSError) else error
+            raise DataError(f"{file}: cannot be written ({reason}); choose another file") from None
 
 
 def make_once(folder: Path, is_complete: Callable[[], bool], make: Callable[[Path], None]) -> None:

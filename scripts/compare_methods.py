@@ -19,12 +19,11 @@ from pathlib import Path
 
 from rich.console import Console
 
-from pi_lora.data.sources import Choice
 from pi_lora.errors import PiLoraError
 from pi_lora.evaluation.passkey.measure import evaluate_passkey
-from pi_lora.evaluation.passkey.prompt import Grid
 from pi_lora.evaluation.perplexity.measure import evaluate_perplexity
 from pi_lora.models.model import Extension, Model, load
+from pi_lora.recipe.evaluation import PasskeyOptions, PerplexityOptions
 from pi_lora.writing import write_json
 
 ROOT = Path(__file__).parent.parent
@@ -35,7 +34,10 @@ from tables import write_pages  # noqa: E402
 RUNS = Path("comparison")
 STEPS, TARGET, WINDOWS, STRIDE, DEPTHS, TRIALS = 240, 1024, [256, 512, 768, 1024], 128, 32, 10
 # The documents and the seed of the passkeys by which settings are chosen, and those that are reported.
-VALIDATION, TEST = Choice(12, truncate=4096, split="validation"), Choice(12, truncate=4096, split="test")
+VALIDATION, TEST = (
+    PerplexityOptions(windows=tuple(WINDOWS), stride=STRIDE, documents=12, truncate=4096, split=split)
+    for split in ("validation", "test")
+)
 PASSKEYS = {VALIDATION: 0, TEST: 2}
 
 
@@ -85,10 +87,11 @@ def tuned(name: str, method: Method, rate: str, seed: int = 0) -> Path:
     return run
 
 
-def scores(loaded: Model, choice: Choice) -> dict:
+def scores(loaded: Model, choice: PerplexityOptions) -> dict:
     """What a model has on these documents, and where it was measured."""
-    perplexity = evaluate_perplexity(loaded, "builtin:stdlib", WINDOWS, STRIDE, choice)
-    passkey = evaluate_passkey(loaded, Grid(TARGET, DEPTHS, TRIALS, PASSKEYS[choice]))
+    perplexity = evaluate_perplexity(loaded, choice)
+    asked = PasskeyOptions(target=TARGET, depths=DEPTHS, trials=TRIALS, seed=PASSKEYS[choice])
+    passkey = evaluate_passkey(loaded, asked)
     return {
         "perplexity": {str(row.window): row.perplexity for row in perplexity.windows},
         "k_max": passkey.k_max,
@@ -97,7 +100,7 @@ def scores(loaded: Model, choice: Choice) -> dict:
     }
 
 
-def measured(run: Path, choice: Choice) -> dict:
+def measured(run: Path, choice: PerplexityOptions) -> dict:
     """The run's results with these documents, which are kept in it."""
     kept = run / f"{choice.split}.json"
     if kept.exists():

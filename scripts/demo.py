@@ -20,16 +20,18 @@ from rich.console import Console
 from rich.table import Table
 
 from pi_lora.cli.app import progress_bar
-from pi_lora.data.sources import Choice
 from pi_lora.errors import Interrupted, PiLoraError
+from pi_lora.evaluation.journal import Session
 from pi_lora.evaluation.passkey.measure import evaluate_passkey
-from pi_lora.evaluation.passkey.prompt import Grid
+from pi_lora.evaluation.passkey.scores import PasskeyScores
 from pi_lora.evaluation.perplexity.measure import evaluate_perplexity
-from pi_lora.evaluation.results import PasskeyScores, PerplexityScores, write_scores
+from pi_lora.evaluation.perplexity.scores import PerplexityScores
+from pi_lora.evaluation.registry import write_scores
 from pi_lora.merging.merging import merge
 from pi_lora.models.device import has_fast_bfloat16
 from pi_lora.models.model import Extension, load
 from pi_lora.preflight import check
+from pi_lora.recipe.evaluation import PasskeyOptions, PerplexityOptions
 from pi_lora.recipe.files import RECIPE_FILE, load_recipe
 from pi_lora.report.pictures import comparison_picture
 from pi_lora.report.tables import markdown_table
@@ -43,7 +45,7 @@ RELEASED = ROOT / "adapters" / "demo"
 # Steps, documents and trials for which two cores that are no faster in bfloat16 take three to six minutes in all.
 STEPS, TRIALS = 180, 5
 # Neither these documents nor passkeys of this seed had a part in choosing the settings.
-DOCUMENTS, PASSKEYS = Choice(3, truncate=4096), 2
+DOCUMENTS, TOKENS, PASSKEYS = 3, 4096, 2
 SEEDS = 3  # of the table in the README
 ORIGINAL, TARGET, WINDOWS, STRIDE, DEPTHS = 256, 1024, [256, 512, 1024], 128, 32
 
@@ -74,15 +76,17 @@ def tuned(name: str, *overrides: str) -> Path:
 def measured(name: str, model: str, stretch: Extension | None = None) -> Measured:
     options = f" --original {ORIGINAL} --target {TARGET}" if stretch else ""
     sweep = f"--windows {','.join(map(str, WINDOWS))} --stride {STRIDE}"
-    sweep += f" --documents {DOCUMENTS.documents} --truncate {DOCUMENTS.truncate}"
+    sweep += f" --documents {DOCUMENTS} --truncate {TOKENS}"
     console.print(f"$ pi-lora eval perplexity {model}{options} {sweep}", soft_wrap=True)
     loaded = load(model, stretch)
     with progress_bar("perplexity") as progress:
-        perplexity = evaluate_perplexity(loaded, "builtin:stdlib", WINDOWS, STRIDE, DOCUMENTS, progress)
+        asked = PerplexityOptions(windows=tuple(WINDOWS), stride=STRIDE, documents=DOCUMENTS, truncate=TOKENS)
+        perplexity = evaluate_perplexity(loaded, asked, Session(progress))
     depths = f"--depths {DEPTHS} --trials {TRIALS} --seed {PASSKEYS}"
     console.print(f"$ pi-lora eval passkey {model}{options or f' --target {TARGET}'} {depths}", soft_wrap=True)
     with progress_bar("passkey") as progress:
-        passkey = evaluate_passkey(loaded, Grid(TARGET, DEPTHS, TRIALS, PASSKEYS), progress)
+        asked = PasskeyOptions(target=TARGET, depths=DEPTHS, trials=TRIALS, seed=PASSKEYS)
+        passkey = evaluate_passkey(loaded, asked, Session(progress))
     write_scores(perplexity, DEMO / "scores" / f"{name}-perplexity.json")
     write_scores(passkey, DEMO / "scores" / f"{name}-passkey.json")
     return perplexity, passkey

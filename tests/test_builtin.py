@@ -2,15 +2,14 @@
 
 import pytest
 
-from pi_lora.data.sources import Choice
 from pi_lora.evaluation.passkey.measure import evaluate_passkey
-from pi_lora.evaluation.passkey.prompt import Grid
 from pi_lora.evaluation.perplexity.measure import evaluate_perplexity
 from pi_lora.models.location import BUILTIN_FOLDER
 from pi_lora.models.model import Extension, Model, load
+from pi_lora.recipe.evaluation import PasskeyOptions, PerplexityOptions
 
 FOLDER = BUILTIN_FOLDER / "tiny"
-SOME = Choice(2, truncate=2048)
+SOME = PerplexityOptions(windows=(256, 1024), stride=128, documents=2, truncate=2048)
 
 
 @pytest.fixture(scope="module")
@@ -24,18 +23,18 @@ def test_digits_are_single_tokens(base: Model) -> None:
 
 
 def test_it_retrieves_every_passkey_inside_its_window(base: Model) -> None:
-    scores = evaluate_passkey(base, Grid(256, 16, 4, seed=1))
+    scores = evaluate_passkey(base, PasskeyOptions(target=256, depths=16, trials=4, seed=1))
     assert scores.k_max == 256
     assert all(depth.success_rate == 1 for depth in scores.depths)
 
 
 def test_beyond_its_window_it_fails_as_the_paper_says(base: Model) -> None:
-    windows = evaluate_perplexity(base, "builtin:stdlib", [256, 1024], 128, SOME).windows
+    windows = evaluate_perplexity(base, SOME).windows
     assert windows[1].perplexity > 5 * windows[0].perplexity
-    assert evaluate_passkey(base, Grid(1024, 8, 2, seed=1)).k_max <= 256
+    assert evaluate_passkey(base, PasskeyOptions(target=1024, depths=8, trials=2, seed=1)).k_max <= 256
 
 
 def test_interpolated_without_tuning_it_is_flat() -> None:
     step_0 = load("builtin:tiny", Extension(target=1024))
-    windows = evaluate_perplexity(step_0, "builtin:stdlib", [256, 1024], 128, SOME).windows
+    windows = evaluate_perplexity(step_0, SOME).windows
     assert windows[1].perplexity == pytest.approx(windows[0].perplexity, rel=0.3)

@@ -12,6 +12,7 @@ from test_cli import run
 
 import pi_lora
 from pi_lora.errors import RecipeError
+from pi_lora.evaluation.measurement import as_json
 from pi_lora.recipe.files import dump_recipe
 
 FUNCTIONS = ["evaluate_passkey", "evaluate_perplexity", "load", "merge", "plan", "train"]
@@ -64,7 +65,7 @@ def test_the_functions_do_what_the_commands_do(
         "passkey": ["eval", "passkey", str(made), "--depths", "2", "--trials", "1"],
         "plan": ["plan", "mine", "--gpu", "cpu"],
     }
-    told = {"perplexity": perplexity.model_dump(mode="json"), "passkey": passkey.model_dump(mode="json")}
+    told = {"perplexity": as_json(perplexity), "passkey": as_json(passkey)}
     for name, words in options.items():
         assert run(capsys, monkeypatch, *words, "--json", f"{name}.json")[0] == 0
         written = json.loads(Path(f"{name}.json").read_text())

@@ -88,7 +88,7 @@ def test_a_report_prints_only_how_to_measure_what_it_misses(python: str, run: Pa
 
 def test_the_demo_prints_no_line_of_a_library(python: str, folder: Path, run: Path) -> None:
     """Its steps, with fewer of each, beside another run in place of the released one."""
-    less = "demo.STRIDE, demo.DOCUMENTS = 256, demo.Choice(1, truncate=1024); "
+    less = "demo.STRIDE, demo.DOCUMENTS, demo.TOKENS = 256, 1, 1024; "
     less += f"demo.DEPTHS, demo.TRIALS, demo.RELEASED = 2, 1, demo.Path({str(run)!r})"
     shorter = f"tuned = demo.tuned; demo.tuned = lambda *overrides: tuned(*overrides, *{SMALL!r})"
     code = f"import sys; sys.path.insert(0, {str(ROOT / 'scripts')!r}); import demo; {less}; {shorter}; demo.main()"

@@ -20,6 +20,7 @@ import pi_lora
 from pi_lora.evaluation.passkey.measure import evaluate_passkey
 from pi_lora.evaluation.passkey.prompt import Grid, trials_at
 from pi_lora.evaluation.perplexity.losses import Sweep, document_losses
+from pi_lora.recipe.evaluation import PasskeyOptions
 
 # Windows beyond the first one: enough to time.
 WINDOWS_TIMED = 15
@@ -52,7 +53,8 @@ def passkey(loaded: Any, grid: Grid, compared: int) -> dict[str, Any]:
         row["longlora"] = seconds_of(lambda: plain(trials)) / compared * grid.depths * grid.trials
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
-    row["pi_lora"] = seconds_of(lambda: evaluate_passkey(loaded, grid))
+    asked = PasskeyOptions(target=grid.target, depths=grid.depths, trials=grid.trials, seed=grid.seed)
+    row["pi_lora"] = seconds_of(lambda: evaluate_passkey(loaded, asked))
     if torch.cuda.is_available():
         row["peak_bytes"] = torch.cuda.max_memory_allocated()
     return row

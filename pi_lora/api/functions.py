@@ -9,7 +9,8 @@ from pi_lora.recipe.places import find_recipe
 from pi_lora.types import NO_PERMISSIONS, Permissions, Progress, silent
 
 if TYPE_CHECKING:
-    from pi_lora.evaluation.results import PasskeyScores, PerplexityScores
+    from pi_lora.evaluation.passkey.scores import PasskeyScores
+    from pi_lora.evaluation.perplexity.scores import PerplexityScores
     from pi_lora.models.model import Model
     from pi_lora.planning.planning import TrainingPlan
     from pi_lora.recipe.schema import Recipe
@@ -153,10 +154,13 @@ def evaluate_perplexity(
         DataError: `data` cannot be read, or no document is as long as the longest window.
         ModelError: The model cannot be found or loaded.
     """
-    from pi_lora.data.sources import Choice
+    from pi_lora.evaluation.journal import Session
     from pi_lora.evaluation.perplexity.measure import evaluate_perplexity
+    from pi_lora.recipe.evaluation import PerplexityOptions
 
-    return evaluate_perplexity(_loaded(model), data, windows, stride, Choice(documents), progress)
+    lengths = tuple(windows) if windows else None
+    options = PerplexityOptions(data=data, windows=lengths, stride=stride, documents=documents)
+    return evaluate_perplexity(_loaded(model), options, Session(progress))
 
 
 def evaluate_passkey(
@@ -185,11 +189,12 @@ def evaluate_passkey(
     Raises:
         ModelError: The model cannot be found or loaded.
     """
+    from pi_lora.evaluation.journal import Session
     from pi_lora.evaluation.passkey.measure import evaluate_passkey
-    from pi_lora.evaluation.passkey.prompt import Grid
+    from pi_lora.recipe.evaluation import PasskeyOptions
 
-    loaded = _loaded(model)
-    return evaluate_passkey(loaded, Grid(target or loaded.window, depths, trials, seed), progress)
+    options = PasskeyOptions(target=target, depths=depths, trials=trials, seed=seed)
+    return evaluate_passkey(_loaded(model), options, Session(progress))
 
 
 def _loaded(model: "str | Model") -> "Model":

@@ -1,6 +1,6 @@
-"""What the commands that measure models share: all are found before one is measured, and one process reports."""
+"""What the commands that measure models share: how models are found, and what a user sees."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -8,15 +8,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from pi_lora.cli.app import out, progress_bar, say, working
 from pi_lora.cli.options import Dtype, JsonFile, Original, Scaling, Target, Trust, extension_of
 from pi_lora.distributed import is_launched, is_leader, join_processes
+from pi_lora.errors import PiLoraError
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
-    from pi_lora.evaluation.results import Scores
-    from pi_lora.evaluation.suite import Measure
+    from pi_lora.evaluation.suite import Display
     from pi_lora.models.model import Extension, Model
+    from pi_lora.recipe.section import Section
 
-S = TypeVar("S")
+S = TypeVar("S", bound="Section")
 
 
 @dataclass(frozen=True)
@@ -35,77 +34,46 @@ class Loading(Trust):
             join_processes(cpu=device().type == "cpu")
         return found
 
-    def load(self, model: "Model") -> "Model":
-        """Load a model while something turns on the terminal."""
-        with working(f"loading {model.name}"):
-            return model.load(self.dtype)
+    @property
+    def display(self) -> "Display":
+        """What a user sees while models are measured."""
+        from pi_lora.evaluation.suite import Display
+
+        return Display(say, working, progress_bar)
 
 
 @dataclass(frozen=True)
 class Measuring(Loading):
-    """How models are found, stretched if they are plain bases, loaded, and what becomes of their scores."""
+    """How models are found, extended if they are plain bases, and loaded, and where their scores go."""
 
     original: Original = None
     target: Target = None
     scaling: Scaling = None
     json: JsonFile = None
 
-    def find_stretched(self, names: Sequence[str]) -> "list[Model]":
-        """Find every model, as a base that is stretched to `--target`, if given."""
+    def find_extended(self, names: Sequence[str]) -> "list[Model]":
+        """Find every model, as a base that is extended to `--target`, if given."""
         return self.find(*names, extension=extension_of(self.original, self.target, self.scaling))
 
-    def report(
-        self,
-        found: "Sequence[Model]",
-        title: str,
-        measure: Callable[[Any, Any], Any],
-        *tables: "Callable[..., Table]",
-        load: "Callable[[Model], Any] | None" = None,
-        complete: Callable[[list[Any]], list[Any]] = list,
-        picture: "Callable[[Any, Path], None] | None" = None,
-        plot: Path | None = None,
-    ) -> None:
-        """Measure models and `complete` their scores; then one process of several writes, prints and draws them. Where
-        nothing can be written is known before; what was measured is kept until it is.
-        """
-        from pi_lora.evaluation.journal import kept_until_written
-        from pi_lora.evaluation.results import check_can_write, write_scores
+    def report(self, name: str, found: "Sequence[Model]", options: Any, plot: Path | None = None) -> None:
+        """Measure models alike, and write, print and draw their scores."""
+        from pi_lora.evaluation.suite import evaluate
+        from pi_lora.evaluation.table import scores_table
 
-        check_can_write(self.json, plot)
-        with kept_until_written():
-            scores = complete([measured(title, (load or self.load)(model), measure) for model in found])
-            if not is_leader():
-                return
-            if self.json:
-                write_scores(scores, self.json)
-            for table in tables:
-                out.print(table(*scores))
-            if plot and picture:
-                picture(scores, plot)
+        scores = evaluate(name, found, options, dtype=self.dtype, json=self.json, plot=plot, display=self.display)
+        if is_leader():
+            out.print(scores_table(scores))
 
 
-def warn_of_length(models: "Sequence[Model]", option: str, tokens: int) -> None:
-    """Warn of models that are measured beyond the window that their scaling covers."""
-    for each in models:
-        if tokens > each.window:
-            say(f"{option}: {tokens} tokens are more than the {each.window} that {each.name} covers; measured anyway")
+def options_of(kind: type[S], **values: Any) -> S:
+    """Return options of the command line; raise PiLoraError for the first that is wrong."""
+    from pydantic import ValidationError
 
+    from pi_lora.writing import problem_text
 
-def measured(title: str, model: Any, measure: Callable[[Any, Any], S]) -> S:
-    """Return what `measure` finds of a model and a progress bar that it moves."""
-    with progress_bar(f"{title} {model.name}") as progress:
-        return measure(model, progress)
-
-
-def measure_into(model: "Model", missing: "Mapping[str, Measure]", files: Mapping[str, Path]) -> "dict[str, Scores]":
-    """Measure a model by name, and write each result as soon as it is known; return them."""
-    from pi_lora.evaluation.journal import kept_until_written
-    from pi_lora.evaluation.results import write_scores
-
-    found = {}
-    for name, measure in missing.items():
-        with kept_until_written():
-            found[name] = measured(name, model, measure)
-            if is_leader() and name in files:
-                write_scores(found[name], files[name])
-    return found
+    try:
+        return kind(**values)
+    except ValidationError as error:
+        problem = error.errors()[0]
+        option = ".".join(map(str, problem["loc"])).replace("_", "-")
+        raise PiLoraError(f"--{option}: {problem_text(problem)}" if option else f"--{problem_text(problem)}") from None

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 from typer import Argument, Option
 
 from pi_lora.cli.app import LIBRARIES, app, err, out, say, working
-from pi_lora.cli.measuring import Loading, measure_into
+from pi_lora.cli.measuring import Loading
 from pi_lora.cli.options import Again, JsonFile, grouped
 from pi_lora.distributed import is_leader
 
@@ -27,14 +27,14 @@ def compare(
     Perplexity, passkeys and what the run's recipe names: read from RUN/scores, or measured and kept there.
     """
     with working(LIBRARIES):
-        from pi_lora.evaluation.results import check_can_write
-        from pi_lora.evaluation.suite import MEASUREMENTS, alike, asked_for, evaluation_of
+        from pi_lora.evaluation.registry import MEASUREMENTS
+        from pi_lora.evaluation.suite import asked_for, evaluation_of, measure_into, prepared
         from pi_lora.recipe.evaluation import BenchmarksOptions, PasskeyOptions, PerplexityOptions, RulerOptions
         from pi_lora.report.comparison import compare as rows_of
         from pi_lora.report.comparison import verdict_table
         from pi_lora.report.run import MeasuredRun
         from pi_lora.run import BASE
-        from pi_lora.writing import write_json
+        from pi_lora.writing import check_can_write, write_json
 
         asked: dict[str, Any] = {"perplexity": PerplexityOptions(), "passkey": PasskeyOptions()}
         asked |= asked_for(evaluation_of(run)[0])
@@ -46,20 +46,21 @@ def compare(
         folder = MeasuredRun(run)
         own = {} if again else folder.own_scores
         names = [name for name in MEASUREMENTS if name in asked or name in own]
-        missing = {name: MEASUREMENTS[name].prepare(asked[name]) for name in names if name not in own}
-        files = {name: folder.scores_file(name) for name in missing}
+        files = {name: folder.scores_file(name) for name in names if name not in own}
         check_can_write(json, *files.values())
         kept = {} if again else folder.base_scores(base, own)
-        found = how.find(*[str(run)] if missing else [], *[base] if set(names) > set(kept) else [])
+        found = how.find(*[str(run)] if files else [], *[base] if set(names) > set(kept) else [])
+        missing = prepared({name: asked[name] for name in files}, found[:1])
     if missing:
-        own |= measure_into(how.load(found[0]), missing, files)
+        own |= measure_into(found[0], missing, files, dtype=how.dtype, display=how.display)
         kept = {} if again else folder.base_scores(base, own)
     files = {name: folder.scores_file(name, BASE) for name in names if name not in kept}
     free = {name: file for name, file in files.items() if again or not file.exists()}
     for name in files.keys() - free.keys():
         say(f"{files[name]}: is of another model, or measured otherwise; {base} is measured, and not kept")
     if files:
-        kept |= measure_into(how.load(found[-1]), {name: alike(own[name]) for name in files}, free)
+        alike = {name: own[name].options for name in files}
+        kept |= measure_into(found[-1], alike, free, dtype=how.dtype, display=how.display)
     if is_leader():
         rows = [row for name in names for row in rows_of(kept[name], own[name], folder.original)]
         if json:

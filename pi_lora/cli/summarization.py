@@ -1,13 +1,13 @@
 """`pi-lora eval summarization` and `pi-lora summarize`."""
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from typer import Argument, Option
 
 from pi_lora.cli.app import LIBRARIES, app, eval_app, say, working
-from pi_lora.cli.measuring import Loading, Measuring
-from pi_lora.cli.options import ModelName, Seed, grouped
+from pi_lora.cli.measuring import Loading, Measuring, options_of
+from pi_lora.cli.options import ModelName, Models, Seed, grouped
 
 Temperature = Annotated[float, Option(min=0, help="Of sampling; 0 takes the likeliest token.")]
 TopP = Annotated[float, Option(min=0.01, max=1, help="Sample among the likeliest tokens of this share.")]
@@ -17,7 +17,7 @@ MaxNewTokens = Annotated[int | None, Option(min=1, help="The longest summary; th
 @eval_app.command()
 @grouped
 def summarization(
-    model: ModelName,
+    models: Models,
     how: Measuring,
     data: Annotated[str | None, Option(metavar="SOURCE", help="Files, a folder, a glob or a hub id.")] = None,
     subset: Annotated[str | None, Option(help="Of a hub data set.")] = None,
@@ -34,32 +34,33 @@ def summarization(
     max_new_tokens: MaxNewTokens = None,
     seed: Seed = 0,
     engine: Annotated[Literal["transformers", "vllm"], Option(help="What generates.")] = "transformers",
-    predictions: Annotated[Path, Option(metavar="FILE", help="Kept there as they come.")] = Path("predictions.jsonl"),
+    predictions: Annotated[Path | None, Option(metavar="FILE", help="For what was written; predictions.jsonl.")] = None,
 ) -> None:
     """Summaries of long documents, scored by ROUGE (paper, section 3.5): GovReport's, or as a run was tuned."""
+    from pi_lora.recipe.evaluation import SummarizationOptions
+
+    options = options_of(
+        SummarizationOptions,
+        data=data,
+        subset=subset,
+        split=split,
+        document=document,
+        summary=summary,
+        template=template,
+        completion=completion,
+        document_tokens=document_tokens,
+        special_tokens=special_tokens,
+        limit=limit,
+        temperature=temperature,
+        top_p=top_p,
+        max_new_tokens=max_new_tokens,
+        seed=seed,
+        engine=engine,
+        predictions=str(predictions or "predictions.jsonl") if predictions or len(models) == 1 else None,
+    )
     with working(LIBRARIES):
-        from pi_lora.evaluation.results import check_can_write
-        from pi_lora.evaluation.summarization.measure import evaluate_summarization, evaluation_data
-        from pi_lora.evaluation.summarization.rouge import summarization_table
-        from pi_lora.evaluation.summarization.writing import Sampling, find_writer
-
-        check_can_write(predictions)
-        found = how.find_stretched([model])
-        source = {"name": data, "subset": subset, "split": split}
-        columns = {"document": document, "summary": summary, "template": template, "completion": completion}
-        limits = {"document_tokens": document_tokens, "completion_tokens": max_new_tokens}
-        limits["special_tokens"] = special_tokens or None
-        rows = evaluation_data(model, source, {**columns, **limits})
-        sampling = Sampling(temperature, top_p, rows.completion_tokens, seed)
-
-    def load(found: Any) -> Any:
-        with working(f"loading {model}"):
-            return find_writer(found, engine, how.dtype)
-
-    def measure(writer: Any, progress: Any) -> Any:
-        return evaluate_summarization(writer, rows, sampling, predictions, limit, progress, say)
-
-    how.report(found, "writing", measure, summarization_table, load=load)
+        found = how.find_extended(models)
+    how.report("summarization", found, options)
 
 
 @app.command()
@@ -74,13 +75,16 @@ def summarize(
     seed: Seed = 0,
 ) -> None:
     """Write a summary of FILE, as it comes."""
+    from pi_lora.recipe.evaluation import SummarizationOptions
+
+    sampling = {"temperature": temperature, "top_p": top_p, "max_new_tokens": max_new_tokens, "seed": seed}
+    options = options_of(SummarizationOptions, **sampling)
     with working(LIBRARIES):
         from pi_lora.data.documents import read_document
-        from pi_lora.evaluation.summarization.measure import evaluation_data
-        from pi_lora.evaluation.summarization.writing import Sampling, summarize
+        from pi_lora.evaluation.summarization.summarize import summarize
 
         text = read_document(file)
         [found] = how.find(model)
-        task = evaluation_data(model, {}, {"completion_tokens": max_new_tokens})
-    sampling = Sampling(temperature, top_p, task.completion_tokens, seed)
-    summarize(how.load(found), file, text, task, sampling, say)
+    with working(f"loading {model}"):
+        loaded = found.load(how.dtype)
+    summarize(loaded, file, text, options, say)

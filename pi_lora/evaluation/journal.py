@@ -9,9 +9,10 @@ import sys
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from contextvars import ContextVar
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from types import TracebackType
+from typing import Any, Self, TypeVar
 
 import torch
 from pydantic import BaseModel, ValidationError
@@ -22,29 +23,30 @@ from pi_lora.errors import Interrupted
 from pi_lora.evaluation.forward import is_sharded
 from pi_lora.models.model import Model
 from pi_lora.recipe.places import cache_folder
-from pi_lora.types import Json
+from pi_lora.types import Json, Progress, silent
 
 R = TypeVar("R", bound=BaseModel)
-# The journals of what is measured but not written yet.
-_WAITING: ContextVar[list[Path] | None] = ContextVar("waiting", default=None)
+# Files of a model's folder that reports write, and that change no number.
+WRITTEN_BY_REPORTS = (".md", ".html", ".png")
 
 
 class Journal:
     """Results by name, in a folder named after what decides them, one file per process, a line as soon as a result is
     known; what was cut off or damaged is measured again. Without a folder, or if it cannot be written, nothing is kept.
-    With a `model` the processes of this run measure together, each its part; without it this process measures all.
+    If `shared`, the processes of this run measure together, each its share; else this process measures all. A `model`
+    may be sharded over them.
     """
 
-    def __init__(self, folder: Path | None = None, model: Any = None) -> None:
-        self.folder, self.model = folder, model
-        self.found: dict[str, Any] = {}
+    def __init__(self, folder: Path | None = None, shared: bool = False, model: Any = None) -> None:
+        self.folder, self.shared, self.model = folder, shared, model
+        self.results: dict[str, Any] = {}
         for file in sorted(folder.glob("*.jsonl")) if folder else ():
             with suppress(OSError):
-                self.found |= _entries(file.read_bytes())
+                self.results |= _entries(file.read_bytes())
 
     def add(self, name: str, result: Any) -> None:
         """Keep a result, a JSON value."""
-        self.found[name] = result
+        self.results[name] = result
         if self.folder is None:
             return
         entry = [name, result]
@@ -52,7 +54,7 @@ class Journal:
             self.folder.mkdir(parents=True, exist_ok=True)
             own = self.folder / f"{os.environ.get('RANK', '0')}-{os.getpid()}.jsonl"
             with own.open("a", encoding="utf-8") as file:
-                file.write(json.dumps([*entry, _sum(entry)]) + "\n")
+                file.write(json.dumps([*entry, _checksum(entry)]) + "\n")
         except OSError as error:
             lost = f"cannot be written ({error.strerror}); an interrupted measurement will begin anew"
             print(f"{self.folder}: {lost}", file=sys.stderr)
@@ -60,24 +62,78 @@ class Journal:
 
     def left(self, names: Sequence[str]) -> list[str]:
         """Return those of `names` that this process has to measure."""
-        return [name for name in self._share(names) if name not in self.found]
+        return [name for name in self.share(names) if name not in self.results]
 
-    def _share(self, names: Sequence[str]) -> Sequence[str]:
-        return names if self.model is None else share_of(names)
+    def share(self, names: Sequence[str]) -> Sequence[str]:
+        """Return those of `names` that this process measures, or has measured."""
+        return share_of(names) if self.shared else names
 
     def measure(self, kind: type[R], names: Sequence[str], measure: Callable[[str], R]) -> dict[str, R]:
         """Return the results of `names`: each process measures what is left of its share, and all return the same."""
-        for name in self.found.keys() & set(names):
-            try:
-                kind.model_validate(self.found[name])
-            except ValidationError:  # of another version
-                del self.found[name]
-        with _as_many_passes(self.model):
+
+        def results() -> Iterator[tuple[str, Any]]:
             for name in self.left(names):
-                self.add(name, measure(name).model_dump())
-        mine = [(name, self.found[name]) for name in self._share(names)]
-        found = dict(mine if self.model is None else from_all(mine))
-        return {name: kind.model_validate(found[name]) for name in names}
+                yield name, measure(name).model_dump()
+
+        for name in self.results.keys() & set(names):
+            try:
+                kind.model_validate(self.results[name])
+            except ValidationError:  # of another version
+                del self.results[name]
+        return {name: kind.model_validate(result) for name, result in self.collect(names, results()).items()}
+
+    def collect(self, names: Sequence[str], results: Iterator[tuple[str, Any]]) -> dict[str, Any]:
+        """Keep `results`, what is left of this process's share as it comes; return the results of all processes."""
+        with _as_many_passes(self.model):
+            for name, result in results:
+                self.add(name, result)
+        mine = [(name, self.results[name]) for name in self.share(names)]
+        every = dict(from_all(mine) if self.shared else mine)
+        return {name: every[name] for name in names}
+
+
+@dataclass
+class Session:
+    """How models are measured: `progress` is told of it, `say` is told what a user should know. If `shared`, the
+    processes of this run measure together, and until the context ends without an error journals keep what was measured,
+    for the same command to go on from. Ctrl-C becomes Interrupted. An engine that reads weights itself takes `dtype`.
+    """
+
+    progress: Progress = silent
+    say: Callable[[str], object] = str
+    shared: bool = False
+    dtype: str | None = None
+    journals: list[Journal] = field(default_factory=list)
+
+    def journal(self, loaded: Model, decided_by: Mapping[str, Any]) -> Journal:
+        """Return a journal of what is measured of a model; `decided_by` is JSON that, with the model, decides it. A
+        model that trains has no files to tell it apart: nothing is kept of it.
+        """
+        if loaded.in_training:
+            return Journal(shared=self.shared, model=loaded.model)
+        return self.journal_of(identity_of(loaded), decided_by, loaded.model)
+
+    def journal_of(self, identity: Json, decided_by: Mapping[str, Any], model: Any = None) -> Journal:
+        """Return a journal of what is measured of a `model` that `identity` tells apart."""
+        if not self.shared:
+            return Journal()
+        key = json.dumps({**decided_by, "model": identity}, sort_keys=True)
+        folder = cache_folder() / "evaluations" / hashlib.sha256(key.encode()).hexdigest()
+        journal = Journal(folder, shared=True, model=model)
+        self.journals.append(journal)
+        return journal
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        folders = [journal.folder for journal in self.journals if journal.folder]
+        if error is None and self.journals:
+            wait_for_all()  # until here another process may read a journal
+            for folder in folders if is_leader() else ():
+                shutil.rmtree(folder, ignore_errors=True)
+        if isinstance(error, KeyboardInterrupt) and any(folder.exists() for folder in folders):
+            raise Interrupted("interrupted; what was measured is kept, the same command goes on from there") from None
 
 
 @contextmanager
@@ -101,58 +157,16 @@ def _as_many_passes(model: Any) -> Iterator[None]:
             model(input_ids=one, use_cache=False)
 
 
-@contextmanager
-def journaled(loaded: Model, decided_by: Mapping[str, Any], what: str, shared: bool = True) -> Iterator[Journal]:
-    """Keep what is measured of a model until all is, `what` ("of 5 documents"), and in `kept_until_written` longer;
-    Ctrl-C becomes Interrupted. Not kept is what is not `shared` between processes, and what a model that trains gives.
-    """
-    if not shared or loaded.in_training:
-        yield Journal(model=loaded.model if shared else None)
-        return
-    key = json.dumps({**decided_by, "model": identity_of(loaded)}, sort_keys=True)
-    folder = cache_folder() / "evaluations" / hashlib.sha256(key.encode()).hexdigest()
-    journal = Journal(folder, loaded.model)
-    try:
-        yield journal
-    except KeyboardInterrupt:
-        done = f"interrupted after {len(journal.found)} {what}"
-        raise Interrupted(f"{loaded.name}: {done}; the same command goes on from there") from None
-    wait_for_all()  # Until here another process may read the journal.
-    if (waiting := _WAITING.get()) is not None:
-        waiting.append(folder)
-    elif is_leader():
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-@contextmanager
-def kept_until_written() -> Iterator[None]:
-    """Remove the journals of what the body measures when it ends, and has written the results; on an error keep them,
-    so that the same command does not measure again. Ctrl-C between two measurements becomes Interrupted.
-    """
-    token = _WAITING.set([])
-    try:
-        yield
-        for folder in _WAITING.get() or () if is_leader() else ():
-            shutil.rmtree(folder, ignore_errors=True)
-    except KeyboardInterrupt:
-        if done := _WAITING.get():
-            how = f"interrupted after {len(done)} measurements"
-            raise Interrupted(f"{how}; the same command goes on from there") from None
-        raise
-    finally:
-        _WAITING.reset(token)
-
-
 def _entries(content: bytes) -> Iterator[tuple[str, Any]]:
     """Yield the name and the result in each line that is whole."""
     for line in content.split(b"\n"):
-        with suppress(ValueError, TypeError, RecursionError):
-            name, result, sum_ = json.loads(line)
-            if sum_ == _sum([name, result]):
+        with suppress(ValueError, TypeError):
+            name, result, checksum = json.loads(line)
+            if checksum == _checksum([name, result]):
                 yield str(name), result
 
 
-def _sum(entry: Sequence[Any]) -> int:
+def _checksum(entry: Sequence[Any]) -> int:
     return zlib.crc32(json.dumps(entry).encode())
 
 
@@ -162,9 +176,10 @@ def identity_of(loaded: Model) -> Json:
     files = [file for folder in (*adapter, loaded.folder) for file in sorted(folder.iterdir()) if file.is_file()]
     return {
         "name": loaded.name,
-        "files": fingerprint(files),
+        "files": fingerprint([file for file in files if file.suffix not in WRITTEN_BY_REPORTS]),
         "config": dict(loaded.config),
         "dtype": str(loaded.model.dtype),
+        "autocast": loaded.autocast,
         "kernel": loaded.model.config._attn_implementation,
         "device": loaded.model.device.type,
         "versions": [importlib.metadata.version(name) for name in ("pi-lora", "torch", "transformers")],

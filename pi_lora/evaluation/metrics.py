@@ -1,13 +1,10 @@
 """Metrics: the numbers of every result, in the one form that tables, cards, the hub and comparisons are made from."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import singledispatch
+from itertools import takewhile
 from typing import Any, NamedTuple
-
-from pi_lora.evaluation import results
-from pi_lora.evaluation.ruler.effective import PAPERS_THRESHOLD, SHARE_OF_BASE
 
 # Standard errors to each side of a 95 % interval.
 NORMAL_95 = 1.96
@@ -93,79 +90,11 @@ def wilson(mean: float, samples: int) -> Interval:
     return max(0.0, center - reach), min(1.0, center + reach)
 
 
-@singledispatch
-def metrics_of(scores: results.Scores) -> Iterator[Metric]:
-    """Yield the metrics of a result."""
-    raise TypeError(type(scores).__name__)
+def longest_passing(scores: Mapping[int, float], threshold: float) -> int:
+    """Return the greatest length in tokens such that it and all shorter ones reach the threshold; 0 if none does.
 
-
-@metrics_of.register
-def _perplexity(scores: results.PerplexityScores) -> Iterator[Metric]:
-    for row in scores.windows:
-        documents = [
-            Value(f"{document.name} of {document.tokens} tokens", part.perplexity, part.tokens)
-            for document in scores.per_document or ()
-            for part in document.windows
-            if part.window == row.window
-        ]
-        others: dict[str, Any] = {"dataset": scores.data, "hub_name": "perplexity", "values": documents}
-        yield Metric("perplexity", row.perplexity, "", False, row.window, 3, row.tokens, is_ratio=True, **others)
-
-
-@metrics_of.register
-def _passkey(scores: results.PasskeyScores) -> Iterator[Metric]:
-    hub: dict[str, Any] = {"at": scores.target, "dataset": f"passkey retrieval in {scores.target} tokens"}
-    yield Metric("k_max", scores.k_max, "tokens", hub_name="k_max", **hub)
-    trials = [
-        Value(f"key {scores.seed}/{trial} at {depth.k} of {scores.target}", float(outcome))
-        for depth in scores.depths
-        for trial, outcome in enumerate(depth.outcomes or ())
-    ]
-    if trials and not scores.k_max_only:
-        yield share("passkeys retrieved", trials, hub_name="accuracy", **hub)
-
-
-@metrics_of.register
-def _passkey_map(scores: results.PasskeyMap) -> Iterator[Metric]:
-    for length in scores.lengths:
-        yield from metrics_of(length)
-
-
-@metrics_of.register
-def _benchmarks(scores: results.BenchmarkScores) -> Iterator[Metric]:
-    for task, score in scores.tasks.items():
-        hub: dict[str, Any] = {"dataset": task}
-        if score.acc is not None:
-            values = [Value(f"{task} {number}", value) for number, value in enumerate(score.outcomes or ())]
-            yield share_of_samples(task, score.acc, score.examples, values=values, hub_name="accuracy", **hub)
-        for name, value in (score.metrics or {}).items():
-            if "_stderr" not in name:
-                yield Metric(f"{task} {name}", value, digits=3, hub_name=name, **hub)
-
-
-@metrics_of.register
-def _ruler(scores: results.RulerScores) -> Iterator[Metric]:
-    for length in scores.lengths:
-        values = [
-            Value(f"{name} {scores.seed} of {task.length} tokens: {prompt}", value, group=name)
-            for name, task in length.tasks.items()
-            for prompt, value in enumerate(task.outcomes or ())
-        ]
-        about = f"RULER, {len(length.tasks)} tasks at {length.window} tokens"
-        others: dict[str, Any] = {"at": length.window, "dataset": about, "hub_name": "score", "values": values}
-        yield share_of_samples("mean", length.score, sum(task.samples for task in length.tasks.values()), **others)
-    effective = {f"{PAPERS_THRESHOLD:.1%}": scores.effective_length}
-    if scores.relative is not None:
-        effective[f"{SHARE_OF_BASE:.0%} of the base"] = scores.relative.effective_length
-    for threshold, tokens in effective.items():
-        label = f"effective length ({threshold})"
-        yield Metric(label, tokens, "tokens", dataset="RULER", hub_name="effective length")
-
-
-@metrics_of.register
-def _summarization(scores: results.SummarizationScores) -> Iterator[Metric]:
-    data = scores.data if isinstance(scores.data, str) else str(scores.data.get("name", ""))
-    for name in ("rouge1", "rouge2", "rougeL"):
-        interval = (scores.intervals or {}).get(name)
-        label = f"ROUGE-{name.removeprefix('rouge')}"
-        yield Metric(label, getattr(scores, name), digits=2, interval=interval, dataset=data, hub_name=name)
+    >>> longest_passing({2048: 0.9, 4096: 0.7, 8192: 0.8}, 0.75)
+    2048
+    """
+    passing = takewhile(lambda length: scores[length] >= threshold, sorted(scores))
+    return max(passing, default=0)

@@ -1,6 +1,6 @@
 """Options of every measurement: a section of a recipe, the options of its command, and kept whole in its scores."""
 
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, PositiveInt, model_validator
 
@@ -22,7 +22,16 @@ def default_windows(window: int, shortest: int | None = None) -> tuple[int, ...]
     return tuple(halves)
 
 
-class PerplexityOptions(Section):
+class Options(Section):
+    """Options of a measurement."""
+
+    @property
+    def longest(self) -> int | None:
+        """The longest input in tokens, if it is known."""
+        return None
+
+
+class PerplexityOptions(Options):
     """Sliding-window perplexity (paper, section 3.2)."""
 
     data: str = "builtin:stdlib"
@@ -54,13 +63,18 @@ class PerplexityOptions(Section):
             raise ValueError(f"truncate: {self.truncate} tokens do not hold a window of {max(self.windows)}; raise it")
         return self
 
+    @property
+    def longest(self) -> int | None:
+        """The longest window in tokens."""
+        return max(self.windows) if self.windows else None
+
     def sweep(self, window: int) -> tuple[tuple[int, ...], int]:
         """Return windows, the shortest first, and stride in tokens, for a model that reads `window` tokens."""
         windows = tuple(sorted(self.windows or default_windows(window, self.stride)))
         return windows, self.stride or min(STRIDE, max(1, windows[0] // 2))
 
 
-class PasskeyOptions(Section):
+class PasskeyOptions(Options):
     """Passkey retrieval (paper, section 3.3)."""
 
     target: PositiveInt | None = None
@@ -82,8 +96,13 @@ class PasskeyOptions(Section):
             raise ValueError("targets: measures every depth of each length; leave out target and k_max_only")
         return self
 
+    @property
+    def longest(self) -> int | None:
+        """The longest context in tokens."""
+        return max(self.targets) if self.targets else self.target
 
-class BenchmarksOptions(Section):
+
+class BenchmarksOptions(Options):
     """Short-context benchmarks (paper, table 5), of the finished run only."""
 
     tasks: Annotated[Texts, Field(min_length=1)] = ("boolq", "piqa", "race_middle", "race_high", "winogrande")
@@ -98,7 +117,7 @@ class BenchmarksOptions(Section):
     """local data in the schema of a task's own data set: `boolq=FILE`"""
 
 
-class RulerOptions(Section):
+class RulerOptions(Options):
     """RULER (Hsieh et al. 2024) through lm-eval, of the finished run only."""
 
     windows: Windows = None
@@ -113,6 +132,32 @@ class RulerOptions(Section):
     """prompts at once; by default as many as 16,384 tokens hold"""
     chat_template: bool = False
     """put prompts as chats"""
+
+    @property
+    def longest(self) -> int | None:
+        """The longest window in tokens."""
+        return max(self.windows) if self.windows else None
+
+
+class SummarizationOptions(Options):
+    """Summaries of long documents, scored by ROUGE (paper, section 3.5), of the finished run only."""
+
+    data: str | None = Field(None, description="files, a folder, a glob or a hub id; what was tuned on, or GovReport")
+    subset: str | None = Field(None, description="of a hub data set")
+    split: str | None = Field(None, description="of a hub data set; validation by default")
+    document: str | None = Field(None, description="the column to summarize")
+    summary: str | None = Field(None, description="the column it is compared with")
+    template: str | None = Field(None, description="another prompt than the paper's, with {column} for a column")
+    completion: str | None = Field(None, description="with `template`: the column that holds the answer")
+    document_tokens: int | None = Field(None, gt=0, description="cut documents to them; as tuned, or 15000")
+    special_tokens: bool = Field(False, description="read `</s>` and its like in texts as special tokens, not as text")
+    limit: int | None = Field(None, gt=0, description="only the first examples; by default all")
+    temperature: float = Field(0.5, ge=0, description="of sampling; 0 takes the likeliest token")
+    top_p: float = Field(0.95, gt=0, le=1, description="sample among the likeliest tokens of this share")
+    max_new_tokens: int | None = Field(None, gt=0, description="the longest summary; as tuned, or 1000")
+    seed: Seed = Field(0, description="of sampling")
+    engine: Literal["transformers", "vllm"] = Field("transformers", description="what generates")
+    predictions: str | None = Field(None, description="a file for the summaries, when all are written")
 
 
 class ShortEvaluation(Section):
@@ -139,6 +184,7 @@ class Evaluation(Section):
     passkey: PasskeyOptions | None = None
     benchmarks: BenchmarksOptions | None = None
     ruler: RulerOptions | None = None
+    summarization: SummarizationOptions | None = None
     while_training: ShortEvaluation | None = None
 
     def in_short(self) -> "Evaluation":

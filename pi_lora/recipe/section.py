@@ -1,7 +1,7 @@
 """What every part of a recipe is made of: a strict, frozen pydantic model, and the types that several parts share."""
 
 from collections.abc import Iterator
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any, Self, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
@@ -20,6 +20,10 @@ class Section(BaseModel):
     model_config = ConfigDict(
         extra="forbid", frozen=True, strict=True, allow_inf_nan=False, use_attribute_docstrings=True
     )
+
+    def changed(self, **values: Any) -> Self:
+        """Return the section with other values, which are checked."""
+        return type(self).model_validate({**self.model_dump(), **values})
 
 
 def sections_in(annotation: Any) -> Iterator[type[Section]]:

@@ -8,8 +8,9 @@ from collections.abc import Iterator, Sequence
 from pydantic import BaseModel
 from rich.table import Table
 
-from pi_lora.evaluation.metrics import Interval, Metric, Value, metrics_of
-from pi_lora.evaluation.results import Scores
+from pi_lora.evaluation.measurement import Scores
+from pi_lora.evaluation.metrics import Interval, Metric, Value
+from pi_lora.evaluation.registry import metrics_of
 from pi_lora.report.intervals import Pairs, of_means, of_successes, of_two
 
 

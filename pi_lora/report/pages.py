@@ -11,8 +11,7 @@ from markdown_it import MarkdownIt
 from markdown_it.token import Token
 
 from pi_lora.errors import DataError, ModelError
-from pi_lora.evaluation.results import options_of
-from pi_lora.evaluation.suite import MEASUREMENTS
+from pi_lora.evaluation.registry import MEASUREMENTS
 from pi_lora.report.card import CARD, SCORES_BEGIN, refresh_scores, write_card
 from pi_lora.report.pictures import PICTURES, draw_runs, picture_lines
 from pi_lora.report.run import MeasuredRun, columns_of
@@ -57,9 +56,7 @@ def write_report(runs: Sequence[MeasuredRun], output: Path | None = None, html: 
 def comparison_page(runs: Sequence[MeasuredRun], folder: Path) -> str:
     """Return the comparison in Markdown, with the metrics of all runs in one table and the pictures in `folder`."""
     columns = columns_of(runs)
-    options = {
-        name: [options_of(scores[name]) for scores in columns.values() if name in scores] for name in MEASUREMENTS
-    }
+    options = {name: [scores[name].options for scores in columns.values() if name in scores] for name in MEASUREMENTS}
     return TEMPLATES.get_template("comparison.md").render(
         runs=runs,
         public_name=public_name,

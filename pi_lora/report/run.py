@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from pi_lora.errors import ModelError
-from pi_lora.evaluation.results import RulerScores, Scores, options_of, read_scores
-from pi_lora.evaluation.ruler.effective import relative_to
+from pi_lora.evaluation.measurement import Scores
+from pi_lora.evaluation.registry import MEASUREMENTS, read_scores
 from pi_lora.models.stored import ADAPTER_CONFIG_FILE, read_adapter_settings, read_config
 from pi_lora.recipe.files import RECIPE_FILE
 from pi_lora.recipe.schema import Model
@@ -63,10 +63,9 @@ class MeasuredRun(Run):
             if scores := read_scores(file):
                 by_stage.setdefault(name, {})[stage] = scores
         for stages in by_stage.values():
-            if isinstance(base := stages.get(BASE), RulerScores):
-                stages |= {
-                    key: relative_to(base, each) for key, each in stages.items() if isinstance(each, RulerScores)
-                }
+            if base := stages.get(BASE):
+                relate = MEASUREMENTS[base.measurement].relate
+                stages |= {key: relate(base, each) for key, each in stages.items() if type(each) is type(base)}
         return by_stage
 
     @property
@@ -86,7 +85,7 @@ class MeasuredRun(Run):
         return {
             name: scores
             for name, scores in kept.items()
-            if scores.model == base and options_of(scores) == options_of(own[name])
+            if scores.model == base and scores.options == own[name].options
         }
 
 
@@ -124,11 +123,11 @@ def missing_baselines(run: MeasuredRun) -> Iterator[str]:
 
 def _command(run: MeasuredRun, name: str, stage: str, like: Scores) -> str:
     """The command that measures the base of a run, or the base extended without tuning, as `like` was measured."""
-    options = options_of(like)
+    options = like.options.model_dump(exclude_defaults=True)
     if stage == STEP_0:
         target = {} if "targets" in options else {"target": options.get("target", run.recipe.context.target)}
         options |= {"original": run.original, **target, "scaling": run.recipe.scaling}
-    words = ["pi-lora", "eval", like.command, run.recipe.model.name]
+    words = ["pi-lora", "eval", like.measurement, run.recipe.model.name]
     for key, value in {**options, "json": run.scores_file(name, stage)}.items():
         for each in value if isinstance(value, list) else [value]:
             if each is not None and each is not False:

@@ -7,8 +7,9 @@ from pathlib import Path
 
 from huggingface_hub import EvalResult
 
-from pi_lora.evaluation.metrics import Metric, metrics_of
-from pi_lora.evaluation.results import Scores
+from pi_lora.evaluation.measurement import Scores
+from pi_lora.evaluation.metrics import Metric
+from pi_lora.evaluation.registry import metrics_of
 
 
 def metrics_table(columns: Mapping[str, Mapping[str, Scores]]) -> str:

@@ -28,7 +28,7 @@ from pi_lora.distributed import (
 )
 from pi_lora.drawing import sparkline
 from pi_lora.errors import Diverged, Interrupted
-from pi_lora.evaluation.results import write_scores
+from pi_lora.evaluation.registry import write_scores
 from pi_lora.evaluation.suite import asked_for, measure
 from pi_lora.models import machine
 from pi_lora.models.finite import finite

@@ -16,10 +16,11 @@ from test_cli import run
 from pi_lora.errors import DataError, Interrupted, ModelError, PiLoraError
 from pi_lora.evaluation.benchmarks.lm import RankedLM
 from pi_lora.evaluation.benchmarks.measure import evaluate_benchmarks, measure
-from pi_lora.evaluation.benchmarks.table import TITLES, benchmarks_table
+from pi_lora.evaluation.benchmarks.scores import TITLES, BenchmarkScores
 from pi_lora.evaluation.benchmarks.tasks import FOLDERS, articles, load_tasks, manager, prepare
-from pi_lora.evaluation.results import BenchmarkScores
-from pi_lora.evaluation.suite import MEASUREMENTS
+from pi_lora.evaluation.journal import Session
+from pi_lora.evaluation.registry import MEASUREMENTS
+from pi_lora.evaluation.table import scores_table
 from pi_lora.models.model import Extension, Model, load
 from pi_lora.recipe.evaluation import BenchmarksOptions
 
@@ -98,7 +99,8 @@ def options(files: dict[str, str], *names: str, **others: Any) -> BenchmarksOpti
 
 
 def measured(model: Model, asked: BenchmarksOptions) -> BenchmarkScores:
-    return evaluate_benchmarks(model, asked, prepare(asked))
+    with Session(shared=True) as session:
+        return evaluate_benchmarks(model, asked, prepare(asked), session)
 
 
 def test_the_papers_folders_hold_what_lm_eval_finds() -> None:
@@ -162,9 +164,7 @@ def test_a_group_scores_as_lm_evals(tiny: Model, their_tasks: Path) -> None:
 def test_a_few_shot_task_is_not_said_to_be_zero_shot(tiny: Model, files: dict[str, str]) -> None:
     scores = measured(tiny, options(files, "gsm8k", window=1024, limit=2))
     assert (scores.tasks["gsm8k"].shots, scores.tasks["gsm8k"].examples) == (5, 2)
-    table = benchmarks_table(scores)
-    assert "zero-shot" not in str(table.title)
-    assert table.columns[2].header == "gsm8k (5-shot)"
+    assert next(iter(scores_table([scores]).columns[0].cells)).startswith("gsm8k (5-shot)")
 
 
 def test_answers_are_kept_when_interrupted(
@@ -186,12 +186,11 @@ def test_answers_are_kept_when_interrupted(
     monkeypatch.setattr(HFLM, "_model_generate", call)
     whole, needed = measured(tiny, asked), len(calls)
     stop_at = needed + needed - 1  # in the second of the texts
-    with pytest.raises(Interrupted, match="builtin:tiny: interrupted"):
+    with pytest.raises(Interrupted, match="interrupted; what was measured is kept"):
         measured(tiny, asked)
     at: list[tuple[int, int, str]] = []
-    again = evaluate_benchmarks(
-        tiny, asked, prepare(asked), lambda done, total, note="": at.append((done, total, note))
-    )
+    with Session(lambda done, total, note="": at.append((done, total, note)), shared=True) as session:
+        again = evaluate_benchmarks(tiny, asked, prepare(asked), session)
     assert again == whole
     assert len(calls) == needed + needed + 1
     assert at == [(1, 2, "triviaqa"), (2, 2, "triviaqa")]
@@ -363,7 +362,7 @@ def test_a_mistake_is_one_line_before_a_model_is_loaded(
 def test_without_lm_eval_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(PiLoraError, match=r"needs the package lm_eval; pip install 'pi-lora\[eval\]'"):
-        MEASUREMENTS["benchmarks"].prepare(BenchmarksOptions())
+        MEASUREMENTS["benchmarks"].prepare(BenchmarksOptions(), [])
 
 
 def test_the_command_shows_models_side_by_side(
@@ -384,7 +383,7 @@ def test_the_command_shows_models_side_by_side(
     assert all(list(each["tasks"]) == ["winogrande", "piqa"] for each in scores)
     assert all(each["tasks"]["piqa"]["examples"] == 2 for each in scores)
     assert scores[0]["data"]["piqa"] == files["piqa"].partition("=")[2]
-    assert (scores[0]["limit"], scores[0]["lm_eval"]) == (2, lm_eval.__version__)
+    assert (scores[0]["options"]["limit"], scores[0]["lm_eval"]) == (2, lm_eval.__version__)
     assert f"{100 * scores[0]['tasks']['winogrande']['acc']:.0f}" in out
     assert "WinoGrande" in out
 
@@ -394,8 +393,8 @@ def test_more_processes_than_examples_are_refused(
 ) -> None:
     asked = options(files, "winogrande")
     prepared = prepare(asked)
-    monkeypatch.setenv("WORLD_SIZE", "3")
-    monkeypatch.setenv("RANK", "0")
+    for name, value in {"WORLD_SIZE": "3", "RANK": "0", "LOCAL_RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
     with pytest.raises(DataError, match="winogrande: fewer examples than processes; start fewer processes"):
         evaluate_benchmarks(tiny, asked, prepared)
 

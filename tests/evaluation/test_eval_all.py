@@ -56,9 +56,9 @@ def test_what_the_recipe_names_is_measured_and_kept(
     assert (kept["passkey"]["seed"], len(kept["passkey"]["depths"])) == (3, 2)
     assert (kept["benchmarks"]["tasks"]["boolq"]["examples"], kept["benchmarks"]["window"]) == (2, 64)
     assert all((scores["model"], scores["scale"]) == ("run", 4) for scores in kept.values())
-    assert f"{kept['perplexity']['windows'][0]['perplexity']:.3f}" in out
+    assert f"{kept['perplexity']['windows'][0]['perplexity']:,.3f}" in out
     assert "k_max" in out
-    assert "BoolQ" in out
+    assert "BoolQ (0-shot)" in out
 
 
 def test_what_is_there_is_measured_only_again(
@@ -77,7 +77,7 @@ def test_what_is_there_is_measured_only_again(
     assert json.loads(marked.read_text())["marked"]
     assert (own_run / "scores" / "benchmarks.json").is_file()
     assert "perplexity" in out
-    assert "BoolQ" in out
+    assert "BoolQ (0-shot)" in out
 
     status, _, err = run(capsys, monkeypatch, "eval", "all", "run", "--again")
     assert (status, err) == (0, "")

@@ -1,4 +1,3 @@
-import io
 import json
 import os
 import subprocess
@@ -14,15 +13,21 @@ from rich.console import Console
 from pi_lora import cli
 from pi_lora.drawing import sparkline
 from pi_lora.errors import Interrupted, ModelError
+from pi_lora.evaluation.journal import Session
+from pi_lora.evaluation.measurement import as_json
 from pi_lora.evaluation.passkey import shared_prefix
-from pi_lora.evaluation.passkey.measure import PasskeyTest, evaluate_passkey, evaluate_passkey_map
+from pi_lora.evaluation.passkey.measure import PasskeyTest, evaluate_passkey
 from pi_lora.evaluation.passkey.prompt import Grid
+from pi_lora.evaluation.passkey.scores import PasskeyScores
 from pi_lora.evaluation.passkey.shared_prefix import SharedPrefix
-from pi_lora.evaluation.passkey.table import passkey_map_picture, passkey_map_table, passkey_picture, passkey_table
-from pi_lora.evaluation.results import PasskeyMap, PasskeyScores, as_json, read_scores, write_scores
+from pi_lora.evaluation.registry import read_scores, write_scores
+from pi_lora.evaluation.suite import draw
+from pi_lora.evaluation.table import scores_table
 from pi_lora.models.model import Extension, Model, load
+from pi_lora.recipe.evaluation import PasskeyOptions
 
 Run = Callable[..., tuple[int, str, str]]
+ASKED = PasskeyOptions(target=320, depths=4, trials=3)
 
 
 @pytest.fixture
@@ -53,12 +58,14 @@ def stretched() -> Model:
 
 @pytest.fixture(scope="module")
 def scores(stretched: Model) -> PasskeyScores:
-    return evaluate_passkey(stretched, Grid(320, 4, 3))
+    return evaluate_passkey(stretched, ASKED)
 
 
 def test_progress_has_the_depths_so_far(stretched: Model) -> None:
     notes: list[str] = []
-    scores = evaluate_passkey(stretched, Grid(320, 2, 3), lambda done, total, note="": notes.append(note))
+    scores = evaluate_passkey(
+        stretched, ASKED.changed(depths=2), Session(lambda done, total, note="": notes.append(note))
+    )
     assert [note.split(" at ")[1].split()[:2] for note in notes] == [["160", "tokens"], ["320", "tokens"]]
     rates = [depth.success_rate for depth in scores.depths]
     assert notes[-1] == f"{rates[1]:.0%} at 320 tokens {sparkline(rates, 0, 1)}"
@@ -84,7 +91,7 @@ def test_prompts_are_computed_whole_where_nothing_can_be_shared(
     made: list[int] = []
     monkeypatch.setattr(SharedPrefix, "__init__", lambda self, model, ids: made.append(len(ids)))
     monkeypatch.setattr(shared_prefix, "free_memory", lambda _device: 2**20)
-    assert evaluate_passkey(stretched, Grid(320, 4, 3)) == scores
+    assert evaluate_passkey(stretched, ASKED) == scores
     monkeypatch.undo()
     monkeypatch.setattr(shared_prefix, "free_memory", lambda _device: 2**40)
     asked = PasskeyTest(stretched.model, stretched.tokenizer, Grid(320, 1, 2))
@@ -95,7 +102,7 @@ def test_prompts_are_computed_whole_where_nothing_can_be_shared(
 
 
 def test_k_max_only_says_what_was_left_out(stretched: Model) -> None:
-    scores = evaluate_passkey(stretched, Grid(448, 5, 10), k_max_only=True)
+    scores = evaluate_passkey(stretched, PasskeyOptions(target=448, depths=5, k_max_only=True))
     *reached, failed = scores.depths
     assert [row.k for row in scores.depths] == [90, 179, 269]
     assert all(sum(row.outcomes or ()) == 2 and row.trials < 10 for row in reached)
@@ -114,16 +121,13 @@ def test_an_interrupted_evaluation_goes_on_where_it_stopped(
         if done > 6:
             raise KeyboardInterrupt
 
-    with pytest.raises(
-        Interrupted, match="builtin:tiny: interrupted after 2 of 4 depths; the same command goes on from there"
-    ):
-        evaluate_passkey(stretched, Grid(320, 4, 3), stop_in_the_third, shared=True)
+    session = Session(stop_in_the_third, shared=True)
+    with pytest.raises(Interrupted, match="what was measured is kept"), session:
+        evaluate_passkey(stretched, ASKED, session)
     assert len(list(kept.glob("*/*.jsonl"))) == 1
     made: list[int] = []
-    assert (
-        evaluate_passkey(stretched, Grid(320, 4, 3), lambda done, total, note="": made.append(done), shared=True)
-        == scores
-    )
+    with Session(lambda done, total, note="": made.append(done), shared=True) as session:
+        assert evaluate_passkey(stretched, ASKED, session) == scores
     assert made == [9, 12]
     assert list(kept.iterdir()) == []
 
@@ -134,17 +138,18 @@ def test_what_was_kept_is_of_the_same_measurement_only(stretched: Model, scores:
             raise KeyboardInterrupt
 
     for seed, k_max_only in ((1, False), (0, True)):
-        with pytest.raises(Interrupted):
-            evaluate_passkey(stretched, Grid(320, 4, 3, seed), stop, k_max_only=k_max_only, shared=True)
+        with pytest.raises(Interrupted), Session(stop, shared=True) as session:
+            evaluate_passkey(stretched, ASKED.changed(seed=seed, k_max_only=k_max_only), session)
     assert len(list(kept.iterdir())) == 2
-    assert evaluate_passkey(stretched, Grid(320, 4, 3), shared=True) == scores
+    with Session(shared=True) as session:
+        assert evaluate_passkey(stretched, ASKED, session) == scores
 
 
 def test_a_tokenizer_of_another_model_is_refused(stretched: Model, small_model: Path) -> None:
     model = load(str(small_model)).model
     model.resize_token_embeddings(200)
     with pytest.raises(ModelError, match=r"small: its tokenizer gives the id \d+, and the model knows 200 tokens"):
-        evaluate_passkey(stretched.being_tuned("small", model, False), Grid(320, 1, 1))
+        evaluate_passkey(stretched.being_tuned("small", model, False), PasskeyOptions(target=320, depths=1, trials=1))
 
 
 @pytest.mark.parametrize("extra", [[], ["--k-max-only"]], ids=["whole", "k-max-only"])
@@ -169,11 +174,11 @@ def test_several_models_stand_side_by_side(pi_lora: Run, tmp_path: Path, small_m
     file, picture = tmp_path / "scores.json", tmp_path / "new" / "picture.png"
     status, out, err = pi_lora("builtin:tiny", str(small_model), *options, "--json", str(file), "--plot", str(picture))
     assert status == 0
-    assert err == f"--target: 200 tokens are more than the 64 that {small_model} covers; measured anyway\n"
+    assert err == f"{small_model}: covers 64 tokens; measured with 200 anyway\n"
     both = json.loads(file.read_text())
     assert [(scores["model"], scores["k_max"]) for scores in both] == [("builtin:tiny", 200), (str(small_model), 0)]
     assert "builtin:tiny" in out
-    assert "100%" in out
+    assert "100 %" in out
     assert picture.read_bytes()[:4] == b"\x89PNG"
 
 
@@ -191,75 +196,42 @@ def printed(table: Any) -> str:
 
 
 def test_a_table_holds_what_was_measured(scores: PasskeyScores, stretched: Model) -> None:
-    alone = printed(passkey_table(scores))
-    assert f"k_max {scores.k_max}" in alone
-    assert all(f"{row.success_rate:.0%}" in alone for row in scores.depths)
-    only = evaluate_passkey(stretched, Grid(320, 4, 3), k_max_only=True)
-    assert "at most 3 trials" in printed(passkey_table(only))
+    alone = printed(scores_table([scores]))
+    assert f"{scores.k_max} tokens" in alone
+    assert all(f"{100 * row.success_rate:.0f} % (" in alone for row in scores.depths)
+    only = evaluate_passkey(stretched, ASKED.changed(k_max_only=True))
+    assert "at most 3 trials" in printed(scores_table([only]))
     cut = scores.model_copy(update={"model": "cut", "depths": scores.depths[:2]})
-    lines = printed(passkey_table(scores, cut)).splitlines()
-    assert next(line for line in lines if " 320 " in line and "%" in line).count("%") == 1
+    lines = printed(scores_table([scores, cut])).splitlines()
+    assert next(line for line in lines if "distance" in line and " 320 " in line).count("%") == 1
+
+
+def test_a_share_that_all_trials_agree_on_has_an_interval() -> None:
+    """Wilson's: of five of five 57 to 100 %, and no digits that five trials do not support."""
+    depth = {"k": 64, "success_rate": 1.0, "trials": 5, "outcomes": [True] * 5}
+    scores = PasskeyScores.model_validate({"model": "m", "target": 64, "k_max": 64, "depths": [depth]})
+    assert "100 % (57 to 100)" in printed(scores_table([scores]))
 
 
 def test_pictures_are_drawn_of_one_and_of_several(scores: PasskeyScores, tmp_path: Path) -> None:
-    cut = scores.model_copy(update={"depths": scores.depths[:2]})
+    cut = scores.model_copy(update={"model": "cut", "depths": scores.depths[:2]})
     for name, models in (("one", [scores]), ("two", [scores, cut])):
-        passkey_picture(models, tmp_path / f"{name}.png")
+        draw(models, tmp_path / f"{name}.png")
     one, two = ((tmp_path / f"{name}.png").read_bytes() for name in ("one", "two"))
     assert min(len(one), len(two)) > 10_000
     assert one != two
 
 
-def test_a_map_is_each_length_by_itself(stretched: Model, scores: PasskeyScores) -> None:
+def test_several_lengths_are_each_measured_by_itself(stretched: Model, scores: PasskeyScores, tmp_path: Path) -> None:
     moves: list[tuple[int, int]] = []
-    found = evaluate_passkey_map(
-        stretched, [Grid(200, 4, 3), Grid(320, 4, 3)], lambda done, total, note="": moves.append((done, total))
-    )
-    assert found.lengths == [evaluate_passkey(stretched, Grid(200, 4, 3)), scores]
+    session = Session(lambda done, total, note="": moves.append((done, total)))
+    both = evaluate_passkey(stretched, PasskeyOptions(targets=(320, 200), depths=4, trials=3), session)
+    shorter = evaluate_passkey(stretched, ASKED.changed(target=200))
+    assert [(each.target, each.depths) for each in both.by_length] == [(200, shorter.depths), (320, scores.depths)]
+    assert (both.target, both.k_max) == (320, scores.k_max)
     assert moves == [(done, 24) for done in range(3, 25, 3)]
-
-
-def made_up_map(name: str, rates: list[list[float]]) -> PasskeyMap:
-    """Success rates by depth, the nearest to the end first, at lengths of 100 and 200 tokens."""
-    lengths = [
-        {
-            "model": name,
-            "target": target,
-            "k_max": 0,
-            "depths": [
-                {"k": target * (index + 1) // 2, "success_rate": rate, "trials": 10}
-                for index, rate in enumerate(column)
-            ],
-        }
-        for target, column in zip((100, 200), rates, strict=True)
-    ]
-    return PasskeyMap.model_validate({"model": name, "lengths": lengths})
-
-
-def test_a_map_is_read_back_and_shown(tmp_path: Path) -> None:
-    one, other = made_up_map("one", [[1.0, 0.5], [0.25, 0.0]]), made_up_map("other", [[0.0, 0.1], [0.2, 0.3]])
-    write_scores(one, tmp_path / "map.json")
-    assert read_scores(tmp_path / "map.json") == one
-    console = Console(width=100, record=True, file=io.StringIO())
-    console.print(passkey_map_table(one, other))
-    rows = [line.replace("┃", "│").split("│")[1:-1] for line in console.export_text().splitlines()]
-    cells = [[cell.strip() for cell in row] for row in rows if row]
-    assert cells[0] == ["depth", "100", "200"]
-    assert ["0%", "50%", "0%"] in cells
-    assert ["50%", "100%", "25%"] in cells
-    assert cells.index(["0%", "50%", "0%"]) < cells.index(["50%", "100%", "25%"]) < cells.index(["other", "", ""])
-    assert cells[-1] == ["k_max", "0", "0"]
-    passkey_map_picture([one, other], tmp_path / "map.png")
-    assert (tmp_path / "map.png").stat().st_size > 10_000
-
-
-def test_a_map_has_as_many_depths_at_each_length(tmp_path: Path) -> None:
-    uneven = as_json(made_up_map("one", [[1.0, 0.5], [0.25, 0.0]]))
-    uneven["lengths"][1]["depths"].pop()
-    for lengths in (uneven["lengths"], [{**uneven["lengths"][0], "depths": []}]):
-        (tmp_path / "map.json").write_text(json.dumps({**uneven, "lengths": lengths}))
-        with pytest.raises(ModelError, match=r"map\.json: .*the same number of depths.*; measure again or remove it"):
-            read_scores(tmp_path / "map.json")
+    write_scores(both, tmp_path / "both.json")
+    assert read_scores(tmp_path / "both.json") == both
 
 
 def test_the_command_measures_several_lengths(pi_lora: Run, tmp_path: Path) -> None:
@@ -267,10 +239,10 @@ def test_the_command_measures_several_lengths(pi_lora: Run, tmp_path: Path) -> N
     files = ["--json", str(tmp_path / "map.json"), "--plot", str(tmp_path / "map.png")]
     status, out, errors = pi_lora(*words, *files)
     assert (status, errors) == (0, "")
-    assert "0% is the start of the" in out
+    assert "120" in out
     found = read_scores(tmp_path / "map.json")
-    assert isinstance(found, PasskeyMap)
-    assert [each.target for each in found.lengths] == [120, 200]
+    assert isinstance(found, PasskeyScores)
+    assert [each.target for each in found.by_length] == [120, 200]
     assert (tmp_path / "map.png").is_file()
     for wrong, line in (
         ("--target 300", "--targets: measures every depth"),

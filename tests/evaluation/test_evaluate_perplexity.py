@@ -24,12 +24,16 @@ from tokenizers import normalizers
 
 from pi_lora.data.sources import PINNED, Choice
 from pi_lora.errors import DataError, Interrupted, ModelError
+from pi_lora.evaluation.journal import Session
+from pi_lora.evaluation.measurement import as_json
 from pi_lora.evaluation.perplexity import losses as sweep
-from pi_lora.evaluation.perplexity.measure import choose_documents, evaluate_perplexity
-from pi_lora.evaluation.perplexity.table import perplexity_table
-from pi_lora.evaluation.results import PerplexityScores, as_json
+from pi_lora.evaluation.perplexity.documents import choose_documents
+from pi_lora.evaluation.perplexity.measure import evaluate_perplexity
+from pi_lora.evaluation.perplexity.scores import PerplexityScores
+from pi_lora.evaluation.table import scores_table
 from pi_lora.models import model as models
 from pi_lora.models.model import Model, load
+from pi_lora.recipe.evaluation import PerplexityOptions
 
 WORDS = "the road is long and the night is dark but a light burns in every window of the old house".split()
 
@@ -51,14 +55,18 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+def options(source: Path, *windows: int, **others: Any) -> PerplexityOptions:
+    return PerplexityOptions(data=str(source), windows=windows or (64,), **{"stride": 32, **others})
+
+
 def names(loaded: Model, source: Path, longest: int = 64, **choice: Any) -> list[str]:
     chosen = choose_documents(loaded, str(source), Choice(**choice), longest)
     return [Path(document.name).stem for document in chosen.documents]
 
 
 def test_the_result_says_how_it_was_measured(loaded: Model, folder: Path) -> None:
-    choice = Choice(documents=3, truncate=140)
-    scores = evaluate_perplexity(loaded, str(folder), [32, 64], 16, choice=choice)
+    asked = options(folder, 32, 64, stride=16, documents=3, truncate=140)
+    scores = evaluate_perplexity(loaded, asked)
     said = {
         "model": loaded.name,
         "scale": 1.0,
@@ -68,9 +76,7 @@ def test_the_result_says_how_it_was_measured(loaded: Model, folder: Path) -> Non
         "data": str(folder),
         "documents": 3,
         "documents_too_short": 1,
-        "min_tokens": None,
-        "truncate": 140,
-        "seed": None,
+        "options": asked.model_dump(mode="json"),
         "bos": True,
         "stride": 16,
         "weighting": "token",
@@ -102,8 +108,8 @@ def test_bits_per_byte_are_those_computed_directly(
     if kind == "llama":
         loaded.tokenizer.backend_tokenizer.__setstate__(made("llama").__getstate__())
     (tmp_path / "llamas.txt").write_text(LLAMAS)
-    choice = Choice(truncate=truncate)
-    [score] = evaluate_perplexity(loaded, str(tmp_path / "llamas.txt"), [window], stride, choice).windows
+    asked = options(tmp_path / "llamas.txt", window, stride=stride, truncate=truncate)
+    [score] = evaluate_perplexity(loaded, asked).windows
     whole = loaded.tokenizer(LLAMAS, return_offsets_mapping=True)
     spans = [tuple(span) for span in whole["offset_mapping"]]
     # Tokens of one character, and here no others, have one span; each is a byte of it.
@@ -122,7 +128,7 @@ def test_bytes_are_those_of_the_text_as_it_was(loaded: Model, tmp_path: Path) ->
     """Before its tokenizer composed characters."""
     loaded.tokenizer.backend_tokenizer.normalizer = normalizers.NFC()
     (tmp_path / "llamas.txt").write_text(LLAMAS)
-    [score] = evaluate_perplexity(loaded, str(tmp_path / "llamas.txt"), [64], 16).windows
+    [score] = evaluate_perplexity(loaded, options(tmp_path / "llamas.txt", stride=16)).windows
     assert score.bytes == len(LLAMAS.encode()) == len(unicodedata.normalize("NFC", LLAMAS).encode()) + 12
 
 
@@ -130,16 +136,15 @@ def test_bits_per_byte_stand_beside_perplexities_that_do_not_compare(loaded: Mod
     (tmp_path / "text.txt").write_text(text(200))
 
     def measure() -> PerplexityScores:
-        return evaluate_perplexity(loaded, str(tmp_path), [64], 32, Choice(truncate=100))
+        return evaluate_perplexity(loaded, options(tmp_path, truncate=100))
 
     own = measure()
     loaded.tokenizer.backend_tokenizer.__setstate__(made("llama").__getstate__())
     other = measure()
     bits = [f"{row.bits_per_byte:.4f}" for scores in (own, other) for row in scores.windows]
     assert bits[0] != bits[1]
-    assert bits[0] in printed(perplexity_table(own))
-    assert bits[0] not in printed(perplexity_table(own, own))
-    shown = printed(perplexity_table(own, other))
+    assert "do not compare" not in printed(scores_table([own, own]))
+    shown = printed(scores_table([own, other]))
     assert all(each in shown for each in bits)
     assert "perplexities by token do not compare, bits per byte do" in " ".join(shown.split())
 
@@ -190,7 +195,7 @@ def test_losses_that_are_no_numbers_are_refused(loaded: Model, folder: Path) -> 
     with torch.no_grad():
         loaded.model.model.norm.weight.fill_(float("inf"))
     with pytest.raises(ModelError, match="infinite or NaN numbers in float32"):
-        evaluate_perplexity(loaded, str(folder), [64], 32, Choice(1))
+        evaluate_perplexity(loaded, options(folder, documents=1))
 
 
 @pytest.fixture
@@ -253,9 +258,8 @@ def test_of_the_standard_library_a_few_documents_are_enough(
 
 def test_progress_has_the_perplexity_so_far(loaded: Model, folder: Path) -> None:
     notes: list[tuple[int, int, str]] = []
-    scores = evaluate_perplexity(
-        loaded, str(folder), [32, 64], 16, progress=lambda done, total, note="": notes.append((done, total, note))
-    )
+    session = Session(lambda done, total, note="": notes.append((done, total, note)))
+    scores = evaluate_perplexity(loaded, options(folder, 32, 64, stride=16), session)
     assert len(notes) > len(scores.per_document or ())
     assert notes[0][2] != notes[-1][2]
     assert notes[-1][0] == notes[-1][1]
@@ -290,9 +294,11 @@ def test_an_interrupted_evaluation_goes_on(
     monkeypatch.setenv("PI_LORA_CACHE", str(cache))
 
     def measure(stride: int = 32, shared: bool = True) -> Any:
-        return evaluate_perplexity(loaded, str(folder), [32, 64], stride, by_position=True, shared=shared)
+        asked = options(folder, 32, 64, stride=stride, by_position=True)
+        with Session(shared=shared) as session:
+            return evaluate_perplexity(loaded, asked, session)
 
-    with pytest.raises(Interrupted, match="model: interrupted after 2 of 5 documents; the same command goes on"):
+    with pytest.raises(Interrupted, match="what was measured is kept, the same command goes on"):
         measure()
     assert len(interrupted) == 3
     measure(stride=16)
@@ -303,13 +309,21 @@ def test_an_interrupted_evaluation_goes_on(
     assert not list((cache / "evaluations").iterdir())
 
 
-def test_a_changed_model_is_measured_anew(loaded: Model, folder: Path, interrupted: list[int]) -> None:
+@pytest.mark.parametrize(("changed", "documents"), [("model.safetensors", 5), ("README.md", 3)])
+def test_a_changed_model_is_measured_anew_and_a_changed_card_is_not(
+    loaded: Model, folder: Path, interrupted: list[int], changed: str, documents: int
+) -> None:
+    def measure() -> None:
+        with Session(shared=True) as session:
+            evaluate_perplexity(loaded, options(folder), session)
+
     with pytest.raises(Interrupted):
-        evaluate_perplexity(loaded, str(folder), [64], 32, shared=True)
-    weights = Path(loaded.name) / "model.safetensors"
-    os.utime(weights, ns=(weights.stat().st_atime_ns, weights.stat().st_mtime_ns + 1))
-    evaluate_perplexity(loaded, str(folder), [64], 32, shared=True)
-    assert len(interrupted) == 3 + 5
+        measure()
+    file = Path(loaded.name) / changed
+    file.touch()
+    os.utime(file, ns=(file.stat().st_atime_ns, file.stat().st_mtime_ns + 1))
+    measure()
+    assert len(interrupted) == 3 + documents
 
 
 def test_two_processes_write_what_one_does(python: str, small_model: Path, folder: Path) -> None:
@@ -345,9 +359,9 @@ def test_several_models_stand_side_by_side(
     assert [(each["model"], each["scale"]) for each in both] == [(models[0], 1.0), (models[1], 2.0)]
     # Without --windows, all are measured up to the longest that one of them reads.
     assert [[row["window"] for row in each["windows"]] for each in both] == [[128], [128]]
-    assert err == (f"--windows: 128 tokens are more than the 64 that {models[0]} covers; measured anyway\n")
+    assert err == (f"{models[0]}: covers 64 tokens; measured with 128 anyway\n")
     for each in both:
-        assert f"{each['windows'][0]['perplexity']:.3f}" in out
+        assert f"{each['windows'][0]['perplexity']:,.3f}" in out
         assert len(each["by_position"]["bins"]) == 32
         assert f"{each['by_position']['bins'][-1]['loss']:.3f}" in out
     assert Path("curve.png").read_bytes()[:4] == b"\x89PNG"

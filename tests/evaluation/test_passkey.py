@@ -15,7 +15,7 @@ from pi_lora.evaluation.passkey.measure import (
     trials_until_certain,
 )
 from pi_lora.evaluation.passkey.prompt import Grid, make_trial, prompt, trials_at
-from pi_lora.evaluation.results import PasskeyDepth
+from pi_lora.evaluation.passkey.scores import PasskeyDepth
 from pi_lora.models.model import Extension, Model, load
 
 PAPER_PROMPT = """\

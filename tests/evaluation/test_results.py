@@ -7,29 +7,23 @@ from typing import Any
 import pytest
 
 from pi_lora.errors import DataError, ModelError
-from pi_lora.evaluation.results import (
-    KINDS,
-    BenchmarkScores,
+from pi_lora.evaluation.benchmarks.scores import BenchmarkScores, TaskScore
+from pi_lora.evaluation.measurement import Scores
+from pi_lora.evaluation.passkey.scores import PasskeyDepth, PasskeyScores
+from pi_lora.evaluation.perplexity.scores import (
     DocumentPerplexity,
     LossByPosition,
-    PasskeyDepth,
-    PasskeyMap,
-    PasskeyScores,
     PerplexityScores,
     PositionLoss,
-    RelativeLength,
-    RulerScores,
-    RulerTask,
-    RulerWindow,
-    Scores,
-    SummarizationScores,
-    TaskScore,
     WindowPerplexity,
-    read_scores,
-    write_scores,
 )
+from pi_lora.evaluation.registry import MEASUREMENTS, metrics_of, read_scores, write_scores
+from pi_lora.evaluation.ruler.scores import RelativeLength, RulerScores, RulerTask, RulerWindow
+from pi_lora.evaluation.summarization.scores import SummarizationScores
+from pi_lora.recipe.evaluation import PasskeyOptions, PerplexityOptions
 from pi_lora.writing import write_json
 
+ADAPTERS = Path(__file__).parents[2] / "adapters"
 WINDOWS = [
     WindowPerplexity(window=64, perplexity=9.5, tokens=100),
     WindowPerplexity(window=128, perplexity=8.0, tokens=90),
@@ -40,7 +34,6 @@ RESULTS: list[Scores] = [
         **ABOUT,
         data="text.txt",
         documents=1,
-        min_tokens=None,
         stride=32,
         windows=WINDOWS,
         per_document=[DocumentPerplexity(name="text.txt", tokens=150, windows=WINDOWS)],
@@ -49,7 +42,6 @@ RESULTS: list[Scores] = [
     PasskeyScores(
         **ABOUT,
         step=200,
-        k_max_only=True,
         target=128,
         k_max=64,
         depths=[
@@ -60,7 +52,6 @@ RESULTS: list[Scores] = [
     ),
     BenchmarkScores(
         **ABOUT,
-        limit=None,
         data={"boolq": "dev.jsonl"},
         tasks={
             "boolq": TaskScore(acc=1.0, stderr=None, examples=1, truncated_inputs=0),
@@ -95,19 +86,21 @@ RESULTS: list[Scores] = [
         rougeL=30.0,
         intervals={"rouge1": (39.0, 41.0)},
     ),
-    PasskeyMap(
-        **ABOUT,
-        seed=1,
-        lengths=[
-            PasskeyScores(model="m", target=target, k_max=0, depths=[PasskeyDepth(k=8, success_rate=0.0, trials=2)])
-            for target in (64, 128)
-        ],
+    PasskeyScores.model_validate(
+        {
+            **ABOUT,
+            "seed": 1,
+            "lengths": [
+                {"target": target, "k_max": 0, "depths": [{"k": 8, "success_rate": 0.0, "trials": 2}]}
+                for target in (64, 128)
+            ],
+        }
     ),
 ]
 
 
 def test_every_kind_is_tried() -> None:
-    assert {type(result) for result in RESULTS} == set(KINDS)
+    assert {result.measurement for result in RESULTS} == set(MEASUREMENTS)
 
 
 @pytest.mark.parametrize("result", RESULTS, ids=lambda result: type(result).__name__)
@@ -126,13 +119,13 @@ def test_a_file_holds_the_fields_that_were_set_and_their_nulls(tmp_path: Path) -
     write_scores(RESULTS[2], file)
     content = json.loads(file.read_text())
     assert content["tasks"]["boolq"] == {"acc": 1.0, "stderr": None, "examples": 1, "truncated_inputs": 0}
-    assert content["limit"] is None
+    assert content["options"]["tasks"] == ["boolq", "niah"]
     assert "step" not in content
     write_scores(RESULTS[0], file)
     content = json.loads(file.read_text())
     assert content["by_position"]["bins"] == [{"from": 1, "to": 128, "loss": 2.5, "tokens": 127}]
-    assert content["min_tokens"] is None
-    assert "truncate" not in content
+    assert content["options"]["data"] == "text.txt"
+    assert content["measurement"] == "perplexity"
 
 
 def test_several_models_are_a_list_and_one_is_not(tmp_path: Path) -> None:
@@ -156,7 +149,7 @@ def test_older_and_newer_files_are_read(tmp_path: Path) -> None:
     write_json(file, {"model": "m", "target": 512, "k_max": 256, "seed": 0, "depths": []})
     older = read_scores(file)
     assert isinstance(older, PasskeyScores)
-    assert (older.k_max_only, older.left_out) == (False, None)
+    assert (older.options.k_max_only, older.left_out) == (False, None)
     write_json(file, {"model": "m", "windows": [], "of_tomorrow": 1})
     newer = read_scores(file)
     assert newer is not None
@@ -192,3 +185,31 @@ def test_a_file_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(DataError, match=r"scores\.json: cannot be written \(.*\); choose another file"):
         write_scores(RESULTS[0], tmp_path / "file" / "scores.json")
+
+
+def test_former_files_tell_the_options_that_measure_another_model_alike(tmp_path: Path) -> None:
+    """Of a passkey that stopped where k_max was decided, and of documents that were drawn at random."""
+    file = tmp_path / "scores.json"
+    depths = [{"k": 4096, "distance": 4094, "success_rate": 0.0, "trials": 2, "outcomes": [False, False]}]
+    left_out = {"depths": [8192, 12288, 16384], "trials": 6}
+    facts: dict[str, Any] = {"model": "m", "seed": 0, "k_max_only": True, "target": 16384, "k_max": 0}
+    write_json(file, {**facts, "depths": depths, "left_out": left_out})
+    passkey = read_scores(file)
+    assert passkey is not None
+    assert passkey.options == PasskeyOptions(target=16384, depths=4, trials=2, k_max_only=True)
+    facts = {"model": "m", "data": "a.txt", "documents": 3, "min_tokens": None, "truncate": 128, "seed": 7}
+    write_json(file, {**facts, "stride": 32, "windows": [{"window": 64, "perplexity": 2.0, "tokens": 9}]})
+    perplexity = read_scores(file)
+    assert perplexity is not None
+    asked = PerplexityOptions(data="a.txt", windows=(64,), stride=32, documents=3, truncate=128, seed=7)
+    assert perplexity.options == asked
+    write_scores(perplexity, file)
+    assert read_scores(file) == perplexity
+
+
+@pytest.mark.parametrize("file", sorted(ADAPTERS.glob("*/scores/*.json")), ids=lambda file: file.stem)
+def test_the_released_scores_are_read(file: Path) -> None:
+    scores = read_scores(file)
+    assert scores is not None
+    assert metrics_of(scores)
+    assert type(scores.options).model_validate(scores.options.model_dump()) == scores.options

@@ -17,11 +17,12 @@ from test_cli import run
 from transformers import AutoTokenizer
 
 from pi_lora.errors import DataError, Interrupted, PiLoraError
-from pi_lora.evaluation.results import RulerScores, RulerTask, read_scores, write_scores
-from pi_lora.evaluation.suite import MEASUREMENTS, check_has_lm_eval
+from pi_lora.evaluation.benchmarks.scores import check_has_lm_eval
+from pi_lora.evaluation.journal import Session
+from pi_lora.evaluation.registry import MEASUREMENTS, read_scores, write_scores
+from pi_lora.evaluation.ruler.scores import RulerScores, RulerTask
 from pi_lora.models.model import Model, load
 from pi_lora.recipe.evaluation import RulerOptions
-from pi_lora.types import silent
 
 wonderwords = pytest.importorskip("wonderwords", reason="RULER of lm-eval draws its words from it")
 
@@ -224,7 +225,7 @@ def test_an_interrupted_measurement_goes_on(small: Model, monkeypatch: pytest.Mo
     knowing(small, monkeypatch, half)
     asked = options("niah_single_1", "ruler_fwe")
     at: list[tuple[int, int, str]] = []
-    whole = evaluate_ruler(small, asked, {}, lambda done, total, note="": at.append((done, total, note)))
+    whole = evaluate_ruler(small, asked, {}, Session(lambda done, total, note="": at.append((done, total, note))))
     assert at == [(each, 6, f"{'ruler_fwe' if each > 3 else 'niah_single_1'} at {WINDOW:,}") for each in range(1, 7)]
     batches = 0
     generate = HFLM._model_generate
@@ -237,16 +238,17 @@ def test_an_interrupted_measurement_goes_on(small: Model, monkeypatch: pytest.Mo
         return generate(self, *arguments, **others)
 
     monkeypatch.setattr(HFLM, "_model_generate", interrupted)
-    with pytest.raises(Interrupted, match="interrupted"):
-        evaluate_ruler(small, asked, {})
-    assert evaluate_ruler(small, asked, {}) == whole
+    with pytest.raises(Interrupted, match="interrupted"), Session(shared=True) as session:
+        evaluate_ruler(small, asked, {}, session)
+    with Session(shared=True) as session:
+        assert evaluate_ruler(small, asked, {}, session) == whole
     assert batches == 3 + 2
     assert not list(tmp_path.glob("evaluations/*"))
 
 
 def test_a_recipe_may_ask_for_it(small: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     knowing(small, monkeypatch, list)
-    scores = MEASUREMENTS["ruler"].prepare(options("ruler_fwe", windows=(1024, 768)))(small, silent)
+    scores = MEASUREMENTS["ruler"].run(small, options("ruler_fwe", windows=(1024, 768)), Session())
     assert isinstance(scores, RulerScores)
     assert [each.window for each in scores.lengths] == [768, 1024]
     assert (scores.effective_length, scores.lengths[1].score, scores.relative) == (1024, 1.0, None)
@@ -326,9 +328,9 @@ def test_the_command(
     asked = ("--windows", "768", "--tasks", "niah_single_2,ruler_fwe", "--samples", "2", "--plot", "ruler.png")
     status, out, err = run(capsys, monkeypatch, "eval", "ruler", "model", "builtin:tiny", *asked, "--json", "r.json")
     assert status == 0
-    assert err.startswith("niah_single_2: left out: its texts cannot be had")
-    assert "768 tokens are more than the 64 that model covers; measured anyway" in err
-    assert "RULER in %" in out
+    assert "niah_single_2: left out: its texts cannot be had" in err
+    assert "model: covers 64 tokens; measured with 768 anyway" in err
+    assert "of 13 tasks" in " ".join(out.split())
     written = json.loads((tmp_path / "r.json").read_text())
     assert [each["model"] for each in written] == ["model", "builtin:tiny"]
     assert written[0]["lengths"][0]["tasks"]["ruler_fwe"]["samples"] == 2

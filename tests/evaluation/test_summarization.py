@@ -17,12 +17,20 @@ from rouge_score.rouge_scorer import RougeScorer
 
 from pi_lora import cli
 from pi_lora.data.batches import training_data
-from pi_lora.errors import DataError, Interrupted
+from pi_lora.errors import Interrupted
+from pi_lora.evaluation.journal import Session
 from pi_lora.evaluation.summarization import writing as writers
 from pi_lora.evaluation.summarization.measure import evaluate_summarization, evaluation_data
 from pi_lora.evaluation.summarization.rouge import rouge
-from pi_lora.evaluation.summarization.writing import Sampling, Writer, find_writer, write_batched, write_with_vllm
-from pi_lora.models.model import find, load
+from pi_lora.evaluation.summarization.writing import (
+    Writer,
+    find_writer,
+    generation_config,
+    write_batched,
+    write_with_vllm,
+)
+from pi_lora.models.model import load
+from pi_lora.recipe.evaluation import SummarizationOptions
 from pi_lora.recipe.schema import Recipe
 
 REPORTS = Path(__file__).parents[1] / "data" / "texts" / "gao_reports.jsonl"
@@ -68,36 +76,40 @@ class StopsAfter:
     def __init__(self, write: Any, number: int) -> None:
         self.write, self.number = write, number
 
-    def __call__(self, prompts: Mapping[str, Sequence[int]], sampling: Sampling) -> Iterator[tuple[str, list[int]]]:
+    def __call__(
+        self, prompts: Mapping[str, Sequence[int]], sampling: SummarizationOptions
+    ) -> Iterator[tuple[str, list[int]]]:
         for done, written in enumerate(self.write(prompts, sampling)):
             if done == self.number:
                 raise KeyboardInterrupt
             yield written
 
 
-def test_from_raw_reports_to_rouge_with_an_interruption(tuned: Path, tmp_path: Path) -> None:
-    writer = find_writer(find(str(tuned)))
+def test_from_raw_reports_to_rouge_with_an_interruption(
+    tuned: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PI_LORA_CACHE", str(tmp_path / "cache"))
+    writer = find_writer(load(str(tuned)))
     assert (writer.window, writer.facts["scale"]) == (512, 2.0)
-    data = evaluation_data(str(tuned), {}, {})
+    data = evaluation_data(str(tuned), SummarizationOptions())
     assert (data.source[0].name, data.document, data.completion_tokens) == (str(REPORTS), "report", 40)
-    sampling, file, examples = Sampling(max_new_tokens=12), tmp_path / "predictions.jsonl", 6
-    with pytest.raises(Interrupted, match="what was written is kept"):
-        evaluate_summarization(replace(writer, write=StopsAfter(writer.write, 2)), data, sampling, file, examples)
-    begun = file.read_text()
-    assert begun.count("\n") == 2
-    # A crash in the middle of a line.
-    file.write_text(begun + '{"id": "half')
+    file, examples = tmp_path / "predictions.jsonl", 6
+    options = SummarizationOptions(max_new_tokens=12, limit=examples, predictions=str(file))
+    with pytest.raises(Interrupted, match="what was measured is kept"), Session(shared=True) as session:
+        evaluate_summarization(replace(writer, write=StopsAfter(writer.write, 2)), options, session)
 
-    asked: list[int] = []
+    asked: list[tuple[int, int]] = []
 
-    def counting(prompts: Mapping[str, Sequence[int]], drawn: Sampling) -> Iterator[tuple[str, list[int]]]:
-        asked.append(len(prompts))
+    def counting(prompts: Mapping[str, Sequence[int]], drawn: SummarizationOptions) -> Iterator[tuple[str, list[int]]]:
+        asked.append((len(prompts), drawn.seed))
         return writer.write(prompts, drawn)
 
-    scores = evaluate_summarization(replace(writer, write=counting), data, sampling, file, examples)
-    assert asked == [4]
-    assert file.read_text().startswith(begun)
+    with Session(shared=True) as session:
+        scores = evaluate_summarization(replace(writer, write=counting), options, session)
+    assert asked == [(4, 2)]
     lines = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [line["seed"] for line in lines].count(0) == 2
+    assert (scores.options.seed, scores.seeds) == (0, [0, 2]), "the seeds that drew the summaries"
     reports = [json.loads(line) for line in REPORTS.read_text().splitlines()]
     assert sorted(line["reference"] for line in lines) == sorted(report["summary"] for report in reports[:examples])
     assert scores.examples == len(lines) == len({line["id"] for line in lines}) == examples
@@ -113,12 +125,6 @@ def test_from_raw_reports_to_rouge_with_an_interruption(tuned: Path, tmp_path: P
         low, high = scores.intervals[name]
         assert low <= mean <= high
 
-    # Whole: nothing is written again; of another seed: not taken for it.
-    assert evaluate_summarization(replace(writer, write=counting), data, sampling, file, examples) == scores
-    assert asked == [4]
-    with pytest.raises(DataError, match="holds predictions of another model, data or setting"):
-        evaluate_summarization(writer, data, replace(sampling, seed=1), file, examples)
-
 
 def test_any_text_is_kept_and_scored(tmp_path: Path) -> None:
     """Separators that Python takes for ends of lines, and halves of surrogate pairs."""
@@ -126,23 +132,18 @@ def test_any_text_is_kept_and_scored(tmp_path: Path) -> None:
     rows = [{"a": "Text.", "b": f"one{end}two"} for end in ("\u2028", "\x85", "\x0b", "\ud800", "\r", "\n")]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
-    def write(prompts: Mapping[str, Sequence[int]], _: Sampling) -> Iterator[tuple[str, list[int]]]:
+    def write(prompts: Mapping[str, Sequence[int]], _: SummarizationOptions) -> Iterator[tuple[str, list[int]]]:
         for name in prompts:
             yield name, loaded.tokenizer("one\u2028two\x85three")["input_ids"]
 
-    writer = Writer(loaded.name, loaded.tokenizer, loaded.window, {"model": "x"}, {}, write)
-    asked = {"document": "a", "summary": "b"}
-    data = evaluation_data("builtin:tiny", {"name": str(tmp_path / "rows.jsonl")}, asked)
+    writer = Writer(loaded.name, loaded.tokenizer, loaded.window, {"model": "x"}, {}, True, write)
     file = tmp_path / "predictions.jsonl"
-    scores = [evaluate_summarization(writer, data, Sampling(max_new_tokens=8), file) for _ in range(2)]
-    assert scores[0] == scores[1]
-    assert scores[0].rouge1 == pytest.approx(80)
+    source = {"data": str(tmp_path / "rows.jsonl"), "document": "a", "summary": "b"}
+    options = SummarizationOptions(**source, max_new_tokens=8, predictions=str(file))
+    scores = evaluate_summarization(writer, options, Session())
+    assert scores.rouge1 == pytest.approx(80)
     lines = [json.loads(line) for line in file.read_text().splitlines()]
     assert [line["reference"] for line in lines] == [row["b"] for row in rows]
-    # An earlier version wrote such texts as they are.
-    kept = [line for line in lines if "\ud800" not in line["reference"]]
-    file.write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in kept))
-    assert evaluate_summarization(writer, data, Sampling(max_new_tokens=8), file) == scores[0]
 
 
 def test_what_a_training_step_learns(extended: Path) -> None:
@@ -190,14 +191,15 @@ def test_writing_is_seeded_and_greedy_is_what_generate_gives(tuned: Path) -> Non
 
     loaded = load(str(tuned))
     prompts = {str(n): loaded.tokenizer("The report says " * n)["input_ids"] for n in (1, 7, 30)}
-    drawn = [
-        dict(write_batched(loaded.model, loaded.tokenizer, prompts, Sampling(0.9, 0.95, 8, seed))) for seed in (0, 0, 1)
+    drawn = SummarizationOptions(temperature=0.9, max_new_tokens=8)
+    written = [
+        dict(write_batched(loaded.model, loaded.tokenizer, prompts, drawn.changed(seed=seed))) for seed in (0, 0, 1)
     ]
-    assert drawn[0] == drawn[1] != drawn[2]
-    greedy = Sampling(temperature=0, max_new_tokens=8)
+    assert written[0] == written[1] != written[2]
+    greedy = SummarizationOptions(temperature=0.0, max_new_tokens=8)
     for name, ids in write_batched(loaded.model, loaded.tokenizer, prompts, greedy):
         given = torch.tensor([prompts[name]])
-        expected = loaded.model.generate(input_ids=given, generation_config=greedy.config(loaded.tokenizer))
+        expected = loaded.model.generate(input_ids=given, generation_config=generation_config(greedy, loaded.tokenizer))
         assert ids == expected[0, given.shape[1] :].tolist()
 
 
@@ -218,7 +220,11 @@ def test_vllm_gets_token_ids_and_the_papers_sampling(monkeypatch: pytest.MonkeyP
 
     fake = types.SimpleNamespace(LLM=LLM, SamplingParams=dict)
     monkeypatch.setitem(sys.modules, "vllm", fake)
-    written = dict(write_with_vllm("models/x", 16384, "auto", 2, {"a": [1, 2], "b": [3]}, Sampling(seed=4)))
+    written = dict(
+        write_with_vllm(
+            "models/x", 16384, "auto", 2, {"a": [1, 2], "b": [3]}, SummarizationOptions(seed=4, max_new_tokens=1000)
+        )
+    )
     assert written == {"a": [2, 1], "b": [3]}
     assert calls["engine"] == {"model": "models/x", "max_model_len": 16384, "dtype": "auto", "seed": 4}
     paper = {"temperature": 0.5, "top_p": 0.95, "max_tokens": 1000, "seed": 4, "stop_token_ids": [2]}
@@ -226,17 +232,17 @@ def test_vllm_gets_token_ids_and_the_papers_sampling(monkeypatch: pytest.MonkeyP
 
 
 def test_a_run_without_a_task_is_measured_on_govreport(extended: Path) -> None:
-    data = evaluation_data(str(extended), {}, {})
+    data = evaluation_data(str(extended), SummarizationOptions())
     assert data.source[0].model_dump(include={"name", "subset", "split"}) == {
         "name": "tau/scrolls",
         "subset": "gov_report",
         "split": "validation",
     }
     assert (data.document, data.summary, data.document_tokens) == ("input", "output", 15000)
-    own = evaluation_data("builtin:tiny", {"name": "x.csv"}, {"document": "a", "summary": "b"})
+    own = evaluation_data("builtin:tiny", SummarizationOptions(data="x.csv", document="a", summary="b"))
     assert (own.source[0].name, own.document, own.summary) == ("x.csv", "a", "b")
-    asked = {"template": "{q}?", "completion": "a"}
-    other = evaluation_data("builtin:tiny", {"name": "x.csv"}, asked)
+    asked = SummarizationOptions(data="x.csv", template="{q}?", completion="a")
+    other = evaluation_data("builtin:tiny", asked)
     assert (other.template, other.completion, other.summary) == ("{q}?", "a", None)
 
 
@@ -258,8 +264,7 @@ def test_the_two_commands(
     scores = json.loads(Path("scores.json").read_text())
     assert scores["model"] == str(tuned)
     assert (scores["examples"], len(Path("predictions.jsonl").read_text().splitlines())) == (3, 3)
-    assert f"{scores['rougeL']:.1f} (" in out
-    assert "table 6" not in out
+    assert f"{scores['rougeL']:.2f} (" in out
     assert "3 of 3 documents" not in err  # The run's own limit of 100 tokens is reached.
 
     Path("report.md").write_text("The agency found much to mend. " * 200)
@@ -340,6 +345,6 @@ def test_a_mistake_is_one_line(
 
 
 def test_a_writer_says_what_it_is(extended: Path) -> None:
-    writer: Writer = find_writer(find(str(extended)))
+    writer: Writer = find_writer(load(str(extended)))
     assert writer.facts["engine"] == "transformers, continuous batching"
     assert writer.identity["name"] == str(extended)

@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 
 from pi_lora.errors import Diverged, ModelError
 from pi_lora.evaluation.passkey.measure import evaluate_passkey
-from pi_lora.evaluation.passkey.prompt import Grid
 from pi_lora.models.model import find, load
+from pi_lora.recipe.evaluation import PasskeyOptions
 from pi_lora.run import Run, staging_path
 from pi_lora.training.callbacks import TrainingLog
 
@@ -121,7 +121,7 @@ def test_what_overflows_is_not_a_k_max_of_0(base: Path) -> None:
     edit(base / WEIGHTS, lambda tensors: tensors["model.norm.weight"].fill_(6e4))
     loaded = load(str(base), dtype="float16")
     with pytest.raises(ModelError, match="infinite or NaN numbers in float16; try another --dtype"):
-        evaluate_passkey(loaded, Grid(300, depths=1, trials=1))
+        evaluate_passkey(loaded, PasskeyOptions(target=300, depths=1, trials=1))
 
 
 @pytest.mark.parametrize("method", ["lora", "full"])

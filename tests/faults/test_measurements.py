@@ -12,7 +12,7 @@ from conftest import BUILTIN
 from pi_lora.cli import main
 from pi_lora.evaluation.journal import Journal
 from pi_lora.evaluation.passkey import measure
-from pi_lora.evaluation.results import PasskeyDepth
+from pi_lora.evaluation.passkey.scores import PasskeyDepth
 
 PASSKEY = ["eval", "passkey", BUILTIN, "--target", "256", "--depths", "2", "--trials", "1"]
 
@@ -111,7 +111,7 @@ def test_ctrl_c_at_the_second_model_keeps_the_first(
     with monkeypatch.context() as patched:
         patched.setattr(Model, "load", interrupted_at_the_second)
         assert run(*two) == 130
-    assert "interrupted after 1 measurements; the same command goes on from there" in capsys.readouterr().err
+    assert "interrupted; what was measured is kept, the same command goes on from there" in capsys.readouterr().err
     assert len(measured) == 2
     assert run(*two) == 0
     assert len(measured) == 2, "the second model is the first one again"

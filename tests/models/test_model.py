@@ -10,12 +10,12 @@ import torch
 from architectures import small_config
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from pi_lora.data.sources import Choice
 from pi_lora.errors import ModelError, ScalingError
 from pi_lora.evaluation.perplexity.measure import evaluate_perplexity
 from pi_lora.merging.merging import merge
 from pi_lora.models.model import Extension, find, find_adapter, load
 from pi_lora.models.stored import read_adapter_settings, read_config, save_config
+from pi_lora.recipe.evaluation import PerplexityOptions
 from pi_lora.recipe.files import RECIPE_FILE, load_recipe
 from pi_lora.scaling.config import Method, method_of, window_of
 from pi_lora.scaling.verify import build_on_meta, rotary_frequencies
@@ -243,12 +243,15 @@ def test_dynamic_is_measured_at_each_window_as_if_alone(small_model: Path) -> No
         with tempfile.NamedTemporaryFile("w", suffix=".txt") as file:
             file.write(text)
             file.flush()
-            scores = evaluate_perplexity(loaded, file.name, windows, 32, Choice(1))
+            scores = evaluate_perplexity(
+                loaded, PerplexityOptions(data=file.name, windows=tuple(windows), stride=32, documents=1)
+            )
         measured[tuple(windows)] = [row.perplexity for row in scores.windows]
     alone = [measured[(window,)][0] for window in (64, 128, 256)]
     assert measured[(64, 128, 256)] == pytest.approx(alone, rel=1e-6)
     models = load(str(small_model)), load(str(small_model), Extension(256, scaling="dynamic"))
-    plain, dynamic = (evaluate_perplexity(loaded, str(README), [64], 32, Choice(1)) for loaded in models)
+    readme = PerplexityOptions(data=str(README), windows=(64,), stride=32, documents=1)
+    plain, dynamic = (evaluate_perplexity(loaded, readme) for loaded in models)
     assert dynamic.windows[0].perplexity == pytest.approx(plain.windows[0].perplexity, rel=1e-6)
 
 

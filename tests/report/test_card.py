@@ -18,7 +18,7 @@ from reported import benchmarks, passkey, perplexity, summarization
 from transformers import AutoModelForCausalLM
 
 from pi_lora.errors import ModelError
-from pi_lora.evaluation.results import read_scores
+from pi_lora.evaluation.registry import read_scores
 from pi_lora.merging.merging import merge
 from pi_lora.models.adapter import without_known_warnings
 from pi_lora.models.model import load
@@ -178,7 +178,7 @@ SCORES = {
 }
 TABLE = """| metric | data | base | step 0 | step 10 | tuned |
 |---|---|---|---|---|---|
-| boolq | boolq | 80 % (71 to 87) |  |  | 75 % (66 to 82) |
+| BoolQ (0-shot) | boolq | 80 % (71 to 87) |  |  | 75 % (66 to 82) |
 | k_max at 128 | passkey retrieval in 128 tokens |  |  |  | 96 tokens |
 | perplexity at 64 | builtin:stdlib |  | 9.000 | 3.142 |  |
 | perplexity at 128 | builtin:stdlib |  | 50.000 | 5.500 |  |

@@ -13,16 +13,12 @@ import yaml
 from reported import benchmarks, make_run, passkey_map
 from test_cli import run as command
 
-from pi_lora.evaluation.results import (
-    BenchmarkScores,
-    PasskeyMap,
-    PasskeyScores,
-    PerplexityScores,
-    RulerScores,
-    RulerTask,
-    Scores,
-)
+from pi_lora.evaluation.benchmarks.scores import BenchmarkScores
+from pi_lora.evaluation.measurement import Scores
+from pi_lora.evaluation.passkey.scores import PasskeyScores
+from pi_lora.evaluation.perplexity.scores import PerplexityScores
 from pi_lora.evaluation.ruler.effective import effective_length, mean_of, relative_to, standard_error
+from pi_lora.evaluation.ruler.scores import RulerScores, RulerTask
 from pi_lora.report.comparison import compare, verdict
 from pi_lora.report.intervals import of_means, of_successes, quantile
 from pi_lora.report.run import MeasuredRun
@@ -114,12 +110,12 @@ def test_passkeys_are_paired_by_trial() -> None:
     assert one(base, base)["k_max at 128"].verdict == "the same"
     other_keys = one(base, asked([[True] * 8] * 2, seed=1))["passkeys retrieved at 128, %"]
     assert (other_keys.pairs, other_keys.verdict) == (None, "50.0 points better")
-    only_k_max = base.model_copy(update={"k_max_only": True})
+    only_k_max = base.model_copy(update={"options": base.options.changed(k_max_only=True)})
     assert list(one(only_k_max, base)) == list(one(base, only_k_max)) == ["k_max at 128"]
 
 
 def test_passkeys_of_several_lengths_compare() -> None:
-    rows = one(PasskeyMap.model_validate(passkey_map()), PasskeyMap.model_validate(passkey_map()), 64)
+    rows = one(PasskeyScores.model_validate(passkey_map()), PasskeyScores.model_validate(passkey_map()), 64)
     assert list(rows) == ["k_max at 64 (old window)", "k_max at 128 (beyond)"]
 
 
@@ -182,8 +178,9 @@ def test_ruler_is_paired_by_prompt() -> None:
     assert beyond.verdict == "75.0 points better"
     assert beyond.interval is not None
     assert beyond.interval[0] < 75 < beyond.interval[1], "all differ alike, which is no certainty"
-    assert rows["effective length (85.6%)"].verdict == "the same"
-    assert one(relative_to(base, base), relative_to(base, run), 64)["effective length (95% of the base)"].base == 64
+    assert rows["effective length (85.6%, 2 of 13 tasks)"].verdict == "the same"
+    related = one(relative_to(base, base), relative_to(base, run), 64)
+    assert related["effective length (95% of the base, 2 of 13 tasks)"].base == 64
     other = ruler({64: {"a": [1.0, 0.9, 0.5, 1.0], "b": [1.0, 0.75, 1.0, 0.75]}}, length=60)
     row = one(base, other, 64)["mean at 64 (old window), %"]
     assert (row.pairs, row.verdict) == (None, "within noise")

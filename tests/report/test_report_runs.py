@@ -61,14 +61,13 @@ def test_the_card_holds_the_effective_length(small_model: Path, tmp_path: Path) 
     folder = make_run(small_model, tmp_path / "mine", {"ruler": tuned})
     (command_,) = [line for line in missing_baselines(measured_run(folder)) if "step-0" not in line]
     assert command_.endswith(
-        "--windows 64,128 --tasks ruler_vt,ruler_fwe --samples 4 --seed 0 "
-        f"--json {folder / 'scores' / 'ruler-base.json'}"
+        f"--windows 64,128 --tasks ruler_vt,ruler_fwe --samples 4 --json {folder / 'scores' / 'ruler-base.json'}"
     )
     (folder / "scores" / "ruler-base.json").write_text(json.dumps(base))
     assert folder / "pictures" / "ruler.png" in write_report([measured_run(folder)])
     text = (folder / "README.md").read_text()
     assert "(pictures/ruler.png)" in text
-    assert "| effective length (95% of the base) | RULER | 64 tokens | 128 tokens |" in text
+    assert "| effective length (95% of the base, 2 of 13 tasks) | RULER | 64 tokens | 128 tokens |" in text
     results = ModelCard(text).data.eval_results
     assert results is not None
     assert [(each.dataset_name, each.metric_value) for each in results if each.metric_type == "effective length"] == [
@@ -115,12 +114,12 @@ def test_a_foreign_card_is_not_overwritten(run: Path) -> None:
 def test_baselines_that_are_missing_are_commands(run: Path) -> None:
     (command,) = missing_baselines(measured_run(run))
     assert command.startswith("pi-lora eval passkey /")
-    trials = "--target 128 --depths 4 --trials 4 --seed 0"
+    trials = "--target 128 --depths 4 --trials 4"
     assert command.endswith(f"{trials} --original 64 --scaling pi --json {run}/scores/passkey-step-0.json")
     for name in ("perplexity-base", "perplexity-step-0"):
         (run / "scores" / f"{name}.json").unlink()
     _, first, second = missing_baselines(measured_run(run))
-    sweep = "--data builtin:stdlib --windows 64,128 --stride 32 --documents 3"
+    sweep = "--windows 64,128 --stride 32 --documents 3"
     assert f"{sweep} --json {run}/scores/perplexity-base.json" in first
     assert f"{sweep} --original 64 --target 128 --scaling pi --json {run}/scores/perplexity-step-0.json" in second
 

@@ -8,7 +8,8 @@ from accelerate.big_modeling import _attach_context_parallel_hooks
 from conftest import small_recipe, train
 from safetensors.torch import load_file
 
-from pi_lora.evaluation.results import PerplexityScores, as_json
+from pi_lora.evaluation.measurement import as_json
+from pi_lora.evaluation.perplexity.scores import PerplexityScores
 from pi_lora.evaluation.suite import measure
 from pi_lora.models.adapter import prepare_for_tuning
 from pi_lora.models.machine import measured_under_autocast

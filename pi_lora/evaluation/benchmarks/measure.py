@@ -15,34 +15,35 @@ from lm_eval.utils import set_torch_seed
 from pi_lora.distributed import from_all
 from pi_lora.errors import DataError, first_line
 from pi_lora.evaluation.benchmarks.lm import RankedLM
-from pi_lora.evaluation.benchmarks.table import TITLES
+from pi_lora.evaluation.benchmarks.scores import TITLES, BenchmarkScores, TaskScore
 from pi_lora.evaluation.benchmarks.tasks import Prepared
 from pi_lora.evaluation.forward import described
-from pi_lora.evaluation.journal import journaled
-from pi_lora.evaluation.results import BenchmarkScores, TaskScore
+from pi_lora.evaluation.journal import Session
 from pi_lora.models.model import Model
 from pi_lora.recipe.evaluation import BenchmarksOptions
 from pi_lora.types import Json, Progress, silent
 
 
 def evaluate_benchmarks(
-    loaded: Model, options: BenchmarksOptions, prepared: dict[str, Prepared], progress: Progress = silent
+    loaded: Model, options: BenchmarksOptions, prepared: dict[str, Prepared], session: Session | None = None
 ) -> BenchmarkScores:
     """Measure each prepared task, inputs cut to a window, by default the original one; lm-eval divides the examples
     among the processes. Raise DataError if lm-eval cannot measure a task, and Interrupted on Ctrl-C.
     """
+    session = session or Session()
     # The config of a model tuned with `scaling: direct` tells only L'.
     window = options.window or round(loaded.window / loaded.scale)
-    settings: Json = options.model_dump(include={"limit", "batch_size"})
-    settings |= {"lm_eval": lm_eval.__version__, "window": window}
+    decided_by = options.model_dump() | {"lm_eval": lm_eval.__version__, "window": window}
     lm = RankedLM(loaded, window, options.batch_size)
-    with journaled(loaded, {**settings, "tasks": list(prepared)}, "tasks") as journal:
-        tasks = {
-            name: measure(lm, name, tasks, options.limit, journal.folder, progress)
-            for name, (_, tasks) in prepared.items()
-        }
+    journal = session.journal(loaded, decided_by)
+    tasks = {
+        name: measure(lm, name, tasks, options.limit, journal.folder, session.progress)
+        for name, (_, tasks) in prepared.items()
+    }
     return BenchmarkScores(
-        **described(loaded) | settings,
+        **described(loaded) | {"window": window},
+        options=options.changed(window=window),
+        lm_eval=lm_eval.__version__,
         metric="acc, lm-eval's: the likeliest choice, its likelihood not divided by its length",
         data={name: task.source for name, task in prepared.items()},
         tasks=tasks,

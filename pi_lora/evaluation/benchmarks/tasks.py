@@ -13,7 +13,7 @@ from lm_eval.defaults import DEFAULT_OTHER_SEED, DEFAULT_RANDOM_SEED
 
 from pi_lora.errors import DataError, first_line
 from pi_lora.evaluation.benchmarks.lm import quiet
-from pi_lora.evaluation.benchmarks.table import TITLES
+from pi_lora.evaluation.benchmarks.scores import TITLES
 from pi_lora.recipe.evaluation import BenchmarksOptions
 from pi_lora.types import Json
 

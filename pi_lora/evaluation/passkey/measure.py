@@ -12,25 +12,22 @@ import torch
 from pi_lora.distributed import number_of_processes
 from pi_lora.drawing import sparkline
 from pi_lora.evaluation.forward import check_ids, check_numbers, depends_on_length, described, forget_lengths
-from pi_lora.evaluation.journal import Journal, journaled
+from pi_lora.evaluation.journal import Journal, Session
+from pi_lora.evaluation.metrics import longest_passing
 from pi_lora.evaluation.passkey.prompt import Grid, Trial, trials_at
+from pi_lora.evaluation.passkey.scores import PasskeyDepth, PasskeyLength, PasskeyScores
 from pi_lora.evaluation.passkey.shared_prefix import SharedPrefix, last_logits, rows_at_once, shared_prefix
-from pi_lora.evaluation.results import PasskeyDepth, PasskeyMap, PasskeyScores
 from pi_lora.models.finite import finite
 from pi_lora.models.model import Model
-from pi_lora.types import Progress, silent
+from pi_lora.recipe.evaluation import PasskeyOptions
+from pi_lora.types import Json, Progress, silent
 
 REQUIRED_SUCCESS = 0.2
 
 
 def k_max(depths: Sequence[PasskeyDepth]) -> int:
     """Return the largest k such that every k' <= k succeeds at least 20 % of the time; 0 if the nearest does not."""
-    reached = 0
-    for depth in sorted(depths, key=lambda depth: depth.k):
-        if depth.success_rate < REQUIRED_SUCCESS:
-            break
-        reached = depth.k
-    return reached
+    return longest_passing({depth.k: depth.success_rate for depth in depths}, REQUIRED_SUCCESS)
 
 
 def trials_until_certain(outcomes: Sequence[bool], trials: int) -> int:
@@ -44,16 +41,16 @@ def trials_until_certain(outcomes: Sequence[bool], trials: int) -> int:
 
 
 class PasskeyTest:
-    """Puts the trials of a grid to a model. One forward pass over prompt and answer decides a trial: each digit must be
-    the first choice given those before it, as greedy decoding gives them. Text ahead of the key is computed once where
-    that pays and has room, unless trials go `apart`, where frequencies follow the length of the input.
+    """Runs the trials of a grid. One forward pass over prompt and answer decides a trial: each digit must be the first
+    choice given those before it, as greedy decoding gives them. Text ahead of the key is computed once where that pays
+    and has room, unless trials go `apart`, where frequencies follow the length of the input.
     """
 
     def __init__(
         self, model: Any, tokenizer: Any, grid: Grid, apart: bool = False, progress: Progress = silent
     ) -> None:
         self.model, self.tokenizer, self.grid, self.apart, self.progress = model, tokenizer, grid, apart, progress
-        self.found: dict[int, list[bool]] = {}
+        self.outcomes: dict[int, list[bool]] = {}
 
     @torch.no_grad()
     def ask(self, depth: int, which: range) -> list[bool]:
@@ -61,12 +58,12 @@ class PasskeyTest:
         trials = trials_at(self.tokenizer, self.grid, depth, which)
         size = 1 if self.apart else rows_at_once(self.model, max(trial.length for trial in trials), self._prefix)
         batches = (trials[start : start + size] for start in range(0, len(trials), size))
-        found = [success for batch in batches for success in self._succeed(batch)]
-        self.found.setdefault(depth, []).extend(found)
-        rates = [sum(each) / len(each) for each in self.found.values()]
+        outcomes = [success for batch in batches for success in self._succeed(batch)]
+        self.outcomes.setdefault(depth, []).extend(outcomes)
+        rates = [sum(each) / len(each) for each in self.outcomes.values()]
         note = f"{rates[-1]:.0%} at {self.grid.ks[depth]:,} tokens {sparkline(rates, 0, 1, len(rates))}"
         self.progress(depth * self.grid.trials + which.stop, self.grid.depths * self.grid.trials, note)
-        return found
+        return outcomes
 
     def distance(self, depth: int) -> int:
         """Return how many tokens the key stands from the end at a depth."""
@@ -106,62 +103,57 @@ def passkey_retrieval(
     grid, journal = test.grid, journal or Journal()
 
     def measure(name: str) -> PasskeyDepth:
-        depth, found = int(name), list[bool]()
-        while more := trials_until_certain(found, grid.trials) if k_max_only else grid.trials - len(found):
-            found += test.ask(depth, range(len(found), len(found) + more))
-        rate = sum(found) / len(found)
+        depth, outcomes = int(name), list[bool]()
+        while more := trials_until_certain(outcomes, grid.trials) if k_max_only else grid.trials - len(outcomes):
+            outcomes += test.ask(depth, range(len(outcomes), len(outcomes) + more))
+        rate = sum(outcomes) / len(outcomes)
+        distance = test.distance(depth)
         return PasskeyDepth(
-            k=grid.ks[depth], distance=test.distance(depth), success_rate=rate, trials=len(found), outcomes=found
+            k=grid.ks[depth], distance=distance, success_rate=rate, trials=len(outcomes), outcomes=outcomes
         )
 
     at_once = number_of_processes() if k_max_only else grid.depths
-    found: list[PasskeyDepth] = []
+    depths: list[PasskeyDepth] = []
     for start in range(0, grid.depths, at_once):
         names = [str(depth) for depth in range(grid.depths)[start : start + at_once]]
         for depth in journal.measure(PasskeyDepth, names, measure).values():
-            found.append(depth)
+            depths.append(depth)
             if k_max_only and depth.success_rate < REQUIRED_SUCCESS:
-                return found
-    return found
+                return depths
+    return depths
 
 
-def evaluate_passkey(
-    loaded: Model, grid: Grid, progress: Progress = silent, *, k_max_only: bool = False, shared: bool = False
-) -> PasskeyScores:
-    """Measure passkey retrieval; `k_max_only` measures no more than decides k_max. With `shared` each process measures
-    its part of the depths, and an interrupted evaluation continues when it is called again.
+def evaluate_passkey(model: Model, options: PasskeyOptions, session: Session | None = None) -> PasskeyScores:
+    """Measure passkey retrieval over one or several lengths of context. If the session is shared, each process measures
+    its share of the depths, and an interrupted evaluation continues when it is called again.
     """
-    [first] = trials_at(loaded.tokenizer, grid, 0, range(1))
-    check_ids(loaded, [*first.prompt, *first.answer])
-    # The first trial tells what the tokenizer makes of the prompt.
-    decided_by = {"passkey": {**asdict(grid), "k_max_only": k_max_only, "first": [first.prompt, first.answer]}}
-    test = PasskeyTest(loaded.model, loaded.tokenizer, grid, depends_on_length(loaded.config), progress)
-    with journaled(loaded, decided_by, f"of {grid.depths} depths", shared) as journal:
-        found = passkey_retrieval(test, k_max_only, journal)
-    made = sum(depth.trials for depth in found)
-    left_out = {"depths": grid.ks[len(found) :], "trials": grid.depths * grid.trials - made}
+    session = session or Session()
+    targets = sorted(options.targets or [options.target or model.window])
+    options = options if options.targets else options.changed(target=targets[0])
+    lengths = []
+    for number, target in enumerate(targets):
+
+        def report(done: int, total: int, note: str = "", number: int = number, target: int = target) -> None:
+            within = f"within {target:,}: " if len(targets) > 1 else ""
+            session.progress(number * total + done, len(targets) * total, f"{within}{note}")
+
+        grid = Grid(target, options.depths, options.trials, options.seed)
+        lengths.append(_measure(model, grid, options.k_max_only, session, report))
+    longest = lengths[-1]
+    several: Json = {"lengths": lengths} if options.targets else {}
+    if options.k_max_only:
+        trials = options.depths * options.trials - sum(depth.trials for depth in longest.depths)
+        several["left_out"] = {"depths": grid.ks[len(longest.depths) :], "trials": trials}
     return PasskeyScores(
-        **described(loaded),
-        seed=grid.seed,
-        decoding="greedy",
-        k_max_only=k_max_only,
-        target=grid.target,
-        k_max=k_max(found),
-        depths=found,
-        **({"left_out": left_out} if k_max_only else {}),
+        **described(model), **dict(longest), **several, options=options, seed=options.seed, decoding="greedy"
     )
 
 
-def evaluate_passkey_map(
-    loaded: Model, grids: Sequence[Grid], progress: Progress = silent, *, shared: bool = False
-) -> PasskeyMap:
-    """Measure passkey retrieval on several grids, which differ in their targets; otherwise as `evaluate_passkey`."""
-
-    def measure(number: int, grid: Grid) -> PasskeyScores:
-        def moved(done: int, total: int, note: str = "") -> None:
-            progress(number * total + done, len(grids) * total, f"within {grid.target:,}: {note}")
-
-        return evaluate_passkey(loaded, grid, moved, shared=shared)
-
-    lengths = [measure(*each) for each in enumerate(grids)]
-    return PasskeyMap(**described(loaded), seed=grids[0].seed, lengths=lengths)
+def _measure(model: Model, grid: Grid, k_max_only: bool, session: Session, progress: Progress) -> PasskeyLength:
+    [first] = trials_at(model.tokenizer, grid, 0, range(1))
+    check_ids(model, [*first.prompt, *first.answer])
+    # The first trial tells what the tokenizer makes of the prompt.
+    decided_by = {"passkey": {**asdict(grid), "k_max_only": k_max_only, "first": [first.prompt, first.answer]}}
+    test = PasskeyTest(model.model, model.tokenizer, grid, depends_on_length(model.config), progress)
+    depths = passkey_retrieval(test, k_max_only, session.journal(model, decided_by))
+    return PasskeyLength(target=grid.target, k_max=k_max(depths), depths=depths)

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from pi_lora.errors import DataError
 from pi_lora.evaluation.forward import forget_lengths, padded, pass_tokens
-from pi_lora.evaluation.results import WindowPerplexity
+from pi_lora.evaluation.perplexity.scores import WindowPerplexity
 from pi_lora.types import Json
 
 # Logits in memory at a time; a window of 32k tokens over a vocabulary of 128k has 4 billion.

@@ -4,11 +4,15 @@ import math
 from collections.abc import Mapping, Sequence
 from statistics import fmean, stdev
 
-from pi_lora.evaluation.results import RelativeLength, RulerScores, RulerTask, RulerWindow
-
-# Llama-2-7B at 4,096 tokens, over all 13 tasks (Hsieh et al. 2024, section 4).
-PAPERS_THRESHOLD = 0.856
-SHARE_OF_BASE = 0.95
+from pi_lora.evaluation.metrics import longest_passing
+from pi_lora.evaluation.ruler.scores import (
+    PAPERS_THRESHOLD,
+    SHARE_OF_BASE,
+    RelativeLength,
+    RulerScores,
+    RulerTask,
+    RulerWindow,
+)
 
 
 def standard_error(outcomes: Sequence[float]) -> float | None:
@@ -29,12 +33,7 @@ def mean_of(window: int, tasks: Mapping[str, RulerTask]) -> RulerWindow:
 
 def effective_length(lengths: Sequence[RulerWindow], threshold: float = PAPERS_THRESHOLD) -> int:
     """Return the longest window such that it and all shorter ones reach the threshold; 0 if the shortest does not."""
-    reached = 0
-    for each in sorted(lengths, key=lambda each: each.window):
-        if each.score < threshold:
-            break
-        reached = each.window
-    return reached
+    return longest_passing({each.window: each.score for each in lengths}, threshold)
 
 
 def relative_to(base: RulerScores, scores: RulerScores) -> RulerScores:

@@ -11,42 +11,44 @@ import lm_eval
 from pi_lora.distributed import from_all
 from pi_lora.evaluation.benchmarks.lm import RankedLM
 from pi_lora.evaluation.forward import described, prompts_at_once
-from pi_lora.evaluation.journal import journaled
-from pi_lora.evaluation.results import RulerScores, RulerTask, RulerWindow
+from pi_lora.evaluation.journal import Session
 from pi_lora.evaluation.ruler.effective import effective_length, mean_of, standard_error
 from pi_lora.evaluation.ruler.prompts import TASKS, Prompts, make_prompts, saved_tokenizer
+from pi_lora.evaluation.ruler.scores import RulerScores, RulerTask, RulerWindow
 from pi_lora.models.model import Model
 from pi_lora.recipe.evaluation import RulerOptions, default_windows
-from pi_lora.types import Json, Progress, silent
+from pi_lora.types import Json, Progress
 
 
 def evaluate_ruler(
-    loaded: Model, options: RulerOptions, left_out: Mapping[str, str], progress: Progress = silent
+    loaded: Model, options: RulerOptions, left_out: Mapping[str, str], session: Session | None = None
 ) -> RulerScores:
     """Measure each task that is not `left_out` at each window, by default L', L'/2, ... down to L, the shortest first.
     Raise DataError if a window holds no prompt of a task, and Interrupted on Ctrl-C.
     """
+    session = session or Session()
     windows = sorted(options.windows or default_windows(loaded.window, round(loaded.window / loaded.scale)))
     names = [name for name in dict.fromkeys(options.tasks or TASKS) if name not in left_out]
-    settings: Json = options.model_dump(include={"seed", "samples", "chat_template", "batch_size"})
+    settings: Json = options.model_dump(include={"seed", "samples", "chat_template"})
     settings["lm_eval"] = lm_eval.__version__
     samples, lengths = options.samples, list[RulerWindow]()
-    with (
-        journaled(loaded, {**settings, "windows": windows, "tasks": names}, "windows") as journal,
-        saved_tokenizer(loaded.tokenizer) as tokenizer,
-    ):
+    journal = session.journal(loaded, {**settings, "windows": windows, "tasks": names})
+    with saved_tokenizer(loaded.tokenizer) as tokenizer:
         for window in windows:
             lm = RankedLM(loaded, window, options.batch_size or prompts_at_once(window), options.chat_template)
             tasks: dict[str, RulerTask] = {}
             for name in names:
                 done = samples * (len(lengths) * len(names) + len(tasks))
-                report = _moved(progress, done, samples, samples * len(windows) * len(names), f"{name} at {window:,}")
+                report = _moved(
+                    session.progress, done, samples, samples * len(windows) * len(names), f"{name} at {window:,}"
+                )
                 prompts = make_prompts(name, window, options, lm, tokenizer)
                 tasks[name] = _measure(lm, prompts, options, journal.folder, report)
             lengths.append(mean_of(window, tasks))
     return RulerScores(
         **described(loaded),
         **settings,
+        options=options.changed(windows=tuple(windows), tasks=tuple(names)),
         left_out=dict(left_out),
         lengths=lengths,
         effective_length=effective_length(lengths),

@@ -1,25 +1,25 @@
-"""ROUGE of a model's summaries, which are kept in a file as they come, so that an interrupted measurement continues."""
+"""ROUGE of a model's summaries, each of which is kept as it comes, so that an interrupted measurement continues."""
 
-import hashlib
 import json
 import math
-from collections.abc import Mapping
-from dataclasses import asdict, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from pi_lora.data.examples import Account, Prompt, Prompter, Task, prompted
 from pi_lora.data.sources import SCROLLS, Table, find_table
-from pi_lora.distributed import share_of, wait_for_all
-from pi_lora.errors import DataError, Interrupted
-from pi_lora.evaluation.results import SummarizationScores
-from pi_lora.evaluation.summarization.rouge import HOW, ROUGES, rouge
-from pi_lora.evaluation.summarization.writing import Sampling, Say, Writer
+from pi_lora.distributed import is_leader
+from pi_lora.errors import DataError
+from pi_lora.evaluation.journal import Journal, Session
+from pi_lora.evaluation.summarization.rouge import HOW, rouge
+from pi_lora.evaluation.summarization.scores import ROUGES, SummarizationScores
+from pi_lora.evaluation.summarization.writing import Writer
+from pi_lora.recipe.evaluation import SummarizationOptions
 from pi_lora.recipe.schema import Data
 from pi_lora.run import Run
-from pi_lora.types import Json, Progress, silent
+from pi_lora.types import Json, Progress
 from pi_lora.writing import write_whole
 
 GOVREPORT: Json = {"source": {"name": SCROLLS, "subset": "gov_report"}, "document": "input", "summary": "output"}
@@ -32,116 +32,93 @@ SLACK_TOKENS = 16
 Questions = Mapping[str, tuple[Prompt, str]]
 
 
-class Predictions:
-    """`predictions.jsonl`: for each example its `id`, the `prediction`, the `reference`, and the key of what decides
-    it; a file with another key is refused, a line that was cut off dropped. Several processes may append a line at a
-    time.
+class Summary(BaseModel):
+    """What was written after a prompt: the text, its tokens, whether it ended, and the seed it was drawn with."""
+
+    prediction: str
+    tokens: int
+    ended: bool
+    seed: int
+
+
+def evaluation_data(model: str, options: SummarizationOptions) -> Data:
+    """Return the rows to measure `model` on, and their prompts, as a recipe's `data`: those of the options if they name
+    data, else what the run was tuned on if that were examples, else GovReport; of the validation split unless the
+    options say. Raise DataError if keys do not go together.
     """
-
-    def __init__(self, file: Path, decided_by: Json) -> None:
-        self.file = file
-        self.key = hashlib.sha256(json.dumps(decided_by, sort_keys=True).encode()).hexdigest()[:16]
-        self.found = self.read()
-
-    def read(self) -> dict[str, Json]:
-        """Return the lines by name, also those that other processes have added."""
-        if not self.file.is_file():
-            return {}
-        try:
-            # Not splitlines(): it splits at U+2028 and its like, which files of earlier versions hold as they are.
-            *whole, begun = self.file.read_text(encoding="utf-8").split("\n")
-            lines = {line["id"]: line for line in map(json.loads, whole)}
-            others = {line["key"] for line in lines.values()} - {self.key}
-        except (OSError, ValueError, TypeError, KeyError, RecursionError):
-            raise DataError(f"{self.file}: holds something else than predictions; name another --predictions") from None
-        if others:
-            other = "holds predictions of another model, data or setting"
-            raise DataError(f"{self.file}: {other}; remove it, or name another --predictions")
-        if begun:
-            write_whole(self.file, "".join(f"{line}\n" for line in whole))
-        return lines
-
-    def add(self, name: str, **line: Any) -> None:
-        """Keep a prediction."""
-        try:
-            self.file.parent.mkdir(parents=True, exist_ok=True)
-            with self.file.open("a", encoding="utf-8") as file:
-                file.write(json.dumps({"id": name, **line, "key": self.key}) + "\n")
-        except OSError as error:
-            raise DataError(f"{self.file}: cannot be written ({error.strerror}); name another --predictions") from None
-
-
-def evaluation_data(model: str, source: Mapping[str, Any], asked: Mapping[str, Any]) -> Data:
-    """Return the rows to measure `model` on, and their prompts, as a recipe's `data`: `source` where it has a name,
-    else what the run was tuned on if that were examples, else GovReport; of the validation split unless `source` says.
-    Keys of `asked` go first; None is ignored. Raise DataError if keys do not go together.
-    """
-    source, asked = ({key: x for key, x in given.items() if x is not None} for given in (source, asked))
+    keys = ("document", "summary", "template", "completion", "document_tokens")
+    given = options.model_dump(include=set(keys), exclude_none=True)
+    given |= {"completion_tokens": options.max_new_tokens} if options.max_new_tokens else {}
+    given |= {"special_tokens": True} if options.special_tokens else {}
+    source = {"name": options.data, "subset": options.subset, "split": options.split}
+    source = {key: value for key, value in source.items() if value is not None}
     run = Run(Path(model))
     tuned_on = run.recipe.data if run.has_recipe else None
-    own = dict(COLUMNS if "name" in source else GOVREPORT)
+    own = dict(COLUMNS if options.data else GOVREPORT)
     if tuned_on is not None and tuned_on.has_examples:
         own = tuned_on.model_dump()
-        own["source"] = {} if "name" in source else own["source"][0]
-    if "template" in asked:
+        own["source"] = {} if options.data else own["source"][0]
+    if options.template:
         own |= {"document": None, "summary": None, "completion": None}
-    elif "document" in asked and "summary" in asked:
+    elif options.document and options.summary:
         own |= {"template": None, "completion": None}
     rows = {**own["source"], "split": "validation", **source}
     try:
-        return Data.model_validate({**own, **asked, "source": rows})
+        return Data.model_validate({**own, **given, "source": rows})
     except ValidationError as error:
         problem = error.errors()[0]
         key = ".".join(map(str, problem["loc"]))
         raise DataError(f"--{key or 'data'}: {problem['msg'].removeprefix('Value error, ')}") from None
 
 
-def evaluate_summarization(
-    writer: Writer,
-    data: Data,
-    sampling: Sampling,
-    file: Path,
-    limit: int | None = None,
-    progress: Progress = silent,
-    say: Say = lambda line: None,
-) -> SummarizationScores:
-    """Score by ROUGE what `writer` writes for the first `limit` rows of `data`; each process writes its part.
-    Predictions go to `file` as they come; those that are there are not written again. Raise DataError if the data
-    cannot be read, lacks a column or holds nothing, or the window is too short, and Interrupted on Ctrl-C.
+def complete(options: SummarizationOptions, data: Data) -> SummarizationOptions:
+    """Return the options with what `evaluation_data` found, so that another model is measured on the same rows."""
+    keys = ("document", "summary", "template", "completion", "document_tokens", "special_tokens")
+    source = data.source[0]
+    named = {"data": source.name, "subset": source.subset, "split": source.split}
+    return options.changed(**data.model_dump(include=set(keys)), **named, max_new_tokens=data.completion_tokens)
+
+
+def evaluate_summarization(writer: Writer, options: SummarizationOptions, session: Session) -> SummarizationScores:
+    """Score by ROUGE what `writer` writes; if the session is shared, each process writes its share, and what is written
+    is kept until all is. Raise DataError if the data cannot be read, lacks a column or holds nothing, or the window is
+    too short.
     """
-    task = replace(Task.of(data), completion_tokens=sampling.max_new_tokens)
-    table = find_table(data.source[0])
-    account = Account()
-    questions = _questions(table, Prompter(task, writer.tokenizer, writer.window), limit, account)
+    data = evaluation_data(writer.name, options)
+    options = complete(options, data)
+    task, table, account = Task.of(data), find_table(data.source[0]), Account()
+    questions = _questions(table, Prompter(task, writer.tokenizer, writer.window), options.limit, account)
     cut = [prompt.kept for prompt, _ in questions.values() if prompt.kept < prompt.document_tokens]
     for line in account.left_out:
-        say(line)
+        session.say(line)
     if short := [kept for kept in cut if kept < data.document_tokens - SLACK_TOKENS]:
-        say(
+        session.say(
             f"{writer.name}: reads {writer.window:,} tokens; {len(short):,} of {len(questions):,} documents are cut to "
             f"their first {min(short):,} and not to {data.document_tokens:,}"
         )
-    made_from = {"data": table.identity(), "source": data.source[0].model_dump(), "task": asdict(task)}
-    predictions = Predictions(file, {**made_from, "sampling": asdict(sampling), "model": writer.identity})
-    # No process may begin to add before all have read what there is.
-    wait_for_all()
-    _write(writer, questions, sampling, predictions, progress)
-    wait_for_all()
-    written = predictions.read()
-    lines = [written[name] for name in questions]
-    scores = rouge([line["prediction"] for line in lines], [line["reference"] for line in lines])
+    options_kept = options.changed(predictions=None)
+    decided_by = {"data": table.identity(), "task": asdict(task), "options": options_kept.model_dump()}
+    written = _written(writer, questions, options, session.journal_of(writer.identity, decided_by), session.progress)
+    if options.predictions and is_leader():
+        lines = [
+            json.dumps({"id": name, **summary.model_dump(), "reference": questions[name][1]}) + "\n"
+            for name, summary in written.items()
+        ]
+        write_whole(Path(options.predictions), "".join(lines))
+    scores = rouge([written[name].prediction for name in questions], [text for _, text in questions.values()])
     means = {name: scores[name].mean for name in ROUGES}
     return SummarizationScores(
         **{**writer.facts, "window": writer.window},
+        options=options_kept,
         data=data.source[0].model_dump(),
         task=asdict(task),
-        sampling=asdict(sampling),
         metric=HOW,
         examples=len(questions),
         left_out={"empty": len(account.empty), "too_long": len(account.too_long)},
         documents_cut=len(cut),
-        ended=sum(line["ended"] for line in lines),
-        predictions=str(file),
+        ended=sum(summary.ended for summary in written.values()),
+        seeds=sorted({summary.seed for summary in written.values()}),
+        predictions=options.predictions,
         **means,
         # By which SCROLLS ranks.
         geometric_mean=math.prod(means.values()) ** (1 / len(means)),
@@ -153,29 +130,33 @@ def _questions(table: Table, prompter: Prompter, limit: int | None, account: Acc
     """Empty rows, and those whose prompt does not fit, go to the account."""
     task = prompter.task
     batches = prompted(table.read(task.columns, None), prompter, account, limit)
-    found = {where: (prompt, row[task.completion]) for batch in batches for where, row, prompt in batch}
-    if not found:
+    questions = {where: (prompt, row[task.completion]) for batch in batches for where, row, prompt in batch}
+    if not questions:
         window = prompter.longest + task.completion_tokens + 1
         no_room = f"leave no room for a document of {table.name} in the window of {window} tokens"
         advice = "choose fewer, or a model that reads more"
         raise account.nothing(table.name, f"--max-new-tokens: {task.completion_tokens} {no_room}; {advice}")
-    return found
+    return questions
 
 
-def _write(
-    writer: Writer, questions: Questions, sampling: Sampling, predictions: Predictions, progress: Progress
-) -> None:
-    mine = share_of(list(questions))
-    left = {name: questions[name][0].ids for name in mine if name not in predictions.found}
-    progress(len(mine) - len(left), len(mine))
+def _written(
+    writer: Writer, questions: Questions, options: SummarizationOptions, journal: Journal, progress: Progress
+) -> dict[str, Summary]:
+    names = list(questions)
+    left: Sequence[str] = journal.left(names)
+    mine = len(journal.share(names))
     # The rest of an interrupted run has a seed of its own: the same numbers are not drawn twice.
-    own = replace(sampling, seed=sampling.seed + len(predictions.found))
-    try:
-        for done, (name, ids) in enumerate(writer.write(left, own) if left else (), len(mine) - len(left) + 1):
+    seed = (options.seed + len(journal.results) * writer.draws_together) % 2**32
+
+    def summaries() -> Iterator[tuple[str, Json]]:
+        prompts = {name: questions[name][0].ids for name in left}
+        written = writer.write(prompts, options.changed(seed=seed)) if left else iter(())
+        for done, (name, ids) in enumerate(written, mine - len(left) + 1):
             text = writer.tokenizer.decode(ids, skip_special_tokens=True).strip()
             ended = writer.tokenizer.eos_token_id in ids
-            predictions.add(name, prediction=text, reference=questions[name][1], tokens=len(ids), ended=ended)
-            progress(done, len(mine))
-    except KeyboardInterrupt:
-        kept = f"{predictions.file}: interrupted; what was written is kept, the same command goes on from there"
-        raise Interrupted(kept) from None
+            yield name, Summary(prediction=text, tokens=len(ids), ended=ended, seed=seed).model_dump()
+            progress(done, mine)
+
+    progress(mine - len(left), mine)
+    written = journal.collect(names, summaries())
+    return {name: Summary.model_validate(written[name]) for name in names}
