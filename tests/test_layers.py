@@ -34,7 +34,7 @@ HOMES = {
     "datasets": {"data"},
     "matplotlib": {"drawing.py"},
     "lm_eval": {"evaluation/benchmarks", "evaluation/ruler"},
-    "typer": {"cli"},
+    "cyclopts": {"cli"},
 }
 # The package's own door re-exports; it belongs to no floor.
 DOOR = ROOT / "__init__.py"

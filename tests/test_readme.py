@@ -5,10 +5,10 @@ import shlex
 from pathlib import Path
 
 import pytest
-from typer.main import get_command
 
 from pi_lora.cli import app
 from pi_lora.recipe.files import load_recipe
+from pi_lora.recipe.places import find_recipe
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -26,12 +26,9 @@ def test_every_command_parses(line: str, monkeypatch: pytest.MonkeyPatch) -> Non
     """Each documented command, down to its options, is one that the command line takes; recipes resolve."""
     monkeypatch.chdir(ROOT)
     words = shlex.split(line)[1:]
-    command = get_command(app)
-    while hasattr(command, "commands"):
-        command = command.commands[words.pop(0)]
-    given = command.make_context(command.name, words).params
-    if "recipe" in given:
-        load_recipe(given["recipe"], given["overrides"] or [])
+    _, bound, _ = app.parse_args(words, exit_on_error=False, print_error=False)
+    if "recipe" in bound.arguments:
+        load_recipe(find_recipe(bound.arguments["recipe"]), bound.arguments.get("overrides", ()))
 
 
 @pytest.mark.parametrize("page", LINKED, ids=lambda page: str(page.relative_to(ROOT)))

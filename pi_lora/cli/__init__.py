@@ -1,83 +1,76 @@
 """The command line: one function a command, heavy imports inside the function."""
 
 import contextlib
-import importlib.metadata
+import importlib
 import io
 import pkgutil
 import sys
 import tempfile
 import traceback
-from typing import Annotated, NoReturn, cast
+from typing import NoReturn, cast
 
-import typer
-from typer import Option
+from cyclopts import CycloptsError
+from pydantic import ValidationError
 
 from pi_lora.cli.app import LIBRARIES, app, out, printable, working
 from pi_lora.distributed import let_segments_grow, worker_exit_status
 from pi_lora.errors import Interrupted, PiLoraError, RecipeError
+from pi_lora.writing import problem_text
 
 __all__ = ["app", "main"]
 
 for file in pkgutil.iter_modules(__path__, f"{__name__}."):
     importlib.import_module(file.name)
 
-# Typer brings a click of its own; of its usage errors only this subclass has a public name.
-UsageError = cast("type[typer.BadParameter]", typer.BadParameter.__base__)
 INTERRUPTED = 130
 
 
-def _version(value: bool) -> None:
-    if value:
-        out.print(f"pi-lora {importlib.metadata.version('pi-lora')}")
-        raise typer.Exit
-
-
-Version = Annotated[bool, Option("--version", callback=_version, is_eager=True, help="Print it and exit.")]
-
-
-@app.callback()
-def about(version: Version = False) -> None:
-    """Stretch the context window of a RoPE language model by Position Interpolation: train, eval, merge."""
-
-
-@app.command()
+@app.command
 def env() -> None:
     """Print what a report of a bug needs: versions, processor, memory, GPUs, kernels."""
     with working(LIBRARIES):
         from pi_lora.models.machine import facts
         from pi_lora.recipe.places import cache_folder
 
-        found = {**facts(), "cache": str(cache_folder())}
-    width = max(map(len, found))
-    for name, value in found.items():
+        entries = {**facts(), "cache": str(cache_folder())}
+    width = max(map(len, entries))
+    for name, value in entries.items():
         out.lines(f"{name:{width}}  {value}")
 
 
-def main() -> None:
-    """Run a command; a user's mistake is a line on stderr and exit status 2, an interruption 130."""
+def main() -> NoReturn:
+    """Run a command; exit with 2 and one line for a user's mistake, 130 for an interruption, 1 for any other error."""
     let_segments_grow()
     # A terminal that is not UTF-8 gets escapes for what it cannot print.
     cast("io.TextIOWrapper", sys.stdout).reconfigure(errors="backslashreplace")
     try:
-        status = app(standalone_mode=False)
-    except UsageError as mistake:
-        _fail(f"pi-lora: {_in_a_line(mistake.format_message())}; see pi-lora --help", 2)
-    except Exception as ending:
-        # The process that launched this one may speak for it.
-        if (status := worker_exit_status(ending)) is not None:
-            sys.exit(status)
-        if isinstance(ending, OSError) and ending.strerror:
-            # A folder that nobody may read, a name that is too long, a full disk.
-            refused = f"{ending.filename or 'pi-lora'}: {ending.strerror}; name another file or folder, or make room"
-            _fail(_in_a_line(refused), 2)
-        if not isinstance(ending, PiLoraError):
-            _fail(_unforeseen(ending), 1)
-        lines = ending.problems if isinstance(ending, RecipeError) else [str(ending)]
-        _fail("\n".join(map(_in_a_line, lines)), INTERRUPTED if isinstance(ending, Interrupted) else 2)
-    # Typer turns Ctrl-C into this status.
-    if status == INTERRUPTED:
+        app(sys.argv[1:], exit_on_error=False, print_error=False, result_action="return_value")
+    except CycloptsError as mistake:
+        _fail(_in_a_line(_usage_problem(mistake)), 2)
+    except KeyboardInterrupt:
         _fail("interrupted; nothing was written", INTERRUPTED)
-    sys.exit(status)
+    except Exception as error:
+        # The process that launched this one may report the error.
+        if (status := worker_exit_status(error)) is not None:
+            sys.exit(status)
+        if isinstance(error, OSError) and error.strerror:
+            # A folder that nobody may read, a name that is too long, a full disk.
+            refused = f"{error.filename or 'pi-lora'}: {error.strerror}; name another file or folder, or make room"
+            _fail(_in_a_line(refused), 2)
+        if not isinstance(error, PiLoraError):
+            _fail(_unforeseen(error), 1)
+        lines = error.problems if isinstance(error, RecipeError) else [str(error)]
+        _fail("\n".join(map(_in_a_line, lines)), INTERRUPTED if isinstance(error, Interrupted) else 2)
+    sys.exit()
+
+
+def _usage_problem(mistake: CycloptsError) -> str:
+    """Return where and what is wrong on the command line; of a group of options the first one that is."""
+    if isinstance(mistake.__cause__, ValidationError):
+        first = mistake.__cause__.errors()[0]
+        option = ".".join(map(str, first["loc"][:1])).replace("_", "-")
+        return f"--{option}: {problem_text(first)}" if option else f"--{problem_text(first)}"
+    return f"pi-lora: {str(mistake).rstrip('.')}; see pi-lora --help"
 
 
 def _unforeseen(error: Exception) -> str:

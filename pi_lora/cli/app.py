@@ -2,21 +2,23 @@
 
 import contextlib
 import gc
+import importlib.metadata
 import signal
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import typer
+from cyclopts import App, Parameter
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 from rich.text import Text
 
 from pi_lora.distributed import is_leader
+from pi_lora.recipe.places import find_recipe
 from pi_lora.types import Progress, silent
 
 if TYPE_CHECKING:
@@ -49,9 +51,23 @@ class Terminal(Console):
         self.print(*map(str, lines), sep="\n", soft_wrap=True)
 
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
-eval_app = typer.Typer(no_args_is_help=True, help="Measure a model.")
-app.add_typer(eval_app, name="eval")
+def _shown_default(value: object) -> str | None:
+    """Return a default as the help shows it; None if it is not worth showing."""
+    if isinstance(value, tuple):
+        return ",".join(map(str, value)) or None
+    return None if value is None or value is False else str(value)
+
+
+app = App(
+    name="pi-lora",
+    help="Extend the context window of a RoPE language model: train, eval, merge.",
+    version=lambda: f"pi-lora {importlib.metadata.version('pi-lora')}",
+    help_format="plaintext",
+    default_parameter=Parameter(negative=(), show_default=_shown_default),
+    suppress_keyboard_interrupt=False,
+)
+eval_app = App(name="eval", help="Measure a model.")
+app.command(eval_app)
 out, err = Terminal(), Terminal(stderr=True)
 LIBRARIES = "loading libraries"
 # Seconds between lines of progress: where the note changes, and where it does not.
@@ -60,11 +76,11 @@ EACH_NOTE, EACH_LINE = 1.0, 60.0
 LONG = 10.0
 
 
-def read_recipe(recipe: Path, overrides: list[str] | None) -> "ResolvedRecipe":
-    """Read a recipe with the overrides of the command line."""
+def read_recipe(recipe: Path, overrides: Sequence[str] = ()) -> "ResolvedRecipe":
+    """Read a recipe file, or a shipped recipe by name, with the overrides of the command line."""
     from pi_lora.recipe.files import load_recipe
 
-    return load_recipe(recipe, overrides or [])
+    return load_recipe(find_recipe(recipe), overrides)
 
 
 def say(line: str) -> None:

@@ -1,152 +1,148 @@
-"""`pi-lora eval perplexity`, `passkey`, `benchmarks`, `ruler`, and `all` that a run's recipe names."""
+"""`pi-lora eval`: every measurement, with its options as the command's, and `all` that a run's recipe names."""
 
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
-from typer import Argument, Option
+from cyclopts import Parameter
 
-from pi_lora.cli.app import LIBRARIES, eval_app, out, working
-from pi_lora.cli.measuring import Loading, Measuring, options_of
-from pi_lora.cli.options import Again, Models, Plot, Seed, TaskFiles, extension_of, grouped, lengths_in
+from pi_lora.cli.app import LIBRARIES, eval_app, out, progress_bar, say, working
+from pi_lora.cli.options import GROUP, Again, JsonFile, Loading, Models, Original, Plot, Scaling, Target, extension_of
 from pi_lora.distributed import is_leader
+from pi_lora.recipe.evaluation import (
+    BenchmarksOptions,
+    PasskeyOptions,
+    PerplexityOptions,
+    RulerOptions,
+    SummarizationOptions,
+)
 
-# Of depths, and of trials at each.
-MOST = 10_000
-PAPERS_TASKS = "boolq,piqa,race_middle,race_high,winogrande"
+if TYPE_CHECKING:
+    from pi_lora.evaluation.suite import Display
+    from pi_lora.models.model import Model
 
 
-@eval_app.command()
-@grouped
+@dataclass(frozen=True)
+class Measuring(Loading):
+    """How models are found, extended if they are plain bases, and loaded, and where their scores go."""
+
+    original: Original = None
+    target: Target = None
+    scaling: Scaling = None
+    json: JsonFile = None
+
+    def report(self, name: str, models: list[str], options: Any, plot: Path | None = None) -> None:
+        """Measure models alike, and write, print and draw their scores."""
+        with working(LIBRARIES):
+            found = self.find(*models, extension=extension_of(self.target, self.original, self.scaling))
+        report(name, found, options, self.dtype, self.json, plot)
+
+
+@eval_app.command
 def perplexity(
     models: Models,
-    how: Measuring,
-    data: Annotated[str, Option(help="A file, folder, glob or hub id; pg19 or proof-pile.")] = "builtin:stdlib",
-    windows: Annotated[str | None, Option(help="Lengths in tokens, as 2048,4096.")] = None,
-    stride: Annotated[int | None, Option(min=1, help="Tokens a window moves; 256, or half the shortest.")] = None,
-    documents: Annotated[int | None, Option(min=1, help="The first N, or N drawn by --seed.")] = None,
-    truncate: Annotated[int | None, Option(min=2, help="Cut documents to their first N tokens.")] = None,
-    min_tokens: Annotated[int | None, Option(min=1, help="Leave out documents of fewer.")] = None,
-    seed: Annotated[int | None, Option(min=0, max=2**32 - 1, help="Draw documents at random.")] = None,
-    split: Annotated[str, Option(help="Of a hub data set or builtin:stdlib.")] = "test",
-    column: Annotated[str, Option(help="Of rows: the one that holds the text.")] = "text",
-    by_position: Annotated[bool, Option("--by-position", help="Also the loss by position in a window.")] = False,
+    /,
+    *,
+    options: Annotated[PerplexityOptions, GROUP] = PerplexityOptions(),
+    how: Annotated[Measuring, GROUP] = Measuring(),
     plot: Plot = None,
 ) -> None:
-    """Sliding-window perplexity (paper, section 3.2), of several models side by side; --plot draws it by position."""
-    from pi_lora.recipe.evaluation import PerplexityOptions
-
-    options = options_of(
-        PerplexityOptions,
-        data=data,
-        windows=lengths_in("--windows", windows) or None,
-        stride=stride,
-        documents=documents,
-        truncate=truncate,
-        min_tokens=min_tokens,
-        seed=seed,
-        split=split,
-        column=column,
-        by_position=by_position or plot is not None,
-    )
-    with working(LIBRARIES):
-        found = how.find_extended(models)
-    how.report("perplexity", found, options, plot)
+    """Sliding-window perplexity (paper, section 3.2) of several models side by side; --plot draws it by position."""
+    how.report("perplexity", models, options.changed(by_position=options.by_position or plot is not None), plot)
 
 
-@eval_app.command()
-@grouped
+@eval_app.command
 def passkey(
     models: Models,
-    how: Measuring,
-    targets: Annotated[str | None, Option(metavar="L',...", help="Several lengths, as 1024,2048.")] = None,
-    depths: Annotated[int, Option(min=1, max=MOST, help="Distances, uniformly spaced to the target.")] = 32,
-    trials: Annotated[int, Option(min=1, max=MOST, help="Random keys at each.")] = 10,
-    seed: Seed = 0,
-    k_max_only: Annotated[bool, Option("--k-max-only", help="Measure no more than decides k_max.")] = False,
+    /,
+    *,
+    options: Annotated[PasskeyOptions, GROUP] = PasskeyOptions(),
+    how: Annotated[Loading, GROUP] = Loading(),
+    original: Original = None,
+    scaling: Scaling = None,
+    json: JsonFile = None,
     plot: Plot = None,
 ) -> None:
     """Passkey retrieval and k_max (paper, section 3.3) in --target tokens of context, by default the longest window; of
-    several models side by side.
+    several models side by side. With --scaling or --original a plain base is extended to --target.
     """
-    from pi_lora.recipe.evaluation import PasskeyOptions
-
-    options = options_of(
-        PasskeyOptions,
-        target=how.target,
-        targets=lengths_in("--targets", targets) or None,
-        depths=depths,
-        trials=trials,
-        seed=seed,
-        k_max_only=k_max_only,
-    )
     # A target alone is a length to measure: a base that is not extended is measured beyond its window.
-    extended = how.original is not None or how.scaling is not None
+    extended = original is not None or scaling is not None
     with working(LIBRARIES):
-        target = options.longest if extended else None
-        found = how.find(*models, extension=extension_of(how.original, target, how.scaling))
-    how.report("passkey", found, options, plot)
+        found = how.find(*models, extension=extension_of(options.longest if extended else None, original, scaling))
+    report("passkey", found, options, how.dtype, json, plot)
 
 
-@eval_app.command()
-@grouped
+@eval_app.command
 def benchmarks(
     models: Models,
-    how: Measuring,
-    tasks: Annotated[str, Option(metavar="NAME,...", help="Tasks or groups of lm-eval.")] = PAPERS_TASKS,
-    data: TaskFiles = None,
-    limit: Annotated[int | None, Option(min=1, help="Only the first N examples of each.")] = None,
-    batch_size: Annotated[int, Option(min=1, help="Inputs a forward pass.")] = 8,
-    window: Annotated[int | None, Option(min=2, help="Tokens that inputs are cut to; L by default.")] = None,
+    /,
+    *,
+    options: Annotated[BenchmarksOptions, GROUP] = BenchmarksOptions(),
+    how: Annotated[Measuring, GROUP] = Measuring(),
 ) -> None:
     """Short-context benchmarks (paper, table 5) through lm-eval, of several models side by side."""
-    from pi_lora.recipe.evaluation import BenchmarksOptions
-
-    named = {"tasks": tuple(tasks.split(",")), "data": tuple(data or ())}
-    options = options_of(BenchmarksOptions, **named, limit=limit, batch_size=batch_size, window=window)
-    with working("loading benchmarks"):
-        found = how.find_extended(models)
-    how.report("benchmarks", found, options)
+    how.report("benchmarks", models, options)
 
 
-@eval_app.command()
-@grouped
+@eval_app.command
 def ruler(
     models: Models,
-    how: Measuring,
-    windows: Annotated[str | None, Option(help="As 4096,8192; by default L', halved down to L.")] = None,
-    tasks: Annotated[str | None, Option(metavar="NAME,...", help="Of lm-eval's 13; all by default.")] = None,
-    samples: Annotated[int, Option(min=1, max=500, help="Prompts of each task and length.")] = 100,
-    seed: Seed = 0,
-    batch_size: Annotated[int | None, Option(min=1, help="Prompts at a time; as 16,384 tokens hold.")] = None,
-    chat_template: Annotated[bool, Option("--chat-template", help="Put prompts as chats.")] = False,
+    /,
+    *,
+    options: Annotated[RulerOptions, GROUP] = RulerOptions(),
+    how: Annotated[Measuring, GROUP] = Measuring(),
     plot: Plot = None,
 ) -> None:
-    """RULER and the effective length (Hsieh et al. 2024) through lm-eval; several models side by side."""
-    from pi_lora.recipe.evaluation import RulerOptions
-
-    options = options_of(
-        RulerOptions,
-        windows=lengths_in("--windows", windows) or None,
-        tasks=tuple(tasks.split(",")) if tasks else None,
-        samples=samples,
-        seed=seed,
-        batch_size=batch_size,
-        chat_template=chat_template,
-    )
-    with working("loading RULER"):
-        found = how.find_extended(models)
-    how.report("ruler", found, options, plot)
+    """RULER and the effective length (Hsieh et al. 2024) through lm-eval, of several models side by side."""
+    how.report("ruler", models, options, plot)
 
 
-@eval_app.command("all")
-@grouped
+@eval_app.command
+def summarization(
+    models: Models,
+    /,
+    *,
+    options: Annotated[SummarizationOptions, GROUP] = SummarizationOptions(),
+    how: Annotated[Measuring, GROUP] = Measuring(),
+) -> None:
+    """Summaries of long documents, scored by ROUGE (paper, section 3.5): GovReport's, or as a run was tuned."""
+    if len(models) == 1 and options.predictions is None:
+        options = options.changed(predictions="predictions.jsonl")
+    how.report("summarization", models, options)
+
+
+@eval_app.command(name="all")
 def everything(
-    run: Annotated[Path, Argument(metavar="RUN", help="A run folder.")], how: Loading, again: Again = False
+    run: Annotated[Path, Parameter(name="RUN", help="A run folder.")],
+    /,
+    *,
+    how: Annotated[Loading, GROUP] = Loading(),
+    again: Again = False,
 ) -> None:
     """Measure what RUN's recipe names under `evaluation`, and keep it in RUN/scores."""
     with working(LIBRARIES):
         from pi_lora.evaluation.suite import evaluate_run
         from pi_lora.evaluation.table import scores_table
-    scores = evaluate_run(run, lambda name: how.find(name)[0], again=again, dtype=how.dtype, display=how.display)
+    scores = evaluate_run(run, lambda name: how.find(name)[0], again=again, dtype=how.dtype, display=display())
     for each in scores.values() if is_leader() else ():
         out.print(scores_table([each]))
+
+
+def report(
+    name: str, models: "list[Model]", options: Any, dtype: str | None, json: Path | None, plot: Path | None
+) -> None:
+    """Measure models alike, and write, print and draw their scores."""
+    from pi_lora.evaluation.suite import evaluate
+    from pi_lora.evaluation.table import scores_table
+
+    scores = evaluate(name, models, options, dtype=dtype, json=json, plot=plot, display=display())
+    if is_leader():
+        out.print(scores_table(scores))
+
+
+def display() -> "Display":
+    """Return what a user sees while models are measured."""
+    from pi_lora.evaluation.suite import Display
+
+    return Display(say, working, progress_bar)

@@ -3,36 +3,37 @@
 from pathlib import Path
 from typing import Annotated, Literal
 
-from typer import Argument, Option, Typer
+from cyclopts import App, Parameter
 
 from pi_lora.cli.app import LIBRARIES, app, out, progress_bar, working
-from pi_lora.cli.options import Dtype, ModelName, Scaling, Trust, extension_of, grouped
+from pi_lora.cli.options import GROUP, Dtype, ModelName, Original, Scaling, Target, Trust, extension_of
 from pi_lora.errors import PiLoraError
 
-export_app = Typer(no_args_is_help=True, help="Write a model in the format of another engine.")
-app.add_typer(export_app, name="export")
+export_app = App(name="export", help="Write a model in the format of another engine.")
+app.command(export_app)
 
 
-@app.command()
-@grouped
+@app.command
 def merge(
-    run: Annotated[Path, Argument(metavar="RUN", help="A run or adapter folder.")],
-    trust: Trust,
-    base: Annotated[str | None, Option(metavar="MODEL", help="The base, if it moved or is not named.")] = None,
-    original: Annotated[int | None, Option(help="L, with --target: of the base, if not its config's.")] = None,
-    target: Annotated[int | None, Option(help="L' of an adapter made elsewhere, which does not say it.")] = None,
+    run: Annotated[Path, Parameter(name="RUN", help="A run or adapter folder.")],
+    /,
+    *,
+    trust: Annotated[Trust, GROUP] = Trust(),
+    base: Annotated[str | None, Parameter(help="The base, if it moved or is not named.")] = None,
+    original: Original = None,
+    target: Target = None,
     scaling: Scaling = None,
-    output: Annotated[Path | None, Option(metavar="DIR", help="models/<run> by default.")] = None,
+    output: Annotated[Path | None, Parameter(help="A new folder; models/<run> by default.")] = None,
     dtype: Dtype = None,
-    onto: Annotated[Literal["base", "quantized"], Option(help="After QLoRA: base as stored, or NF4.")] = "base",
-    shard_size: Annotated[str | None, Option(metavar="SIZE", help="Of a file (5GB); else the base's.")] = None,
+    onto: Annotated[Literal["base", "quantized"], Parameter(help="After QLoRA: base as stored, or NF4.")] = "base",
+    shard_size: Annotated[str | None, Parameter(help="Of a file, as 5GB; by default the base's.")] = None,
     check: Annotated[
-        Literal["tensors", "logits", "none"], Option(help="Written tensors, or logits too, against base + adapter.")
+        Literal["tensors", "logits", "none"], Parameter(help="Written tensors, or logits too, against base + adapter.")
     ] = "tensors",
 ) -> None:
     """Add an adapter to the weights of its base, with the scaling written for every engine."""
     size = size_in(shard_size) if shard_size else None
-    extension = extension_of(original, target, scaling)
+    extension = extension_of(target, original, scaling)
     with working(LIBRARIES):
         from pi_lora.merging.merging import merge
     with progress_bar("merging") as progress:
@@ -41,12 +42,14 @@ def merge(
     out.lines(*merged.lines(), f"{to}: merged; it loads like any model, its scaling is in config.json")
 
 
-@export_app.command("gguf")
+@export_app.command
 def gguf(
     model: ModelName,
-    output: Annotated[Path | None, Option(metavar="FILE", help="models/<model>.gguf by default.")] = None,
-    converter: Annotated[Path | None, Option(help="convert_hf_to_gguf.py of llama.cpp; else in $LLAMA_CPP.")] = None,
-    dtype: Annotated[Literal["f32", "f16", "bf16", "q8_0"] | None, Option(help="Else that of the weights.")] = None,
+    /,
+    *,
+    output: Annotated[Path | None, Parameter(help="A file; models/<model>.gguf by default.")] = None,
+    converter: Annotated[Path | None, Parameter(help="convert_hf_to_gguf.py of llama.cpp; else in $LLAMA_CPP.")] = None,
+    dtype: Annotated[Literal["f32", "f16", "bf16", "q8_0"] | None, Parameter(help="Else that of the weights.")] = None,
 ) -> None:
     """Convert a model, or a run after merging it, with llama.cpp's converter; set its window, and check it."""
     with working(LIBRARIES):

@@ -1,92 +1,72 @@
-"""Options that several commands have: their types, and groups of them, which a command takes as one parameter."""
+"""Options that several commands have: their types, and groups of them that a command takes as one parameter."""
 
-import dataclasses
-import functools
-import inspect
-from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
-from typer import Argument, Option
+from cyclopts import Parameter
+from cyclopts.types import PositiveInt
 
+from pi_lora.distributed import is_launched, join_processes
 from pi_lora.errors import PiLoraError
-from pi_lora.recipe.places import find_recipe
 from pi_lora.scaling.config import Method
 from pi_lora.types import Permissions
 
-# No window is longer.
-MOST_TOKENS = 10**9
+if TYPE_CHECKING:
+    from pi_lora.models.model import Extension, Model
+
+# A pydantic model or dataclass under this annotation is a group: its fields are options of the command.
+GROUP = Parameter(name="*")
+
+RecipeFile = Annotated[Path, Parameter(name="RECIPE", help="A file, or the name of a shipped recipe.")]
+Override = Annotated[str, Parameter(name="KEY=VALUE", help="Keys of the recipe to change.")]
+ModelName = Annotated[str, Parameter(name="MODEL", help="Hub id, folder, run or builtin:tiny.")]
+Models = Annotated[list[str], Parameter(name="MODEL", help="Hub ids, folders, runs or builtin:tiny.")]
+JsonFile = Annotated[Path | None, Parameter(help="Also write the result to this file.")]
+Plot = Annotated[Path | None, Parameter(help="Draw the scores into this PNG.")]
+Dtype = Annotated[Literal["float32", "bfloat16", "float16"] | None, Parameter(help="Of the weights.")]
+GpuName = Annotated[str | None, Parameter(help="Such as 4090 or H100, or by its memory, as 48GB; or cpu.")]
+TrustRemoteCode = Annotated[bool, Parameter(help="Run Python code that a model brings.")]
+Again = Annotated[bool, Parameter(help="Measure again where a result exists.")]
+Original = Annotated[PositiveInt | None, Parameter(help="L of a plain base, if not its config's.")]
+Target = Annotated[PositiveInt | None, Parameter(help="L', to extend a plain base without tuning.")]
+Scaling = Annotated[Method | None, Parameter(help="How a plain base is extended; pi by default.")]
 
 
-RecipeFile = Annotated[Path, Argument(metavar="RECIPE", callback=find_recipe, help="A file, or a name of pi-lora's.")]
-Overrides = Annotated[list[str] | None, Argument(metavar="[key=value ...]", help="Keys to change.")]
-ModelName = Annotated[str, Argument(metavar="MODEL", help="Hub id, folder, run, GGUF file or builtin:tiny.")]
-Models = Annotated[list[str], Argument(metavar="MODEL ...", help="Hub ids, folders, runs, GGUF files or builtin:tiny.")]
-JsonFile = Annotated[Path | None, Option("--json", metavar="FILE", help="Write the result there as well.")]
-Plot = Annotated[Path | None, Option(metavar="FILE", help="Draw the scores, a PNG.")]
-Original = Annotated[int | None, Option(min=1, max=MOST_TOKENS, help="L of a plain base, if not its config's.")]
-Target = Annotated[int | None, Option(min=1, max=MOST_TOKENS, help="L', to stretch a plain base to (step 0).")]
-Scaling = Annotated[Method | None, Option(help="How a plain base is to read --target tokens.")]
-TrustRemoteCode = Annotated[bool, Option("--trust-remote-code", help="Run Python code that a model brings.")]
-AllowChanged = Annotated[bool, Option("--allow-changed", help="Use a run though its base or data changed.")]
-Seed = Annotated[int, Option(min=0, max=2**32 - 1)]
-Dtype = Annotated[Literal["float32", "bfloat16", "float16"] | None, Option(help="Of the weights.")]
-GpuName = Annotated[str | None, Option(metavar="NAME", help="As 4090 or H100; any by its memory, as 48GB; or cpu.")]
-TaskFiles = Annotated[
-    list[str] | None, Option(metavar="TASK=FILE", help="A file in the data set's schema, not the hub's.")
-]
-Again = Annotated[bool, Option("--again", help="Measure also what has been.")]
-
-
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Trust:
-    """What only the person at the keyboard can permit."""
+    """What only the person at the keyboard can allow."""
 
     trust_remote_code: TrustRemoteCode = False
-    allow_changed: AllowChanged = False
+    allow_changed: Annotated[bool, Parameter(help="Use a run although its base or data changed.")] = False
 
     @property
     def permissions(self) -> Permissions:
-        """The same for functions."""
+        """These permissions, as models are found with them."""
         return Permissions(self.trust_remote_code, self.allow_changed)
 
 
-def grouped(command: Callable[..., None]) -> Callable[..., None]:
-    """Return a command with the options of its groups, parameters that are dataclasses, in their place and last."""
-    parameters = inspect.signature(command).parameters.values()
-    groups: dict[str, Any] = {x.name: x.annotation for x in parameters if dataclasses.is_dataclass(x.annotation)}
+@dataclass(frozen=True)
+class Loading(Trust):
+    """How models are found and loaded."""
 
-    @functools.wraps(command)
-    def flat(**given: Any) -> None:
-        made = {
-            name: group(**{field.name: given.pop(field.name) for field in dataclasses.fields(group)})
-            for name, group in groups.items()
-        }
-        command(**given, **made)
+    dtype: Dtype = None
 
-    own = [each for each in parameters if each.name not in groups]
-    of_groups = [each for group in groups.values() for each in inspect.signature(group).parameters.values()]
-    vars(flat)["__signature__"] = inspect.Signature([*own, *of_groups])  # which typer reads
-    return flat
+    def find(self, *names: str, extension: "Extension | None" = None) -> "list[Model]":
+        """Find every model, and meet the other processes of this command if a launcher started several."""
+        from pi_lora.models.device import device
+        from pi_lora.models.model import find
+
+        models = [find(name, extension, self.permissions) for name in names]
+        if is_launched():
+            join_processes(cpu=device().type == "cpu")
+        return models
 
 
-def extension_of(original: int | None, target: int | None, scaling: Method | None) -> Any:
-    """What `--original`, `--target` and `--scaling` ask of a plain base; None if they ask nothing."""
+def extension_of(target: int | None, original: int | None, scaling: Method | None) -> "Extension | None":
+    """Return the extension of a plain base that three options ask for; None if they ask for none."""
     from pi_lora.models.model import Extension
 
     if target is None and (original is not None or scaling is not None):
-        raise PiLoraError("--original, --scaling: go with --target, the window to stretch to; give it as well")
+        raise PiLoraError("--original, --scaling: need --target, the window to extend to; give it as well")
     return Extension(target, original, scaling or "pi") if target else None
-
-
-def lengths_in(option: str, text: str | None) -> list[int]:
-    """Return lengths in tokens, written as 2048,4096, the shortest first."""
-    if text is None:
-        return []
-    try:
-        lengths = sorted({int(part) for part in text.split(",")})
-    except ValueError:
-        lengths = [0]
-    if lengths[0] < 2 or lengths[-1] > MOST_TOKENS:
-        raise PiLoraError(f"{option}: {text}: not lengths in tokens; write them as 2048,4096")
-    return lengths

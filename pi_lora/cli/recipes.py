@@ -5,24 +5,27 @@ import sys
 from pathlib import Path
 from typing import Annotated
 
-import typer
+from cyclopts import Parameter
+from cyclopts.types import PositiveInt
+from rich.prompt import IntPrompt, Prompt
 from rich.table import Table
-from typer import Argument, Option
 
 from pi_lora.cli.app import app, err, out, printable, read_recipe, working
-from pi_lora.cli.options import MOST_TOKENS, GpuName, JsonFile, ModelName, Overrides, RecipeFile, TrustRemoteCode
+from pi_lora.cli.options import GpuName, JsonFile, ModelName, Override, RecipeFile, TrustRemoteCode
 from pi_lora.errors import PiLoraError, RunExistsError
 from pi_lora.recipe.places import shipped_recipes
 from pi_lora.types import Permissions
 
 
-@app.command()
+@app.command
 def new(
     model: ModelName,
-    target: Annotated[int | None, Option(min=1, max=MOST_TOKENS, help="L', the window to stretch to.")] = None,
+    /,
+    *,
+    target: Annotated[PositiveInt | None, Parameter(help="L', the window to extend to.")] = None,
     gpu: GpuName = None,
-    data: Annotated[list[str] | None, Option(help="Text to tune on: a file, folder, glob or hub id.")] = None,
-    output: Annotated[Path | None, Option(metavar="FILE", help="The recipe; MODEL_TARGET.yaml otherwise.")] = None,
+    data: Annotated[list[str] | None, Parameter(help="Text to tune on: a file, folder, glob or hub id.")] = None,
+    output: Annotated[Path | None, Parameter(help="The recipe file; MODEL_TARGET.yaml by default.")] = None,
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Write a recipe that stretches MODEL to --target tokens on the GPU that is here, or on --gpu."""
@@ -40,12 +43,12 @@ def new(
     if target is None:
         if not asks():
             raise PiLoraError(f"--target: missing; {model} reads {window} tokens, name more, as --target {4 * window}")
-        target = typer.prompt(f"{model} reads {window} tokens; stretch it to", 4 * window, err=True)
+        target = IntPrompt.ask(f"{model} reads {window} tokens; extend it to", console=err, default=4 * window)
     file = output or file_for(model, target)
     if file.exists():
         raise RunExistsError(f"{file}: exists, and is not overwritten; remove it, or name another file with --output")
     if asks() and not data:
-        given = typer.prompt("Text to tune on (file, folder, glob or hub id; empty: a public corpus)", "", err=True)
+        given = Prompt.ask("Text to tune on (file, folder, glob or hub id; empty: a public corpus)", console=err)
         data = [given] if given else None
     request = RecipeRequest(model, target, device, tuple({"name": name} for name in data or ()))
     plan = choose(request, lambda source: find_corpus(source).size(), permissions)
@@ -63,8 +66,8 @@ def asks() -> bool:
     return sys.stdin.isatty() and err.is_terminal
 
 
-@app.command()
-def show(recipe: RecipeFile, overrides: Overrides = None) -> None:
+@app.command
+def show(recipe: RecipeFile, /, *overrides: Override) -> None:
     """Print the resolved recipe, and where each value came from."""
     resolved = read_recipe(recipe, overrides)
     table = Table("key", "value", "from", box=None)
@@ -75,10 +78,11 @@ def show(recipe: RecipeFile, overrides: Overrides = None) -> None:
     out.print(table)
 
 
-@app.command()
+@app.command
 def plan(
     recipe: RecipeFile,
-    overrides: Overrides = None,
+    /,
+    *overrides: Override,
     gpu: GpuName = None,
     trust_remote_code: TrustRemoteCode = False,
     json: JsonFile = None,
@@ -100,11 +104,17 @@ def plan(
         write_json(json, training_plan.as_json())
 
 
-@app.command()
+@app.command
 def recipes(
-    folder: Annotated[Path | None, Argument(help="Where to look; pi-lora's own otherwise.", show_default=False)] = None,
-    markdown: Annotated[bool, Option(help="Print the page with what each takes, recipes/README.md.")] = False,
-    keys: Annotated[bool, Option(help="Print every key that a recipe may have, docs/recipes.md.")] = False,
+    folder: Annotated[
+        Path | None, Parameter(name="FOLDER", help="A folder of recipes, instead of the shipped ones.")
+    ] = None,
+    /,
+    *,
+    markdown: Annotated[
+        bool, Parameter(help="Print the page with the cost of every recipe, recipes/README.md.")
+    ] = False,
+    keys: Annotated[bool, Parameter(help="Print every key that a recipe may have, docs/recipes.md.")] = False,
 ) -> None:
     """List the recipes that come with pi-lora by name, or those in a folder."""
     from pi_lora.recipe.files import recipe_paths, recipe_summary

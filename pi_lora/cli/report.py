@@ -3,22 +3,24 @@
 from pathlib import Path
 from typing import Annotated, Any
 
-from typer import Argument, Option
+from cyclopts import Parameter
+from cyclopts.types import PositiveInt
 
 from pi_lora.cli.app import LIBRARIES, app, err, out, say, working
-from pi_lora.cli.measuring import Loading
-from pi_lora.cli.options import Again, JsonFile, grouped
+from pi_lora.cli.evaluate import display
+from pi_lora.cli.options import GROUP, Again, JsonFile, Loading
 from pi_lora.distributed import is_leader
 
 
-@app.command()
-@grouped
+@app.command
 def compare(
-    base: Annotated[str, Argument(metavar="BASE", help="Hub id, folder or builtin:tiny.")],
-    run: Annotated[Path, Argument(metavar="RUN", help="A run folder, tuned from BASE.")],
-    how: Loading,
-    short: Annotated[list[str] | None, Option(metavar="TASK=FILE", help="Also benchmarks; or TASK alone.")] = None,
-    ruler: Annotated[int | None, Option(metavar="N", min=1, max=500, help="Also RULER, N prompts of each.")] = None,
+    base: Annotated[str, Parameter(name="BASE", help="Hub id, folder or builtin:tiny.")],
+    run: Annotated[Path, Parameter(name="RUN", help="A run folder, tuned from BASE.")],
+    /,
+    *,
+    how: Annotated[Loading, GROUP] = Loading(),
+    short: Annotated[list[str] | None, Parameter(help="Also benchmarks: TASK, or TASK=FILE.")] = None,
+    ruler: Annotated[PositiveInt | None, Parameter(help="Also RULER, with so many prompts of each task.")] = None,
     again: Again = False,
     json: JsonFile = None,
 ) -> None:
@@ -52,7 +54,7 @@ def compare(
         found = how.find(*[str(run)] if files else [], *[base] if set(names) > set(kept) else [])
         missing = prepared({name: asked[name] for name in files}, found[:1])
     if missing:
-        own |= measure_into(found[0], missing, files, dtype=how.dtype, display=how.display)
+        own |= measure_into(found[0], missing, files, dtype=how.dtype, display=display())
         kept = {} if again else folder.base_scores(base, own)
     files = {name: folder.scores_file(name, BASE) for name in names if name not in kept}
     free = {name: file for name, file in files.items() if again or not file.exists()}
@@ -60,7 +62,7 @@ def compare(
         say(f"{files[name]}: is of another model, or measured otherwise; {base} is measured, and not kept")
     if files:
         alike = {name: own[name].options for name in files}
-        kept |= measure_into(found[-1], alike, free, dtype=how.dtype, display=how.display)
+        kept |= measure_into(found[-1], alike, free, dtype=how.dtype, display=display())
     if is_leader():
         rows = [row for name in names for row in rows_of(kept[name], own[name], folder.original)]
         if json:
@@ -69,11 +71,13 @@ def compare(
         out.print(verdict_table(base, str(run), rows))
 
 
-@app.command()
+@app.command
 def report(
-    runs: Annotated[list[Path], Argument(metavar="RUN ...", help="Run folders that were measured.")],
-    html: Annotated[bool, Option("--html", help="Also write one HTML page that needs no other file.")] = False,
-    output: Annotated[Path | None, Option(help="Folder to write to; the run's own, or report/ for several.")] = None,
+    runs: Annotated[list[Path], Parameter(name="RUN", help="Run folders that were measured.")],
+    /,
+    *,
+    html: Annotated[bool, Parameter(help="Also write one HTML page that needs no other file.")] = False,
+    output: Annotated[Path | None, Parameter(help="Folder to write to; the run's own, or report/ for several.")] = None,
 ) -> None:
     """Write the model card of a run with its pictures, or compare several runs."""
     with working("writing the report"):
@@ -88,13 +92,15 @@ def report(
         err.lines(what, *(f"  {command}" for command in commands))
 
 
-@app.command()
+@app.command
 def push(
-    model: Annotated[Path, Argument(metavar="RUN|MODEL", help="A run folder, or a folder of full weights.")],
-    repo: Annotated[str, Argument(metavar="REPO", help="As you/name; created if it does not exist.")],
-    private: Annotated[bool, Option(help="Create a private repository.")] = False,
-    revision: Annotated[str | None, Option(metavar="BRANCH", help="Created if it does not exist.")] = None,
-    message: Annotated[str | None, Option(help="The commit message.")] = None,
+    model: Annotated[Path, Parameter(name="RUN|MODEL", help="A run folder, or a folder of full weights.")],
+    repo: Annotated[str, Parameter(name="REPO", help="As you/name; created if it does not exist.")],
+    /,
+    *,
+    private: Annotated[bool, Parameter(help="Create a private repository.")] = False,
+    revision: Annotated[str | None, Parameter(help="A branch, created if it does not exist.")] = None,
+    message: Annotated[str | None, Parameter(help="The commit message.")] = None,
 ) -> None:
     """Upload a run or a merged model to the Hugging Face hub, with its card but without checkpoints."""
     with working(f"uploading {model}"):

@@ -4,26 +4,28 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
-from typer import Option
+from cyclopts import Parameter
+from cyclopts.types import PositiveInt
+from cyclopts.validators import Number
 
 from pi_lora.cli.app import app, out, working
-from pi_lora.cli.options import MOST_TOKENS, JsonFile, Trust, grouped
+from pi_lora.cli.options import GROUP, JsonFile, Trust
 from pi_lora.errors import PiLoraError
 from pi_lora.types import Json
 
 
-@app.command()
-@grouped
+@app.command
 def theory(
-    trust: Trust,
-    model: Annotated[str | None, Option(help="Take d, c, L and L' from a hub id, folder, run or builtin:tiny.")] = None,
-    text: Annotated[Path | None, Option(help="Also measure the model's queries and keys on this text.")] = None,
-    head_dim: Annotated[int | None, Option(min=2, max=4096, help="d; 128 as in LLaMA-7B.")] = None,
-    theta: Annotated[float | None, Option(min=1.001, max=1e12, help="c; 10000 as in LLaMA.")] = None,
-    original: Annotated[int | None, Option(min=1, max=MOST_TOKENS, help="L in tokens; the model's, or 2048.")] = None,
-    target: Annotated[int | None, Option(min=1, max=MOST_TOKENS, help="L' in tokens; the model's, or twice L.")] = None,
-    output: Annotated[Path, Option(metavar="DIR", help="Folder for the figures.")] = Path("theory"),
+    *,
+    model: Annotated[str | None, Parameter(help="Take d, c, L, L' from a hub id, folder, run or builtin:tiny.")] = None,
+    text: Annotated[Path | None, Parameter(help="Also measure the model's queries and keys on this text.")] = None,
+    head_dim: Annotated[int | None, Parameter(help="d; 128 as in LLaMA-7B.", validator=Number(gte=2))] = None,
+    theta: Annotated[float | None, Parameter(help="c; 10000 as in LLaMA.", validator=Number(gt=1))] = None,
+    original: Annotated[PositiveInt | None, Parameter(help="L in tokens; the model's, or 2048.")] = None,
+    target: Annotated[PositiveInt | None, Parameter(help="L' in tokens; the model's, or twice L.")] = None,
+    output: Annotated[Path, Parameter(help="Folder for the figures.")] = Path("theory"),
     json: JsonFile = None,
+    trust: Annotated[Trust, GROUP] = Trust(),
 ) -> None:
     """Show why it works: the bounds and figures of the paper (section 2), for any setting and on a real model."""
     if text and not model:

@@ -2,14 +2,15 @@
 
 import os
 import shlex
+import sys
 from pathlib import Path
 from typing import Annotated
 
-import typer
-from typer import Option
+from cyclopts import Parameter
+from cyclopts.types import NonNegativeInt, PositiveInt
 
 from pi_lora.cli.app import LIBRARIES, app, err, out, printable, progress_bar, read_recipe, working
-from pi_lora.cli.options import Overrides, RecipeFile, Trust, TrustRemoteCode, grouped
+from pi_lora.cli.options import GROUP, Override, RecipeFile, Trust, TrustRemoteCode
 from pi_lora.distributed import is_launched, is_leader, launch, launch_arguments
 from pi_lora.types import Permissions
 
@@ -17,24 +18,24 @@ from pi_lora.types import Permissions
 MANY_TOKENS = 10**8
 
 
-@app.command()
-@grouped
+@app.command
 def train(
     recipe: RecipeFile,
-    trust: Trust,
-    overrides: Overrides = None,
-    output: Annotated[Path | None, Option(metavar="DIR", help="The run; adapters/<recipe> by default.")] = None,
-    resume: Annotated[bool, Option(help="Continue an interrupted run.")] = False,
-    dry_run: Annotated[bool, Option(help="Check recipe, model, data and output, then stop.")] = False,
-    force: Annotated[bool, Option(help="Train even what the plan says does not fit.")] = False,
-    print_launch: Annotated[bool, Option(help="Print the accelerate launch line instead of running it.")] = False,
-    num_machines: Annotated[int | None, Option(min=1, max=10**6, help="Instead of hardware.machines.")] = None,
-    machine_rank: Annotated[int, Option(min=0, help="Which of several machines this is.")] = 0,
-    main_process_ip: Annotated[str | None, Option(metavar="IP", help="The address of machine 0.")] = None,
-    main_process_port: Annotated[int | None, Option(min=1, max=65535, metavar="PORT", help="The port there.")] = None,
+    /,
+    *overrides: Override,
+    trust: Annotated[Trust, GROUP] = Trust(),
+    output: Annotated[Path | None, Parameter(help="The run folder; adapters/<recipe> by default.")] = None,
+    resume: Annotated[bool, Parameter(help="Continue an interrupted run.")] = False,
+    dry_run: Annotated[bool, Parameter(help="Check recipe, model, data and output, then stop.")] = False,
+    force: Annotated[bool, Parameter(help="Train even what the plan says does not fit.")] = False,
+    print_launch: Annotated[bool, Parameter(help="Print the accelerate launch line instead of running it.")] = False,
+    num_machines: Annotated[PositiveInt | None, Parameter(help="Instead of hardware.machines.")] = None,
+    machine_rank: Annotated[NonNegativeInt, Parameter(help="Which of several machines this is.")] = 0,
+    main_process_ip: Annotated[str | None, Parameter(help="The address of machine 0.")] = None,
+    main_process_port: Annotated[PositiveInt | None, Parameter(help="The port there.")] = None,
 ) -> None:
     """Tune a model to its target window, as RECIPE says, in as many processes as it asks for."""
-    changes = (overrides or []) + ([f"hardware.machines={num_machines}"] if num_machines else [])
+    changes = [*overrides, *([f"hardware.machines={num_machines}"] if num_machines else [])]
     resolved = read_recipe(recipe, changes).recipe
     permissions, launched = trust.permissions, is_launched()
     worker = ["train", str(recipe), *changes, *(["--output", str(output)] if output else []), *["--resume"] * resume]
@@ -70,7 +71,7 @@ def train(
         out.lines(f"data: {line}")
     if resolved.hardware.processes > 1 and not launched:
         if status := launch(launch_arguments(resolved, worker, *where)):
-            raise typer.Exit(status)
+            sys.exit(status)
         return
     with progress_bar("training") as progress:
         folder = train(resolved, model, data, place, resume, progress)
@@ -82,21 +83,21 @@ def train(
         out.lines(f"{folder}: done; measure it with: {shlex.join(['pi-lora', 'eval', measure, str(folder)])}")
 
 
-@app.command()
+@app.command
 def prepare(
     recipe: RecipeFile,
-    overrides: Overrides = None,
-    processes: Annotated[int | None, Option(min=1, max=1024, help="That tokenize; one a core by default.")] = None,
+    /,
+    *overrides: Override,
+    processes: Annotated[PositiveInt | None, Parameter(help="Processes that tokenize; one a core by default.")] = None,
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Pack the training data of RECIPE into the cache, on a machine without GPUs; no weights are read."""
     with working(LIBRARIES):
         from pi_lora.preflight import check_data
-        from pi_lora.recipe.files import load_recipe
         from pi_lora.recipe.places import cache_folder
         from pi_lora.training.training import prepare_data
 
-        resolved = load_recipe(recipe, overrides or []).recipe
+        resolved = read_recipe(recipe, overrides).recipe
         model = check_data(resolved, Permissions(trust_remote_code))
     with progress_bar("preparing data") as progress:
         data = prepare_data(resolved, model, progress, processes or os.cpu_count() or 1)

@@ -57,13 +57,13 @@ def evaluate(
     check_can_write(json, plot)
     with display.working(f"preparing {name}"):
         options = measurement.prepare(options, models)
-    _warn_of_length(models, options, display)
     with Session(say=display.say, shared=True, dtype=dtype) as session:
         scores = [
             _run(name, _loaded(model, {name: options}, dtype, display), options, session, display) for model in models
         ]
         base = min(scores, key=lambda each: each.window or 0)
         scores = [measurement.relate(base, each) for each in scores]
+        _warn_of_length(models, options, display)
         if is_leader() and json:
             write_scores(scores, json)
         if is_leader() and plot:
@@ -95,8 +95,6 @@ def evaluate_run(
     """Return the scores of a run in what its recipe names; what is kept in its folder is measured only `again`."""
     evaluation, named = evaluation_of(run)
     asked, folder = asked_for(evaluation), Run(run)
-    if not named:
-        display.say(f"{run}: its recipe names no measurements; perplexity and passkey with their defaults")
     files = {name: folder.scores_file(name) for name in asked}
     kept = {name: read_scores(file) for name, file in files.items() if file.is_file() and not again}
     for name, scores in kept.items():
@@ -108,6 +106,8 @@ def evaluate_run(
     measured: dict[str, Scores] = {}
     if missing:
         model = find(str(run))
+        if not named:
+            display.say(f"{run}: its recipe names no measurements; perplexity and passkey with their defaults")
         measured = measure_into(model, prepared(missing, [model]), files, dtype=dtype, display=display)
     return {name: kept.get(name) or measured[name] for name in asked}
 

@@ -139,7 +139,16 @@ class RulerOptions(Options):
         return max(self.windows) if self.windows else None
 
 
-class SummarizationOptions(Options):
+class Sampling(Options):
+    """How text is generated."""
+
+    temperature: float = Field(0.5, ge=0, description="of sampling; 0 takes the likeliest token")
+    top_p: float = Field(0.95, gt=0, le=1, description="sample among the likeliest tokens of this share")
+    max_new_tokens: int | None = Field(None, gt=0, description="the longest summary; as tuned, or 1000")
+    seed: Seed = Field(0, description="of sampling")
+
+
+class SummarizationOptions(Sampling):
     """Summaries of long documents, scored by ROUGE (paper, section 3.5), of the finished run only."""
 
     data: str | None = Field(None, description="files, a folder, a glob or a hub id; what was tuned on, or GovReport")
@@ -152,10 +161,6 @@ class SummarizationOptions(Options):
     document_tokens: int | None = Field(None, gt=0, description="cut documents to them; as tuned, or 15000")
     special_tokens: bool = Field(False, description="read `</s>` and its like in texts as special tokens, not as text")
     limit: int | None = Field(None, gt=0, description="only the first examples; by default all")
-    temperature: float = Field(0.5, ge=0, description="of sampling; 0 takes the likeliest token")
-    top_p: float = Field(0.95, gt=0, le=1, description="sample among the likeliest tokens of this share")
-    max_new_tokens: int | None = Field(None, gt=0, description="the longest summary; as tuned, or 1000")
-    seed: Seed = Field(0, description="of sampling")
     engine: Literal["transformers", "vllm"] = Field("transformers", description="what generates")
     predictions: str | None = Field(None, description="a file for the summaries, when all are written")
 

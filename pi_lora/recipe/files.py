@@ -64,7 +64,7 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> ResolvedRecipe:
     for override in overrides:
         _apply_override(tree, origins, override)
     try:
-        recipe = Recipe.model_validate(tree)
+        recipe = Recipe.model_validate(tree, strict=True)
     except ValidationError as error:
         raise RecipeError([_problem(path, each, origins) for each in error.errors()]) from None
     sections = recipe.model_dump().items()

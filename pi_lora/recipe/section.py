@@ -1,29 +1,41 @@
-"""What every part of a recipe is made of: a strict, frozen pydantic model, and the types that several parts share."""
+"""What every part of a recipe is made of: a frozen pydantic model, and the types that several parts share."""
 
 from collections.abc import Iterator
 from typing import Annotated, Any, Self, get_args
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+
+from pi_lora.errors import RecipeError
+from pi_lora.writing import first_problem
 
 Seed = Annotated[int, Field(ge=0, lt=2**32)]
-# YAML has lists only; a recipe is frozen and holds tuples.
-LIST = BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)
+
+
+def _as_tuple(value: Any) -> Any:
+    """Return a list as a tuple, and `a,b` of a command line as two values."""
+    if not isinstance(value, list):
+        return value
+    return tuple(part for each in value for part in (each.split(",") if isinstance(each, str) else [each]))
+
+
+LIST = BeforeValidator(_as_tuple)
 Texts = Annotated[tuple[str, ...], LIST]
 Windows = Annotated[tuple[int, ...] | None, LIST]
 
 
 class Section(BaseModel):
-    """A part of a recipe: unknown keys and wrong types are errors, and values cannot be changed. The string below a
-    field describes it.
+    """A part of a recipe: unknown keys and wrong values are errors, and values cannot be changed. The string below a
+    field describes it. Recipes are read strictly, options of a command from text.
     """
 
-    model_config = ConfigDict(
-        extra="forbid", frozen=True, strict=True, allow_inf_nan=False, use_attribute_docstrings=True
-    )
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True)
 
     def changed(self, **values: Any) -> Self:
-        """Return the section with other values, which are checked."""
-        return type(self).model_validate({**self.model_dump(), **values})
+        """Return the section with other values; raise RecipeError for the first that is wrong."""
+        try:
+            return type(self).model_validate({**self.model_dump(), **values})
+        except ValidationError as error:
+            raise RecipeError([first_problem(error)]) from None
 
 
 def sections_in(annotation: Any) -> Iterator[type[Section]]:

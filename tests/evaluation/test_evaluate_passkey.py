@@ -246,7 +246,7 @@ def test_the_command_measures_several_lengths(pi_lora: Run, tmp_path: Path) -> N
     assert (tmp_path / "map.png").is_file()
     for wrong, line in (
         ("--target 300", "--targets: measures every depth"),
-        ("--targets no", "--targets: no: not lengths"),
+        ("--targets no", "--targets: input should be a valid integer"),
     ):
         status, _, errors = pi_lora(*words, *wrong.split())
         assert (status, errors.count("\n")) == (2, 1)

@@ -22,6 +22,7 @@ from test_cli import run
 from test_report import printed
 from tokenizers import normalizers
 
+from pi_lora.cli.app import out as terminal
 from pi_lora.data.sources import PINNED, Choice
 from pi_lora.errors import DataError, Interrupted, ModelError
 from pi_lora.evaluation.journal import Session
@@ -352,7 +353,7 @@ def test_several_models_stand_side_by_side(
     monkeypatch.chdir(folder)
     options = ["--data", ".", "--truncate", "150", "--stride", "32", "--json", "both.json", "--plot", "curve.png"]
     models = [str(small_model), str(lora_run)]
-    monkeypatch.setattr("pi_lora.cli.measuring.out.width", 300)
+    monkeypatch.setattr(terminal, "width", 300)
     status, out, err = run(capsys, monkeypatch, "eval", "perplexity", *models, *options)
     assert status == 0
     both = json.loads(Path("both.json").read_text())

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import typer
 import yaml
 from conftest import train
 
@@ -159,15 +158,16 @@ def test_without_a_terminal_it_says_which_option_is_missing(command: Command, tm
 def test_on_a_terminal_it_asks(command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 
-    def prompt(text: str, default: Any, err: bool) -> Any:
-        asked.append((text, default))
-        return 4096 if isinstance(default, int) else "notes.txt"
+    def answer(text: str, console: Any, default: int = 0) -> Any:
+        asked.append(default)
+        return 4096 if default else "notes.txt"
 
     (tmp_path / "notes.txt").write_text("Long documents serve best. " * 200_000)
     monkeypatch.setattr(recipes, "asks", lambda: True)
-    monkeypatch.setattr(typer, "prompt", prompt)
+    monkeypatch.setattr(recipes.IntPrompt, "ask", answer)
+    monkeypatch.setattr(recipes.Prompt, "ask", answer)
     assert command(LLAMA, "--gpu", "H100")[0] == 0
-    assert [default for _, default in asked] == [8192, ""]
+    assert asked == [8192, 0]
     recipe = load_recipe(tmp_path / "llama-7b_4k.yaml").recipe
     assert (recipe.context.target, recipe.data.source[0].name) == (4096, "notes.txt")
     assert not err.is_terminal

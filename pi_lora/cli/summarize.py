@@ -1,0 +1,33 @@
+"""`pi-lora summarize`."""
+
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from pi_lora.cli.app import LIBRARIES, app, say, working
+from pi_lora.cli.options import GROUP, Loading, ModelName
+from pi_lora.recipe.evaluation import Sampling, SummarizationOptions
+
+
+@app.command
+def summarize(
+    model: ModelName,
+    file: Annotated[
+        str,
+        Parameter(name="FILE", help="A .txt, .md or .pdf file, or - for standard input.", allow_leading_hyphen=True),
+    ],
+    /,
+    *,
+    sampling: Annotated[Sampling, GROUP] = Sampling(),
+    how: Annotated[Loading, GROUP] = Loading(),
+) -> None:
+    """Write a summary of FILE, as it comes."""
+    with working(LIBRARIES):
+        from pi_lora.data.documents import read_document
+        from pi_lora.evaluation.summarization.summarize import summarize
+
+        text = read_document(file)
+        [found] = how.find(model)
+    with working(f"loading {model}"):
+        loaded = found.load(how.dtype)
+    summarize(loaded, file, text, SummarizationOptions(**sampling.model_dump()), say)
