@@ -123,37 +123,6 @@ def merge(result: Result) -> Lines:
     yield from table(("", "seconds", "of a processor", "peak memory"), rows)
 
 
-def loading(result: Result) -> Lines:
-    """A model a row: seconds to load a run of it with its checks and without."""
-    rows = [
-        (name, clock, row[clock]["checked"], row[clock]["unchecked"], f"{row[clock]['ratio']:.3f}")
-        for name, row in result["models"].items()
-        for clock in ("clock", "processor")
-    ]
-    yield from table(("model", "seconds of", "checked", "unchecked", "ratio"), rows)
-    yield f"\nThe least of {result['rounds']} rounds, on {result['threads']} thread(s)."
-
-
-def length_groups(result: Result) -> Lines:
-    """A distribution of lengths a row: tokens a second of each way, and how much faster grouping is than shuffling."""
-    yield f"{result['at_once']} examples a batch; in brackets the share of what is computed that is no padding.\n"
-    rows = []
-    for name, row in result["lengths"].items():
-        speed, share = row["tokens_per_second"], row["no_padding"]
-        speeds = [f"{speed[way]:,.0f} ({share[way]:.0%})" for way in ("shuffled", "grouped")]
-        spread = f"{row['shortest']:,} / {row['mean']:,} / {row['longest']:,}"
-        rows.append((name, row["examples"], spread, *speeds, f"{speed['grouped'] / speed['shuffled']:.2f} x"))
-    head = (
-        "lengths",
-        "examples",
-        "shortest / mean / longest",
-        "shuffled, tokens/s",
-        "grouped",
-        "grouped over shuffled",
-    )
-    yield from table(head, rows)
-
-
 def plan_memory(result: Result) -> Lines:
     """A setting a row: what the plan says, the peak that was measured, and how far the plan is from it."""
     yield from machines_of(result["rows"])
@@ -245,9 +214,7 @@ def elsewhere(page: str, heading: str) -> Callable[[Result], Lines]:
 TABLES: dict[str, Callable[[Result], Lines]] = {
     "engines": elsewhere("engines.md", "measured"),
     "gpu": elsewhere("performance.md", "measured"),
-    "length_groups": length_groups,
     "lm_eval_command": lm_eval_command,
-    "loading": loading,
     "merge": merge,
     "passkey": passkey,
     "perplexity": perplexity,
