@@ -108,7 +108,7 @@ def show(models: dict[str, list[Measured]]) -> None:
     (DEMO / "table.md").write_text(markdown_table(head, rows), encoding="utf-8")
     perplexities = {name: runs[0][0] for name, runs in models.items()}
     passkeys = {name: runs[0][1] for name, runs in models.items()}
-    comparison_picture(perplexities, passkeys, ORIGINAL, DEMO / "demo.png")
+    comparison_picture([perplexities, passkeys], ORIGINAL, DEMO / "demo.png")
 
 
 def into_readme(seconds: float) -> None:

@@ -3,15 +3,23 @@ Both models read the same documents, prompts and examples: where both results ho
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
 
 from pydantic import BaseModel
 from rich.table import Table
 
+from pi_lora.distributed import is_leader
 from pi_lora.evaluation.measurement import Scores
 from pi_lora.evaluation.metrics import Interval, Metric, Value
-from pi_lora.evaluation.registry import metrics_of
+from pi_lora.evaluation.registry import MEASUREMENTS, metrics_of
+from pi_lora.evaluation.suite import SILENT, Asked, Display, asked_for, evaluation_of, measure_into, prepared
+from pi_lora.models.model import Model
 from pi_lora.report.intervals import Pairs, of_means, of_successes, of_two
+from pi_lora.report.run import MeasuredRun
+from pi_lora.run import BASE
+from pi_lora.writing import check_can_write, write_json
 
 
 class Row(BaseModel):
@@ -29,13 +37,64 @@ class Row(BaseModel):
     verdict: str
 
 
+class Comparison(BaseModel):
+    """The rows of a base and its run; `original` is the original window (L, tokens) if it is known."""
+
+    base: str
+    run: str
+    original: int | None
+    rows: list[Row]
+
+
+def compare_run(
+    base: str,
+    run: Path,
+    find: Callable[..., list[Model]],
+    asked: Asked = MappingProxyType({}),
+    *,
+    again: bool = False,
+    dtype: str | None = None,
+    json: Path | None = None,
+    display: Display = SILENT,
+) -> Comparison:
+    """Compare a run with its base in what was measured of it, what its recipe names, and what is `asked` besides. What
+    is missing, or all `again`, is measured and kept in the run's scores: the base with the options of the run's scores.
+    `find` returns the models of some names. Raise PiLoraError as a measurement does.
+    """
+    folder = MeasuredRun(run)
+    asked = {**asked_for(evaluation_of(run)[0]), **asked}
+    own = {} if again else {name: scores for name, scores in folder.own_scores.items() if name in MEASUREMENTS}
+    missing = {name: options for name, options in asked.items() if name not in own}
+    files = {name: folder.scores_file(name) for name in missing}
+    check_can_write(json, *files.values())
+    kept = {} if again else _alike(folder.base_scores, base, own)
+    models = find(*[str(run)] if missing else [], *[base] if missing or len(kept) < len(own) else [])
+    if missing:
+        own |= measure_into(models[0], prepared(missing, models), files, dtype=dtype, display=display)
+        kept = {} if again else _alike(folder.base_scores, base, own)
+    files = {name: folder.scores_file(name, BASE) for name in own if name not in kept}
+    free = {name: file for name, file in files.items() if again or not file.exists()}
+    for name in files.keys() - free.keys():
+        display.say(f"{files[name]}: is of another model or other options; {base} is measured, and not kept")
+    if files:
+        options = {name: own[name].options for name in files}
+        kept |= measure_into(models[-1], options, free, dtype=dtype, display=display)
+    names = [name for name in MEASUREMENTS if name in own]
+    rows = [row for name in names for row in compare(kept[name], own[name], folder.original)]
+    comparison = Comparison(base=base, run=str(run), original=folder.original, rows=rows)
+    if json and is_leader():
+        write_json(json, comparison.model_dump())
+    return comparison
+
+
 def compare(base: Scores, run: Scores, original: int | None = None) -> Iterator[Row]:
     """Yield rows of the metrics that two results share; `original` (L, tokens) tells the old window from what is
     beyond it.
     """
-    before = {(metric.heading, metric.dataset): metric for metric in metrics_of(base) if not metric.is_detail}
-    for metric in metrics_of(run):
-        if (metric.heading, metric.dataset) in before:
+    relate = MEASUREMENTS[base.measurement].relate
+    before = {(metric.heading, metric.dataset): metric for metric in metrics_of(relate(base, base))}
+    for metric in metrics_of(relate(base, run)):
+        if not metric.is_detail and (metric.heading, metric.dataset) in before:
             yield _row(before[metric.heading, metric.dataset], metric, original)
 
 
@@ -56,13 +115,13 @@ def verdict(change: float, interval: Interval | None, unit: str, higher_is_bette
     return f"{amount} {word}" + (", no interval" if interval is None else "")
 
 
-def verdict_table(base: str, run: str, rows: Sequence[Row]) -> Table:
+def comparison_table(comparison: Comparison) -> Table:
     """Return the rows as a table."""
-    table = Table("", title=f"{base} beside {run}")
+    table = Table("", title=f"{comparison.base} beside {comparison.run}")
     for heading in ("base", "run", "change", "95 % interval"):
         table.add_column(heading, justify="right")
     table.add_column("verdict")
-    for row in rows:
+    for row in comparison.rows:
         digits = {"tokens": 0, "points": 1}.get(row.unit, 3)
         change_digits = {"tokens": 0, "": 3}.get(row.unit, 1)
         low_high = "" if row.interval is None else " to ".join(f"{end:+,.{change_digits}f}" for end in row.interval)
@@ -72,6 +131,15 @@ def verdict_table(base: str, run: str, rows: Sequence[Row]) -> Table:
         )
     table.caption = "intervals of differences paired by document, trial or example, or else of two single intervals"
     return table
+
+
+def _alike(scores: Mapping[str, Scores], model: str, own: Mapping[str, Scores]) -> dict[str, Scores]:
+    """Those of `scores` that are of `model` and were measured with the options of the `own` scores."""
+    return {
+        name: each
+        for name, each in scores.items()
+        if each.model == model and name in own and each.options == own[name].options
+    }
 
 
 def _row(base: Metric, run: Metric, original: int | None) -> Row:

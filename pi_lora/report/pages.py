@@ -5,13 +5,13 @@ import re
 from collections.abc import Sequence
 from html import escape
 from pathlib import Path
+from typing import Any
 
 from jinja2 import Environment, FileSystemLoader
 from markdown_it import MarkdownIt
 from markdown_it.token import Token
 
 from pi_lora.errors import DataError, ModelError
-from pi_lora.evaluation.registry import MEASUREMENTS
 from pi_lora.report.card import CARD, SCORES_BEGIN, refresh_scores, write_card
 from pi_lora.report.pictures import PICTURES, draw_runs, picture_lines
 from pi_lora.report.run import MeasuredRun, columns_of
@@ -56,13 +56,16 @@ def write_report(runs: Sequence[MeasuredRun], output: Path | None = None, html: 
 def comparison_page(runs: Sequence[MeasuredRun], folder: Path) -> str:
     """Return the comparison in Markdown, with the metrics of all runs in one table and the pictures in `folder`."""
     columns = columns_of(runs)
-    options = {name: [scores[name].options for scores in columns.values() if name in scores] for name in MEASUREMENTS}
+    options: dict[str, list[Any]] = {}
+    for results in columns.values():
+        for name, scores in results.items():
+            options.setdefault(name, []).append(scores.options)
     return TEMPLATES.get_template("comparison.md").render(
         runs=runs,
         public_name=public_name,
         table=metrics_table(columns),
         pictures=list(picture_lines(folder)),
-        unlike=[name for name, each in options.items() if any(other != each[0] for other in each[1:])],
+        unlike=[name for name, each in options.items() if any(other != each[0] for other in each)],
     )
 
 

@@ -2,7 +2,7 @@
 
 import math
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -79,14 +79,10 @@ class MeasuredRun(Run):
         """The scores of the finished run by measurement."""
         return {name: stages[TUNED] for name, stages in self.scores.items() if TUNED in stages}
 
-    def base_scores(self, base: str, own: Mapping[str, Scores]) -> dict[str, Scores]:
-        """Return the scores of the model `base`, as far as they were measured with the options of `own`."""
-        kept = {name: stages[BASE] for name, stages in self.scores.items() if BASE in stages and name in own}
-        return {
-            name: scores
-            for name, scores in kept.items()
-            if scores.model == base and scores.options == own[name].options
-        }
+    @property
+    def base_scores(self) -> dict[str, Scores]:
+        """The scores of the base by measurement."""
+        return {name: stages[BASE] for name, stages in self.scores.items() if BASE in stages}
 
 
 def columns_of(runs: Sequence[MeasuredRun]) -> dict[str, dict[str, Scores]]:
@@ -111,29 +107,6 @@ def measured_run(path: Path) -> MeasuredRun:
     if not run.last_scores:
         raise ModelError(f"{path}: was not measured yet; measure it with: pi-lora eval all {shlex.quote(str(path))}")
     return run
-
-
-def missing_baselines(run: MeasuredRun) -> Iterator[str]:
-    """Yield the commands that measure the base and step 0, as far as they are missing, like the run itself."""
-    for name, scores in run.last_scores.items():
-        for stage in (BASE, *([STEP_0] if run.recipe.scaling != "direct" else [])):
-            if name in ("perplexity", "passkey", "ruler") and stage not in run.scores[name]:
-                yield _command(run, name, stage, scores)
-
-
-def _command(run: MeasuredRun, name: str, stage: str, like: Scores) -> str:
-    """The command that measures the base of a run, or the base extended without tuning, as `like` was measured."""
-    options = like.options.model_dump(exclude_defaults=True)
-    if stage == STEP_0:
-        target = {} if "targets" in options else {"target": options.get("target", run.recipe.context.target)}
-        options |= {"original": run.original, **target, "scaling": run.recipe.scaling}
-    words = ["pi-lora", "eval", like.measurement, run.recipe.model.name]
-    for key, value in {**options, "json": run.scores_file(name, stage)}.items():
-        for each in value if isinstance(value, list) else [value]:
-            if each is not None and each is not False:
-                text = ",".join(map(str, each)) if isinstance(each, tuple) else str(each)
-                words += [f"--{key.replace('_', '-')}", *([] if each is True else [text])]
-    return shlex.join(words)
 
 
 def _stage_order(stage: str) -> float:

@@ -10,18 +10,18 @@ from typing import Any
 
 import pytest
 import yaml
-from reported import benchmarks, make_run, passkey_map
+from reported import make_run, passkey, passkey_map, perplexity
 from test_cli import run as command
 
-from pi_lora.evaluation.benchmarks.scores import BenchmarkScores
+from pi_lora.errors import ModelError
+from pi_lora.evaluation.benchmarks.measurement import BenchmarkScores
 from pi_lora.evaluation.measurement import Scores
-from pi_lora.evaluation.passkey.scores import PasskeyScores
-from pi_lora.evaluation.perplexity.scores import PerplexityScores
-from pi_lora.evaluation.ruler.effective import effective_length, mean_of, relative_to, standard_error
-from pi_lora.evaluation.ruler.scores import RulerScores, RulerTask
-from pi_lora.report.comparison import compare, verdict
+from pi_lora.evaluation.passkey.measurement import PasskeyScores
+from pi_lora.evaluation.perplexity.measurement import PerplexityScores
+from pi_lora.evaluation.ruler.effective import effective_length, mean_of, standard_error
+from pi_lora.evaluation.ruler.measurement import RulerScores, RulerTask
+from pi_lora.report.comparison import compare, compare_run, verdict
 from pi_lora.report.intervals import of_means, of_successes, quantile
-from pi_lora.report.run import MeasuredRun
 
 
 def read(windows: dict[int, list[float]], tokens: int = 1000) -> PerplexityScores:
@@ -178,9 +178,6 @@ def test_ruler_is_paired_by_prompt() -> None:
     assert beyond.verdict == "75.0 points better"
     assert beyond.interval is not None
     assert beyond.interval[0] < 75 < beyond.interval[1], "all differ alike, which is no certainty"
-    assert rows["effective length (85.6%, 2 of 13 tasks)"].verdict == "the same"
-    related = one(relative_to(base, base), relative_to(base, run), 64)
-    assert related["effective length (95% of the base, 2 of 13 tasks)"].base == 64
     other = ruler({64: {"a": [1.0, 0.9, 0.5, 1.0], "b": [1.0, 0.75, 1.0, 0.75]}}, length=60)
     row = one(base, other, 64)["mean at 64 (old window), %"]
     assert (row.pairs, row.verdict) == (None, "within noise")
@@ -193,14 +190,26 @@ def test_what_is_known_without_an_interval_says_so() -> None:
     assert verdict(-512, None, "tokens") == "512 tokens shorter"
 
 
-@pytest.mark.parametrize("limit", [None, 5])
-def test_kept_benchmarks_count_where_they_were_measured_alike(
-    limit: int | None, small_model: Path, tmp_path: Path
-) -> None:
-    base = {**benchmarks(0.52, 0.02), "model": str(small_model), "limit": limit}
-    folder = make_run(small_model, tmp_path / "mine", {"benchmarks": benchmarks(0.5, 0.02), "benchmarks-base": base})
-    run = MeasuredRun(folder)
-    assert list(run.base_scores(str(small_model), run.own_scores)) == ([] if limit else ["benchmarks"])
+@pytest.mark.parametrize("documents", [3, 5])
+def test_a_base_with_other_options_is_measured_anew(documents: int, small_model: Path, tmp_path: Path) -> None:
+    base = str(small_model)
+    scores = {
+        **{name: perplexity(8.5, 60.25) for name in ("perplexity", "perplexity-base")},
+        **{name: passkey(128) for name in ("passkey", "passkey-base")},
+    }
+    for name in ("perplexity-base", "passkey-base"):
+        scores[name] |= {"model": base}
+    scores["perplexity-base"]["documents"] = documents
+    run = make_run(small_model, tmp_path / "mine", scores)
+    asked: list[str] = []
+
+    def find(*names: str) -> list[Any]:
+        asked.extend(names)
+        raise ModelError("not here")
+
+    with pytest.raises(ModelError):
+        compare_run(base, run, find)
+    assert asked == ([] if documents == 3 else [base])
 
 
 def test_the_command_measures_what_is_missing(
@@ -235,5 +244,5 @@ def test_the_command_measures_what_is_missing(
     other.symlink_to(small_model)
     status, _, err = command(capsys, monkeypatch, "compare", "other", "run")
     assert status == 0
-    assert "perplexity-base.json: is of another model, or measured otherwise; other is measured, and not kept" in err
+    assert "perplexity-base.json: is of another model or other options; other is measured, and not kept" in err
     assert json.loads((tmp_path / "run" / "scores" / "perplexity-base.json").read_text()) == kept["perplexity-base"]
