@@ -89,13 +89,14 @@ def prepare(folder: Path, options: argparse.Namespace) -> dict[str, Path]:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     import pi_lora
-    from pi_lora.data.sources import Choice
     from pi_lora.evaluation.perplexity.documents import choose_documents
     from pi_lora.models.location import BUILTIN_FOLDER
+    from pi_lora.recipe.evaluation import PerplexityOptions
 
     loaded = pi_lora.load("builtin:tiny", pi_lora.Extension(target=WINDOWS[-1]))
-    choice = Choice(documents=options.documents, min_tokens=options.tokens, truncate=options.tokens)
-    chosen = choose_documents(loaded, options.data, choice, WINDOWS[-1])
+    lengths = {"min_tokens": options.tokens, "truncate": options.tokens}
+    asked = PerplexityOptions(data=options.data, documents=options.documents, **lengths)
+    chosen = choose_documents(loaded, asked, WINDOWS[-1])
     (folder / "documents.json").write_text(json.dumps([list(each.ids) for each in chosen.documents]))
     loaded.model.save_pretrained(folder / "tiny")
     config = AutoConfig.from_pretrained(BUILTIN_FOLDER / "tiny", vocab_size=LARGE_VOCABULARY)

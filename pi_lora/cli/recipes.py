@@ -51,7 +51,7 @@ def new(
         given = Prompt.ask("Text to tune on (file, folder, glob or hub id; empty: a public corpus)", console=err)
         data = [given] if given else None
     request = RecipeRequest(model, target, device, tuple({"name": name} for name in data or ()))
-    plan = choose(request, lambda source: find_corpus(source).size(), permissions)
+    plan = choose(request, lambda source: find_corpus(source).size, permissions)
     with file.open("x", encoding="utf-8") as recipe:
         recipe.write(recipe_text(plan, file))
     out.lines(*plan_lines(plan))

@@ -21,7 +21,7 @@ from pi_lora.types import Json
 TEXT_SUFFIXES = (".txt", ".md", ".tex", ".py", ".rst")
 JSON_LINES = (".jsonl", ".jsonl.gz")
 PARQUET, CSV, PDF = ".parquet", ".csv", ".pdf"
-# Documents come from text files and from rows; a CSV file is a table only, and as a document it is its plain text.
+# Of a folder; beside texts, a CSV file is often a list of them, and is read only if it is named.
 DOCUMENT_SUFFIXES = (*TEXT_SUFFIXES, *JSON_LINES, PARQUET)
 TABLE_SUFFIXES = (*JSON_LINES, PARQUET, CSV)
 
@@ -70,11 +70,11 @@ def fingerprint(files: Iterable[Path]) -> str:
     return digest.hexdigest()
 
 
-def rows_in(file: File, name: str, columns: Sequence[str], suffixes: tuple[str, ...] = ()) -> Iterator[NamedJson]:
+def rows_in(file: File, name: str, columns: Sequence[str]) -> Iterator[NamedJson]:
     """Yield `(name:row, row)` for every row of a file; raise DataError that names the row if one cannot be read. A file
-    of text, or whose own name ends in none of `suffixes`, is one row with its text under every column.
+    of text is one row with its text under every column.
     """
-    reader = next((READERS.get(suffix) for suffix in suffixes if file.name.lower().endswith(suffix)), None)
+    reader = next((READERS[suffix] for suffix in TABLE_SUFFIXES if file.name.lower().endswith(suffix)), None)
     number = 0
     try:
         if reader is None:

@@ -10,7 +10,6 @@ from typing import Any
 from datasets import Dataset
 
 from pi_lora.data.cache import Row, cached, columns_of
-from pi_lora.data.documents import looks_local
 from pi_lora.data.sources import NamedRow, characters, find_corpus, find_table
 from pi_lora.data.tokens import in_batches, token_type, tokenizer_identity
 from pi_lora.errors import DataError
@@ -27,6 +26,7 @@ Summary:"""
 # Raise it with every change to how examples are made.
 FORMAT = 4
 SHOWN = 5
+HUB_KEYS = {"subset", "split", "revision", "streaming"}
 
 Texts = Mapping[str, str]
 
@@ -271,14 +271,13 @@ def data_problems(data: Data) -> list[str]:
         return [str(problem)]
     problems = []
     for source in data.source:
-        local = source.name.startswith("builtin:") or looks_local(source.name)
-        fields = source.model_dump(exclude_defaults=True).keys() if local else set()
-        for key in sorted(fields & {"subset", "split", "revision", "streaming"}):
-            problems.append(f"{source.name}: {key} is for data sets of the hub, and this is not one; remove it")
         try:
             table = find_table(source) if columns else find_corpus(source)
-            if local:
-                next(table.read(columns, None) if columns else table.documents(), None)
+            if table.size is None:  # on the hub
+                continue
+            for key in sorted(HUB_KEYS & source.model_dump(exclude_defaults=True).keys()):
+                problems.append(f"{source.name}: {key} is for data sets of the hub, and this is not one; remove it")
+            next(table.read(columns, None) if columns else table.documents(), None)
         except DataError as problem:
             problems.append(str(problem))
     return [f"data.source: {problem}" for problem in problems]

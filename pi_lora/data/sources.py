@@ -9,7 +9,7 @@ import sysconfig
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -51,16 +51,17 @@ class Table:
     column: str
     read: Callable[[Sequence[str], int | None], Iterator[NamedRow]]
     identity: Callable[[], Json]
-    size: Callable[[], int | None] = lambda: None
+    size: int | None = None
 
     def documents(self, seed: int | None = None) -> Iterator[Document]:
         """Yield the texts of `column` that are not blank, ordered as `read`; raise DataError if there is none."""
-        rows = self.read([self.column], seed)
-        documents = (Document(where, row[self.column]) for where, row in rows if row[self.column].strip())
-        if (first := next(documents, None)) is None:
+        empty = True
+        for where, row in self.read([self.column], seed):
+            if row[self.column].strip():
+                empty = False
+                yield Document(where, row[self.column])
+        if empty:
             raise DataError(f"{self.name}: holds no text, it is empty; name a source with text")
-        yield first
-        yield from documents
 
 
 def texts(rows: Iterable[NamedJson], columns: Sequence[str]) -> Iterator[NamedRow]:
@@ -102,25 +103,23 @@ def shuffled(rows: Iterable[NamedRow], seed: int | None, room: int = SHUFFLE_CHA
     yield from held
 
 
-def read_files(
-    files: Mapping[str, File], suffixes: tuple[str, ...], columns: Sequence[str], seed: int | None
-) -> Iterator[NamedRow]:
+def read_files(files: Mapping[str, File], columns: Sequence[str], seed: int | None) -> Iterator[NamedRow]:
     """Yield the rows of named files, one file at a time; a seed shuffles the files, and the rows of each."""
     order = list(files.items())
     if seed is not None:
         random.Random(seed).shuffle(order)
     for name, file in order:
-        yield from shuffled(texts(documents.rows_in(file, name, columns, suffixes), columns), seed)
+        yield from shuffled(texts(documents.rows_in(file, name, columns), columns), seed)
 
 
-def local_files(name: str, files: Mapping[str, Path], column: str = "text", suffixes: tuple[str, ...] = ()) -> Table:
-    """Return named files as a table; those whose names end in none of `suffixes` are a row each."""
+def local_files(name: str, files: Mapping[str, Path], column: str = "text") -> Table:
+    """Return named files as a table."""
 
     def identity() -> Json:
         return {"files": len(files), "sha256": documents.fingerprint(files.values())}
 
-    read = functools.partial(read_files, files, suffixes)
-    return Table(name, column, read, identity, lambda: sum(file.stat().st_size for file in files.values()))
+    size = sum(file.stat().st_size for file in files.values())
+    return Table(name, column, functools.partial(read_files, files), identity, size)
 
 
 def split_of(relative_path: str) -> str:
@@ -139,10 +138,10 @@ def standard_library(split: str = "train") -> Table:
     paths: list[Path] = []
     for folder, folders, names in os.walk(root):
         # Not entered at all: what is installed beside the library is often a hundred times as much.
-        folders[:] = (name for name in folders if name not in SKIPPED_FOLDERS)
+        folders[:] = set(folders) - SKIPPED_FOLDERS
         paths += (Path(folder, name) for name in names if name.endswith(".py"))
-    named = {path.relative_to(root).as_posix(): path for path in sorted(paths) if path.stat().st_size}
-    return local_files(STDLIB, {name: path for name, path in named.items() if split_of(name) == split})
+    named = ((path.relative_to(root).as_posix(), path) for path in sorted(paths) if path.stat().st_size)
+    return local_files(STDLIB, {name: path for name, path in named if split_of(name) == split})
 
 
 def hub_dataset(source: Source) -> Table:
@@ -199,7 +198,7 @@ def hub_file(name: str, file: str, revision: str, column: str = "text", member: 
         opened = zipfile.Path(downloaded(), member) if member else downloaded()
         if not opened.is_file():
             raise DataError(f"{name}: has no split {member}; there are train, validation and test")
-        return read_files({f"{name}/{member.removesuffix('.jsonl') or file}": opened}, DOCUMENT_SUFFIXES, columns, seed)
+        return read_files({f"{name}/{member.removesuffix('.jsonl') or file}": opened}, columns, seed)
 
     # In the hub's cache a file is in a folder with the name of its commit.
     return Table(name, column, read, lambda: {"commit": downloaded().parents[file.count("/")].name})
@@ -231,7 +230,7 @@ def find_table(source: Source, suffixes: tuple[str, ...] = TABLE_SUFFIXES) -> Ta
     files = documents.files_named(name, suffixes)
     if suffixes == TABLE_SUFFIXES and not files[0].name.lower().endswith(suffixes):
         raise DataError(f"{name}: holds no rows with columns; name {', '.join(suffixes)} files")
-    return local_files(name, {str(file): file for file in files}, source.column, suffixes)
+    return local_files(name, {str(file): file for file in files}, source.column)
 
 
 def find_corpus(source: Source) -> Table:
@@ -239,24 +238,6 @@ def find_corpus(source: Source) -> Table:
     if source.name in (STDLIB, RECALL):
         return standard_library(source.split)
     return find_table(source, DOCUMENT_SUFFIXES)
-
-
-@dataclass(frozen=True)
-class Choice:
-    """The first `documents` of at least `min_tokens`, or with a `seed` as many at random, `truncate`d to that length.
-    `split` is of hub data sets and `builtin:stdlib`, `column` of hub data sets and of rows in local files.
-    """
-
-    documents: int | None = None
-    min_tokens: int | None = None
-    truncate: int | None = None
-    seed: int | None = None
-    split: str = "test"
-    column: str = "text"
-
-    def of(self, source: str) -> "Choice":
-        """Return this choice, with the default among the documents of `source` where it leaves something open."""
-        return replace(CHOICES.get(source, self), **{key: x for key, x in asdict(self).items() if x is not None})
 
 
 # Repository, file and commit. Of PG-19 all 100 books of the test split; `deepmind/pg19` itself needs a script.
@@ -269,12 +250,6 @@ PINNED = {
 }
 # fmt: on
 PRESETS = {name: hub_file(*file) for name, file in PINNED.items()}
-# The paper's choice of documents: 128 of 32768 tokens and more; which the paper drew is not known. Of the standard
-# library what the built-in model reads in a minute or two on two cores.
-CHOICES = {
-    "proof-pile": Choice(documents=128, min_tokens=32768, truncate=32768, seed=0),
-    STDLIB: Choice(documents=12),
-}
 
 
 def evaluation_documents(source: str, split: str = "test", column: str = "text") -> Iterator[Document]:

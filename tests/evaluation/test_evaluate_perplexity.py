@@ -23,12 +23,12 @@ from test_report import printed
 from tokenizers import normalizers
 
 from pi_lora.cli.app import out as terminal
-from pi_lora.data.sources import PINNED, Choice
+from pi_lora.data.sources import PINNED
 from pi_lora.errors import DataError, Interrupted, ModelError
 from pi_lora.evaluation.journal import Session
 from pi_lora.evaluation.measurement import as_json
 from pi_lora.evaluation.perplexity import losses as sweep
-from pi_lora.evaluation.perplexity.documents import choose_documents
+from pi_lora.evaluation.perplexity.documents import choose_documents, with_defaults
 from pi_lora.evaluation.perplexity.measure import evaluate_perplexity
 from pi_lora.evaluation.perplexity.scores import PerplexityScores
 from pi_lora.evaluation.table import scores_table
@@ -61,7 +61,7 @@ def options(source: Path, *windows: int, **others: Any) -> PerplexityOptions:
 
 
 def names(loaded: Model, source: Path, longest: int = 64, **choice: Any) -> list[str]:
-    chosen = choose_documents(loaded, str(source), Choice(**choice), longest)
+    chosen = choose_documents(loaded, PerplexityOptions(data=str(source), **choice), longest)
     return [Path(document.name).stem for document in chosen.documents]
 
 
@@ -153,9 +153,8 @@ def test_bits_per_byte_stand_beside_perplexities_that_do_not_compare(loaded: Mod
 def test_documents_are_chosen_by_length_and_number(loaded: Model, folder: Path) -> None:
     assert names(loaded, folder) == ["0", "2", "3", "5", "6"]
     assert names(loaded, folder, documents=2) == ["0", "2"]
-    lengths = {
-        Path(each.name).stem: len(each.ids) for each in choose_documents(loaded, str(folder), Choice(), 64).documents
-    }
+    all_of_them = choose_documents(loaded, PerplexityOptions(data=str(folder)), 64).documents
+    lengths = {Path(each.name).stem: len(each.ids) for each in all_of_them}
     assert names(loaded, folder, min_tokens=lengths["3"]) == ["2", "3", "5"]
 
 
@@ -164,7 +163,7 @@ def test_a_seed_draws_documents_at_random(loaded: Model, folder: Path) -> None:
     assert len(drawn) > 3
     assert names(loaded, folder, documents=2, seed=5) == names(loaded, folder, documents=2, seed=5)
     assert sorted(names(loaded, folder, seed=1)) == ["0", "2", "3", "5", "6"]
-    long_ones = choose_documents(loaded, str(folder), Choice(seed=1), 300)
+    long_ones = choose_documents(loaded, PerplexityOptions(data=str(folder), seed=1), 300)
     assert (len(long_ones.documents), long_ones.too_short) == (2, 5)
 
 
@@ -216,11 +215,10 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Path
 def test_pg19_is_every_book_of_the_test_split(loaded: Model, hub: Callable[[str], Path]) -> None:
     books = [text(100 + index, index) for index in range(4)]
     pq.write_table(pa.table({"short_book_title": list("abcd"), "text": books}), hub("pg19"))
-    chosen = choose_documents(loaded, "pg19", Choice(), 64)
+    chosen = choose_documents(loaded, PerplexityOptions(data="pg19"), 64)
     assert [each.name for each in chosen.documents][::3] == [
         f"emozilla/pg19-test/data/test-00000-of-00001-29a571947c0b5ccc.parquet:{row}" for row in (1, 4)
     ]
-    assert chosen.choice == Choice()
 
 
 def test_proof_pile_is_subsampled_as_in_the_paper(loaded: Model, hub: Callable[[str], Path]) -> None:
@@ -229,10 +227,11 @@ def test_proof_pile_is_subsampled_as_in_the_paper(loaded: Model, hub: Callable[[
     rows = [{"text": text(40_000, index) if index % 2 else text(50, index), "meta": {}} for index in range(6)]
     with gzip.open(hub("proof-pile"), "wt") as file:
         file.writelines(json.dumps(row) + "\n" for row in rows)
-    chosen = choose_documents(loaded, "proof-pile", Choice(documents=2), 64)
+    asked = with_defaults(PerplexityOptions(data="proof-pile", documents=2))
+    chosen = choose_documents(loaded, asked, 64)
     assert [len(each.ids) for each in chosen.documents] == [32768, 32768]
-    assert chosen.choice == Choice(documents=2, min_tokens=32768, truncate=32768, seed=0)
-    assert Choice().of("proof-pile").documents == 128
+    assert (asked.documents, asked.min_tokens, asked.truncate, asked.seed) == (2, 32768, 32768, 0)
+    assert with_defaults(PerplexityOptions(data="proof-pile")).documents == 128
     lines = {int(each.name.rpartition(":")[2]) for each in chosen.documents}
     assert lines < {2, 4, 6}
 
@@ -241,7 +240,7 @@ def test_a_preset_that_cannot_be_fetched_is_one_line(loaded: Model, hub: Callabl
     with pytest.raises(
         DataError, match=r"^emozilla/pg19-test/data/test.*: is neither a file .* nor a hub data set that can be read"
     ) as refusal:
-        choose_documents(loaded, "pg19", Choice(), 64)
+        choose_documents(loaded, PerplexityOptions(data="pg19"), 64)
     assert "\n" not in str(refusal.value)
 
 
@@ -250,8 +249,8 @@ def test_of_the_standard_library_a_few_documents_are_enough(
 ) -> None:
     """All take the built-in model over ten minutes; more are measured when asked for."""
     said = "builtin:stdlib: 12 documents, unless --documents says otherwise"
-    assert len(choose_documents(loaded, "builtin:stdlib", Choice(), 64).documents) == 12
-    assert len(choose_documents(loaded, "builtin:stdlib", Choice(20), 64).documents) == 20
+    for asked, number in ((PerplexityOptions(), 12), (PerplexityOptions(documents=20), 20)):
+        assert len(choose_documents(loaded, with_defaults(asked), 64).documents) == number
     words = ["eval", "perplexity", loaded.name, "--windows", "64", "--stride", "64", "--truncate", "65"]
     assert said in run(capsys, monkeypatch, *words)[2].splitlines()
     assert said not in run(capsys, monkeypatch, *words, "--documents", "12")[2]

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from oracle_perplexity import losses_by_token, perplexity
 from torch.nn.functional import cross_entropy
 
-from pi_lora.data.sources import Choice
 from pi_lora.errors import DataError
+from pi_lora.evaluation.perplexity.documents import choose_documents
 from pi_lora.evaluation.perplexity.losses import (
     Sweep,
     batches,
@@ -23,8 +23,8 @@ from pi_lora.evaluation.perplexity.losses import (
     token_losses,
     window_scores,
 )
-from pi_lora.evaluation.perplexity.measure import choose_documents
 from pi_lora.models.model import Extension, Model, load
+from pi_lora.recipe.evaluation import PerplexityOptions
 
 BOOK = Path(__file__).parents[1] / "data" / "texts" / "through_the_postern_gate.txt"
 SWEEP = [256, 512, 1024, 2048]
@@ -56,8 +56,8 @@ def test_a_sweep_equals_the_oracle_at_every_window(small_model: Path, documents:
 
 
 def test_real_text_equals_the_oracle_to_1e_5(stretched_builtin: Model) -> None:
-    choice = Choice(documents=1, truncate=2304)
-    chosen = choose_documents(stretched_builtin, str(BOOK), choice, max(SWEEP))
+    asked = PerplexityOptions(data=str(BOOK), documents=1, truncate=2304)
+    chosen = choose_documents(stretched_builtin, asked, max(SWEEP))
     [document] = [document.ids for document in chosen.documents]
     assert len(document) == 2304
     for score in window_scores([document_losses(stretched_builtin.model, document, Sweep(tuple(SWEEP), 128))]):

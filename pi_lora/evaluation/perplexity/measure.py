@@ -5,11 +5,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict
 
-from pi_lora.data.sources import Choice
 from pi_lora.evaluation.forward import check_numbers, depends_on_length, described
 from pi_lora.evaluation.journal import Journal, Session
 from pi_lora.evaluation.perplexity import losses
-from pi_lora.evaluation.perplexity.documents import TokenizedDocument, choose_documents
+from pi_lora.evaluation.perplexity.documents import TokenizedDocument, choose_documents, with_defaults
 from pi_lora.evaluation.perplexity.losses import DocumentLosses, Sweep, window_scores
 from pi_lora.evaluation.perplexity.scores import DocumentPerplexity, LossByPosition, PerplexityScores, PositionLoss
 from pi_lora.models.model import Model
@@ -32,10 +31,10 @@ def evaluate_perplexity(model: Model, options: PerplexityOptions, session: Sessi
     longest = max(windows)
     bins = min(BINS, longest - 1) if options.by_position else 0
     sweep = Sweep(windows, stride, bins, depends_on_length(model.config))
-    asked = options.model_dump(include={"documents", "min_tokens", "truncate", "seed", "split", "column"})
-    documents, choice, too_short = choose_documents(model, options.data, Choice(**asked), longest)
-    if options.documents is None and choice.documents:
-        session.say(f"{options.data}: {choice.documents} documents, unless --documents says otherwise")
+    completed = with_defaults(options)
+    if options.documents is None and completed.documents:
+        session.say(f"{options.data}: {completed.documents} documents, unless --documents says otherwise")
+    documents, too_short = choose_documents(model, completed, longest)
     journal = session.journal(model, {"data": options.data, **asdict(sweep)})
     measured = _measure(model, documents, sweep, journal, session.progress)
     sums = [loss for document in measured for loss in document.by_window.values() if loss.tokens]
@@ -43,7 +42,7 @@ def evaluate_perplexity(model: Model, options: PerplexityOptions, session: Sessi
     sizes = [sweep.scored_bytes(document.bytes_before) for document in documents]
     return PerplexityScores(
         **described(model),
-        options=options.changed(**asdict(choice)),
+        options=completed,
         data=options.data,
         documents=len(documents),
         documents_too_short=too_short,
