@@ -5,6 +5,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
@@ -28,6 +29,15 @@ def save_base(config: PreTrainedConfig, folder: Path, dtype: torch.dtype = torch
     for name in TOKENIZER:
         shutil.copyfile(BUILTIN_FOLDER / "tiny" / name, folder / name)
     return folder
+
+
+def put_on_hub(model: Path, name: str, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a folder be `name` on the hub: its client finds it in the cache, where a download would have left it."""
+    kept = cache / f"models--{name.replace('/', '--')}"
+    shutil.copytree(model, kept / "snapshots" / ("a" * 40))
+    (kept / "refs").mkdir()
+    (kept / "refs" / "main").write_text("a" * 40)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(cache))
 
 
 def save_run(base: Path, folder: Path, **settings: Any) -> Path:

@@ -113,7 +113,7 @@ def merge(
     return the folder of full weights, which every engine loads with its scaling.
 
     Args:
-        run: A run of lora or qlora tuning.
+        run: A run of lora or qlora tuning, a folder or a hub id.
         output: The new folder; by default `models/<run>`.
         dtype: `float32`, `bfloat16` or `float16`; by default what the base stores.
         progress: Called with what is done, how much there is, and what it is.

@@ -15,7 +15,7 @@ app.command(export_app)
 
 @app.command
 def merge(
-    run: Annotated[Path, Parameter(name="RUN", help="A run or adapter folder.")],
+    run: Annotated[Path, Parameter(name="RUN", help="A run or adapter: a folder or a hub id.")],
     /,
     *,
     trust: Annotated[Trust, GROUP] = Trust(),

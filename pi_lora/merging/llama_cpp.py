@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+from huggingface_hub import snapshot_download
+
 from pi_lora.errors import ModelError, RunExistsError
 from pi_lora.merging.merging import merge
 from pi_lora.models.model import Model, find, is_adapter
@@ -19,6 +21,8 @@ from pi_lora.types import Progress, silent
 
 CONVERTER = "convert_hf_to_gguf.py"
 WHERE = "it is in llama.cpp's repository (github.com/ggml-org/llama.cpp), and in the source package of llama-cpp-python"
+# What the converter reads of a model on the hub.
+CONVERTED = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 Outtype = Literal["f32", "f16", "bf16", "q8_0"]
 OUTTYPES: Mapping[str, Outtype] = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
 
@@ -50,11 +54,13 @@ def export_gguf(
         file = Path(making) / "model.gguf"
         if is_adapter(name):
             found = find(str(merge(Path(name), Path(making) / output.stem, progress=progress).folder))
-        if not Path(found.path).is_dir():
-            raise ModelError(f"{name}: the converter reads folders; download the model, and name its folder")
+        folder = Path(found.path)
+        if not folder.is_dir():
+            progress(0, 0, "downloading")
+            folder = Path(snapshot_download(found.path, revision=found.revision, allow_patterns=CONVERTED))
         progress(0, 0, "converting")
         kind = outtype or OUTTYPES[str(found.base_config.get("dtype") or "float32").removeprefix("torch.")]
-        _convert(script, Path(found.path), file, kind)
+        _convert(script, folder, file, kind)
         checked = _finish(file, name, found)
         shutil.move(file, output)
     return checked

@@ -18,7 +18,7 @@ from pi_lora.merging.shards import divide, write_shards
 from pi_lora.merging.tensors import read_shards
 from pi_lora.models.device import dtype_named
 from pi_lora.models.machine import versions
-from pi_lora.models.model import Extension, Model, find_adapter, find_base_of, is_adapter
+from pi_lora.models.model import Extension, Model, adapter_folder, find_adapter, find_base_of
 from pi_lora.models.stored import CONFIG_FILE, save_config
 from pi_lora.models.tokenizer import save_tokenizer
 from pi_lora.models.weights import quiet_loading
@@ -39,6 +39,7 @@ class Merge(BaseModel):
     """
 
     folder: Path = Field(exclude=True)
+    adapter: Path = Field(exclude=True)
     base: str
     run: str
     onto: str
@@ -56,7 +57,7 @@ class Merge(BaseModel):
     def save(self) -> None:
         """Write `merge.json` and the model card."""
         write_whole(self.folder / MERGE_FILE, self.model_dump_json(indent=2) + "\n")
-        write_whole(self.folder / CARD, merged_card(Path(self.run), self.folder, self.checks, self.notes, self.base))
+        write_whole(self.folder / CARD, merged_card(self.adapter, self.folder, self.checks, self.notes, self.base))
 
 
 def merge(
@@ -71,16 +72,20 @@ def merge(
     extension: Extension | None = None,
     permissions: Permissions = NO_PERMISSIONS,
 ) -> Merge:
-    """Write base + adapter of `run` as full weights to `output`, checked, whole or not at all.
+    """Write base + adapter of `run`, a folder or hub id, as full weights to `output`, checked, whole or not at all.
 
     Sums are made in float32, a few rows at a time, and cast once, to `dtype` or what the base stores. `onto` says
     whether the adapter of QLoRA is added to the base as it is stored, or as training saw it, after NF4. Files are
     divided as the base's are, or by `shard_size` in bytes. `extension` is the scaling of an adapter made elsewhere.
     `check` compares the written tensors with base and adapter, or their logits too, or nothing.
 
-    Raise ModelError if `run` is no adapter folder, its base is missing, damaged or another one, they do not fit
+    Raise ModelError if `run` is no adapter, its base is missing, damaged or another one, they do not fit
     together, or a check failed, after which nothing is kept; RunExistsError if `output` exists, or there is no room.
     """
+    name, folder = str(run), adapter_folder(str(run))
+    if folder is None:
+        raise ModelError(f"{run}: holds no adapter; name a run of lora tuning (full tuning needs no merge)")
+    run = folder  # of the cache, if it is on the hub
     found, notes = _find(run, base, extension, permissions, onto == "quantized")
     with staged(output) as staging, _one_thread():
         with quiet_loading():
@@ -102,8 +107,9 @@ def merge(
             shutil.copyfile(generation, staging / GENERATION_CONFIG_NAME)
         merged = Merge(
             folder=staging,
+            adapter=run,
             base=found.base,
-            run=str(run),
+            run=name,
             onto=onto,
             dtype=config["dtype"],
             scale=found.scale,
@@ -140,8 +146,6 @@ def _find(
     may not expect; raise ModelError if they cannot be merged.
     """
     notes = {}
-    if not is_adapter(run):
-        raise ModelError(f"{run}: holds no adapter; name a run of lora tuning (full tuning needs no merge)")
     if extension is None and (run / CONFIG_FILE).is_file():
         found = find_adapter(run, base, permissions)
     elif Run(run).has_recipe:

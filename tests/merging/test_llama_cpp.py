@@ -6,6 +6,7 @@ from pathlib import Path
 
 import gguf
 import pytest
+from random_runs import put_on_hub
 
 from pi_lora import cli
 from pi_lora.errors import ModelError, RunExistsError
@@ -75,6 +76,14 @@ def test_full_weights_are_converted_as_they_are(full_run: Path, small_model: Pat
     plain = export_gguf(str(small_model), tmp_path / "plain.gguf", script)
     assert "rope.scaling.type none" in plain
     assert plain.endswith("context_length 64")
+
+
+def test_full_weights_on_the_hub_are_downloaded(
+    full_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put_on_hub(full_run, "you/model", tmp_path / "hub", monkeypatch)
+    exported = export_gguf("you/model", tmp_path / "model.gguf", converter(tmp_path / "sources"))
+    assert exported.endswith("context_length 128")
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 from architectures import small_config
+from random_runs import put_on_hub
+from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from pi_lora.errors import ModelError, ScalingError
@@ -263,18 +265,18 @@ def test_a_recipe_of_another_tool_beside_a_model_is_none_of_ours(small_model: Pa
     assert load(str(folder)).recipe is None
 
 
-def test_a_pushed_adapter_is_loaded_by_its_hub_id(
+def test_a_pushed_adapter_is_loaded_and_merged_by_its_hub_id(
     lora_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The hub client's cache, as a download would have left it."""
-    kept = tmp_path / "hub" / "models--you--run"
-    shutil.copytree(lora_run, kept / "snapshots" / ("a" * 40))
-    (kept / "refs").mkdir()
-    (kept / "refs" / "main").write_text("a" * 40)
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    put_on_hub(lora_run, "you/run", tmp_path / "hub", monkeypatch)
     pushed, local = load("you/run"), load(str(lora_run))
     assert (pushed.name, pushed.window, pushed.scale) == ("you/run", local.window, local.scale)
     torch.testing.assert_close(pushed.model(IDS).logits, local.model(IDS).logits, rtol=0, atol=0)
+    folders = [merge(Path("you/run"), tmp_path / "pushed").folder, merge(lora_run, tmp_path / "local").folder]
+    ours, theirs = (load_file(folder / "model.safetensors") for folder in folders)
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert json.loads((folders[0] / "merge.json").read_text())["run"] == "you/run"
 
 
 def test_an_adapter_names_its_base(lora_run: Path, small_model: Path) -> None:
