@@ -105,6 +105,19 @@ def interrupt_at(step: int, recipe: Recipe, output: Path, number: signal.Signals
     assert not output.exists()
 
 
+def test_auto_precision_is_decided_once(small_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A resumption goes on in the precision that the run began in, on a machine that would choose another one, too."""
+    output, fast = tmp_path / "run", "pi_lora.models.machine.has_fast_bfloat16"
+    monkeypatch.setattr(fast, lambda: True)
+    interrupt_at(4, recipe_for(small_model, precision="auto"), output)
+    assert Run(staging_path(output)).provenance.precision == "bfloat16"
+    monkeypatch.setattr(fast, lambda: False)
+    train(recipe_for(small_model, precision="auto"), output, resume=True)
+    assert Run(output).provenance.precision == "bfloat16"
+    undisturbed = weights(train(recipe_for(small_model, precision="bfloat16"), tmp_path / "whole"))
+    assert all(torch.equal(tensor, undisturbed[name]) for name, tensor in weights(output).items())
+
+
 @pytest.fixture
 def heard() -> Iterator[None]:
     """A connection that drops is heard, also where the tests run under nohup, which trainings go on under."""
