@@ -87,7 +87,6 @@ def test_what_is_private_or_patched_is_listed() -> None:
     assert [name for name in listed if not re.search(rf"\b{name}\b", sources)] == []
 
 
-@pytest.mark.xfail(len(LISTED) > MOST, reason="rooms are still being rewritten", strict=True)
 def test_they_are_few() -> None:
     assert len(LISTED) <= MOST
 

@@ -25,7 +25,7 @@ def described(loaded: Model) -> Json:
         "model": loaded.name,
         "scale": loaded.scale,
         "dtype": str(loaded.model.dtype).removeprefix("torch.") + ", computed in bfloat16" * loaded.autocast,
-        "kernel": loaded.model.config._attn_implementation,
+        "kernel": loaded.kernel,
         **({"quantized_kernel": nf4_kernel(loaded.model.device.type)} if quantized else {}),
         "window": loaded.window,
     }

@@ -180,7 +180,7 @@ def identity_of(loaded: Model) -> Json:
         "config": dict(loaded.config),
         "dtype": str(loaded.model.dtype),
         "autocast": loaded.autocast,
-        "kernel": loaded.model.config._attn_implementation,
+        "kernel": loaded.kernel,
         "device": loaded.model.device.type,
         "versions": [importlib.metadata.version(name) for name in ("pi-lora", "torch", "transformers")],
     }

@@ -1,9 +1,12 @@
 """Where a model's files are: a folder, the cache of the hub, or the package itself."""
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-from transformers.utils import cached_file
+from huggingface_hub import hf_hub_download
+from huggingface_hub.errors import EntryNotFoundError
 
 from pi_lora.errors import ModelError, first_line
 
@@ -28,15 +31,25 @@ def locate(name: str) -> str:
 
 def find_file(path: str, name: str, revision: str = "main") -> Path | None:
     """Return a file of the folder or hub id `path`, downloaded if necessary, or None if there is none."""
-    quiet = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
+    if os.path.isdir(path):
+        return file if (file := Path(path, name)).is_file() else None
     try:
-        file = cached_file(path, name, revision=revision, **quiet)
+        return Path(hf_hub_download(path, name, revision=revision))
+    except EntryNotFoundError:  # or not in the cache, without a network
+        return None
     except (OSError, ValueError) as error:
-        raise ModelError(f"{path}: {name} cannot be read ({first_line(error)})") from None
-    return Path(file) if file else None
+        raise ModelError(f"{path}: {name} cannot be downloaded ({first_line(error)}); check name and network") from None
 
 
-def why_unreadable(error: Exception, otherwise: str) -> str:
-    """Return what is wrong with a config or tokenizer that transformers did not read."""
-    wants_code = isinstance(error, ValueError) and "trust_remote_code" in str(error)
-    return REMOTE_CODE if wants_code else otherwise
+@contextmanager
+def readable(name: str | Path, what: str) -> Iterator[None]:
+    """Raise ModelError if transformers cannot read `what` of a model; its classes raise exceptions of any kind."""
+    try:
+        yield
+    except Exception as error:
+        problem = (
+            f"has no {what} that can be read ({first_line(error)}); give a hub id, a model folder or {BUILTIN}tiny"
+        )
+        if isinstance(error, ValueError) and "trust_remote_code" in str(error):
+            problem = REMOTE_CODE
+        raise ModelError(f"{name}: {problem}") from None

@@ -9,12 +9,11 @@ from typing import Any
 
 import torch
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
-from transformers.utils import cached_file
 
-from pi_lora.errors import ModelError, first_line
+from pi_lora.errors import ModelError
 from pi_lora.models import machine
 from pi_lora.models.device import device, dtype_named
-from pi_lora.models.location import BUILTIN, find_file, locate, why_unreadable
+from pi_lora.models.location import BUILTIN, find_file, locate, readable
 from pi_lora.models.origin import weights_digest
 from pi_lora.models.stored import (
     ADAPTER_CONFIG_FILE,
@@ -111,6 +110,11 @@ class Model:
         return round(self.window / self.scale)
 
     @property
+    def kernel(self) -> str:
+        """The attention kernel of the loaded model, by transformers' name."""
+        return str(self.model.config._attn_implementation)
+
+    @property
     def needs_its_config(self) -> bool:
         """Whether the base is unscaled if it is loaded under its own config."""
         return read_rope(self.config) != read_rope(self.base_config)
@@ -118,7 +122,9 @@ class Model:
     @cached_property
     def folder(self) -> Path:
         """Where the files of the base are: its folder, or that of its commit in the cache of the hub."""
-        return Path(str(cached_file(self.path, CONFIG_FILE, revision=self.revision))).parent
+        config = self.file(CONFIG_FILE)
+        assert config, "it was found by its config"
+        return config.parent
 
     @cached_property
     def recipe(self) -> Recipe | None:
@@ -186,10 +192,13 @@ class Model:
         kernel = machine.attention_kernel(asked, in_bfloat16, context_parallel)
         if asked != "auto" or kernel == machine.SDPA:
             return kernel
-        # Some models name the kernels of FlashAttention with which transformers computes them.
+        # For models that name their kernels of FlashAttention, transformers downloads one of those instead.
         compatible = self.skeleton._compatible_flash_implementations
-        supported = self.skeleton._supports_flash_attn and (compatible is None or kernel in compatible)
-        return kernel if supported else machine.SDPA
+        try:
+            self.skeleton.get_correct_attn_implementation(kernel)
+        except (ImportError, ValueError):
+            return machine.SDPA
+        return kernel if compatible is None or kernel in compatible else machine.SDPA
 
     def load(self, dtype: str | None = None) -> "Model":
         """Read the weights: by default in float32 on a CPU, in bfloat16 after QLoRA, and on an accelerator as stored; a
@@ -353,20 +362,16 @@ def find_base_of(folder: Path, base: str | None = None, permissions: Permissions
 
 def own_entries(config: PreTrainedConfig) -> dict[str, Any]:
     """Return a config as a dictionary, without common defaults and the path it was read from."""
-    common, own = PreTrainedConfig().to_dict(), config.to_dict()
-    return {key: own[key] for key in own if key != "_name_or_path" and (key not in common or common[key] != own[key])}
+    common, own = PreTrainedConfig(name_or_path=config.name_or_path).to_dict(), config.to_dict()
+    return {key: own[key] for key in own if key not in common or common[key] != own[key]}
 
 
 def _find_base(name: str, revision: str = "main", permissions: Permissions = NO_PERMISSIONS) -> Model:
     path = locate(name)
     if (Path(path) / CONFIG_FILE).exists():
         read_config(Path(path))
-    try:
-        with quiet_loading():
-            config = AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=permissions.remote_code)
-    except Exception as error:  # config classes raise their own kinds
-        unknown = f"{first_line(error)}; give a hub id, a model folder or {BUILTIN}tiny"
-        raise ModelError(f"{name}: {why_unreadable(error, unknown)}") from None
+    with readable(name, CONFIG_FILE), quiet_loading():
+        config = AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=permissions.remote_code)
     own: Config = own_entries(config)
     if full_attention_rope(own).get("rope_type") == "linear":
         settings = find_file(path, SETTINGS_FILE, revision)

@@ -1,15 +1,14 @@
 """Tokenizers, loaded with a window and checked, and saved for both generations of transformers."""
 
 import json
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from tokenizers.models import Unigram
 from transformers import AutoTokenizer
 
-from pi_lora.errors import ModelError, first_line
-from pi_lora.models.location import why_unreadable
+from pi_lora.errors import ModelError
+from pi_lora.models.location import readable
 
 SETTINGS_FILE = "tokenizer_config.json"
 TOKENIZER_FILES = (SETTINGS_FILE, "tokenizer.json", "tokenizer.model", "chat_template.jinja")
@@ -28,13 +27,10 @@ def load_tokenizer(
     """Load the tokenizer of a model or run, with `window` tokens as its longest input; raise ModelError if it cannot be
     read, or gives tokens that a model of so large a `vocabulary` does not have.
     """
-    try:
+    with readable(path, "tokenizer"):
         tokenizer = AutoTokenizer.from_pretrained(path, revision=revision, trust_remote_code=trust_remote_code)
-    except Exception as error:  # tokenizers raises `Exception` itself
-        reason = why_unreadable(error, f"has no tokenizer that can be read ({first_line(error)})")
-        raise ModelError(f"{path}: {reason}") from None
     tokenizer.model_max_length = window
-    read_special_tokens_as_text(tokenizer)
+    _let_special_tokens_be_split(tokenizer)
     highest = max(tokenizer(SAMPLE, verbose=False)["input_ids"], default=0)
     if vocabulary and highest >= vocabulary:
         has = f"gives token {highest}, and the model has {vocabulary}"
@@ -42,14 +38,10 @@ def load_tokenizer(
     return tokenizer
 
 
-def read_special_tokens_as_text(tokenizer: Any) -> None:
-    """Let `</s>` in a text be four characters and not the end of it, unless a call of the tokenizer asks otherwise. A
-    Unigram model has special tokens among its pieces, as the likeliest (tokenizers 0.22): they get the lowest score.
+def _let_special_tokens_be_split(tokenizer: Any) -> None:
+    """Let `</s>` in a text be four characters where a call asks for it by `split_special_tokens`. A Unigram model has
+    special tokens among its pieces, as the likeliest (tokenizers 0.22): they get the lowest score.
     """
-    tokenizer.split_special_tokens = True
-    # Those that a chat template writes are special.
-    in_chats = {"split_special_tokens": False}
-    tokenizer.apply_chat_template = partial(tokenizer.apply_chat_template, tokenizer_kwargs=in_chats)
     if tokenizer.is_fast and isinstance(tokenizer.backend_tokenizer.model, Unigram):
         model, special = json.loads(tokenizer.backend_tokenizer.to_str())["model"], set(tokenizer.all_special_tokens)
         pieces = [(piece, NEVER if piece in special else score) for piece, score in model["vocab"]]
@@ -63,6 +55,4 @@ def save_tokenizer(tokenizer: Any, folder: Path) -> None:
     settings = json.loads(file.read_text(encoding="utf-8"))
     if settings["tokenizer_class"] == "TokenizersBackend":
         settings["tokenizer_class"] = "PreTrainedTokenizerFast"
-    # Ours is how texts are read here; others may write special tokens into a chat.
-    settings |= {key: tokenizer.init_kwargs[key] for key in ("split_special_tokens",) if key in settings}
     file.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")

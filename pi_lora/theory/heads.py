@@ -49,7 +49,9 @@ def measure_attention(loaded: Model, text: Path, setting: Setting) -> Attention:
     any distance. Raise ScalingError if no layer rotates them as `setting` says.
     """
     first = next(iter(evaluation_documents(str(text))))
-    ids = loaded.tokenizer(first.text, verbose=False)["input_ids"][: min(TOKENS, loaded.window)]
+    ids = loaded.tokenizer(first.text, verbose=False, split_special_tokens=True)["input_ids"][
+        : min(TOKENS, loaded.window)
+    ]
     layers = layer_coefficients(loaded.model, ids, sampled_pairs(len(ids), PAIRS), setting, loaded.scale)
     heads = []
     for layer, h in layers.items():

@@ -216,7 +216,7 @@ class TrainingScores(TrainerCallback):
             if self.log.signalled and number_of_processes() == 1:
                 raise interruption
 
-        with _as_when_loaded(self.model.model, self.attention, self.model.autocast):
+        with _as_when_loaded(self.model, self.attention):
             scores = measure(self.model, self.asked, stop_if_signalled)
         if is_leader():
             for name, result in scores.items():
@@ -225,14 +225,15 @@ class TrainingScores(TrainerCallback):
 
 
 @contextmanager
-def _as_when_loaded(model: Any, kernel: str, autocast: bool = False) -> Iterator[None]:
+def _as_when_loaded(tuned: Model, kernel: str) -> Iterator[None]:
     """Let a model that trains compute as it will when `load` reads it back: with that kernel, in its weights' dtype
-    unless under `autocast`. accelerate 1.15 puts it around the forward of the model that it prepares, and keeps the
+    unless under autocast. accelerate 1.15 puts it around the forward of the model that it prepares, and keeps the
     model's own beside it as `_original_forward`. Under FSDP2 there is none: the sharded layers compute as their policy
     says. For context parallelism it drops attention masks by hooks, which only training can do without.
     """
-    training, attention, wrapped = model.training, model.config._attn_implementation, vars(model).get("forward")
-    own = None if autocast else vars(model).get("_original_forward")
+    model: Any = tuned.model
+    training, attention, wrapped = model.training, tuned.kernel, vars(model).get("forward")
+    own = None if tuned.autocast else vars(model).get("_original_forward")
     model.eval()
     model.set_attn_implementation(kernel)
     if own is not None:

@@ -30,7 +30,7 @@ from pi_lora.training.schedule import rate_share
 def trainer_arguments(recipe: Recipe, run: Run, name: str) -> SFTConfig:
     """Return TRL's arguments; rows are token ids already, and the loss is computed in chunks without all logits."""
     training, hardware = recipe.training, recipe.hardware
-    arguments = SFTConfig(
+    return OneDevice(
         output_dir=str(run.path / CHECKPOINTS),
         max_steps=training.steps,
         learning_rate=training.learning_rate,
@@ -67,9 +67,15 @@ def trainer_arguments(recipe: Recipe, run: Run, name: str) -> SFTConfig:
         disable_tqdm=True,
         **dict.fromkeys(("log_level", "log_level_replica"), "error"),
     )
-    # A machine may have more GPUs than the recipe asks for; the Trainer would spread a single process over all of them.
-    arguments._n_gpu = min(1, arguments.n_gpu)
-    return arguments
+
+
+class OneDevice(SFTConfig):
+    """Arguments of a process that computes on one GPU: the Trainer would spread it over all that a machine has."""
+
+    @property
+    def n_gpu(self) -> int:
+        """How many GPUs this process computes on."""
+        return min(1, int(super().n_gpu))
 
 
 class Trainer(SFTTrainer):
@@ -104,11 +110,10 @@ class Trainer(SFTTrainer):
                 callbacks=[log, *others],
             )
         self.remove_callback(PrinterCallback)
-        attention = tuned.config._attn_implementation
         # Without a mask torch chooses its fast kernel; FlashAttention leaves padding out by itself, and the loss that
         # balances experts counts what the mask says.
         balances_experts = bool(model.config.get("output_router_logits"))
-        self.unmasked = recipe.data.has_examples and attention == machine.SDPA and not balances_experts
+        self.unmasked = recipe.data.has_examples and model.kernel == machine.SDPA and not balances_experts
         if self.is_fsdp_enabled:
             self._sum_in_float32()
 

@@ -146,7 +146,7 @@ def save(recipe: Recipe, model: Model, trainer: Trainer, run: Run) -> None:
     facts = {
         "original": model.original,
         "trainable_parameters": model.model.num_parameters(only_trainable=True),
-        "attention": model.model.config._attn_implementation,
+        "attention": model.kernel,
         "versions": machine.versions(),
         "hardware": machine.hardware(),
     }

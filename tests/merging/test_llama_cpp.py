@@ -53,7 +53,7 @@ def test_a_run_is_merged_converted_and_gets_its_window(
     converter(tmp_path / "sources")
     monkeypatch.setenv("LLAMA_CPP", str(tmp_path / "sources"))
     output = tmp_path / "out" / "model.gguf"
-    assert not cli.app(["export", "gguf", str(lora_run), "--output", str(output)], standalone_mode=False)
+    assert not cli.app(["export", "gguf", str(lora_run), "--output", str(output)], result_action="return_value")
     reader = gguf.GGUFReader(output)
     said = {key: reader.get_field(f"llama.{key}").contents() for key in ("context_length", "rope.scaling.type")}
     assert said == {"context_length": 128, "rope.scaling.type": "linear"}

@@ -12,6 +12,7 @@ from test_chunked_mlp import IDS, tuned_model
 from test_offload import DEVICES
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import PreTrainedModel
+from transformers.utils import is_flash_attn_3_available
 
 from pi_lora.models import machine as kernels
 from pi_lora.models.model import find, load
@@ -53,6 +54,14 @@ def test_kernels_agree(device: str, kernel: str) -> None:
     assert error < (2e-2 if device == "cuda" else 1e-5)
 
 
+def supported(model: PreTrainedModel, kernel: str) -> str:
+    return kernel
+
+
+def unsupported(model: PreTrainedModel, kernel: str) -> str:
+    raise ValueError(f"{kernel} is not supported yet")
+
+
 @pytest.mark.parametrize(
     ("generation", "installed", "settings", "chosen"),
     [
@@ -82,15 +91,17 @@ def test_auto_takes_what_is_made_for_the_gpu(
     monkeypatch.setattr(kernels, "_MADE_FOR", present)
     supports, compatible = settings.pop("supports", True), settings.pop("compatible", None)
     model = find("builtin:tiny")
-    model.skeleton._supports_flash_attn, model.skeleton._compatible_flash_implementations = supports, compatible
+    model.skeleton._compatible_flash_implementations = compatible
+    monkeypatch.setattr(PreTrainedModel, "get_correct_attn_implementation", supported if supports else unsupported)
     assert model.attention(**{"asked": "auto", "in_bfloat16": True, **settings}) == chosen
 
 
-def test_models_of_transformers_say_what_they_support(small_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.skipif(is_flash_attn_3_available(), reason="FlashAttention 3 is installed")
+def test_a_kernel_that_transformers_cannot_use_is_left_out(small_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "device", lambda: torch.device("cuda"))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     monkeypatch.setattr(kernels, "_MADE_FOR", {9: ("flash_attention_3", lambda: True)})
-    assert find(str(small_model)).attention("auto", in_bfloat16=True) == "flash_attention_3"
+    assert find(str(small_model)).attention("auto", in_bfloat16=True) == "sdpa"
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -104,9 +115,8 @@ def test_a_measured_model_has_the_kernel_made_for_the_gpu(
         return "eager"
 
     monkeypatch.setattr(kernels, "attention_kernel", kernel)
-    monkeypatch.setattr(PreTrainedModel, "_supports_flash_attn", True)
     loaded = load(str(small_model), dtype=dtype)
-    assert loaded.model.config._attn_implementation == "eager"
+    assert loaded.kernel == "eager"
     assert asked == [("auto", dtype == "bfloat16")]
 
 

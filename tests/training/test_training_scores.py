@@ -141,7 +141,7 @@ def test_a_model_is_measured_without_the_hooks_of_context_parallelism(small_mode
 
     expected, asked = logits(), measure(loaded, evaluation)["passkey"]
     _attach_context_parallel_hooks(loaded.model)
-    with _as_when_loaded(loaded.model, "sdpa"):
+    with _as_when_loaded(loaded, "sdpa"):
         torch.testing.assert_close(logits(), expected)
         assert measure(loaded, evaluation)["passkey"] == asked
     assert (logits() - expected).abs().max() > 0.1
