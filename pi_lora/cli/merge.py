@@ -7,7 +7,6 @@ from cyclopts import App, Parameter
 
 from pi_lora.cli.app import LIBRARIES, app, out, progress_bar, working
 from pi_lora.cli.options import GROUP, Dtype, ModelName, Original, Scaling, Target, Trust, extension_of
-from pi_lora.errors import PiLoraError
 
 export_app = App(name="export", help="Write a model in the format of another engine.")
 app.command(export_app)
@@ -25,20 +24,17 @@ def merge(
     scaling: Scaling = None,
     output: Annotated[Path | None, Parameter(help="A new folder; models/<run> by default.")] = None,
     dtype: Dtype = None,
-    onto: Annotated[Literal["base", "quantized"], Parameter(help="After QLoRA: base as stored, or NF4.")] = "base",
-    shard_size: Annotated[str | None, Parameter(help="Of a file, as 5GB; by default the base's.")] = None,
     check: Annotated[
         Literal["tensors", "logits", "none"], Parameter(help="Written tensors, or logits too, against base + adapter.")
     ] = "tensors",
 ) -> None:
     """Add an adapter to the weights of its base, with the scaling written for every engine."""
-    size = size_in(shard_size) if shard_size else None
     extension = extension_of(target, original, scaling)
     with working(LIBRARIES):
         from pi_lora.merging.merging import merge
     with progress_bar("merging") as progress:
         to = output or Path("models") / run.resolve().name
-        merged = merge(run, to, base, dtype, onto, size, check, progress, extension, trust.permissions)
+        merged = merge(run, to, base, dtype, check, progress, extension, trust.permissions)
     out.lines(*merged.lines(), f"{to}: merged; it loads like any model, its scaling is in config.json")
 
 
@@ -59,17 +55,3 @@ def gguf(
     with progress_bar("exporting") as progress:
         checked = export_gguf(model, file, converter, dtype, progress)
     out.lines(checked, f"{file}: written for llama.cpp")
-
-
-def size_in(text: str) -> int:
-    """Return the bytes of a size such as 5GB or 500MB.
-
-    >>> size_in("500MB")
-    500000000
-    """
-    from pydantic import ByteSize, Field, TypeAdapter, ValidationError
-
-    try:
-        return TypeAdapter(Annotated[ByteSize, Field(gt=0)]).validate_python(text)
-    except ValidationError:
-        raise PiLoraError(f"--shard-size: {text}: not the size of a file; write it as 5GB or 500MB") from None

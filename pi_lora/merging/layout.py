@@ -1,32 +1,38 @@
-"""Which tensors a merge writes, and from what: the base's files matched with the adapter."""
+"""The tensors that a merge writes: matched by name from the base's files and the adapter, written a block at a time
+(`safetensors` can only write tensors that are all in memory).
+"""
 
+import json
 import math
-from collections.abc import Iterator
+import os
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import nn
 from transformers import PreTrainedModel
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from pi_lora.errors import ModelError
-from pi_lora.merging.deltas import Change, LowRank, Rows, after_nf4, read_adapter
-from pi_lora.merging.tensors import StoredTensor, spans
+from pi_lora.merging.deltas import Change, LowRank, read_adapter
+from pi_lora.merging.tensors import DTYPES, StoredTensor
 from pi_lora.models.finite import finite
-from pi_lora.models.stored import ADAPTER_WEIGHTS_FILE
+from pi_lora.models.stored import ADAPTER_WEIGHTS_FILE, LENGTH_BYTES, METADATA
+from pi_lora.types import Progress
+from pi_lora.writing import write_json
+
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 @dataclass(frozen=True)
 class OutputTensor:
-    """A tensor to be written in `dtype`: `source`, of the base or trained in full, with `delta` added; `quantized` if
-    it goes through NF4 before.
-    """
+    """A tensor to be written in `dtype`: `source`, of the base or trained in full, with `delta` added."""
 
     name: str
     dtype: torch.dtype
     source: StoredTensor
     delta: LowRank | None = None
-    quantized: bool = False
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -38,17 +44,9 @@ class OutputTensor:
         """The size in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
-    def source_rows(self) -> Rows:
-        """Return what reads rows of the tensor that the delta is added to."""
-        if not self.quantized:
-            return self.source.rows
-        values = after_nf4(self.source)
-        return lambda start, stop: values[start:stop]
-
     def blocks(self) -> Iterator[torch.Tensor]:
         """Yield the merged tensor, a few rows at a time: added in float32, cast once."""
-        rows = self.source_rows()
-        for block in self.delta.blocks(rows) if self.delta else (rows(*span) for span in spans(self.shape)):
+        for block in self.delta.blocks(self.source) if self.delta else self.source.blocks():
             cast = block.to(self.dtype)
             # Only float16 has a smaller range than float32; of the others, float32 is faster to sum.
             if cast.is_floating_point() and not finite(cast if self.dtype == torch.float16 else block):
@@ -58,53 +56,41 @@ class OutputTensor:
 
 
 def plan_merge(
-    model: PreTrainedModel,
-    shards: list[list[StoredTensor]],
-    run: Path,
-    dtype: torch.dtype | None = None,
-    quantized: bool = False,
+    model: PreTrainedModel, shards: list[list[StoredTensor]], run: Path, dtype: torch.dtype | None = None
 ) -> list[list[OutputTensor]]:
     """Match the changes of the adapter in the folder `run` with the base's tensors, by name, and return the tensors to
     write, grouped as in the base's files; `model` is on the meta device. `dtype` is what floating tensors are cast to,
-    by default their own; `quantized` adds the adapter to the base's weights after NF4. Raise ModelError with all
-    changes that do not fit the base.
+    by default their own. Raise ModelError with all changes that do not fit the base.
     """
-    changes, adapter, tied = read_adapter(run), run / ADAPTER_WEIGHTS_FILE, dict(model.all_tied_weights_keys)
-    stored = {tensor.name: tensor for shard in shards for tensor in shard}
-    sources = stored | {name: stored[twin] for name, twin in tied.items() if twin in stored}
-    untied = [name for name, twin in tied.items() if _diverged(changes, name, twin)]
+    changes, tied = read_adapter(run), model.all_tied_weights_keys
+    sources = {tensor.name: tensor for shard in shards for tensor in shard}
+    sources |= {name: sources[twin] for name, twin in tied.items() if twin in sources}
     if problems := [problem for name, change in changes.items() if (problem := _misfit(name, change, sources))]:
-        raise ModelError(f"{adapter}: does not fit its base: {'; '.join(problems)}")
-    # What bitsandbytes quantizes of a language model: every linear layer but the head.
-    linear = [name for name, module in model.named_modules() if type(module) is nn.Linear]
-    rounded = {f"{name}.weight" for name in linear if model.get_submodule(name) is not model.get_output_embeddings()}
-    if quantized and (renamed := sorted(rounded - sources.keys())):
-        raise ModelError(f"--onto quantized: {renamed[0]} has another name in the base's files; use --onto base")
+        raise ModelError(f"{run / ADAPTER_WEIGHTS_FILE}: does not fit its base: {'; '.join(problems)}")
 
     def output(name: str) -> OutputTensor:
         change, base = changes.get(name), sources[name]
         cast = dtype if dtype and base.dtype.is_floating_point else base.dtype
         if isinstance(change, StoredTensor):
             return OutputTensor(name, cast, change)
-        return OutputTensor(name, cast, base, change, quantized and name in rounded)
+        return OutputTensor(name, cast, base, change)
 
     def kept(name: str) -> bool:
         # Old checkpoints store the unscaled frequencies of their rope; every reader computes them from the config.
         return name not in tied and not name.endswith("rotary_emb.inv_freq")
 
     outputs = [[output(tensor.name) for tensor in shard if kept(tensor.name)] for shard in shards]
-    outputs[-1] += map(output, untied)
-    return [shard for shard in outputs if shard]
+    outputs[-1] += [output(name) for name, twin in tied.items() if _diverged(changes.get(name), changes.get(twin))]
+    return outputs
 
 
-def _diverged(changes: dict[str, Change], name: str, twin: str) -> bool:
+def _diverged(own: Change | None, other: Change | None) -> bool:
     """Whether two tied weights differ after tuning: PEFT trains a copy of embeddings in `modules_to_save`, from which a
     tied head diverges unless `ensure_weight_tying` was set; then it saves the one tensor under both names.
     """
-    own, other = changes.get(name), changes.get(twin)
     if isinstance(own, StoredTensor) and isinstance(other, StoredTensor):
         return not torch.equal(own.whole(), other.whole())
-    return own is not None or other is not None
+    return own is not other
 
 
 def _misfit(name: str, change: Change, sources: dict[str, StoredTensor]) -> str | None:
@@ -114,3 +100,39 @@ def _misfit(name: str, change: Change, sources: dict[str, StoredTensor]) -> str 
     if source.shape != change.shape:
         return f"{name} is {list(change.shape)} here and {list(source.shape)} in the base"
     return None if source.dtype.is_floating_point else f"{name} is stored as {source.dtype}"
+
+
+def write_shards(shards: Sequence[Sequence[OutputTensor]], folder: Path, progress: Progress) -> None:
+    """Write the shards to disk (fsync), and an index if there are several; `progress` is in bytes."""
+    total, done, count = sum(tensor.size for shard in shards for tensor in shard), 0, len(shards)
+    weight_map: dict[str, str] = {}
+    for number, shard in enumerate(shards, start=1):
+        file = f"model-{number:05d}-of-{count:05d}.safetensors" if count > 1 else SAFE_WEIGHTS_NAME
+        weight_map |= {tensor.name: file for tensor in shard}
+        for size in _write(shard, folder / file):
+            progress(done := done + size, total, "writing")
+    if count > 1:
+        write_json(folder / SAFE_WEIGHTS_INDEX_NAME, {"metadata": {"total_size": total}, "weight_map": weight_map})
+
+
+def _write(shard: Sequence[OutputTensor], path: Path) -> Iterator[int]:
+    """Write one file and yield the bytes of each block."""
+    # Wider dtypes first, as the library does, which aligns what is mapped from the file.
+    ordered = sorted(shard, key=lambda tensor: -tensor.dtype.itemsize)
+    entries: dict[str, object] = {METADATA: {"format": "pt"}}
+    end = 0
+    for tensor in ordered:
+        place = (end, end := end + tensor.size)
+        entries[tensor.name] = {"dtype": DTYPE_NAMES[tensor.dtype], "shape": tensor.shape, "data_offsets": place}
+    header = json.dumps(entries).encode()
+    header += b" " * (-len(header) % LENGTH_BYTES)
+    # One block is written while the next is made: torch and the kernel release Python's lock meanwhile.
+    with path.open("wb") as file, ThreadPoolExecutor(1) as writer:
+        writing = writer.submit(file.write, len(header).to_bytes(LENGTH_BYTES, "little") + header)
+        for block in (block for tensor in ordered for block in tensor.blocks()):
+            writing.result()
+            writing = writer.submit(file.write, block.contiguous().view(-1).view(torch.uint8).numpy().data)
+            yield block.nbytes
+        writing.result()
+        file.flush()
+        os.fsync(file.fileno())

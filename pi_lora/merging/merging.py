@@ -1,6 +1,5 @@
 """The merge: base + adapter as full weights, written a few rows at a time, checked, whole or not at all."""
 
-import importlib.util
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,14 +12,13 @@ from transformers.utils import GENERATION_CONFIG_NAME
 
 from pi_lora.errors import ModelError
 from pi_lora.merging.check import CheckFailed, check_logits, check_model, check_tensors
-from pi_lora.merging.layout import plan_merge
-from pi_lora.merging.shards import divide, write_shards
+from pi_lora.merging.layout import plan_merge, write_shards
 from pi_lora.merging.tensors import read_shards
 from pi_lora.models.device import dtype_named
 from pi_lora.models.machine import versions
 from pi_lora.models.model import Extension, Model, adapter_folder, find_adapter, find_base_of
 from pi_lora.models.stored import CONFIG_FILE, save_config
-from pi_lora.models.tokenizer import save_tokenizer
+from pi_lora.models.tokenizer import TOKENIZER_FILES, save_tokenizer
 from pi_lora.models.weights import quiet_loading
 from pi_lora.report.card import CARD, merged_card
 from pi_lora.run import Run, check_room, remove, staged
@@ -29,20 +27,17 @@ from pi_lora.types import NO_PERMISSIONS, Permissions, Progress, silent
 from pi_lora.writing import write_whole
 
 MERGE_FILE = "merge.json"
-# A model may have none of them.
-TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json", "tokenizer.model")
 
 
 class Merge(BaseModel):
-    """What was merged, as `merge.json` in `folder` says: `onto` the stored or the quantized base; `scale` is L'/L,
-    `window` L' in tokens; `notes` by name what a user would not expect; `checks` a line each.
+    """What was merged, as `merge.json` in `folder` says: `scale` is L'/L, `window` L' in tokens; `notes` by name what a
+    user would not expect; `checks` a line for each result.
     """
 
     folder: Path = Field(exclude=True)
     adapter: Path = Field(exclude=True)
     base: str
     run: str
-    onto: str
     dtype: str
     scale: float
     window: int
@@ -65,8 +60,6 @@ def merge(
     output: Path,
     base: str | None = None,
     dtype: str | None = None,
-    onto: Literal["base", "quantized"] = "base",
-    shard_size: int | None = None,
     check: Literal["tensors", "logits", "none"] = "tensors",
     progress: Progress = silent,
     extension: Extension | None = None,
@@ -74,10 +67,9 @@ def merge(
 ) -> Merge:
     """Write base + adapter of `run`, a folder or hub id, as full weights to `output`, checked, whole or not at all.
 
-    Sums are made in float32, a few rows at a time, and cast once, to `dtype` or what the base stores. `onto` says
-    whether the adapter of QLoRA is added to the base as it is stored, or as training saw it, after NF4. Files are
-    divided as the base's are, or by `shard_size` in bytes. `extension` is the scaling of an adapter made elsewhere.
-    `check` compares the written tensors with base and adapter, or their logits too, or nothing.
+    Sums are made in float32, a few rows at a time, and cast once, to `dtype` or what the base stores. Files are divided
+    as the base's are. `extension` is the scaling of an adapter made elsewhere. `check` compares the written tensors
+    with base and adapter, or their logits too, or nothing.
 
     Raise ModelError if `run` is no adapter, its base is missing, damaged or another one, they do not fit
     together, or a check failed, after which nothing is kept; RunExistsError if `output` exists, or there is no room.
@@ -86,21 +78,21 @@ def merge(
     if folder is None:
         raise ModelError(f"{run}: holds no adapter; name a run of lora tuning (full tuning needs no merge)")
     run = folder  # of the cache, if it is on the hub
-    found, notes = _find(run, base, extension, permissions, onto == "quantized")
+    found, notes = _find(run, base, extension, permissions)
     with staged(output) as staging, _one_thread():
         with quiet_loading():
             model = build_on_meta(found.kind, found.config, permissions.remote_code)
-        cast = dtype_named(dtype) if dtype else None
-        shards = plan_merge(model, read_shards(found.base, found.file), run, cast, onto == "quantized")
+        shards = plan_merge(model, read_shards(found.base, found.file), run, dtype_named(dtype) if dtype else None)
         tensors = [tensor for shard in shards for tensor in shard]
         check_room(output, sum(tensor.size for tensor in tensors))
-        config = {**found.config, "architectures": [type(model).__name__]}
         largest = max(tensors, key=lambda tensor: tensor.size)
-        config["dtype"] = dtype or found.base_config.get("dtype") or str(largest.dtype).removeprefix("torch.")
+        stored = str(largest.dtype).removeprefix("torch.")
+        config = {**found.config, "architectures": [type(model).__name__], "dtype": stored}
         if any(tensor.name in model.all_tied_weights_keys for tensor in tensors):
             config["tie_word_embeddings"] = False
             notes["head"] = "was tied to the embeddings, but they diverged in tuning: it is a tensor of its own now"
         save_config(config, staging)
+        # A model may have no tokenizer.
         if any((run / name).is_file() or found.file(name) for name in TOKENIZER_FILES):
             save_tokenizer(found.tokenizer, staging)
         if generation := found.file(GENERATION_CONFIG_NAME):
@@ -110,20 +102,16 @@ def merge(
             adapter=run,
             base=found.base,
             run=name,
-            onto=onto,
-            dtype=config["dtype"],
+            dtype=stored,
             scale=found.scale,
             window=found.window,
             notes=notes,
             versions=versions(),
         )
         # What is wrong with the model or the card shows before the weights are written.
-        check_model(found, tensors, staging)
-        try:
-            merged.save()
-            write_shards(divide(tensors, shard_size) if shard_size else shards, staging, progress)
-        except OSError as error:
-            raise ModelError(f"{output}: cannot be written ({error.strerror}); nothing is left there") from None
+        check_model(found, model, tensors, staging)
+        merged.save()
+        write_shards(shards, staging, progress)
         if check != "none":
             merged.checks += check_tensors(found, tensors, staging, progress)
             merged.save()
@@ -131,7 +119,7 @@ def merge(
     if check == "logits":
         progress(0, 0, "comparing logits")
         try:
-            merged.checks += check_logits(found, tensors, output)
+            merged.checks.append(check_logits(found, tensors, output))
         except CheckFailed:
             remove(output)
             raise
@@ -140,7 +128,7 @@ def merge(
 
 
 def _find(
-    run: Path, base: str | None, extension: Extension | None, permissions: Permissions, quantized: bool
+    run: Path, base: str | None, extension: Extension | None, permissions: Permissions
 ) -> tuple[Model, dict[str, str]]:
     """Find the base of an adapter and the config that it was tuned under, and return them with notes on what a user
     may not expect; raise ModelError if they cannot be merged.
@@ -159,12 +147,6 @@ def _find(
     found.check_origin()
     if found.base_config.get("quantization_config"):
         raise ModelError(f"{found.base}: has quantized weights; name the model that it was made from with --base")
-    if quantized:
-        notes["added onto"] = "the base after the rounding to NF4 that it was tuned on"
-        if not found.tuned_quantized:
-            raise ModelError(f"{run}: was not tuned by qlora; --onto quantized is for adapters that were")
-        if importlib.util.find_spec("bitsandbytes") is None:
-            raise ModelError("--onto quantized: needs bitsandbytes; pip install pi-lora[qlora]")
     return found, notes
 
 

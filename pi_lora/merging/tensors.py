@@ -6,7 +6,6 @@ block it parses the header as long as it reads the block, and an I/O error on ma
 """
 
 import math
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,16 +46,19 @@ class StoredTensor:
     def rows(self, start: int, stop: int) -> torch.Tensor:
         """Read rows `start` to `stop` (exclusive) along the first axis; a scalar is one row."""
         data = torch.empty((stop - start, *self.shape[1:]), dtype=self.dtype)
-        buffer = data.view(-1).view(torch.uint8).numpy().data
         with self.path.open("rb") as file:
             file.seek(self.offset + start * math.prod(self.shape[1:]) * self.dtype.itemsize)
-            if file.readinto(buffer) < len(buffer):
+            if file.readinto(data.view(-1).view(torch.uint8).numpy().data) < data.nbytes:
                 raise ModelError(f"{self.path}: {self.name}: the file ends within this tensor; download it again")
         return data
 
+    def blocks(self) -> Iterator[torch.Tensor]:
+        """Yield the tensor, a few rows at a time."""
+        return (self.rows(start, stop) for start, stop in spans(self.shape))
+
     def whole(self) -> torch.Tensor:
         """Read the whole tensor."""
-        return self.rows(0, self.shape[0] if self.shape else 1).view(self.shape)
+        return self.rows(0, self.shape[0])
 
 
 def spans(shape: tuple[int, ...]) -> Iterator[tuple[int, int]]:
@@ -71,7 +73,7 @@ def spans(shape: tuple[int, ...]) -> Iterator[tuple[int, int]]:
 
 
 def read_header(path: Path) -> dict[str, StoredTensor]:
-    """Return the tensors of a safetensors file by name, in the order of the data; raise ModelError if it is damaged."""
+    """Return the tensors of a safetensors file by name; raise ModelError if it is damaged."""
     try:
         # The library validates extents, gaps, overlaps and the length of the file.
         with safe_open(path, framework="pt"):
@@ -79,38 +81,34 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
     except (SafetensorError, OSError) as error:
         reason = first_line(error)
         raise ModelError(f"{path}: truncated, damaged or not safetensors ({reason}); download it again") from None
-    tensors = {}
-    for name, entry in sorted(entries.items(), key=lambda item: item[1].data_offsets):
-        if entry.dtype not in DTYPES:
-            raise ModelError(
-                f"{path}: {name}: is stored as {entry.dtype}, which cannot be merged; use the model itself"
-            )
-        place = start + entry.data_offsets[0]
-        tensors[name] = StoredTensor(name, DTYPES[entry.dtype], tuple(entry.shape), path, place)
-    return tensors
+    if other := {entry.dtype for entry in entries.values()} - DTYPES.keys():
+        raise ModelError(f"{path}: stores tensors as {', '.join(other)}, which cannot be merged; use the model itself")
+    return {
+        name: StoredTensor(name, DTYPES[entry.dtype], tuple(entry.shape), path, start + entry.data_offsets[0])
+        for name, entry in entries.items()
+    }
 
 
 def read_shards(model: str, find: Callable[[str], Path | None]) -> list[list[StoredTensor]]:
-    """Return the tensors of each weight file of `model`, in the order of the data; only headers are read. `find`
-    returns the path of a file by name, or None. Raise ModelError if a file is missing or damaged, or lacks what the
-    index places there.
+    """Return the tensors of each weight file of `model`; only headers are read. `find` returns the path of a file by
+    name, or None. Raise ModelError if a file is missing or damaged, or lacks what the index places there.
     """
-    if (index := find(SAFE_WEIGHTS_INDEX_NAME)) is None:
-        if single := find(SAFE_WEIGHTS_NAME):
-            return [list(read_header(single).values())]
+    if index := find(SAFE_WEIGHTS_INDEX_NAME):
+        files = read_index(index)
+    elif single := find(SAFE_WEIGHTS_NAME):
+        files = dict.fromkeys(read_header(single), SAFE_WEIGHTS_NAME)
+    else:
         raise ModelError(
             f"{model}: has no {SAFE_WEIGHTS_NAME} (pickle can run code and is not read); name another base"
         )
-    names: dict[str, set[str]] = defaultdict(set)
-    for name, file in read_index(index).items():
-        names[file].add(name)
     shards = []
-    for file, expected in sorted(names.items()):
-        if (path := find(file)) is None:
-            raise ModelError(f"{model}: {file}: is missing (it holds {min(expected)}); download it again")
-        tensors = read_header(path)
-        if lacking := sorted(expected - tensors.keys()):
-            raise ModelError(f"{path}: lacks {', '.join(lacking)}, which the index places there; download it again")
+    for file in sorted(set(files.values())):
         # transformers does not read what the index leaves out either.
-        shards.append([tensor for tensor in tensors.values() if tensor.name in expected])
+        names = {name for name, holder in files.items() if holder == file}
+        if (path := find(file)) is None:
+            raise ModelError(f"{model}: {file}: is missing (it holds {min(names)}); download it again")
+        tensors = read_header(path)
+        if lacking := names - tensors.keys():
+            raise ModelError(f"{path}: lacks {min(lacking)}, which the index places there; download it again")
+        shards.append([tensor for name, tensor in tensors.items() if name in names])
     return shards

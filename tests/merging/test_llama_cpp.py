@@ -1,6 +1,5 @@
 """`pi-lora export gguf` with scripts that stand for llama.cpp's converter; test_engines.py has the real one."""
 
-import json
 import os
 from pathlib import Path
 
@@ -110,7 +109,7 @@ def test_a_missing_or_failing_converter_is_one_line(full_run: Path, tmp_path: Pa
         export_gguf(str(full_run), tmp_path / "model.gguf", tmp_path)
     script = converter(tmp_path / "sources")
     script.write_text("import a_package_that_nobody_has")
-    with pytest.raises(ModelError, match=r"ModuleNotFoundError: No module named .*; install the package") as caught:
+    with pytest.raises(ModelError, match=r"ModuleNotFoundError: No module named .*; see what it needs") as caught:
         export_gguf(str(full_run), tmp_path / "model.gguf", script)
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "model.gguf").exists()
@@ -124,13 +123,3 @@ def test_the_converter_is_found_on_the_path(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setenv("LLAMA_CPP", str(tmp_path / "elsewhere"))
     with pytest.raises(ModelError, match="elsewhere: no such converter"):
         find_converter()
-
-
-def test_a_scaling_that_llama_cpp_lacks_is_refused(small_model: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "dynamic"
-    folder.mkdir()
-    config = json.loads((small_model / "config.json").read_text())
-    config["rope_parameters"] = {"rope_type": "dynamic", "rope_theta": 500.0, "factor": 2.0}
-    (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ModelError, match=r"drops its scaling \(dynamic\)"):
-        export_gguf(str(folder), tmp_path / "model.gguf", converter(tmp_path / "sources"))

@@ -24,7 +24,7 @@ SETTINGS = {
     "tied": (TIED, {"target_modules": ALL, "modules_to_save": ["embed_tokens"], "ensure_weight_tying": True}),
     "dora": (
         UNTIED,
-        {"target_modules": ["q_proj", "v_proj", "up_proj", "down_proj", "lm_head", "embed_tokens"], "use_dora": True},
+        {"target_modules": ["q_proj", "v_proj", "up_proj", "down_proj", "lm_head"], "use_dora": True},
     ),
     "gpt-neox": (NEOX, {"target_modules": ALL}),
 }
@@ -166,7 +166,7 @@ def test_a_config_of_another_model_is_refused(
 def test_a_sound_merge_differs_by_rounding(
     case: str, base: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pi_lora.merging.tensors.BLOCK", 100)  # many blocks, each with an exact row
+    monkeypatch.setattr("pi_lora.merging.tensors.BLOCK", 100)  # many blocks
     config, settings = SETTINGS[case]
     run = save_run(save_base(config, tmp_path / "base", dtype_named(base)), tmp_path / "run", r=4, **settings)
     [line] = merge(run, tmp_path / "merged", dtype=dtype).checks
@@ -204,25 +204,22 @@ def test_tuning_that_rounding_undoes_is_kept_and_named(size: float, lost: bool, 
 def test_logits_are_compared_on_request(run: Path, tmp_path: Path) -> None:
     merged = merge(run, tmp_path / "merged", check="logits")
     _, line = merged.lines()
-    difference, tuning = logits_in(line)
-    assert 0 < difference < tuning / 5
+    assert 0 < logits_in(line) < 0.02
     assert f"- {line}\n" in (merged.folder / "README.md").read_text()
     _, line = merge(run, tmp_path / "exact", dtype="float32", check="logits").lines()
-    assert logits_in(line)[0] < 1e-5
-    assert line.endswith("the first choice is the same for 100.0%")
+    assert logits_in(line) < 1e-5
 
 
-def logits_in(line: str) -> tuple[float, float]:
-    """What differs and what tuning changed."""
-    found = re.match(r"logits at 128 tokens differ by (\S+) of their size, tuning changes them by (\S+);", line)
+def logits_in(line: str) -> float:
+    found = re.fullmatch(r"logits at 128 tokens differ by (\S+) of their size", line)
     assert found
-    return float(found[1]), float(found[2])
+    return float(found[1])
 
 
 def test_logits_of_another_model_are_refused(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     compare = check.check_logits
 
-    def of_the_base(found: Any, tensors: Any, folder: Path) -> list[str]:
+    def of_the_base(found: Any, tensors: Any, folder: Path) -> str:
         from_base("*.safetensors")(folder, run)
         return compare(found, tensors, folder)
 

@@ -50,7 +50,6 @@ CASES: dict[str, tuple[PreTrainedConfig, dict[str, Any]]] = {
     "norms": (TIED, {"r": 4, "target_modules": ALL, "modules_to_save": NORMS}),
     "head": (UNTIED, {"r": 4, "target_modules": [*ATTENTION, "lm_head"], "use_dora": True}),
     "lora on embeddings": (UNTIED, {"r": 4, "target_modules": ["embed_tokens", "q_proj"]}),
-    "dora on embeddings": (UNTIED, {"r": 4, "target_modules": ["embed_tokens", "q_proj"], "use_dora": True}),
     "tied": (TIED, {"r": 4, "target_modules": ALL}),
     "tied, trained": (TIED, {"r": 4, "target_modules": ALL, "modules_to_save": ["embed_tokens", *NORMS], **EXACT_TIES}),
     "biases": (NEOX, {"r": 4, "target_modules": ALL, "bias": "all"}),

@@ -10,7 +10,6 @@ from random_runs import save_base, save_run
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from test_merge_peft import ATTENTION, llama
-from transformers import AutoModelForCausalLM
 
 from pi_lora.merging.merging import merge
 from pi_lora.merging.tensors import StoredTensor
@@ -54,16 +53,6 @@ def test_what_was_not_tuned_is_the_same_to_the_bit(run: Path, tmp_path: Path) ->
     assert before.keys() == after.keys()
     changed = {name for name in before if not torch.equal(before[name], after[name])}
     assert changed == {name for name in before if name.rsplit(".", 2)[-2] in ATTENTION}
-
-
-@pytest.mark.parametrize(("size", "count"), [(None, 3), (20_000, 4), (10**9, 1)])
-def test_other_divisions_hold_the_same(run: Path, tmp_path: Path, size: int | None, count: int) -> None:
-    merged = merge(run, tmp_path / "merged", shard_size=size, check="none").folder
-    assert len(files(merged)) == count
-    assert (merged / INDEX).exists() == (count > 1)
-    as_base = weights(merge(run, tmp_path / "other", check="none").folder)
-    assert all(torch.equal(as_base[name], tensor) for name, tensor in weights(merged).items())
-    AutoModelForCausalLM.from_pretrained(merged)
 
 
 def test_old_frequencies_are_left_out_and_integers_kept(run: Path, tmp_path: Path) -> None:
