@@ -31,15 +31,15 @@ def new(
     """Write a recipe that stretches MODEL to --target tokens on the GPU that is here, or on --gpu."""
     with working("reading the config"):
         from pi_lora.data.sources import find_corpus
-        from pi_lora.planning.choosing import RecipeRequest, choose, file_for, recipe_text
-        from pi_lora.planning.gpus import device_here, find_gpu, nameable
+        from pi_lora.planning.choosing import choose, file_for, recipe_text
+        from pi_lora.planning.gpus import device_here, find_gpu
         from pi_lora.planning.planning import find_shape
         from pi_lora.planning.text import plan_lines
         from pi_lora.scaling.config import window_of
 
         permissions = Permissions(trust_remote_code)
         window = window_of(find_shape(model, permissions=permissions)[0])
-        device = find_gpu(gpu) if gpu else nameable(device_here())
+        device = find_gpu(gpu) if gpu else device_here()
     if target is None:
         if not asks():
             raise PiLoraError(f"--target: missing; {model} reads {window} tokens, name more, as --target {4 * window}")
@@ -50,14 +50,14 @@ def new(
     if asks() and not data:
         given = Prompt.ask("Text to tune on (file, folder, glob or hub id; empty: a public corpus)", console=err)
         data = [given] if given else None
-    request = RecipeRequest(model, target, device, tuple({"name": name} for name in data or ()))
-    plan = choose(request, lambda source: find_corpus(source).size, permissions)
+    sources = [{"name": name} for name in data or ()]
+    plan = choose(model, target, device, sources, lambda source: find_corpus(source).size, permissions)
     with file.open("x", encoding="utf-8") as recipe:
         recipe.write(recipe_text(plan, file))
     out.lines(*plan_lines(plan))
     if not data:
-        sources = " and ".join(source.name for source in plan.recipe.data.source)
-        err.lines(f"--data: not given; the recipe reads {sources}")
+        names = " and ".join(source.name for source in plan.recipe.data.source)
+        err.lines(f"--data: not given; the recipe reads {names}")
     out.lines(f"{file}: written; read it, then: pi-lora train {shlex.quote(str(file))}")
 
 

@@ -7,15 +7,12 @@ import math
 import re
 import shlex
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-
-from jinja2 import Environment, FileSystemLoader
 
 from pi_lora.errors import DataError, PiLoraError
 from pi_lora.planning.gpus import CPU, GPUS, Gpu
-from pi_lora.planning.planning import TrainingPlan, plan_recipe, target_of
-from pi_lora.planning.text import MLP_IN_CHUNKS, OFFLOAD, Changes, plan_lines, replanned
+from pi_lora.planning.planning import TrainingPlan, plan_recipe, plan_training
+from pi_lora.planning.text import Changes, plan_lines, render, replanned, slower
 from pi_lora.recipe.schema import Recipe, Source
 from pi_lora.types import NO_PERMISSIONS, Json, Permissions
 
@@ -38,49 +35,49 @@ MOST_HOURS, MOST_HOURS_ON_CPU = 48.0, 12.0
 BUSY_TOKENS, BUSY_TOKENS_ON_CPU = 8192, 2048
 # More than any tokenizer's of English or code, so that text is rather counted short.
 BYTES_PER_TOKEN = 5
-# Maximum rates by parameters: the demo's and that of recipes/smollm2_135m_32k.yaml, which fall, and LongLoRA's.
+# Maximum rates by parameters: the demo's and that of recipes/smollm2_135m_32k.yaml, which fall; larger models have
+# LongLoRA's, the default.
 RATES = ((20e6, 2.5e-3), (500e6, 5e-4))
-LONGLORA_RATE = 2e-5
-TEMPLATES = Environment(loader=FileSystemLoader(Path(__file__).parent), keep_trailing_newline=True, trim_blocks=True)
-
-
-@dataclass(frozen=True)
-class RecipeRequest:
-    """What a user wants: a model with a window of `target` tokens, tuned on `sources` (those of a recipe), or on the
-    default corpus, on `gpu`.
-    """
-
-    model: str
-    target: int
-    gpu: Gpu
-    sources: Sequence[Json] = ()
-
-    def recipe(self) -> Recipe:
-        """Return what the candidates change: LoRA on contiguous sequences, with nothing that saves memory."""
-        tree = {
-            "model": {"name": self.model},
-            "context": {"target": self.target},
-            "data": {"source": list(self.sources or (BUILTIN_CORPUS if self.model.startswith("builtin:") else CORPUS))},
-            "training": {"activation_checkpointing": False},
-            "hardware": {} if self.gpu.name == CPU else {"gpus": 1, "gpu": self.gpu.name},
-        }
-        return Recipe.model_validate(tree)
 
 
 def choose(
-    request: RecipeRequest, bytes_of: Callable[[Source], int | None], permissions: Permissions = NO_PERMISSIONS
+    model: str,
+    target: int,
+    gpu: Gpu,
+    sources: Sequence[Json],
+    bytes_of: Callable[[Source], int | None],
+    permissions: Permissions = NO_PERMISSIONS,
 ) -> TrainingPlan:
-    """Return the plan of the best candidate that fits; `bytes_of` says how much text a source has, None if that is not
-    known. Raises PiLoraError if nothing fits, with the device that would do, and DataError if there is too little text.
+    """Return the plan of the best candidate that fits on `gpu`, for `sources` of a recipe or else the default corpus;
+    `bytes_of` says how much text a source has, None if that is not known. Raise PiLoraError if nothing fits, with the
+    device that would do, and DataError if there is too little text.
     """
-    first = request.recipe()
-    target = target_of(first, permissions)
-    if found := best(plan_recipe(first, target, request.gpu)):
-        return _with_rate_and_batch(_with_size(found, _tokens_at_hand(first.data.source, bytes_of)))
-    larger = (gpu for gpu in GPUS.values() if gpu.memory > request.gpu.memory and gpu.bfloat16 and gpu.name != CPU)
-    enough = next((gpu.name for gpu in larger if best(plan_recipe(first, target, gpu))), None)
+    first = first_plan(model, target, gpu, sources, permissions)
+    if found := best(first):
+        # A mixture ends when one of its sources is used up.
+        source = first.recipe.data.source
+        whole = sum(each.weight for each in source)
+        sizes = [(bytes_of(each), each.weight / whole) for each in source]
+        tokens = [size / BYTES_PER_TOKEN / share for size, share in sizes if size is not None]
+        return _with_rate_and_batch(_with_size(found, min(tokens, default=math.inf)))
+    larger = (each for each in GPUS.values() if each.memory > gpu.memory and each.bfloat16 and each.name != CPU)
+    enough = next((each.name for each in larger if best(plan_recipe(first.recipe, first.target, each))), None)
     advice = f"the smallest device that does: {enough}" if enough else "several GPUs may: recipes/paper has examples"
-    raise PiLoraError(f"--gpu: {request.gpu.name}: holds no tuning of {request.model}, even QLoRA with PoSE; {advice}")
+    raise PiLoraError(f"--gpu: {gpu.name}: holds no tuning of {model}, even QLoRA with PoSE; {advice}")
+
+
+def first_plan(
+    model: str, target: int, gpu: Gpu, sources: Sequence[Json], permissions: Permissions = NO_PERMISSIONS
+) -> TrainingPlan:
+    """Return the plan of what the candidates change: LoRA on contiguous sequences, with nothing that saves memory."""
+    tree = {
+        "model": {"name": model},
+        "context": {"target": target},
+        "data": {"source": list(sources or (BUILTIN_CORPUS if model.startswith("builtin:") else CORPUS))},
+        "training": {"activation_checkpointing": False},
+        "hardware": {} if gpu.name == CPU else {"gpus": 1, "gpu": gpu.name},
+    }
+    return plan_training(Recipe.model_validate(tree), gpu, permissions)
 
 
 def best(first: TrainingPlan) -> TrainingPlan | None:
@@ -101,15 +98,9 @@ def candidates(first: TrainingPlan) -> Iterator[Changes]:
     while len(sequences) == 1 or length >= SHORTEST_SEQUENCE:
         sequences.append({"data.positions": "skip", "data.sequence_tokens": length})
         length //= 2
-    checkpointed: Changes = {"training.activation_checkpointing": True}
-    levers: list[Changes] = [{}, checkpointed, {**checkpointed, **MLP_IN_CHUNKS}]
-    if first.gpu.name != CPU:
-        levers += [{**checkpointed, **OFFLOAD}, {**checkpointed, **MLP_IN_CHUNKS, **OFFLOAD}]
-    extra_modules = ["norms"]
-    if first.target.shape.vocabulary <= LARGE_VOCABULARY:
-        extra_modules.insert(0, "embeddings_and_norms")
-    for extra, sequence, method, lever in itertools.product(extra_modules, sequences, ("lora", "qlora"), levers):
-        yield {**_size(*SIZES[-1]), **sequence, "tuning.also_train": extra, "tuning.method": method, **lever}
+    extra_modules = ["embeddings_and_norms", "norms"][first.target.shape.vocabulary > LARGE_VOCABULARY :]
+    for extra, sequence, method, lever in itertools.product(extra_modules, sequences, ("lora", "qlora"), slower(first)):
+        yield _size(*SIZES[-1]) | sequence | {"tuning.also_train": extra, "tuning.method": method} | lever
 
 
 def _size(steps: int, sequences: int) -> Changes:
@@ -139,38 +130,29 @@ def _with_rate_and_batch(plan: TrainingPlan) -> TrainingPlan:
     """Return a plan with a rate for the model's size, and several sequences at once where they keep the device busy and
     there is room.
     """
-    rate = next((rate for most, rate in RATES if plan.target.shape.parameters < most), None)
-    tuned: Changes = {"training.learning_rate": rate, "training.schedule": "linear"} if rate else {}
+    rates = [rate for most, rate in RATES if plan.target.shape.parameters < most]
+    tuned: Changes = {"training.learning_rate": rates[0], "training.schedule": "linear"} if rates else {}
     busy = BUSY_TOKENS_ON_CPU if plan.gpu.name == CPU else BUSY_TOKENS
     sequence = plan.tokens_per_step // plan.recipe.training.global_batch_size
-    at_once = [number for number in (8, 4, 2) if number * sequence <= busy] + [1]
-    changes = ({"training.per_device_batch_size": number, **tuned} for number in at_once)
-    filled = [changed for _, changed in replanned(plan, changes)]
+    at_once = [number for number in (8, 4, 2, 1) if number == 1 or number * sequence <= busy]
+    filled = [
+        changed
+        for _, changed in replanned(plan, ({"training.per_device_batch_size": number, **tuned} for number in at_once))
+    ]
     return next((changed for changed in filled if changed.roomy), filled[-1])
-
-
-def _tokens_at_hand(sources: Sequence[Source], bytes_of: Callable[[Source], int | None]) -> float:
-    """Estimate how many tokens a mixture has before one of its sources is used up."""
-    whole = sum(source.weight for source in sources)
-    sizes = ((bytes_of(source), source.weight / whole) for source in sources)
-    return min(math.inf if size is None else size / BYTES_PER_TOKEN / share for size, share in sizes)
 
 
 def recipe_text(plan: TrainingPlan, file: Path) -> str:
     """Return the recipe of a plan as a file with comments, and the plan as its header."""
-    text: str = TEMPLATES.get_template("recipe.yaml").render(
+    return render(
+        "recipe.yaml",
         recipe=plan.recipe,
         target=plan.target,
-        on_cpu=plan.gpu.name == CPU,
-        name=_in_a_line(plan.recipe.model.name),
-        gpu=_in_a_line(plan.gpu.name),
-        file=_in_a_line(shlex.quote(str(file))),
-        lines=map(_in_a_line, plan_lines(plan)),
-        longlora_rate=LONGLORA_RATE,
+        file=shlex.quote(str(file)),
+        lines=plan_lines(plan),
         short=short,
         sources=[source.model_dump(exclude_defaults=True) for source in plan.recipe.data.source],
     )
-    return text
 
 
 def short(tokens: int) -> str:
@@ -190,7 +172,3 @@ def file_for(model: str, target: int) -> Path:
     """
     last = re.split(r"[/:]", model.rstrip("/"))[-1]
     return Path(f"{re.sub(r'[^a-z0-9.]+', '-', last.lower()).strip('-.') or 'model'}_{short(target)}.yaml")
-
-
-def _in_a_line(text: str) -> str:
-    return " ".join(text.split())

@@ -28,20 +28,17 @@ def shape_of(model: PreTrainedModel) -> Shape:
     head_dim = getattr(config, "qk_head_dim", None) or getattr(config, "head_dim", None) or hidden // heads
     local = _local_layers(config.to_dict(), len(layers))
     norms = _norms(model)
-    linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-    # PEFT finds those of attention by the last part of their names.
-    in_attention = {name.rpartition(".")[2] for name in linears if _in_attention(name)}
-    linears = {name: module for name, module in linears.items() if module is not head}
-    attention = _adapted(module for name, module in linears.items() if name.rpartition(".")[2] in in_attention)
+    modules = model.named_modules()
+    linears = {name: module for name, module in modules if isinstance(module, nn.Linear) and module is not head}
+    attention = _adapted(module for name, module in linears.items() if _in_attention(name))
     all_linear, stored = _adapted(linears.values()), sum(numbers for numbers, _ in experts)
-    adapts_experts = False
     if per_token:
         # Imported here: PEFT takes seconds, and models without experts do without.
         from pi_lora.models.adapter import numbers_per_rank
 
         per_rank = numbers_per_rank(model)
-        adapts_experts = per_rank != all_linear.per_rank
-        all_linear = all_linear._replace(per_rank=per_rank)
+        adapted_experts = stored if per_rank != all_linear.per_rank else 0
+        all_linear = Adapted(per_rank, all_linear.outputs, adapted_experts)
     return Shape(
         parameters=_numbers(model),
         layers=len(layers),
@@ -50,18 +47,15 @@ def shape_of(model: PreTrainedModel) -> Shape:
         intermediate=max(_mlp_width(layer, hidden, used) for layer, (_, used) in zip(layers, experts, strict=True)),
         queries=heads * head_dim,
         keys=(getattr(config, "num_key_value_heads", None) or heads) * head_dim,
-        heads=heads,
         vocabulary=head.out_features,
         tied=head.weight is model.get_input_embeddings().weight,
         linear_weights=sum(module.weight.numel() for module in linears.values()),
-        largest_linear=max(module.weight.numel() for module in linears.values()),
         lora={"all-linear": all_linear, "attention": attention},
         experts=stored,
         active_experts=sum(used for _, used in experts),
         norms=max(sum(not _in_attention(name) for name in _norms(layer)) for layer in layers),
         norm_weights=_numbers(nn.ModuleList(norms.values())),
         head_normed=any(map(_in_attention, norms)),
-        adapted_experts=stored if adapts_experts else 0,
         **local,
     )
 

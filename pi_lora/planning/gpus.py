@@ -45,8 +45,6 @@ _KNOWN = (
     Gpu(CPU, 16 * GIB, 0.384e12, bfloat16=False),
 )
 GPUS = {gpu.name: gpu for gpu in _KNOWN}
-# Words in the names of devices that are slower than the device of the table with the same model number.
-SLOWER = {"Laptop", "NVL", "MIG"}
 
 
 def find_gpu(name: str, where: str = "--gpu") -> Gpu:
@@ -65,26 +63,22 @@ def find_gpu(name: str, where: str = "--gpu") -> Gpu:
 
 
 def gpu_of_device(device_name: str, memory: int, bfloat16: bool = True) -> Gpu:
-    """Return the device that torch calls `device_name` and gives `memory` bytes, with its peak if the table knows it.
+    """Return the device that torch calls `device_name` and gives `memory` bytes, under a name that a recipe may give:
+    that of the table, with its peak, where the memory is its own within 5 %; else the memory in GB.
 
-    >>> gpu_of_device("NVIDIA A100-SXM4-80GB", 85_100_000_000).peak
-    312000000000000.0
+    >>> gpu_of_device("NVIDIA A100-SXM4-80GB", 85_100_000_000).name, gpu_of_device("AMD X", 48_200_000_000).name
+    ('A100-80', '48GB')
     """
     words = set(re.findall(r"\w+", device_name))
-    matching = [gpu for gpu in GPUS.values() if words >= set(gpu.name.split("-")) - {"40", "80"}]
+    known = [
+        gpu
+        for gpu in GPUS.values()
+        # Slower kinds, as of laptops, have other sizes.
+        if words >= set(gpu.name.split("-")) - {"40", "80"} and abs(gpu.memory / memory - 1) < 0.05
+    ]
     # The longest name: an H100 PCIe is not the H100.
-    peak = max(matching, key=lambda gpu: len(gpu.name)).peak if matching and not words & SLOWER else None
-    return Gpu(device_name, memory, peak, bfloat16)
-
-
-def nameable(gpu: Gpu) -> Gpu:
-    """Return the device that a recipe can name for `gpu`: the one of the table with its peak and, within 5 %, its
-    memory; else any of that memory. A CPU stays what it is.
-    """
-    if gpu.name == CPU:
-        return gpu
-    alike = (known for known in GPUS.values() if known.peak == gpu.peak and abs(known.memory / gpu.memory - 1) < 0.05)
-    return next(alike, None) or find_gpu(f"{gpu.memory // 10**9}GB")
+    alike = max(known, key=lambda gpu: len(gpu.name), default=Gpu(f"{memory // 10**9}GB", memory, None))
+    return replace(alike, memory=memory, bfloat16=bfloat16)
 
 
 def device_here() -> Gpu:

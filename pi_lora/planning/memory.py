@@ -4,14 +4,15 @@ The coefficients of activations were counted by running one layer of transformer
 mode that follows every allocation (torch 2.13); tests/planning/test_plan_memory.py counts them again. They are those of
 attention with a gated MLP; other layers are taken for one of their widths.
 
-Left out: fragmentation of the allocator, sequences shorter than the longest, what saving needs on top; and what is
-below one percent: the log-sum-exp of attention, the norms' inverse deviations, cosines and sines.
+Left out: fragmentation of the allocator, sequences shorter than the longest, what saving needs on top, the attention
+weights that the `eager` kernel alone makes whole; and what is about one percent or less: the log-sum-exp of attention,
+the norms' inverse deviations, cosines and sines, the linear layer that NF4 has unpacked at the moment.
 """
 
 from collections.abc import Mapping
 from typing import Literal, NamedTuple
 
-from pi_lora.planning.gpus import GIB
+from pi_lora.planning.gpus import CPU, GIB, Gpu
 from pi_lora.planning.shape import Shape, trained_parameters
 from pi_lora.recipe.schema import Recipe, Tuning
 
@@ -31,8 +32,6 @@ COMPONENTS = ("weights", "gradients", "optimizer", "activations", "logits")
 # counted on.
 ADAMW_MOMENTS = 2
 ADAMW_8BIT = 2 * (1 + 4 / 256)
-# Bytes per pair of tokens and head: softmax in float32 and its bfloat16 copy, and one more of each in the backward.
-EAGER_SCORE = 12
 # The chunked loss of TRL 1.16 works on tiles of the logits (trl/kernels/chunked_logprob.py, trl/trainer/utils.py).
 LOSS_TILE_TOKENS, LOSS_TILE_VOCABULARY = 4096, 32768
 # Its kernels fuse what they do to a tile; without Triton, as on a CPU, the backward holds seven float32 tensors of the
@@ -45,36 +44,26 @@ RESIDENT_WHEN_OFFLOADED = 4
 MEASURED_LOGITS, MEASURED_LOGITS_ON_CPU = 10 * 2**28, 10 * 2**25
 
 
-class _Layer(NamedTuple):
-    """What a layer keeps for its backward, and has at the peak of its recomputation and backward, in tensors of
-    bfloat16: a float32 one counts as two.
-
-    The pairs count tensors of the hidden and of the intermediate width; those of the widths of queries and of keys,
-    `attention` of each, are kept throughout.
-    """
-
-    kept: tuple[float, float]
-    peak: tuple[float, float]
-    attention: tuple[float, float] = (2, 2)
-
-
 # bfloat16: of weights and hidden states; autocast: bfloat16 from float32 weights and hidden states; float32: of both;
 # casts: PEFT's, from a bfloat16 base to its float32 adapter, where no autocast does that, or dropout forbids it.
 Arithmetic = Literal["bfloat16", "autocast", "float32", "casts"]
 WIDE_STREAM = ("autocast", "float32")
+# What a layer keeps for its backward, has at the peak of its recomputation and backward, and keeps of attention, in
+# tensors of bfloat16: a float32 one counts as two. The first pairs count tensors of the hidden and of the intermediate
+# width, the third those of the widths of queries and of keys, at the peak too.
 # Attention keeps q, k, v and its output, the MLP four tensors of its width, linear layers that train their inputs, for
 # each a cast of its own under autocast; the backward of the MLP adds two or three. LoRA's frozen norms keep their input
 # as float32. LoRA on attention alone takes up to a fifth less.
-_FULL: Mapping[Arithmetic, _Layer] = {
-    "bfloat16": _Layer((8, 4), (10, 6)),
-    "autocast": _Layer((11, 4), (13, 6)),
-    "float32": _Layer((10, 8), (14, 12), (4, 4)),
+_FULL = {
+    "bfloat16": ((8, 4), (10, 6), (2, 2)),
+    "autocast": ((11, 4), (13, 6), (2, 2)),
+    "float32": ((10, 8), (14, 12), (4, 4)),
 }
-_LORA: Mapping[Arithmetic, _Layer] = {
-    "bfloat16": _Layer((6, 4), (8, 6)),
-    "autocast": _Layer((7, 4), (9, 6)),
-    "float32": _Layer((6, 8), (10, 12), (4, 4)),
-    "casts": _Layer((14, 5), (20, 6.75), (4, 2)),
+_LORA = {
+    "bfloat16": ((6, 4), (8, 6), (2, 2)),
+    "autocast": ((7, 4), (9, 6), (2, 2)),
+    "float32": ((6, 8), (10, 12), (4, 4)),
+    "casts": ((14, 5), (20, 6.75), (4, 2)),
 }
 # DoRA multiplies with the base's weights a second time and keeps every product.
 _DORA = 2
@@ -85,14 +74,12 @@ _AROUND_CHUNKS, _AROUND_CHUNKS_FULL = 12, 8
 
 
 class DeviceMemory(NamedTuple):
-    """Bytes on one device: the most of each component, and of their sum, which need not coincide; the most while a
-    model that trains is measured, 0 if it is not; `overhead` of the process; and of its host: what each device pins
-    there, and what the first process takes to load the weights.
+    """Bytes on one device: the most of each component, and of their sum, which need not coincide; `overhead` of the
+    process; and of its host: what each device pins there, and what the first process takes to load the weights.
     """
 
     components: Mapping[str, int]
     highest: int
-    measuring: int
     overhead: int
     host: int
     loading: int
@@ -100,37 +87,32 @@ class DeviceMemory(NamedTuple):
     @property
     def peak(self) -> int:
         """What the device must have: the highest sum, and the overhead."""
-        return max(self.highest, self.measuring) + self.overhead
+        return self.highest + self.overhead
 
 
-def memory(
-    shape: Shape, recipe: Recipe, original: int, on_cpu: bool = False, has_bfloat16: bool = True
-) -> DeviceMemory:
-    """Return bytes on one device over a training step of a model whose own window has `original` tokens. A GPU that has
-    no bfloat16 computes in float32.
+def memory(shape: Shape, recipe: Recipe, original: int, gpu: Gpu) -> DeviceMemory:
+    """Return bytes on one device over a training step of a model whose own window has `original` tokens.
 
-    Four moments are compared: the loss, the backward through the last layer (every saved input is still there), through
-    the first (every gradient already is), and the optimizer's step.
+    These moments are compared: the loss, the backward through the last layer (every saved input is still there) and
+    through the first (every gradient already is), the optimizer's step, and measuring between two steps.
     """
     training, tuning, hardware = recipe.training, recipe.tuning, recipe.hardware
-    length, full = sequence_length(recipe, original), tuning.method == "full"
-    # What one device holds in a forward pass.
+    on_cpu, full, checkpointing = gpu.name == CPU, tuning.method == "full", training.activation_checkpointing
+    length = recipe.data.tokens_per_sequence(original, recipe.context.target)
+    # Of a forward pass on one device.
     tokens = training.per_device_batch_size * -(-length // hardware.context_parallel)
-    base_number = FLOAT32 if recipe.dtype_of_base(on_cpu, has_bfloat16) == "float32" else BFLOAT16
     # FSDP2 shards the weights of a full or LoRA run over all GPUs; NF4 weights and CPUs hold plain copies.
     shards = hardware.processes if recipe.sharded else 1
-    in_bfloat16 = recipe.computes_in_bfloat16(has_bfloat16)
-    arithmetic = _arithmetic(tuning, in_bfloat16, base_number == FLOAT32, gathered=shards > 1)
+    number = FLOAT32 if recipe.dtype_of_base(on_cpu, gpu.bfloat16) == "float32" else BFLOAT16
+    arithmetic = _arithmetic(recipe, gpu, number == FLOAT32, gathered=shards > 1)
+    # NF4 applies to linear layers alone, without head or biases.
+    in_nf4 = shape.linear_weights if tuning.method == "qlora" else 0
+    base = round(in_nf4 * NF4 + (shape.parameters - in_nf4) * number)
     # The base itself trains in its own precision; what trains beside it is float32 (rule 4 of docs/design.md).
-    trained, trained_number = trained_parameters(shape, tuning), base_number if full else FLOAT32
-    in_32_bits = trained
-    if training.optimizer == "paged_adamw_8bit":
-        in_32_bits = shape.embedding if full or tuning.with_embeddings else 0
-    moments = in_32_bits * ADAMW_MOMENTS * trained_number + (trained - in_32_bits) * ADAMW_8BIT
-    optimizer = round(moments / shards)
-    base = base_bytes(shape, tuning.method == "qlora", base_number)
-    weights = (base + (0 if full else trained * FLOAT32)) // shards
-    gradients = trained * trained_number // shards
+    trained_number = number if full else FLOAT32
+    trained = trained_parameters(shape, tuning) * trained_number
+    optimizer = _moments(shape, recipe, trained, trained_number) // shards
+    weights, gradients = (base + (0 if full else trained)) // shards, trained // shards
     if shards > 1:
         # FSDP2 gathers in bfloat16 the layer at work, the next one, and the head (accelerate 1.15); two layers'
         # gradients are whole before they are scattered.
@@ -139,107 +121,88 @@ def memory(
     # DistributedDataParallel's buckets, which stay when gradients go.
     buckets = gradients if shards == 1 and hardware.processes > 1 else 0
     gradients += buckets
-    kept, working = _activations(shape, recipe, length, tokens, arithmetic)
     # Autocast keeps bfloat16 copies of float32 weights for the backward; with checkpointing those that train alone, and
     # until the forward pass ends.
-    cast = arithmetic == "autocast" and (full or not training.activation_checkpointing)
+    cast = arithmetic == "autocast" and (full or not checkpointing)
     casts = (shape.linear_weights + shape.experts) * BFLOAT16 if cast else 0
-    casts_in_backward = 0 if training.activation_checkpointing else casts
-    first_gradients = shape.embedding * trained_number // shards if _head_trains(shape, tuning) else 0
-    accumulated = 0
-    if training.global_batch_size > training.per_device_batch_size * hardware.data_parallel:
+    accumulated, first_gradients = 0, shape.embedding * trained_number // shards if _head_trains(shape, tuning) else 0
+    if training.global_batch_size > recipe.sequences_at_once:
         accumulated = first_gradients = gradients
-    at_moments = (
+    kept, working = _activations(shape, recipe, tokens, arithmetic)
+    at_moments = [
         (weights + casts, accumulated, optimizer, kept, loss_bytes(shape, tuning, tokens, arithmetic, on_cpu)),
-        (weights + casts_in_backward, first_gradients, optimizer, kept + working, 0),
+        (weights + (0 if checkpointing else casts), first_gradients, optimizer, kept + working, 0),
         (weights, gradients, optimizer, working + kept // shape.layers, 0),
         (weights, gradients, optimizer, 0, 0),
-    )
-    measuring = 0
+    ]
     if recipe.evaluation.every:
         # Without activations and gradients; a layer takes no more than at the peak of its backward.
-        window = original if recipe.scaling == "keep" else recipe.context.target
-        forward = window * layer_bytes(shape, tuning, arithmetic)[1] + unpacked_bytes(shape, tuning)
+        forward = round(max(original, recipe.context.target) * layer_bytes(shape, tuning, arithmetic)[1])
         logits = MEASURED_LOGITS_ON_CPU if on_cpu else MEASURED_LOGITS
-        measuring = weights + optimizer + buckets + round(forward) + logits
+        at_moments.append((weights, buckets, optimizer, forward, logits))
     freed = min(MOST_FREED, FREED_ON_CPU * shape.layers * tokens * shape.hidden)
     return DeviceMemory(
         components=dict(zip(COMPONENTS, map(max, *at_moments), strict=True)),
         highest=max(map(sum, at_moments)),
-        measuring=measuring,
         overhead=OVERHEAD_ON_CPU + freed if on_cpu else OVERHEAD,
         # Offloading pins host memory for each device.
-        host=saved_inputs(shape, tokens) if hardware.offload_activations else 0,
+        host=shape.layers * hidden_states(shape, tokens, arithmetic) if hardware.offload_activations else 0,
         # NF4 is made on the device, a tensor at a time; a CPU's weights are loaded where they stay.
         loading=0 if on_cpu or tuning.method == "qlora" else base,
     )
 
 
-def _arithmetic(tuning: Tuning, in_bfloat16: bool, wide: bool, gathered: bool) -> Arithmetic:
+def _arithmetic(recipe: Recipe, gpu: Gpu, wide: bool, gathered: bool) -> Arithmetic:
     """Return how a step computes with float32 weights, if `wide`, or bfloat16 ones; FSDP2 gathers them in the dtype in
-    which it computes.
+    which it computes, float32 on a GPU that has no bfloat16.
     """
+    in_bfloat16, tuning = recipe.computes_in_bfloat16(gpu.bfloat16), recipe.tuning
     if wide or gathered:
         return "float32" if not in_bfloat16 else "bfloat16" if gathered else "autocast"
     return "casts" if tuning.method != "full" and (not in_bfloat16 or tuning.dropout) else "bfloat16"
 
 
-def sequence_length(recipe: Recipe, original: int) -> int:
-    """Return the tokens of a training sequence: L', or at most L of them under PoSE (`data.positions: skip`)."""
-    return recipe.data.tokens_per_sequence(original, recipe.context.target)
+def _moments(shape: Shape, recipe: Recipe, trained: int, bytes_per_number: int) -> int:
+    """Return the bytes of AdamW's two moments of `trained` bytes, before they are sharded."""
+    in_32_bits = trained
+    if recipe.training.optimizer == "paged_adamw_8bit":
+        embeddings_train = recipe.tuning.method == "full" or recipe.tuning.with_embeddings
+        in_32_bits = shape.embedding * bytes_per_number if embeddings_train else 0
+    return round(in_32_bits * ADAMW_MOMENTS + (trained - in_32_bits) / bytes_per_number * ADAMW_8BIT)
 
 
-def base_bytes(shape: Shape, quantized: bool, bytes_per_number: int) -> int:
-    """Return the bytes of the base's weights as loaded; NF4 applies to linear layers alone, without head or biases."""
-    in_nf4 = shape.linear_weights if quantized else 0
-    return round(in_nf4 * NF4 + (shape.parameters - in_nf4) * bytes_per_number)
+def hidden_states(shape: Shape, tokens: int, arithmetic: Arithmetic) -> int:
+    """Return bytes of a layer's input, which checkpointing saves."""
+    return tokens * shape.hidden * (FLOAT32 if arithmetic in WIDE_STREAM else BFLOAT16)
 
 
-def saved_inputs(shape: Shape, tokens: int, wide_stream: bool = False, offloaded: bool = False) -> int:
-    """Return bytes of the layer inputs that checkpointing keeps on the device: layers x tokens x hidden."""
-    resident = min(shape.layers, RESIDENT_WHEN_OFFLOADED) if offloaded else shape.layers
-    return resident * tokens * shape.hidden * (FLOAT32 if wide_stream else BFLOAT16)
-
-
-def unpacked_bytes(shape: Shape, tuning: Tuning) -> int:
-    """Return bytes of the largest linear layer: NF4 unpacks one at a time to bfloat16."""
-    return shape.largest_linear * BFLOAT16 if tuning.method == "qlora" else 0
-
-
-def loss_bytes(
-    shape: Shape, tuning: Tuning, tokens: int, arithmetic: Arithmetic = "bfloat16", on_cpu: bool = False
-) -> int:
+def loss_bytes(shape: Shape, tuning: Tuning, tokens: int, arithmetic: Arithmetic, on_cpu: bool) -> int:
     """Return bytes of TRL's chunked loss: a tile of logits, the final hidden states with gradient, the head's gradient.
 
     It never holds `tokens x vocabulary`; gradients of the hidden states and of the head are summed in float32.
     """
     per_logit = (FLOAT32 if arithmetic == "float32" else BFLOAT16) + (LOSS_TILE_UNFUSED if on_cpu else 0)
     tile = min(tokens, LOSS_TILE_TOKENS) * min(shape.vocabulary, LOSS_TILE_VOCABULARY) * per_logit
-    stream = FLOAT32 if arithmetic in WIDE_STREAM else BFLOAT16
-    hidden = tokens * shape.hidden * (stream + FLOAT32 + stream)
-    head = shape.embedding * FLOAT32 if _head_trains(shape, tuning) else 0
-    return tile + hidden + head
+    hidden = 2 * hidden_states(shape, tokens, arithmetic) + tokens * shape.hidden * FLOAT32
+    return tile + hidden + (shape.embedding * FLOAT32 if _head_trains(shape, tuning) else 0)
 
 
 def _head_trains(shape: Shape, tuning: Tuning) -> bool:
     return tuning.method == "full" or (shape.tied and tuning.with_embeddings)
 
 
-def _activations(shape: Shape, recipe: Recipe, length: int, tokens: int, arithmetic: Arithmetic) -> tuple[int, int]:
+def _activations(shape: Shape, recipe: Recipe, tokens: int, arithmetic: Arithmetic) -> tuple[int, int]:
     """Return bytes kept from the forward pass, and bytes at work on top of them inside one layer."""
     training, tuning, hardware = recipe.training, recipe.tuning, recipe.hardware
     mlp_share = min(1.0, (training.mlp_chunk_tokens or tokens) / tokens)
     kept, peak = layer_bytes(shape, tuning, arithmetic, hardware.context_parallel, mlp_share)
-    # The `eager` kernel alone materializes the attention weights of a layer.
-    eager = training.per_device_batch_size if recipe.model.attention == "eager" else 0
-    scores = eager * shape.heads * length**2 * EAGER_SCORE
-    adapted = tuning.targets == "all-linear" and tuning.method != "full"
-    experts = shape.adapted_experts / shape.layers if adapted else 0
-    kept = kept * tokens + scores + ADAPTED_EXPERTS_KEPT * experts
-    peak = peak * tokens + scores + ADAPTED_EXPERTS_PEAK * experts + unpacked_bytes(shape, tuning)
-    if training.activation_checkpointing:
-        return saved_inputs(shape, tokens, arithmetic in WIDE_STREAM, hardware.offload_activations), round(peak)
-    return round(shape.layers * kept), round(peak - kept)
+    experts = 0 if tuning.method == "full" else shape.lora[tuning.targets].experts / shape.layers
+    kept = kept * tokens + ADAPTED_EXPERTS_KEPT * experts
+    peak = peak * tokens + ADAPTED_EXPERTS_PEAK * experts
+    if not training.activation_checkpointing:
+        return round(shape.layers * kept), round(peak - kept)
+    resident = min(shape.layers, RESIDENT_WHEN_OFFLOADED) if hardware.offload_activations else shape.layers
+    return resident * hidden_states(shape, tokens, arithmetic), round(peak)
 
 
 def layer_bytes(
@@ -251,25 +214,26 @@ def layer_bytes(
     values of the whole sequence. `mlp_share` is the share of the tokens that an MLP takes at a time.
     """
     full = tuning.method == "full"
-    layer, width = (_FULL if full else _LORA)[arithmetic], 2 if arithmetic == "float32" else 1
+    of_layer, at_peak, of_attention = (_FULL if full else _LORA)[arithmetic]
     # What norms keep beyond that: one of q and k a float32 copy, a third or fourth one of hidden states (Gemma) its
     # float32 values as well, and one that trains beside LoRA the normalized values.
     normalized = 4 if arithmetic in WIDE_STREAM else 2
     norms = 4 * max(0, shape.norms - 2) + (normalized if tuning.with_norms and not full else 0)
     of_heads = 3 if shape.head_normed else 0
-    common = _bytes(shape, norms, 0, layer.attention[0] + of_heads, layer.attention[1] + of_heads)
-    kept, peak = (_bytes(shape, *tensors) for tensors in (layer.kept, layer.peak))
+    common = _bytes(shape, norms, 0, of_attention[0] + of_heads, of_attention[1] + of_heads)
+    kept, peak = _bytes(shape, *of_layer), _bytes(shape, *at_peak)
     if mlp_share < 1:
-        kept = _bytes(shape, layer.kept[0])
+        kept = _bytes(shape, of_layer[0])
         peak = min(peak, kept + _bytes(shape, _AROUND_CHUNKS_FULL if full else _AROUND_CHUNKS) + mlp_share * peak)
     # Gradients of q, k and v; the other devices' k and v, and their gradients (torch's all-gather rotation).
     others = 4 * context_parallel if context_parallel > 1 else 0
-    in_attention = _bytes(shape, layer.kept[0], 0, width, width * (2 + others))
+    width = 2 if arithmetic == "float32" else 1
+    in_attention = _bytes(shape, of_layer[0], 0, width, width * (2 + others))
     times = _DORA if tuning.dora else 1
     return times * (kept + common), times * (max(peak, in_attention) + common)
 
 
-def _bytes(shape: Shape, hidden: float = 0, intermediate: float = 0, queries: float = 0, keys: float = 0) -> float:
+def _bytes(shape: Shape, hidden: float, intermediate: float = 0, queries: float = 0, keys: float = 0) -> float:
     """Return bytes per token of bfloat16 tensors, so many of each of the model's widths."""
     of_mlp = hidden * shape.hidden + intermediate * shape.intermediate
     return (of_mlp + queries * shape.queries + keys * shape.keys) * BFLOAT16

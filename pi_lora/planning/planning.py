@@ -10,7 +10,7 @@ from pydantic import TypeAdapter
 
 from pi_lora.errors import PiLoraError
 from pi_lora.planning.gpus import CPU, GPUS, Gpu, find_gpu
-from pi_lora.planning.memory import DeviceMemory, memory, sequence_length
+from pi_lora.planning.memory import DeviceMemory, memory
 from pi_lora.planning.operations import Flops, flops_of_sequences, measuring_flops
 from pi_lora.planning.shape import Shape, trained_parameters
 from pi_lora.recipe.schema import Recipe
@@ -93,17 +93,11 @@ class TrainingPlan:
         return {
             "gpu": self.gpu.name,
             "gpus": self.recipe.hardware.processes,
-            "machines": self.recipe.hardware.machines,
             "bytes": dict(self.memory.components),
             "peak_bytes_per_gpu": self.memory.peak,
-            "memory_bytes_per_gpu": self.gpu.memory,
             "host_bytes_per_gpu": self.memory.host,
-            "host_bytes_to_load": self.memory.loading,
             "fits": self.fits,
-            "parameters": self.target.shape.parameters,
-            "trained_parameters": self.trained,
             "tokens_per_step": self.tokens_per_step,
-            "tokens": self.tokens,
             "steps": self.recipe.training.steps,
             "flops": self.flops._asdict(),
             "hours": self.hours,
@@ -161,19 +155,17 @@ def plan_recipe(recipe: Recipe, target: Target, gpu: Gpu | None = None) -> Train
         devices = [each for each in GPUS.values() if each.bfloat16] if hardware.gpus else [GPUS[CPU]]
         plans = [plan_recipe(recipe, target, each) for each in devices]
         return next((plan for plan in plans if plan.fits), plans[-1])
-    on_cpu = gpu.name == CPU
-    if on_cpu and hardware.gpus is not None:
+    if gpu.name == CPU and hardware.gpus:
         raise PiLoraError("--gpu: cpu: the recipe asks for hardware.gpus; name a GPU, or set hardware.gpus=null")
-    shape, tokens = target.shape, sequence_length(recipe, target.original)
+    shape, tokens = target.shape, recipe.data.tokens_per_sequence(target.original, recipe.context.target)
     sequences = training.steps * training.global_batch_size
-    window = target.original if recipe.scaling == "keep" else recipe.context.target
     return TrainingPlan(
         recipe=recipe,
         target=target,
         gpu=gpu,
         trained=trained_parameters(shape, recipe.tuning),
-        memory=memory(shape, recipe, target.original, on_cpu, gpu.bfloat16),
+        memory=memory(shape, recipe, target.original, gpu),
         tokens_per_step=training.global_batch_size * tokens,
         flops=flops_of_sequences(shape, recipe.tuning, tokens, training.activation_checkpointing, sequences),
-        measuring=measuring_flops(shape, recipe, window),
+        measuring=measuring_flops(shape, recipe, max(target.original, recipe.context.target)),
     )

@@ -7,10 +7,13 @@ from pi_lora.recipe.schema import Tuning
 
 
 class Adapted(NamedTuple):
-    """What LoRA adapts: numbers that its matrices have per rank, and outputs, each of which DoRA scales."""
+    """What LoRA adapts: numbers that its matrices have per rank; outputs, each of which DoRA scales; and numbers of
+    experts to which it adds its products.
+    """
 
     per_rank: int
     outputs: int
+    experts: int = 0
 
 
 @dataclass(frozen=True)
@@ -20,9 +23,8 @@ class Shape:
     `layer` is the number of parameters of the largest layer. `intermediate`, `queries` and `keys` are the widths of
     the widest layer, in numbers per token, and `norms` counts the norms of its hidden states; `head_normed` if
     attention has norms of its own. `linear_weights` are those of all layers' linear layers without biases: what is
-    quantized, and multiplied with each token; `largest_linear` those of the largest. `lora` has what LoRA adapts by
-    `tuning.targets`. The weights of experts are stored in `experts` numbers, of which each token is multiplied with
-    `active_experts`; LoRA adds its products to `adapted_experts` of them.
+    quantized, and multiplied with each token. `lora` has what LoRA adapts by `tuning.targets`. The weights of experts
+    are stored in `experts` numbers, of which each token is multiplied with `active_experts`.
     """
 
     parameters: int
@@ -32,15 +34,12 @@ class Shape:
     intermediate: int
     queries: int
     keys: int
-    heads: int
     vocabulary: int
     tied: bool
     linear_weights: int
-    largest_linear: int
     lora: dict[str, Adapted]
     experts: int
     active_experts: int
-    adapted_experts: int
     norms: int
     norm_weights: int
     head_normed: bool

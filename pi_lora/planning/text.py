@@ -1,13 +1,13 @@
-"""A plan in words, for `pi-lora plan` and the first lines of every training; and what to change when a recipe does not
-fit, or when there is room to be faster, found by planning the changes.
+"""A plan in words, for `pi-lora plan` and the first lines of every training; what to change when a recipe does not fit,
+found by planning the changes; and the page of all recipes.
 """
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Template
+from jinja2 import Environment, FileSystemLoader
 from pydantic import ValidationError
 
 from pi_lora.planning.gpus import CPU, GIB
@@ -16,18 +16,17 @@ from pi_lora.planning.planning import ASSUMED_UTILIZATION, TrainingPlan, plan_re
 from pi_lora.recipe.files import load_recipe, recipe_paths, recipe_summary
 from pi_lora.recipe.schema import Recipe
 
-Changes = Mapping[str, Any]
-# A chunk is long enough to keep a GPU busy, and short compared with the windows that do not fit.
-MLP_IN_CHUNKS: Changes = {"training.mlp_chunk_tokens": 4096}
-OFFLOAD: Changes = {"hardware.offload_activations": True}
-# What saves memory and costs only time.
-_COSTS_TIME: Changes = {**MLP_IN_CHUNKS, **OFFLOAD, "training.per_device_batch_size": 1}
-# Undo what costs most time to save memory; activations that are not checkpointed are not offloaded either.
-_FASTER: tuple[Changes, ...] = (
-    {"training.activation_checkpointing": False, "hardware.offload_activations": False},
-    {"hardware.offload_activations": False},
-)
-GPUS_OF_A_MACHINE = 8
+Changes = dict[str, Any]
+# What saves memory and costs only time, the cheapest first. A chunk is long enough to keep a GPU busy, and short
+# compared with the windows that do not fit.
+_COSTS_TIME: Changes = {
+    "training.activation_checkpointing": True,
+    "training.mlp_chunk_tokens": 4096,
+    "hardware.offload_activations": True,
+    "training.per_device_batch_size": 1,
+}
+# In one machine.
+MOST_GPUS = 8
 
 
 def plan_lines(plan: TrainingPlan) -> list[str]:
@@ -36,17 +35,21 @@ def plan_lines(plan: TrainingPlan) -> list[str]:
     windows = f"{plan.target.original} to {target} tokens"
     if recipe.scaling == "keep":
         windows = f"{plan.target.original} tokens as it is, tuned for {target}"
-    frozen = plan.target.shape.parameters if recipe.tuning.method != "full" else 0
-    parameters = f"{_count(plan.trained)} parameters train" + (f"; {_count(frozen)} are frozen" if frozen else "")
+    parameters = f"{_count(plan.trained)} parameters train"
+    if recipe.tuning.method != "full":
+        parameters += f"; {_count(plan.target.shape.parameters)} are frozen"
     each = "each of " if recipe.hardware.processes > 1 else ""
+    memory = f"{_gib(plan.memory.peak)} of {_gib(plan.gpu.memory)} GiB on {each}{machinery(plan)}"
+    if plan.memory.host:
+        memory += f", {_gib(plan.memory.host)} GiB of its host"
+    if plan.memory.loading:
+        memory += f"; {_gib(plan.memory.loading)} GiB of the first host to load it"
     duration = "no hours, since the peak of this device is not known"
-    if plan.hours is not None:
+    if plan.hours:
         duration = f"about {hours_in_words(plan.hours)} at {plan.utilization:.0%} of the peak (assumed)"
     lines = [
         f"{recipe.model.name}: {windows}, {recipe.scaling}, {recipe.tuning.method}; {parameters}",
-        f"memory: {_gib(plan.memory.peak)} of {_gib(plan.gpu.memory)} GiB on {each}{machinery(plan)}"
-        + (f", {_gib(plan.memory.host)} GiB of its host" if plan.memory.host else "")
-        + (f"; {_gib(plan.memory.loading)} GiB of the first host to load it" if plan.memory.loading else ""),
+        f"memory: {memory}",
         f"time: {recipe.training.steps} steps of {plan.tokens_per_step:,} tokens, {_count(plan.tokens)} in all, "
         f"{sum(plan.flops):.1e} FLOPs: {duration}",
     ]
@@ -56,18 +59,12 @@ def plan_lines(plan: TrainingPlan) -> list[str]:
         change = advice(plan)
         remedy = f"the cheapest change that fits: {change}" if change else "no suggested change fits"
         lines.append(f"it does not fit on {plan.gpu.name}; {remedy}")
-    elif found := faster(plan):
-        change, changed = found
-        saved = 1 - sum(changed.flops) / sum(plan.flops)
-        operations = f", {saved:.0%} fewer operations" if saved else ""
-        lines.append(f"there is room to be faster: {change}: {_gib(changed.memory.peak)} GiB{operations}")
     return lines
 
 
 def component_lines(plan: TrainingPlan) -> list[tuple[str, str]]:
     """Return each component's name and the most that it takes; not all of them at the same moment."""
-    of_process = "overhead" if plan.gpu.name == CPU else "overhead (assumed)"
-    parts = {**plan.memory.components, of_process: plan.memory.overhead}
+    parts = {**plan.memory.components, "overhead": plan.memory.overhead}
     return [(name, f"{size / GIB:.2f} GiB") for name, size in parts.items()]
 
 
@@ -105,43 +102,36 @@ def _count(number: int) -> str:
 def advice(plan: TrainingPlan) -> str | None:
     """Return the overrides of the cheapest change after which a plan fits, or None if no change here does.
 
-    Tried in this order, each alone and then with all that costs only time: measuring afterwards, chunked MLPs,
-    offloaded activations, one sequence at a time, QLoRA, more GPUs of one machine, a shorter target.
+    Tried in this order, each with ever more of what costs only time: nothing else, measuring afterwards, QLoRA, more
+    GPUs of one machine, a shorter target.
     """
     return next((overrides for overrides, changed in replanned(plan, _changes(plan)) if changed.fits), None)
 
 
-def faster(plan: TrainingPlan) -> tuple[str, TrainingPlan] | None:
-    """Return the overrides after which a recipe takes less time and still fits, with memory to spare, and their plan.
-
-    None where activations are kept on the device already, or have no room there.
-    """
-    return next((each for each in replanned(plan, _FASTER) if each[0] and each[1].roomy), None)
+def slower(plan: TrainingPlan) -> list[Changes]:
+    """Return what saves memory and costs only time, each with all that costs less."""
+    # A CPU's activations are in the host's memory already; a chunk cannot repeat its dropout in the backward.
+    useless = {
+        "hardware.offload_activations": plan.gpu.name == CPU,
+        "training.mlp_chunk_tokens": plan.recipe.tuning.dropout,
+    }
+    useful = [(key, value) for key, value in _COSTS_TIME.items() if not useless.get(key)]
+    return [dict(useful[:number]) for number in range(len(useful) + 1)]
 
 
 def _changes(plan: TrainingPlan) -> Iterator[Changes]:
     recipe, shorter = plan.recipe, plan.recipe.context.target // 2
-    if recipe.evaluation.every:
-        yield {"evaluation.every": None}
-    # A CPU's activations are in the host's memory already; a chunk cannot repeat its dropout in the backward.
-    excluded = {*(OFFLOAD if plan.gpu.name == CPU else ()), *(MLP_IN_CHUNKS if recipe.tuning.dropout else ())}
-    costs_time = {key: value for key, value in _COSTS_TIME.items() if key not in excluded}
-    yield from ({key: value} for key, value in costs_time.items())
-    yield costs_time
-    more: list[Changes] = []
+    changes: list[Changes] = [{}, {"evaluation.every": None}]
     if recipe.tuning.method != "qlora":
-        more.append({"tuning.method": "qlora"})
-        gpus = recipe.hardware.gpus
-        while gpus and gpus < GPUS_OF_A_MACHINE:
-            gpus = min(2 * gpus, GPUS_OF_A_MACHINE)
+        changes.append({"tuning.method": "qlora"})
+        gpus = recipe.hardware.gpus or MOST_GPUS
+        while (gpus := 2 * gpus) <= MOST_GPUS:
             # First the weights are spread over them, then the sequence too.
-            more += [{"hardware.gpus": gpus}, {"hardware.gpus": gpus, "hardware.context_parallel": gpus}]
+            changes += [{"hardware.gpus": gpus}, {"hardware.gpus": gpus, "hardware.context_parallel": gpus}]
     while shorter > plan.target.original:
-        more.append({"context.target": shorter})
+        changes.append({"context.target": shorter})
         shorter //= 2
-    for changes in more:
-        yield changes
-        yield {**costs_time, **changes}
+    return (costs_time | change for change in changes for costs_time in slower(plan))
 
 
 def replanned(plan: TrainingPlan, alternatives: Iterable[Changes]) -> Iterator[tuple[str, TrainingPlan]]:
@@ -162,9 +152,9 @@ def replanned(plan: TrainingPlan, alternatives: Iterable[Changes]) -> Iterator[t
 
 def recipes_page(folder: Path) -> str:
     """Return the Markdown page of a folder of recipes: a table for each folder, and what its figures rest on."""
-    template = Template(Path(__file__).with_name("recipes.md").read_text(encoding="utf-8"), keep_trailing_newline=True)
     plans = [(path, plan_training(load_recipe(path).recipe)) for path in recipe_paths(folder)]
-    page: str = template.render(
+    return render(
+        "recipes.md",
         name=Path(folder.name),
         recipes=[
             {
@@ -182,4 +172,11 @@ def recipes_page(folder: Path) -> str:
         cpu=OVERHEAD_ON_CPU,
         shares=ASSUMED_UTILIZATION,
     )
-    return page
+
+
+def render(template: str, **values: Any) -> str:
+    """Return a page or recipe from a template of this folder."""
+    folder = FileSystemLoader(Path(__file__).parent)
+    return (
+        Environment(loader=folder, keep_trailing_newline=True, trim_blocks=True).get_template(template).render(values)
+    )

@@ -15,7 +15,7 @@ from pi_lora.cli import recipes
 from pi_lora.cli.app import err
 from pi_lora.errors import DataError, PiLoraError
 from pi_lora.planning import choosing, planning
-from pi_lora.planning.choosing import RecipeRequest, choose
+from pi_lora.planning.choosing import choose
 from pi_lora.planning.gpus import CPU, GPUS, find_gpu
 from pi_lora.planning.planning import TrainingPlan, find_shape, plan_recipe, plan_training, target_of
 from pi_lora.recipe.files import load_recipe
@@ -29,9 +29,9 @@ Command = Callable[..., tuple[int, str, str]]
 
 
 def chosen(
-    model: str = LLAMA, target: int = 8192, gpu: str = "H100", text: int | None = None, **request: Any
+    model: str = LLAMA, target: int = 8192, gpu: str = "H100", text: int | None = None, source: str | None = None
 ) -> TrainingPlan:
-    return choose(RecipeRequest(model, target, find_gpu(gpu), **request), lambda source: text)
+    return choose(model, target, find_gpu(gpu), [{"name": source}] if source else [], lambda source: text)
 
 
 def levers(plan: TrainingPlan) -> tuple[str, int, str, str]:
@@ -88,7 +88,7 @@ def test_quality_decides_among_what_fits() -> None:
 def test_nothing_better_has_room_and_time(model: str, gpu: str) -> None:
     """Every candidate before the one that was taken lacks memory or time, counted anew."""
     plan = chosen(model, 65536, gpu)
-    first = plan_recipe(RecipeRequest(model, 65536, plan.gpu).recipe(), plan.target, plan.gpu)
+    first = choosing.first_plan(model, 65536, plan.gpu, [])
     for overrides, each in choosing.replanned(first, choosing.candidates(first)):
         if levers(each) == levers(plan):
             return
@@ -110,7 +110,7 @@ def test_a_candidate_that_takes_weeks_gives_way_to_one_that_takes_days() -> None
     slow = replace(GPUS["H100"], peak=1e12)
     whole = chosen(target=32768)
     assert levers(whole)[0] == "contiguous"
-    found = choose(RecipeRequest(LLAMA, 32768, slow), lambda source: None)
+    found = choose(LLAMA, 32768, slow, [], lambda source: None)
     assert found.recipe.data.positions == "skip"
     assert plan_recipe(whole.recipe, whole.target, slow).hours > 2 * (found.hours or 0)  # type: ignore[operator]
 
@@ -122,7 +122,7 @@ def test_text_decides_the_steps() -> None:
     sizes = [(each.recipe.training.steps, each.recipe.training.global_batch_size) for each in (endless, some, little)]
     assert sizes == [(1000, 16), (500, 16), (100, 8)]
     with pytest.raises(DataError, match=r"--data: notes: holds about 200 tokens, and 20 steps take 327,680; give more"):
-        chosen(text=1000, sources=({"name": "notes"},))
+        chosen(text=1000, source="notes")
 
 
 def test_the_recipe_trains(command: Command, tmp_path: Path) -> None:
@@ -189,10 +189,9 @@ def test_a_mistake_is_one_line_and_leaves_no_file(command: Command, tmp_path: Pa
 
 
 def test_a_name_that_yaml_would_misread_is_quoted(small_model: Path, tmp_path: Path) -> None:
-    odd = tmp_path / "a: {b} # \n- 'c'"
+    odd = tmp_path / "a: {b} # - 'c'"
     odd.symlink_to(small_model)
-    request = RecipeRequest(str(odd), 256, GPUS[CPU], ({"name": 'no: "text"'},))
-    plan = choose(request, lambda source: None)
+    plan = choose(str(odd), 256, GPUS[CPU], [{"name": 'no: "text"'}], lambda source: None)
     file = tmp_path / "odd.yaml"
     file.write_text(choosing.recipe_text(plan, file))
     tree = yaml.safe_load(file.read_text())

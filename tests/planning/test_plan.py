@@ -3,7 +3,6 @@
 import json
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +19,12 @@ from pi_lora import cli
 from pi_lora.errors import ModelError, PiLoraError, RecipeError, ScalingError
 from pi_lora.models.model import find
 from pi_lora.planning.counting import shape_of
-from pi_lora.planning.gpus import CPU, GIB, GPUS, MIB, find_gpu, gpu_of_device, nameable
+from pi_lora.planning.gpus import CPU, GIB, GPUS, MIB, find_gpu, gpu_of_device
 from pi_lora.planning.memory import ADAMW_8BIT
 from pi_lora.planning.operations import flops_of_sequences, layers_flops
 from pi_lora.planning.planning import (
     BUILTIN_MODELS,
     CONFIGS,
-    MARGIN,
     TrainingPlan,
     find_shape,
     plan_recipe,
@@ -34,7 +32,7 @@ from pi_lora.planning.planning import (
     target_of,
 )
 from pi_lora.planning.shape import Shape
-from pi_lora.planning.text import advice, faster, plan_lines
+from pi_lora.planning.text import advice, plan_lines
 from pi_lora.recipe.schema import Recipe, Tuning
 
 REPOSITORY = Path(__file__).parents[2]
@@ -178,9 +176,12 @@ def test_shorter_sequences_that_skip_cost_what_they_hold() -> None:
     ("sections", "gpu", "change"),
     [
         ({"target": 139264, "tuning": {"method": "lora"}}, "H100", "training.mlp_chunk_tokens=4096"),
-        ({"target": 163840, "tuning": {"method": "lora"}}, "H100", "hardware.offload_activations=true"),
+        (
+            {"target": 163840, "tuning": {"method": "lora"}},
+            "H100",
+            "training.mlp_chunk_tokens=4096 hardware.offload_activations=true",
+        ),
         ({"target": 131072, "tuning": {"dropout": 0.1}}, "H100", "hardware.offload_activations=true"),
-        ({"training": {"per_device_batch_size": 8}, "tuning": {"method": "qlora"}}, "4090", "training.per_device"),
         ({"tuning": {"method": "lora"}, "name": "huggyllama/llama-13b"}, "4090", "tuning.method=qlora"),
         ({"tuning": {"method": "full", "also_train": "nothing"}}, "H100", "tuning.method=qlora"),
         (
@@ -217,45 +218,6 @@ def test_a_cpu_is_not_told_to_offload_what_its_memory_holds_already() -> None:
     assert found == "context.target=12288"
 
 
-@pytest.mark.parametrize(
-    ("sections", "change"),
-    [
-        ({"target": 4096}, "training.activation_checkpointing=false"),
-        (
-            {"target": 4096, "hardware": {"gpus": 1, "offload_activations": True}},
-            "training.activation_checkpointing=false hardware.offload_activations=false",
-        ),
-        ({"target": 32768, "hardware": {"gpus": 1, "offload_activations": True}}, "hardware.offload_activations=false"),
-        ({"target": 32768}, None),
-        ({"target": 4096, "training": {"activation_checkpointing": False}}, None),
-    ],
-)
-def test_where_there_is_room_it_says_what_would_be_faster(sections: dict[str, Any], change: str | None) -> None:
-    plan = plan_of(recipe(**{"hardware": {"gpus": 1}, **sections}), "H100")
-    assert plan.fits
-    found = faster(plan)
-    said = [line for line in plan_lines(plan) if line.startswith("there is room")]
-    if change is None:
-        assert found is None
-        assert not said
-        return
-    assert found is not None
-    assert found[0] == change
-    assert found[1].memory.peak * MARGIN <= plan.gpu.memory
-    fewer = 1 - sum(found[1].flops) / sum(plan.flops)
-    assert (fewer > 0.2) == ("checkpointing" in change)
-    assert f"{change}: " in said[0]
-    assert (f"{fewer:.0%} fewer operations" in said[0]) == ("checkpointing" in change)
-
-
-def test_room_has_a_margin_for_what_the_plan_may_miss() -> None:
-    plan = plan_of(recipe(target=4096, hardware={"gpus": 1}), "H100")
-    found = faster(plan)
-    assert found
-    tight = replace(plan.gpu, memory=int(found[1].memory.peak * (MARGIN - 0.01)))
-    assert faster(plan_recipe(plan.recipe, plan.target, tight)) is None
-
-
 def test_without_a_gpu_named_it_takes_the_smallest_that_fits() -> None:
     assert plan_of(recipe(hardware={"gpus": 1}, tuning={"method": "qlora"})).gpu.name == "A10G"
     assert plan_of(recipe("builtin:tiny", 1024)).gpu.name == CPU
@@ -271,34 +233,28 @@ def test_gpus_are_known_by_their_own_names() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "peak"),
+    ("name", "mebibytes", "known"),
     [
-        ("Tesla T4", 8.1e12),
-        ("NVIDIA L4", 121e12),
-        ("NVIDIA A10G", 70e12),
-        ("NVIDIA GeForce RTX 3090", 71e12),
-        ("NVIDIA GeForce RTX 4090", 165.2e12),
-        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
-        ("NVIDIA GeForce RTX 5090", 209.5e12),
-        ("NVIDIA RTX A6000", 154.8e12),
-        ("NVIDIA RTX 6000 Ada Generation", 364.2e12),
-        ("NVIDIA A100-SXM4-80GB", 312e12),
-        ("NVIDIA A100-PCIE-40GB", 312e12),
-        ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", None),
-        ("NVIDIA L40S", 362e12),
-        ("NVIDIA H100 80GB HBM3", 989.4e12),
-        ("NVIDIA H100 PCIe", 756e12),
-        ("NVIDIA H100 NVL", None),
-        ("NVIDIA H200", 989.4e12),
-        ("NVIDIA B200", 2250e12),
-        ("NVIDIA A10", None),
-        ("AMD Instinct MI300X", None),
+        ("Tesla T4", 15095, "T4"),
+        ("NVIDIA GeForce RTX 4090", 24207, "4090"),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", 15939, "16GB"),
+        ("NVIDIA RTX 6000 Ada Generation", 48519, "6000-Ada"),
+        ("NVIDIA A100-SXM4-80GB", 81155, "A100-80"),
+        ("NVIDIA A100-PCIE-40GB", 40337, "A100-40"),
+        ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", 4864, "5GB"),
+        ("NVIDIA L40S", 45488, "L40S"),
+        ("NVIDIA H100 80GB HBM3", 81105, "H100"),
+        ("NVIDIA H100 PCIe", 81105, "H100-PCIe"),
+        ("NVIDIA H100 NVL", 95320, "99GB"),
+        ("NVIDIA H200", 143167, "H200"),
+        ("NVIDIA A10", 22732, "23GB"),
+        ("AMD Instinct MI300X", 196592, "206GB"),
     ],
 )
-def test_a_device_has_its_own_memory_and_a_known_one_its_peak(name: str, peak: float | None) -> None:
-    device = gpu_of_device(name, 12345 * MIB)
-    assert (device.name, device.memory) == (name, 12345 * MIB)
-    assert device.peak == (peak and pytest.approx(peak))
+def test_a_device_has_its_own_memory_and_a_name_for_recipes(name: str, mebibytes: int, known: str) -> None:
+    device = gpu_of_device(name, mebibytes * MIB)
+    assert (device.name, device.memory) == (known, mebibytes * MIB)
+    assert device.peak == find_gpu(known).peak
 
 
 def test_any_device_is_planned_by_its_memory_without_hours() -> None:
@@ -318,7 +274,6 @@ def test_what_is_measured_while_it_trains_must_fit_too() -> None:
     asked = {"data": {"source": "text", "positions": "skip"}, "tuning": {"method": "qlora"}, "hardware": {"gpus": 1}}
     perplexity = {"perplexity": {"data": "pg19", "truncate": 131072}}
     plan = plan_of(recipe(target=131072, evaluation={"every": 100, **perplexity}, **asked), "A10G")
-    assert plan.memory.highest < plan.gpu.memory < plan.memory.measuring
     assert not plan.fits
     assert advice(plan) == "evaluation.every=null"
     assert plan_of(recipe(target=131072, evaluation=perplexity, **asked), "A10G").fits
@@ -335,12 +290,6 @@ def test_measuring_costs_its_forward_passes() -> None:
     assert plan.as_json()["measuring_hours"] == plan.measuring_hours
     assert any(line.startswith("evaluation: about") for line in plan_lines(plan))
     assert plan_of(recipe(hardware={"gpus": 1}), "H100").measuring == 0
-
-
-def test_a_gpu_that_is_here_gets_a_name_for_recipes() -> None:
-    assert nameable(gpu_of_device("NVIDIA A100-SXM4-80GB", 85_100_000_000)) is GPUS["A100-80"]
-    assert nameable(gpu_of_device("NVIDIA H100 NVL", 100_500_000_000)).name == "100GB"
-    assert nameable(GPUS[CPU]) is GPUS[CPU]
 
 
 def test_a_recipe_names_its_gpu() -> None:
@@ -370,7 +319,7 @@ def test_one_process_reads_the_weights_into_the_memory_of_its_host() -> None:
     assert plan_of(recipe("builtin:tiny", 1024)).memory.loading == 0
 
 
-@pytest.mark.parametrize(("method", "tokens", "gibibytes"), [("qlora", 16384, 15.5), ("lora", 32768, 32.1)])
+@pytest.mark.parametrize(("method", "tokens", "gibibytes"), [("qlora", 16384, 15.4), ("lora", 32768, 32.1)])
 def test_7b_takes_what_a_recomputation_by_hand_says(method: str, tokens: int, gibibytes: float) -> None:
     """Of 32 layers, width 4096 with MLPs of 11008 and 32000 tokens; LoRA of rank 16, embeddings and norms beside it.
 
@@ -386,8 +335,7 @@ def test_7b_takes_what_a_recomputation_by_hand_says(method: str, tokens: int, gi
     saved = layers * tokens * hidden * 2
     # Tensors of 16 bits per token: of the hidden width 8, and 2 of trained norms; 6 of the MLP's; two of q and of k, v.
     layer = tokens * 2 * ((8 + 2 + 2 + 2) * hidden + 6 * inside)
-    unpacked = hidden * inside * 2 if method == "qlora" else 0
-    peak = weights + saved + layer + unpacked + 1.5 * GIB
+    peak = weights + saved + layer + 1.5 * GIB
     plan = plan_of(recipe(target=tokens, tuning={"method": method}, hardware={"gpus": 1}), "A100-80")
     assert plan.memory.peak == pytest.approx(peak, abs=10)
     assert peak / GIB == pytest.approx(gibibytes, abs=0.05)

@@ -9,8 +9,8 @@ from families import on_meta, plan_of
 from transformers import AutoConfig
 
 from pi_lora.planning.counting import shape_of
-from pi_lora.planning.gpus import CPU, GIB
-from pi_lora.planning.memory import DeviceMemory, memory, saved_inputs
+from pi_lora.planning.gpus import CPU, GIB, GPUS
+from pi_lora.planning.memory import DeviceMemory, hidden_states, memory
 from pi_lora.planning.planning import find_shape, shipped_config
 from pi_lora.planning.shape import Shape
 from pi_lora.recipe.files import load_recipe
@@ -47,7 +47,7 @@ def shape(name: str) -> Shape:
 def planned(name: str, recipe: Recipe, dtype: str | None) -> DeviceMemory:
     """In a dtype of weights that train which no recipe may choose."""
     model = recipe.model.model_copy(update={"dtype": dtype})
-    return memory(shape(name), recipe.model_copy(update={"model": model}), original=32768)
+    return memory(shape(name), recipe.model_copy(update={"model": model}), original=32768, gpu=GPUS["H100"])
 
 
 @pytest.mark.parametrize(
@@ -76,8 +76,7 @@ def test_components_that_others_measured() -> None:
     """TRL's guide: 22 GB of model and optimizer, 0.47 GB of saved activation a layer."""
     components = planned(QWEN_4B, one_sequence("any", 98_304, 1), "bfloat16").components
     assert components["weights"] + components["optimizer"] == pytest.approx(22 * GIB, rel=0.05)
-    saved = saved_inputs(shape(QWEN_4B), 98_304, wide_stream=False, offloaded=False)
-    assert saved / shape(QWEN_4B).layers == pytest.approx(0.47 * GIB, rel=0.01)
+    assert hidden_states(shape(QWEN_4B), 98_304, "bfloat16") == pytest.approx(0.47 * GIB, rel=0.01)
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,6 @@ from pi_lora.planning.memory import (
     LOSS_TILE_UNFUSED,
     NF4,
     Arithmetic,
-    base_bytes,
     layer_bytes,
     loss_bytes,
 )
@@ -107,13 +106,6 @@ def test_nf4_takes_the_bytes_that_bitsandbytes_takes() -> None:
     packed, state = functional.quantize_4bit(weight, compress_statistics=True, quant_type="nf4")
     stored = [packed, state.absmax, state.state2.absmax]
     assert sum(tensor.nbytes for tensor in stored) == pytest.approx(weight.numel() * NF4, rel=1e-6)
-
-
-def test_nf4_leaves_embeddings_and_norms_alone() -> None:
-    _, shape = find_shape("huggyllama/llama-7b")
-    whole = 2 * shape.embedding + shape.norm_weights
-    quantized = base_bytes(shape, quantized=True, bytes_per_number=2)
-    assert quantized == pytest.approx(2 * whole + (shape.parameters - whole) * NF4, abs=1)
 
 
 class Allocations(TorchDispatchMode):
@@ -250,4 +242,4 @@ def test_a_tile_of_the_loss_takes_on_a_cpu_what_the_plan_says(dtype: torch.dtype
 def test_the_loss_never_holds_all_logits() -> None:
     shape = find_shape("Qwen/Qwen3-8B-Base")[1]
     tokens = 131_072
-    assert loss_bytes(shape, Tuning(), tokens) < tokens * shape.vocabulary * 2 / 8
+    assert loss_bytes(shape, Tuning(), tokens, "bfloat16", on_cpu=False) < tokens * shape.vocabulary * 2 / 8
