@@ -56,8 +56,8 @@ def files_named(name: str, suffixes: tuple[str, ...]) -> list[Path]:
     found = path.rglob("*") if path.is_dir() else map(Path, glob.iglob(str(path), recursive=True))
     files = sorted(file for file in found if file.name.lower().endswith(suffixes) and file.is_file())
     if not files:
-        what = "holds" if path.is_dir() else "no such file or folder, or matches"
-        raise DataError(f"{name}: {what} no text files ({', '.join(suffixes)}); name others, or builtin:stdlib")
+        kinds = ", ".join(suffixes)
+        raise DataError(f"{name}: no such file or folder, or no text files in it ({kinds}); name others")
     return files
 
 

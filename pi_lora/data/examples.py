@@ -2,12 +2,13 @@
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from functools import partial
 from string import Formatter
 from typing import Any
 
 from datasets import Dataset
+from pydantic import BaseModel
 
 from pi_lora.data.cache import Row, cached, columns_of
 from pi_lora.data.sources import NamedRow, characters, find_corpus, find_table
@@ -173,34 +174,29 @@ class Prompter:
         return [(len(ids), partial(first, index)) for index, ids in enumerate(found["input_ids"])]
 
 
-@dataclass
-class Account:
+class Account(BaseModel):
     """What became of the rows: the tokens of the prompt and completion of each example, how many examples were cut, and
     which rows are left out and why.
     """
 
-    tokens: list[tuple[int, int]] = field(default_factory=list)
+    tokens: list[tuple[int, int]] = []
     documents_cut: int = 0
     completions_cut: int = 0
-    empty: list[str] = field(default_factory=list)
-    too_long: list[str] = field(default_factory=list)
+    empty: list[str] = []
+    too_long: list[str] = []
 
     @property
     def left_out(self) -> list[str]:
         """A line for each reason, with the number of rows and the names of the first."""
         return [
-            f"{len(names):,} rows left out, {reason}: {', '.join([*names[:SHOWN], *['...'] * (len(names) > SHOWN)])}"
+            f"{len(names):,} rows left out, {reason}: {', '.join(names[:SHOWN])}{', ...' if names[SHOWN:] else ''}"
             for reason, names in {"empty": self.empty, "too long for the window": self.too_long}.items()
             if names
         ]
 
     def nothing(self, source: str, too_long: str) -> DataError:
         """Return why `source` gave no example; `too_long` says what leaves no room for its prompts."""
-        if self.too_long:
-            return DataError(too_long)
-        if self.empty:
-            return DataError(f"{source}: a column is empty in all of {len(self.empty):,} rows; name others")
-        return DataError(f"{source}: holds no rows; name a source that does")
+        return DataError(too_long if self.too_long else f"{source}: no row has text in every column; name others")
 
 
 def prompted(
@@ -210,14 +206,14 @@ def prompted(
     empty column, beside which `limit` are read, and those too long.
     """
 
-    def filled() -> Iterator[NamedRow]:
-        for where, row in rows:
-            if all(text.strip() for text in row.values()):
-                yield where, row
-            else:
-                account.empty.append(where)
+    def has_text(named: NamedRow) -> bool:
+        where, row = named
+        if all(text.strip() for text in row.values()):
+            return True
+        account.empty.append(where)
+        return False
 
-    for batch in in_batches(itertools.islice(filled(), limit), characters):
+    for batch in in_batches(itertools.islice(filter(has_text, rows), limit), characters):
         prompts = prompter.prompts([row for _, row in batch])
         found = [(*named, prompt) for named, prompt in zip(batch, prompts, strict=True)]
         account.too_long += [where for where, _, prompt in found if not prompt.fits]
@@ -231,11 +227,12 @@ def training_examples(data: Data, tokenizer: Any, window: int, progress: Progres
     """
     if tokenizer.eos_token_id is None:
         raise DataError("model.name: its tokenizer has no EOS token, without which no completion ends; give it one")
-    task, account = Task.of(data), Account()
-    tables = [(source, find_table(source)) for source in data.source]
+    task, account, tables = Task.of(data), Account(), list(map(find_table, data.source))
     made_from = {
         "examples": FORMAT,
-        "sources": [{**source.model_dump(), **table.identity()} for source, table in tables],
+        "sources": [
+            {**source.model_dump(), **table.identity()} for source, table in zip(data.source, tables, strict=True)
+        ],
         "task": asdict(task),
         "tokenizer": tokenizer_identity(tokenizer),
         "window": window,
@@ -243,9 +240,8 @@ def training_examples(data: Data, tokenizer: Any, window: int, progress: Progres
 
     def rows() -> Iterator[Row]:
         prompter = Prompter(task, tokenizer, window)
-        for batch in prompted(
-            (row for _, table in tables for row in table.read(task.columns, None)), prompter, account
-        ):
+        named = (row for table in tables for row in table.read(task.columns, None))
+        for batch in prompted(named, prompter, account):
             completions = prompter.completions([row for _, row, _ in batch])
             for (_, _, prompt), completion in zip(batch, completions, strict=True):
                 account.tokens.append((len(prompt.ids), len(completion)))
@@ -254,12 +250,12 @@ def training_examples(data: Data, tokenizer: Any, window: int, progress: Progres
                 yield {"prompt_ids": prompt.ids, "completion_ids": completion}
             progress(len(account.tokens) + len(account.too_long), 0, f"{len(account.tokens):,} examples")
         if not account.tokens:
-            names, limit = ", ".join(source.name for source in data.source), data.completion_tokens
-            cause = f"data.completion_tokens: {limit} leave no room for a prompt of {names} in the window"
+            names = ", ".join(source.name for source in data.source)
+            cause = f"data.completion_tokens: {data.completion_tokens} leave no room for a prompt of {names}"
             raise account.nothing(f"data.source: {names}", f"{cause}; lower it, or choose a longer context.target")
 
     columns = columns_of(dict.fromkeys(("prompt_ids", "completion_ids"), token_type(tokenizer)))
-    found, noted = cached(made_from, columns, rows, lambda: asdict(account))
+    found, noted = cached(made_from, columns, rows, account.model_dump)
     return found, Account(**noted)
 
 

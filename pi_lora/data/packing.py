@@ -3,18 +3,17 @@
 import itertools
 import math
 import random
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 from datasets import Dataset
 
-from pi_lora.data import recall
 from pi_lora.data.cache import Row, cached, columns_of
+from pi_lora.data.recall import recall_document
 from pi_lora.data.sources import RECALL, Table, find_corpus
-from pi_lora.data.tokens import Encode, Pool, Tokens, encoded, encoder, token_type, tokenizer_identity
+from pi_lora.data.tokens import Encode, Pool, Tokens, encoder, in_batches, token_type, tokenizer_identity
 from pi_lora.errors import DataError
 from pi_lora.recipe.schema import Data, Source
 from pi_lora.types import Progress, silent
@@ -68,16 +67,12 @@ class Stream:
     """The sequences of one source; `tokens` and `left_out` (documents) count what was read for them so far."""
 
     source: Source
+    corpus: Table
     data: Data
     encode: Encode
     length: int
     tokens: int = 0
     left_out: int = 0
-
-    @cached_property
-    def corpus(self) -> Table:
-        """The documents."""
-        return find_corpus(self.source)
 
     def sequences(self, pool: Pool | None) -> Iterator[Tokens]:
         """Yield sequences of exactly `length` tokens until the source is used up; `builtin:recall` has no end."""
@@ -90,7 +85,8 @@ class Stream:
         # Each epoch has an order of its own.
         for epoch in range(self.data.epochs):
             texts = (document.text for document in self.corpus.documents(self.data.seed + epoch))
-            for ids in encoded(texts, self.encode, pool=pool):
+            batches = in_batches(texts, len)
+            for ids in itertools.chain.from_iterable(pool.encode(batches) if pool else map(self.encode, batches)):
                 if len(ids) < self.data.min_document_tokens:
                     self.left_out += not epoch  # each document once
                 else:
@@ -103,19 +99,19 @@ class Stream:
 
         frame = count("")  # BOS and EOS
         lines = [line for document in self.corpus.documents() for line in document.text.splitlines() if line.strip()]
-        made_up = recall.recall_documents(self.data.seed, self.length - frame, lambda text: count(text) - frame, lines)
-        # One at a time: making them up costs more than encoding them.
-        yield from (self.encode([text])[0] for text in made_up)
+        rng = random.Random(self.data.seed)
+        while True:
+            text = recall_document(rng, self.length - frame, lambda text: count(text) - frame, lines)
+            yield self.encode([text])[0]
 
     def too_little(self, needed: int) -> DataError:
         """Return what is wrong when the source is used up: its tokens, those needed, and how many epochs would do."""
-        where, short, epochs = f"data.source: {self.source.name}", _left_out([self]), self.data.epochs
+        where, epochs = f"data.source: {self.source.name}", self.data.epochs
         if not self.tokens:
-            problem = f"holds no document that is long enough ({short}); lower data.min_document_tokens"
-            return DataError(f"{where}: {problem}")
+            return DataError(f"{where}: every document is shorter than data.min_document_tokens; lower it")
         more = f"set data.epochs to {math.ceil(needed * epochs / self.tokens)}, add text, or lower training.steps"
         at_hand = f"{self.tokens:,} tokens at hand in data.epochs: {epochs}, {needed:,} needed for its share"
-        return DataError(f"{where}: {at_hand}{short and f' ({short})'}; {more}")
+        return DataError(f"{where}: {at_hand}; {more}")
 
 
 def training_sequences(
@@ -140,7 +136,7 @@ def training_sequences(
     if pose and data.chunks > length:
         raise DataError(f"data.chunks: {data.chunks} chunks do not fit into {length} tokens; choose fewer")
     encode = encoder(tokenizer, data.special_tokens)
-    streams = [Stream(source, data, encode, length) for source in data.source]
+    streams = [Stream(source, find_corpus(source), data, encode, length) for source in data.source]
     made_from = {
         "format": FORMAT,
         "sources": [{**stream.source.model_dump(), **stream.corpus.identity()} for stream in streams],
@@ -154,25 +150,18 @@ def training_sequences(
     def rows() -> Iterator[Row]:
         progress(0, number * length)
         rng = random.Random(data.seed)
-        order = drawn_order([source.weight for source in data.source], number, data.seed)
+        weights = [source.weight for source in data.source]
+        order = random.Random(data.seed).choices(range(len(weights)), weights, k=number)
         with Pool(tokenizer, data.special_tokens, processes) if processes > 1 else nullcontext() as pool:
             sequences = [stream.sequences(pool) for stream in streams]
             for done, index in enumerate(order, 1):
                 if (ids := next(sequences[index], None)) is None:
                     raise streams[index].too_little(order.count(index) * length)
-                progress(done * length, number * length, _left_out(streams))
+                short = sum(stream.left_out for stream in streams)
+                note = f"documents of under {data.min_document_tokens} tokens left out: {short:,}" if short else ""
+                progress(done * length, number * length, note)
                 positions = {"position_ids": skip_positions(rng, length, target, data.chunks)} if pose else {}
                 yield {"input_ids": ids, **positions}
 
     columns = {"input_ids": token_type(tokenizer), **({"position_ids": "int32"} if pose else {})}
     return cached(made_from, columns_of(columns, length), rows)[0]
-
-
-def drawn_order(weights: Sequence[float], number: int, seed: int) -> list[int]:
-    """Return which source each of `number` sequences comes from, as often as the weights say."""
-    return random.Random(seed).choices(range(len(weights)), weights, k=number)
-
-
-def _left_out(streams: Sequence[Stream]) -> str:
-    number = sum(stream.left_out for stream in streams)
-    return f"documents of under {streams[0].data.min_document_tokens} tokens left out: {number:,}" if number else ""

@@ -6,7 +6,7 @@ prompt: prose, code, tables, registers and verbatim repetition. Every question i
 
 import itertools
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import yaml
@@ -17,6 +17,7 @@ NAMES, THINGS, WORDS = (_lists[name].split() for name in ("names", "things", "wo
 # A statement, and the question for it.
 FORMS: list[tuple[str, str]] = [(state, ask) for state, ask in _lists["forms"]]
 SUBJECTS, PREDICATES = ([each.strip() for each in _lists[name].split("|")] for name in ("subjects", "predicates"))
+DIGITS, LETTERS_AND_DIGITS = "0123456789", "0123456789abcdef"
 
 Counter = Callable[[str], int]
 
@@ -24,31 +25,28 @@ Counter = Callable[[str], int]
 def value(rng: random.Random) -> str:
     """Draw a value that cannot be guessed: mostly five digits, sometimes fewer or more, letters or words."""
     kind = rng.random()
-    if kind < 0.6:
-        return "".join(rng.choices("0123456789", k=5))
-    if kind < 0.8:
-        return "".join(rng.choices("0123456789", k=rng.randint(1, 8)))
-    if kind < 0.9:
+    if 0.8 <= kind < 0.9:
         return " ".join(rng.choices(WORDS, k=rng.randint(1, 3)))
-    return "".join(rng.choices("0123456789abcdef", k=rng.randint(3, 6)))
+    if kind >= 0.9:
+        return "".join(rng.choices(LETTERS_AND_DIGITS, k=rng.randint(3, 6)))
+    return "".join(rng.choices(DIGITS, k=5 if kind < 0.6 else rng.randint(1, 8)))
 
 
-def sentence(rng: random.Random) -> str:
-    """Draw a sentence of no importance."""
-    return f"{rng.choice(SUBJECTS)} {rng.choice(PREDICATES)}."
+def sentences(rng: random.Random, number: int) -> str:
+    """Draw sentences of no importance."""
+    return " ".join(f"{rng.choice(SUBJECTS)} {rng.choice(PREDICATES)}." for _ in range(number))
 
 
 def filler(rng: random.Random, lines: Sequence[str]) -> Callable[[], str]:
     """Draw what stands between facts: a function of its next line; one refrain, ever new sentences, or real text."""
     kind = rng.choice("refrain refrain sentences lines lines".split() if lines else ["refrain", "sentences"])
-    refrain = " ".join(sentence(rng) for _ in range(rng.randint(2, 6)))
+    refrain = sentences(rng, rng.randint(2, 6))
     following = itertools.count(rng.randrange(len(lines)) + 1 if lines else 0)
-    kinds = {
-        "refrain": lambda: refrain,
-        "sentences": lambda: " ".join(sentence(rng) for _ in range(3)),
-        "lines": lambda: lines[next(following) % len(lines)],
-    }
-    return kinds[kind]
+    if kind == "refrain":
+        return lambda: refrain
+    if kind == "sentences":
+        return lambda: sentences(rng, 3)
+    return lambda: lines[next(following) % len(lines)]
 
 
 class Page:
@@ -82,7 +80,7 @@ def facts_document(rng: random.Random, budget: int, count: Counter, lines: Seque
             known.append(fact)
         return said
 
-    def question(reserve: int, among: int) -> bool:
+    def question(among: int, reserve: int = 0) -> bool:
         return page.say(ask.format(**rng.choice(known[:among])), reserve)
 
     closing = int(budget * rng.uniform(0.03, 0.3))
@@ -94,17 +92,17 @@ def facts_document(rng: random.Random, budget: int, count: Counter, lines: Seque
     while going:
         going = page.say(more(), closing)
         if going and rng.random() < 0.4:
-            going = new_fact() if rng.random() < 0.3 else question(closing, len(known))
+            going = new_fact() if rng.random() < 0.3 else question(len(known), closing)
     # Half of the time only the oldest facts, so that long distances are as frequent as short ones.
     among = rng.choice((2, len(known)))
-    while known and question(0, among):
+    while known and question(among):
         pass
     return "\n".join(page.lines)
 
 
 def copy_document(rng: random.Random, budget: int, count: Counter, lines: Sequence[str]) -> str:
     """Write a line of random words or digits, and repeat it verbatim: many times at once, or after other text."""
-    pool = rng.choice((WORDS, "0123456789", WORDS + NAMES, "0123456789abcdef"))
+    pool = rng.choice((WORDS, DIGITS, WORDS + NAMES, LETTERS_AND_DIGITS))
     joint = " " if len(pool) > 20 else rng.choice(("", " ", ", "))
     apart = rng.random() < 0.6
     size = rng.randint(6, max(8, budget // (16 if apart else 3)))
@@ -123,10 +121,3 @@ def copy_document(rng: random.Random, budget: int, count: Counter, lines: Sequen
 def recall_document(rng: random.Random, budget: int, count: Counter, lines: Sequence[str] = ()) -> str:
     """Write a document of at most `budget` tokens as `count` measures them, with `lines` of real text between facts."""
     return (copy_document if rng.random() < 0.3 else facts_document)(rng, budget, count, lines)
-
-
-def recall_documents(seed: int, budget: int, count: Counter, lines: Sequence[str] = ()) -> Iterator[str]:
-    """Yield recall documents without end."""
-    rng = random.Random(seed)
-    while True:
-        yield recall_document(rng, budget, count, lines)

@@ -114,12 +114,9 @@ def read_files(files: Mapping[str, File], columns: Sequence[str], seed: int | No
 
 def local_files(name: str, files: Mapping[str, Path], column: str = "text") -> Table:
     """Return named files as a table."""
-
-    def identity() -> Json:
-        return {"files": len(files), "sha256": documents.fingerprint(files.values())}
-
     size = sum(file.stat().st_size for file in files.values())
-    return Table(name, column, functools.partial(read_files, files), identity, size)
+    decided_by = {"files": len(files), "sha256": documents.fingerprint(files.values())}
+    return Table(name, column, functools.partial(read_files, files), lambda: decided_by, size)
 
 
 def split_of(relative_path: str) -> str:
@@ -150,7 +147,6 @@ def hub_dataset(source: Source) -> Table:
     turns.
     """
     name, revision, streaming = source.name, source.revision, source.streaming
-    pinned = COMMIT.fullmatch(revision) is not None
 
     @functools.cache
     def loaded() -> Any:
@@ -165,11 +161,11 @@ def hub_dataset(source: Source) -> Table:
             # In its cache a data set is in a folder with the name of its commit.
             return Path(loaded().cache_files[0]["filename"]).parent.name
         with _hub_errors(name):
-            return revision if pinned else HfApi().dataset_info(name, revision=revision).sha
+            return HfApi().dataset_info(name, revision=revision).sha
 
     def read(columns: Sequence[str], seed: int | None) -> Iterator[NamedRow]:
         # Without the hub, `datasets` (5.2) takes the commit that it has, whatever is asked for.
-        if pinned and (found := commit()) != revision:
+        if not streaming and COMMIT.fullmatch(revision) and (found := commit()) != revision:
             why = f"the hub cannot be asked, and on the disk is commit {found} instead of {revision}"
             raise DataError(f"{name}: {why}; connect to the hub, or set revision: {found}")
         dataset = loaded()
@@ -196,8 +192,6 @@ def hub_file(name: str, file: str, revision: str, column: str = "text", member: 
 
     def read(columns: Sequence[str], seed: int | None) -> Iterator[NamedRow]:
         opened = zipfile.Path(downloaded(), member) if member else downloaded()
-        if not opened.is_file():
-            raise DataError(f"{name}: has no split {member}; there are train, validation and test")
         return read_files({f"{name}/{member.removesuffix('.jsonl') or file}": opened}, columns, seed)
 
     # In the hub's cache a file is in a folder with the name of its commit.
@@ -221,8 +215,6 @@ def find_table(source: Source, suffixes: tuple[str, ...] = TABLE_SUFFIXES) -> Ta
     if name.startswith("builtin:"):
         raise DataError(f"{name}: no such built-in rows; there are {STDLIB} and {RECALL}, and only as text to pack")
     if name == SCROLLS:
-        if source.subset is None:
-            raise DataError(f"{SCROLLS}: has several subsets; set subset, as gov_report")
         member = f"{source.subset}/{source.split}.jsonl"
         return hub_file(SCROLLS, f"{source.subset}.zip", source.revision, source.column, member)
     if not documents.looks_local(name):

@@ -1,7 +1,6 @@
 """Text to token ids: special tokens in a text are text, and a long text is tokenized in pieces."""
 
 import hashlib
-import itertools
 import json
 import os
 import signal
@@ -9,6 +8,7 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, MutableSequence, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
+from functools import partial
 from multiprocessing import get_context
 from typing import Any, TypeVar
 
@@ -44,23 +44,21 @@ def tokenized(tokenizer: Any, texts: Sequence[str], special_tokens: bool = False
     A text of more than `2 * PIECE` characters is tokenized in pieces that end with a line. A token that would span two
     pieces is two tokens, and a tokenizer that puts a space before a text puts one before each piece.
     """
-    options = {"split_special_tokens": not special_tokens, "verbose": False}
-
-    def ids_of(parts: list[str], framed: bool = True) -> list[list[int]]:
-        return list(tokenizer(parts, add_special_tokens=framed, **options)["input_ids"])
-
-    def long(text: str) -> Tokens:
-        [framed], [bare] = ids_of(["a"]), ids_of(["a"], framed=False)
-        start = framed.index(bare[0])
-        ids = array("i", framed[:start])
-        for piece in pieces(text):
-            ids.extend(ids_of([piece], framed=False)[0])
-        ids.extend(framed[start + len(bare) :])
-        return ids
-
+    encode = partial(tokenizer, split_special_tokens=not special_tokens, verbose=False)
     short = [text for text in texts if len(text) <= 2 * PIECE]
-    found = iter(ids_of(short) if short else [])
-    return [next(found) if len(text) <= 2 * PIECE else long(text) for text in texts]
+    found = iter(encode(short)["input_ids"] if short else [])
+    return [next(found) if len(text) <= 2 * PIECE else _in_pieces(encode, text) for text in texts]
+
+
+def _in_pieces(encode: Callable[..., Any], text: str) -> Tokens:
+    plain = partial(encode, add_special_tokens=False)
+    framed, bare = encode("a")["input_ids"], plain("a")["input_ids"]
+    start = framed.index(bare[0])
+    ids = array("i", framed[:start])
+    for piece in pieces(text):
+        ids.extend(plain(piece)["input_ids"])
+    ids.extend(framed[start + len(bare) :])
+    return ids
 
 
 def pieces(text: str) -> Iterator[str]:
@@ -72,14 +70,6 @@ def pieces(text: str) -> Iterator[str]:
             end = text.rfind("\n", start, end) + 1 or end
         yield text[start:end]
         start = end
-
-
-def encoded(
-    texts: Iterable[str], encode: Encode, room: int = CHARACTERS_AT_ONCE, pool: "Pool | None" = None
-) -> Iterator[Tokens]:
-    """Yield the ids of each text, read ahead by about `room` characters for a call of `encode` or for a `pool`."""
-    batches = in_batches(texts, len, room)
-    yield from itertools.chain.from_iterable(map(encode, batches) if pool is None else pool.encode(batches))
 
 
 class Pool(ProcessPoolExecutor):

@@ -1,11 +1,10 @@
-import itertools
 import random
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pi_lora.data.recall import FORMS, recall_document, recall_documents
+from pi_lora.data.recall import FORMS, recall_document
 from pi_lora.data.sources import RECALL, SPLITS, STDLIB, evaluation_documents, find_corpus, split_of, standard_library
 from pi_lora.errors import DataError
 from pi_lora.evaluation.passkey.prompt import FILLER, STATEMENT
@@ -73,7 +72,8 @@ def test_recall_questions_are_answered_by_the_text_before() -> None:
 
 def test_tuning_documents_never_show_the_passkey_prompt() -> None:
     filler = [line for each in standard_library().documents() for line in each.text.splitlines() if line.strip()]
-    text = "\n".join(itertools.islice(recall_documents(0, 300, words, filler), 300))
+    rng = random.Random(0)
+    text = "\n".join(recall_document(rng, 300, words, filler) for _ in range(300))
     assert "pass key" not in text
     assert FILLER[:20] not in text
     assert STATEMENT not in {form for each in FORMS for form in each}

@@ -150,5 +150,3 @@ def test_the_commit_of_a_stream_is_asked_of_the_hub(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(sources, "HfApi", Api)
     streamed = Source(name="owner/name", revision="v1", streaming=True)
     assert hub_dataset(streamed).identity() == {"commit": "0123abc"}
-    pinned = streamed.model_copy(update={"revision": "1" * 40})
-    assert hub_dataset(pinned).identity() == {"commit": "1" * 40}

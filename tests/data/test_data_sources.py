@@ -102,16 +102,13 @@ def test_the_shuffle_buffer_loses_nothing_and_holds_no_more_than_it_may(sizes: l
     ("name", "content", "message"),
     [
         ("gone.txt", None, "no such file or folder"),
-        ("gone/*.txt", None, "no such file or folder, or matches no text files"),
         ("empty.txt", b" \n", "holds no text, it is empty"),
         ("latin.txt", b"\xff\xfe\x00", r"cannot be read \('utf-8' codec"),
         ("broken.jsonl", b'{"text": "a"}\n\n{"text": \n', r"jsonl:2: cannot be read \(Expecting value"),
         ("list.jsonl", b'["a"]\n', r"jsonl:1: cannot be read \(it is not one value for each column\)"),
-        ("latin.jsonl", b'{"text": "\xff"}\n', r"jsonl:1: cannot be read \('utf-8' codec"),
         ("column.jsonl", b'{"body": "a", "n": 1}\n', "jsonl:1: has no column text; .*: body, n$"),
         ("number.jsonl", b'{"text": 3}\n', "jsonl:1: column text holds int, not text"),
         ("cut.jsonl.gz", gzip.compress(b'{"text": "a"}\n' * 99, mtime=0)[:-12], "cannot be read"),
-        ("plain.jsonl.gz", b'{"text": "a"}\n', "cannot be read"),
         ("broken.parquet", b"PAR1", "cannot be read"),
         ("none.jsonl", b"", "holds no text, it is empty"),
     ],
@@ -127,7 +124,7 @@ def test_what_is_not_text_is_refused(tmp_path: Path, name: str, content: bytes |
 
 def test_a_folder_without_text_is_refused(tmp_path: Path) -> None:
     (tmp_path / "picture.png").write_bytes(b"\x89PNG")
-    with pytest.raises(DataError, match="holds no text files"):
+    with pytest.raises(DataError, match="no text files in it"):
         evaluation_documents(str(tmp_path))
 
 

@@ -319,7 +319,7 @@ def test_a_pdf_is_read(tmp_path: Path) -> None:
         (["eval", "summarization", "builtin:tiny", "--engine", "vllm"], "--engine vllm: vLLM is not installed"),
         (
             ["eval", "summarization", "builtin:tiny", "--data", "empty.jsonl", "--document", "a", "--summary", "b"],
-            "empty.jsonl: a column is empty in all of 2 rows",
+            "empty.jsonl: no row has text in every column",
         ),
     ],
     ids=lambda value: " ".join(value)[-50:] if isinstance(value, list) else "",
