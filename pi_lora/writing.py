@@ -4,8 +4,10 @@ import errno
 import json
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any, TypeVar
 
 from filelock import FileLock
@@ -46,9 +48,24 @@ def problem_text(problem: Mapping[str, Any]) -> str:
 
 def write_json(file: Path, content: Any) -> None:
     """Write a file of JSON whole or not at all, in a new folder if need be; raise DataError if that is impossible."""
+    with _in_its_folder(file):
+        write_whole(file, json.dumps(content, indent=2) + "\n")
+
+
+def check_can_write(*files: Path | None) -> None:
+    """Raise DataError if one of `files` cannot be written, before hours are spent on what it is to hold."""
+    for file in filter(None, files):
+        with _in_its_folder(file):
+            if file.is_dir():
+                raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+            TemporaryFile(dir=file.parent).close()
+
+
+@contextmanager
+def _in_its_folder(file: Path) -> Iterator[None]:
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(file, json.dumps(content, indent=2) + "\n")
+        yield
     except OSError as error:
         raise DataError(f"{file}: cannot be written ({error.strerror}); choose another file") from None
 
@@ -62,21 +79,6 @@ def write_whole(file: Path, text: str) -> None:
         out.flush()
         os.fsync(out.fileno())
     part.replace(file)
-
-
-def check_can_write(*files: Path | None) -> None:
-    """Raise DataError if one of `files` cannot be written, before hours are spent on what it is to hold."""
-    for file in filter(None, files):
-        try:
-            file.parent.mkdir(parents=True, exist_ok=True)
-            if file.is_dir():
-                raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
-            probe = file.with_name(f".{file.name}.part")
-            probe.touch()
-            probe.unlink(missing_ok=True)  # another process may look as well
-        except (OSError, ValueError) as error:  # with_name refuses a name that is none
-            reason = error.strerror if isinstance(error, OSError) else error
-            raise DataError(f"{file}: cannot be written ({reason}); choose another file") from None
 
 
 def make_once(folder: Path, is_complete: Callable[[], bool], make: Callable[[Path], None]) -> None:

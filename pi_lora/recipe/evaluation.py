@@ -142,27 +142,43 @@ class RulerOptions(Options):
 class Sampling(Options):
     """How text is generated."""
 
-    temperature: float = Field(0.5, ge=0, description="of sampling; 0 takes the likeliest token")
-    top_p: float = Field(0.95, gt=0, le=1, description="sample among the likeliest tokens of this share")
-    max_new_tokens: int | None = Field(None, gt=0, description="the longest summary; as tuned, or 1000")
-    seed: Seed = Field(0, description="of sampling")
+    temperature: float = Field(0.5, ge=0)
+    """of sampling; 0 takes the likeliest token"""
+    top_p: float = Field(0.95, gt=0, le=1)
+    """sample among the likeliest tokens of this share"""
+    max_new_tokens: PositiveInt | None = None
+    """the longest summary; as tuned, or 1000"""
+    seed: Seed = 0
+    """of sampling"""
 
 
 class SummarizationOptions(Sampling):
     """Summaries of long documents, scored by ROUGE (paper, section 3.5), of the finished run only."""
 
-    data: str | None = Field(None, description="files, a folder, a glob or a hub id; what was tuned on, or GovReport")
-    subset: str | None = Field(None, description="of a hub data set")
-    split: str | None = Field(None, description="of a hub data set; validation by default")
-    document: str | None = Field(None, description="the column to summarize")
-    summary: str | None = Field(None, description="the column it is compared with")
-    template: str | None = Field(None, description="another prompt than the paper's, with {column} for a column")
-    completion: str | None = Field(None, description="with `template`: the column that holds the answer")
-    document_tokens: int | None = Field(None, gt=0, description="cut documents to them; as tuned, or 15000")
-    special_tokens: bool = Field(False, description="read `</s>` and its like in texts as special tokens, not as text")
-    limit: int | None = Field(None, gt=0, description="only the first examples; by default all")
-    engine: Literal["transformers", "vllm"] = Field("transformers", description="what generates")
-    predictions: str | None = Field(None, description="a file for the summaries, when all are written")
+    data: str | None = None
+    """files, a folder, a glob or a hub id; what was tuned on, or GovReport"""
+    subset: str | None = None
+    """of a hub data set"""
+    split: str | None = None
+    """of a hub data set; validation by default"""
+    document: str | None = None
+    """the column to summarize"""
+    summary: str | None = None
+    """the column it is compared with"""
+    template: str | None = None
+    """another prompt than the paper's, with {column} for a column"""
+    completion: str | None = None
+    """with `template`: the column that holds the answer"""
+    document_tokens: PositiveInt | None = None
+    """cut documents to them; as tuned, or 15000"""
+    special_tokens: bool = False
+    """read `</s>` and its like in texts as special tokens, not as text"""
+    limit: PositiveInt | None = None
+    """only the first examples; by default all"""
+    engine: Literal["transformers", "vllm"] = "transformers"
+    """what generates"""
+    predictions: str | None = None
+    """a file for the summaries, when all are written"""
 
 
 class ShortEvaluation(Section):
