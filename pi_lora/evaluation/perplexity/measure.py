@@ -32,9 +32,9 @@ def evaluate_perplexity(model: Model, options: PerplexityOptions, session: Sessi
     bins = min(BINS, longest - 1) if options.by_position else 0
     sweep = Sweep(windows, stride, bins, depends_on_length(model.config))
     completed = with_defaults(options)
+    documents, too_short = choose_documents(model, completed, longest)
     if options.documents is None and completed.documents:
         session.say(f"{options.data}: {completed.documents} documents, unless --documents says otherwise")
-    documents, too_short = choose_documents(model, completed, longest)
     journal = session.journal(model, {"data": options.data, **asdict(sweep)})
     measured = _measure(model, documents, sweep, journal, session.progress)
     sums = [loss for document in measured for loss in document.by_window.values() if loss.tokens]
