@@ -27,7 +27,7 @@ def frequencies(head_dim: int, theta: float) -> Reals:
     >>> frequencies(4, 100.0).tolist()
     [1.0, 0.1]
     """
-    return np.asarray(theta ** (-2.0 * np.arange(head_dim // 2) / head_dim))
+    return theta ** (-2.0 * np.arange(head_dim // 2) / head_dim)
 
 
 def attention_score(h: ArrayLike, s: ArrayLike, theta: float) -> Reals:
@@ -39,7 +39,7 @@ def attention_score(h: ArrayLike, s: ArrayLike, theta: float) -> Reals:
     [2.0, -0.0489]
     """
     h = np.asarray(h)
-    return np.asarray((h @ np.exp(1j * np.outer(frequencies(2 * h.shape[-1], theta), np.asarray(s)))).real)
+    return (h @ np.exp(1j * np.outer(frequencies(2 * h.shape[-1], theta), np.asarray(s)))).real
 
 
 def linear_score(h: ArrayLike, s: ArrayLike, theta: float) -> Reals:
@@ -66,7 +66,7 @@ def interpolation_bound(head_dim: int, theta: float, largest: ArrayLike, s: Arra
     """
     share = np.asarray(s) % 1.0
     bend, divisor = (head_dim, 8 * float(np.log(theta))) if papers else (curvature(head_dim, theta), 2)
-    return np.asarray(np.asarray(largest) * bend * (share * (1 - share)) / divisor)
+    return np.asarray(largest) * bend * (share * (1 - share)) / divisor
 
 
 def curvature(head_dim: int, theta: float) -> float:
@@ -114,10 +114,6 @@ class Setting:
     def __post_init__(self) -> None:
         if self.head_dim < 2 or self.head_dim % 2:
             raise ScalingError(f"--head-dim: {self.head_dim}: numbers rotate in pairs; give an even number from 2 on")
-        if not self.theta > 1:
-            raise ScalingError(f"--theta: {self.theta:g}: is no base of rotary frequencies; give one above 1")
-        if self.original < 2:
-            raise ScalingError(f"--original: {self.original}: is no window; give 2 tokens or more")
         if self.target <= self.original:
             raise ScalingError(f"--target: {self.target} is not longer than the window of {self.original}; give more")
 
@@ -154,10 +150,8 @@ def distances(setting: Setting) -> tuple[Reals, Reals, Reals]:
 class Bounds:
     """The bounds in numbers, for `max_j |h_j|` of 1 and the distances 0, 1, ... L'; `papers_` marks the paper's own."""
 
-    papers_divisor: float  # of `d max|h|` in the middle between distances (Eqn. 7)
+    papers_divisor: float  # of `d max|h|` in the middle between distances (Eqn. 7); half the ratio if `B(s) = d`
     divisor: float
-    papers_factor: float  # twice that; "about 600" in the paper, which supposes `B(s) = d`
-    factor: float
     papers_ratio: float  # extrapolation over interpolation bound where they are closest
     ratio: float
     lowest: float  # the smallest `B(s) / d`
@@ -168,15 +162,15 @@ def bounds_of(setting: Setting) -> Bounds:
     """Return the numbers of section 2.3 for any setting.
 
     >>> found = bounds_of(Setting())
-    >>> round(found.papers_divisor, 2), round(found.papers_factor, 1), round(found.factor, 1), round(found.lowest, 3)
-    (294.73, 589.5, 512.2, 1.116)
+    >>> round(found.papers_divisor, 2), round(found.divisor, 2), round(found.lowest, 3)
+    (294.73, 256.11, 1.116)
     """
     d, c = setting.head_dim, setting.theta
     papers, proven = (float(interpolation_bound(d, c, 1.0, 0.5, each)) for each in (True, False))
     sums = partial_sums(d, c, np.arange(setting.target + 1))
     at = int(sums.argmin())
     beyond, lowest = float(extrapolation_bound(d, c, 1.0, at)), float(sums[at]) / d
-    return Bounds(d / papers, d / proven, 2 * d / papers, 2 * d / proven, beyond / papers, beyond / proven, lowest, at)
+    return Bounds(d / papers, d / proven, beyond / papers, beyond / proven, lowest, at)
 
 
 def fit_noise(head_dim: int, theta: float, original: int, ridge: float = 0.0, seed: int = 0) -> tuple[Reals, Complexes]:

@@ -27,7 +27,7 @@ def bounds_table(setting: Setting, found: bounds.Bounds) -> Table:
     table.caption = f"B(s)/d is at least {lowest}; H is max_j |h_j|"
     table.add_row("interpolation, |a - a_linear|", f"d H / {found.papers_divisor:.2f}", f"d H / {found.divisor:.2f}")
     table.add_row("extrapolation, |a|", "2 H B(s)", "2 H B(s)")
-    table.add_row("their ratio if B(s) = d", f"{found.papers_factor:.1f}", f"{found.factor:.1f}")
+    table.add_row("their ratio if B(s) = d", f"{2 * found.papers_divisor:.1f}", f"{2 * found.divisor:.1f}")
     table.add_row("their ratio where B(s) is least", f"{found.papers_ratio:.1f}", f"{found.ratio:.1f}")
     return table
 

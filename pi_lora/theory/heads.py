@@ -125,13 +125,13 @@ def _before_rotation(
     half = len(speeds)
     taken: dict[int, list[Complexes]] = {}
 
-    def attend(module: Any, query: torch.Tensor, key: torch.Tensor, value: Any, mask: Any, **options: Any) -> Any:
+    def attend(module: Any, query: torch.Tensor, key: torch.Tensor, *rest: Any, **options: Any) -> Any:
         taken[module.layer_idx] = []
         for vectors, positions in zip((query, key), pairs, strict=True):
             numbers = vectors[0][:, positions].to("cpu", torch.float64).numpy()
             rotated = numbers[..., :half] + 1j * numbers[..., half : 2 * half]
             taken[module.layer_idx].append(rotated * np.exp(-1j * np.outer(positions, speeds)))
-        return sdpa_attention_forward(module, query, key, value, mask, scaling=options.get("scaling"))
+        return sdpa_attention_forward(module, query, key, *rest, **options)
 
     AttentionInterface.register(WATCHED, attend)
     AttentionMaskInterface.register(WATCHED, sdpa_mask)

@@ -26,22 +26,13 @@ GROUPED = {"num_key_value_heads": 2}
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {**GROUPED, "attention_bias": True, "mlp_bias": True},
     "mistral": {**GROUPED, "head_dim": 24},
-    "qwen2": {**GROUPED, "tie_word_embeddings": True},
     "qwen3": {**GROUPED, "head_dim": 24},
-    "gemma": {**GROUPED, "head_dim": 24},
     "gemma2": {**GROUPED, "head_dim": 24},
-    "gemma3_text": {**GROUPED, "head_dim": 24},
     "phi3": GROUPED,
-    "olmo2": GROUPED,
-    "granite": GROUPED,
-    "smollm3": GROUPED,
-    "cohere": GROUPED,
-    "stablelm": {**GROUPED, "use_qkv_bias": True},
     "gpt_neox": {},
 }
 EXPERTS = {**GROUPED, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16}
-GROUPS = {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
 # Families that the plan was not made for.
 OTHERS: dict[str, dict[str, Any]] = {
     "deepseek_v3": {

@@ -97,15 +97,6 @@ def test_nothing_better_has_room_and_time(model: str, gpu: str) -> None:
     pytest.fail("what was taken is no candidate")
 
 
-def test_memory_is_saved_only_where_there_is_none() -> None:
-    free = chosen("models/smollm2_135m_instruct", 32768, "48GB").recipe
-    tight = chosen("HuggingFaceTB/SmolLM2-1.7B", 32768, "12GB").recipe
-    assert not free.training.activation_checkpointing
-    assert not free.hardware.offload_activations
-    assert tight.training.activation_checkpointing
-    assert tight.hardware.offload_activations
-
-
 def test_a_candidate_that_takes_weeks_gives_way_to_one_that_takes_days() -> None:
     slow = replace(GPUS["H100"], peak=1e12)
     whole = chosen(target=32768)

@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
 
 from pi_lora import cli
-from pi_lora.errors import ModelError, PiLoraError, RecipeError, ScalingError
+from pi_lora.errors import ModelError, PiLoraError, RecipeError
 from pi_lora.models.model import find
 from pi_lora.planning.counting import shape_of
 from pi_lora.planning.gpus import CPU, GIB, GPUS, MIB, find_gpu, gpu_of_device
@@ -38,13 +38,6 @@ from pi_lora.recipe.schema import Recipe, Tuning
 REPOSITORY = Path(__file__).parents[2]
 LARGEST = str(REPOSITORY / "recipes" / "paper" / "65b_8k.yaml")
 LLAMA = "huggyllama/llama-7b"
-LLAMA_3_1 = {
-    "rope_type": "llama3",
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 1024,
-}
 
 
 def recipe(name: str = LLAMA, target: int = 8192, **sections: Any) -> Recipe:
@@ -341,35 +334,11 @@ def test_7b_takes_what_a_recomputation_by_hand_says(method: str, tokens: int, gi
     assert peak / GIB == pytest.approx(gibibytes, abs=0.05)
 
 
-def write_config(folder: Path, **changes: Any) -> str:
-    config = {**json.loads((CONFIGS / "huggyllama--llama-7b" / "config.json").read_text()), **changes}
-    (folder / "config.json").write_text(json.dumps({key: value for key, value in config.items() if value is not None}))
-    return str(folder)
-
-
-def test_a_folder_plans_as_the_hub_model_does(tmp_path: Path) -> None:
-    name = write_config(tmp_path, rope_theta=None, max_position_embeddings=None, num_key_value_heads=None)
-    assert plan_of(recipe(name)).memory == plan_of(recipe()).memory
-
-
-@pytest.mark.parametrize(
-    ("changes", "line"),
-    [
-        ({"rope_scaling": LLAMA_3_1}, "rope type llama3"),
-        ({"max_position_embeddings": 8192}, r"context\.target: 8192 is not longer"),
-    ],
-)
-def test_a_model_that_cannot_be_extended_says_why(tmp_path: Path, changes: dict[str, Any], line: str) -> None:
-    with pytest.raises(ScalingError, match=line):
-        plan_of(recipe(write_config(tmp_path, **changes)))
-
-
 def test_a_model_without_known_layers_has_no_plan() -> None:
     model = on_meta(small_config("llama"))
     model._no_split_modules = None
-    with pytest.raises(ModelError, match="model of type llama: has no decoder layers") as raised:
+    with pytest.raises(ModelError, match="model of type llama: has no decoder layers"):
         shape_of(model)
-    assert "\n" not in str(raised.value)
 
 
 def test_another_revision_is_not_taken_from_what_is_shipped() -> None:

@@ -92,12 +92,6 @@ def test_distances_are_whole_or_in_between() -> None:
     assert len(between) == 256 - 256 // 8 * 1
 
 
-def test_pairs_look_back() -> None:
-    queries, keys = sampled_pairs(50, 1000)
-    assert (keys <= queries).all()
-    assert (keys.min(), queries.max()) == (0, 49)
-
-
 def test_the_command_measures_the_builtin_model_within_the_bounds(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
