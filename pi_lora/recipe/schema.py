@@ -109,7 +109,7 @@ class Source(Section):
     weight: PositiveFloat = 1.0
     """its share of the sequences, relative to the other sources"""
     column: str = "text"
-    """of a hub data set, .jsonl or .parquet: the column that holds the text"""
+    """of a hub data set, .jsonl, .parquet or .csv: the column that holds the text"""
     subset: str | None = None
     """of a hub data set that has several (`datasets` calls it `name`)"""
     split: str = "train"

@@ -21,10 +21,6 @@ def test_positions_rise_within_the_target_and_skip_between_chunks(
     assert positions == skip_positions(random.Random(seed), original, original + further, chunks)
 
 
-def test_a_window_that_is_not_extended_is_contiguous() -> None:
-    assert skip_positions(random.Random(0), 16, 16, 3) == list(range(16))
-
-
 def test_positions_cover_the_whole_target() -> None:
     rng = random.Random(0)
     seen = {position for _ in range(2000) for position in skip_positions(rng, 32, 128, 2)}

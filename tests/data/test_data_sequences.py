@@ -94,10 +94,6 @@ def test_sequences_have_exactly_the_length_and_follow_the_seed(tokenizer: Any, b
     assert cache_entries() == 2
 
 
-def test_recall_sequences_begin_with_a_document(tokenizer: Any) -> None:
-    assert {ids[0] for ids in sequences(tokenizer, 256, 8, source=RECALL)} == {tokenizer.bos_token_id}
-
-
 @pytest.mark.parametrize(("keys", "length"), [({}, 64), ({"sequence_tokens": 24}, 24)])
 def test_skipping_sequences_have_the_original_window_or_less(tokenizer: Any, keys: dict[str, int], length: int) -> None:
     data = Data.model_validate({"source": [STDLIB, RECALL], "positions": "skip", "chunks": 3, **keys})

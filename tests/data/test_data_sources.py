@@ -54,9 +54,11 @@ def test_globs_files_and_the_home_folder(shelf: Path, monkeypatch: pytest.Monkey
 
 
 def test_the_column_is_the_one_that_is_named(tmp_path: Path) -> None:
-    rows = write_jsonl(tmp_path / "rows.jsonl", [{"text": "no", "body": "yes"}])
+    write_jsonl(tmp_path / "rows.jsonl", [{"text": "no", "body": "yes"}])
     pq.write_table(pa.table({"text": ["no"], "body": ["yes"]}), tmp_path / "rows.parquet")
-    assert texts(rows, column="body") == texts(tmp_path / "rows.parquet", column="body") == ["yes"]
+    (tmp_path / "rows.csv").write_text("text,body\nno,yes\n")
+    for file in tmp_path.iterdir():
+        assert texts(file, column="body") == ["yes"]
 
 
 def test_the_seeded_order_is_a_shuffle_of_files_and_rows(tmp_path: Path) -> None:
@@ -120,12 +122,6 @@ def test_what_is_not_text_is_refused(tmp_path: Path, name: str, content: bytes |
         list(evaluation_documents(str(tmp_path / name)))
     assert str(refused.value).startswith(str(tmp_path / name))
     assert "\n" not in str(refused.value)
-
-
-def test_a_folder_without_text_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "picture.png").write_bytes(b"\x89PNG")
-    with pytest.raises(DataError, match="no text files in it"):
-        evaluation_documents(str(tmp_path))
 
 
 def test_the_identity_follows_the_files(shelf: Path) -> None:

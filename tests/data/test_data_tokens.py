@@ -14,7 +14,7 @@ from pi_lora.data import tokens
 from pi_lora.data.examples import Prompter, Task
 from pi_lora.data.packing import training_sequences
 from pi_lora.data.sources import standard_library
-from pi_lora.data.tokens import pieces, tokenized, tokenizer_identity
+from pi_lora.data.tokens import in_batches, pieces, tokenized, tokenizer_identity
 from pi_lora.errors import DataError
 from pi_lora.models.location import BUILTIN_FOLDER
 from pi_lora.models.tokenizer import load_tokenizer, save_tokenizer
@@ -39,6 +39,14 @@ def test_pieces_are_the_text_and_end_with_a_line(text: str) -> None:
     assert "".join(found) == text
     assert all(0 < len(piece) <= 7 for piece in found)
     assert all(piece.endswith("\n") for piece in found[:-1] if "\n" in piece)
+
+
+@given(sizes=st.lists(st.integers(0, 9), max_size=30), room=st.integers(1, 40))
+def test_batches_lose_nothing_and_end_where_they_are_full(sizes: list[int], room: int) -> None:
+    batches = list(in_batches(sizes, int, room))
+    assert [size for batch in batches for size in batch] == sizes
+    assert all(sum(batch[:-1]) < room for batch in batches)
+    assert all(sum(batch) >= room for batch in batches[:-1])
 
 
 def test_a_long_text_is_tokenized_in_pieces(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
