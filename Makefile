@@ -5,7 +5,7 @@ export HF_HUB_DISABLE_TELEMETRY := 1
 # Prints the packages of the extra `docs`, to install them without those of pi-lora itself.
 DOCS := import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']['docs'])
 
-.PHONY: demo results engines recipes test test-oldest test-slow faults lint docs notebook release clean
+.PHONY: demo results engines recipes test test-oldest test-newest test-slow faults lint docs notebook release clean
 
 demo: .venv/installed
 	$(BIN)/python scripts/demo.py
@@ -32,6 +32,10 @@ test: .venv/installed
 # `make test-oldest TORCH=2.13.0+cpu` names another.
 test-oldest: .venv-oldest/installed
 	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 .venv-oldest/bin/pytest -n auto --dist worksteal
+
+# With the newest versions that pyproject.toml allows; TORCH as above.
+test-newest: .venv-newest/installed
+	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 .venv-newest/bin/pytest -n auto --dist worksteal
 
 test-slow: .venv/installed
 	HF_HUB_OFFLINE=1 $(BIN)/pytest -m slow
@@ -60,7 +64,7 @@ release:
 	scripts/release.sh $(PYTHON)
 
 clean:
-	rm -rf .venv .venv-oldest .docs site dist
+	rm -rf .venv .venv-newest .venv-oldest .docs site dist
 
 .venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "pi-lora needs Python 3.11 or newer: make PYTHON=python3.11")'
@@ -73,6 +77,11 @@ clean:
 	$(PYTHON) scripts/oldest.py $(and $(TORCH),torch==$(TORCH)) > .venv-oldest/constraints.txt
 	.venv-oldest/bin/pip install --quiet --disable-pip-version-check --constraint .venv-oldest/constraints.txt \
 		--editable '.[eval,gguf,pdf,qlora,tensorboard]' hatchling pytest pytest-xdist hypothesis
+	touch $@
+
+.venv-newest/installed: pyproject.toml
+	$(PYTHON) -m venv .venv-newest
+	.venv-newest/bin/pip install --quiet --disable-pip-version-check $(and $(TORCH),torch==$(TORCH)) --editable '.[dev]'
 	touch $@
 
 # The site needs the sources only, not what they import.

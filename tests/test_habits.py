@@ -40,7 +40,6 @@ def test_what_a_workflow_runs_is_there(path: Path) -> None:
     commands = "\n".join(step.get("run", "") for step in steps(read(path)))
     targets, scripts = re.findall(r"make ([\w-]+)", commands), re.findall(r"scripts/[\w.]+", commands)
     assert targets
-    assert scripts
     for target in targets:
         assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
     for script in scripts:
@@ -53,7 +52,7 @@ def test_a_workflow_reads_unless_it_publishes(path: Path) -> None:
     workflow = read(path)
     assert workflow["permissions"] == LEAST
     more = {name: job for name, job in workflow["jobs"].items() if "permissions" in job}
-    if path.name == "ci.yml":
+    if path.name != "release.yml":
         assert more == {}
     else:
         assert {name: job["permissions"] for name, job in more.items()} == {"publish": {"id-token": "write"}}
