@@ -14,7 +14,7 @@ from pi_lora.data.sources import RECALL
 from pi_lora.errors import ModelError, PiLoraError, RecipeError
 from pi_lora.models.adapter import check_shape
 from pi_lora.models.machine import LIGER, check_liger
-from pi_lora.models.model import Model, find_to_tune, is_adapter
+from pi_lora.models.model import Model, adapter_folder, find_to_tune
 from pi_lora.planning.counting import shape_of
 from pi_lora.planning.gpus import CPU, device_here
 from pi_lora.planning.planning import Target, TrainingPlan, plan_recipe
@@ -88,7 +88,7 @@ def plan_here(recipe: Recipe, model: Model) -> TrainingPlan | None:
 
 def _check_model(recipe: Recipe, permissions: Permissions) -> Model:
     name, keep = recipe.model.name, recipe.scaling == "keep"
-    if is_adapter(name) and not keep:
+    if not keep and adapter_folder(name):
         merged = f"merge it first (pi-lora merge {shlex.quote(name)}) and extend the merged model"
         kept = f"{name} is an adapter of an extended model; tune it further with scaling: keep"
         raise ModelError(f"model.name: {kept}, or {merged}")

@@ -17,8 +17,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-import psutil
-from filelock import FileLock, SoftFileLock, Timeout
+from filelock import FileLock, Timeout
 from pydantic import BaseModel, ValidationError
 
 from pi_lora.errors import ModelError, RecipeError, RunExistsError
@@ -99,9 +98,9 @@ class Run:
     def provenance(self) -> Provenance:
         """What `run.json` says; nothing if there is none, as of adapters made by other tools."""
         file = self.path / RUN_FILE
-        return (
-            read_json(file, Provenance, "correct it or remove it") if file.is_file() else Provenance(python="unknown")
-        )
+        if not file.is_file():
+            return Provenance(python="unknown")
+        return read_json(file, Provenance, "correct it or remove it")
 
     def record(self, facts: Mapping[str, Any]) -> None:
         """Add `facts` to `run.json`, with the commit of pi-lora and the version of Python."""
@@ -125,10 +124,8 @@ class Run:
 
     def score_files(self) -> list[tuple[str, str, Path]]:
         """Return measurement, stage and file of all scores, the stages in order: base, step 0, 200, ..., tuned."""
-        return [(name, stage, file) for name, _, stage, file in sorted(map(_stage_of, self._score_paths()))]
-
-    def _score_paths(self) -> Iterator[Path]:
-        return (self.path / SCORES).glob("*.json")
+        files = (self.path / SCORES).glob("*.json")
+        return [(name, stage, file) for name, _, stage, file in sorted(map(_stage_of, files))]
 
     @property
     def checkpoints(self) -> list[Path]:
@@ -209,8 +206,6 @@ def check_output(output: Path, resume: bool = False) -> None:
         raise RunExistsError(f"{output}: is not the name of a new folder; choose another --output")
     _check_place(output)
     staging = staging_path(output)
-    if staging.is_symlink():
-        raise RunExistsError(f"{staging}: is a link, where a run was to be made; remove it")
     if os.path.lexists(staging / LOCK):
         with _locked(output):  # what a killed process left locks nothing
             pass
@@ -272,8 +267,7 @@ def _check_place(output: Path) -> None:
     try:
         if place.exists() and (not place.is_dir() or any(place.iterdir())):
             problem = "already exists and is not overwritten; choose another --output or remove it"
-        # A bind mount from the same file system has its device number, and is only in the system's table.
-        elif os.path.ismount(place) or str(place) in {disk.mountpoint for disk in psutil.disk_partitions(all=True)}:
+        elif os.path.ismount(place):
             problem = f"is a mount point, which no folder can be renamed to; name one in it: {output}/run"
         elif place == Path.cwd():
             problem = "is the current folder, which would be replaced; name one in it"
@@ -293,8 +287,6 @@ def _locked(output: Path) -> Iterator[None]:
     of a process that was killed, and the file alone locks nothing.
     """
     file = staging_path(output) / LOCK
-    if file.is_symlink():
-        raise RunExistsError(f"{file}: is a link, where a lock was to be made; remove it")
     lock = FileLock(file, timeout=0)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -308,8 +300,7 @@ def _locked(output: Path) -> Iterator[None]:
         raise RunExistsError(f"{output}: cannot be written ({error.strerror}); choose another --output") from None
     mine = None
     try:
-        if not isinstance(lock, SoftFileLock):  # which writes the same itself, where the file system has no locks
-            file.write_text(f"{os.getpid()}\n{socket.gethostname()}\n", encoding="utf-8")
+        file.write_text(f"{os.getpid()}\n{socket.gethostname()}\n", encoding="utf-8")
         mine = file.stat()
         yield
     finally:

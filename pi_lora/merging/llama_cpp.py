@@ -13,7 +13,7 @@ from huggingface_hub import snapshot_download
 
 from pi_lora.errors import ModelError, RunExistsError
 from pi_lora.merging.merging import merge
-from pi_lora.models.model import Model, find, is_adapter
+from pi_lora.models.model import Model, find
 from pi_lora.scaling.config import full_attention_rope
 from pi_lora.types import Progress, silent
 
@@ -46,7 +46,7 @@ def export_gguf(
     output.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{output.stem}.", dir=output.parent) as making:
         file = Path(making) / "model.gguf"
-        if is_adapter(name):
+        if found.adapter:
             found = find(str(merge(Path(name), Path(making) / output.stem, progress=progress).folder))
         folder = found.path
         if not Path(folder).is_dir():

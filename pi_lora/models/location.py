@@ -22,11 +22,16 @@ def locate(name: str) -> str:
         if name not in folders:
             raise ModelError(f"{name}: no such built-in model; there is {', '.join(folders)}")
         return str(folders[name])
-    folder = Path(os.path.expanduser(name))
-    looks_local = name.startswith((".", "/", "~")) or name.count("/") > 1 or Path(name).exists()
-    if looks_local and not folder.is_dir():
+    if not is_local(name):
+        return name
+    if not (folder := Path(os.path.expanduser(name))).is_dir():
         raise ModelError(f"{name}: no such folder; give a model folder, a hub id or {BUILTIN}tiny")
-    return str(folder) if looks_local else name
+    return str(folder)
+
+
+def is_local(name: str) -> bool:
+    """Whether a name cannot be a hub id, or is that of a file or folder."""
+    return name.startswith((".", "/", "~")) or name.count("/") > 1 or Path(name).exists()
 
 
 def find_file(path: str, name: str, revision: str = "main") -> Path | None:

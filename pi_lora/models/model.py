@@ -13,7 +13,7 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from pi_lora.errors import ModelError
 from pi_lora.models import machine
 from pi_lora.models.device import device, dtype_named
-from pi_lora.models.location import BUILTIN, find_file, locate, readable
+from pi_lora.models.location import BUILTIN, find_file, is_local, locate, readable
 from pi_lora.models.origin import weights_digest
 from pi_lora.models.stored import (
     ADAPTER_CONFIG_FILE,
@@ -136,11 +136,9 @@ class Model:
     def tokenizer(self) -> Any:
         """The tokenizer of the run, or of the base."""
         # Adapters made elsewhere may have none of their own.
-        own = self.adapter is not None and (self.adapter / SETTINGS_FILE).is_file()
+        own = self.adapter if self.adapter and (self.adapter / SETTINGS_FILE).is_file() else None
         trust, vocabulary = self.permissions.remote_code, self.config.get("vocab_size")
-        return load_tokenizer(
-            self.adapter if own and self.adapter else self.path, self.window, self.revision, trust, vocabulary
-        )
+        return load_tokenizer(own or self.path, self.window, self.revision, trust, vocabulary)
 
     @cached_property
     def skeleton(self) -> PreTrainedModel:
@@ -304,16 +302,11 @@ def load(
     return find(name, extension, permissions).load(dtype)
 
 
-def is_adapter(name: str | Path) -> bool:
-    """Return whether a folder or hub id holds an adapter rather than full weights."""
-    return adapter_folder(str(name)) is not None
-
-
 def adapter_folder(name: str, revision: str = "main") -> Path | None:
     """Return the folder of an adapter, downloaded if `name` is a hub id; None if it is another kind of model."""
     if (Path(name) / ADAPTER_CONFIG_FILE).is_file():
         return Path(name)
-    if name.count("/") != 1 or name.startswith((".", "/", "~")) or Path(name).exists():
+    if "/" not in name or is_local(name):
         return None
     try:
         settings = find_file(name, ADAPTER_CONFIG_FILE, revision)
