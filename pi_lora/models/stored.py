@@ -121,9 +121,8 @@ def read_tensors(file: Path) -> tuple[int, dict[str, TensorEntry]]:
         why = f"truncated, damaged or not safetensors ({first_line(error)})"
         raise ModelError(f"{file}: {why}; download it again") from None
     header.pop(METADATA, None)
-    return LENGTH_BYTES + size, {
-        name: TensorEntry(*(entry[field] for field in TensorEntry._fields)) for name, entry in header.items()
-    }
+    entries = {name: TensorEntry(each["dtype"], each["shape"], each["data_offsets"]) for name, each in header.items()}
+    return LENGTH_BYTES + size, entries
 
 
 def _check_file_name(name: str) -> str:

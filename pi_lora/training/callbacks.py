@@ -53,9 +53,8 @@ class TrainingLog(TrainerCallback):
         self.tokens_per_step, self.save_every, self.progress = tokens_per_step, save_every, progress
         self.signalled = self.stopped = False
         self.finite: torch.Tensor | bool = True
-        self.step = self.last_tokens = 0
+        self.last_tokens, self.line = 0, ""
         self.started = self.last_time = time.monotonic()
-        self.seconds_before, self.line = 0.0, ""
         self.losses: list[float] = []
 
     def record_loss(self, loss: torch.Tensor) -> None:
@@ -69,22 +68,21 @@ class TrainingLog(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Begin counting; after a resume, keep the lines of the steps before the checkpoint."""
-        self.started = self.last_time = time.monotonic()
-        self.step, self.last_tokens = state.global_step, self._tokens(state)
+        self.last_time, self.last_tokens = time.monotonic(), self._tokens(state)
         kept = [line for line in self.run.log if line["step"] <= state.global_step]
-        self.seconds_before = kept[-1].get("seconds", 0.0) if kept else 0.0
+        self.started = self.last_time - (kept[-1].get("seconds", 0.0) if kept else 0.0)
         self.losses = [line["loss"] for line in kept]
         if is_leader():
             write_whole(self.run.path / TRAINING_LOG, "".join(json.dumps(line) + "\n" for line in kept))
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, model: Any = None, **_: Any) -> None:
         """Report the step; log the last one; stop after a checkpoint if any process received a signal."""
-        self.step = state.global_step
+        step = state.global_step
         # All processes act on this answer; a signal that comes later counts from the next step on.
-        if self.save_every and self.step % self.save_every == 0:
+        if self.save_every and step % self.save_every == 0:
             control.should_save = True
         asked_to_stop, diverged = any_process(self.signalled, not self.finite)
-        ends, which = state.global_step == state.max_steps, "loss"
+        ends, which = step == state.max_steps, "loss"
         if not diverged and (ends or asked_to_stop or control.should_save):
             # The loss of a step says nothing of the weights after it, which are about to be saved.
             trained = (weight.detach() for weight in model.parameters() if weight.requires_grad)
@@ -93,9 +91,9 @@ class TrainingLog(TrainerCallback):
         if diverged:
             good = self.run.last_checkpoint
             kept = f" (the last good checkpoint is kept: {good})" if good else ""
-            at = f"the {which} of step {self.step} became infinite or NaN at a rate of {args.learning_rate:g}"
+            at = f"the {which} of step {step} became infinite or NaN at a rate of {args.learning_rate:g}"
             raise Diverged(f"training.learning_rate: {at}; lower it and start again{kept}")
-        self.progress(state.global_step, state.max_steps, self.line)
+        self.progress(step, state.max_steps, self.line)
         if ends:
             # The finished run is saved next; it needs no checkpoint.
             control.should_log, control.should_save = True, False
@@ -124,7 +122,7 @@ class TrainingLog(TrainerCallback):
             "tokens": tokens,
             "tokens_per_second": round(speed, 1),
             "peak_memory": peak_memory(),
-            "seconds": round(self.seconds_before + now - self.started, 2),
+            "seconds": round(now - self.started, 2),
         }
         if is_leader():
             with (self.run.path / TRAINING_LOG).open("a", encoding="utf-8") as file:

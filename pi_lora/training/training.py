@@ -55,7 +55,7 @@ def train(
             trainer = Trainer(recipe, tuned, data, run, log, [scores])
             trainer.train(resume_from_checkpoint=_checkpoint_to_resume(run) if resume else None)
             if log.stopped:
-                raise Interrupted(f"{output}: interrupted after step {log.step}, {KEPT}")
+                raise Interrupted(f"{output}: interrupted after step {trainer.state.global_step}, {KEPT}")
             save(recipe, tuned, trainer, run)
         if is_leader():
             write_card(output)
@@ -86,7 +86,8 @@ def create_run(recipe: Recipe, model: Model, data: TrainingData, output: Path, r
             run.check_same_origin(output, origin, model.permissions)
             write_whole(staging / RECIPE_FILE, dump_recipe(recipe))
             # Decided once: other processes, or a resumption on another machine, could find another one faster.
-            precision = run.provenance.precision or _precision(recipe)
+            own = "bfloat16" if machine.computes_in_bfloat16(recipe) else "float32"
+            precision = run.provenance.precision or own
             run.record({"origin": origin.model_dump(), "precision": precision})
         wait_for_all()
         yield run
@@ -151,10 +152,6 @@ def save(recipe: Recipe, model: Model, trainer: Trainer, run: Run) -> None:
         "hardware": machine.hardware(),
     }
     run.record({**facts, **run.log[-1]})
-
-
-def _precision(recipe: Recipe) -> str:
-    return "bfloat16" if machine.computes_in_bfloat16(recipe) else "float32"
 
 
 def _checkpoint_to_resume(run: Run) -> str | None:

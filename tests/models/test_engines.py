@@ -1,7 +1,6 @@
-"""What other engines make of a merged folder: vLLM's and SGLang's rules on its config, llama.cpp itself on a GGUF."""
+"""What llama.cpp makes of a merged model."""
 
 import argparse
-import json
 import math
 import os
 import subprocess
@@ -15,68 +14,10 @@ import pytest
 import torch
 from conftest import BUILTIN, small_recipe, train
 from torch.nn.functional import cross_entropy
-from transformers import AutoConfig
 
 from pi_lora.merging.llama_cpp import CONVERTER, export_gguf
 from pi_lora.merging.merging import merge
 from pi_lora.models.model import load
-
-ORIGINAL, TARGET = 64, 128
-# The keys that SGLang takes for the window, in its order; the first that a config has wins.
-SGLANG_KEYS = ("max_sequence_length", "seq_length", "max_seq_len", "model_max_length", "max_position_embeddings")
-
-
-def vllm_window(config: dict[str, Any], rope: dict[str, Any], tokenizer: dict[str, Any]) -> int:
-    """`_get_and_verify_max_len` of vllm/config/model.py, for a model with one rope and no `--max-model-len`."""
-    window = min(config["max_position_embeddings"], tokenizer["model_max_length"])
-    if rope["rope_type"] in ("su", "longrope", "llama3"):
-        return int(config.get("original_max_position_embeddings", window))
-    if rope["rope_type"] == "yarn":
-        window = rope["original_max_position_embeddings"]
-    return int(window * rope.get("factor", 1))
-
-
-def ctranslate2_theta(config: dict[str, Any]) -> float:
-    """`get_rotary_params` of ctranslate2/converters/transformers.py, under transformers 4."""
-    scaling = config["rope_scaling"]
-    theta = scaling.get("rope_theta", 10_000.0) if scaling else config.get("rope_theta", 10_000.0)
-    return float(theta)
-
-
-def sglang_window(config: dict[str, Any], scaling: dict[str, Any] | None) -> int:
-    """`get_context_length` of sglang/srt/utils/hf_transformers/common.py."""
-    factor = (scaling or {}).get("factor", 1)
-    if "original_max_position_embeddings" in (scaling or {}) or (scaling or {}).get("rope_type") == "llama3":
-        factor = 1
-    return int(factor * next(config[key] for key in SGLANG_KEYS if config.get(key) is not None))
-
-
-@pytest.fixture(scope="module", params=["pi", "direct", "dynamic", "yarn"])
-def merged(request: pytest.FixtureRequest, small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp(request.param)
-    training = {**small_recipe(small_model).training.model_dump(), "steps": 1}
-    run = train(small_recipe(small_model, scaling=request.param, training=training), folder / "run")
-    return merge(run, folder / "merged").folder
-
-
-def test_vllm_and_sglang_find_the_target_window(merged: Path) -> None:
-    """Both as transformers 5 gives them the config, and as 4 does, which leaves it as it is written."""
-    written = json.loads((merged / "config.json").read_text())
-    tokenizer = json.loads((merged / "tokenizer_config.json").read_text())
-    in_5 = AutoConfig.from_pretrained(merged)
-    assert vllm_window(in_5.to_dict(), in_5.rope_parameters, tokenizer) == TARGET
-    assert sglang_window(in_5.to_dict(), in_5.rope_scaling) == TARGET
-    in_4 = {"rope_type": "default", "rope_theta": written["rope_theta"], **(written["rope_scaling"] or {})}
-    assert vllm_window(written, in_4, tokenizer) == TARGET
-    assert sglang_window(written, written["rope_scaling"]) == TARGET
-
-
-def test_ctranslate2_finds_theta(merged: Path) -> None:
-    written = json.loads((merged / "config.json").read_text())
-    if written["rope_parameters"]["rope_type"] in ("dynamic", "yarn"):
-        pytest.skip("CTranslate2 refuses this scaling")
-    assert ctranslate2_theta(written) == written["rope_parameters"]["rope_theta"] != 10_000
-
 
 LLAMA_CPP = "0.3.36"
 # The converter knows tokenizers by a list of hashes, which holds the public ones; the built-in model's splits text the
