@@ -22,7 +22,7 @@ def shape_of(model: PreTrainedModel) -> Shape:
     if head is None or not layers:
         raise ModelError(f"model of type {config.model_type}: has no decoder layers with a head; no plan for it")
     hidden, heads = config.hidden_size, config.num_attention_heads
-    per_token = getattr(config, "num_experts_per_tok", None) or getattr(config, "moe_topk", None)
+    per_token = getattr(config, "num_experts_per_tok", None)
     experts = [_experts(layer, per_token) for layer in layers]
     # `qk_head_dim` is that of multi-head latent attention, whose `head_dim` is the rotary part alone.
     head_dim = getattr(config, "qk_head_dim", None) or getattr(config, "head_dim", None) or hidden // heads
@@ -101,8 +101,7 @@ def _mlp_width(layer: nn.Module, hidden: int, active_experts: int) -> int:
 def _local_layers(config: Config, layers: int) -> dict[str, int]:
     """Return how many layers attend to everything, how many to a window, and its length in tokens."""
     window = config.get("sliding_window") or config.get("attention_chunk_size") or 0
-    every = FULL_ATTENTION if not window or config.get("use_sliding_window") is False else SLIDING_ATTENTION
-    kinds = config.get("layer_types") or [every] * layers
+    kinds = config.get("layer_types") or [SLIDING_ATTENTION if window else FULL_ATTENTION] * layers
     sliding = sum(kind in LOCAL_ATTENTION for kind in kinds)
     full = layers - sliding - sum(kind in WITHOUT_ATTENTION for kind in kinds)
-    return {"full_layers": full, "sliding_layers": sliding, "sliding_window": window if sliding else 0}
+    return {"full_layers": full, "sliding_layers": sliding, "sliding_window": window}

@@ -69,8 +69,8 @@ _LORA = {
 _DORA = 2
 # LoRA on experts adds its product to their weights: bytes per number of one layer's experts, kept and at the peak.
 ADAPTED_EXPERTS_KEPT, ADAPTED_EXPERTS_PEAK = 2.0, 2.7
-# Hidden widths at the peak of a chunked MLP of LoRA or full tuning, beyond those that are kept and those of a chunk.
-_AROUND_CHUNKS, _AROUND_CHUNKS_FULL = 12, 8
+# Hidden widths at the peak of a chunked MLP, beyond those that are kept and those of a chunk; full tuning takes 8.
+_AROUND_CHUNKS = 12
 
 
 class DeviceMemory(NamedTuple):
@@ -105,19 +105,7 @@ def memory(shape: Shape, recipe: Recipe, original: int, gpu: Gpu) -> DeviceMemor
     shards = hardware.processes if recipe.sharded else 1
     number = FLOAT32 if recipe.dtype_of_base(on_cpu, gpu.bfloat16) == "float32" else BFLOAT16
     arithmetic = _arithmetic(recipe, gpu, number == FLOAT32, gathered=shards > 1)
-    # NF4 applies to linear layers alone, without head or biases.
-    in_nf4 = shape.linear_weights if tuning.method == "qlora" else 0
-    base = round(in_nf4 * NF4 + (shape.parameters - in_nf4) * number)
-    # The base itself trains in its own precision; what trains beside it is float32 (rule 4 of docs/design.md).
-    trained_number = number if full else FLOAT32
-    trained = trained_parameters(shape, tuning) * trained_number
-    optimizer = _moments(shape, recipe, trained, trained_number) // shards
-    weights, gradients = (base + (0 if full else trained)) // shards, trained // shards
-    if shards > 1:
-        # FSDP2 gathers in bfloat16 the layer at work, the next one, and the head (accelerate 1.15); two layers'
-        # gradients are whole before they are scattered.
-        weights += (2 * shape.layer + shape.embedding) * BFLOAT16
-        gradients += 2 * shape.layer * BFLOAT16 if full else 0
+    base, weights, gradients, optimizer = _states(shape, recipe, number, shards)
     # DistributedDataParallel's buckets, which stay when gradients go.
     buckets = gradients if shards == 1 and hardware.processes > 1 else 0
     gradients += buckets
@@ -125,7 +113,10 @@ def memory(shape: Shape, recipe: Recipe, original: int, gpu: Gpu) -> DeviceMemor
     # until the forward pass ends.
     cast = arithmetic == "autocast" and (full or not checkpointing)
     casts = (shape.linear_weights + shape.experts) * BFLOAT16 if cast else 0
-    accumulated, first_gradients = 0, shape.embedding * trained_number // shards if _head_trains(shape, tuning) else 0
+    accumulated, first_gradients = (
+        0,
+        shape.embedding * (number if full else FLOAT32) // shards if _head_trains(shape, tuning) else 0,
+    )
     if training.global_batch_size > recipe.sequences_at_once:
         accumulated = first_gradients = gradients
     kept, working = _activations(shape, recipe, tokens, arithmetic)
@@ -162,13 +153,29 @@ def _arithmetic(recipe: Recipe, gpu: Gpu, wide: bool, gathered: bool) -> Arithme
     return "casts" if tuning.method != "full" and (not in_bfloat16 or tuning.dropout) else "bfloat16"
 
 
-def _moments(shape: Shape, recipe: Recipe, trained: int, bytes_per_number: int) -> int:
-    """Return the bytes of AdamW's two moments of `trained` bytes, before they are sharded."""
-    in_32_bits = trained
+def _states(shape: Shape, recipe: Recipe, number: int, shards: int) -> tuple[int, int, int, int]:
+    """Return bytes of the base as loaded, of `number` bytes each; and on one of `shards` devices of weights, gradients
+    and AdamW's moments.
+    """
+    tuning = recipe.tuning
+    full = tuning.method == "full"
+    # NF4 applies to linear layers alone, without head or biases.
+    in_nf4 = shape.linear_weights if tuning.method == "qlora" else 0
+    base = round(in_nf4 * NF4 + (shape.parameters - in_nf4) * number)
+    # The base itself trains in its own precision; what trains beside it is float32 (rule 4 of docs/design.md).
+    trained_number = number if full else FLOAT32
+    trained = trained_parameters(shape, tuning) * trained_number
+    moments = trained * ADAMW_MOMENTS
     if recipe.training.optimizer == "paged_adamw_8bit":
-        embeddings_train = recipe.tuning.method == "full" or recipe.tuning.with_embeddings
-        in_32_bits = shape.embedding * bytes_per_number if embeddings_train else 0
-    return round(in_32_bits * ADAMW_MOMENTS + (trained - in_32_bits) / bytes_per_number * ADAMW_8BIT)
+        in_32_bits = shape.embedding * trained_number if full or tuning.with_embeddings else 0
+        moments = round(in_32_bits * ADAMW_MOMENTS + (trained - in_32_bits) / trained_number * ADAMW_8BIT)
+    weights, gradients = (base + (0 if full else trained)) // shards, trained // shards
+    if shards > 1:
+        # FSDP2 gathers in bfloat16 the layer at work, the next one, and the head (accelerate 1.15); two layers'
+        # gradients are whole before they are scattered.
+        weights += (2 * shape.layer + shape.embedding) * BFLOAT16
+        gradients += 2 * shape.layer * BFLOAT16 if full else 0
+    return base, weights, gradients, moments // shards
 
 
 def hidden_states(shape: Shape, tokens: int, arithmetic: Arithmetic) -> int:
@@ -224,7 +231,7 @@ def layer_bytes(
     kept, peak = _bytes(shape, *of_layer), _bytes(shape, *at_peak)
     if mlp_share < 1:
         kept = _bytes(shape, of_layer[0])
-        peak = min(peak, kept + _bytes(shape, _AROUND_CHUNKS_FULL if full else _AROUND_CHUNKS) + mlp_share * peak)
+        peak = min(peak, kept + _bytes(shape, _AROUND_CHUNKS) + mlp_share * peak)
     # Gradients of q, k and v; the other devices' k and v, and their gradients (torch's all-gather rotation).
     others = 4 * context_parallel if context_parallel > 1 else 0
     width = 2 if arithmetic == "float32" else 1
