@@ -4,11 +4,9 @@ import pytest
 
 from pi_lora.evaluation.passkey.measure import evaluate_passkey
 from pi_lora.evaluation.perplexity.measure import evaluate_perplexity
-from pi_lora.models.location import BUILTIN_FOLDER
-from pi_lora.models.model import Extension, Model, load
+from pi_lora.models.model import Model, load
 from pi_lora.recipe.evaluation import PasskeyOptions, PerplexityOptions
 
-FOLDER = BUILTIN_FOLDER / "tiny"
 SOME = PerplexityOptions(windows=(256, 1024), stride=128, documents=2, truncate=2048)
 
 
@@ -32,9 +30,3 @@ def test_beyond_its_window_it_fails_as_the_paper_says(base: Model) -> None:
     windows = evaluate_perplexity(base, SOME).windows
     assert windows[1].perplexity > 5 * windows[0].perplexity
     assert evaluate_passkey(base, PasskeyOptions(target=1024, depths=8, trials=2, seed=1)).k_max <= 256
-
-
-def test_interpolated_without_tuning_it_is_flat() -> None:
-    step_0 = load("builtin:tiny", Extension(target=1024))
-    windows = evaluate_perplexity(step_0, SOME).windows
-    assert windows[1].perplexity == pytest.approx(windows[0].perplexity, rel=0.3)

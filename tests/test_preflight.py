@@ -7,7 +7,7 @@ import pytest
 import torch
 from conftest import small_recipe
 
-from pi_lora.errors import RecipeError, ScalingError
+from pi_lora.errors import RecipeError
 from pi_lora.preflight import check
 
 
@@ -18,11 +18,6 @@ def test_weights_are_not_read(small_model: Path, tmp_path: Path) -> None:
     checked = check(small_recipe(folder), tmp_path / "run")
     assert (checked.original, checked.window, checked.scale) == (64, 128, 2)
     assert not (tmp_path / "run").exists()
-
-
-def test_a_single_mistake_keeps_its_kind(small_model: Path, tmp_path: Path) -> None:
-    with pytest.raises(ScalingError, match="64 is not longer than the model's own window of 64"):
-        check(small_recipe(small_model, context={"target": 64}), tmp_path / "run")
 
 
 def test_everything_wrong_is_said_at_once(small_model: Path, tmp_path: Path) -> None:
@@ -57,13 +52,7 @@ def test_everything_wrong_is_said_at_once(small_model: Path, tmp_path: Path) -> 
     ("changes", "package", "line"),
     [
         ({"tuning": {"method": "qlora"}}, "bitsandbytes", "tuning.method: qlora: needs the package bitsandbytes"),
-        ({"evaluation": {"benchmarks": {}}}, "lm_eval", "evaluation.benchmarks: needs the package lm_eval"),
         ({"training": {"tracking": ["wandb"]}}, "wandb", "training.tracking: wandb: needs the package wandb"),
-        (
-            {"model": {"name": "m", "attention": "flash_attention_2"}},
-            "flash_attn",
-            "model.attention: flash_attention_2: needs the package flash_attn",
-        ),
     ],
 )
 def test_a_missing_package_is_named(
@@ -77,8 +66,6 @@ def test_a_missing_package_is_named(
     monkeypatch.delitem(sys.modules, package, raising=False)
     real = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == package else real(name))
-    if "model" in changes:
-        changes = {"model": {**changes["model"], "name": str(small_model)}}
     with pytest.raises(RecipeError) as raised:
         check(small_recipe(small_model, **changes), tmp_path / "run")
     assert any(each.startswith(line) for each in str(raised.value).splitlines())
@@ -108,8 +95,3 @@ def test_what_would_fail_after_days_is_refused(
     with pytest.raises(RecipeError) as raised:
         check(small_recipe(small_model, **changes), tmp_path / "run")
     assert line in str(raised.value).splitlines()
-
-
-def test_gpus_that_are_not_there_are_missed(small_model: Path, tmp_path: Path) -> None:
-    with pytest.raises(RecipeError, match=r"hardware.gpus: 64 needed on each machine, \d+ here"):
-        check(small_recipe(small_model, hardware={"gpus": 64}, training={"global_batch_size": 64}), tmp_path / "run")

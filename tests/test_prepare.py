@@ -8,7 +8,7 @@ from conftest import small_recipe
 
 from pi_lora import cli
 from pi_lora.data.packing import training_sequences
-from pi_lora.data.tokens import Pool, encoder
+from pi_lora.data.tokens import Pool
 from pi_lora.models.tokenizer import load_tokenizer
 from pi_lora.preflight import check_data
 from pi_lora.recipe.files import dump_recipe
@@ -47,14 +47,6 @@ def test_any_number_of_processes_packs_the_same(
     assert pools == [2]
     assert found[0] == found[1]
     assert any(name.endswith(".arrow") and len(content) > 2000 * 128 * 2 for name, content in found[0].items())
-
-
-def test_a_pool_keeps_the_order(small_model: Path) -> None:
-    tokenizer = load_tokenizer(small_model, 128)
-    texts = [[f"text {index}", "x" * index] for index in range(20)]
-    with Pool(tokenizer, False, 2) as pool:
-        given = [[list(ids) for ids in batch] for batch in pool.encode(texts)]
-    assert given == [encoder(tokenizer)(batch) for batch in texts]
 
 
 def test_a_recipe_for_gpus_is_prepared_without_and_read_by_training(

@@ -6,7 +6,6 @@ import ast
 import importlib
 import inspect
 import re
-import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -111,11 +110,3 @@ def test_it_exists(library: str, path: str) -> None:
         folder, _, of_class = module.rpartition(".")
         home = getattr(importlib.import_module(folder), of_class)
     assert hasattr(home, name) or name in inspect.getsource(home)
-
-
-@pytest.mark.parametrize("library", sorted({library for library, _ in LISTED}))
-def test_its_library_has_an_upper_bound(library: str) -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    groups = project["dependencies"], *project["optional-dependencies"].values()
-    [bounds] = [each for group in groups for each in group if re.match(rf"{library}\b", each)]
-    assert re.fullmatch(rf"{library}(\[\w+\])?>=[\w.]+,<[\w.]+", bounds)

@@ -11,7 +11,6 @@ from conftest import BUILTIN
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from pi_lora import cli
-from pi_lora.planning.planning import find_shape
 from pi_lora.recipe.files import dump_recipe
 from pi_lora.recipe.schema import Recipe
 
@@ -64,19 +63,6 @@ def test_train(recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     with counted(monkeypatch) as reads:
         run("train", str(recipe), "--output", str(tmp_path / "run"))
     assert reads == {("config", "model"): 1, ("tokenizer", "model"): 1, ("weights", "model"): 1}
-
-
-def test_a_dry_run_reads_no_weights(recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with counted(monkeypatch) as reads:
-        run("train", str(recipe), "--output", str(tmp_path / "run"), "--dry-run")
-    assert reads == {("config", "model"): 1}
-
-
-def test_plan(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    find_shape.cache_clear()  # within a process a shape is found once
-    with counted(monkeypatch) as reads:
-        run("plan", str(recipe))
-    assert reads == {("config", "model"): 1}
 
 
 @pytest.mark.parametrize(

@@ -16,11 +16,9 @@ from typing import Any
 
 import torch
 from accelerate.state import AcceleratorState, DistributedType, PartialState
-from torch.distributed.distributed_c10d import _get_default_group as default_group
 from transformers import TrainerCallback
 
 from pi_lora import preflight
-from pi_lora.evaluation.journal import Journal
 from pi_lora.models import weights
 from pi_lora.recipe.schema import Recipe
 from pi_lora.training import trainer, training
@@ -61,9 +59,8 @@ class Watched:
         self.unsharded: list[int] = []
         self.policies: set[tuple[str, ...]] = set()
         self.read = 0
-        self.measured = 0
         build, load = trainer.Trainer.__init__, weights.AutoModelForCausalLM.from_pretrained
-        step, keep = trainer.Trainer.training_step, Journal.add
+        step = trainer.Trainer.training_step
         watched = self
 
         def watch_building(self: Any, *arguments: Any, **options: Any) -> None:
@@ -83,20 +80,15 @@ class Watched:
             watched.policies |= {(str(each.param_dtype), str(each.reduce_dtype), str(loss.dtype)) for each in policies}
             return loss
 
-        def watch_measuring(self: Journal, *arguments: Any) -> None:
-            watched.measured += 1
-            keep(self, *arguments)
-
         self.undo = [
-            (Journal, "add", keep),
             (trainer.Trainer, "__init__", build),
             (trainer.Trainer, "training_step", step),
             (weights.AutoModelForCausalLM, "from_pretrained", load),
         ]
         trainer.Trainer.__init__ = watch_building  # type: ignore[method-assign]
         trainer.Trainer.training_step = watch_step  # type: ignore[method-assign]
+
         weights.AutoModelForCausalLM.from_pretrained = watch_loading  # type: ignore[method-assign]
-        Journal.add = watch_measuring  # type: ignore[method-assign]
 
     def end(self) -> None:
         for owner, name, value in self.undo:
@@ -125,10 +117,7 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
         training.train(recipe, model, training.prepare_data(recipe, model), output, resume)
     finally:
         watched.end()
-    patience = default_group()._get_backend(torch.device("cpu")).options._timeout.total_seconds()
-    told = {"unsharded": watched.unsharded, "read": watched.read, "policies": sorted(watched.policies)}
-    told["measured"] = watched.measured
-    return {**told, "patience": patience}
+    return {"unsharded": watched.unsharded, "read": watched.read, "policies": sorted(watched.policies)}
 
 
 def main() -> None:

@@ -9,7 +9,6 @@ import pytest
 
 from pi_lora.errors import ModelError
 from pi_lora.run import Run
-from pi_lora.writing import write_whole
 
 
 def half(file: Path) -> None:
@@ -56,27 +55,9 @@ def test_if_all_are_damaged_nothing_is_resumed_or_removed(tmp_path: Path) -> Non
     assert all(each.is_dir() for each in both)
 
 
-def test_without_a_checkpoint_it_begins_again(tmp_path: Path) -> None:
-    (tmp_path / "checkpoints" / "checkpoint-3").mkdir(parents=True)
-    assert Run(tmp_path).checkpoint_to_resume() == (None, [])
-
-
 def test_a_damaged_log_is_read_without_its_damaged_lines(tmp_path: Path) -> None:
     log = tmp_path / "training.jsonl"
     first, second, fourth = (b'{"step": %d, "loss": 1.0}\n' % step for step in (1, 2, 4))
     damaged = b'[]\n{"step": "3", "loss": 1.0}\n{"step": 3}\n\xff\xfe\n'
     log.write_bytes(first + bytes(40) + b"\n" + second + damaged + fourth + b'{"st')
     assert [line["step"] for line in Run(tmp_path).log] == [1, 2, 4]
-
-
-def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = tmp_path / "state.json"
-    write_whole(file, "before")
-
-    def killed(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("os.fsync", killed)
-    with pytest.raises(KeyboardInterrupt):
-        write_whole(file, "after")
-    assert file.read_text() == "before"

@@ -3,11 +3,9 @@
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
-from transformers import AutoTokenizer
 
 from pi_lora import cli
 from pi_lora.models.model import find
@@ -88,16 +86,3 @@ def test_no_command_runs_it(
 def test_it_runs_when_it_is_allowed(base: Path, trace: Path) -> None:
     assert find(str(base), permissions=Permissions(remote_code=True)).kind.__name__ == "OwnConfig"
     assert trace.exists()
-
-
-def test_the_tokenizer_is_that_of_the_revision(small_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: dict[str, Any] = {}
-    own = AutoTokenizer.from_pretrained
-
-    def from_pretrained(path: str, **options: Any) -> Any:
-        asked.update(options)
-        return own(path)
-
-    monkeypatch.setattr(AutoTokenizer, "from_pretrained", from_pretrained)
-    assert find(str(small_model), permissions=Permissions(remote_code=True), revision="v1").tokenizer
-    assert asked == {"revision": "v1", "trust_remote_code": True}

@@ -1,6 +1,5 @@
 """Weights that are missing, of another shape or no numbers are refused: they would give results that look like any."""
 
-import json
 import math
 import shutil
 from collections.abc import Callable
@@ -56,17 +55,6 @@ def test_a_base_that_is_not_whole_is_refused(base: Path, change: Callable[[Tenso
     with pytest.raises(ModelError, match=problem) as raised:
         load(str(base))
     assert "\n" not in str(raised.value)
-
-
-def test_a_file_that_the_index_leaves_out_is_missed(base: Path) -> None:
-    tensors = load_file(base / WEIGHTS)
-    save_file({UP: tensors.pop(UP)}, base / "second.safetensors", metadata={"format": "pt"})
-    save_file(tensors, base / "first.safetensors", metadata={"format": "pt"})
-    (base / WEIGHTS).unlink()
-    index = {"metadata": {}, "weight_map": dict.fromkeys(tensors, "first.safetensors")}
-    (base / f"{WEIGHTS}.index.json").write_text(json.dumps(index))
-    with pytest.raises(ModelError, match=f"its weights lack {UP}"):
-        load(str(base))
 
 
 def test_tied_weights_and_old_checkpoints_are_whole(base: Path) -> None:

@@ -2,10 +2,7 @@
 
 import json
 import os
-import re
 import signal
-import subprocess
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,13 +10,10 @@ import pytest
 import torch
 from conftest import small_recipe, train
 from safetensors.torch import load_file
-from transformers import TrainerControl, TrainerState
 
 from pi_lora.errors import Diverged, Interrupted, RecipeError, RunExistsError
-from pi_lora.recipe.files import dump_recipe
 from pi_lora.recipe.schema import Recipe
 from pi_lora.run import Run, staging_path
-from pi_lora.training.callbacks import TrainingLog
 
 STEPS = 12
 
@@ -42,42 +36,6 @@ def recipe_for(model: Path, **changes: object) -> Recipe:
 def whole(small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
     """The weights of a run that nothing disturbed."""
     return weights(train(recipe_for(small_model), tmp_path_factory.mktemp("whole") / "run"))
-
-
-# Trains to argv[2] as the recipe argv[1] says, and is killed as soon as step argv[3] is done.
-TRAIN_AND_DIE = """
-import os, signal, sys
-from collections.abc import Iterator
-from pathlib import Path
-from pi_lora.preflight import check
-from pi_lora.recipe.files import load_recipe
-from pi_lora.training.training import prepare_data, train
-
-recipe, output, step = load_recipe(Path(sys.argv[1])).recipe, Path(sys.argv[2]), int(sys.argv[3])
-
-def die(done, total, note=""):
-    if done == step and total == recipe.training.steps:
-        os.kill(os.getpid(), signal.SIGKILL)
-
-model = check(recipe, output)
-train(recipe, model, prepare_data(recipe, model), output, progress=die)
-"""
-
-
-@pytest.mark.parametrize("step", [1, 2, 3, 5, 6, 10, 12])
-def test_killed_at_any_step_it_resumes_to_the_same_weights(
-    python: str, small_model: Path, tmp_path: Path, whole: dict[str, torch.Tensor], step: int
-) -> None:
-    """Before the first checkpoint, which is of step 3, beside each, and after the last step."""
-    recipe, output = recipe_for(small_model), tmp_path / "run"
-    (tmp_path / "recipe.yaml").write_text(dump_recipe(recipe))
-    command = [python, "-c", TRAIN_AND_DIE, str(tmp_path / "recipe.yaml"), str(output), str(step)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (-signal.SIGKILL, "")
-    assert not output.exists()
-    train(recipe, output, resume=True)
-    assert all(torch.equal(tensor, whole[name]) for name, tensor in weights(output).items())
-    assert steps_of(output) == list(range(1, STEPS + 1))
 
 
 def test_a_half_written_checkpoint_is_not_taken(
@@ -167,33 +125,3 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_last_good_checkpo
     assert str(kept) in str(raised.value)
     assert all(torch.isfinite(tensor).all() for tensor in weights(kept).values())
     assert not output.exists()
-
-
-def test_ctrl_c_ends_with_130_and_one_line(python: str, small_model: Path, tmp_path: Path) -> None:
-    (tmp_path / "recipe.yaml").write_text(dump_recipe(recipe_for(small_model)))
-    command = [python, "-m", "pi_lora", "train", "recipe.yaml", "training.steps=400", "--output", "run"]
-    process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    log = tmp_path / ".run.partial" / "training.jsonl"
-    deadline = time.monotonic() + 120
-    while not (log.exists() and log.read_text().count("\n") > 3):
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-    process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=60)
-    assert process.returncode == 130
-    *progress, said = errors.splitlines()
-    assert all(line.startswith("training: ") for line in progress), errors
-    assert said.endswith("a checkpoint is kept; continue with --resume")
-    assert not (tmp_path / "run").exists()
-
-
-def test_progress_shows_the_curve_of_the_loss_from_before_the_interruption_on(tmp_path: Path) -> None:
-    lines = [{"step": step, "loss": loss, "seconds": 1.0} for step, loss in ((1, 9.0), (2, 5.0), (3, 1.0))]
-    (tmp_path / "training.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    log = TrainingLog(10)
-    log.run = Run(tmp_path)
-    state = TrainerState(global_step=2, max_steps=4)
-    log.on_train_begin(None, state, TrainerControl())
-    log.on_log(None, state, TrainerControl(), {"loss": 3.0, "learning_rate": 1.0, "grad_norm": 1.0})
-    assert re.fullmatch(r"loss 3\.000 █▃▁ [\d,]+ tokens/s \d+\.\d GiB", log.line)

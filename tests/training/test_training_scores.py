@@ -12,7 +12,6 @@ from pi_lora.evaluation.measurement import as_json
 from pi_lora.evaluation.perplexity.scores import PerplexityScores
 from pi_lora.evaluation.suite import measure
 from pi_lora.models.adapter import prepare_for_tuning
-from pi_lora.models.machine import measured_under_autocast
 from pi_lora.models.model import Extension, Model, find, load
 from pi_lora.recipe.evaluation import Evaluation
 from pi_lora.recipe.files import load_recipe
@@ -107,24 +106,6 @@ def test_float32_weights_are_measured_as_they_are_tuned_where_that_is_faster(
     assert found == pytest.approx(after, rel=1e-6)
     assert found != pytest.approx(in_float32, rel=1e-6)
     assert scores(run, "perplexity", 4)["dtype"] == "float32, computed in bfloat16"
-
-
-@pytest.mark.parametrize(
-    ("tuning", "precision", "device", "autocast"),
-    [
-        ("full", "auto", "cuda", True),
-        ("full", "float32", "cuda", False),
-        ("full", "auto", "cpu", False),
-        ("lora", "auto", "cuda", False),
-    ],
-)
-def test_where_float32_weights_are_measured_in_bfloat16(
-    tuning: str, precision: str, device: str, autocast: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("pi_lora.models.machine.device", lambda: torch.device(device))
-    monkeypatch.setattr("pi_lora.models.machine.has_fast_bfloat16", lambda: True)
-    recipe = small_recipe("any", tuning={"method": tuning}, training={"precision": precision})
-    assert measured_under_autocast(recipe) == autocast
 
 
 @torch.no_grad()

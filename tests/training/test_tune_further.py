@@ -2,7 +2,6 @@
 
 import importlib.util
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -91,12 +90,6 @@ def test_short_sequences_with_positions_over_the_extended_window(lora_run: Path,
         further(lora_run, Path(), data={**data, "sequence_tokens": None})
 
 
-def test_what_was_tuned_further_merges_like_any_adapter(lora_run: Path, rows: Path, tmp_path: Path) -> None:
-    run = train(further(lora_run, rows), tmp_path / "further")
-    merged = merge(run, tmp_path / "merged").folder
-    torch.testing.assert_close(logits(merged), logits(run), rtol=1e-4, atol=1e-4)
-
-
 @pytest.mark.parametrize("tuning", [{"rank": 8}, {"method": "full"}])
 def test_merged_weights_are_tuned_with_any_shape(
     lora_run: Path, rows: Path, tmp_path: Path, tuning: dict[str, Any]
@@ -114,20 +107,11 @@ def test_a_full_run_is_tuned_further(full_run: Path, rows: Path, tmp_path: Path)
     assert load(str(run)).config["rope_parameters"] == load(str(full_run)).config["rope_parameters"]
 
 
-def test_an_adapter_folder_of_other_origin_needs_no_recipe(lora_run: Path, rows: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "adapter"
-    shutil.copytree(lora_run, folder)
-    (folder / "recipe.yaml").unlink()
-    assert load(str(train(further(folder, rows), tmp_path / "further"))).scale == 2
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"tuning": {"rank": 8, "alpha": 8}}, "set tuning.rank=4, or merge it first"),
         ({"tuning": {"rank": 4, "also_train": "nothing"}}, "set tuning.also_train=embeddings_and_norms"),
-        ({"tuning": {"rank": 4, "also_train": "norms"}}, "set tuning.also_train=embeddings_and_norms"),
-        ({"tuning": {"rank": 4, "targets": "attention"}}, "set tuning.targets=all-linear"),
         ({"tuning": {"method": "full"}}, "which tuning.method: full cannot tune; merge it first"),
         ({"context": {"target": 129}}, "129 is longer than the window of .*, 128 tokens"),
         ({"scaling": "pi", "context": {"target": 256}}, "tune it further with scaling: keep, or merge it first"),
