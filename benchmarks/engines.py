@@ -1,11 +1,11 @@
 """What other engines make of merged models beyond the base's window, beside transformers 5 in float32: the window that
 they read, log probabilities of a prompt, and greedy tokens.
 
-    python benchmarks/engines.py [--engines ENGINE ...] [--models MODEL ...] [--text FILE] [--again]
+    python benchmarks/engines.py [--engines ENGINE ...] [--models MODEL ...] [--text FILE]
 
 Each engine has an environment of its own in the cache folder (gigabytes in all), and each question is a process of its
 own, with a time limit. An answer is kept in benchmarks/results/engines.json when it is complete, and an engine that
-failed is asked again; --again merges anew and asks all of them.
+failed is asked again. To begin anew, remove the file and the cache folder's `engines/models`.
 FILE is a long text; by default it is Python's standard library. The base of SmolLM2 is made by
 `python scripts/fetch_smollm2.py`.
 """
@@ -14,7 +14,6 @@ import argparse
 import json
 import math
 import re
-import shutil
 import subprocess
 import sys
 import tarfile
@@ -163,10 +162,6 @@ def compared(said: dict, reference: dict, original: int) -> dict:
     pairs = list(zip(said["tokens"], reference["tokens"], strict=True))
     same = next((index for index, (its, ours) in enumerate(pairs) if its != ours), len(pairs))
     row = {key: said[key] for key in ("window", "versions", "seconds")} | {"greedy": same}
-    if same < len(pairs):  # how much less likely its choice was, if it is among the likeliest
-        choices = {int(token): value for token, value in reference["choices"][same].items()}
-        its = choices.get(pairs[same][0])
-        row["behind"] = None if its is None else max(choices.values()) - its
     if reference.get("unscaled"):
         row["as_unscaled"] = said["tokens"] == reference["unscaled"]
     if said["logprobs"]:
@@ -182,13 +177,8 @@ def main() -> None:
     parser.add_argument("--engines", nargs="+", choices=ENGINES, default=list(ENGINES))
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--text", type=Path)
-    parser.add_argument("--again", action="store_true")
     options = parser.parse_args()
     for model in options.models:
-        if options.again:
-            for made in (PLACE / "models").glob(f"{model}.*"):
-                made.unlink()
-            shutil.rmtree(PLACE / "models" / model, ignore_errors=True)
         folder, (run, base, length) = merged(model), MODELS[model]
         found = find(str(folder))
         original = int(found.base_config["max_position_embeddings"])
@@ -206,7 +196,7 @@ def main() -> None:
             rows = {}  # answers about another prompt
         write("engines", results | {"models": results["models"] | {model: {**facts, "rows": rows}}})
         for engine in options.engines:
-            if not options.again and "failed" not in rows.get(engine, {"failed": "not asked yet"}):
+            if "failed" not in rows.get(engine, {"failed": "not asked yet"}):
                 continue
             print(f"{model}: {engine}", flush=True)
             own = {"adapter": str(run)} if engine == "vllm_adapter" else {}

@@ -102,18 +102,6 @@ def passkey(result: Result) -> Lines:
     yield from table(("", "seconds", "beside pi-lora"), rows)
 
 
-def lm_eval_command(result: Result) -> Lines:
-    """A task a row: accuracy and standard error by both, in full."""
-    yield f"Inputs of at most {result['window']} tokens, {result['batch_size']} a forward pass.\n"
-    rows = [
-        (name, row["examples"], *("{} ± {}".format(*row[way]) for way in ("pi_lora", "lm_eval")))
-        for name, row in result["tasks"].items()
-    ]
-    yield from table(("task", "examples", "pi-lora eval benchmarks", "lm-eval run"), rows)
-    seconds = result["seconds"]
-    yield f"\n{seconds['pi_lora']:.0f} s and {seconds['lm_eval']:.0f} s, start and loading in both."
-
-
 def merge(result: Result) -> Lines:
     """A way of merging a row: seconds until all is on the disk, and the peak."""
     rows = [
@@ -163,9 +151,6 @@ def engine_row(engine: str, row: Result) -> tuple[object, ...]:
     greedy = f"{row['greedy']} of {GREEDY}"
     if row["as_unscaled"]:
         greedy = f"**{greedy}: those of the unscaled model**"
-    elif row["greedy"] < GREEDY:
-        behind = "no likely one" if row["behind"] is None else f"{row['behind']:.2g} nats less likely"
-        greedy += f"; the next is {behind}"
     window = f"{row['window']:,}" if row["window"] else "none"
     both = ("not given", "not given")
     if "largest" in row:
@@ -214,7 +199,6 @@ def elsewhere(page: str, heading: str) -> Callable[[Result], Lines]:
 TABLES: dict[str, Callable[[Result], Lines]] = {
     "engines": elsewhere("engines.md", "measured"),
     "gpu": elsewhere("performance.md", "measured"),
-    "lm_eval_command": lm_eval_command,
     "merge": merge,
     "passkey": passkey,
     "perplexity": perplexity,

@@ -178,12 +178,10 @@ def test_an_engines_answer_is_compared_with_what_the_model_computes(full_run: Pa
     same = engines.compared({**said, **facts}, reference, 64)
     assert (same["greedy"], same["largest"], same["as_unscaled"]) == (engines.GREEDY, 0, False)
     assert same["perplexity"] == pytest.approx(math.exp(-sum(said["logprobs"][64:]) / 35))
-    changed = [said["tokens"][0], list(said["choices"][1])[1], *said["tokens"][2:]]
+    changed = [said["tokens"][0], said["tokens"][1] + 1, *said["tokens"][2:]]
     answer = {**said, **facts, "tokens": changed, "logprobs": None}
     other = engines.compared(answer, {**said, "unscaled": changed}, 64)
-    best = sorted(said["choices"][1].values())
     assert (other["greedy"], other["as_unscaled"]) == (1, True)
-    assert other["behind"] == pytest.approx(best[-1] - best[-2])
 
 
 def test_an_engine_that_fails_says_why() -> None:

@@ -31,7 +31,7 @@ def transformers(ask):
     if ask.get("unscaled"):  # what a reader has that drops the scaling
         config.rope_parameters = {**config.rope_parameters, "rope_type": "default"}
     model = AutoModelForCausalLM.from_pretrained(ask["folder"], config=config, dtype=torch.float32).eval()
-    ids, tokens, best = torch.tensor([ask["ids"]]), [], []
+    ids, tokens = torch.tensor([ask["ids"]]), []
     with torch.no_grad():
         answer = model.model(ids, use_cache=True)
         hidden, cache, logprobs = answer.last_hidden_state, answer.past_key_values, []
@@ -42,11 +42,9 @@ def transformers(ask):
         logits = model.lm_head(hidden[0, -1:])
         for _ in range(ask["greedy"]):
             tokens.append(int(logits.argmax()))
-            first = logits[-1].log_softmax(-1).topk(10)
-            best.append(dict(zip(first.indices.tolist(), first.values.tolist(), strict=True)))
             logits = model(torch.tensor([tokens[-1:]]), past_key_values=cache, use_cache=True).logits[0, -1:]
     window = AutoTokenizer.from_pretrained(ask["folder"]).model_max_length
-    return {"window": window, "tokens": tokens, "logprobs": logprobs, "choices": best}
+    return {"window": window, "tokens": tokens, "logprobs": logprobs}
 
 
 def vllm(ask):

@@ -9,6 +9,7 @@ import datasets
 import lm_eval.tasks
 import pytest
 import torch
+import yaml
 from lm_eval import simple_evaluate
 from lm_eval.models.huggingface import HFLM
 from test_cli import run
@@ -27,7 +28,6 @@ from pi_lora.recipe.evaluation import BenchmarksOptions
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import convert_tasks  # noqa: E402
-import lm_eval_command  # noqa: E402
 
 LM_EVAL_TASKS = Path(lm_eval.tasks.__file__).parent
 BATCH = 4
@@ -70,7 +70,10 @@ ROWS: dict[str, list[dict[str, Any]]] = {
     "gsm8k": [{"question": f"What is {n} and 1?", "answer": f"One more.\n#### {n + 1}"} for n in range(8)],
 }
 # Of the tasks, the files of lm-eval.
-BASES = lm_eval_command.BASES | {
+BASES = {
+    "boolq": "super_glue/boolq/default.yaml",
+    "piqa": "piqa/piqa.yaml",
+    "winogrande": "winogrande/default.yaml",
     "race_high": "race/race.yaml",
     "wikitext": "wikitext/wikitext.yaml",
     "triviaqa": "triviaqa/default.yaml",
@@ -117,9 +120,19 @@ def their_tasks(files: dict[str, str], tmp_path: Path, monkeypatch: pytest.Monke
     # lm-eval asks several programs for the versions of everything.
     monkeypatch.setattr("lm_eval.evaluator.add_env_info", lambda _: None)
     (tmp_path / "tasks").mkdir()
-    split = {"split": "test", "test_split": "test", "validation_split": None}
     for name, base in BASES.items():
-        lm_eval_command.write_task(tmp_path / "tasks", name, base, tmp_path / f"{name}.jsonl", **split)
+        data = {"data_files": {"test": str(tmp_path / f"{name}.jsonl")}, "cache_dir": str(tmp_path / "tasks" / "cache")}
+        task = {
+            "include": str(LM_EVAL_TASKS / base),
+            "task": f"own_{name}",
+            "dataset_path": "json",
+            "dataset_name": None,
+            "dataset_kwargs": data,
+            "training_split": None,
+            "validation_split": None,
+            "test_split": "test",
+        }
+        (tmp_path / "tasks" / f"own_{name}.yaml").write_text(yaml.safe_dump(task))
     return tmp_path / "tasks"
 
 
