@@ -21,13 +21,14 @@ import torch
 from processes import ImportedPython, settings_of_imports
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from pi_lora import cli
 from pi_lora.models.location import BUILTIN_FOLDER
 from pi_lora.preflight import check
 from pi_lora.recipe.schema import Recipe
 from pi_lora.training import training
 from pi_lora.types import NO_PERMISSIONS, Permissions, Progress, silent
 
-__all__ = ["BUILTIN", "small_recipe", "train"]
+__all__ = ["BUILTIN", "run_command", "small_recipe", "train"]
 
 BUILTIN = "builtin:tiny"
 
@@ -112,6 +113,15 @@ def train(
     """Check a recipe and train it."""
     model = check(recipe, output, resume, permissions)
     return training.train(recipe, model, training.prepare_data(recipe, model), output, resume, progress)
+
+
+def run_command(*words: str) -> int:
+    """Run `pi-lora WORDS` in this process and return its exit status."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["pi-lora", *words])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+    return int(ended.value.code or 0)
 
 
 @pytest.fixture(scope="session")

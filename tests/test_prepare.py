@@ -1,12 +1,10 @@
 """Data that is prepared ahead of training: elsewhere, in several processes, once."""
 
-import sys
 from pathlib import Path
 
 import pytest
-from conftest import small_recipe
+from conftest import run_command, small_recipe
 
-from pi_lora import cli
 from pi_lora.data.packing import training_sequences
 from pi_lora.data.tokens import Pool
 from pi_lora.models.tokenizer import load_tokenizer
@@ -18,13 +16,6 @@ from pi_lora.training.training import prepare_data
 
 def never(done: int, total: int, note: str = "") -> None:
     pytest.fail(f"{total} tokens are packed again")
-
-
-def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
-    monkeypatch.setattr(sys, "argv", ["pi-lora", *arguments])
-    with pytest.raises(SystemExit) as exit_:
-        cli.main()
-    return int(exit_.value.code or 0)
 
 
 def entries(cache: Path) -> dict[str, bytes]:
@@ -64,7 +55,7 @@ def test_a_recipe_for_gpus_is_prepared_without_and_read_by_training(
     recipe = small_recipe(folder, hardware={"gpus": 8}, training={"steps": 2, "global_batch_size": 8})
     file = tmp_path / "recipe.yaml"
     file.write_text(dump_recipe(recipe))
-    assert run(monkeypatch, "prepare", str(file), "--processes", "1") == 0
+    assert run_command("prepare", str(file), "--processes", "1") == 0
     said = capsys.readouterr().out
     assert "data: 2,048 tokens at hand, as many as needed: 16 sequences of 128" in said
     assert f"{tmp_path / 'cache'}: has the data of {file}; pi-lora train reads it from there" in said

@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import BUILTIN
+from conftest import BUILTIN, run_command
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from pi_lora import cli
 from pi_lora.recipe.files import dump_recipe
 from pi_lora.recipe.schema import Recipe
 
@@ -42,7 +41,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[tuple[str, str]
 
 
 def run(*words: str) -> None:
-    assert not cli.app(list(words), standalone_mode=False)
+    assert run_command(*words) == 0
 
 
 @pytest.fixture(scope="module")

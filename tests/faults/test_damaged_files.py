@@ -2,15 +2,13 @@
 
 import json
 import shutil
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import small_recipe
+from conftest import run_command, small_recipe
 from reported import make_run
 
-from pi_lora import cli
 from pi_lora.recipe.files import dump_recipe
 
 # The files of a folder that holds a model, a run of it, a recipe and texts, and a command that reads each of them.
@@ -47,15 +45,12 @@ def whole(small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def run_command(
+def run_in(
     line: str, folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> tuple[int, str, str]:
     """Run a command in `folder`; return its exit status and what it printed on stdout and stderr."""
     monkeypatch.chdir(folder)
-    monkeypatch.setattr(sys, "argv", ["pi-lora", *line.split()])
-    with pytest.raises(SystemExit) as ending:
-        cli.main()
-    return int(ending.value.code or 0), *capsys.readouterr()
+    return run_command(*line.split()), *capsys.readouterr()
 
 
 @pytest.mark.parametrize("file", READERS)
@@ -70,7 +65,7 @@ def test_a_damaged_file_is_one_line(
 ) -> None:
     folder = shutil.copytree(whole, tmp_path / "damaged")
     (folder / file).write_bytes(DAMAGES[damage]((whole / file).read_bytes()))
-    status, out, err = run_command(READERS[file], folder, capsys, monkeypatch)
+    status, out, err = run_in(READERS[file], folder, capsys, monkeypatch)
     assert status in (1, 2), out
     assert out == ""
     assert len(err.splitlines()) == 1 or file.endswith("yaml"), err
@@ -82,6 +77,6 @@ def test_without_damage_they_are_read(
     command: str, whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = shutil.copytree(whole, tmp_path / "whole")
-    status, out, err = run_command(command, folder, capsys, monkeypatch)
+    status, out, err = run_in(command, folder, capsys, monkeypatch)
     assert status == 0, err
     assert out

@@ -15,13 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import small_recipe, train
+from conftest import run_command, small_recipe, train
 from processes import without_progress
 from random_runs import save_run
 from safetensors.torch import load_file
 from torch import equal
 
-from pi_lora import cli
 from pi_lora.merging.merging import merge
 from pi_lora.recipe.files import dump_recipe
 from pi_lora.recipe.schema import Recipe
@@ -162,10 +161,7 @@ class Eval(Command):
         with pytest.MonkeyPatch.context() as patched:
             patched.chdir(self.place)
             patched.setenv("PI_LORA_CACHE", str(self.place / "cache"))
-            patched.setattr("sys.argv", ["pi-lora", *self.arguments()])
-            with pytest.raises(SystemExit) as ended:
-                cli.main()
-            assert not ended.value.code
+            assert run_command(*self.arguments()) == 0
 
     def check(self) -> None:
         result = self.place / "result.json"

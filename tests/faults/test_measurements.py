@@ -4,9 +4,8 @@ import json
 from pathlib import Path
 
 import pytest
-from conftest import BUILTIN
+from conftest import BUILTIN, run_command
 
-from pi_lora.cli import main
 from pi_lora.evaluation.journal import Journal
 from pi_lora.evaluation.passkey import measure
 from pi_lora.evaluation.passkey.scores import PasskeyDepth
@@ -34,14 +33,6 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
     return done
 
 
-def run(*arguments: str) -> int:
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("sys.argv", ["pi-lora", *arguments])
-        with pytest.raises(SystemExit) as ended:
-            main()
-    return int(ended.value.code or 0)
-
-
 @pytest.mark.parametrize(
     ("command", "option"),
     [
@@ -65,7 +56,7 @@ def test_a_place_that_cannot_be_written_is_refused_before_a_model_is_read(
     (tmp_path / "file").touch()
     monkeypatch.setattr("pi_lora.models.model.Model.load", lambda *_: pytest.fail("was read"))
     monkeypatch.setattr("pi_lora.evaluation.summarization.writing.find_writer", lambda *_: pytest.fail("was read"))
-    assert run(*command.split(), option, place) == 2
+    assert run_command(*command.split(), option, place) == 2
     said = capsys.readouterr().err
     assert said.startswith(f"{place}: cannot be written (")
     assert said.count("\n") == 1
@@ -82,10 +73,10 @@ def test_a_result_that_cannot_be_written_is_not_measured_again(
 
     with monkeypatch.context() as patched:
         patched.setattr(Path, "replace", full)
-        assert run(*PASSKEY, "--json", "result.json") == 2
+        assert run_command(*PASSKEY, "--json", "result.json") == 2
     assert len(measured) == 2
     assert len(list(cache.glob("evaluations/*/*.jsonl"))) == 1
-    assert run(*PASSKEY, "--json", "result.json") == 0
+    assert run_command(*PASSKEY, "--json", "result.json") == 0
     assert len(measured) == 2
     assert len(json.loads(Path("result.json").read_text())["depths"]) == 2
     assert not list(cache.glob("evaluations/*"))
@@ -93,7 +84,7 @@ def test_a_result_that_cannot_be_written_is_not_measured_again(
 
 def test_without_a_cache_it_goes_on(cache: Path, measured: list[int], capsys: pytest.CaptureFixture[str]) -> None:
     cache.write_text("a file")
-    assert run(*PASSKEY) == 0
+    assert run_command(*PASSKEY) == 0
     assert len(measured) == 2
     said = capsys.readouterr().err
     assert said.count("an interrupted measurement will begin anew") == said.count("\n") == 1

@@ -93,6 +93,7 @@ def test_auto_takes_what_is_made_for_the_gpu(
     monkeypatch.setattr(kernels, "_MADE_FOR", present)
     supports = settings.pop("supports", True)
     model = find("builtin:tiny")
+    model.skeleton._compatible_flash_implementations = None
     monkeypatch.setattr(PreTrainedModel, "get_correct_attn_implementation", supported if supports else unsupported)
     assert model.attention(**{"asked": "auto", "in_bfloat16": True, **settings}) == chosen
 
