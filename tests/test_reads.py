@@ -87,12 +87,7 @@ def test_eval_of_a_base_and_a_run(
 
 
 def test_merge(lora_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The check loads the merged folder as a user would, and base + adapter beside it."""
+    """Tensors are merged and checked as files; no model is built."""
     with counted(monkeypatch) as reads:
         run("merge", str(lora_run), "--output", str(tmp_path / "merged"))
-    assert reads == {
-        ("config", "model"): 1,
-        ("weights", "model"): 1,
-        ("tokenizer", "lora"): 1,
-        ("weights", "merged"): 1,
-    }
+    assert reads == {("config", "model"): 1, ("tokenizer", "lora"): 1}
