@@ -123,9 +123,9 @@ class Run:
         return self.path / SCORES / f"{name}{'' if stage == TUNED else f'-{stage}'.replace(' ', '-')}.json"
 
     def score_files(self) -> list[tuple[str, str, Path]]:
-        """Return measurement, stage and file of all scores, the stages in order: base, step 0, 200, ..., tuned."""
-        files = (self.path / SCORES).glob("*.json")
-        return [(name, stage, file) for name, _, stage, file in sorted(map(_stage_of, files))]
+        """Return stage, measurement and file of all scores, the stages in order: base, step 0, 200, ..., tuned."""
+        stages = sorted(map(_stage_of, (self.path / SCORES).glob("*.json")))
+        return [(stage, name, file) for _, stage, name, file in stages]
 
     @property
     def checkpoints(self) -> list[Path]:
@@ -357,13 +357,13 @@ def _damage(checkpoint: Path) -> str | None:
     return f"{', '.join(differing)} changed since they were written" if differing else None
 
 
-def _stage_of(file: Path) -> tuple[str, int, str, Path]:
-    """Return the measurement, the place of the stage among the others, and the stage that a file of scores holds."""
+def _stage_of(file: Path) -> tuple[int, str, str, Path]:
+    """Return the place of the stage among the others, the stage, and the measurement that a file of scores holds."""
     if step := re.fullmatch(r"(.+)-step-(\d+)", file.stem):
-        return step[1], int(step[2]), f"step {step[2]}", file
+        return int(step[2]), f"step {step[2]}", step[1], file
     if (name := file.stem.removesuffix(f"-{BASE}")) != file.stem:
-        return name, -1, BASE, file
-    return name, 10**12, TUNED, file
+        return -1, BASE, name, file
+    return 10**12, TUNED, name, file
 
 
 def _commit() -> str | None:

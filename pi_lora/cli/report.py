@@ -47,23 +47,24 @@ def compare(
 
 @app.command
 def report(
-    runs: Annotated[list[Path], Parameter(name="RUN", help="Run folders that were measured.")],
+    run: Annotated[Path, Parameter(name="RUN", help="A run folder that was measured.")],
     /,
     *,
     html: Annotated[bool, Parameter(help="Also write one HTML page that needs no other file.")] = False,
-    output: Annotated[Path | None, Parameter(help="Folder to write to; the run's own, or report/ for several.")] = None,
+    output: Annotated[Path | None, Parameter(help="Folder to write to; by default RUN itself.")] = None,
 ) -> None:
-    """Write the model card of a run with its pictures, or compare several runs."""
+    """Write the model card of a run, with pictures of its scores and its loss."""
     with working("writing the report"):
         from pi_lora.report.pages import write_report
         from pi_lora.report.run import measured_run
+        from pi_lora.run import BASE
 
-        read = [measured_run(run) for run in runs]
-        files = write_report(read, output, html)
+        measured = measured_run(run)
+        files = write_report(measured, output, html)
     out.lines(*files)
-    if len(read) == 1 and not read[0].base_scores:
-        command = shlex.join(["pi-lora", "compare", read[0].recipe.model.name, str(runs[0])])
-        err.lines("To show the base beside it, measure the base and write the report again:", f"  {command}")
+    if BASE not in measured.scores:
+        command = shlex.join(["pi-lora", "compare", measured.recipe.model.name, str(run)])
+        err.lines(f"{run}: the base was not measured; to add its scores, run {command}, then this command again")
 
 
 @app.command

@@ -1,20 +1,17 @@
 """Model cards: written from `card.md` and what a run holds, with a section of scores that can be brought up to date."""
 
-import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub import ModelCard, ModelCardData
-from huggingface_hub.errors import HFValidationError
-from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
 from pi_lora.models.stored import read_config
 from pi_lora.recipe.schema import Recipe
-from pi_lora.report.paper import paper_section
+from pi_lora.report.paper import paper_table
 from pi_lora.report.pictures import picture_lines
-from pi_lora.report.run import MeasuredRun, columns_of
+from pi_lora.report.run import MeasuredRun
 from pi_lora.report.tables import eval_results, metrics_table, public_name
 from pi_lora.run import SCORES
 from pi_lora.scaling.config import full_attention_rope, method_of, scale_of, window_of
@@ -26,20 +23,19 @@ SCORES_BEGIN, SCORES_END = "<!-- scores -->", "<!-- end of scores -->"
 
 def write_card(folder: Path, run: MeasuredRun | None = None) -> None:
     """Write into `folder` the card of `run`, by default its own, with the pictures there; raise ModelError."""
-    run = run or MeasuredRun(folder)
-    write_whole(folder / CARD, str(_card(run, run.recipe.tuning.method == "full", folder, None, {})))
+    write_whole(folder / CARD, str(_card(run or MeasuredRun(folder), folder)))
 
 
 def merged_card(
     run: Path, merged: Path, checks: Sequence[str], facts: Mapping[str, str] | None = None, base: str = ""
 ) -> str:
     """Return the card of `merged`, full weights made from the adapter folder `run`, which may hold nothing else.
-    `checks` say what the comparison with base and adapter found, `facts` are further rows on how it was made, `base` is
-    what it was merged with, if `run` does not say. Raise ModelError as `write_card`.
+    `checks` says what was checked, `facts` are further rows, and `base` is named if the adapter names none. Raise
+    ModelError as `write_card`.
     """
     dtype = read_config(merged).get("dtype", "float32")
     rows = {"weights": f"base and adapter added in float32, stored in {dtype}", **(facts or {})}
-    return str(_card(MeasuredRun(run, merged, base), True, None, checks, rows))
+    return str(_card(MeasuredRun(run, merged, base), None, checks, rows))
 
 
 def refresh_scores(run: MeasuredRun) -> None:
@@ -64,20 +60,15 @@ def is_hub_id(name: str) -> bool:
     >>> is_hub_id("huggyllama/llama-7b"), is_hub_id("builtin:tiny"), is_hub_id("data/*.jsonl")
     (True, False, False)
     """
-    if Path(os.path.expanduser(name)).exists():
-        return False
-    try:
-        validate_repo_id(name)
-    except HFValidationError:
-        return False
-    return True
+    return public_name(name) == name and re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", name) is not None
 
 
 def _card(
-    run: MeasuredRun, full: bool, pictures: Path | None, checks: Sequence[str] | None, facts: Mapping[str, str]
+    run: MeasuredRun, pictures: Path | None, checks: Sequence[str] = (), facts: Mapping[str, str] | None = None
 ) -> ModelCard:
-    """The card of a run, or of the weights merged from it, for which `checks` are given."""
+    """The card of a run, or of the weights merged from it."""
     recipe = run.recipe if run.has_recipe else None
+    full = run.merged is not None or run.recipe.tuning.method == "full"
     card: ModelCard = ModelCard.from_template(
         _metadata(run, full, recipe),
         template_path=str(Path(__file__).with_name("card.md")),
@@ -90,10 +81,10 @@ def _card(
         method=method_of(run.config),
         scale=scale_of(run.config),
         theta=full_attention_rope(run.config)["rope_theta"],
-        facts=facts,
+        facts=facts or {},
         checks=checks,
-        scores=_scores_section(run, pictures, "" if checks is None else "With the adapter, before it was merged:\n\n"),
-        paper=paper_section(recipe) if recipe else "",
+        scores=_scores_section(run, pictures),
+        paper=paper_table(recipe) if recipe else "",
     )
     return card
 
@@ -115,8 +106,8 @@ def _metadata(run: MeasuredRun, full: bool, recipe: Recipe | None) -> ModelCardD
     return ModelCardData(**fields)
 
 
-def _scores_section(run: MeasuredRun, pictures: Path | None, introduction: str = "") -> str:
-    columns = columns_of([run])
-    parts = [introduction + metrics_table(columns).rstrip("\n") if columns else "Not measured yet."]
+def _scores_section(run: MeasuredRun, pictures: Path | None) -> str:
+    introduction = "With the adapter, before it was merged:\n\n" if run.merged else ""
+    parts = [introduction + metrics_table(run.columns).rstrip("\n") if run.columns else "Not measured yet."]
     parts += picture_lines(pictures) if pictures else []
     return f"{SCORES_BEGIN}\n" + "\n\n".join(parts) + f"\n{SCORES_END}"

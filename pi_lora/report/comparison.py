@@ -5,7 +5,6 @@ Both models read the same documents, prompts and examples: where both results ho
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
 
 from pydantic import BaseModel
 from rich.table import Table
@@ -18,7 +17,7 @@ from pi_lora.evaluation.suite import SILENT, Asked, Display, asked_for, evaluati
 from pi_lora.models.model import Model
 from pi_lora.report.intervals import Pairs, of_means, of_successes, of_two
 from pi_lora.report.run import MeasuredRun
-from pi_lora.run import BASE
+from pi_lora.run import BASE, TUNED
 from pi_lora.writing import check_can_write, write_json
 
 
@@ -50,7 +49,7 @@ def compare_run(
     base: str,
     run: Path,
     find: Callable[..., list[Model]],
-    asked: Asked = MappingProxyType({}),
+    asked: Asked | None = None,
     *,
     again: bool = False,
     dtype: str | None = None,
@@ -62,23 +61,28 @@ def compare_run(
     `find` returns the models of some names. Raise PiLoraError as a measurement does.
     """
     folder = MeasuredRun(run)
-    asked = {**asked_for(evaluation_of(run)[0]), **asked}
-    own = {} if again else {name: scores for name, scores in folder.own_scores.items() if name in MEASUREMENTS}
+    asked = {**asked_for(evaluation_of(run)[0]), **(asked or {})}
+    known: Mapping[str, Mapping[str, Scores]] = {} if again else folder.scores
+    own = {name: scores for name, scores in known.get(TUNED, {}).items() if name in MEASUREMENTS}
     missing = {name: options for name, options in asked.items() if name not in own}
     files = {name: folder.scores_file(name) for name in missing}
     check_can_write(json, *files.values())
-    kept = {} if again else _alike(folder.base_scores, base, own)
-    models = find(*[str(run)] if missing else [], *[base] if missing or len(kept) < len(own) else [])
+    models = find(str(run), base) if missing else []
     if missing:
         own |= measure_into(models[0], prepared(missing, models), files, dtype=dtype, display=display)
-        kept = {} if again else _alike(folder.base_scores, base, own)
-    files = {name: folder.scores_file(name, BASE) for name in own if name not in kept}
-    free = {name: file for name, file in files.items() if again or not file.exists()}
-    for name in files.keys() - free.keys():
-        display.say(f"{files[name]}: is of another model or other options; {base} is measured, and not kept")
-    if files:
-        options = {name: own[name].options for name in files}
-        kept |= measure_into(models[-1], options, free, dtype=dtype, display=display)
+    before = known.get(BASE, {})
+    kept = {
+        name: scores
+        for name, scores in before.items()
+        if name in own and (scores.model, scores.options) == (base, own[name].options)
+    }
+    options = {name: scores.options for name, scores in own.items() if name not in kept}
+    if options:
+        writable = [name for name in options if name not in before or before[name].model == base]
+        files = {name: folder.scores_file(name, BASE) for name in writable}
+        if len(files) < len(options):
+            display.say(f"{run}: holds scores of another base, which stay; those of {base} are not kept")
+        kept |= measure_into((models or find(base))[-1], options, files, dtype=dtype, display=display)
     names = [name for name in MEASUREMENTS if name in own]
     rows = [row for name in names for row in compare(kept[name], own[name], folder.original)]
     comparison = Comparison(base=base, run=str(run), original=folder.original, rows=rows)
@@ -109,46 +113,37 @@ def verdict(change: float, interval: Interval | None, unit: str, higher_is_bette
     if change == 0:
         return "the same"
     if unit == "tokens":
-        return f"{abs(change):,.0f} tokens {'longer' if change > 0 else 'shorter'}"
+        return f"{_amount(abs(change), unit)} {'longer' if change > 0 else 'shorter'}"
     word = "better" if (change > 0) == higher_is_better else "worse"
-    amount = f"{abs(change):.1f} {unit}" if unit else f"{abs(change):.3f}"
-    return f"{amount} {word}" + (", no interval" if interval is None else "")
+    return f"{_amount(abs(change), unit)} {word}" + (", no interval" if interval is None else "")
 
 
 def comparison_table(comparison: Comparison) -> Table:
     """Return the rows as a table."""
-    table = Table("", title=f"{comparison.base} beside {comparison.run}")
+    table = Table("", title=f"{comparison.base} and {comparison.run}")
     for heading in ("base", "run", "change", "95 % interval"):
         table.add_column(heading, justify="right")
     table.add_column("verdict")
     for row in comparison.rows:
         digits = {"tokens": 0, "points": 1}.get(row.unit, 3)
-        change_digits = {"tokens": 0, "": 3}.get(row.unit, 1)
-        low_high = "" if row.interval is None else " to ".join(f"{end:+,.{change_digits}f}" for end in row.interval)
-        change = f"{row.change:+,.{change_digits}f} {row.unit}"
-        table.add_row(
-            row.measurement, f"{row.base:,.{digits}f}", f"{row.run:,.{digits}f}", change, low_high, row.verdict
-        )
+        values = [f"{value:,.{digits}f}" for value in (row.base, row.run)]
+        low_high = " to ".join(_amount(end, row.unit, "+") for end in row.interval or ())
+        table.add_row(row.measurement, *values, _amount(row.change, row.unit, "+"), low_high, row.verdict)
     table.caption = "intervals of differences paired by document, trial or example, or else of two single intervals"
     return table
 
 
-def _alike(scores: Mapping[str, Scores], model: str, own: Mapping[str, Scores]) -> dict[str, Scores]:
-    """Those of `scores` that are of `model` and were measured with the options of the `own` scores."""
-    return {
-        name: each
-        for name, each in scores.items()
-        if each.model == model and name in own and each.options == own[name].options
-    }
+def _amount(change: float, unit: str, sign: str = "") -> str:
+    digits = {"tokens": 0, "": 3}.get(unit, 1)
+    return f"{change:{sign},.{digits}f} {unit}".rstrip()
 
 
 def _row(base: Metric, run: Metric, original: int | None) -> Row:
     unit = "%" if run.is_ratio else "points" if run.unit == "%" else run.unit
     change = _percent(math.log(run.value / base.value)) if run.is_ratio else run.value - base.value
     before, after = {value.name: value for value in base.values}, {value.name: value for value in run.values}
-    is_paired = before.keys() == after.keys() and bool(after)
-    pairs = [(before[name], value) for name, value in after.items()] if is_paired else []
-    paired = _paired_interval(pairs, run) if is_paired else None
+    pairs = [(before[name], value) for name, value in after.items()] if before.keys() == after.keys() else []
+    paired = _paired_interval(pairs, run) if pairs else None
     interval = paired or of_two(base, run)
     place = "" if run.at is None or original is None else " (old window)" if run.at <= original else " (beyond)"
     return Row(

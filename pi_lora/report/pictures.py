@@ -1,16 +1,15 @@
-"""Pictures of runs and models: a curve for each model in every measurement that has one, and loss against step."""
+"""Pictures of a run: its scores beside those of its base, and the loss of its training."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import cycle
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from pi_lora.drawing import STYLES, new_figure, plain, save
+from pi_lora.drawing import VERMILION, new_figure, plain, save
 from pi_lora.evaluation.measurement import Scores
 from pi_lora.evaluation.registry import MEASUREMENTS
-from pi_lora.report.run import MeasuredRun, columns_of
+from pi_lora.report.run import MeasuredRun
 from pi_lora.report.tables import literal
 
 PICTURES = "pictures"
@@ -21,18 +20,16 @@ WIDTH, HEIGHT = 5.0, 3.7
 Panel = Callable[[Any], None]
 
 
-def draw_runs(runs: Sequence[MeasuredRun], folder: Path) -> Iterator[Path]:
-    """Draw the scores of one run and its base, or of several runs, into `folder`; yield each file."""
-    columns = columns_of(runs)
-    originals = {run.original for run in runs}
-    original = originals.pop() if len(originals) == 1 else None
-    for name in dict.fromkeys(name for results in columns.values() for name in results):
+def draw_run(run: MeasuredRun, folder: Path) -> Iterator[Path]:
+    """Draw the scores of a run and its base, and the loss of its training, into `folder`; yield each file."""
+    columns = run.columns
+    for name in sorted({name for results in columns.values() for name in results}):
         scores = {label: results[name] for label, results in columns.items() if name in results}
-        figure = figure_of(partial(_curves, scores, original))
+        figure = figure_of(partial(_curves, scores, run.original))
         if figure.axes[0].has_data():
             yield save(figure, folder / PICTURES / f"{name}.png")
-    if losses := {run.name: run.log for run in runs if run.log}:
-        yield save(figure_of(partial(_losses, losses)), folder / PICTURES / "loss.png")
+    if run.log:
+        yield save(figure_of(partial(_loss, run.log)), folder / PICTURES / "loss.png")
 
 
 def comparison_picture(measurements: Sequence[Mapping[str, Scores]], original: int, file: Path) -> None:
@@ -64,7 +61,6 @@ def _curves(scores: Mapping[str, Scores], original: int | None, axes: Any) -> No
         axes.axvline(original, color="0.55", linestyle=":", linewidth=1.2, label="original window")
 
 
-def _losses(logs: Mapping[str, Sequence[Mapping[str, Any]]], axes: Any) -> None:
-    for (label, lines), (colour, _) in zip(logs.items(), cycle(STYLES), strict=False):
-        axes.plot([line["step"] for line in lines], [line["loss"] for line in lines], color=colour, label=label)
+def _loss(log: Sequence[Mapping[str, Any]], axes: Any) -> None:
+    axes.plot([line["step"] for line in log], [line["loss"] for line in log], color=VERMILION)
     axes.set(xlabel="step", ylabel="training loss (nats per token)")

@@ -1,8 +1,6 @@
 """A run with its scores, as reports read it."""
 
-import math
 import shlex
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -14,11 +12,8 @@ from pi_lora.evaluation.registry import MEASUREMENTS, read_scores
 from pi_lora.models.stored import ADAPTER_CONFIG_FILE, read_adapter_settings, read_config
 from pi_lora.recipe.files import RECIPE_FILE
 from pi_lora.recipe.schema import Model
-from pi_lora.run import BASE, STEP_0, TUNED, Provenance, Run
+from pi_lora.run import BASE, STEP_0, Run
 from pi_lora.scaling.config import method_of, scale_of, window_of
-
-# The scores of one measurement by stage, in order: base, step 0, step 200, ..., tuned.
-Stages = Mapping[str, Scores]
 
 
 @dataclass(frozen=True)
@@ -33,11 +28,6 @@ class MeasuredRun(Run):
     def config(self) -> dict[str, Any]:
         """The config of the extended model."""
         return read_config(self.merged or self.path)
-
-    @property
-    def made_with(self) -> Provenance | None:
-        """Cost, hardware and versions of a finished run; None if they are not known."""
-        return self.provenance if self.provenance.tokens is not None else None
 
     @cached_property
     def base(self) -> Model:
@@ -56,47 +46,33 @@ class MeasuredRun(Run):
         return round(window_of(self.config) / scale_of(self.config)) if method_of(self.config) == "pi" else None
 
     @cached_property
-    def scores(self) -> Mapping[str, Stages]:
-        """Scores by measurement and stage, from `scores/NAME-base.json`, `NAME-step-N.json` and `NAME.json`."""
-        by_stage: dict[str, dict[str, Scores]] = {}
-        for name, stage, file in self.score_files():
+    def scores(self) -> dict[str, dict[str, Scores]]:
+        """Scores by stage and measurement; the stages in order: base, step 0, step 200, ..., tuned."""
+        stages: dict[str, dict[str, Scores]] = {}
+        for stage, name, file in self.score_files():
             if scores := read_scores(file):
-                by_stage.setdefault(name, {})[stage] = scores
-        for stages in by_stage.values():
-            if base := stages.get(BASE):
-                relate = MEASUREMENTS[base.measurement].relate
-                stages |= {key: relate(base, each) for key, each in stages.items() if type(each) is type(base)}
-        return by_stage
+                stages.setdefault(stage, {})[name] = scores
+        for results in stages.values():
+            for name in results.keys() & stages.get(BASE, {}).keys():
+                base, scores = stages[BASE][name], results[name]
+                if type(base) is type(scores):
+                    results[name] = MEASUREMENTS[base.measurement].relate(base, scores)
+        return stages
 
     @property
     def last_scores(self) -> dict[str, Scores]:
         """The scores of the finished run, or else of the last step, by measurement."""
-        last = {name: list(stages.items())[-1] for name, stages in self.scores.items()}
-        return {name: scores for name, (stage, scores) in last.items() if stage != BASE}
+        return {name: scores for stage in self.scores if stage != BASE for name, scores in self.scores[stage].items()}
 
     @property
-    def own_scores(self) -> dict[str, Scores]:
-        """The scores of the finished run by measurement."""
-        return {name: stages[TUNED] for name, stages in self.scores.items() if TUNED in stages}
-
-    @property
-    def base_scores(self) -> dict[str, Scores]:
-        """The scores of the base by measurement."""
-        return {name: stages[BASE] for name, stages in self.scores.items() if BASE in stages}
-
-
-def columns_of(runs: Sequence[MeasuredRun]) -> dict[str, dict[str, Scores]]:
-    """Return what a table has side by side, by measurement: of one run the base, step 0, and the finished run or else
-    the last step; of several runs the last scores of each.
-    """
-    if len(runs) > 1:
-        return {run.name: run.last_scores for run in runs}
-    columns: dict[str, dict[str, Scores]] = {}
-    for name, stages in runs[0].scores.items():
-        for stage, scores in stages.items():
-            if stage in (BASE, STEP_0, list(stages)[-1]):
-                columns.setdefault(stage, {})[name] = scores
-    return {stage: columns[stage] for stage in sorted(columns, key=_stage_order)}
+    def columns(self) -> dict[str, dict[str, Scores]]:
+        """The scores that tables and pictures show side by side: base, step 0, and the last of every measurement."""
+        last, columns = self.last_scores, {}
+        for stage, results in self.scores.items():
+            always = stage in (BASE, STEP_0)
+            if shown := {name: scores for name, scores in results.items() if always or scores is last[name]}:
+                columns[stage] = shown
+        return columns
 
 
 def measured_run(path: Path) -> MeasuredRun:
@@ -107,8 +83,3 @@ def measured_run(path: Path) -> MeasuredRun:
     if not run.last_scores:
         raise ModelError(f"{path}: was not measured yet; measure it with: pi-lora eval all {shlex.quote(str(path))}")
     return run
-
-
-def _stage_order(stage: str) -> float:
-    """The number of a step; the base comes before, the finished run after all steps."""
-    return {BASE: -1.0, TUNED: math.inf}.get(stage) or float(stage.removeprefix("step "))

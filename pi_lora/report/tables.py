@@ -38,7 +38,7 @@ def eval_results(results: Mapping[str, Scores]) -> list[EvalResult]:
 
 
 def _metrics(results: Mapping[str, Scores]) -> Iterator[tuple[str, Metric]]:
-    for name, scores in results.items():
+    for name, scores in sorted(results.items()):
         yield from ((name, metric) for metric in metrics_of(scores) if not metric.is_detail)
 
 

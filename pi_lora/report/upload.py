@@ -7,17 +7,15 @@ from typing import Any
 from huggingface_hub import CommitOperationAdd, HfApi, get_token
 from huggingface_hub.constants import SAFETENSORS_INDEX_FILE, SAFETENSORS_SINGLE_FILE
 from huggingface_hub.errors import HfHubHTTPError
-from safetensors import SafetensorError, safe_open
 
 from pi_lora.errors import ModelError, PiLoraError
-from pi_lora.models.stored import ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILE, read_config, read_index
+from pi_lora.models.stored import ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILE, CONFIG_FILE, read_index
 from pi_lora.recipe.files import RECIPE_FILE, dump_recipe, load_recipe
 from pi_lora.recipe.schema import Recipe
 from pi_lora.report.card import CARD, refresh_scores
 from pi_lora.report.run import MeasuredRun
 from pi_lora.report.tables import public_name
 from pi_lora.run import CHECKPOINTS, staging_path
-from pi_lora.writing import read_json
 
 # The files of runs, merges and tokenizers. Anything else stays: checkpoints, pickles, and what a user keeps there.
 UPLOADED = [
@@ -44,7 +42,6 @@ def push(
     branch `revision`, which are created if they do not exist; return the address. Raise ModelError if the folder is
     unfinished, lacks a file or has links to files elsewhere; PushError if nobody is logged in or the hub refuses.
     """
-    _check_complete(folder)
     names = _uploaded(folder)
     if get_token() is None:
         raise PushError("not logged in to the hub; run `hf auth login`, or set HF_TOKEN")
@@ -67,25 +64,34 @@ def push(
 
 
 def _uploaded(folder: Path) -> list[str]:
-    """Return the names of the files to upload; raise ModelError at a link, which may lead to any file here."""
+    """Return the names of the files to upload; raise ModelError if the folder is unfinished or lacks a file, and at a
+    link, which may lead to any file here.
+    """
+    if not folder.is_dir():
+        unfinished = f"; an unfinished run is kept in {part}" if (part := staging_path(folder)).is_dir() else ""
+        raise ModelError(f"{folder}: no such folder{unfinished}; name a run or model folder")
+    if (folder / CHECKPOINTS).is_dir() or folder.resolve().name.endswith(".partial"):
+        raise ModelError(f"{folder}: is an unfinished run; finish it with pi-lora train --resume")
     files = [file for pattern in UPLOADED for file in folder.glob(pattern) if file.is_file()]
     names = sorted(str(file.relative_to(folder)) for file in files)
+    index = folder / SAFETENSORS_INDEX_FILE
+    weights = read_index(index).values() if index.is_file() else [SAFETENSORS_SINGLE_FILE]
+    needed = {CONFIG_FILE, CARD, *([ADAPTER_WEIGHTS_FILE] if ADAPTER_CONFIG_FILE in names else weights)}
+    for name in sorted(needed.difference(names)):
+        raise ModelError(f"{folder / name}: is missing; upload a whole run or model")
     if link := next((name for name in names if (folder / name).resolve() != folder.resolve() / name), None):
         raise ModelError(f"{folder / link}: is a link, which is not followed; put a copy of the file there")
     return names
 
 
 def _content(folder: Path, name: str) -> bytes | Path:
-    """Return the file to upload, or its text if paths of this machine were to be left out."""
+    """Return a file to upload, or if it may name paths of this machine its text without them."""
     file = folder / name
     if name == RECIPE_FILE:
-        recipe = load_recipe(file).recipe
-        public = Recipe.model_validate(_without_paths(recipe.model_dump(mode="json")))
-        return dump_recipe(public).encode() if public != recipe else file
+        recipe = load_recipe(file).recipe.model_dump(mode="json")
+        return dump_recipe(Recipe.model_validate(_without_paths(recipe))).encode()
     if any(file.match(pattern) for pattern in NAMING):
-        content = read_json(file, object, "correct it")
-        if (public := _without_paths(content)) != content:
-            return (json.dumps(public, indent=2) + "\n").encode()
+        return json.dumps(_without_paths(json.loads(file.read_text(encoding="utf-8"))), indent=2).encode() + b"\n"
     return file
 
 
@@ -99,25 +105,3 @@ def _without_paths(content: Any) -> Any:
         task, equals, path = content.partition("=")
         return task + equals + public_name(path) if "/" not in task else public_name(content)
     return content
-
-
-def _check_complete(folder: Path) -> None:
-    if not folder.is_dir():
-        unfinished = f"; an unfinished run is kept in {part}" if (part := staging_path(folder)).is_dir() else ""
-        raise ModelError(f"{folder}: no such folder{unfinished}; name a run or model folder")
-    if (folder / CHECKPOINTS).is_dir() or folder.resolve().name.endswith(".partial"):
-        raise ModelError(f"{folder}: is an unfinished run; finish it with pi-lora train --resume")
-    read_config(folder)
-    if not (folder / CARD).is_file():
-        raise ModelError(f"{folder}: has no {CARD}; write the model card first")
-    weights = {ADAPTER_WEIGHTS_FILE if (folder / ADAPTER_CONFIG_FILE).is_file() else SAFETENSORS_SINGLE_FILE}
-    if ADAPTER_WEIGHTS_FILE not in weights and (index := folder / SAFETENSORS_INDEX_FILE).is_file():
-        weights = set(read_index(index).values())
-    for file in sorted(folder / name for name in weights):
-        try:
-            with safe_open(file, framework="pt"):
-                pass
-        except FileNotFoundError:
-            raise ModelError(f"{file}: is missing; upload a folder with all its weights") from None
-        except SafetensorError as error:
-            raise ModelError(f"{file}: is damaged ({error}); write it again") from None

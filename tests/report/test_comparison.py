@@ -4,6 +4,7 @@ import json
 import math
 import random
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 from statistics import stdev
 from typing import Any
@@ -207,7 +208,7 @@ def test_a_base_with_other_options_is_measured_anew(documents: int, small_model:
         asked.extend(names)
         raise ModelError("not here")
 
-    with pytest.raises(ModelError):
+    with nullcontext() if documents == 3 else pytest.raises(ModelError):
         compare_run(base, run, find)
     assert asked == ([] if documents == 3 else [base])
 
@@ -244,5 +245,5 @@ def test_the_command_measures_what_is_missing(
     other.symlink_to(small_model)
     status, _, err = command(capsys, monkeypatch, "compare", "other", "run")
     assert status == 0
-    assert "perplexity-base.json: is of another model or other options; other is measured, and not kept" in err
+    assert "run: holds scores of another base, which stay; those of other are not kept" in err
     assert json.loads((tmp_path / "run" / "scores" / "perplexity-base.json").read_text()) == kept["perplexity-base"]
