@@ -128,15 +128,15 @@ class Prompter:
         for row, frame, (size, first) in zip(rows, frames, documents, strict=True):
             kept.append(max(0, min(size, self.task.document_tokens, longest - len(frame))))
             cut.append({**row, column: first(kept[-1])})
-        found = []
+        prompts = []
         for row, (size, first), ids, number in zip(rows, documents, self._framed(cut), kept, strict=True):
             # A prompt is tokenized as a whole, which may take a token or two more than its parts did; then more is cut.
-            while len(ids) > self.longest and number:
-                number = max(0, number - (len(ids) - self.longest))
+            while len(ids) > longest and number:
+                number = max(0, number - (len(ids) - longest))
                 [ids] = self._framed([{**row, column: first(number)}])
-            fits = len(ids) <= self.longest and (number > 0 or not size)
-            found.append(Prompt(ids, size, number, fits))
-        return found
+            fits = len(ids) <= longest and (number > 0 or not size)
+            prompts.append(Prompt(ids, size, number, fits))
+        return prompts
 
     def completions(self, rows: Sequence[Texts]) -> list[list[int]]:
         """Return what follows the prompts, after a space if they end in none: cut to `completion_tokens`, and EOS.
@@ -147,12 +147,12 @@ class Prompter:
         texts = [("" if tail[-1:].isspace() else " ") + row[self.task.completion].strip() for row in rows]
         plain = partial(self.tokenizer, add_special_tokens=False)
         before, *after = plain([tail, *(tail + text for text in texts)])["input_ids"]
-        found = []
+        completions = []
         for text, ids in zip(texts, after, strict=True):
             # Where the two merged into one token, the text is tokenized by itself.
             own = ids[len(before) :] if ids[: len(before)] == before else plain(text)["input_ids"]
-            found.append([*own[: self.task.completion_tokens], self.eos])
-        return found
+            completions.append([*own[: self.task.completion_tokens], self.eos])
+        return completions
 
     def _framed(self, rows: Sequence[Texts]) -> list[list[int]]:
         """Encode with the tokenizer's own BOS, but without the EOS that some add."""
@@ -161,17 +161,17 @@ class Prompter:
 
     def _documents(self, texts: list[str]) -> list[tuple[int, Callable[[int], str]]]:
         """Return the number of tokens of each text, and a function that gives the text of so many of its first."""
-        found = self.tokenizer(texts, add_special_tokens=False, return_offsets_mapping=self.is_fast)
+        encoded = self.tokenizer(texts, add_special_tokens=False, return_offsets_mapping=self.is_fast)
 
         def first(index: int, number: int) -> str:
-            ids, text = found["input_ids"][index], texts[index]
+            ids, text = encoded["input_ids"][index], texts[index]
             if number == len(ids):
                 return text
             if self.is_fast:
-                return text[: found["offset_mapping"][index][number - 1][1]] if number else ""
+                return text[: encoded["offset_mapping"][index][number - 1][1]] if number else ""
             return str(self.decode(ids[:number]))
 
-        return [(len(ids), partial(first, index)) for index, ids in enumerate(found["input_ids"])]
+        return [(len(ids), partial(first, index)) for index, ids in enumerate(encoded["input_ids"])]
 
 
 class Account(BaseModel):
@@ -215,9 +215,9 @@ def prompted(
 
     for batch in in_batches(itertools.islice(filter(has_text, rows), limit), characters):
         prompts = prompter.prompts([row for _, row in batch])
-        found = [(*named, prompt) for named, prompt in zip(batch, prompts, strict=True)]
-        account.too_long += [where for where, _, prompt in found if not prompt.fits]
-        yield [each for each in found if each[-1].fits]
+        rows_with_prompts = [(*named, prompt) for named, prompt in zip(batch, prompts, strict=True)]
+        account.too_long += [where for where, _, prompt in rows_with_prompts if not prompt.fits]
+        yield [row for row in rows_with_prompts if row[-1].fits]
 
 
 def training_examples(data: Data, tokenizer: Any, window: int, progress: Progress = silent) -> tuple[Dataset, Account]:
@@ -255,8 +255,8 @@ def training_examples(data: Data, tokenizer: Any, window: int, progress: Progres
             raise account.nothing(f"data.source: {names}", f"{cause}; lower it, or choose a longer context.target")
 
     columns = columns_of(dict.fromkeys(("prompt_ids", "completion_ids"), token_type(tokenizer)))
-    found, noted = cached(made_from, columns, rows, account.model_dump)
-    return found, Account(**noted)
+    examples, noted = cached(made_from, columns, rows, account.model_dump)
+    return examples, Account(**noted)
 
 
 def data_problems(data: Data) -> list[str]:
