@@ -85,9 +85,9 @@ def check_tensors(found: Model, tensors: Sequence[OutputTensor], folder: Path, p
         progress(done := done + tensor.size, total, "checking")
     tuning, rounding = (squares[:2] / squares[2]).sqrt().tolist()
     line = f"checked: {summed} tensors are base + adapter, {len(tensors) - summed} are copies"
-    effects = f"tuning changes weights by {tuning:.1e} of their size, rounding by {rounding:.1e}"
+    effects = f"; tuning changes weights by {tuning:.1e} of their size, rounding by {rounding:.1e}"
     lost = ["rounding undoes much of so small a tuning; --dtype float32 keeps it"] if tuning < 2 * rounding else []
-    return [f"{line}; {effects}" if summed else line, *lost]
+    return [line + effects * bool(summed), *lost]
 
 
 def _compare(tensor: OutputTensor, stored: StoredTensor) -> torch.Tensor | None:
@@ -105,8 +105,8 @@ def _compare(tensor: OutputTensor, stored: StoredTensor) -> torch.Tensor | None:
     sizes = factors * (left.norm(dim=1, keepdim=True) * right.norm(dim=0).max()).float()
     for start, stop in spans(stored.shape):
         base, written = source.rows(start, stop), stored.rows(start, stop)
-        exact = base.double().addmm_(left[start:stop], right).float() * factors[start:stop]
-        error = FLOAT32_ERROR * (exact.abs() + sizes[start:stop])
+        exact = base.double().addmm_(left[start:stop], right).float().mul_(factors[start:stop])
+        error = exact.abs().add_(sizes[start:stop]).mul_(FLOAT32_ERROR)
         low, high = (exact - error).to(stored.dtype), (exact + error).to(stored.dtype)
         if not torch.equal(written.clamp(low, high), written):
             return None

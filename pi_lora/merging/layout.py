@@ -65,7 +65,10 @@ def plan_merge(
     changes, tied = read_adapter(run), model.all_tied_weights_keys
     sources = {tensor.name: tensor for shard in shards for tensor in shard}
     sources |= {name: sources[twin] for name, twin in tied.items() if twin in sources}
-    if problems := [problem for name, change in changes.items() if (problem := _misfit(name, change, sources))]:
+    problems = [f"{name} is not in the base's files" for name in changes if name not in sources]
+    pairs = ((name, change.shape, sources[name].shape) for name, change in changes.items() if name in sources)
+    problems += [f"{name} is {list(own)} here and {list(base)} in the base" for name, own, base in pairs if own != base]
+    if problems:
         raise ModelError(f"{run / ADAPTER_WEIGHTS_FILE}: does not fit its base: {'; '.join(problems)}")
 
     def output(name: str) -> OutputTensor:
@@ -75,13 +78,11 @@ def plan_merge(
             return OutputTensor(name, cast, change)
         return OutputTensor(name, cast, base, change)
 
-    def kept(name: str) -> bool:
-        # Old checkpoints store the unscaled frequencies of their rope; every reader computes them from the config.
-        return name not in tied and not name.endswith("rotary_emb.inv_freq")
-
-    outputs = [[output(tensor.name) for tensor in shard if kept(tensor.name)] for shard in shards]
+    # Old checkpoints store the unscaled frequencies of their rope; every reader computes them from the config.
+    kept = {name for name in sources if name not in tied and not name.endswith("rotary_emb.inv_freq")}
+    outputs = [[output(tensor.name) for tensor in shard if tensor.name in kept] for shard in shards]
     outputs[-1] += [output(name) for name, twin in tied.items() if _diverged(changes.get(name), changes.get(twin))]
-    return outputs
+    return [shard for shard in outputs if shard]
 
 
 def _diverged(own: Change | None, other: Change | None) -> bool:
@@ -91,15 +92,6 @@ def _diverged(own: Change | None, other: Change | None) -> bool:
     if isinstance(own, StoredTensor) and isinstance(other, StoredTensor):
         return not torch.equal(own.whole(), other.whole())
     return own is not other
-
-
-def _misfit(name: str, change: Change, sources: dict[str, StoredTensor]) -> str | None:
-    """Return why a change cannot be made to the base, or None."""
-    if (source := sources.get(name)) is None:
-        return f"{name} is not in the base's files"
-    if source.shape != change.shape:
-        return f"{name} is {list(change.shape)} here and {list(source.shape)} in the base"
-    return None if source.dtype.is_floating_point else f"{name} is stored as {source.dtype}"
 
 
 def write_shards(shards: Sequence[Sequence[OutputTensor]], folder: Path, progress: Progress) -> None:

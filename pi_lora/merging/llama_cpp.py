@@ -94,7 +94,7 @@ def _finish(file: Path, name: str, found: Model) -> str:
         "rope.scaling.type": (kind, "none"),
         "rope.scaling.factor": (factor, 1.0),
         "rope.freq_base": (rope["rope_theta"], 10000.0),
-        "context_length": (found.window, None),
+        "context_length": (found.window, 0),
     }
     problems = [] if reader.tensors else ["no tensors"]
     for key, (value, default) in expected.items():

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from pi_lora.errors import ModelError, RunExistsError
+from pi_lora.errors import ModelError
 from pi_lora.merging.merging import merge
 from pi_lora.models.model import load
 
@@ -54,24 +54,6 @@ def test_dtype_is_written_and_rounds_once(lora_run: Path, merged: Path, tmp_path
     exact = load(str(merged), dtype="float32").model.state_dict()
     for name, weight in load(str(half), dtype="bfloat16").model.state_dict().items():
         assert torch.equal(weight, exact[name].to(torch.bfloat16)), name
-
-
-def test_an_existing_folder_is_not_overwritten(lora_run: Path, tmp_path: Path) -> None:
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "file").write_text("keep")
-    with pytest.raises(RunExistsError, match="already exists and is not overwritten"):
-        merge(lora_run, tmp_path / "mine")
-    assert (tmp_path / "mine" / "file").read_text() == "keep"
-
-
-def test_a_base_with_another_scaling_is_refused(lora_run: Path, small_model: Path, tmp_path: Path) -> None:
-    other = tmp_path / "base"
-    other.mkdir()
-    config = json.loads((small_model / "config.json").read_text())
-    config["rope_parameters"] = {"rope_type": "default", "rope_theta": 10000.0}
-    (other / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ModelError, match="rope_theta 10000"):
-        merge(lora_run, tmp_path / "out", base=str(other))
 
 
 def test_what_is_no_adapter_is_refused(full_run: Path, tmp_path: Path) -> None:

@@ -81,10 +81,6 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda at: pickled(at / "base", "*.index.json", "pytorch_model.bin.index.json"),
         r"has no model\.safetensors \(pickle can run code and is not read\)",
     ),
-    "base without weights": (
-        lambda at: (at / "base" / "model.safetensors.index.json").unlink(),
-        "has no model.safetensors",
-    ),
     "base of another shape": (
         lambda at: edit(at / "base" / SECOND, lambda each: each.update({f"{Q}.weight": torch.zeros(8, 32)})),
         rf"{Q}\.weight is \[32, 32\] here and \[8, 32\] in the base",
@@ -97,7 +93,6 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda at: (at / "run" / ADAPTER).rename(at / "run" / "adapter_model.bin"),
         r"adapter_model\.safetensors: is missing \(pickle can run code",
     ),
-    "missing adapter": (lambda at: (at / "run" / ADAPTER).unlink(), r"adapter_model\.safetensors: is missing"),
     "half an adapter": (
         lambda at: edit(at / "run" / ADAPTER, lambda each: each.pop(f"base_model.model.{Q}.lora_A.weight")),
         rf"does not fit its base: {Q}\.lora_B\.weight is not in the base's files",
@@ -123,13 +118,9 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda at: edit_json(at / "run" / "adapter_config.json", peft_type="LOHA"),
         r"adapter_config\.json: peft_type LOHA: only LoRA adapters can be loaded and merged",
     ),
-    "adapter that changed its base": (
-        lambda at: edit_json(at / "run" / "adapter_config.json", init_lora_weights="pissa"),
-        r"init_lora_weights pissa: cannot be merged",
-    ),
     "adapter of parameters": (
-        lambda at: edit_json(at / "run" / "adapter_config.json", target_parameters=["gate"]),
-        r"target_parameters: cannot be merged",
+        lambda at: edit_json(at / "run" / "adapter_config.json", target_parameters=["gate"], init_lora_weights="pissa"),
+        r"target_parameters, init_lora_weights pissa: cannot be merged",
     ),
     "settings that are no JSON": (
         lambda at: (at / "run" / "adapter_config.json").write_text("{"),

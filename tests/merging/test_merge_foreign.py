@@ -10,7 +10,7 @@ from random_runs import save_run, tuned
 from transformers import AutoModelForCausalLM
 
 from pi_lora.cli import main
-from pi_lora.errors import ModelError, ScalingError
+from pi_lora.errors import ModelError
 from pi_lora.merging.merging import merge
 from pi_lora.models.model import Extension
 
@@ -78,11 +78,6 @@ def test_a_base_that_nobody_names_is_asked_for(adapter: Path, tmp_path: Path) ->
 def test_the_scaling_of_a_run_is_not_stated_again(small_model: Path, lora_run: Path, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="brings its own scaling; leave out --original, --target and --scaling"):
         merge(lora_run, tmp_path / "merged", extension=Extension(128))
-
-
-def test_a_target_that_does_not_extend_is_refused(small_model: Path, adapter: Path, tmp_path: Path) -> None:
-    with pytest.raises(ScalingError, match="64"):
-        merge(adapter, tmp_path / "merged", base=str(small_model), extension=Extension(64))
 
 
 def test_a_base_of_quantized_weights_is_refused(small_model: Path, adapter: Path, tmp_path: Path) -> None:
