@@ -52,7 +52,7 @@ class LowRank:
         """Yield the merged tensor in float32 and the base's orientation, a few rows at a time."""
         factors = self.row_factors(base)
         for (start, stop), rows in zip(spans(self.shape), self._sums(base), strict=True):
-            yield rows.mul_(factors[start:stop, None])
+            yield rows.mul_(factors[start:stop, None]) if self.magnitude else rows
 
     def _sums(self, base: StoredTensor) -> Iterator[torch.Tensor]:
         left, right = self.matrices()
