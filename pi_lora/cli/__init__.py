@@ -12,7 +12,7 @@ from typing import NoReturn, cast
 from cyclopts import CycloptsError
 from pydantic import ValidationError
 
-from pi_lora.cli.app import LIBRARIES, app, out, printable, working
+from pi_lora.cli.app import LIBRARIES, OTHERS, app, out, printable, working
 from pi_lora.distributed import let_segments_grow, worker_exit_status
 from pi_lora.errors import Interrupted, PiLoraError, RecipeError
 from pi_lora.writing import problem_text
@@ -25,9 +25,9 @@ for file in pkgutil.iter_modules(__path__, f"{__name__}."):
 INTERRUPTED = 130
 
 
-@app.command
+@app.command(group=OTHERS, sort_key=2)
 def env() -> None:
-    """Print what a report of a bug needs: versions, processor, memory, GPUs, kernels."""
+    """Print versions, processor, memory, GPUs and kernels, for a bug report."""
     with working(LIBRARIES):
         from pi_lora.models.machine import facts
         from pi_lora.recipe.places import cache_folder

@@ -12,7 +12,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cyclopts import App, Parameter
+from cyclopts import App, Group, Parameter
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 from rich.text import Text
@@ -66,8 +66,13 @@ app = App(
     default_parameter=Parameter(negative=(), show_default=_shown_default),
     suppress_keyboard_interrupt=False,
 )
-eval_app = App(name="eval", help="Measure a model.")
+# The groups of commands in the help, in this order; in a group, commands are in the order of their sort_key.
+EXTEND, MEASURE, RECIPES, OTHERS = (
+    Group(name, sort_key=place) for place, name in enumerate(("Extend", "Measure and share", "Recipes", "Others"))
+)
+eval_app = App(name="eval", help="Measure a model, or several with the same options.", group=MEASURE, sort_key=1)
 app.command(eval_app)
+app["--help"].group = app["--version"].group = OTHERS
 out, err = Terminal(), Terminal(stderr=True)
 LIBRARIES = "loading libraries"
 # Seconds between lines of progress: where the note changes, and where it does not.

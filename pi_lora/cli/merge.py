@@ -5,20 +5,20 @@ from typing import Annotated, Literal
 
 from cyclopts import App, Parameter
 
-from pi_lora.cli.app import LIBRARIES, app, out, progress_bar, working
+from pi_lora.cli.app import EXTEND, LIBRARIES, app, out, progress_bar, working
 from pi_lora.cli.options import GROUP, Dtype, ModelName, Original, Scaling, Target, Trust, extension_of
 
-export_app = App(name="export", help="Write a model in the format of another engine.")
+export_app = App(name="export", help="Write a model in the format of another engine.", group=EXTEND, sort_key=4)
 app.command(export_app)
 
 
-@app.command
+@app.command(group=EXTEND, sort_key=2)
 def merge(
     run: Annotated[Path, Parameter(name="RUN", help="A run or adapter: a folder or a hub id.")],
     /,
     *,
     trust: Annotated[Trust, GROUP] = Trust(),
-    base: Annotated[str | None, Parameter(help="The base, if it moved or is not named.")] = None,
+    base: Annotated[str | None, Parameter(help="Base model, if it moved or is not named.")] = None,
     original: Original = None,
     target: Target = None,
     scaling: Scaling = None,
@@ -45,7 +45,9 @@ def gguf(
     *,
     output: Annotated[Path | None, Parameter(help="A file; models/<model>.gguf by default.")] = None,
     converter: Annotated[Path | None, Parameter(help="convert_hf_to_gguf.py of llama.cpp; else in $LLAMA_CPP.")] = None,
-    dtype: Annotated[Literal["f32", "f16", "bf16", "q8_0"] | None, Parameter(help="Else that of the weights.")] = None,
+    dtype: Annotated[
+        Literal["f32", "f16", "bf16", "q8_0"] | None, Parameter(help="By default that of the weights.")
+    ] = None,
 ) -> None:
     """Convert a model, or a run after merging it, with llama.cpp's converter; set its window, and check it."""
     with working(LIBRARIES):

@@ -23,14 +23,14 @@ Override = Annotated[str, Parameter(name="KEY=VALUE", help="Keys of the recipe t
 ModelName = Annotated[str, Parameter(name="MODEL", help="Hub id, folder, run or builtin:tiny.")]
 Models = Annotated[list[str], Parameter(name="MODEL", help="Hub ids, folders, runs or builtin:tiny.")]
 JsonFile = Annotated[Path | None, Parameter(help="Also write the result to this file.")]
-Plot = Annotated[Path | None, Parameter(help="Draw the scores into this PNG.")]
-Dtype = Annotated[Literal["float32", "bfloat16", "float16"] | None, Parameter(help="Of the weights.")]
-GpuName = Annotated[str | None, Parameter(help="Such as 4090 or H100, or by its memory, as 48GB; or cpu.")]
+Plot = Annotated[Path | None, Parameter(help="Also draw the scores to this PNG file.")]
+Dtype = Annotated[Literal["float32", "bfloat16", "float16"] | None, Parameter(help="Data type of the weights.")]
+GpuName = Annotated[str | None, Parameter(help="A name (4090, H100), a memory size (48GB), or cpu.")]
 TrustRemoteCode = Annotated[bool, Parameter(help="Run Python code that a model brings.")]
-Again = Annotated[bool, Parameter(help="Measure again where a result exists.")]
-Original = Annotated[PositiveInt | None, Parameter(help="L of a plain base, if not its config's.")]
-Target = Annotated[PositiveInt | None, Parameter(help="L', to extend a plain base without tuning.")]
-Scaling = Annotated[Method | None, Parameter(help="How a plain base is extended; pi by default.")]
+Again = Annotated[bool, Parameter(help="Measure again what has scores.")]
+Original = Annotated[PositiveInt | None, Parameter(help="Original window of a plain base, if not its config's.")]
+Target = Annotated[PositiveInt | None, Parameter(help="Window to extend a plain base to, without tuning.")]
+Scaling = Annotated[Method | None, Parameter(help="Scaling of a plain base; pi by default.")]
 
 
 @dataclass(frozen=True)

@@ -10,14 +10,14 @@ from cyclopts.types import PositiveInt
 from rich.prompt import IntPrompt, Prompt
 from rich.table import Table
 
-from pi_lora.cli.app import app, err, out, printable, read_recipe, working
+from pi_lora.cli.app import RECIPES, app, err, out, printable, read_recipe, working
 from pi_lora.cli.options import GpuName, JsonFile, ModelName, Override, RecipeFile, TrustRemoteCode
 from pi_lora.errors import PiLoraError, RunExistsError
 from pi_lora.recipe.places import shipped_recipes
 from pi_lora.types import Permissions
 
 
-@app.command
+@app.command(group=RECIPES, sort_key=1)
 def new(
     model: ModelName,
     /,
@@ -28,7 +28,7 @@ def new(
     output: Annotated[Path | None, Parameter(help="The recipe file; MODEL_TARGET.yaml by default.")] = None,
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
-    """Write a recipe that stretches MODEL to --target tokens on the GPU that is here, or on --gpu."""
+    """Write a recipe that extends MODEL to --target tokens and fits this machine's GPU, or --gpu."""
     with working("reading the config"):
         from pi_lora.data.sources import find_corpus
         from pi_lora.planning.choosing import choose, file_for, recipe_text
@@ -66,7 +66,7 @@ def asks() -> bool:
     return sys.stdin.isatty() and err.is_terminal
 
 
-@app.command
+@app.command(group=RECIPES, sort_key=3)
 def show(recipe: RecipeFile, /, *overrides: Override) -> None:
     """Print the resolved recipe, and where each value came from."""
     resolved = read_recipe(recipe, overrides)
@@ -78,7 +78,7 @@ def show(recipe: RecipeFile, /, *overrides: Override) -> None:
     out.print(table)
 
 
-@app.command
+@app.command(group=RECIPES, sort_key=2)
 def plan(
     recipe: RecipeFile,
     /,
@@ -87,7 +87,7 @@ def plan(
     trust_remote_code: TrustRemoteCode = False,
     json: JsonFile = None,
 ) -> None:
-    """Print memory, tokens and hours of RECIPE before it is run, on --gpu or its hardware.gpu."""
+    """Estimate memory, tokens and hours of a training on --gpu, or on hardware.gpu of RECIPE."""
     from pi_lora.planning.gpus import find_gpu
     from pi_lora.planning.planning import plan_training
     from pi_lora.planning.text import component_lines, plan_lines
@@ -104,7 +104,7 @@ def plan(
         write_json(json, training_plan.as_json())
 
 
-@app.command
+@app.command(group=RECIPES, sort_key=4)
 def recipes(
     folder: Annotated[
         Path | None, Parameter(name="FOLDER", help="A folder of recipes, instead of the shipped ones.")
@@ -116,7 +116,7 @@ def recipes(
     ] = False,
     keys: Annotated[bool, Parameter(help="Print every key that a recipe may have, docs/recipes.md.")] = False,
 ) -> None:
-    """List the recipes that come with pi-lora by name, or those in a folder."""
+    """List the shipped recipes, or those in a folder."""
     from pi_lora.recipe.files import recipe_paths, recipe_summary
 
     place = folder or shipped_recipes()

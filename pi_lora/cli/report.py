@@ -7,27 +7,27 @@ from typing import Annotated, Any
 from cyclopts import Parameter
 from cyclopts.types import PositiveInt
 
-from pi_lora.cli.app import LIBRARIES, app, err, out, working
+from pi_lora.cli.app import LIBRARIES, MEASURE, app, err, out, working
 from pi_lora.cli.evaluate import display
 from pi_lora.cli.options import GROUP, Again, JsonFile, Loading
 from pi_lora.distributed import is_leader
 
 
-@app.command
+@app.command(group=MEASURE, sort_key=2)
 def compare(
     base: Annotated[str, Parameter(name="BASE", help="Hub id, folder or builtin:tiny.")],
     run: Annotated[Path, Parameter(name="RUN", help="A run folder, tuned from BASE.")],
     /,
     *,
     how: Annotated[Loading, GROUP] = Loading(),
-    short: Annotated[list[str] | None, Parameter(help="Also benchmarks: TASK, or TASK=FILE.")] = None,
-    ruler: Annotated[PositiveInt | None, Parameter(help="Also RULER, with so many prompts of each task.")] = None,
+    short: Annotated[list[str] | None, Parameter(help="Also benchmarks: TASK or TASK=FILE.")] = None,
+    ruler: Annotated[PositiveInt | None, Parameter(help="Also RULER, with this number of prompts per task.")] = None,
     again: Again = False,
     json: JsonFile = None,
 ) -> None:
-    """What the stretch gained and cost: BASE and RUN side by side, with intervals and verdicts.
+    """Compare a run with its base: what the extension gained and cost, with 95 % intervals.
 
-    Perplexity, passkeys and what the run's recipe names: read from RUN/scores, or measured and kept there.
+    Scores are read from RUN/scores; those that RUN's recipe names and that are missing are measured and kept there.
     """
     with working(LIBRARIES):
         from pi_lora.recipe.evaluation import BenchmarksOptions, RulerOptions
@@ -45,7 +45,7 @@ def compare(
         out.print(comparison_table(comparison))
 
 
-@app.command
+@app.command(group=MEASURE, sort_key=3)
 def report(
     run: Annotated[Path, Parameter(name="RUN", help="A run folder that was measured.")],
     /,
@@ -67,7 +67,7 @@ def report(
         err.lines(f"{run}: the base was not measured; to add its scores, run {command}, then this command again")
 
 
-@app.command
+@app.command(group=MEASURE, sort_key=5)
 def push(
     model: Annotated[Path, Parameter(name="RUN|MODEL", help="A run folder, or a folder of full weights.")],
     repo: Annotated[str, Parameter(name="REPO", help="As you/name; created if it does not exist.")],

@@ -4,12 +4,12 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from pi_lora.cli.app import LIBRARIES, app, say, working
+from pi_lora.cli.app import LIBRARIES, MEASURE, app, say, working
 from pi_lora.cli.options import GROUP, Loading, ModelName
 from pi_lora.recipe.evaluation import Sampling, SummarizationOptions
 
 
-@app.command
+@app.command(group=MEASURE, sort_key=4)
 def summarize(
     model: ModelName,
     file: Annotated[
@@ -21,7 +21,7 @@ def summarize(
     sampling: Annotated[Sampling, GROUP] = Sampling(),
     how: Annotated[Loading, GROUP] = Loading(),
 ) -> None:
-    """Write a summary of FILE, as it comes."""
+    """Summarize a document with a model that was tuned for it."""
     with working(LIBRARIES):
         from pi_lora.data.documents import read_document
         from pi_lora.evaluation.summarization.summarize import summarize

@@ -8,16 +8,16 @@ from cyclopts import Parameter
 from cyclopts.types import PositiveInt
 from cyclopts.validators import Number
 
-from pi_lora.cli.app import app, out, working
+from pi_lora.cli.app import OTHERS, app, out, working
 from pi_lora.cli.options import GROUP, JsonFile, Trust
 from pi_lora.errors import PiLoraError
 from pi_lora.types import Json
 
 
-@app.command
+@app.command(group=OTHERS, sort_key=1)
 def theory(
     *,
-    model: Annotated[str | None, Parameter(help="Take d, c, L, L' from a hub id, folder, run or builtin:tiny.")] = None,
+    model: Annotated[str | None, Parameter(help="Read d, c, L, L' from a hub id, folder, run or builtin:tiny.")] = None,
     text: Annotated[Path | None, Parameter(help="Also measure the model's queries and keys on this text.")] = None,
     head_dim: Annotated[int | None, Parameter(help="d; 128 as in LLaMA-7B.", validator=Number(gte=2))] = None,
     theta: Annotated[float | None, Parameter(help="c; 10000 as in LLaMA.", validator=Number(gt=1))] = None,
@@ -27,7 +27,7 @@ def theory(
     json: JsonFile = None,
     trust: Annotated[Trust, GROUP] = Trust(),
 ) -> None:
-    """Show why it works: the bounds and figures of the paper (section 2), for any setting and on a real model."""
+    """Compute the bounds and draw the figures of the paper (section 2), for any setting or a model."""
     if text and not model:
         raise PiLoraError("--text: is what a model reads; name one with --model")
     if model and (head_dim is not None or theta is not None):

@@ -9,7 +9,7 @@ from typing import Annotated
 from cyclopts import Parameter
 from cyclopts.types import NonNegativeInt, PositiveInt
 
-from pi_lora.cli.app import LIBRARIES, app, err, out, printable, progress_bar, read_recipe, working
+from pi_lora.cli.app import EXTEND, LIBRARIES, app, err, out, printable, progress_bar, read_recipe, working
 from pi_lora.cli.options import GROUP, Override, RecipeFile, Trust, TrustRemoteCode
 from pi_lora.distributed import is_launched, is_leader, launch, launch_arguments
 from pi_lora.types import Permissions
@@ -18,7 +18,7 @@ from pi_lora.types import Permissions
 MANY_TOKENS = 10**8
 
 
-@app.command
+@app.command(group=EXTEND, sort_key=1)
 def train(
     recipe: RecipeFile,
     /,
@@ -27,14 +27,14 @@ def train(
     output: Annotated[Path | None, Parameter(help="The run folder; adapters/<recipe> by default.")] = None,
     resume: Annotated[bool, Parameter(help="Continue an interrupted run.")] = False,
     dry_run: Annotated[bool, Parameter(help="Check recipe, model, data and output, then stop.")] = False,
-    force: Annotated[bool, Parameter(help="Train even what the plan says does not fit.")] = False,
+    force: Annotated[bool, Parameter(help="Train even if the plan says that it does not fit.")] = False,
     print_launch: Annotated[bool, Parameter(help="Print the accelerate launch line instead of running it.")] = False,
-    num_machines: Annotated[PositiveInt | None, Parameter(help="Instead of hardware.machines.")] = None,
-    machine_rank: Annotated[NonNegativeInt, Parameter(help="Which of several machines this is.")] = 0,
-    main_process_ip: Annotated[str | None, Parameter(help="The address of machine 0.")] = None,
-    main_process_port: Annotated[PositiveInt | None, Parameter(help="The port there.")] = None,
+    num_machines: Annotated[PositiveInt | None, Parameter(help="Machines, instead of hardware.machines.")] = None,
+    machine_rank: Annotated[NonNegativeInt, Parameter(help="Number of this machine, from 0.")] = 0,
+    main_process_ip: Annotated[str | None, Parameter(help="Address of machine 0.")] = None,
+    main_process_port: Annotated[PositiveInt | None, Parameter(help="Port on machine 0.")] = None,
 ) -> None:
-    """Tune a model to its target window, as RECIPE says, in as many processes as it asks for."""
+    """Tune a model to its target window by RECIPE."""
     changes = [*overrides, *([f"hardware.machines={num_machines}"] if num_machines else [])]
     resolved = read_recipe(recipe, changes).recipe
     permissions, launched = trust.permissions, is_launched()
@@ -83,15 +83,15 @@ def train(
         out.lines(f"{folder}: done; measure it with: {shlex.join(['pi-lora', 'eval', measure, str(folder)])}")
 
 
-@app.command
+@app.command(group=EXTEND, sort_key=3)
 def prepare(
     recipe: RecipeFile,
     /,
     *overrides: Override,
-    processes: Annotated[PositiveInt | None, Parameter(help="Processes that tokenize; one a core by default.")] = None,
+    processes: Annotated[PositiveInt | None, Parameter(help="Tokenizer processes; one per core by default.")] = None,
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
-    """Pack the training data of RECIPE into the cache, on a machine without GPUs; no weights are read."""
+    """Tokenize and pack the training data of RECIPE into the cache; no GPU is needed."""
     with working(LIBRARIES):
         from pi_lora.preflight import check_data
         from pi_lora.recipe.places import cache_folder
