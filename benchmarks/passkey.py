@@ -18,7 +18,7 @@ from typing import Any
 from record import seconds_of, write_run
 
 import pi_lora
-from pi_lora.evaluation.passkey.measure import evaluate_passkey
+from pi_lora.evaluation.passkey.measurement import evaluate_passkey
 from pi_lora.evaluation.passkey.prompt import Grid, trials_at
 from pi_lora.recipe.evaluation import PasskeyOptions
 

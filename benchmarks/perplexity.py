@@ -50,7 +50,8 @@ def straightforward(
 
 def ours(model: Any, documents: list[list[int]], windows: list[int]) -> dict[int, float]:
     """Perplexity by window, as `pi-lora eval perplexity` measures it."""
-    from pi_lora.evaluation.perplexity.losses import Sweep, document_losses, window_scores
+    from pi_lora.evaluation.perplexity.losses import Sweep, document_losses
+    from pi_lora.evaluation.perplexity.measurement import window_scores
 
     sweep = Sweep(tuple(windows), STRIDE)
     scores = window_scores([document_losses(model, document, sweep) for document in documents])

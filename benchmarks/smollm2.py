@@ -25,8 +25,8 @@ import pi_lora
 from pi_lora.evaluation.benchmarks.measure import evaluate_benchmarks
 from pi_lora.evaluation.benchmarks.tasks import prepare
 from pi_lora.evaluation.journal import Session
-from pi_lora.evaluation.passkey.measure import evaluate_passkey
-from pi_lora.evaluation.perplexity.measure import evaluate_perplexity
+from pi_lora.evaluation.passkey.measurement import evaluate_passkey
+from pi_lora.evaluation.perplexity.measurement import evaluate_perplexity
 from pi_lora.evaluation.ruler.measure import evaluate_ruler
 from pi_lora.models.device import has_fast_bfloat16
 from pi_lora.recipe.evaluation import BenchmarksOptions, PasskeyOptions, PerplexityOptions, RulerOptions

@@ -1,7 +1,7 @@
 """Colours, axes and files of all pictures; the only home of matplotlib."""
 
-from collections.abc import Sequence
-from itertools import pairwise
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import cycle, pairwise
 from math import isfinite
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,8 @@ from pi_lora.errors import DataError
 BLUE, VERMILION, GREEN, ORANGE, PURPLE, GREY = "#0072B2", "#D55E00", "#009E73", "#E69F00", "#CC79A7", "#999999"
 STYLES = ((VERMILION, "o"), (GREY, "s"), (BLUE, "^"), (ORANGE, "D"), (GREEN, "v"), (PURPLE, "P"))
 DOTS_PER_INCH = 120
+# Inches of a panel; narrow enough that the letters can be read on a phone.
+WIDTH, HEIGHT = 5.0, 3.7
 
 BARS = "▁▂▃▄▅▆▇█"
 
@@ -39,6 +41,18 @@ def new_figure(width: float, height: float) -> Any:
     return Figure(figsize=(width, height), layout="constrained")
 
 
+def figure_of(*panels: Callable[[Any], None]) -> Any:
+    """Return a figure of panels side by side, each with its legend above it, where it hides no curve."""
+    figure = new_figure(WIDTH * len(panels), HEIGHT)
+    for part, panel in zip(figure.subfigures(1, len(panels), squeeze=False)[0], panels, strict=True):
+        axes = part.subplots()
+        panel(axes)
+        plain(axes)
+        if axes.get_legend_handles_labels()[0]:
+            part.legend(frameon=False, loc="outside upper left", ncols=2, fontsize=10 if len(panels) == 1 else 8)
+    return figure
+
+
 def plain(axes: Any, title: str = "", **legend: Any) -> None:
     """Give axes a title, a faint grid, a frame at the left and bottom only, and a legend in the style of `legend`."""
     if title:
@@ -47,6 +61,20 @@ def plain(axes: Any, title: str = "", **legend: Any) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     if legend:
         axes.legend(**legend)
+
+
+def draw_curves(axes: Any, curves: Mapping[str, Sequence[tuple[float, float]]]) -> None:
+    """Draw points by label as curves, each in a style of its own."""
+    for (label, points), (colour, marker) in zip(curves.items(), cycle(STYLES), strict=False):
+        axes.plot(*zip(*points, strict=True), color=colour, marker=marker, markersize=5, label=label)
+
+
+def label_windows(axes: Any, windows: Iterable[int]) -> None:
+    """Give axes windows in tokens as their horizontal, logarithmic axis."""
+    axes.set(xscale="log", xlabel="window (tokens)")
+    ticks = sorted(set(windows))
+    axes.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
+    axes.minorticks_off()
 
 
 def round_levels(low: float, high: float) -> list[float]:

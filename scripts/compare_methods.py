@@ -20,8 +20,8 @@ from pathlib import Path
 from rich.console import Console
 
 from pi_lora.errors import PiLoraError
-from pi_lora.evaluation.passkey.measure import evaluate_passkey
-from pi_lora.evaluation.perplexity.measure import evaluate_perplexity
+from pi_lora.evaluation.passkey.measurement import evaluate_passkey
+from pi_lora.evaluation.perplexity.measurement import evaluate_perplexity
 from pi_lora.models.model import Extension, Model, load
 from pi_lora.recipe.evaluation import PasskeyOptions, PerplexityOptions
 from pi_lora.writing import write_json

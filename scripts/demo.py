@@ -22,10 +22,8 @@ from rich.table import Table
 from pi_lora.cli.app import progress_bar
 from pi_lora.errors import Interrupted, PiLoraError
 from pi_lora.evaluation.journal import Session
-from pi_lora.evaluation.passkey.measure import evaluate_passkey
-from pi_lora.evaluation.passkey.scores import PasskeyScores
-from pi_lora.evaluation.perplexity.measure import evaluate_perplexity
-from pi_lora.evaluation.perplexity.scores import PerplexityScores
+from pi_lora.evaluation.passkey.measurement import PasskeyScores, evaluate_passkey
+from pi_lora.evaluation.perplexity.measurement import PerplexityScores, evaluate_perplexity
 from pi_lora.evaluation.registry import write_scores
 from pi_lora.merging.merging import merge
 from pi_lora.models.device import has_fast_bfloat16

@@ -25,17 +25,19 @@ FACTS = {
 
 def perplexity(at_64: float, at_128: float, data: str = "builtin:stdlib") -> dict[str, Any]:
     windows = [{"window": 64, "perplexity": at_64, "tokens": 100}, {"window": 128, "perplexity": at_128, "tokens": 100}]
-    return {"model": "m", "scale": 2.0, "data": data, "documents": 3, "stride": 32, "windows": windows}
+    options = {"data": data, "documents": 3, "stride": 32, "windows": [64, 128]}
+    return {"model": "m", "scale": 2.0, **options, "windows": windows, "options": options}
 
 
 def passkey(k_max: int) -> dict[str, Any]:
     depths = [{"k": k, "distance": k, "success_rate": float(k <= k_max), "trials": 4} for k in (32, 64, 96, 128)]
-    return {"model": "m", "scale": 2.0, "seed": 0, "target": 128, "k_max": k_max, "depths": depths}
+    options = {"target": 128, "depths": 4, "trials": 4}
+    return {"model": "m", "scale": 2.0, "seed": 0, "target": 128, "k_max": k_max, "depths": depths, "options": options}
 
 
 def passkey_map() -> dict[str, Any]:
     lengths = [{**passkey(96), "target": target} for target in (64, 128)]
-    return {"model": "m", "scale": 2.0, "seed": 0, "lengths": lengths}
+    return {**passkey(96), "lengths": lengths}
 
 
 def benchmarks(accuracy: float, stderr: float | None) -> dict[str, Any]:

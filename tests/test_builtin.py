@@ -2,8 +2,8 @@
 
 import pytest
 
-from pi_lora.evaluation.passkey.measure import evaluate_passkey
-from pi_lora.evaluation.perplexity.measure import evaluate_perplexity
+from pi_lora.evaluation.passkey.measurement import evaluate_passkey
+from pi_lora.evaluation.perplexity.measurement import evaluate_perplexity
 from pi_lora.models.model import Model, load
 from pi_lora.recipe.evaluation import PasskeyOptions, PerplexityOptions
 

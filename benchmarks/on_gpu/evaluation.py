@@ -17,7 +17,7 @@ from perplexity import straightforward
 from record import seconds_of
 
 import pi_lora
-from pi_lora.evaluation.passkey.measure import evaluate_passkey
+from pi_lora.evaluation.passkey.measurement import evaluate_passkey
 from pi_lora.evaluation.passkey.prompt import Grid, trials_at
 from pi_lora.evaluation.perplexity.losses import Sweep, document_losses
 from pi_lora.recipe.evaluation import PasskeyOptions

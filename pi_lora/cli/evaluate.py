@@ -136,9 +136,10 @@ def report(
     from pi_lora.evaluation.suite import evaluate
     from pi_lora.evaluation.table import scores_table
 
-    scores = evaluate(name, models, options, dtype=dtype, json=json, plot=plot, display=display())
+    files = {name: json} if json else {}
+    scores = evaluate(models, {name: options}, files, plot=plot, dtype=dtype, display=display())
     if is_leader():
-        out.print(scores_table(scores))
+        out.print(scores_table(scores[name]))
 
 
 def display() -> "Display":

@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import Any, Self, TypeVar
 
 import torch
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel
 
 from pi_lora.data.documents import fingerprint
 from pi_lora.distributed import any_process, from_all, is_leader, share_of, wait_for_all
@@ -49,12 +49,11 @@ class Journal:
         self.results[name] = result
         if self.folder is None:
             return
-        entry = [name, result]
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             own = self.folder / f"{os.environ.get('RANK', '0')}-{os.getpid()}.jsonl"
             with own.open("a", encoding="utf-8") as file:
-                file.write(json.dumps([*entry, _checksum(entry)]) + "\n")
+                file.write(json.dumps([name, result, _checksum(name, result)]) + "\n")
         except OSError as error:
             lost = f"cannot be written ({error.strerror}); an interrupted measurement will begin anew"
             print(f"{self.folder}: {lost}", file=sys.stderr)
@@ -75,11 +74,6 @@ class Journal:
             for name in self.left(names):
                 yield name, measure(name).model_dump()
 
-        for name in self.results.keys() & set(names):
-            try:
-                kind.model_validate(self.results[name])
-            except ValidationError:  # of another version
-                del self.results[name]
         return {name: kind.model_validate(result) for name, result in self.collect(names, results()).items()}
 
     def collect(self, names: Sequence[str], results: Iterator[tuple[str, Any]]) -> dict[str, Any]:
@@ -162,12 +156,12 @@ def _entries(content: bytes) -> Iterator[tuple[str, Any]]:
     for line in content.split(b"\n"):
         with suppress(ValueError, TypeError):
             name, result, checksum = json.loads(line)
-            if checksum == _checksum([name, result]):
+            if checksum == _checksum(name, result):
                 yield str(name), result
 
 
-def _checksum(entry: Sequence[Any]) -> int:
-    return zlib.crc32(json.dumps(entry).encode())
+def _checksum(name: str, result: Any) -> int:
+    return zlib.crc32(json.dumps([name, result]).encode())
 
 
 def identity_of(loaded: Model) -> Json:

@@ -5,9 +5,8 @@ the terminal's table, the model card, the hub, and the comparison of a run with 
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Protocol, TypeVar
 
-from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic import BaseModel, ConfigDict
 
-from pi_lora.evaluation.former import former_options
 from pi_lora.evaluation.journal import Session
 from pi_lora.evaluation.metrics import Metric
 from pi_lora.models.model import Model
@@ -23,7 +22,8 @@ class Result(BaseModel):
 
 class Scores(Result):
     """What every result says of its model: name, scale L'/L, dtype, attention kernel, window in tokens, step; and the
-    options it was measured with, complete, which measure another model in the same way.
+    options it was measured with, complete, which measure another model in the same way. Files written before options
+    were kept have None, and compare with no others.
     """
 
     measurement: ClassVar[str]
@@ -35,14 +35,7 @@ class Scores(Result):
     quantized_kernel: str | None = None
     window: int | None = None
     step: int | None = None
-    options: Any
-
-    @model_validator(mode="before")
-    @classmethod
-    def _with_options(cls, content: Any) -> Any:
-        if not isinstance(content, dict) or "options" in content:
-            return content
-        return {**content, "options": former_options(cls.measurement, content)}
+    options: Any = None
 
 
 Asked = TypeVar("Asked", bound=Options)

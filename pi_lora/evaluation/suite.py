@@ -3,11 +3,13 @@
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from pi_lora.distributed import is_leader
-from pi_lora.drawing import new_figure, plain, save
+from pi_lora.drawing import figure_of, save
 from pi_lora.errors import ModelError
 from pi_lora.evaluation.journal import Session
 from pi_lora.evaluation.measurement import Scores
@@ -22,6 +24,7 @@ from pi_lora.writing import check_can_write
 
 # Options by measurement.
 Asked = Mapping[str, Section]
+NO_FILES: Mapping[str, Path] = MappingProxyType({})
 
 
 def _no_progress(title: str) -> AbstractContextManager[Progress]:
@@ -41,51 +44,51 @@ SILENT = Display()
 
 
 def evaluate(
-    name: str,
     models: Sequence[Model],
-    options: Any,
-    *,
-    dtype: str | None = None,
-    json: Path | None = None,
-    plot: Path | None = None,
-    display: Display = SILENT,
-) -> list[Scores]:
-    """Return the scores of several models that are measured alike, one after another, and write and draw them where
-    asked. Where nothing can be written is known before; what was measured is kept until it is.
-    """
-    measurement = MEASUREMENTS[name]
-    check_can_write(json, plot)
-    with display.working(f"preparing {name}"):
-        options = measurement.prepare(options, models)
-    with Session(say=display.say, shared=True, dtype=dtype) as session:
-        scores = [
-            _run(name, _loaded(model, {name: options}, dtype, display), options, session, display) for model in models
-        ]
-        base = min(scores, key=lambda each: each.window or 0)
-        scores = [measurement.relate(base, each) for each in scores]
-        _warn_of_length(models, options, display)
-        if is_leader() and json:
-            write_scores(scores, json)
-        if is_leader() and plot:
-            draw(scores, plot)
-    return scores
-
-
-def measure_into(
-    model: Model,
     asked: Asked,
-    files: Mapping[str, Path],
+    files: Mapping[str, Path] = NO_FILES,
     *,
+    plot: Path | None = None,
+    beside: Sequence[Model] = (),
     dtype: str | None = None,
     display: Display = SILENT,
-) -> dict[str, Scores]:
-    """Return the scores of a model by measurement, each of which is written as soon as it is known."""
-    loaded, scores = _loaded(model, asked, dtype, display), {}
-    for name, options in asked.items():
+) -> dict[str, list[Scores]]:
+    """Return the scores of models by measurement, written into `files` by measurement as soon as all models have them.
+
+    Defaults of the options are the same for all models and those `beside` them. Raise PiLoraError for what shows before
+    weights are read, such as a file that cannot be written. What was measured is kept until it is written.
+    """
+    check_can_write(plot, *files.values())
+    with display.working("preparing the measurements"):
+        prepared = {name: MEASUREMENTS[name].prepare(options, [*models, *beside]) for name, options in asked.items()}
+    needs_weights = any(MEASUREMENTS[name].needs_weights(options) for name, options in prepared.items())
+
+    def load(model: Model) -> Model:
+        if model.model is not None or not needs_weights:
+            return model
+        with display.working(f"loading {model.name}"):
+            return model.load(dtype)
+
+    if len(models) == 1:
+        models = [load(models[0])]
+    scores: dict[str, list[Scores]] = {}
+    for name, options in prepared.items():
+        measurement = MEASUREMENTS[name]
         with Session(say=display.say, shared=True, dtype=dtype) as session:
-            scores[name] = _run(name, loaded, options, session, display)
+            found: list[Scores] = []
+            for model in models:
+                loaded = load(model)
+                with display.progress(f"{name} {model.name}") as session.progress:
+                    found.append(measurement.run(loaded, options, session))
+                if options.longest and options.longest > model.window:
+                    display.say(f"{model.name}: covers {model.window} tokens; measured with {options.longest} anyway")
+                del loaded  # before the next one is read
+            base = min(found, key=lambda each: each.window or 0)
+            scores[name] = [measurement.relate(base, each) for each in found]
             if is_leader() and name in files:
                 write_scores(scores[name], files[name])
+            if is_leader() and plot:
+                draw(scores[name], plot)
     return scores
 
 
@@ -93,23 +96,19 @@ def evaluate_run(
     run: Path, find: Callable[[str], Model], *, again: bool = False, dtype: str | None = None, display: Display = SILENT
 ) -> dict[str, Scores]:
     """Return the scores of a run in what its recipe names; what is kept in its folder is measured only `again`."""
-    evaluation, named = evaluation_of(run)
-    asked, folder = asked_for(evaluation), Run(run)
-    files = {name: folder.scores_file(name) for name in asked}
-    kept = {name: read_scores(file) for name, file in files.items() if file.is_file() and not again}
-    for name, scores in kept.items():
-        display.say(f"{files[name]}: measured before; measure again with --again")
-        if scores is None or scores.measurement != name:
-            raise ModelError(f"{files[name]}: holds no scores of {name}; measure again with --again")
+    asked = asked_of(run)
+    files = {name: Run(run).scores_file(name) for name in asked}
+    kept: dict[str, Scores] = {}
+    for name, file in files.items():
+        if file.is_file() and not again:
+            display.say(f"{file}: measured before; measure again with --again")
+            scores = read_scores(file)
+            if scores is None or scores.measurement != name:
+                raise ModelError(f"{file}: holds no scores of {name}; measure again with --again")
+            kept[name] = scores
     missing = {name: options for name, options in asked.items() if name not in kept}
-    check_can_write(*(files[name] for name in missing))
-    measured: dict[str, Scores] = {}
-    if missing:
-        model = find(str(run))
-        if not named:
-            display.say(f"{run}: its recipe names no measurements; perplexity and passkey with their defaults")
-        measured = measure_into(model, prepared(missing, [model]), files, dtype=dtype, display=display)
-    return {name: kept.get(name) or measured[name] for name in asked}
+    measured = evaluate([find(str(run))], missing, files, dtype=dtype, display=display) if missing else {}
+    return {name: kept[name] if name in kept else measured[name][0] for name in asked}
 
 
 def measure(loaded: Model, evaluation: Evaluation, progress: Progress = silent) -> dict[str, Scores]:
@@ -121,54 +120,21 @@ def measure(loaded: Model, evaluation: Evaluation, progress: Progress = silent) 
         return {name: MEASUREMENTS[name].run(loaded, options, session) for name, options in asked.items()}
 
 
-def asked_for(evaluation: Evaluation) -> dict[str, Section]:
+def asked_for(evaluation: Evaluation) -> dict[str, Any]:
     """Return the options by measurement, of those that a recipe asks for."""
     return {name: options for name in MEASUREMENTS if (options := getattr(evaluation, name))}
 
 
-def evaluation_of(run: Path) -> tuple[Evaluation, bool]:
-    """Return what a run's recipe asks for, and whether it names anything; perplexity and passkey if it does not."""
+def asked_of(run: Path) -> dict[str, Any]:
+    """Return the options by measurement that a run's recipe asks for; perplexity and passkey if it names none."""
     if not Run(run).has_recipe:
         raise ModelError(f"{run}: holds no {RECIPE_FILE}; name a run folder that pi-lora train made")
-    evaluation = Run(run).recipe.evaluation
-    if asked_for(evaluation):
-        return evaluation, True
-    return Evaluation(perplexity=PerplexityOptions(), passkey=PasskeyOptions()), False
-
-
-def prepared(asked: Asked, models: Sequence[Model]) -> dict[str, Section]:
-    """Return the options with defaults filled in, the same for all models; raise PiLoraError for what shows before
-    weights are read.
-    """
-    return {name: MEASUREMENTS[name].prepare(options, models) for name, options in asked.items()}
+    return asked_for(Run(run).recipe.evaluation) or asked_for(
+        Evaluation(perplexity=PerplexityOptions(), passkey=PasskeyOptions())
+    )
 
 
 def draw(scores: Sequence[Scores], file: Path) -> None:
     """Draw the scores of several models as a PNG."""
-    figure = new_figure(7, 4.5)
-    axes = figure.subplots()
-    MEASUREMENTS[scores[0].measurement].draw(axes, {each.model: each for each in scores})
-    plain(axes)
-    if axes.get_legend_handles_labels()[0]:
-        axes.legend(frameon=False, fontsize=9)
-    save(figure, file)
-
-
-def _loaded(model: Model, asked: Asked, dtype: str | None, display: Display) -> Model:
-    if not any(MEASUREMENTS[name].needs_weights(options) for name, options in asked.items()):
-        return model
-    with display.working(f"loading {model.name}"):
-        return model.load(dtype)
-
-
-def _run(name: str, model: Model, options: Section, session: Session, display: Display) -> Scores:
-    with display.progress(f"{name} {model.name}") as session.progress:
-        scores: Scores = MEASUREMENTS[name].run(model, options, session)
-        return scores
-
-
-def _warn_of_length(models: Sequence[Model], options: Any, display: Display) -> None:
-    """Warn of models that are measured beyond the window that their scaling covers."""
-    for model in models:
-        if options.longest and options.longest > model.window:
-            display.say(f"{model.name}: covers {model.window} tokens; measured with {options.longest} anyway")
+    by_model = {each.model: each for each in scores}
+    save(figure_of(partial(MEASUREMENTS[scores[0].measurement].draw, scores=by_model)), file)

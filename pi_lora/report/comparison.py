@@ -13,7 +13,7 @@ from pi_lora.distributed import is_leader
 from pi_lora.evaluation.measurement import Scores
 from pi_lora.evaluation.metrics import Interval, Metric, Value
 from pi_lora.evaluation.registry import MEASUREMENTS, metrics_of
-from pi_lora.evaluation.suite import SILENT, Asked, Display, asked_for, evaluation_of, measure_into, prepared
+from pi_lora.evaluation.suite import SILENT, Asked, Display, asked_of, evaluate
 from pi_lora.models.model import Model
 from pi_lora.report.intervals import Pairs, of_means, of_successes, of_two
 from pi_lora.report.run import MeasuredRun
@@ -61,15 +61,16 @@ def compare_run(
     `find` returns the models of some names. Raise PiLoraError as a measurement does.
     """
     folder = MeasuredRun(run)
-    asked = {**asked_for(evaluation_of(run)[0]), **(asked or {})}
+    asked = {**asked_of(run), **(asked or {})}
     known: Mapping[str, Mapping[str, Scores]] = {} if again else folder.scores
-    own = {name: scores for name, scores in known.get(TUNED, {}).items() if name in MEASUREMENTS}
+    own = {name: scores for name, scores in known.get(TUNED, {}).items() if scores.options}
     missing = {name: options for name, options in asked.items() if name not in own}
     files = {name: folder.scores_file(name) for name in missing}
     check_can_write(json, *files.values())
     models = find(str(run), base) if missing else []
     if missing:
-        own |= measure_into(models[0], prepared(missing, models), files, dtype=dtype, display=display)
+        measured = evaluate(models[:1], missing, files, beside=models, dtype=dtype, display=display)
+        own |= {name: scores for name, [scores] in measured.items()}
     before = known.get(BASE, {})
     kept = {
         name: scores
@@ -82,7 +83,8 @@ def compare_run(
         files = {name: folder.scores_file(name, BASE) for name in writable}
         if len(files) < len(options):
             display.say(f"{run}: holds scores of another base, which stay; those of {base} are not kept")
-        kept |= measure_into((models or find(base))[-1], options, files, dtype=dtype, display=display)
+        measured = evaluate((models or find(base))[-1:], options, files, dtype=dtype, display=display)
+        kept |= {name: scores for name, [scores] in measured.items()}
     names = [name for name in MEASUREMENTS if name in own]
     rows = [row for name in names for row in compare(kept[name], own[name], folder.original)]
     comparison = Comparison(base=base, run=str(run), original=folder.original, rows=rows)

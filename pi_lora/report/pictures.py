@@ -1,23 +1,18 @@
 """Pictures of a run: its scores beside those of its base, and the loss of its training."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from pi_lora.drawing import VERMILION, new_figure, plain, save
+from pi_lora.drawing import VERMILION, figure_of, save
 from pi_lora.evaluation.measurement import Scores
 from pi_lora.evaluation.registry import MEASUREMENTS
 from pi_lora.report.run import MeasuredRun
 from pi_lora.report.tables import literal
 
 PICTURES = "pictures"
-# Inches; narrow enough that the letters can be read on a phone.
-WIDTH, HEIGHT = 5.0, 3.7
-
-# Draws on axes.
-Panel = Callable[[Any], None]
 
 
 def draw_run(run: MeasuredRun, folder: Path) -> Iterator[Path]:
@@ -41,18 +36,6 @@ def picture_lines(folder: Path) -> Iterator[str]:
     """Yield a line of Markdown for each picture in a folder."""
     for file in sorted((folder / PICTURES).glob("*.png")):
         yield f"![{literal(file.stem)}]({PICTURES}/{quote(file.name)})"
-
-
-def figure_of(*panels: Panel) -> Any:
-    """Return a figure of panels side by side, each with its legend above it, where it hides no curve."""
-    figure = new_figure(WIDTH * len(panels), HEIGHT)
-    for part, panel in zip(figure.subfigures(1, len(panels), squeeze=False)[0], panels, strict=True):
-        axes = part.subplots()
-        panel(axes)
-        plain(axes)
-        if axes.get_legend_handles_labels()[0]:
-            part.legend(frameon=False, loc="outside upper left", ncols=2, fontsize=10 if len(panels) == 1 else 8)
-    return figure
 
 
 def _curves(scores: Mapping[str, Scores], original: int | None, axes: Any) -> None:

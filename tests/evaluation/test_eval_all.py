@@ -8,9 +8,9 @@ import yaml
 from conftest import small_recipe, train
 from test_cli import run
 
-from pi_lora.evaluation.suite import asked_for, evaluation_of, measure
+from pi_lora.evaluation.suite import asked_of, measure
 from pi_lora.models.model import load
-from pi_lora.recipe.evaluation import BenchmarksOptions, Evaluation, PasskeyOptions
+from pi_lora.recipe.evaluation import BenchmarksOptions, Evaluation, PasskeyOptions, PerplexityOptions
 from pi_lora.recipe.files import RECIPE_FILE
 
 
@@ -95,30 +95,12 @@ def test_nothing_is_loaded_when_all_is_there(
 
 
 def test_a_recipe_that_names_nothing_gets_perplexity_and_passkey(own_run: Path) -> None:
-    evaluation, named = evaluation_of(own_run)
-    assert not named
-    assert list(asked_for(evaluation)) == ["perplexity", "passkey"]
-    assert evaluation.passkey == PasskeyOptions()
+    asked = asked_of(own_run)
+    assert asked == {"perplexity": PerplexityOptions(), "passkey": PasskeyOptions()}
     asks_for(own_run, {"every": 5})
-    assert evaluation_of(own_run) == (evaluation, False)
+    assert asked_of(own_run) == asked
     asks_for(own_run, {"benchmarks": {}})
-    evaluation, named = evaluation_of(own_run)
-    assert named
-    assert list(asked_for(evaluation)) == ["benchmarks"]
-    assert evaluation.benchmarks == BenchmarksOptions()
-
-
-def test_that_it_names_nothing_is_said(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, own_run: Path
-) -> None:
-    defaults = Evaluation.model_validate({"perplexity": PERPLEXITY, "passkey": PASSKEY})
-    monkeypatch.setattr("pi_lora.evaluation.suite.evaluation_of", lambda _: (defaults, False))
-    status, _, err = run(capsys, monkeypatch, "eval", "all", "run")
-    assert (status, err) == (
-        0,
-        "run: its recipe names no measurements; perplexity and passkey with their defaults\n",
-    )
-    assert {file.stem for file in (own_run / "scores").iterdir()} == {"perplexity", "passkey"}
+    assert asked_of(own_run) == {"benchmarks": BenchmarksOptions()}
 
 
 @pytest.mark.parametrize(

@@ -16,9 +16,9 @@ from pi_lora.errors import Interrupted, ModelError
 from pi_lora.evaluation.journal import Session
 from pi_lora.evaluation.measurement import as_json
 from pi_lora.evaluation.passkey import shared_prefix
-from pi_lora.evaluation.passkey.measure import PasskeyTest, evaluate_passkey
+from pi_lora.evaluation.passkey.measurement import PasskeyScores, evaluate_passkey
 from pi_lora.evaluation.passkey.prompt import Grid
-from pi_lora.evaluation.passkey.scores import PasskeyScores
+from pi_lora.evaluation.passkey.retrieval import PasskeyTest
 from pi_lora.evaluation.passkey.shared_prefix import SharedPrefix
 from pi_lora.evaluation.registry import read_scores, write_scores
 from pi_lora.evaluation.suite import draw

@@ -19,7 +19,7 @@ import torch
 from oracle_perplexity import losses_by_token
 from small_tokenizers import made
 from test_cli import run
-from test_report import printed
+from test_evaluate_passkey import printed
 from tokenizers import normalizers
 
 from pi_lora.cli.app import out as terminal
@@ -29,8 +29,7 @@ from pi_lora.evaluation.journal import Session
 from pi_lora.evaluation.measurement import as_json
 from pi_lora.evaluation.perplexity import losses as sweep
 from pi_lora.evaluation.perplexity.documents import choose_documents, with_defaults
-from pi_lora.evaluation.perplexity.measure import evaluate_perplexity
-from pi_lora.evaluation.perplexity.scores import PerplexityScores
+from pi_lora.evaluation.perplexity.measurement import PerplexityScores, evaluate_perplexity
 from pi_lora.evaluation.table import scores_table
 from pi_lora.models import model as models
 from pi_lora.models.model import Model, load

@@ -8,14 +8,14 @@ from oracle_passkey import k_max as plain_k_max
 from oracle_passkey import outcomes
 
 from pi_lora.errors import DataError
-from pi_lora.evaluation.passkey.measure import (
+from pi_lora.evaluation.passkey.prompt import Grid, make_trial, prompt, trials_at
+from pi_lora.evaluation.passkey.retrieval import (
+    PasskeyDepth,
     PasskeyTest,
     k_max,
     passkey_retrieval,
     trials_until_certain,
 )
-from pi_lora.evaluation.passkey.prompt import Grid, make_trial, prompt, trials_at
-from pi_lora.evaluation.passkey.scores import PasskeyDepth
 from pi_lora.models.model import Extension, Model, load
 
 PAPER_PROMPT = """\

@@ -21,8 +21,8 @@ from pi_lora.evaluation.perplexity.losses import (
     pieces,
     position_bounds,
     token_losses,
-    window_scores,
 )
+from pi_lora.evaluation.perplexity.measurement import window_scores
 from pi_lora.models.model import Extension, Model, load
 from pi_lora.recipe.evaluation import PerplexityOptions
 

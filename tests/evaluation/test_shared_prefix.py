@@ -6,7 +6,7 @@ from architectures import PROMISED, small_config
 from transformers import AutoModelForCausalLM
 
 from pi_lora.evaluation.passkey import shared_prefix as module
-from pi_lora.evaluation.passkey.shared_prefix import SharedPrefix, last_logits, shared_prefix
+from pi_lora.evaluation.passkey.shared_prefix import last_logits, shared_prefix
 
 LENGTH, TAIL = 60, 5
 SHARE = {"llama", "qwen2", "qwen3", "olmo2", "granite", "gpt_neox", "stablelm", "cohere", "smollm3"}
@@ -51,7 +51,8 @@ def test_models_that_forget_share_nothing(model_type: str) -> None:
 def test_what_is_shared_is_compared_and_leaves_a_row_its_own_tail() -> None:
     model = small("llama")
     with torch.no_grad():
-        prefix = SharedPrefix(model, rows()[0])
+        prefix = shared_prefix(model, rows()[0], LENGTH)
+    assert prefix is not None
     assert prefix.length_in([[63, *rows()[0]]]) == 0
     assert prefix.length_in([rows()[0]]) == LENGTH
     with torch.no_grad():
@@ -74,7 +75,7 @@ def test_keys_and_values_are_shared_only_where_there_is_room_for_them(monkeypatc
 @torch.no_grad()
 def test_the_mask_of_what_continues_a_prefix_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     model, alike = small("llama"), [[7] * 10 + row[10:] for row in rows()]
-    prefix = SharedPrefix(model, alike[0][:10])
+    prefix = shared_prefix(model, alike[0][:10], LENGTH)
     most, plain = 0, torch.nn.functional.scaled_dot_product_attention
 
     def watched(*tensors: torch.Tensor, attn_mask: torch.Tensor, **options: Any) -> torch.Tensor:

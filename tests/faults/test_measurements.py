@@ -7,8 +7,7 @@ import pytest
 from conftest import BUILTIN, run_command
 
 from pi_lora.evaluation.journal import Journal
-from pi_lora.evaluation.passkey import measure
-from pi_lora.evaluation.passkey.scores import PasskeyDepth
+from pi_lora.evaluation.passkey.retrieval import PasskeyDepth, PasskeyTest
 
 PASSKEY = ["eval", "passkey", BUILTIN, "--target", "256", "--depths", "2", "--trials", "1"]
 
@@ -23,13 +22,13 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
     """The depths that are measured."""
-    done, ask = [], measure.PasskeyTest.ask
+    done, ask = [], PasskeyTest.ask
 
-    def count(self: measure.PasskeyTest, depth: int, which: range) -> list[bool]:
+    def count(self: PasskeyTest, depth: int, which: range) -> list[bool]:
         done.append(depth)
         return ask(self, depth, which)
 
-    monkeypatch.setattr(measure.PasskeyTest, "ask", count)
+    monkeypatch.setattr(PasskeyTest, "ask", count)
     return done
 
 

@@ -111,7 +111,7 @@ def test_passkeys_are_paired_by_trial() -> None:
     assert one(base, base)["k_max at 128"].verdict == "the same"
     other_keys = one(base, asked([[True] * 8] * 2, seed=1))["passkeys retrieved at 128, %"]
     assert (other_keys.pairs, other_keys.verdict) == (None, "50.0 points better")
-    only_k_max = base.model_copy(update={"options": base.options.changed(k_max_only=True)})
+    only_k_max = base.model_copy(update={"left_out": {"depths": [], "trials": 1}})
     assert list(one(only_k_max, base)) == list(one(base, only_k_max)) == ["k_max at 128"]
 
 
@@ -200,7 +200,7 @@ def test_a_base_with_other_options_is_measured_anew(documents: int, small_model:
     }
     for name in ("perplexity-base", "passkey-base"):
         scores[name] |= {"model": base}
-    scores["perplexity-base"]["documents"] = documents
+    scores["perplexity-base"]["options"]["documents"] = documents
     run = make_run(small_model, tmp_path / "mine", scores)
     asked: list[str] = []
 

@@ -9,7 +9,7 @@ from conftest import small_recipe, train
 from safetensors.torch import load_file
 
 from pi_lora.evaluation.measurement import as_json
-from pi_lora.evaluation.perplexity.scores import PerplexityScores
+from pi_lora.evaluation.perplexity.measurement import PerplexityScores
 from pi_lora.evaluation.suite import measure
 from pi_lora.models.adapter import prepare_for_tuning
 from pi_lora.models.model import Extension, Model, find, load

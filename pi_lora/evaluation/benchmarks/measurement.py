@@ -53,7 +53,7 @@ class Benchmarks(Measurement[BenchmarksOptions, BenchmarkScores]):
         """Return what inputs were cut to, and by what they were measured."""
         first = scores[0]
         windows = "/".join(dict.fromkeys(str(each.window) for each in scores))
-        limit = f", the first {first.options.limit} of each" if first.options.limit else ""
+        limit = f", the first {first.options.limit} of each" if first.options and first.options.limit else ""
         return f"accuracy{limit}, inputs cut to {windows} tokens, lm-eval {first.lm_eval}, likelihoods not normalized"
 
     def draw(self, axes: Any, scores: Mapping[str, BenchmarkScores]) -> None:

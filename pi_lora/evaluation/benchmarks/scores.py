@@ -35,7 +35,7 @@ class BenchmarkScores(Scores):
 
     measurement = "benchmarks"
 
-    options: BenchmarksOptions
+    options: BenchmarksOptions | None = None
     metric: str | None = None
     lm_eval: str | None = None
     data: dict[str, str] | None = None

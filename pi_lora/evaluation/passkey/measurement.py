@@ -1,19 +1,54 @@
-"""Passkey retrieval as a measurement: its scores, their metrics and their picture."""
+"""Passkey retrieval as a measurement: model and options in, typed scores out, with their metrics and their picture."""
 
 from collections.abc import Mapping, Sequence
-from itertools import cycle
+from dataclasses import asdict
 from typing import Any
 
-from pi_lora.drawing import STYLES
+from pydantic import Field
+
+from pi_lora.drawing import draw_curves
+from pi_lora.evaluation.forward import check_ids, depends_on_length, described
 from pi_lora.evaluation.journal import Session
-from pi_lora.evaluation.measurement import Measurement
+from pi_lora.evaluation.measurement import Measurement, Result, Scores
 from pi_lora.evaluation.metrics import Metric, Value, share, share_of_samples
-from pi_lora.evaluation.passkey.scores import PasskeyLength, PasskeyScores
+from pi_lora.evaluation.passkey.prompt import Grid, trials_at
+from pi_lora.evaluation.passkey.retrieval import PasskeyDepth, PasskeyTest, k_max, passkey_retrieval
 from pi_lora.models.model import Model
 from pi_lora.recipe.evaluation import PasskeyOptions
+from pi_lora.types import Json, Progress
 
 # From red to blue, which the color-blind tell apart.
 COLOURS: Any = {"cmap": "RdYlBu", "vmin": 0, "vmax": 1}
+
+
+class PasskeyLength(Result):
+    """Passkey retrieval over `target` tokens of context; `k_max` in tokens, depths from the nearest."""
+
+    target: int
+    k_max: int
+    depths: list[PasskeyDepth]
+
+
+class PasskeyScores(Scores):
+    """Passkey retrieval over `target` tokens of context; of several `lengths`, `target` is the longest. `left_out` says
+    which depths and how many trials were not needed to decide k_max.
+    """
+
+    measurement = "passkey"
+
+    options: PasskeyOptions | None = None
+    seed: int = 0
+    decoding: str = "greedy"
+    target: int
+    k_max: int
+    depths: list[PasskeyDepth]
+    left_out: Json | None = None
+    lengths: list[PasskeyLength] | None = Field(None, min_length=1)
+
+    @property
+    def by_length(self) -> Sequence["PasskeyLength | PasskeyScores"]:
+        """Every length of context that was measured, the shortest first."""
+        return self.lengths or [self]
 
 
 class Passkey(Measurement[PasskeyOptions, PasskeyScores]):
@@ -25,14 +60,12 @@ class Passkey(Measurement[PasskeyOptions, PasskeyScores]):
 
     def prepare(self, options: PasskeyOptions, models: Sequence[Model]) -> PasskeyOptions:
         """Fill in the target: the longest window."""
-        if options.target or options.targets:
+        if options.longest:
             return options
         return options.changed(target=max(model.window for model in models))
 
     def run(self, model: Model, options: PasskeyOptions, session: Session) -> PasskeyScores:
         """Measure a model."""
-        from pi_lora.evaluation.passkey.measure import evaluate_passkey
-
         return evaluate_passkey(model, options, session)
 
     def metrics(self, scores: PasskeyScores) -> list[Metric]:
@@ -46,7 +79,7 @@ class Passkey(Measurement[PasskeyOptions, PasskeyScores]):
             ]
             hub: dict[str, Any] = {"at": length.target, "dataset": f"passkey retrieval in {length.target} tokens"}
             metrics.append(Metric("k_max", length.k_max, "tokens", hub_name="k_max", **hub))
-            if trials and not scores.options.k_max_only:
+            if trials and scores.left_out is None:
                 metrics.append(share("passkeys retrieved", trials, hub_name="accuracy", **hub))
         for depth in [] if scores.lengths else scores.depths:
             metrics.append(share_of_samples("retrieved at distance", depth.success_rate, depth.trials, at=depth.k))
@@ -54,9 +87,11 @@ class Passkey(Measurement[PasskeyOptions, PasskeyScores]):
 
     def about(self, scores: Sequence[PasskeyScores]) -> str:
         """Return how many trials there were."""
-        options = scores[0].options
-        trials = f"{'at most ' * options.k_max_only}{options.trials} trials at each of {options.depths} depths"
-        return f"{trials}, seed {options.seed}, greedy decoding"
+        first = scores[0]
+        trials = ""
+        if options := first.options:
+            trials = f"{'at most ' * options.k_max_only}{options.trials} trials at each of {options.depths} depths, "
+        return f"{trials}seed {first.seed}, greedy decoding"
 
     def draw(self, axes: Any, scores: Mapping[str, PasskeyScores]) -> None:
         """Draw success by distance; of one model in several lengths depth against length."""
@@ -64,11 +99,50 @@ class Passkey(Measurement[PasskeyOptions, PasskeyScores]):
         if first.lengths and not others:
             _draw_map(axes, first.lengths)
             return
-        for (label, each), (colour, marker) in zip(scores.items(), cycle(STYLES), strict=False):
-            points = [(depth.k, 100 * depth.success_rate) for depth in each.depths]
-            name = f"{label}: k_max {each.k_max:,}"
-            axes.plot(*zip(*points, strict=True), color=colour, marker=marker, markersize=5, label=name)
+        draw_curves(
+            axes,
+            {
+                f"{label}: k_max {each.k_max:,}": [(depth.k, 100 * depth.success_rate) for depth in each.depths]
+                for label, each in scores.items()
+            },
+        )
         axes.set(xlabel="distance of the passkey (tokens)", ylabel="retrieved (%)", ylim=(-4, 104))
+
+
+def evaluate_passkey(model: Model, options: PasskeyOptions, session: Session | None = None) -> PasskeyScores:
+    """Measure passkey retrieval over one or several lengths of context. If the session is shared, each process measures
+    its share of the depths, and an interrupted evaluation continues when it is called again.
+    """
+    session = session or Session()
+    targets = sorted(options.targets or [options.target or model.window])
+    options = options if options.targets else options.changed(target=targets[0])
+    lengths = []
+    for number, target in enumerate(targets):
+
+        def report(done: int, total: int, note: str = "", number: int = number, target: int = target) -> None:
+            within = f"within {target:,}: " if len(targets) > 1 else ""
+            session.progress(number * total + done, len(targets) * total, f"{within}{note}")
+
+        grid = Grid(target, options.depths, options.trials, options.seed)
+        lengths.append(_measure(model, grid, options.k_max_only, session, report))
+    longest = lengths[-1]
+    several: Json = {"lengths": lengths} if options.targets else {}
+    if options.k_max_only:
+        trials = options.depths * options.trials - sum(depth.trials for depth in longest.depths)
+        several["left_out"] = {"depths": grid.ks[len(longest.depths) :], "trials": trials}
+    return PasskeyScores(
+        **described(model), **dict(longest), **several, options=options, seed=options.seed, decoding="greedy"
+    )
+
+
+def _measure(model: Model, grid: Grid, k_max_only: bool, session: Session, progress: Progress) -> PasskeyLength:
+    [first] = trials_at(model.tokenizer, grid, 0, range(1))
+    check_ids(model, [*first.prompt, *first.answer])
+    # The first trial tells what the tokenizer makes of the prompt.
+    decided_by = {"passkey": {**asdict(grid), "k_max_only": k_max_only, "first": [first.prompt, first.answer]}}
+    test = PasskeyTest(model.model, model.tokenizer, grid, depends_on_length(model.config), progress)
+    depths = passkey_retrieval(test, k_max_only, session.journal(model, decided_by))
+    return PasskeyLength(target=grid.target, k_max=k_max(depths), depths=depths)
 
 
 def _draw_map(axes: Any, lengths: Sequence[PasskeyLength]) -> None:

@@ -87,11 +87,17 @@ def trials_at(tokenizer: Any, grid: Grid, depth: int, which: range) -> list[Tria
 
 def _trial(tokenizer: Any, key: str, before: int, after: int) -> Trial:
     text = prompt(key, before, after)
-    prompt_ids = _without_eos(tokenizer, tokenizer(text, verbose=False)["input_ids"])
+    at, prompt_ids = text.index(key), _ids(tokenizer, text)
     # Encoded together and then split: a tokenizer may treat the blank before the digits as it likes.
     both = tokenizer(f"{text} {key}", verbose=False)
     ids = _without_eos(tokenizer, both["input_ids"])
-    return Trial(tuple(prompt_ids), tuple(ids[len(prompt_ids) :]), len(ids) - both.char_to_token(text.index(key)))
+    # Slow tokenizers do not say where their tokens are.
+    digits = both.char_to_token(at) if tokenizer.is_fast else len(_ids(tokenizer, text[:at].rstrip()))
+    return Trial(tuple(prompt_ids), tuple(ids[len(prompt_ids) :]), len(ids) - digits)
+
+
+def _ids(tokenizer: Any, text: str) -> list[int]:
+    return _without_eos(tokenizer, tokenizer(text, verbose=False)["input_ids"])
 
 
 def _without_eos(tokenizer: Any, ids: list[int]) -> list[int]:

@@ -3,11 +3,12 @@ follow the length of the input, or layers keep something else (sliding windows, 
 """
 
 from collections.abc import Sequence
+from copy import deepcopy
 from itertools import takewhile
 from typing import Any, cast
 
 import torch
-from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
+from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from pi_lora.evaluation.forward import HELD_TOKENS, is_sharded, padded, pass_tokens
 from pi_lora.models.device import free_memory
@@ -21,23 +22,20 @@ MASKED_PAIRS = 2**27
 class SharedPrefix:
     """The keys and values of `ids`, with which inputs may begin."""
 
-    def __init__(self, model: Any, ids: Sequence[int]) -> None:
-        self.ids, self.layers = ids, _layers(model, ids) or []
+    def __init__(self, ids: Sequence[int], cache: DynamicCache) -> None:
+        self.ids, self.kept = ids, cache
 
     def length_in(self, rows: Sequence[Sequence[int]]) -> int:
         """Return how many first tokens all rows share with `ids`: compared, as what follows may change tokens."""
         same = takewhile(lambda column: len(set(column)) == 1, zip(self.ids, *rows, strict=False))
         return sum(1 for _ in same)
 
-    def cache(self, length: int, rows: int) -> Cache:
-        """Return a cache for `rows` inputs that begin with the first `length` tokens, which each layer copies."""
-        layers = [DynamicLayer() for _ in self.layers]
-        for new, layer in zip(layers, self.layers, strict=True):
-            new.lazy_initialization(layer.keys, layer.values)
-            new.keys, new.values = (
-                each[..., :length, :].expand(rows, -1, -1, -1) for each in (layer.keys, layer.values)
-            )
-        return Cache(layers=layers)
+    def cache(self, length: int, rows: int) -> DynamicCache:
+        """Return a cache for `rows` inputs that begin with the first `length` tokens."""
+        cache = deepcopy(self.kept)
+        cache.crop(length - len(self.ids))
+        cache.batch_repeat_interleave(rows)
+        return cache
 
 
 @torch.no_grad()
@@ -45,22 +43,24 @@ def shared_prefix(model: Any, ids: Sequence[int], length: int) -> SharedPrefix |
     """Return what inputs of up to `length` tokens share; None for a model that cannot share it, without room for its
     keys and values beside those of the inputs, and for a sharded model, whose plan leaves none.
     """
-    layers = None if is_sharded(model) else _layers(model, ids[:1])
-    if layers is None:
+    if is_sharded(model) or (first := _cache_of(model, ids[:1])) is None:
         return None
-    per_token = sum(layer.keys.nbytes + layer.values.nbytes for layer in layers)
+    per_token = sum(layer.keys.nbytes + layer.values.nbytes for layer in first.layers)
     needed = per_token * (len(ids) + max(length, HELD_TOKENS))
-    return SharedPrefix(model, ids) if needed <= SHARE_OF_MEMORY * free_memory(model.device) else None
+    if needed > SHARE_OF_MEMORY * free_memory(model.device):
+        return None
+    cache = _cache_of(model, ids)
+    return SharedPrefix(ids, cache) if cache else None
 
 
-def _layers(model: Any, ids: Sequence[int]) -> list[DynamicLayer] | None:
-    """The layers of the cache after `ids`; None if they keep something else than the keys and values of all tokens."""
+def _cache_of(model: Any, ids: Sequence[int]) -> DynamicCache | None:
+    """The cache after `ids`; None if a layer keeps something else than the keys and values of all tokens."""
     tokens = torch.tensor([ids], device=model.device)
     cache = model(input_ids=tokens, use_cache=True, logits_to_keep=1).past_key_values
     plain = type(cache) is DynamicCache and all(
         type(layer) is DynamicLayer and layer.is_initialized for layer in cache.layers
     )
-    return cache.layers if plain else None
+    return cache if plain else None
 
 
 @torch.no_grad()

@@ -16,8 +16,6 @@ from transformers import PreTrainedModel
 
 from pi_lora.errors import DataError
 from pi_lora.evaluation.forward import forget_lengths, padded, pass_tokens
-from pi_lora.evaluation.perplexity.scores import WindowPerplexity
-from pi_lora.types import Json
 
 # Logits in memory at a time; a window of 32k tokens over a vocabulary of 128k has 4 billion.
 LOGITS, LOGITS_ON_CPU = 2**28, 2**25
@@ -153,6 +151,11 @@ class LossSum(BaseModel):
     loss: float = 0.0
     tokens: int = 0
 
+    @property
+    def mean(self) -> float:
+        """The loss a token."""
+        return self.loss / self.tokens
+
     def add(self, losses: torch.Tensor) -> None:
         """Add losses, in float64."""
         self.loss += losses.double().sum().item()
@@ -219,17 +222,3 @@ def added(sums: Iterable[LossSum]) -> LossSum:
     """Return several sums as one, exact whatever their order."""
     losses, tokens = zip(*((each.loss, each.tokens) for each in sums), strict=True)
     return LossSum(loss=math.fsum(losses), tokens=sum(tokens))
-
-
-def window_scores(found: Sequence[DocumentLosses], sizes: Sequence[Mapping[int, float]] = ()) -> list[WindowPerplexity]:
-    """Return the token-weighted perplexities of all documents together, the shortest window first; and the bits per
-    byte where `sizes` has, for each document, the bytes of the text that each window scores.
-    """
-    scores = []
-    for window in sorted(found[0].by_window):
-        total = added(each.by_window[window] for each in found)
-        size = math.fsum(each[window] for each in sizes)
-        in_bytes: Json = {"bits_per_byte": total.loss / math.log(2) / size, "bytes": round(size)} if size else {}
-        mean = math.exp(total.loss / total.tokens)
-        scores.append(WindowPerplexity(window=window, perplexity=mean, tokens=total.tokens, **in_bytes))
-    return scores

@@ -1,19 +1,81 @@
-"""Perplexity as a measurement: its scores, their metrics and their picture."""
+"""Perplexity as a measurement: documents and a model in, typed scores out, with their metrics and their picture."""
 
+import hashlib
+import math
 from collections.abc import Mapping, Sequence
-from itertools import cycle
+from dataclasses import asdict
 from typing import Any
 
-from pi_lora.drawing import STYLES, round_levels
-from pi_lora.evaluation.journal import Session
-from pi_lora.evaluation.measurement import Measurement
+from pydantic import Field
+
+from pi_lora.drawing import draw_curves, label_windows, round_levels
+from pi_lora.evaluation.forward import check_numbers, depends_on_length, described
+from pi_lora.evaluation.journal import Journal, Session
+from pi_lora.evaluation.measurement import Measurement, Result, Scores
 from pi_lora.evaluation.metrics import Metric, Value
-from pi_lora.evaluation.perplexity.scores import (
-    PerplexityScores,
-    WindowPerplexity,
-)
+from pi_lora.evaluation.perplexity import losses
+from pi_lora.evaluation.perplexity.documents import TokenizedDocument, choose_documents, with_defaults
+from pi_lora.evaluation.perplexity.losses import DocumentLosses, LossSum, Sweep
 from pi_lora.models.model import Model
 from pi_lora.recipe.evaluation import PerplexityOptions
+from pi_lora.types import Json, Progress
+
+BINS = 32
+# Nats a token; the perplexity of a greater mean loss is infinite.
+MOST_LOSS = 700.0
+
+
+class WindowPerplexity(Result):
+    """The perplexity at one window length (tokens) over `tokens` scored tokens, each weighted equally, and their loss
+    in bits over the `bytes` of UTF-8 text that they stand for.
+    """
+
+    window: int
+    perplexity: float
+    tokens: int
+    bits_per_byte: float | None = None
+    bytes: int | None = None
+
+
+class DocumentPerplexity(Result):
+    """The perplexities of one document."""
+
+    name: str
+    tokens: int
+    windows: list[WindowPerplexity]
+
+
+class PositionLoss(Result):
+    """The mean loss in nats of tokens with `first` to `last` - 1 tokens before them in their window."""
+
+    first: int = Field(alias="from")
+    last: int = Field(alias="to")
+    loss: float
+    tokens: int
+
+
+class LossByPosition(Result):
+    """The loss by position in windows of `window` tokens that do not overlap."""
+
+    window: int
+    bins: list[PositionLoss]
+
+
+class PerplexityScores(Scores):
+    """Sliding-window perplexity of `documents`, chosen and truncated as the options say."""
+
+    measurement = "perplexity"
+
+    options: PerplexityOptions | None = None
+    data: str = ""
+    documents: int | None = None
+    documents_too_short: int | None = None
+    bos: bool | None = None
+    stride: int = 0
+    weighting: str = "token"
+    windows: list[WindowPerplexity]
+    per_document: list[DocumentPerplexity] | None = None
+    by_position: LossByPosition | None = None
 
 
 class Perplexity(Measurement[PerplexityOptions, PerplexityScores]):
@@ -30,71 +92,151 @@ class Perplexity(Measurement[PerplexityOptions, PerplexityScores]):
 
     def run(self, model: Model, options: PerplexityOptions, session: Session) -> PerplexityScores:
         """Measure a model."""
-        from pi_lora.evaluation.perplexity.measure import evaluate_perplexity
-
         return evaluate_perplexity(model, options, session)
 
     def metrics(self, scores: PerplexityScores) -> list[Metric]:
         """Return perplexity and bits per byte by window, and the loss by position where it was measured."""
-        metrics = [_perplexity(scores, row) for row in scores.windows]
-        metrics += [
-            Metric("bits per byte", row.bits_per_byte, higher_is_better=False, at=row.window, digits=4)
+        lower: dict[str, Any] = {"higher_is_better": False}
+        metrics = [
+            Metric(
+                "perplexity",
+                row.perplexity,
+                at=row.window,
+                digits=3,
+                samples=row.tokens,
+                values=_by_document(scores, row.window),
+                is_ratio=True,
+                dataset=scores.data,
+                hub_name="perplexity",
+                **lower,
+            )
             for row in scores.windows
-            if row.bits_per_byte is not None
         ]
-        for row in scores.by_position.bins if scores.by_position else ():
-            label = f"loss of tokens {row.first:,} to {row.last - 1:,} in a window"
-            metrics.append(Metric(label, row.loss, "nats", False, digits=3, samples=row.tokens))
+        for row in scores.windows:
+            if row.bits_per_byte is not None:
+                metrics.append(Metric("bits per byte", row.bits_per_byte, at=row.window, digits=4, **lower))
+        for bin_ in scores.by_position.bins if scores.by_position else ():
+            label = f"loss of tokens {bin_.first:,} to {bin_.last - 1:,} in a window"
+            metrics.append(Metric(label, bin_.loss, "nats", digits=3, samples=bin_.tokens, **lower))
         return metrics
 
     def about(self, scores: Sequence[PerplexityScores]) -> str:
         """Return the documents, the stride and the weighting."""
         first = scores[0]
         about = f"{first.documents} documents of {first.data}, stride {first.stride}, every token weighted equally"
-        # Cut to as many tokens, a text has as many in every tokenizer, but not of the same bytes.
+        # Texts cut to the same number of tokens have different numbers of bytes if the tokenizers differ.
         if len({tuple((row.tokens, row.bytes) for row in each.windows) for each in scores}) > 1:
             about += "; the tokenizers differ: perplexities by token do not compare, bits per byte do"
         return about
 
     def draw(self, axes: Any, scores: Mapping[str, PerplexityScores]) -> None:
         """Draw the loss by position where all have it, and else perplexity by window."""
-        curves = {label: each.by_position for label, each in scores.items() if each.by_position}
-        by_position = len(curves) == len(scores)
-        for (label, each), (colour, marker) in zip(scores.items(), cycle(STYLES), strict=False):
-            if by_position:
-                bins = curves[label].bins
-                bounds = [bins[0].first, *(part.last for part in bins)]
-                axes.stairs([part.loss for part in bins], bounds, baseline=None, color=colour, label=label)
-            else:
-                points = [(row.window, row.perplexity) for row in each.windows]
-                axes.plot(*zip(*points, strict=True), color=colour, marker=marker, markersize=5, label=label)
-        if by_position:
+        bins = {label: each.by_position.bins for label, each in scores.items() if each.by_position}
+        if len(bins) == len(scores):
+            draw_curves(axes, {label: [(bin_.first, bin_.loss) for bin_ in each] for label, each in bins.items()})
             axes.set(xlabel="tokens before, in the window", ylabel="loss (nats a token)")
             return
-        axes.set(xscale="log", yscale="log", xlabel="window (tokens)", ylabel="perplexity (lower is better)")
-        ticks = sorted({row.window for each in scores.values() for row in each.windows})
-        axes.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
+        curves = {label: [(row.window, row.perplexity) for row in each.windows] for label, each in scores.items()}
+        draw_curves(axes, curves)
+        axes.set(yscale="log", ylabel="perplexity (lower is better)")
+        label_windows(axes, [row.window for each in scores.values() for row in each.windows])
         levels = round_levels(*axes.get_ylim())
         axes.set_yticks(levels, [f"{level:g}" for level in levels])
         axes.minorticks_off()
 
 
-def _perplexity(scores: PerplexityScores, row: WindowPerplexity) -> Metric:
-    documents = [
+def evaluate_perplexity(model: Model, options: PerplexityOptions, session: Session | None = None) -> PerplexityScores:
+    """Measure the documents that the options choose and that are at least as long as the longest window. If the session
+    is shared, each process measures its share of the documents, with the whole model, and an interrupted evaluation
+    continues when it is called again.
+    """
+    session = session or Session()
+    windows, stride = options.sweep(model.window)
+    completed = with_defaults(options.changed(windows=windows, stride=stride))
+    longest = max(windows)
+    bins = min(BINS, longest - 1) if options.by_position else 0
+    sweep = Sweep(windows, stride, bins, depends_on_length(model.config))
+    documents, too_short = choose_documents(model, completed, longest)
+    if options.documents is None and completed.documents:
+        session.say(f"{options.data}: {completed.documents} documents, unless --documents says otherwise")
+    journal = session.journal(model, {"data": options.data, **asdict(sweep)})
+    measured = _measure(model, documents, sweep, journal, session.progress)
+    sums = [loss for document in measured for loss in document.by_window.values() if loss.tokens]
+    check_numbers(model.name, model.model.dtype, all(loss.mean < MOST_LOSS for loss in sums))
+    sizes = [sweep.scored_bytes(document.bytes_before) for document in documents]
+    return PerplexityScores(
+        **described(model),
+        options=completed,
+        data=options.data,
+        documents=len(documents),
+        documents_too_short=too_short,
+        bos=documents[0].ids[0] == model.tokenizer.bos_token_id,
+        stride=stride,
+        weighting="token",
+        windows=window_scores(measured, sizes),
+        per_document=[
+            DocumentPerplexity(name=document.name, tokens=len(document.ids), windows=window_scores([own], [size]))
+            for document, own, size in zip(documents, measured, sizes, strict=True)
+        ],
+        **({"by_position": _by_position(measured, longest)} if options.by_position else {}),
+    )
+
+
+def window_scores(found: Sequence[DocumentLosses], sizes: Sequence[Mapping[int, float]] = ()) -> list[WindowPerplexity]:
+    """Return the token-weighted perplexities of all documents together, the shortest window first; and the bits per
+    byte if `sizes` gives, for each document, the bytes of the text that each window scores.
+    """
+    scores = []
+    for window in sorted(found[0].by_window):
+        total = losses.added(each.by_window[window] for each in found)
+        size = math.fsum(each[window] for each in sizes)
+        in_bytes: Json = {"bits_per_byte": total.loss / math.log(2) / size, "bytes": round(size)} if size else {}
+        scores.append(WindowPerplexity(window=window, perplexity=math.exp(total.mean), tokens=total.tokens, **in_bytes))
+    return scores
+
+
+def _measure(
+    model: Model, documents: Sequence[TokenizedDocument], sweep: Sweep, journal: Journal, progress: Progress
+) -> list[DocumentLosses]:
+    names = [hashlib.sha256(document.ids).hexdigest() for document in documents]
+    ids = {name: document.ids for name, document in zip(names, documents, strict=True)}
+    total = sum(len(piece) for name in journal.left(list(ids)) for piece in sweep.plan(len(ids[name])))
+    done, before, longest = 0, [LossSum()], max(sweep.windows)
+
+    def count(pieces: int, so_far: DocumentLosses) -> None:
+        nonlocal done
+        done += pieces
+        sums = losses.added([*before, so_far.by_window[longest]])
+        progress(done, total, f"perplexity {_in_short(sums.mean)} at {longest:,} so far" if sums.tokens else "")
+
+    def measure(name: str) -> DocumentLosses:
+        own = losses.document_losses(model.model, ids[name], sweep, done=count)
+        before.append(own.by_window[longest])
+        return own
+
+    measured = journal.measure(DocumentLosses, list(ids), measure)
+    return [measured[name] for name in names]
+
+
+def _in_short(mean: float) -> str:
+    """Return a perplexity for the progress; one that overflows is refused at the end, with the reason."""
+    return f"{math.exp(mean):.2f}" if mean < 100 else "too large"
+
+
+def _by_position(documents: Sequence[DocumentLosses], window: int) -> LossByPosition:
+    sums = [losses.added(each) for each in zip(*(each.by_position for each in documents), strict=True)]
+    bounds = losses.position_bounds(window, len(sums))
+    bins = [
+        PositionLoss(first=first, last=last, loss=each.mean, tokens=each.tokens)
+        for each, first, last in zip(sums, bounds, bounds[1:], strict=False)
+    ]
+    return LossByPosition(window=window, bins=bins)
+
+
+def _by_document(scores: PerplexityScores, window: int) -> list[Value]:
+    return [
         Value(f"{document.name} of {document.tokens} tokens", part.perplexity, part.tokens)
         for document in scores.per_document or ()
         for part in document.windows
-        if part.window == row.window
+        if part.window == window
     ]
-    return Metric(
-        "perplexity",
-        row.perplexity,
-        higher_is_better=False,
-        at=row.window,
-        digits=3,
-        samples=row.tokens,
-        values=documents,
-        is_ratio=True,
-        dataset=scores.data,
-        hub_name="perplexity",
-    )

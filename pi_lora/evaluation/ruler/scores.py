@@ -47,7 +47,7 @@ class RulerScores(Scores):
 
     measurement = "ruler"
 
-    options: RulerOptions
+    options: RulerOptions | None = None
     seed: int = 0
     samples: int = 0
     chat_template: bool = False

@@ -60,7 +60,7 @@ class Summarization(Measurement[SummarizationOptions, SummarizationScores]):
 
     def about(self, scores: Sequence[SummarizationScores]) -> str:
         """Return how the summaries were sampled and scored."""
-        first, options = scores[0], scores[0].options
+        first, options = scores[0], scores[0].options or SummarizationOptions()
         how = f"temperature {options.temperature:g}, top-p {options.top_p:g}, seed {options.seed}"
         return f"{first.examples:,} examples, {how}; {first.metric}"
 

@@ -13,7 +13,7 @@ class SummarizationScores(Scores):
 
     measurement = "summarization"
 
-    options: SummarizationOptions
+    options: SummarizationOptions | None = None
     engine: str | None = None
     data: Json | str = ""
     task: Json | None = None

@@ -3,26 +3,34 @@ digits.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
 from functools import cached_property
 from typing import Any
 
 import torch
+from pydantic import Field
 
 from pi_lora.distributed import number_of_processes
 from pi_lora.drawing import sparkline
-from pi_lora.evaluation.forward import check_ids, check_numbers, depends_on_length, described, forget_lengths
-from pi_lora.evaluation.journal import Journal, Session
+from pi_lora.evaluation.forward import check_numbers, forget_lengths
+from pi_lora.evaluation.journal import Journal
+from pi_lora.evaluation.measurement import Result
 from pi_lora.evaluation.metrics import longest_passing
 from pi_lora.evaluation.passkey.prompt import Grid, Trial, trials_at
-from pi_lora.evaluation.passkey.scores import PasskeyDepth, PasskeyLength, PasskeyScores
 from pi_lora.evaluation.passkey.shared_prefix import SharedPrefix, last_logits, rows_at_once, shared_prefix
 from pi_lora.models.finite import finite
-from pi_lora.models.model import Model
-from pi_lora.recipe.evaluation import PasskeyOptions
-from pi_lora.types import Json, Progress, silent
+from pi_lora.types import Progress, silent
 
 REQUIRED_SUCCESS = 0.2
+
+
+class PasskeyDepth(Result):
+    """The trials at one depth: `k` as asked for, `distance` as placed, in tokens from the key to the end."""
+
+    k: int
+    distance: int | None = None
+    success_rate: float = Field(ge=0, le=1)
+    trials: int
+    outcomes: list[bool] | None = None
 
 
 def k_max(depths: Sequence[PasskeyDepth]) -> int:
@@ -106,10 +114,12 @@ def passkey_retrieval(
         depth, outcomes = int(name), list[bool]()
         while more := trials_until_certain(outcomes, grid.trials) if k_max_only else grid.trials - len(outcomes):
             outcomes += test.ask(depth, range(len(outcomes), len(outcomes) + more))
-        rate = sum(outcomes) / len(outcomes)
-        distance = test.distance(depth)
         return PasskeyDepth(
-            k=grid.ks[depth], distance=distance, success_rate=rate, trials=len(outcomes), outcomes=outcomes
+            k=grid.ks[depth],
+            distance=test.distance(depth),
+            success_rate=sum(outcomes) / len(outcomes),
+            trials=len(outcomes),
+            outcomes=outcomes,
         )
 
     at_once = number_of_processes() if k_max_only else grid.depths
@@ -121,39 +131,3 @@ def passkey_retrieval(
             if k_max_only and depth.success_rate < REQUIRED_SUCCESS:
                 return depths
     return depths
-
-
-def evaluate_passkey(model: Model, options: PasskeyOptions, session: Session | None = None) -> PasskeyScores:
-    """Measure passkey retrieval over one or several lengths of context. If the session is shared, each process measures
-    its share of the depths, and an interrupted evaluation continues when it is called again.
-    """
-    session = session or Session()
-    targets = sorted(options.targets or [options.target or model.window])
-    options = options if options.targets else options.changed(target=targets[0])
-    lengths = []
-    for number, target in enumerate(targets):
-
-        def report(done: int, total: int, note: str = "", number: int = number, target: int = target) -> None:
-            within = f"within {target:,}: " if len(targets) > 1 else ""
-            session.progress(number * total + done, len(targets) * total, f"{within}{note}")
-
-        grid = Grid(target, options.depths, options.trials, options.seed)
-        lengths.append(_measure(model, grid, options.k_max_only, session, report))
-    longest = lengths[-1]
-    several: Json = {"lengths": lengths} if options.targets else {}
-    if options.k_max_only:
-        trials = options.depths * options.trials - sum(depth.trials for depth in longest.depths)
-        several["left_out"] = {"depths": grid.ks[len(longest.depths) :], "trials": trials}
-    return PasskeyScores(
-        **described(model), **dict(longest), **several, options=options, seed=options.seed, decoding="greedy"
-    )
-
-
-def _measure(model: Model, grid: Grid, k_max_only: bool, session: Session, progress: Progress) -> PasskeyLength:
-    [first] = trials_at(model.tokenizer, grid, 0, range(1))
-    check_ids(model, [*first.prompt, *first.answer])
-    # The first trial tells what the tokenizer makes of the prompt.
-    decided_by = {"passkey": {**asdict(grid), "k_max_only": k_max_only, "first": [first.prompt, first.answer]}}
-    test = PasskeyTest(model.model, model.tokenizer, grid, depends_on_length(model.config), progress)
-    depths = passkey_retrieval(test, k_max_only, session.journal(model, decided_by))
-    return PasskeyLength(target=grid.target, k_max=k_max(depths), depths=depths)
