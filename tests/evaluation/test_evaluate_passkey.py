@@ -12,7 +12,7 @@ from rich.console import Console
 
 from pi_lora import cli
 from pi_lora.drawing import sparkline
-from pi_lora.errors import Interrupted, ModelError
+from pi_lora.errors import Interrupted
 from pi_lora.evaluation.journal import Session
 from pi_lora.evaluation.measurement import as_json
 from pi_lora.evaluation.passkey import shared_prefix
@@ -145,13 +145,6 @@ def test_what_was_kept_is_of_the_same_measurement_only(stretched: Model, scores:
         assert evaluate_passkey(stretched, ASKED, session) == scores
 
 
-def test_a_tokenizer_of_another_model_is_refused(stretched: Model, small_model: Path) -> None:
-    model = load(str(small_model)).model
-    model.resize_token_embeddings(200)
-    with pytest.raises(ModelError, match=r"small: its tokenizer gives the id \d+, and the model knows 200 tokens"):
-        evaluate_passkey(stretched.being_tuned("small", model, False), PasskeyOptions(target=320, depths=1, trials=1))
-
-
 @pytest.mark.parametrize("extra", [[], ["--k-max-only"]], ids=["whole", "k-max-only"])
 def test_two_processes_write_what_one_writes(python: str, kept: Path, tmp_path: Path, extra: list[str]) -> None:
     options = ["builtin:tiny", "--original", "256", "--target", "336", "--depths", "5", "--trials", "4", *extra]
@@ -167,19 +160,6 @@ def test_two_processes_write_what_one_writes(python: str, kept: Path, tmp_path: 
     assert said["one"] == said["two"]
     assert len({row["success_rate"] for row in json.loads((tmp_path / "one.json").read_text())["depths"]}) > 1
     assert list(kept.iterdir()) == []
-
-
-def test_several_models_stand_side_by_side(pi_lora: Run, tmp_path: Path, small_model: Path) -> None:
-    options = ["--depths", "3", "--trials", "2", "--target", "200"]
-    file, picture = tmp_path / "scores.json", tmp_path / "new" / "picture.png"
-    status, out, err = pi_lora("builtin:tiny", str(small_model), *options, "--json", str(file), "--plot", str(picture))
-    assert status == 0
-    assert err == f"{small_model}: covers 64 tokens; measured with 200 anyway\n"
-    both = json.loads(file.read_text())
-    assert [(scores["model"], scores["k_max"]) for scores in both] == [("builtin:tiny", 200), (str(small_model), 0)]
-    assert "builtin:tiny" in out
-    assert "100 %" in out
-    assert picture.read_bytes()[:4] == b"\x89PNG"
 
 
 def test_the_longest_window_is_measured_unless_another_is_named(pi_lora: Run, tmp_path: Path, lora_run: Path) -> None:

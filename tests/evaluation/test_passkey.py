@@ -109,6 +109,22 @@ def test_trials_fill_the_window_and_put_the_key_where_asked() -> None:
         assert distances[-1] > target - 100
 
 
+def test_a_slow_tokenizer_places_the_key_as_a_fast_one_does() -> None:
+    """It does not say where its tokens are."""
+    fast = load("builtin:tiny").tokenizer
+
+    class Slow:
+        is_fast, eos_token_id = False, fast.eos_token_id
+
+        def __call__(self, text: str, **options: bool) -> dict[str, list[int]]:
+            return {"input_ids": fast(text, **options)["input_ids"]}
+
+    for k in Grid(512, 4).ks:
+        slow, expected = (make_trial(each, 512, k, "90817") for each in (Slow(), fast))
+        assert (slow.prompt, slow.answer) == (expected.prompt, expected.answer)
+        assert abs(slow.distance - expected.distance) <= 1
+
+
 def test_a_target_too_short_for_the_prompt_is_refused() -> None:
     with pytest.raises(DataError, match="--target: 50 tokens do not hold the passkey prompt"):
         make_trial(load("builtin:tiny").tokenizer, 50, 10, "12345")
