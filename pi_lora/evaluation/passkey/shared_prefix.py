@@ -34,7 +34,8 @@ class SharedPrefix:
         """Return a cache for `rows` inputs that begin with the first `length` tokens."""
         cache = deepcopy(self.kept)
         cache.crop(length - len(self.ids))
-        cache.batch_repeat_interleave(rows)
+        for layer in cache.layers:  # `batch_repeat_interleave` would copy what each layer copies again
+            layer.keys, layer.values = (each.expand(rows, -1, -1, -1) for each in (layer.keys, layer.values))
         return cache
 
 
