@@ -23,7 +23,6 @@ from record import read, write_row
 
 import pi_lora
 from pi_lora.evaluation.benchmarks.measure import evaluate_benchmarks
-from pi_lora.evaluation.benchmarks.tasks import prepare
 from pi_lora.evaluation.journal import Session
 from pi_lora.evaluation.passkey.measurement import evaluate_passkey
 from pi_lora.evaluation.perplexity.measurement import evaluate_perplexity
@@ -106,11 +105,11 @@ class Measured:
     def benchmarks(self) -> Any:
         data = tuple(f"{task}={self.short}/{task}.jsonl" for task in TASKS)
         options = BenchmarksOptions(tasks=TASKS, data=data, limit=EXAMPLES, window=2048)
-        return evaluate_benchmarks(self.load(), options, prepare(options), Session(progress))
+        return evaluate_benchmarks(self.load(), options, Session(progress))
 
     def ruler(self, windows: tuple[int, ...], samples: int) -> Any:
         options = RulerOptions(tasks=RULER_TASKS, windows=windows, samples=samples)
-        return evaluate_ruler(self.load("float32"), options, {}, Session(progress))
+        return evaluate_ruler(self.load("float32"), options, Session(progress))
 
     def rows(self, part: str) -> dict[str, Callable[[], Any]]:
         """The names of the rows of a part, and what measures each."""

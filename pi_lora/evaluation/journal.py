@@ -90,30 +90,23 @@ class Journal:
 class Session:
     """How models are measured: `progress` is told of it, `say` is told what a user should know. If `shared`, the
     processes of this run measure together, and until the context ends without an error journals keep what was measured,
-    for the same command to go on from. Ctrl-C becomes Interrupted. An engine that reads weights itself takes `dtype`.
+    for the same command to go on from. Ctrl-C becomes Interrupted.
     """
 
     progress: Progress = silent
     say: Callable[[str], object] = str
     shared: bool = False
-    dtype: str | None = None
     journals: list[Journal] = field(default_factory=list)
 
     def journal(self, loaded: Model, decided_by: Mapping[str, Any]) -> Journal:
         """Return a journal of what is measured of a model; `decided_by` is JSON that, with the model, decides it. A
         model that trains has no files to tell it apart: nothing is kept of it.
         """
-        if loaded.in_training:
+        if not self.shared or loaded.in_training:
             return Journal(shared=self.shared, model=loaded.model)
-        return self.journal_of(identity_of(loaded), decided_by, loaded.model)
-
-    def journal_of(self, identity: Json, decided_by: Mapping[str, Any], model: Any = None) -> Journal:
-        """Return a journal of what is measured of a `model` that `identity` tells apart."""
-        if not self.shared:
-            return Journal()
-        key = json.dumps({**decided_by, "model": identity}, sort_keys=True)
+        key = json.dumps({**decided_by, "model": identity_of(loaded)}, sort_keys=True)
         folder = cache_folder() / "evaluations" / hashlib.sha256(key.encode()).hexdigest()
-        journal = Journal(folder, shared=True, model=model)
+        journal = Journal(folder, shared=True, model=loaded.model)
         self.journals.append(journal)
         return journal
 

@@ -59,10 +59,6 @@ class Measurement(Protocol[Asked, Found]):
         """
         return options
 
-    def needs_weights(self, options: Asked) -> bool:
-        """Whether `run` takes a loaded model, rather than one that is only found."""
-        return True
-
     def run(self, model: Model, options: Asked, session: Session) -> Found:
         """Measure a model; `options` need not be prepared."""
 
@@ -71,10 +67,6 @@ class Measurement(Protocol[Asked, Found]):
 
     def about(self, scores: Sequence[Found]) -> str:
         """Return how several models were measured, for the caption of their table."""
-
-    def relate(self, base: Found, scores: Found) -> Found:
-        """Return scores with what shows only beside those of the base."""
-        return scores
 
     def draw(self, axes: Any, scores: Mapping[str, Found]) -> None:
         """Draw the scores of several models by label on matplotlib axes."""

@@ -61,10 +61,9 @@ def evaluate(
     check_can_write(plot, *files.values())
     with display.working("preparing the measurements"):
         prepared = {name: MEASUREMENTS[name].prepare(options, [*models, *beside]) for name, options in asked.items()}
-    needs_weights = any(MEASUREMENTS[name].needs_weights(options) for name, options in prepared.items())
 
     def load(model: Model) -> Model:
-        if model.model is not None or not needs_weights:
+        if model.model is not None:
             return model
         with display.working(f"loading {model.name}"):
             return model.load(dtype)
@@ -74,7 +73,7 @@ def evaluate(
     scores: dict[str, list[Scores]] = {}
     for name, options in prepared.items():
         measurement = MEASUREMENTS[name]
-        with Session(say=display.say, shared=True, dtype=dtype) as session:
+        with Session(say=display.say, shared=True) as session:
             found: list[Scores] = []
             for model in models:
                 loaded = load(model)
@@ -83,8 +82,7 @@ def evaluate(
                 if options.longest and options.longest > model.window:
                     display.say(f"{model.name}: covers {model.window} tokens; measured with {options.longest} anyway")
                 del loaded  # before the next one is read
-            base = min(found, key=lambda each: each.window or 0)
-            scores[name] = [measurement.relate(base, each) for each in found]
+            scores[name] = found
             if is_leader() and name in files:
                 write_scores(scores[name], files[name])
             if is_leader() and plot:

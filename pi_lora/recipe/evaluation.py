@@ -1,6 +1,6 @@
 """Options of every measurement: a section of a recipe, the options of its command, and kept whole in its scores."""
 
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Self
 
 from pydantic import Field, PositiveInt, model_validator
 
@@ -175,8 +175,8 @@ class SummarizationOptions(Sampling):
     """read `</s>` and its like in texts as special tokens, not as text"""
     limit: PositiveInt | None = None
     """only the first examples; by default all"""
-    engine: Literal["transformers", "vllm"] = "transformers"
-    """what generates"""
+    batch_size: PositiveInt | None = None
+    """summaries at once; by default as many as 16,384 tokens hold"""
     predictions: str | None = None
     """a file for the summaries, when all are written"""
 

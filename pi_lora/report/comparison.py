@@ -97,9 +97,8 @@ def compare(base: Scores, run: Scores, original: int | None = None) -> Iterator[
     """Yield rows of the metrics that two results share; `original` (L, tokens) tells the old window from what is
     beyond it.
     """
-    relate = MEASUREMENTS[base.measurement].relate
-    before = {(metric.heading, metric.dataset): metric for metric in metrics_of(relate(base, base))}
-    for metric in metrics_of(relate(base, run)):
+    before = {(metric.heading, metric.dataset): metric for metric in metrics_of(base)}
+    for metric in metrics_of(run):
         if not metric.is_detail and (metric.heading, metric.dataset) in before:
             yield _row(before[metric.heading, metric.dataset], metric, original)
 

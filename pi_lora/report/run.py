@@ -8,7 +8,7 @@ from typing import Any
 
 from pi_lora.errors import ModelError
 from pi_lora.evaluation.measurement import Scores
-from pi_lora.evaluation.registry import MEASUREMENTS, read_scores
+from pi_lora.evaluation.registry import read_scores
 from pi_lora.models.stored import ADAPTER_CONFIG_FILE, read_adapter_settings, read_config
 from pi_lora.recipe.files import RECIPE_FILE
 from pi_lora.recipe.schema import Model
@@ -52,11 +52,6 @@ class MeasuredRun(Run):
         for stage, name, file in self.score_files():
             if scores := read_scores(file):
                 stages.setdefault(stage, {})[name] = scores
-        for results in stages.values():
-            for name in results.keys() & stages.get(BASE, {}).keys():
-                base, scores = stages[BASE][name], results[name]
-                if type(base) is type(scores):
-                    results[name] = MEASUREMENTS[base.measurement].relate(base, scores)
         return stages
 
     @property

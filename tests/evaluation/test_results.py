@@ -19,7 +19,7 @@ from pi_lora.evaluation.perplexity.measurement import (
     WindowPerplexity,
 )
 from pi_lora.evaluation.registry import metrics_of, read_scores, write_scores
-from pi_lora.evaluation.ruler.scores import RelativeLength, RulerScores, RulerTask, RulerWindow
+from pi_lora.evaluation.ruler.scores import RulerScores, RulerTask, RulerWindow
 from pi_lora.evaluation.summarization.scores import SummarizationScores
 from pi_lora.recipe.evaluation import PerplexityOptions
 from pi_lora.writing import write_json
@@ -56,7 +56,7 @@ RESULTS: list[Scores] = [
         **ABOUT,
         data={"boolq": "dev.jsonl"},
         tasks={
-            "boolq": TaskScore(acc=1.0, stderr=None, examples=1, truncated_inputs=0),
+            "boolq": TaskScore(acc=1.0, stderr=None, examples=1),
             "niah": TaskScore(examples=3, metrics={"4096": 0.5}),
         },
     ),
@@ -74,7 +74,6 @@ RESULTS: list[Scores] = [
             )
         ],
         effective_length=128,
-        relative=RelativeLength(base="b", window=64, score=0.5, effective_length=128),
     ),
     SummarizationScores(
         **ABOUT,
@@ -120,7 +119,7 @@ def test_a_file_holds_the_fields_that_were_set_and_their_nulls(tmp_path: Path) -
     file = tmp_path / "scores.json"
     write_scores(RESULTS[2], file)
     content = json.loads(file.read_text())
-    assert content["tasks"]["boolq"] == {"acc": 1.0, "stderr": None, "examples": 1, "truncated_inputs": 0}
+    assert content["tasks"]["boolq"] == {"acc": 1.0, "stderr": None, "examples": 1}
     assert "step" not in content
     write_scores(RESULTS[0], file)
     content = json.loads(file.read_text())

@@ -4,7 +4,7 @@ import random
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +17,9 @@ from test_cli import run
 from transformers import AutoTokenizer
 
 from pi_lora.errors import DataError, Interrupted, PiLoraError
-from pi_lora.evaluation.benchmarks.scores import check_has_lm_eval
+from pi_lora.evaluation.benchmarks.scores import check_packages
 from pi_lora.evaluation.journal import Session
-from pi_lora.evaluation.registry import MEASUREMENTS, read_scores, write_scores
-from pi_lora.evaluation.ruler.scores import RulerScores, RulerTask
+from pi_lora.evaluation.ruler.scores import RulerTask, effective_length, mean_of
 from pi_lora.models.model import Model, load
 from pi_lora.recipe.evaluation import RulerOptions
 
@@ -28,18 +27,16 @@ wonderwords = pytest.importorskip("wonderwords", reason="RULER of lm-eval draws 
 
 from pi_lora.evaluation.benchmarks.lm import RankedLM  # noqa: E402
 from pi_lora.evaluation.ruler import prompts  # noqa: E402
-from pi_lora.evaluation.ruler.effective import effective_length, mean_of, relative_to, side_by_side  # noqa: E402
 from pi_lora.evaluation.ruler.measure import evaluate_ruler  # noqa: E402
 from pi_lora.evaluation.ruler.prompts import (  # noqa: E402
-    CWE_MODULE,
     ESSAYS,
     FOLDER,
     QUESTIONS,
     TASKS,
     check_terminates,
-    make_prompts,
+    find_texts,
+    make_task,
     saved_tokenizer,
-    unavailable,
 )
 
 OFFLINE = [name for name in TASKS if name not in ESSAYS and name not in QUESTIONS]
@@ -57,16 +54,16 @@ def few_words() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(wonderwords, "RandomWord", Few)
-        forget("lm_eval.tasks.ruler")
-        patch.setattr(prompts, "CWE_STATE", importlib.import_module(CWE_MODULE).RNG.getstate())
+        import_again()
         yield
-    forget("lm_eval.tasks.ruler")
+    import_again()
 
 
-def forget(modules: str) -> None:
-    """Have lm-eval import its modules again, as a new process does."""
-    for name in [name for name in sys.modules if name.startswith(modules)]:
+def import_again() -> None:
+    """Import lm-eval's modules again, as a new process does."""
+    for name in [name for name in sys.modules if name.startswith("lm_eval.tasks.ruler")]:
         del sys.modules[name]
+    importlib.reload(prompts)
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +77,7 @@ def options(*names: str, **others: Any) -> RulerOptions:
 
 
 def scored(model: Model, name: str, **others: Any) -> RulerTask:
-    return evaluate_ruler(model, options(name, **others), {}).lengths[0].tasks[name]
+    return evaluate_ruler(model, options(name, **others), Session()).lengths[0].tasks[name]
 
 
 def solve(prompt: str) -> list[str]:
@@ -127,7 +124,7 @@ def half(answers: list[str]) -> list[str]:
 
 def theirs(model: Model, name: str, length: int) -> tuple[float, list[float]]:
     """What lm-eval gives a model for a task in a new process, and each sample of it."""
-    forget("lm_eval.tasks.ruler.cwe_utils")
+    importlib.import_module(prompts.cwe.__name__).RNG.setstate(prompts.CWE_STATE)
     metadata: dict[str, Any] = {"max_seq_lengths": [length], "tokenizer": str(model.path)}
     tasks = lm_eval.tasks.TaskManager(include_path=FOLDER, include_defaults=False, metadata=metadata)
     lm = HFLM(model.model, tokenizer=load(model.name).tokenizer, max_length=WINDOW, batch_size=2)
@@ -156,7 +153,7 @@ def test_scores_are_lm_evals(small: Model, monkeypatch: pytest.MonkeyPatch, name
 def test_every_measurement_of_a_process_has_the_same_prompts(small: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     given = knowing(small, monkeypatch, list)
     for _ in range(2):
-        evaluate_ruler(small, options("ruler_cwe", "ruler_vt", "niah_multikey_3"), {})
+        evaluate_ruler(small, options("ruler_cwe", "ruler_vt", "niah_multikey_3"), Session())
     assert given[: len(given) // 2] == given[len(given) // 2 :]
     assert scored(small, "ruler_cwe", seed=1)
     assert given[-SAMPLES:] != given[:SAMPLES]
@@ -165,10 +162,10 @@ def test_every_measurement_of_a_process_has_the_same_prompts(small: Model, monke
 @pytest.mark.parametrize(
     ("name", "window", "line"),
     [
-        ("niah_single_1", 250, r"--windows: 250 tokens do not hold niah_single_1 \(Could not generate any sample"),
-        ("ruler_vt", 1000, r"--windows: 1000 tokens do not hold ruler_vt \(it needs about \d+\); choose a longer one"),
-        ("ruler_cwe", 700, r"--windows: 700 tokens do not hold ruler_cwe \(it needs about"),
-        ("ruler_fwe", 200, r"--windows: 200 tokens do not hold ruler_fwe \(it needs about"),
+        ("niah_single_1", 250, r"--windows: 250 tokens do not suit niah_single_1 \(Could not generate any sample"),
+        ("ruler_vt", 1000, r"--windows: 1000 tokens do not suit ruler_vt \(it needs about \d+\); choose another"),
+        ("ruler_cwe", 700, r"--windows: 700 tokens do not suit ruler_cwe \(it needs about"),
+        ("ruler_fwe", 200, r"--windows: 200 tokens do not suit ruler_fwe \(it needs about"),
     ],
 )
 def test_a_window_that_holds_no_prompt_is_refused(small: Model, name: str, window: int, line: str) -> None:
@@ -183,21 +180,21 @@ def test_a_prompt_that_does_not_fit_or_lacks_its_answer_is_refused(
     with saved_tokenizer(small.tokenizer) as tokenizer:
         monkeypatch.setattr(prompts, "ROOM", -100)
         with pytest.raises(
-            DataError, match=rf"{WINDOW} tokens do not hold ruler_fwe \(a prompt and its answer take 1[56]"
+            DataError, match=rf"{WINDOW} tokens do not suit ruler_fwe \(the longest prompt and its answer take 1[56]"
         ):
-            make_prompts("ruler_fwe", WINDOW, options("ruler_fwe"), lm, tokenizer)
+            make_task("ruler_fwe", WINDOW, options("ruler_fwe"), lm, tokenizer)
         monkeypatch.setattr(prompts, "ROOM", 900)
-        with pytest.raises(DataError, match=rf"{WINDOW}: lm-eval has prompts of niah_single_1 up to \d+ tokens; leave"):
-            make_prompts("niah_single_1", WINDOW, options("niah_single_1"), lm, tokenizer)
+        with pytest.raises(DataError, match=rf"{WINDOW} tokens do not suit niah_single_1 \(the longest prompt and"):
+            make_task("niah_single_1", WINDOW, options("niah_single_1"), lm, tokenizer)
         monkeypatch.setattr(prompts, "ROOM", 128)
         monkeypatch.setattr(lm, "apply_chat_template", lambda chat, **_: re.sub(r"\d", "0", chat[0]["content"]))
-        with pytest.raises(DataError, match=r"do not hold niah_single_1 \(a prompt lacks its answer\); choose"):
-            make_prompts("niah_single_1", WINDOW, options("niah_single_1", chat_template=True), lm, tokenizer)
+        with pytest.raises(DataError, match=r"do not suit niah_single_1 \(a prompt lacks its answer\); choose"):
+            make_task("niah_single_1", WINDOW, options("niah_single_1", chat_template=True), lm, tokenizer)
 
 
 def test_an_example_longer_than_its_500_tokens_is_refused() -> None:
     """lm-eval would look for a shorter one forever."""
-    with pytest.raises(DataError, match="ruler_vt: its example does not fit 500 tokens of this tokenizer"):
+    with pytest.raises(DataError, match=r"ruler_vt \(its example does not fit 500 tokens of this tokenizer"):
         check_terminates("ruler_vt", 4096, lambda text: {"input_ids": list(text)})
 
 
@@ -210,14 +207,12 @@ def test_lm_eval_executes_no_code_that_a_tokenizer_names(small: Model) -> None:
     assert again("a sea of words").input_ids == small.tokenizer("a sea of words").input_ids
 
 
-def test_without_texts_tasks_are_named_and_left_out() -> None:
-    reasons = unavailable(TASKS)
-    assert set(reasons) == {*ESSAYS, *QUESTIONS}
-    assert "HF_HUB_OFFLINE is set" in reasons["ruler_qa_squad"]
-    with pytest.raises(DataError, match="--tasks: niah_single_2: its texts cannot be had"):
-        unavailable(["niah_single_2"])
+def test_without_texts_the_tasks_that_need_none_are_named() -> None:
+    find_texts(OFFLINE)
+    with pytest.raises(DataError, match=r"niah_single_2: its texts .* these need none: niah_single_1,"):
+        find_texts(TASKS)
     with pytest.raises(DataError, match=r"--tasks: niah_singel_1: no task of RULER .* did you mean niah_single_1 or"):
-        unavailable(["niah_singel_1"])
+        find_texts(["niah_singel_1"])
 
 
 def test_an_interrupted_measurement_goes_on(small: Model, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -225,7 +220,7 @@ def test_an_interrupted_measurement_goes_on(small: Model, monkeypatch: pytest.Mo
     knowing(small, monkeypatch, half)
     asked = options("niah_single_1", "ruler_fwe")
     at: list[tuple[int, int, str]] = []
-    whole = evaluate_ruler(small, asked, {}, Session(lambda done, total, note="": at.append((done, total, note))))
+    whole = evaluate_ruler(small, asked, Session(lambda done, total, note="": at.append((done, total, note))))
     assert at == [(each, 6, f"{'ruler_fwe' if each > 3 else 'niah_single_1'} at {WINDOW:,}") for each in range(1, 7)]
     batches = 0
     generate = HFLM._model_generate
@@ -239,19 +234,11 @@ def test_an_interrupted_measurement_goes_on(small: Model, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(HFLM, "_model_generate", interrupted)
     with pytest.raises(Interrupted, match="interrupted"), Session(shared=True) as session:
-        evaluate_ruler(small, asked, {}, session)
+        evaluate_ruler(small, asked, session)
     with Session(shared=True) as session:
-        assert evaluate_ruler(small, asked, {}, session) == whole
+        assert evaluate_ruler(small, asked, session) == whole
     assert batches == 3 + 2
     assert not list(tmp_path.glob("evaluations/*"))
-
-
-def test_a_recipe_may_ask_for_it(small: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    knowing(small, monkeypatch, list)
-    scores = MEASUREMENTS["ruler"].run(small, options("ruler_fwe", windows=(1024, 768)), Session())
-    assert isinstance(scores, RulerScores)
-    assert [each.window for each in scores.lengths] == [768, 1024]
-    assert (scores.effective_length, scores.lengths[1].score, scores.relative) == (1024, 1.0, None)
 
 
 def test_special_tokens_of_a_chat_template_are_what_they_stand_for(
@@ -276,48 +263,16 @@ def test_special_tokens_of_a_chat_template_are_what_they_stand_for(
 
 def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "wonderwords" else name)
-    check_has_lm_eval("benchmarks")
     with pytest.raises(PiLoraError, match=r"eval ruler: needs the package wonderwords; pip install 'pi-lora\[eval\]'"):
-        check_has_lm_eval("ruler")
-
-
-def made_up(model: str, window: int, means: dict[int, float], names: Iterable[str] = ("a", "b")) -> RulerScores:
-    """Scores: of the first task a tenth more than the mean, of the second a tenth less."""
-    lengths = []
-    for length, mean in means.items():
-        each = {
-            name: RulerTask(score=mean + change, stderr=0.03, samples=10, length=length, tokens=length)
-            for name, change in zip(names, (0.1, -0.1), strict=True)
-        }
-        lengths.append(mean_of(length, each))
-    facts: dict[str, Any] = {"samples": 10, "dtype": "float32", "lm_eval": "0", "left_out": {"c": "no text"}}
-    found = effective_length(lengths)
-    return RulerScores(model=model, window=window, scale=1.0, lengths=lengths, effective_length=found, **facts)
+        check_packages("ruler", "lm_eval", "wonderwords")
 
 
 def test_the_effective_length_is_the_last_before_the_first_that_fails() -> None:
-    means = {1024: 0.89, 2048: 0.857, 4096: 0.8, 8192: 0.89}
-    found = made_up("m", 4096, means)
-    assert found.effective_length == 2048
-    assert effective_length(list(reversed(found.lengths))) == 2048
-    assert effective_length(found.lengths, 0.9) == 0
-
-
-def test_the_relative_length_is_of_the_base_inside_its_own_window(tmp_path: Path) -> None:
-    base = made_up("base", 2048, {1024: 0.7, 2048: 0.6, 4096: 0.1})
-    run_ = made_up("run", 4096, {1024: 0.65, 2048: 0.575, 4096: 0.5})
-    own, other = side_by_side([base, run_])
-    assert own.relative is not None
-    assert other.relative is not None
-    assert (own.relative.window, own.relative.score, own.relative.effective_length) == (2048, 0.6, 2048)
-    assert (other.relative.base, other.relative.effective_length) == ("base", 2048)
-    assert other.effective_length == 0
-    assert relative_to(made_up("base", 512, {1024: 0.7}), run_) == run_
-    nothing = [each.model_copy(update={"score": 0.0}) for each in base.lengths]
-    assert relative_to(base.model_copy(update={"lengths": nothing}), run_) == run_
-    assert relative_to(made_up("base", 2048, {2048: 0.7}, ("a", "c")), run_) == run_
-    write_scores(other, tmp_path / "ruler.json")
-    assert read_scores(tmp_path / "ruler.json") == other
+    means = {8192: 0.89, 1024: 0.89, 2048: 0.857, 4096: 0.8}
+    task = {"samples": 10, "length": 1000, "tokens": 1010}
+    lengths = [mean_of(window, {"a": RulerTask(score=mean, **task)}) for window, mean in means.items()]
+    assert effective_length(lengths) == 2048
+    assert effective_length(lengths[:1] + lengths[3:]) == 0
 
 
 def test_the_command(
@@ -325,16 +280,15 @@ def test_the_command(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "model").symlink_to(small_model)
-    asked = ("--windows", "768", "--tasks", "niah_single_2,ruler_fwe", "--samples", "2", "--plot", "ruler.png")
+    asked = ("--windows", "1024,768", "--tasks", "ruler_fwe", "--samples", "2", "--plot", "ruler.png")
     status, out, err = run(capsys, monkeypatch, "eval", "ruler", "model", "builtin:tiny", *asked, "--json", "r.json")
     assert status == 0
-    assert "niah_single_2: left out: its texts cannot be had" in err
-    assert "model: covers 64 tokens; measured with 768 anyway" in err
+    assert "model: covers 64 tokens; measured with 1024 anyway" in err
     assert "of 13 tasks" in " ".join(out.split())
     written = json.loads((tmp_path / "r.json").read_text())
     assert [each["model"] for each in written] == ["model", "builtin:tiny"]
     assert written[0]["lengths"][0]["tasks"]["ruler_fwe"]["samples"] == 2
-    assert written[0]["left_out"].keys() == {"niah_single_2"}
+    assert [each["window"] for each in written[0]["lengths"]] == [768, 1024]
     assert (tmp_path / "ruler.png").read_bytes().startswith(b"\x89PNG")
     status, out, err = run(capsys, monkeypatch, "eval", "ruler", "model", "--tasks", "ruler")
     assert (status, out) == (2, "")

@@ -1,16 +1,14 @@
 """The whole road on real reports: tune a few steps on summaries alone, write, score, stop in the middle and go on."""
 
-import importlib.util
 import io
 import json
 import sys
 import types
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from conftest import small_recipe, train
 from processes import without_progress
 from rouge_score.rouge_scorer import RougeScorer
@@ -19,18 +17,10 @@ from pi_lora import cli
 from pi_lora.data.batches import training_data
 from pi_lora.errors import Interrupted
 from pi_lora.evaluation.journal import Session
-from pi_lora.evaluation.summarization import writing as writers
-from pi_lora.evaluation.summarization.measure import evaluate_summarization, evaluation_data
-from pi_lora.evaluation.summarization.rouge import rouge
-from pi_lora.evaluation.summarization.writing import (
-    Writer,
-    find_writer,
-    generation_config,
-    write_batched,
-    write_with_vllm,
-)
+from pi_lora.evaluation.summarization.generation import generate
+from pi_lora.evaluation.summarization.measure import evaluate_summarization, evaluation_data, rouge
 from pi_lora.models.model import load
-from pi_lora.recipe.evaluation import SummarizationOptions
+from pi_lora.recipe.evaluation import Sampling, SummarizationOptions
 from pi_lora.recipe.schema import Recipe
 
 REPORTS = Path(__file__).parents[1] / "data" / "texts" / "gao_reports.jsonl"
@@ -70,52 +60,41 @@ def tuned(extended: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return train(recipe_of(extended, REPORTS), tmp_path_factory.mktemp("runs") / "tuned")
 
 
-class StopsAfter:
-    """A writer that is interrupted when it has written so many."""
-
-    def __init__(self, write: Any, number: int) -> None:
-        self.write, self.number = write, number
-
-    def __call__(
-        self, prompts: Mapping[str, Sequence[int]], sampling: SummarizationOptions
-    ) -> Iterator[tuple[str, list[int]]]:
-        for done, written in enumerate(self.write(prompts, sampling)):
-            if done == self.number:
-                raise KeyboardInterrupt
-            yield written
-
-
 def test_from_raw_reports_to_rouge_with_an_interruption(
     tuned: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PI_LORA_CACHE", str(tmp_path / "cache"))
-    writer = find_writer(load(str(tuned)))
-    assert (writer.window, writer.facts["scale"]) == (512, 2.0)
+    loaded = load(str(tuned))
     data = evaluation_data(str(tuned), SummarizationOptions())
     assert (data.source[0].name, data.document, data.completion_tokens) == (str(REPORTS), "report", 40)
     file, examples = tmp_path / "predictions.jsonl", 6
-    options = SummarizationOptions(max_new_tokens=12, limit=examples, predictions=str(file))
+    options = SummarizationOptions(max_new_tokens=12, limit=examples, batch_size=2, predictions=str(file))
+    whole = evaluate_summarization(loaded, options, Session())
+    texts = file.read_text()
+    file.unlink()
+    generate, batches = loaded.model.generate, 0
+
+    def interrupted(**inputs: Any) -> Any:
+        nonlocal batches
+        batches += 1
+        if batches == 2:
+            raise KeyboardInterrupt
+        return generate(**inputs)
+
+    monkeypatch.setattr(loaded.model, "generate", interrupted)
     with pytest.raises(Interrupted, match="what was measured is kept"), Session(shared=True) as session:
-        evaluate_summarization(replace(writer, write=StopsAfter(writer.write, 2)), options, session)
+        evaluate_summarization(loaded, options, session)
+    at: list[tuple[int, int]] = []
+    with Session(lambda done, total, note="": at.append((done, total)), shared=True) as session:
+        scores = evaluate_summarization(loaded, options, session)
+    assert (scores, file.read_text(), at) == (whole, texts, [(2, 3), (3, 3)])
 
-    asked: list[tuple[int, int]] = []
-
-    def counting(prompts: Mapping[str, Sequence[int]], drawn: SummarizationOptions) -> Iterator[tuple[str, list[int]]]:
-        asked.append((len(prompts), drawn.seed))
-        return writer.write(prompts, drawn)
-
-    with Session(shared=True) as session:
-        scores = evaluate_summarization(replace(writer, write=counting), options, session)
-    assert asked == [(4, 2)]
-    lines = [json.loads(line) for line in file.read_text().splitlines()]
-    assert [line["seed"] for line in lines].count(0) == 2
-    assert (scores.options.seed, scores.seeds) == (0, [0, 2]), "the seeds that drew the summaries"
+    lines = [json.loads(line) for line in texts.splitlines()]
     reports = [json.loads(line) for line in REPORTS.read_text().splitlines()]
     assert sorted(line["reference"] for line in lines) == sorted(report["summary"] for report in reports[:examples])
     assert scores.examples == len(lines) == len({line["id"] for line in lines}) == examples
-    assert scores.documents_cut == examples
+    assert (scores.window, scores.scale, scores.documents_cut) == (512, 2.0, examples)
     assert scores.left_out == {"empty": 0, "too_long": 0}
-
     scorer = RougeScorer(["rouge1", "rouge2", "rougeL"], use_stemmer=True)
     own = [scorer.score(line["reference"], line["prediction"]) for line in lines]
     assert scores.intervals
@@ -126,22 +105,21 @@ def test_from_raw_reports_to_rouge_with_an_interruption(
         assert low <= mean <= high
 
 
-def test_any_text_is_kept_and_scored(tmp_path: Path) -> None:
+def test_any_text_is_kept_and_scored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Separators that Python takes for ends of lines, and halves of surrogate pairs."""
     loaded = load("builtin:tiny")
     rows = [{"a": "Text.", "b": f"one{end}two"} for end in ("\u2028", "\x85", "\x0b", "\ud800", "\r", "\n")]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    written = torch.tensor([loaded.tokenizer("one\u2028two\x85three")["input_ids"]])
 
-    def write(prompts: Mapping[str, Sequence[int]], _: SummarizationOptions) -> Iterator[tuple[str, list[int]]]:
-        for name in prompts:
-            yield name, loaded.tokenizer("one\u2028two\x85three")["input_ids"]
+    def generate(input_ids: torch.Tensor, **_: Any) -> torch.Tensor:
+        return torch.cat([input_ids, written.expand(len(input_ids), -1)], dim=1)
 
-    writer = Writer(loaded.name, loaded.tokenizer, loaded.window, {"model": "x"}, {}, True, write)
+    monkeypatch.setattr(loaded.model, "generate", generate)
     file = tmp_path / "predictions.jsonl"
     source = {"data": str(tmp_path / "rows.jsonl"), "document": "a", "summary": "b"}
     options = SummarizationOptions(**source, max_new_tokens=8, predictions=str(file))
-    scores = evaluate_summarization(writer, options, Session())
-    assert scores.rouge1 == pytest.approx(80)
+    assert evaluate_summarization(loaded, options, Session()).rouge1 == pytest.approx(80)
     lines = [json.loads(line) for line in file.read_text().splitlines()]
     assert [line["reference"] for line in lines] == [row["b"] for row in rows]
 
@@ -179,56 +157,24 @@ def test_tokens_are_counted_without_padding(tuned: Path, extended: Path) -> None
 
 def test_rouge_stems_and_its_intervals_are_seeded() -> None:
     predictions, references = ["The cats sat", "A dog", "Nothing"], ["the cat sat", "a dog barks", "all of it"]
-    scores = rouge(predictions, references)
-    assert scores["rouge1"].mean == pytest.approx((100 + 80 + 0) / 3)
-    assert (scores["rouge1"].low, scores["rouge1"].high) == (0, 100)
-    assert rouge(predictions, references) == scores
-    assert rouge(["The cats sat"], ["the cat sat"])["rouge2"].mean == 100
+    means, intervals = rouge(predictions, references)
+    assert means["rouge1"] == pytest.approx((100 + 80 + 0) / 3)
+    assert intervals["rouge1"] == (0, 100)
+    assert rouge(predictions, references) == (means, intervals)
+    assert rouge(["The cats sat"], ["the cat sat"])[0]["rouge2"] == 100
 
 
-def test_writing_is_seeded_and_greedy_is_what_generate_gives(tuned: Path) -> None:
-    import torch
-
+def test_writing_is_seeded_and_a_batch_is_greedy_as_each_prompt_alone(tuned: Path) -> None:
     loaded = load(str(tuned))
-    prompts = {str(n): loaded.tokenizer("The report says " * n)["input_ids"] for n in (1, 7, 30)}
-    drawn = SummarizationOptions(temperature=0.9, max_new_tokens=8)
-    written = [
-        dict(write_batched(loaded.model, loaded.tokenizer, prompts, drawn.changed(seed=seed))) for seed in (0, 0, 1)
-    ]
-    assert written[0] == written[1] != written[2]
-    greedy = SummarizationOptions(temperature=0.0, max_new_tokens=8)
-    for name, ids in write_batched(loaded.model, loaded.tokenizer, prompts, greedy):
-        given = torch.tensor([prompts[name]])
-        expected = loaded.model.generate(input_ids=given, generation_config=generation_config(greedy, loaded.tokenizer))
-        assert ids == expected[0, given.shape[1] :].tolist()
-
-
-def test_vllm_gets_token_ids_and_the_papers_sampling(monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM itself is not installed where this runs: only what it is asked for is checked."""
-    calls: dict[str, Any] = {}
-
-    class LLM:
-        def __init__(self, **options: Any) -> None:
-            calls["engine"] = options
-
-        def generate(self, inputs: list[dict[str, list[int]]], how: Any, use_tqdm: bool) -> list[Any]:
-            calls["sampling"] = how
-            return [
-                types.SimpleNamespace(outputs=[types.SimpleNamespace(token_ids=each["prompt_token_ids"][::-1])])
-                for each in inputs
-            ]
-
-    fake = types.SimpleNamespace(LLM=LLM, SamplingParams=dict)
-    monkeypatch.setitem(sys.modules, "vllm", fake)
-    written = dict(
-        write_with_vllm(
-            "models/x", 16384, "auto", 2, {"a": [1, 2], "b": [3]}, SummarizationOptions(seed=4, max_new_tokens=1000)
-        )
-    )
-    assert written == {"a": [2, 1], "b": [3]}
-    assert calls["engine"] == {"model": "models/x", "max_model_len": 16384, "dtype": "auto", "seed": 4}
-    paper = {"temperature": 0.5, "top_p": 0.95, "max_tokens": 1000, "seed": 4, "stop_token_ids": [2]}
-    assert calls["sampling"] == paper
+    prompts = [loaded.tokenizer("The report says " * n)["input_ids"] for n in (1, 7, 30)]
+    drawn = Sampling(temperature=0.9, max_new_tokens=8)
+    first, again, other = (generate(loaded, prompts, drawn, seed) for seed in (0, 0, 1))
+    assert first == again != other
+    greedy = Sampling(temperature=0.0, max_new_tokens=8)
+    for prompt, text in zip(prompts, generate(loaded, prompts, greedy, 0), strict=True):
+        ids = torch.tensor([prompt])
+        expected = loaded.model.generate(input_ids=ids, max_new_tokens=8, do_sample=False)[0, len(prompt) :]
+        assert text == loaded.tokenizer.decode(expected, skip_special_tokens=True).strip()
 
 
 def test_a_run_without_a_task_is_measured_on_govreport(extended: Path) -> None:
@@ -265,7 +211,7 @@ def test_the_two_commands(
     assert scores["model"] == str(tuned)
     assert (scores["examples"], len(Path("predictions.jsonl").read_text().splitlines())) == (3, 3)
     assert f"{scores['rougeL']:.2f} (" in out
-    assert "3 of 3 documents" not in err  # The run's own limit of 100 tokens is reached.
+    assert "3 documents cut" in " ".join(out.split())
 
     Path("report.md").write_text("The agency found much to mend. " * 200)
     status, out, err = run(capsys, monkeypatch, "summarize", str(tuned), "report.md", "--max-new-tokens", "30")
@@ -316,7 +262,6 @@ def test_a_pdf_is_read(tmp_path: Path) -> None:
             ["eval", "summarization", "builtin:tiny", "--data", "rows.jsonl", "--template", "{a}"],
             "--data: template, completion: go together",
         ),
-        (["eval", "summarization", "builtin:tiny", "--engine", "vllm"], "--engine vllm: vLLM is not installed"),
         (
             ["eval", "summarization", "builtin:tiny", "--data", "empty.jsonl", "--document", "a", "--summary", "b"],
             "empty.jsonl: no row has text in every column",
@@ -332,8 +277,6 @@ def test_a_mistake_is_one_line(
     line: str,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    found = importlib.util.find_spec
-    monkeypatch.setattr(writers.importlib.util, "find_spec", lambda name: None if name == "vllm" else found(name))
     Path("empty.txt").write_text(" \n")
     Path("some.txt").write_text("Some text.")
     Path("rows.jsonl").write_text('{"a": "x", "b": "y"}\n')
@@ -342,9 +285,3 @@ def test_a_mistake_is_one_line(
     assert (status, out) == (2, "")
     assert err.startswith(line)
     assert err.count("\n") == 1
-
-
-def test_a_writer_says_what_it_is(extended: Path) -> None:
-    writer: Writer = find_writer(load(str(extended)))
-    assert writer.facts["engine"] == "transformers, continuous batching"
-    assert writer.identity["name"] == str(extended)

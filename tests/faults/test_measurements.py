@@ -54,7 +54,6 @@ def test_a_place_that_cannot_be_written_is_refused_before_a_model_is_read(
     (tmp_path / "folder").mkdir()
     (tmp_path / "file").touch()
     monkeypatch.setattr("pi_lora.models.model.Model.load", lambda *_: pytest.fail("was read"))
-    monkeypatch.setattr("pi_lora.evaluation.summarization.writing.find_writer", lambda *_: pytest.fail("was read"))
     assert run_command(*command.split(), option, place) == 2
     said = capsys.readouterr().err
     assert said.startswith(f"{place}: cannot be written (")

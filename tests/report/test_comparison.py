@@ -15,12 +15,12 @@ from reported import make_run, passkey, passkey_map, perplexity
 from test_cli import run as command
 
 from pi_lora.errors import ModelError
-from pi_lora.evaluation.benchmarks.measurement import BenchmarkScores
+from pi_lora.evaluation.benchmarks.scores import BenchmarkScores
 from pi_lora.evaluation.measurement import Scores
 from pi_lora.evaluation.passkey.measurement import PasskeyScores
 from pi_lora.evaluation.perplexity.measurement import PerplexityScores
-from pi_lora.evaluation.ruler.effective import effective_length, mean_of, standard_error
-from pi_lora.evaluation.ruler.measurement import RulerScores, RulerTask
+from pi_lora.evaluation.ruler.measure import standard_error
+from pi_lora.evaluation.ruler.scores import RulerScores, RulerTask, effective_length, mean_of
 from pi_lora.report.comparison import compare, compare_run, verdict
 from pi_lora.report.intervals import of_means, of_successes, quantile
 
@@ -173,16 +173,16 @@ def test_ruler_is_paired_by_prompt() -> None:
     base = ruler({64: {"a": [1.0, 1.0, 0.5, 1.0], "b": [1.0, 0.75, 1.0, 1.0]}, 128: {"a": [0.0] * 4, "b": [0.0] * 4}})
     run = ruler({64: {"a": [1.0, 1.0, 0.5, 1.0], "b": [1.0, 0.75, 1.0, 0.75]}, 128: {"a": [1.0] * 4, "b": [0.5] * 4}})
     rows = one(base, run, 64)
-    assert rows["mean at 64 (old window), %"].verdict == "within noise"
-    assert rows["mean at 64 (old window), %"].pairs == 8
-    beyond = rows["mean at 128 (beyond), %"]
+    assert rows["RULER at 64 (old window), %"].verdict == "within noise"
+    assert rows["RULER at 64 (old window), %"].pairs == 8
+    beyond = rows["RULER at 128 (beyond), %"]
     assert beyond.verdict == "75.0 points better"
     assert beyond.interval is not None
     assert beyond.interval[0] < 75 < beyond.interval[1], "all differ alike, which is no certainty"
     other = ruler({64: {"a": [1.0, 0.9, 0.5, 1.0], "b": [1.0, 0.75, 1.0, 0.75]}}, length=60)
-    row = one(base, other, 64)["mean at 64 (old window), %"]
+    row = one(base, other, 64)["RULER at 64 (old window), %"]
     assert (row.pairs, row.verdict) == (None, "within noise")
-    assert "mean at 64 (old window), %" not in one(base, ruler({64: {"a": [1.0, 0.9]}}), 64)
+    assert "RULER at 64 (old window), %" not in one(base, ruler({64: {"a": [1.0, 0.9]}}), 64)
 
 
 def test_what_is_known_without_an_interval_says_so() -> None:

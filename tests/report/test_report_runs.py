@@ -65,7 +65,7 @@ def test_the_card_holds_ruler_and_its_picture(small_model: Path, tmp_path: Path)
     assert folder / "pictures" / "ruler.png" in write_report(measured_run(folder))
     text = (folder / "README.md").read_text()
     assert "(pictures/ruler.png)" in text
-    assert "mean at 128 | RULER, 2 tasks at 128 tokens | 10 % (2 to 44) | 77 % (" in text
+    assert "RULER at 128 | RULER, 2 tasks at 128 tokens | 10 % (2 to 44) | 77 % (" in text
 
 
 def test_the_hubs_library_takes_the_card(run: Path) -> None:

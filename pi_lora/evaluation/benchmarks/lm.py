@@ -1,5 +1,5 @@
-"""A loaded model as lm-eval takes one: its own class for transformers, with the processes of this run as its ranks, its
-own cache of answers, and progress.
+"""A loaded model as lm-eval takes one: lm-eval's class for transformers, with the processes of this run as its ranks,
+its own cache of answers, and progress.
 """
 
 import contextlib
@@ -8,23 +8,23 @@ import io
 import logging
 import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any, cast
 
-from accelerate.utils import gather
+from accelerate import Accelerator
 from lm_eval.api.model import CacheHook, CachingLM
 from lm_eval.evaluator import evaluate
 from lm_eval.models.huggingface import HFLM
 from rich.console import Console
 from rich.file_proxy import FileProxy
 
-from pi_lora.distributed import number_of_processes, share_of, wait_for_all
+from pi_lora.distributed import number_of_processes, share_of
 from pi_lora.errors import DataError
 from pi_lora.evaluation.forward import check_numbers
 from pi_lora.models.model import Model
 from pi_lora.models.weights import quiet_loading
-from pi_lora.types import Json, Progress, silent
+from pi_lora.types import Json
 
 
 class ModelCalls:
@@ -41,19 +41,6 @@ class ModelCalls:
         return self.model(ids)
 
 
-class Answers(CacheHook):
-    """Called by lm-eval with every answer: refuse what is not finite, let lm-eval keep the rest, report progress."""
-
-    def __init__(self, kept: CachingLM | None, answered: Callable[[Any], None]) -> None:
-        super().__init__(kept)
-        self.answered = answered
-
-    def add_partial(self, attr: str, req: Any, res: Any) -> None:
-        """Keep the answer `res` to the request `req` of the method `attr`."""
-        self.answered(res)
-        super().add_partial(attr, req, res)
-
-
 class RankedLM(HFLM):
     """lm-eval's model for transformers, given a model that is loaded, in every process of this run. Inputs are cut to
     `window` tokens. Special tokens in texts are text, unless a chat template writes them.
@@ -67,7 +54,8 @@ class RankedLM(HFLM):
         with quiet():
             super().__init__(calls, tokenizer=tokenizer, max_length=window, batch_size=batch_size)
         self.loaded = loaded
-        self.expected = 0
+        if self.world_size > 1:
+            self.accelerator = Accelerator()
 
     @property
     def rank(self) -> int:
@@ -79,48 +67,42 @@ class RankedLM(HFLM):
         """How many processes there are."""
         return number_of_processes()
 
-    def all_gather(self, tensor: Any) -> Any:
-        """Return the tensors of all processes as one."""
-        return gather(tensor)
-
-    def barrier(self) -> None:
-        """Wait for all processes."""
-        wait_for_all()
-
-    def loglikelihood(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
-        """Return the log-likelihood of each continuation, and whether it is the greedy one."""
-        self.expected = len(requests)
-        return list(super().loglikelihood(list(requests), disable_tqdm))
-
-    def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-        """Return the text that is generated after each context."""
-        self.expected = len(requests)
-        return list(super().generate_until(list(requests), disable_tqdm))
-
     def evaluate(
-        self, tasks: Any, limit: int | None, cache: Path | None = None, progress: Progress = silent, **options: Any
+        self, tasks: Json, limit: int | None, cache: Path | None, progress: Callable[[int, int], None], **options: Any
     ) -> Json | None:
         """Return lm-eval's results on the first `limit` examples of tasks, in the first process, and None in others;
-        all call it. Answers are kept in the folder `cache` as soon as they are known, and not computed again. Raise
-        DataError if there are fewer examples than processes: lm-eval (0.4.13) would wait forever.
+        all call it. Answers are kept in the folder `cache` as soon as they are known, and not computed again.
+        `progress` is told how many answers this process has computed, and how many there are. Raise DataError if there
+        are fewer examples than processes: lm-eval (0.4.13) would wait forever.
         """
-        fewest = min(len(task.eval_docs) for task in tasks["tasks"].values())
+        all_tasks = tasks["tasks"].values()
+        fewest = min(len(task.eval_docs) for task in all_tasks)
         if min(fewest, limit or fewest) < self.world_size:
             raise DataError(f"{', '.join(tasks['tasks'])}: fewer examples than processes; start fewer processes")
         kept = CachingLM(self, str(cache / f"answers-{self.rank}.db")) if cache else None
-        done = 0
-
-        def answered(answer: Any) -> None:
-            nonlocal done
-            done += 1
-            number = answer[0] if isinstance(answer, tuple) else answer
-            check_numbers(self.loaded.name, self.loaded.model.dtype, isinstance(number, str) or math.isfinite(number))
-            progress(done, max(done, self.expected))
-
-        self.set_cache_hook(Answers(kept, answered))
+        self.set_cache_hook(
+            Answers(kept, self.loaded, lambda done: progress(done, sum(len(task.instances) for task in all_tasks)))
+        )
         lm: Any = kept or self
         with contextlib.closing(kept.dbdict) if kept else contextlib.nullcontext(), quiet():
             return cast(Json | None, evaluate(lm, tasks, limit=limit, **options))
+
+
+class Answers(CacheHook):
+    """Called by lm-eval with every answer: refuse what is not finite, let lm-eval keep the rest, count."""
+
+    def __init__(self, kept: CachingLM | None, loaded: Model, answered: Callable[[int], None]) -> None:
+        super().__init__(kept)
+        self.loaded, self.answered, self.done = loaded, answered, 0
+
+    def add_partial(self, attr: str, req: Any, res: Any) -> None:
+        """Keep the answer `res` to the request `req` of the method `attr`."""
+        number = res[0] if isinstance(res, tuple) else res
+        finite = isinstance(number, str) or math.isfinite(number)
+        check_numbers(self.loaded.name, self.loaded.model.dtype, finite)
+        self.done += 1
+        self.answered(self.done)
+        super().add_partial(attr, req, res)
 
 
 @contextlib.contextmanager

@@ -1,9 +1,9 @@
-"""Short-context benchmarks as a measurement: their scores and metrics."""
+"""Short-context benchmarks as a measurement: scores and metrics."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pi_lora.evaluation.benchmarks.scores import TITLES, BenchmarkScores, check_has_lm_eval
+from pi_lora.evaluation.benchmarks.scores import TITLES, BenchmarkScores, check_packages
 from pi_lora.evaluation.journal import Session
 from pi_lora.evaluation.measurement import Measurement
 from pi_lora.evaluation.metrics import Metric, Value, share_of_samples
@@ -20,21 +20,20 @@ class Benchmarks(Measurement[BenchmarksOptions, BenchmarkScores]):
 
     def prepare(self, options: BenchmarksOptions, models: Sequence[Model]) -> BenchmarksOptions:
         """Read the examples of the tasks."""
-        check_has_lm_eval("benchmarks")
-        from pi_lora.evaluation.benchmarks.tasks import prepare
+        check_packages("benchmarks", "lm_eval")
+        from pi_lora.evaluation.benchmarks.tasks import find_tasks
 
-        prepare(options)
+        find_tasks(options)
         return options
 
     def run(self, model: Model, options: BenchmarksOptions, session: Session) -> BenchmarkScores:
         """Measure a model."""
         from pi_lora.evaluation.benchmarks.measure import evaluate_benchmarks
-        from pi_lora.evaluation.benchmarks.tasks import prepare
 
-        return evaluate_benchmarks(model, options, prepare(options), session)
+        return evaluate_benchmarks(model, options, session)
 
     def metrics(self, scores: BenchmarkScores) -> list[Metric]:
-        """Return the accuracy of each task, or else what lm-eval reports of it."""
+        """Return the accuracy of each task, or what lm-eval reports for it instead."""
         metrics = []
         for task, score in scores.tasks.items():
             label = f"{TITLES.get(task, task)} ({score.shots or 0}-shot)"
@@ -50,11 +49,11 @@ class Benchmarks(Measurement[BenchmarksOptions, BenchmarkScores]):
         return metrics
 
     def about(self, scores: Sequence[BenchmarkScores]) -> str:
-        """Return what inputs were cut to, and by what they were measured."""
-        first = scores[0]
+        """Return the limits of inputs and examples, and the version of lm-eval."""
         windows = "/".join(dict.fromkeys(str(each.window) for each in scores))
-        limit = f", the first {first.options.limit} of each" if first.options and first.options.limit else ""
-        return f"accuracy{limit}, inputs cut to {windows} tokens, lm-eval {first.lm_eval}, likelihoods not normalized"
+        limit = scores[0].options.limit if scores[0].options else None
+        examples = f", the first {limit} examples" if limit else ""
+        return f"accuracy{examples}, inputs cut to {windows} tokens, lm-eval {scores[0].lm_eval}"
 
     def draw(self, axes: Any, scores: Mapping[str, BenchmarkScores]) -> None:
         """Draw nothing: tasks do not form a curve."""

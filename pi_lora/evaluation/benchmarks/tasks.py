@@ -2,10 +2,9 @@
 
 import difflib
 import random
-from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import lm_eval.tasks
 import numpy as np
@@ -21,14 +20,6 @@ FOLDERS = ("super_glue/boolq", "piqa", "race", "winogrande")
 # lm-eval's `race` is RACE-H, and its data set has no other part. RACE-M is the same task on the authors' middle school
 # part, whose rows hold a question each and not an article.
 OURS = {"race_high": "race", "race_middle": "race"}
-READERS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
-
-
-class Prepared(NamedTuple):
-    """A task or group of lm-eval that is ready to be measured, and the file or hub ids of its examples."""
-
-    source: str
-    tasks: Json
 
 
 @cache
@@ -39,48 +30,39 @@ def manager(paper: bool) -> lm_eval.tasks.TaskManager:
     return lm_eval.tasks.TaskManager(include_path=folders if paper else None, include_defaults=not paper)
 
 
-def prepare(options: BenchmarksOptions) -> dict[str, Prepared]:
-    """Return tasks with their examples, from local data or the hub. Raise DataError if there is no such task,
-    group or tag, or its file or data set is missing or of another schema.
+def find_tasks(options: BenchmarksOptions) -> dict[str, Json]:
+    """Return what lm-eval measures, by name, with its examples. Raise DataError if there is no such task, group or tag,
+    or its file or data set is missing or of another schema.
     """
-    names = options.tasks
-    for name in names:
+    for name in options.tasks:
         if name not in TITLES and name not in (known := manager(paper=False).all_tasks):
-            close = difflib.get_close_matches(name, {*TITLES, *known})
-            hint = f"did you mean {' or '.join(close)}?" if close else "lm-eval ls tasks lists them"
-            raise DataError(f"--tasks: {name}: no such benchmark in lm-eval {lm_eval.__version__}; {hint}")
-    files = dict(_file(given, names) for given in options.data)
-    prepared = {}
-    for name in dict.fromkeys(names):
-        for part, tasks in load_tasks(name, files.get(name)).items():
-            ids = dict.fromkeys(str(task.DATASET_PATH) for task in tasks["tasks"].values())
-            prepared[part] = Prepared(str(files.get(name) or ", ".join(ids)), tasks)
-    return prepared
-
-
-def _file(given: str, names: Sequence[str]) -> tuple[str, Path]:
-    name, _, path = given.partition("=")
-    file = Path(path).expanduser()
-    if name not in names:
-        raise DataError(f"--data: {given}: is not TASK=FILE with a task of {', '.join(names)}; correct it")
-    problem = "no such file" if not file.is_file() else "not one of these" if file.suffix not in READERS else ""
-    if problem:
-        raise DataError(f"{file}: {problem}; name a {', '.join(READERS)} that holds {TITLES.get(name, name)}")
-    return name, file
+            hint = " or ".join(difflib.get_close_matches(name, {*TITLES, *known})) or "one that lm-eval ls tasks lists"
+            raise DataError(
+                f"--tasks: {name}: no such benchmark in lm-eval {lm_eval.__version__}; did you mean {hint}?"
+            )
+    files: dict[str, Path] = {}
+    for given in options.data:
+        name, _, path = given.partition("=")
+        if name not in options.tasks:
+            raise DataError(f"--data: {given}: is not TASK=FILE with one of the --tasks; correct it")
+        files[name] = Path(path).expanduser()
+    tasks: dict[str, Json] = {}
+    for name in options.tasks:
+        tasks |= load_tasks(name, files.get(name))
+    return tasks
 
 
 def load_tasks(name: str, file: Path | None) -> dict[str, Json]:
     """Return what is measured for a name, on the examples in `file` or the hub's: a task, a group with a score of its
-    own, or else each task of it. Raise DataError if the examples cannot be read.
+    own, or else each task of the group. Raise DataError if the examples cannot be read.
     """
     tasks, base = manager(paper=name in TITLES), OURS.get(name, name)
-    if file and base not in tasks.all_subtasks:
-        raise DataError(f"--data: {name}={file}: {name} is a group of several tasks; name one of its tasks")
     changes = _race_middle() if name == "race_middle" else {}
     if file:
+        reader = file.suffix.removeprefix(".").replace("jsonl", "json")
         splits = dict.fromkeys(("training_split", "validation_split", "fewshot_split")) | {"test_split": "test"}
         files = {"data_files": {"test": str(file)}}
-        changes |= {"dataset_path": READERS[file.suffix], "dataset_name": None, "dataset_kwargs": files} | splits
+        changes |= {"dataset_path": reader, "dataset_name": None, "dataset_kwargs": files} | splits
     # As lm_eval.simple_evaluate, which also asks several programs for their versions.
     random.seed(DEFAULT_RANDOM_SEED)
     np.random.seed(DEFAULT_OTHER_SEED)
@@ -88,11 +70,8 @@ def load_tasks(name: str, file: Path | None) -> dict[str, Json]:
         with quiet():
             loaded = tasks.load([{"group": name, "task": [{"task": base, **changes}]}] if changes else base)
     except Exception as error:  # `datasets` and jinja raise a dozen kinds for what a user can correct
-        title, reason = TITLES.get(name, name), first_line(error)
-        if file:
-            raise DataError(f"{file}: cannot be read as examples of {title} ({reason}); correct it") from error
-        remedy = f"check the network, or give its file with --data {name}=FILE"
-        raise DataError(f"{title}: cannot be had from the hub ({reason}); {remedy}") from error
+        cause = f"{file or name}: cannot be read as examples of {name} ({first_line(error)})"
+        raise DataError(f"{cause}; correct the file, or check the network") from error
     for task in loaded["tasks"].values():
         if task.get_config("num_fewshot") is None:
             task.set_config(key="num_fewshot", value=0)

@@ -1,14 +1,18 @@
-"""RULER scores."""
+"""Scores of RULER."""
+
+import math
+from collections.abc import Mapping, Sequence
+from statistics import fmean
 
 from pydantic import Field
 
 from pi_lora.evaluation.measurement import Result, Scores
+from pi_lora.evaluation.metrics import longest_passing
 from pi_lora.recipe.evaluation import RulerOptions
 
 ALL_TASKS = 13
 # Llama-2-7B at 4,096 tokens, over all 13 tasks (Hsieh et al. 2024, section 4).
 PAPERS_THRESHOLD = 0.856
-SHARE_OF_BASE = 0.95
 
 
 class RulerTask(Result):
@@ -33,26 +37,25 @@ class RulerWindow(Result):
     tasks: dict[str, RulerTask]
 
 
-class RelativeLength(Result):
-    """The effective length in tokens by 95 % of `score`, the base's at `window`, the longest measured of its own."""
-
-    base: str
-    window: int
-    score: float
-    effective_length: int
-
-
 class RulerScores(Scores):
     """RULER at several windows, and its effective length in tokens: up to it every mean reaches the paper's 85.6 %."""
 
     measurement = "ruler"
 
     options: RulerOptions | None = None
-    seed: int = 0
-    samples: int = 0
-    chat_template: bool = False
     lm_eval: str | None = None
-    left_out: dict[str, str] | None = None
     lengths: list[RulerWindow] = Field(min_length=1)
     effective_length: int
-    relative: RelativeLength | None = None
+
+
+def mean_of(window: int, tasks: Mapping[str, RulerTask]) -> RulerWindow:
+    """Return the mean of tasks at `window` tokens, each of the same weight."""
+    errors = [task.stderr for task in tasks.values() if task.stderr is not None]
+    error = math.hypot(*errors) / len(tasks) if len(errors) == len(tasks) else None
+    score = fmean(task.score for task in tasks.values())
+    return RulerWindow(window=window, score=score, stderr=error, tasks=dict(tasks))
+
+
+def effective_length(lengths: Sequence[RulerWindow]) -> int:
+    """Return the longest window such that it and all shorter ones reach the threshold; 0 if the shortest does not."""
+    return longest_passing({each.window: each.score for each in lengths}, PAPERS_THRESHOLD)

@@ -1,44 +1,44 @@
-"""ROUGE of a model's summaries, each of which is kept as it comes, so that an interrupted measurement continues."""
+"""ROUGE of a model's summaries, kept batch by batch, so that an interrupted measurement continues; and the summary of
+one document.
+"""
 
 import json
-import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 
+import numpy as np
 from pydantic import BaseModel, ValidationError
+from rouge_score.rouge_scorer import RougeScorer
+from transformers import TextStreamer
 
 from pi_lora.data.examples import Account, Prompt, Prompter, Task, prompted
-from pi_lora.data.sources import SCROLLS, Table, find_table
+from pi_lora.data.sources import SCROLLS, find_table
 from pi_lora.distributed import is_leader
 from pi_lora.errors import DataError
-from pi_lora.evaluation.journal import Journal, Session
-from pi_lora.evaluation.summarization.rouge import HOW, rouge
+from pi_lora.evaluation.forward import described, prompts_at_once
+from pi_lora.evaluation.journal import Session
+from pi_lora.evaluation.metrics import Interval
+from pi_lora.evaluation.summarization.generation import generate
 from pi_lora.evaluation.summarization.scores import ROUGES, SummarizationScores
-from pi_lora.evaluation.summarization.writing import Writer
-from pi_lora.recipe.evaluation import SummarizationOptions
+from pi_lora.models.model import Model
+from pi_lora.recipe.evaluation import Sampling, SummarizationOptions
 from pi_lora.recipe.schema import Data
 from pi_lora.run import Run
-from pi_lora.types import Json, Progress
-from pi_lora.writing import write_whole
+from pi_lora.types import Json
+from pi_lora.writing import first_problem, write_whole
 
 GOVREPORT: Json = {"source": {"name": SCROLLS, "subset": "gov_report"}, "document": "input", "summary": "output"}
 # Columns of a user's own rows unless they say: the words of the recipe's keys.
 COLUMNS: Json = {"source": {}, "document": "document", "summary": "summary"}
-# What tokenizing a prompt as a whole may cost of a document's tokens.
-SLACK_TOKENS = 16
-
-# A prompt by the name of its row, and the text that its answer is compared with.
-Questions = Mapping[str, tuple[Prompt, str]]
+PROMPT_KEYS = ("document", "summary", "template", "completion", "document_tokens", "special_tokens")
+RESAMPLES = 1000
 
 
-class Summary(BaseModel):
-    """What was written after a prompt: the text, its tokens, whether it ended, and the seed it was drawn with."""
+class Summaries(BaseModel):
+    """The texts that were written after a batch of prompts."""
 
-    prediction: str
-    tokens: int
-    ended: bool
-    seed: int
+    texts: list[str]
 
 
 def evaluation_data(model: str, options: SummarizationOptions) -> Data:
@@ -46,117 +46,135 @@ def evaluation_data(model: str, options: SummarizationOptions) -> Data:
     data, else what the run was tuned on if that were examples, else GovReport; of the validation split unless the
     options say. Raise DataError if keys do not go together.
     """
-    keys = ("document", "summary", "template", "completion", "document_tokens")
-    given = options.model_dump(include=set(keys), exclude_none=True)
-    given |= {"completion_tokens": options.max_new_tokens} if options.max_new_tokens else {}
-    given |= {"special_tokens": True} if options.special_tokens else {}
-    source = {"name": options.data, "subset": options.subset, "split": options.split}
-    source = {key: value for key, value in source.items() if value is not None}
     run = Run(Path(model))
     tuned_on = run.recipe.data if run.has_recipe else None
-    own = dict(COLUMNS if options.data else GOVREPORT)
+    rows = COLUMNS if options.data else GOVREPORT
     if tuned_on is not None and tuned_on.has_examples:
-        own = tuned_on.model_dump()
-        own["source"] = {} if options.data else own["source"][0]
+        rows = {**tuned_on.model_dump(), "source": {} if options.data else tuned_on.source[0].model_dump()}
+    other_prompt: Json = {}
     if options.template:
-        own |= {"document": None, "summary": None, "completion": None}
+        other_prompt = {"document": None, "summary": None, "completion": None}
     elif options.document and options.summary:
-        own |= {"template": None, "completion": None}
-    rows = {**own["source"], "split": "validation", **source}
+        other_prompt = {"template": None, "completion": None}
+    given = options.model_dump(include=set(PROMPT_KEYS), exclude_defaults=True)
+    if options.max_new_tokens:
+        given["completion_tokens"] = options.max_new_tokens
+    source = options.model_dump(include={"subset", "split"}, exclude_none=True)
+    source |= {"name": options.data} if options.data else {}
     try:
-        return Data.model_validate({**own, **given, "source": rows})
+        source = {"split": "validation", **rows["source"], **source}
+        return Data.model_validate({**rows, **other_prompt, **given, "source": source})
     except ValidationError as error:
-        problem = error.errors()[0]
-        key = ".".join(map(str, problem["loc"]))
-        raise DataError(f"--{key or 'data'}: {problem['msg'].removeprefix('Value error, ')}") from None
+        raise DataError(f"--data: {first_problem(error)}") from None
 
 
 def complete(options: SummarizationOptions, data: Data) -> SummarizationOptions:
     """Return the options with what `evaluation_data` found, so that another model is measured on the same rows."""
-    keys = ("document", "summary", "template", "completion", "document_tokens", "special_tokens")
     source = data.source[0]
     named = {"data": source.name, "subset": source.subset, "split": source.split}
-    return options.changed(**data.model_dump(include=set(keys)), **named, max_new_tokens=data.completion_tokens)
+    return options.changed(**data.model_dump(include=set(PROMPT_KEYS)), **named, max_new_tokens=data.completion_tokens)
 
 
-def evaluate_summarization(writer: Writer, options: SummarizationOptions, session: Session) -> SummarizationScores:
-    """Score by ROUGE what `writer` writes; if the session is shared, each process writes its share, and what is written
-    is kept until all is. Raise DataError if the data cannot be read, lacks a column or holds nothing, or the window is
-    too short.
+def evaluate_summarization(loaded: Model, options: SummarizationOptions, session: Session) -> SummarizationScores:
+    """Score by ROUGE what a model writes. Raise DataError if the data cannot be read, lacks a column or holds nothing,
+    or the window is too short.
     """
-    data = evaluation_data(writer.name, options)
+    data = evaluation_data(loaded.name, options)
     options = complete(options, data)
     task, table, account = Task.of(data), find_table(data.source[0]), Account()
-    questions = _questions(table, Prompter(task, writer.tokenizer, writer.window), options.limit, account)
-    cut = [prompt.kept for prompt, _ in questions.values() if prompt.kept < prompt.document_tokens]
+    prompter = Prompter(task, loaded.tokenizer, loaded.window)
+    batches = prompted(table.read(task.columns, None), prompter, account, options.limit)
+    examples = [example for batch in batches for example in batch]
+    if not examples:
+        no_room = f"--max-new-tokens: {task.completion_tokens} leave no room for a document of {table.name}"
+        raise account.nothing(
+            table.name, f"{no_room} in the window of {loaded.window} tokens; choose fewer, or a model that reads more"
+        )
     for line in account.left_out:
         session.say(line)
-    if short := [kept for kept in cut if kept < data.document_tokens - SLACK_TOKENS]:
-        session.say(
-            f"{writer.name}: reads {writer.window:,} tokens; {len(short):,} of {len(questions):,} documents are cut to "
-            f"their first {min(short):,} and not to {data.document_tokens:,}"
-        )
-    options_kept = options.changed(predictions=None)
-    decided_by = {"data": table.identity(), "task": asdict(task), "options": options_kept.model_dump()}
-    written = _written(writer, questions, options, session.journal_of(writer.identity, decided_by), session.progress)
+    prompts = [prompt for _, _, prompt in examples]
+    references = [row[task.completion] for _, row, _ in examples]
+    texts = _written(loaded, prompts, options, session, {"data": table.identity(), "task": asdict(task)})
     if options.predictions and is_leader():
         lines = [
-            json.dumps({"id": name, **summary.model_dump(), "reference": questions[name][1]}) + "\n"
-            for name, summary in written.items()
+            json.dumps({"id": name, "prediction": text, "reference": reference}) + "\n"
+            for (name, _, _), text, reference in zip(examples, texts, references, strict=True)
         ]
         write_whole(Path(options.predictions), "".join(lines))
-    scores = rouge([written[name].prediction for name in questions], [text for _, text in questions.values()])
-    means = {name: scores[name].mean for name in ROUGES}
+    means, intervals = rouge(texts, references)
     return SummarizationScores(
-        **{**writer.facts, "window": writer.window},
-        options=options_kept,
-        data=data.source[0].model_dump(),
+        **described(loaded),
+        options=options,
         task=asdict(task),
-        metric=HOW,
-        examples=len(questions),
+        examples=len(examples),
         left_out={"empty": len(account.empty), "too_long": len(account.too_long)},
-        documents_cut=len(cut),
-        ended=sum(summary.ended for summary in written.values()),
-        seeds=sorted({summary.seed for summary in written.values()}),
-        predictions=options.predictions,
+        documents_cut=sum(prompt.kept < prompt.document_tokens for prompt in prompts),
         **means,
-        # By which SCROLLS ranks.
-        geometric_mean=math.prod(means.values()) ** (1 / len(means)),
-        intervals={name: (scores[name].low, scores[name].high) for name in ROUGES},
+        intervals=intervals,
     )
 
 
-def _questions(table: Table, prompter: Prompter, limit: int | None, account: Account) -> Questions:
-    """Empty rows, and those whose prompt does not fit, go to the account."""
-    task = prompter.task
-    batches = prompted(table.read(task.columns, None), prompter, account, limit)
-    questions = {where: (prompt, row[task.completion]) for batch in batches for where, row, prompt in batch}
-    if not questions:
-        window = prompter.longest + task.completion_tokens + 1
-        no_room = f"leave no room for a document of {table.name} in the window of {window} tokens"
-        advice = "choose fewer, or a model that reads more"
-        raise account.nothing(table.name, f"--max-new-tokens: {task.completion_tokens} {no_room}; {advice}")
-    return questions
-
-
 def _written(
-    writer: Writer, questions: Questions, options: SummarizationOptions, journal: Journal, progress: Progress
-) -> dict[str, Summary]:
-    names = list(questions)
-    left: Sequence[str] = journal.left(names)
-    mine = len(journal.share(names))
-    # The rest of an interrupted run has a seed of its own: the same numbers are not drawn twice.
-    seed = (options.seed + len(journal.results) * writer.draws_together) % 2**32
+    loaded: Model, prompts: Sequence[Prompt], options: SummarizationOptions, session: Session, decided_by: Json
+) -> list[str]:
+    """Return a summary for each prompt. Each batch has its own seed, so that neither interruptions nor the number of
+    processes change what is written.
+    """
+    size = options.batch_size or prompts_at_once(loaded.window)
+    decided_by = {**decided_by, "options": options.model_dump(exclude={"predictions"}), "batch_size": size}
+    journal = session.journal(loaded, decided_by)
+    starts = [str(start) for start in range(0, len(prompts), size)]
+    mine = list(journal.share(starts))
 
-    def summaries() -> Iterator[tuple[str, Json]]:
-        prompts = {name: questions[name][0].ids for name in left}
-        written = writer.write(prompts, options.changed(seed=seed)) if left else iter(())
-        for done, (name, ids) in enumerate(written, mine - len(left) + 1):
-            text = writer.tokenizer.decode(ids, skip_special_tokens=True).strip()
-            ended = writer.tokenizer.eos_token_id in ids
-            yield name, Summary(prediction=text, tokens=len(ids), ended=ended, seed=seed).model_dump()
-            progress(done, mine)
+    def write(start: str) -> Summaries:
+        batch = [prompt.ids for prompt in prompts[int(start) : int(start) + size]]
+        texts = generate(loaded, batch, options, options.seed + int(start))
+        session.progress(mine.index(start) + 1, len(mine))
+        return Summaries(texts=texts)
 
-    progress(mine - len(left), mine)
-    written = journal.collect(names, summaries())
-    return {name: Summary.model_validate(written[name]) for name in names}
+    written = journal.measure(Summaries, starts, write)
+    return [text for start in starts for text in written[start].texts]
+
+
+def rouge(predictions: Sequence[str], references: Sequence[str]) -> tuple[dict[str, float], dict[str, Interval]]:
+    """Return the means of ROUGE-1, -2 and -L (Lin 2004) of predictions against one reference each, in percent, as
+    SCROLLS computes them, and their 95 % intervals from bootstrap samples of the examples.
+
+    >>> rouge(["The cats sat."], ["the cat sat"])[0]["rougeL"]
+    100.0
+    """
+    scorer = RougeScorer(list(ROUGES), use_stemmer=True)
+    pairs = zip(references, predictions, strict=True)
+    scores = [[100 * score.fmeasure for score in scorer.score(*pair).values()] for pair in pairs]
+    values = np.array(scores)  # (examples, 3)
+    samples = np.random.default_rng(0).integers(len(values), size=(RESAMPLES, len(values)))
+    bounds = np.percentile(values[samples].mean(axis=1), [2.5, 97.5], axis=0)
+    means = dict(zip(ROUGES, values.mean(axis=0).tolist(), strict=True))
+    return means, {name: (low, high) for name, low, high in zip(ROUGES, *bounds.tolist(), strict=True)}
+
+
+def summarize(loaded: Model, name: str, text: str, sampling: Sampling, say: Callable[[str], object]) -> None:
+    """Print a summary of `text` as it is written, by the prompt that the model was tuned on or the paper's, and `say`
+    what was cut off; raise DataError if the prompt needs more than a document, or the window has no room for one.
+    """
+    data = evaluation_data(loaded.name, SummarizationOptions(**sampling.model_dump()))
+    task = Task.of(data)
+    if task.document is None or task.prompt_columns != [task.document]:
+        raise DataError(
+            f"{loaded.name}: was tuned on prompts of {' and '.join(task.prompt_columns)}, not of a document alone; "
+            "write such rows and measure them with pi-lora eval summarization"
+        )
+    # All that fits is read, also where examples of training were cut shorter.
+    task = replace(task, document_tokens=loaded.window)
+    [prompt] = Prompter(task, loaded.tokenizer, loaded.window).prompts([{str(task.document): text}])
+    if not prompt.fits:
+        raise DataError(
+            f"--max-new-tokens: {task.completion_tokens} leave no room for a document in the {loaded.window} tokens "
+            f"that {loaded.name} reads; choose fewer"
+        )
+    if prompt.kept < prompt.document_tokens:
+        cut = f"{prompt.document_tokens:,} tokens are longer than the window of {loaded.name}"
+        say(f"{name}: {cut}; truncated to the first {prompt.kept:,}")
+    sampling = sampling.changed(max_new_tokens=task.completion_tokens)
+    streamer = TextStreamer(loaded.tokenizer, skip_prompt=True, skip_special_tokens=True)
+    generate(loaded, [prompt.ids], sampling, sampling.seed, streamer)

@@ -1,4 +1,4 @@
-"""Summarization as a measurement: its scores and metrics."""
+"""Summarization as a measurement: scores and metrics."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -31,20 +31,14 @@ class Summarization(Measurement[SummarizationOptions, SummarizationScores]):
                 raise DataError(f"--predictions: {options.predictions}: is for one model; name one, or leave it out")
         return complete(options, evaluation_data(models[0].name, options))
 
-    def needs_weights(self, options: SummarizationOptions) -> bool:
-        """Whether transformers writes; vLLM reads the weights itself."""
-        return options.engine == "transformers"
-
     def run(self, model: Model, options: SummarizationOptions, session: Session) -> SummarizationScores:
         """Measure a model."""
         from pi_lora.evaluation.summarization.measure import evaluate_summarization
-        from pi_lora.evaluation.summarization.writing import find_writer
 
-        return evaluate_summarization(find_writer(model, options.engine, session.dtype), options, session)
+        return evaluate_summarization(model, options, session)
 
     def metrics(self, scores: SummarizationScores) -> list[Metric]:
         """Return ROUGE-1, -2 and -L."""
-        data = scores.data if isinstance(scores.data, str) else str(scores.data.get("name", ""))
         return [
             Metric(
                 f"ROUGE-{name.removeprefix('rouge')}",
@@ -52,7 +46,7 @@ class Summarization(Measurement[SummarizationOptions, SummarizationScores]):
                 digits=2,
                 samples=scores.examples,
                 interval=(scores.intervals or {}).get(name),
-                dataset=data,
+                dataset=(scores.options and scores.options.data) or "",
                 hub_name=name,
             )
             for name in ROUGES
@@ -61,8 +55,9 @@ class Summarization(Measurement[SummarizationOptions, SummarizationScores]):
     def about(self, scores: Sequence[SummarizationScores]) -> str:
         """Return how the summaries were sampled and scored."""
         first, options = scores[0], scores[0].options or SummarizationOptions()
-        how = f"temperature {options.temperature:g}, top-p {options.top_p:g}, seed {options.seed}"
-        return f"{first.examples:,} examples, {how}; {first.metric}"
+        cut = "/".join(f"{each.documents_cut:,}" for each in scores)
+        sampling = f"temperature {options.temperature:g}, top-p {options.top_p:g}, seed {options.seed}"
+        return f"{first.examples:,} examples, {cut} documents cut; {sampling}; rouge-score's F1 x 100 with stemming"
 
     def draw(self, axes: Any, scores: Mapping[str, SummarizationScores]) -> None:
         """Draw nothing: there is no curve."""
