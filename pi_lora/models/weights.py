@@ -47,7 +47,7 @@ def read_weights(
                 # Reported below, with the names.
                 ignore_mismatched_sizes=True,
                 output_loading_info=True,
-                **(quantization(dtype) if place == "quantized" else {}),
+                **placing(place, dtype),
                 **source,
             )
         except (OSError, ValueError, RuntimeError, SafetensorError) as error:
@@ -55,7 +55,7 @@ def read_weights(
     _check_complete(name, report)
     if place == "quantized":
         _compute_in(dtype, model)
-    loaded: PreTrainedModel = model.to(device()) if place == "device" else model
+    loaded: PreTrainedModel = model
     check_finite(name, loaded.named_parameters())
     return loaded
 
@@ -75,12 +75,18 @@ def empty_weights(config: PreTrainedConfig, dtype: torch.dtype, attention: str, 
     return model.eval()
 
 
-def quantization(dtype: torch.dtype) -> dict[str, Any]:
-    """Return the options with which `from_pretrained` quantizes on the device; a quantized model cannot be moved."""
+def placing(place: Placement, dtype: torch.dtype) -> dict[str, Any]:
+    """Return the options with which `from_pretrained` reads weights to where they stay: a GPU gets them without a copy
+    of the whole model in host memory.
+    """
+    on_gpu = device().type == "cuda"
     nf4 = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True, "bnb_4bit_compute_dtype": dtype}
-    how = transformers.BitsAndBytesConfig(load_in_4bit=True, **nf4)
-    here = device() if device().type == "cpu" else torch.cuda.current_device()
-    return {"quantization_config": how, "device_map": {"": here}}
+    options: dict[str, Any] = {}
+    if place == "quantized":
+        options["quantization_config"] = transformers.BitsAndBytesConfig(load_in_4bit=True, **nf4)
+    if place == "quantized" or (place == "device" and on_gpu):
+        options["device_map"] = {"": torch.cuda.current_device() if on_gpu else device()}
+    return options
 
 
 @contextlib.contextmanager

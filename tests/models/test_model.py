@@ -17,6 +17,7 @@ from pi_lora.evaluation.perplexity.measurement import evaluate_perplexity
 from pi_lora.merging.merging import merge
 from pi_lora.models.model import Extension, find, find_adapter, load
 from pi_lora.models.stored import read_adapter_settings, read_config, save_config
+from pi_lora.models.weights import Placement
 from pi_lora.recipe.evaluation import PerplexityOptions
 from pi_lora.recipe.files import RECIPE_FILE, load_recipe
 from pi_lora.scaling.config import Method, method_of, window_of
@@ -239,6 +240,26 @@ def test_dynamic_is_measured_at_each_window_as_if_alone(small_model: Path) -> No
     readme = PerplexityOptions(data=str(README), windows=(64,), stride=32, documents=1)
     plain, dynamic = (evaluate_perplexity(loaded, readme) for loaded in models)
     assert dynamic.windows[0].perplexity == pytest.approx(plain.windows[0].perplexity, rel=1e-6)
+
+
+@pytest.mark.parametrize("place", ["device", "quantized", "host"])
+def test_a_gpu_reads_weights_without_a_copy_in_host_memory(
+    place: Placement, small_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: dict[str, Any] = {}
+
+    def from_pretrained(*_: Any, **options: Any) -> None:
+        asked.update(options)
+        raise OSError("no GPU here")
+
+    found = find(str(small_model))
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", from_pretrained)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    with pytest.raises(ModelError, match="no GPU here"):
+        found.load_weights(torch.bfloat16, place=place)
+    assert asked.get("device_map") == (None if place == "host" else {"": 1})
+    assert ("quantization_config" in asked) == (place == "quantized")
 
 
 def test_a_recipe_of_another_tool_beside_a_model_is_none_of_ours(small_model: Path, tmp_path: Path) -> None:
