@@ -195,6 +195,7 @@ def test_shards_train_like_the_whole(
     assert_same(tmp_path / "sharded", alone)
     assert [answer["unsharded"] for answer in answers] == [[0] * 6] * 2
     assert [answer["read"] for answer in answers] == [1, 0]
+    assert [answer["gathered_frozen"] for answer in answers] == [0, 0]
 
 
 @pytest.mark.parametrize("tuning", ["full", "lora"])

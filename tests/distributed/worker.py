@@ -59,8 +59,9 @@ class Watched:
         self.unsharded: list[int] = []
         self.policies: set[tuple[str, ...]] = set()
         self.read = 0
+        self.gathered_frozen = 0
         build, load = trainer.Trainer.__init__, weights.AutoModelForCausalLM.from_pretrained
-        step = trainer.Trainer.training_step
+        step, gather = trainer.Trainer.training_step, training.get_model_state_dict
         watched = self
 
         def watch_building(self: Any, *arguments: Any, **options: Any) -> None:
@@ -80,15 +81,24 @@ class Watched:
             watched.policies |= {(str(each.param_dtype), str(each.reduce_dtype), str(loss.dtype)) for each in policies}
             return loss
 
+        def watch_gathering(model: Any, **options: Any) -> Any:
+            gathered = gather(model, **options)
+            watched.gathered_frozen += sum(
+                name in gathered for name, weight in model.named_parameters() if not weight.requires_grad
+            )
+            return gathered
+
         self.undo = [
             (trainer.Trainer, "__init__", build),
             (trainer.Trainer, "training_step", step),
             (weights.AutoModelForCausalLM, "from_pretrained", load),
+            (training, "get_model_state_dict", gather),
         ]
         trainer.Trainer.__init__ = watch_building  # type: ignore[method-assign]
         trainer.Trainer.training_step = watch_step  # type: ignore[method-assign]
 
         weights.AutoModelForCausalLM.from_pretrained = watch_loading  # type: ignore[method-assign]
+        training.get_model_state_dict = watch_gathering
 
     def end(self) -> None:
         for owner, name, value in self.undo:
@@ -117,7 +127,12 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
         training.train(recipe, model, training.prepare_data(recipe, model), output, resume)
     finally:
         watched.end()
-    return {"unsharded": watched.unsharded, "read": watched.read, "policies": sorted(watched.policies)}
+    return {
+        "unsharded": watched.unsharded,
+        "read": watched.read,
+        "gathered_frozen": watched.gathered_frozen,
+        "policies": sorted(watched.policies),
+    }
 
 
 def main() -> None:
