@@ -14,11 +14,13 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
 ROOT = Path(__file__).parent.parent
-sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "benchmarks" / "in_engines")]
+sys.path[:0] = [str(ROOT / each) for each in ("benchmarks", "benchmarks/in_engines", "scripts")]
 import ask  # noqa: E402
+import compare_methods  # noqa: E402
 import engines  # noqa: E402
 import gpu  # noqa: E402
 import record  # noqa: E402
+import smollm2  # noqa: E402
 import tables  # noqa: E402
 import tables_gpu  # noqa: E402
 from on_gpu import parts  # noqa: E402
@@ -155,6 +157,29 @@ def test_a_row_has_its_own_date_and_others_keep_theirs(monkeypatch: pytest.Monke
         "a": "monday",
         "b": "tuesday",
     }
+
+
+def test_a_row_never_loses_seeds(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept: dict[str, Any] = {}
+    monkeypatch.setattr(sys, "argv", ["compare_methods.py", "full", "qlora"])
+    monkeypatch.setattr(compare_methods, "read", lambda _: {"rows": {"full": [{}] * 3}, "rates": {}})
+    monkeypatch.setattr(compare_methods, "tuned", lambda *asked: asked)
+    monkeypatch.setattr(compare_methods, "measured", lambda asked, _: asked[-1])
+    monkeypatch.setattr(compare_methods, "write", lambda _, found: kept.update(found))
+    monkeypatch.setattr(compare_methods, "write_pages", lambda: None)
+    compare_methods.main()
+    assert kept["rows"] == {"full": [0, 1, 2], "qlora": [0]}
+
+
+def test_a_row_of_another_run_is_not_taken_for_ones_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(record, "RESULTS", tmp_path)
+    record.write_row("smollm2", ("perplexity tuned",), {"model": "runs/one"})
+    words = ["--books", str(tmp_path), "--parts", "perplexity", "--models"]
+    monkeypatch.setattr(sys, "argv", ["smollm2.py", *words, "tuned=runs/one"])
+    smollm2.main()
+    monkeypatch.setattr(sys, "argv", ["smollm2.py", *words, "tuned=runs/other"])
+    with pytest.raises(SystemExit, match="perplexity tuned: is kept of runs/one; give runs/other another name"):
+        smollm2.main()
 
 
 def test_pages_say_what_the_results_hold() -> None:

@@ -6,7 +6,8 @@ import math
 import os
 import subprocess
 import unicodedata
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +23,12 @@ from test_evaluate_passkey import printed
 from tokenizers import normalizers
 
 from pi_lora.cli.app import out as terminal
+from pi_lora.data.documents import Document
 from pi_lora.data.sources import PINNED
 from pi_lora.errors import DataError, Interrupted, ModelError
 from pi_lora.evaluation.journal import Session
 from pi_lora.evaluation.measurement import as_json
+from pi_lora.evaluation.perplexity import documents
 from pi_lora.evaluation.perplexity import losses as sweep
 from pi_lora.evaluation.perplexity.documents import choose_documents, with_defaults
 from pi_lora.evaluation.perplexity.measurement import PerplexityScores, evaluate_perplexity
@@ -162,6 +165,24 @@ def test_a_seed_draws_documents_at_random(loaded: Model, folder: Path) -> None:
     assert sorted(names(loaded, folder, seed=1)) == ["0", "2", "3", "5", "6"]
     long_ones = choose_documents(loaded, PerplexityOptions(data=str(folder), seed=1), 300)
     assert (len(long_ones.documents), long_ones.too_short) == (2, 5)
+
+
+def test_a_seed_holds_only_what_is_measured(loaded: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(documents, "CHARACTERS_AT_ONCE", 1000)
+    alive = weakref.WeakSet[Document]()
+    most = 0
+
+    def read(*_: Any) -> Iterator[Document]:
+        nonlocal most
+        for index in range(40):
+            document = Document(str(index), text(100, index))
+            alive.add(document)
+            most = max(most, len(alive))
+            yield document
+
+    monkeypatch.setattr(documents, "evaluation_documents", read)
+    assert len(names(loaded, tmp_path, documents=2, seed=0)) == 2
+    assert most < 10
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import yaml
+from conftest import small_recipe
 from reported import make_run, passkey, passkey_map, perplexity
 from test_cli import run as command
 
@@ -211,6 +212,17 @@ def test_a_base_with_other_options_is_measured_anew(documents: int, small_model:
     with nullcontext() if documents == 3 else pytest.raises(ModelError):
         compare_run(base, run, find)
     assert asked == ([] if documents == 3 else [base])
+
+
+def test_the_command_compares_passkeys_of_several_lengths(
+    small_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scores = {"passkey": passkey_map(), "passkey-base": {**passkey_map(), "model": str(small_model)}}
+    recipe = small_recipe(small_model, evaluation={"passkey": {}})
+    run = make_run(small_model, tmp_path / "run", scores, recipe)
+    status, out, err = command(capsys, monkeypatch, "compare", str(small_model), str(run))
+    assert (status, err) == (0, "")
+    assert out.count("k_max at") == 2
 
 
 def test_the_command_measures_what_is_missing(
