@@ -1,5 +1,6 @@
 """Several processes: the same training as one, and what accelerate is asked for."""
 
+import atexit
 import json
 import os
 import random
@@ -9,7 +10,10 @@ import socket
 import subprocess
 import sys
 import time
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
 
 import psutil
 import pytest
@@ -17,7 +21,14 @@ from accelerate.commands.launch import launch_command_parser
 from conftest import small_recipe, train
 from processes import without_progress
 
-from pi_lora.distributed import check_launched, is_launched, is_leader, launch_arguments, number_of_processes
+from pi_lora.distributed import (
+    check_launched,
+    is_launched,
+    is_leader,
+    join_processes,
+    launch_arguments,
+    number_of_processes,
+)
 from pi_lora.errors import RecipeError
 from pi_lora.recipe.evaluation import Evaluation
 from pi_lora.recipe.files import dump_recipe
@@ -75,6 +86,17 @@ def test_a_pod_that_a_cluster_numbers_is_not_launched_yet(monkeypatch: pytest.Mo
         monkeypatch.setenv(name, value)
     assert not is_launched()
     assert (number_of_processes(), is_leader()) == (1, True)
+
+
+def test_steps_have_torchs_timeout_and_long_waits_a_group_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "1"}.items():
+        monkeypatch.setenv(name, value)
+    made: list[dict[str, Any]] = []
+    monkeypatch.setattr(atexit, "register", lambda _: None)
+    monkeypatch.setattr("accelerate.PartialState", lambda **asked: made.append(asked) or Mock())
+    monkeypatch.setattr("torch.distributed.new_group", lambda **asked: made.append(asked))
+    join_processes(cpu=True)
+    assert made == [{"cpu": True}, {"timeout": timedelta(days=7), "backend": "gloo"}]
 
 
 def start(interpreter: str, folder: Path, *arguments: str) -> "subprocess.Popen[str]":
