@@ -138,8 +138,9 @@ def memory(shape: Shape, recipe: Recipe, original: int, gpu: Gpu) -> DeviceMemor
         overhead=OVERHEAD_ON_CPU + freed if on_cpu else OVERHEAD,
         # Offloading pins host memory for each device.
         host=shape.layers * hidden_states(shape, tokens, arithmetic) if hardware.offload_activations else 0,
-        # NF4 is made on the device, a tensor at a time; a CPU's weights are loaded where they stay.
-        loading=0 if on_cpu or tuning.method == "qlora" else base,
+        # Several processes get the weights from the host of the first; NF4, and those of one process, are read to the
+        # device, a tensor at a time.
+        loading=base if hardware.processes > 1 and not on_cpu and tuning.method != "qlora" else 0,
     )
 
 
