@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import settings
 from processes import ImportedPython, settings_of_imports
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -31,6 +32,9 @@ from pi_lora.types import NO_PERMISSIONS, Permissions, Progress, silent
 __all__ = ["BUILTIN", "run_command", "small_recipe", "train"]
 
 BUILTIN = "builtin:tiny"
+# A machine may be busy with other tests.
+settings.register_profile("tests", deadline=None)
+settings.load_profile("tests")
 
 
 def pytest_collection_finish() -> None:

@@ -65,24 +65,17 @@ def ruler(*means: float) -> dict[str, Any]:
 
 
 def summarization(rouge1: float, rouge2: float, rouge_l: float) -> dict[str, Any]:
-    """As evaluate_summarization writes them: `data` is the source of a recipe."""
+    """As `pi-lora eval summarization` writes them."""
     rouge = {"rouge1": rouge1, "rouge2": rouge2, "rougeL": rouge_l}
     return {
-        "engine": "transformers",
         "model": "m",
         "scale": 2.0,
         "window": 128,
-        "data": {"name": "govreport", "weight": 1.0, "split": "test"},
-        "task": {"completion_tokens": 30},
-        "sampling": {"temperature": 0.5, "top_p": 0.95, "max_new_tokens": 30, "seed": 0},
-        "metric": "F1 in percent",
+        "options": {"data": "govreport", "split": "test"},
         "examples": 1000,
         "left_out": {"empty": 0, "too_long": 0},
         "documents_cut": 3,
-        "ended": 990,
-        "predictions": "p.jsonl",
         **rouge,
-        "geometric_mean": 18.2,
         "intervals": {name: [value - 1, value + 1] for name, value in rouge.items()},
     }
 

@@ -19,7 +19,9 @@ from accelerate.state import AcceleratorState, DistributedType, PartialState
 from transformers import TrainerCallback
 
 from pi_lora import preflight
+from pi_lora.distributed import is_leader
 from pi_lora.models import weights
+from pi_lora.models.model import find_to_tune
 from pi_lora.recipe.schema import Recipe
 from pi_lora.training import trainer, training
 
@@ -123,7 +125,8 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     recipe, output = Recipe.model_validate(job["recipe"]), Path(job["output"])
     watched = Watched(job.get("killed_at"))
     try:
-        model, resume = preflight.check(recipe, output, job.get("resume", False)), job.get("resume", False)
+        resume = job.get("resume", False)
+        model = preflight.check(recipe, output, resume) if is_leader() else find_to_tune(recipe)
         training.train(recipe, model, training.prepare_data(recipe, model), output, resume)
     finally:
         watched.end()

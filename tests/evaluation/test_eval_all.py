@@ -107,7 +107,10 @@ def test_a_recipe_that_names_nothing_gets_perplexity_and_passkey(own_run: Path) 
     ("evaluation", "line"),
     [
         (None, "gone: holds no recipe.yaml; name a run folder"),
-        ({"benchmarks": {**BENCHMARKS, "data": ["boolq=gone.jsonl"]}}, "gone.jsonl: no such file;"),
+        (
+            {"benchmarks": {**BENCHMARKS, "data": ["boolq=gone.jsonl"]}},
+            "gone.jsonl: cannot be read as examples",
+        ),
         ({"benchmarks": {"tasks": ["bolq"]}}, "--tasks: bolq: no such benchmark in lm-eval"),
     ],
 )
