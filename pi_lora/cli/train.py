@@ -47,14 +47,16 @@ def train(
     from pi_lora.run import output_folder  # pydantic takes a while
 
     place = output or output_folder(resolved, recipe)
+    # Ctrl-C ends at once until all libraries are imported: some turn it into an error of their own.
     with working(LIBRARIES):
         from pi_lora.api.functions import model_to_train
-    model, lines = model_to_train(resolved, place, resume, force, permissions)
+
+        model, lines = model_to_train(resolved, place, resume, force, permissions)
+        if not dry_run:
+            from pi_lora.training.training import prepare_data, train
     out.lines(*lines)
     if dry_run:
         return
-    with working(LIBRARIES):
-        from pi_lora.training.training import prepare_data, train
 
     preparing = "preparing examples" if resolved.data.has_examples else "packing tokens"
     with progress_bar(preparing) as progress:
