@@ -143,6 +143,12 @@ def test_two_processes_train_like_one(alone: Path) -> None:
         assert {**two, "model": ""} == {**one, "model": ""}, "documents are dealt out, and the result is the same"
 
 
+# What torch's launcher warns of on the machine that ends last, if the first one has closed its store by then.
+STORE_CLOSED = re.compile(
+    r"^\[W\S+ \S+ TCPStore\.cpp.*\n(Exception raised from .*\n|frame #.*\n|<omitting .*\n|\n)*", re.MULTILINE
+)
+
+
 def test_two_machines_train_like_one_process(python: str, alone: Path) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -152,7 +158,7 @@ def test_two_machines_train_like_one_process(python: str, alone: Path) -> None:
     for machine in machines:
         said = machine.communicate(timeout=200)
         assert machine.returncode == 0, said
-        assert without_progress(said[1]) == ""
+        assert STORE_CLOSED.sub("", without_progress(said[1])) == ""
     assert losses(alone / "machines") == pytest.approx(losses(alone / "alone"), rel=1e-5)
 
 
