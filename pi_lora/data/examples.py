@@ -104,8 +104,8 @@ class Prompt:
 
 
 class Prompter:
-    """Encodes rows of a task for a model that reads `window` tokens, of which a prompt leaves `completion_tokens` and
-    one for EOS: whatever the document, nothing after it is cut.
+    """Encodes rows of a task for a model that reads `window` tokens. A prompt leaves room for `completion_tokens` and
+    EOS; only the document is cut, never the text after it.
     """
 
     def __init__(self, task: Task, tokenizer: Any, window: int) -> None:
