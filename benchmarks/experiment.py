@@ -1,0 +1,175 @@
+"""SmolLM2-135M-Instruct from 8k to 16k tokens, as docs/results.md plans it: which scaling to tune, against a control.
+
+    python scripts/fetch_smollm2.py
+    python benchmarks/experiment.py --books FOLDER --short FOLDER [--dry-run]
+
+FOLDER of --books has one novel a file, named `AUTHOR_TITLE_YEAR.txt`; FOLDER of --short is written by convert_tasks.py.
+The experiment is a list of `pi-lora` commands, run in the root of the repository. A command whose result exists is left
+out, and an interrupted one continues: call the script again until it prints no command.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+RESULTS = Path("benchmarks/results/smollm2_16k")
+BASE = "models/smollm2_135m_instruct"
+BOOKS = Path("books_16k")
+ORIGINAL, TARGET, STRIDE = 8192, 16384, 8192
+# All other authors are trained on.
+VALIDATION = {"Kipling": "Kim", "Morris": "Water", "Stevenson": "Catriona"}
+TEST = {
+    "Chesterton": "Thursday",
+    "Conrad": "Almayer",
+    "Doyle": "Lost",
+    "Ford": "Soldier",
+    "Gaskell": "Ruth",
+    "Hardy": "Tess",
+    "James": "Ambassadors",
+    "Lawrence": "Peacock",
+    "Lee": "Albany",
+    "Lytton": "Novel",
+}
+SCALINGS = ("pi", "yarn", "theta")
+CONTROL = "control"
+RATES = ("5e-4", "1e-3", "2e-3")
+TRIAL_STEPS, STEPS, TOKENS_PER_STEP = 32, 104, 4096
+RULER_TASKS, RULER_CANDIDATES = 2, "niah_single_1,niah_multikey_2,ruler_vt,ruler_cwe,ruler_fwe"
+QUESTIONS = {"boolq": 500, "piqa": 500, "winogrande": 500}
+
+Command = tuple[Path, list[str]]
+
+
+def split_books(books: Path) -> None:
+    """Write novels by author into train, validation and test; of a test novel the beginning and the second half."""
+    for book in sorted(books.glob("*.txt")):
+        author, title, _ = book.stem.split("_")
+        part = "validation" if author in VALIDATION else "test" if author in TEST else "train"
+        if (VALIDATION | TEST).get(author, title) != title:
+            continue
+        (BOOKS / part).mkdir(parents=True, exist_ok=True)
+        text = book.read_text(encoding="utf-8")
+        (BOOKS / part / book.name).write_text(text, encoding="utf-8")
+        if part == "test":
+            middle = text.index("\n", len(text) // 2)
+            (BOOKS / part / f"{book.stem}_half.txt").write_text(text[middle:].lstrip(), encoding="utf-8")
+
+
+def score(measurement: str, row: str, model: list[str], *options: str) -> Command:
+    """Return the command that measures a model, and the file of the scores."""
+    file = RESULTS / f"{measurement} {row}.json".replace(" ", "-")
+    return file, ["eval", measurement, *model, "--dtype", "bfloat16", *options, "--json", str(file)]
+
+
+def perplexity(row: str, model: list[str], part: str, windows: str, *options: str) -> Command:
+    """Return the command that measures the first 16,384 tokens of each document of a part of the novels."""
+    text = ("--data", str(BOOKS / part), "--windows", windows, "--stride", str(STRIDE), "--truncate", str(TARGET))
+    return score("perplexity", f"{part} {row}", model, *text, *options)
+
+
+def training(name: str, scaling: str, rate: str, steps: int) -> Command:
+    """Return the command that tunes with a scaling, and the file that says that the run is complete."""
+    run = Path("adapters/smollm2_16k") / name
+    control = scaling == CONTROL
+    keys = {
+        "model.name": BASE,
+        "context.target": ORIGINAL if control else TARGET,
+        "context.original": "null" if control else ORIGINAL,
+        "scaling": "keep" if control else scaling,
+        "training.learning_rate": rate,
+        "training.steps": steps,
+        "training.precision": "bfloat16",
+        "data.source": f"[{{name: {BOOKS}/train, weight: 0.75}}, {{name: builtin:recall, weight: 0.25}}]",
+    }
+    words = [f"{key}={value}" for key, value in keys.items()]
+    resume = ["--resume"] if run.with_name(f".{name}.partial").exists() else []
+    return run / "run.json", ["train", "smollm2_135m_16k_cpu", *words, "--output", str(run), *resume]
+
+
+def untuned(scaling: str) -> list[str]:
+    """Return the model and the options of the base under a scaling."""
+    return [BASE, "--original", str(ORIGINAL), "--target", str(TARGET), "--scaling", scaling]
+
+
+def measured(file: Path) -> float:
+    """Return the perplexity of the longest window."""
+    return float(json.loads(file.read_text(encoding="utf-8"))["windows"][-1]["perplexity"])
+
+
+def commands(short: Path) -> Iterator[Command]:
+    """Yield the commands in order; those after a choice depend on the results before it."""
+    # Rates, and the best untuned and tuned scaling, by validation novels alone.
+    chosen: dict[str, str] = {}
+    rows: dict[str, float] = {}
+    for scaling in SCALINGS:
+        yield (row := perplexity(f"untuned {scaling}", untuned(scaling), "validation", str(TARGET)))
+        rows[scaling] = measured(row[0])
+    best_untuned = min(rows, key=rows.__getitem__)
+    for scaling in (*SCALINGS, CONTROL):
+        window = str(ORIGINAL if scaling == CONTROL else TARGET)
+        trials = {}
+        for rate in RATES:
+            name = f"{scaling}_{rate}"
+            yield training(name, scaling, rate, TRIAL_STEPS)
+            yield (row := perplexity(name, [f"adapters/smollm2_16k/{name}"], "validation", window))
+            trials[measured(row[0])] = rate
+        chosen[scaling] = trials[min(trials)]
+    for scaling in (*SCALINGS, CONTROL):
+        yield training(scaling, scaling, chosen[scaling], STEPS)
+    for scaling in SCALINGS:
+        run = [f"adapters/smollm2_16k/{scaling}"]
+        yield (row := perplexity(f"tuned {scaling}", run, "validation", str(TARGET)))
+        rows[scaling] = measured(row[0])
+    best_tuned = min(rows, key=rows.__getitem__)
+
+    # Once, on novels and passkeys that chose nothing.
+    control, best = [f"adapters/smollm2_16k/{CONTROL}"], [f"adapters/smollm2_16k/{best_tuned}"]
+    models = {"base": [BASE], **{f"untuned {scaling}": untuned(scaling) for scaling in SCALINGS}}
+    models |= {f"tuned {scaling}": [f"adapters/smollm2_16k/{scaling}"] for scaling in SCALINGS} | {CONTROL: control}
+    for row, model in models.items():
+        yield perplexity(row, model, "test", f"{ORIGINAL},{TARGET}", "--by-position")
+    for row, model in models.items():
+        if row != "untuned pi":
+            asked = ("--target", str(TARGET), "--depths", "8", "--trials", "3", "--seed", "5")
+            yield score("passkey", row, model, *asked)
+    for row, model in (("base", [BASE]), (f"tuned {best_tuned}", best)):
+        files = ",".join(f"{task}={short}/{task}.jsonl" for task in QUESTIONS)
+        limit = ("--tasks", ",".join(QUESTIONS), "--data", files, "--limit", "500", "--window", "2048")
+        yield score("benchmarks", row, model, *limit)
+    # RULER: the two tasks that the base does best at 4k, on other prompts than those that count.
+    few = ("--windows", "4096", "--tasks", RULER_CANDIDATES, "--samples", "10", "--seed", "1")
+    yield (row := score("ruler", "base at 4k", [BASE], *few))
+    by_task = json.loads(row[0].read_text(encoding="utf-8"))["lengths"][0]["tasks"]
+    tasks = ",".join(sorted(by_task, key=lambda task: -by_task[task]["score"])[:RULER_TASKS])
+    asked = {f"untuned {best_untuned}": untuned(best_untuned), f"tuned {best_tuned}": best, CONTROL: control}
+    for row, model in asked.items():
+        yield score("ruler", row, model, "--windows", str(TARGET), "--tasks", tasks, "--samples", "10")
+    # How much bfloat16 changes: two documents in float32.
+    for row in ("base", f"tuned {best_tuned}"):
+        file, words = perplexity(f"{row} float32", models[row], "test", str(TARGET), "--documents", "2")
+        yield file, ["float32" if word == "bfloat16" else word for word in words]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--books", type=Path, required=True)
+    parser.add_argument("--short", type=Path, required=True)
+    parser.add_argument("--dry-run", action="store_true", help="print the next command and stop")
+    options = parser.parse_args()
+    if not (BOOKS / "test").is_dir():
+        split_books(options.books)
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    for file, words in commands(options.short):
+        if file.exists():
+            continue
+        print("pi-lora", *words, file=sys.stderr, flush=True)
+        if options.dry_run:
+            break
+        subprocess.run([Path(sys.executable).with_name("pi-lora"), *words], check=True)
+
+
+if __name__ == "__main__":
+    main()
