@@ -19,6 +19,7 @@ FLOORS = {
     "data": 4,
     "theory": 5,
     "planning": 5,
+    "serving": 5,
     "evaluation": 6,
     "report": 7,
     "merging": 8,

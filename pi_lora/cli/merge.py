@@ -35,7 +35,8 @@ def merge(
     with progress_bar("merging") as progress:
         to = output or Path("models") / run.resolve().name
         merged = merge(run, to, base, dtype, check, progress, extension, trust.permissions)
-    out.lines(*merged.lines(), f"{to}: merged; it loads like any model, its scaling is in config.json")
+    out.lines(*merged.lines(), f"{to}: merged; it loads like any model, its scaling is in config.json", "")
+    out.lines("Serve it:", *merged.serving())
 
 
 @export_app.command
@@ -55,5 +56,5 @@ def gguf(
     name = Path(model).resolve().name if Path(model).exists() else model.rpartition("/")[2].rpartition(":")[2]
     file = output or Path("models") / f"{name.removesuffix('.gguf')}.gguf"
     with progress_bar("exporting") as progress:
-        checked = export_gguf(model, file, converter, dtype, progress)
-    out.lines(checked, f"{file}: written for llama.cpp")
+        checked, *serving = export_gguf(model, file, converter, dtype, progress)
+    out.lines(checked, f"{file}: written for llama.cpp", "", "Serve it:", *serving)

@@ -15,6 +15,7 @@ from pi_lora.errors import ModelError, RunExistsError
 from pi_lora.merging.merging import merge
 from pi_lora.models.model import Model, find
 from pi_lora.scaling.config import full_attention_rope
+from pi_lora.serving.commands import llama_cpp_lines
 from pi_lora.types import Progress, silent
 
 CONVERTER = "convert_hf_to_gguf.py"
@@ -29,9 +30,9 @@ def export_gguf(
     converter: Path | None = None,
     outtype: str | None = None,
     progress: Progress = silent,
-) -> str:
-    """Write the model `name` to the GGUF file `output`, an adapter after merging it; whole or not at all. Return a line
-    on what the file says about positions.
+) -> list[str]:
+    """Write the model `name` to the GGUF file `output`, an adapter after merging it; whole or not at all. Return lines:
+    what the file says about positions, and the commands that serve it and check the server.
 
     `converter` is llama.cpp's, or the folder that holds it; by default where `find_converter` finds it. `outtype` is by
     default the dtype of the weights. Raise ModelError if there is no converter, it fails, or what it wrote is not the
@@ -64,7 +65,7 @@ def export_gguf(
             )
         checked = _finish(file, name, found)
         shutil.move(file, output)
-    return checked
+    return [checked, *llama_cpp_lines(output, found.window, name)]
 
 
 def find_converter(given: Path | None = None) -> Path:

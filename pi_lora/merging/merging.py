@@ -4,7 +4,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from pydantic import BaseModel, Field
@@ -22,7 +22,8 @@ from pi_lora.models.tokenizer import TOKENIZER_FILES, save_tokenizer
 from pi_lora.models.weights import quiet_loading
 from pi_lora.report.card import CARD, merged_card
 from pi_lora.run import Run, check_room, remove, staged
-from pi_lora.scaling.verify import build_on_meta
+from pi_lora.scaling.verify import build_on_meta, config_of
+from pi_lora.serving.commands import serving_lines
 from pi_lora.types import NO_PERMISSIONS, Permissions, Progress, silent
 from pi_lora.writing import write_whole
 
@@ -31,7 +32,7 @@ MERGE_FILE = "merge.json"
 
 class Merge(BaseModel):
     """What was merged, as `merge.json` in `folder` says: `scale` is L'/L, `window` L' in tokens; `notes` by name what a
-    user would not expect; `checks` a line for each result.
+    user would not expect; `checks` a line for each result; `config` is that of the merged model, of transformers.
     """
 
     folder: Path = Field(exclude=True)
@@ -43,16 +44,23 @@ class Merge(BaseModel):
     window: int
     notes: dict[str, str]
     checks: list[str] = []
+    config: Any = Field(exclude=True)
     versions: dict[str, str]
 
     def lines(self) -> list[str]:
         """Return the lines for the terminal."""
         return [*(f"{name}: {note}" for name, note in self.notes.items()), *(self.checks or ["not checked"])]
 
+    def serving(self) -> list[str]:
+        """Return the commands that serve it, and check the server."""
+        return serving_lines(self.config, str(self.folder), self.folder.with_suffix(".gguf"))
+
     def save(self) -> None:
         """Write `merge.json` and the model card."""
         write_whole(self.folder / MERGE_FILE, self.model_dump_json(indent=2) + "\n")
-        write_whole(self.folder / CARD, merged_card(self.adapter, self.folder, self.checks, self.notes, self.base))
+        serving = serving_lines(self.config, ".", Path("model.gguf"))
+        card = merged_card(self.adapter, self.folder, self.checks, self.notes, self.base, serving)
+        write_whole(self.folder / CARD, card)
 
 
 def merge(
@@ -106,6 +114,7 @@ def merge(
             scale=found.scale,
             window=found.window,
             notes=notes,
+            config=config_of(found.kind, config),
             versions=versions(),
         )
         # What is wrong with the model or the card shows before the weights are written.

@@ -27,15 +27,20 @@ def write_card(folder: Path, run: MeasuredRun | None = None) -> None:
 
 
 def merged_card(
-    run: Path, merged: Path, checks: Sequence[str], facts: Mapping[str, str] | None = None, base: str = ""
+    run: Path,
+    merged: Path,
+    checks: Sequence[str],
+    facts: Mapping[str, str] | None = None,
+    base: str = "",
+    serving: Sequence[str] = (),
 ) -> str:
     """Return the card of `merged`, full weights made from the adapter folder `run`, which may hold nothing else.
-    `checks` says what was checked, `facts` are further rows, and `base` is named if the adapter names none. Raise
-    ModelError as `write_card`.
+    `checks` says what was checked, `facts` are further rows, `serving` the commands that serve it, and `base` is named
+    if the adapter names none. Raise ModelError as `write_card`.
     """
     dtype = read_config(merged).get("dtype", "float32")
     rows = {"weights": f"base and adapter added in float32, stored in {dtype}", **(facts or {})}
-    return str(_card(MeasuredRun(run, merged, base), None, checks, rows))
+    return str(_card(MeasuredRun(run, merged, base), None, checks, rows, serving))
 
 
 def refresh_scores(run: MeasuredRun) -> None:
@@ -64,7 +69,11 @@ def is_hub_id(name: str) -> bool:
 
 
 def _card(
-    run: MeasuredRun, pictures: Path | None, checks: Sequence[str] = (), facts: Mapping[str, str] | None = None
+    run: MeasuredRun,
+    pictures: Path | None,
+    checks: Sequence[str] = (),
+    facts: Mapping[str, str] | None = None,
+    serving: Sequence[str] = (),
 ) -> ModelCard:
     """The card of a run, or of the weights merged from it."""
     recipe = run.recipe if run.has_recipe else None
@@ -83,6 +92,7 @@ def _card(
         theta=full_attention_rope(run.config)["rope_theta"],
         facts=facts or {},
         checks=checks,
+        serving=serving,
         scores=_scores_section(run, pictures),
         paper=paper_table(recipe) if recipe else "",
     )

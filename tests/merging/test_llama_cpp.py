@@ -69,10 +69,10 @@ def test_a_run_is_merged_converted_and_gets_its_window(
 
 def test_full_weights_are_converted_as_they_are(full_run: Path, small_model: Path, tmp_path: Path) -> None:
     script = converter(tmp_path / "sources")
-    exported = export_gguf(str(full_run), tmp_path / "tuned.gguf", script)
+    exported, *_ = export_gguf(str(full_run), tmp_path / "tuned.gguf", script)
     values = "rope.scaling.type linear, rope.scaling.factor 2.0, rope.freq_base 500.0, context_length 128"
     assert exported == f"checked: {values}"
-    plain = export_gguf(str(small_model), tmp_path / "plain.gguf", script)
+    plain, *_ = export_gguf(str(small_model), tmp_path / "plain.gguf", script)
     assert "rope.scaling.type none" in plain
     assert plain.endswith("context_length 64")
 
@@ -81,7 +81,7 @@ def test_full_weights_on_the_hub_are_downloaded(
     full_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     put_on_hub(full_run, "you/model", tmp_path / "hub", monkeypatch)
-    exported = export_gguf("you/model", tmp_path / "model.gguf", converter(tmp_path / "sources"))
+    exported, *_ = export_gguf("you/model", tmp_path / "model.gguf", converter(tmp_path / "sources"))
     assert exported.endswith("context_length 128")
 
 

@@ -79,7 +79,7 @@ def test_llama_cpp_reads_the_scaling_and_agrees_at_the_target_window(
     packages, script = llama_cpp
     monkeypatch.setattr(sys, "path", [*sys.path, str(packages)])
     file = tmp_path / "model.gguf"
-    exported = export_gguf(str(stretched), file, script, "f32")
+    exported, *_ = export_gguf(str(stretched), file, script, "f32")
     assert "rope.scaling.type linear, rope.scaling.factor 4.0" in exported
     assert exported.endswith("context_length 1024")
 

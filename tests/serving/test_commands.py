@@ -1,0 +1,71 @@
+"""The KV cache by the sizes of makers' configs, and by the tensors that transformers keeps."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
+
+from pi_lora.merging.merging import merge
+from pi_lora.models.model import find
+from pi_lora.serving.commands import cache_bytes
+
+# Numbers a token and layer, by the papers and model cards.
+CACHES = {
+    "llama": ({"num_key_value_heads": 8}, 32 * 2 * 8 * 128 * 16384),
+    # Latent vector and rotary key.
+    "deepseek_v3": ({}, 61 * (512 + 64) * 16384),
+    # Every layer slides.
+    "mistral": ({"sliding_window": 4096}, 32 * 2 * 8 * 128 * 4096),
+    # One key for all heads.
+    "falcon": ({}, 32 * 2 * 64 * 16384),
+    # 5 of 30 layers attend to everything, with larger heads.
+    "gemma4_text": ({}, 2 * 4 * (5 * 512 * 16384 + 25 * 256 * 512)),
+    # Every fourth of 48 layers; the others are linear.
+    "qwen3_next": ({}, 12 * 2 * 2 * 256 * 16384),
+}
+
+
+@pytest.mark.parametrize("kind", CACHES)
+def test_the_cache_by_published_sizes(kind: str) -> None:
+    changes, numbers = CACHES[kind]
+    assert cache_bytes(AutoConfig.for_model(kind, **changes), 16384, 2) == 2 * numbers
+
+
+SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "vocab_size": 64}
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [
+        ("llama", {"num_hidden_layers": 2, "num_key_value_heads": 2}),
+        ("gpt_neox", {"num_hidden_layers": 2}),
+        ("gemma3_text", {"num_hidden_layers": 6, "head_dim": 16, "num_key_value_heads": 1, "sliding_window": 16}),
+        ("gptj", {"n_layer": 2, "n_embd": 32, "n_head": 4, "rotary_dim": 8}),
+    ],
+)
+@torch.no_grad()
+def test_the_cache_that_transformers_keeps(kind: str, changes: dict[str, int]) -> None:
+    config = AutoConfig.for_model(kind, **{**SMALL, **changes})
+    cache = DynamicCache(config=config)
+    AutoModelForCausalLM.from_config(config)(input_ids=torch.zeros(1, 40, dtype=torch.long), past_key_values=cache)
+    kept = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
+    # transformers keeps one token less of a sliding window: the newest one is added to it.
+    sliding = sum(hasattr(layer, "sliding_window") for layer in cache.layers)
+    assert cache_bytes(config, 40, 4) == kept + sliding * 2 * 16 * 4
+
+
+def test_a_merge_says_how_to_serve_it(lora_run: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "merged"
+    merged = merge(lora_run, folder)
+    config = find(str(folder)).config
+    size = 128 * config["num_hidden_layers"] * 2 * config["num_key_value_heads"] * config["head_dim"] * 4
+    assert merged.serving() == [
+        f"vllm serve {folder} --max-model-len 128 --dtype float32",
+        f"pi-lora check-server http://localhost:8000 {folder}",
+        f"pi-lora export gguf {folder} --output {folder}.gguf",
+        f"llama-server --model {folder}.gguf --ctx-size 128",
+        f"pi-lora check-server http://localhost:8080 {folder}",
+        f"# a sequence of 128 tokens takes {size / 1e9:.3g} GB of KV cache in float32",
+    ]
+    assert "\nvllm serve . --max-model-len 128 --dtype float32\n" in (folder / "README.md").read_text()
