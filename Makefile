@@ -1,23 +1,26 @@
 # From a bare checkout with Python 3.11+: `make demo` and `make test` make .venv, install what CI tested, and run.
+# `make` alone prints the targets.
 PYTHON ?= python3
 BIN := .venv/bin
 export HF_HUB_DISABLE_TELEMETRY := 1
 # Prints the packages of the extra `docs`, to install them without those of pi-lora itself.
 DOCS := import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']['docs'])
 
-.PHONY: demo results engines recipes test test-oldest test-newest test-slow faults lint docs notebook release clean
+.PHONY: help demo reproduce recipes test test-oldest test-newest test-slow faults lint docs notebook release clean
+
+help:
+	@echo "make demo                  the whole method on a CPU, in minutes"
+	@echo "make reproduce NAME=...    a figure of the README or of docs/ again; benchmarks/README.md lists the names"
+	@echo "make test, make lint       the tests; ruff and mypy"
+	@echo "make test-slow, test-oldest, test-newest, faults"
+	@echo "make docs, notebook, recipes, release, clean"
 
 demo: .venv/installed
 	$(BIN)/python scripts/demo.py
 
-results: .venv/installed
-	$(BIN)/python scripts/compare_methods.py
-
-# Other engines beside transformers, each in an environment of its own in the cache folder (about 6 GB): docs/engines.md.
-engines: .venv/installed
-	$(BIN)/python scripts/fetch_smollm2.py
-	$(BIN)/python benchmarks/engines.py
-	$(BIN)/python benchmarks/tables.py
+# A figure of the README or of docs/ again: benchmarks/README.md lists the names.
+reproduce: .venv/installed
+	$(BIN)/python benchmarks/reproduce.py $(NAME)
 
 recipes: .venv/installed
 	$(BIN)/python scripts/count_shapes.py

@@ -3,7 +3,7 @@
 Tunes by Position Interpolation, for fewer steps than recipes/demo.yaml has, and measures the result beside the base
 model, beside interpolation without tuning, and beside the released adapter, which was tuned for longer; merges; and
 shows one table and one picture. What it prints was measured in this run; a finished run in `demo/` is measured again,
-not trained again. `make results` compares the methods.
+not trained again. `make reproduce NAME=methods` compares the methods.
 
     python scripts/demo.py --readme     also tune with two more seeds, and put table, picture and time into the README
 """

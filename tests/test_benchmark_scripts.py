@@ -20,6 +20,7 @@ import compare_methods  # noqa: E402
 import engines  # noqa: E402
 import gpu  # noqa: E402
 import record  # noqa: E402
+import reproduce  # noqa: E402
 import smollm2  # noqa: E402
 import tables  # noqa: E402
 import tables_gpu  # noqa: E402
@@ -159,16 +160,26 @@ def test_a_row_has_its_own_date_and_others_keep_theirs(monkeypatch: pytest.Monke
     }
 
 
-def test_a_row_never_loses_seeds(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_table_of_methods_is_written_when_every_row_is_complete(monkeypatch: pytest.MonkeyPatch) -> None:
     kept: dict[str, Any] = {}
-    monkeypatch.setattr(sys, "argv", ["compare_methods.py", "full", "qlora"])
-    monkeypatch.setattr(compare_methods, "read", lambda _: {"rows": {"full": [{}] * 3}, "rates": {}})
-    monkeypatch.setattr(compare_methods, "tuned", lambda *asked: asked)
-    monkeypatch.setattr(compare_methods, "measured", lambda asked, _: asked[-1])
+
+    def measured(run: str, choice: Any, *_: Any) -> dict[str, Any]:
+        _, _, rate = run.rpartition("/")[2].rpartition("-")[0].rpartition("-")
+        return {"perplexity": {"1024": abs(float(rate) - 6e-4)}, "of": (run, choice.split)}
+
+    monkeypatch.setattr(compare_methods, "tuned", lambda name, rate, seed: Path(f"{name}-{rate}-{seed}"))
+    monkeypatch.setattr(compare_methods, "measured", measured)
+    monkeypatch.setattr(compare_methods, "untuned", lambda label: {"of": label})
     monkeypatch.setattr(compare_methods, "write", lambda _, found: kept.update(found))
     monkeypatch.setattr(compare_methods, "write_pages", lambda: None)
+    monkeypatch.setattr(sys, "argv", ["compare_methods.py", "full", "qlora"])
     compare_methods.main()
-    assert kept["rows"] == {"full": [0, 1, 2], "qlora": [0]}
+    assert not kept
+    monkeypatch.setattr(sys, "argv", ["compare_methods.py"])
+    compare_methods.main()
+    assert list(kept["rates"]["full"]) == ["0.0003125", "0.000625", "0.00125", "0.0025", "0.005"]
+    assert [run["of"] for run in kept["rows"]["qlora"]] == [(f"qlora-0.000625-{seed}", "test") for seed in range(3)]
+    assert set(kept["labels"]) == set(kept["rows"]) == {*compare_methods.UNTUNED, *compare_methods.METHODS}
 
 
 def test_a_row_of_another_run_is_not_taken_for_ones_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -183,7 +194,7 @@ def test_a_row_of_another_run_is_not_taken_for_ones_own(monkeypatch: pytest.Monk
 
 
 def test_pages_say_what_the_results_hold() -> None:
-    assert (ROOT / "benchmarks" / "README.md").read_text() == tables.page(), "run: python benchmarks/tables.py"
+    assert (ROOT / "benchmarks" / "README.md").read_text() == reproduce.index(), "run: python benchmarks/tables.py"
     for place, name, script, write in tables.BLOCKS:
         assert block(place, name) == tables.text_of(script, write), f"{place}: run: python benchmarks/tables.py"
 

@@ -1,0 +1,206 @@
+"""Every figure of the README and of docs/: the claim, the commands that measure it, its file, its data, and the hours.
+
+    python benchmarks/reproduce.py NAME
+
+runs the commands of one line of benchmarks/README.md, which is made from the list in this file, and writes the pages
+that show the figures. `make reproduce NAME=...` does the same.
+"""
+
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import record  # first: it finds scripts/
+from pages import table
+
+Result = Mapping[str, Any]
+
+HEAD = """# The figures, and how to measure them again
+
+`make reproduce NAME=...` runs the commands of a line and writes the pages that show its figures. Results of benchmarks
+are in `benchmarks/results/`; each says on what machine and day it was measured. Hours are of two CPU cores unless
+another machine is named. What is finished is kept: a command that was stopped goes on when it is called again, where
+its line says so. This page is written by `python benchmarks/tables.py`.
+
+"""
+NOVELS = """
+**The novels** are the 100 English novels of the Computational Stylistics Group, in the public domain. They are
+not part of this repository:
+
+    git clone https://github.com/computationalstylistics/100_english_novels
+    git -C 100_english_novels checkout 143e601
+    python benchmarks/smollm2.py --books 100_english_novels/corpus --split
+
+The last line links each novel into `books/train`, `books/held-out` or `books/test`, by its author. No author of a
+measured novel is trained on. **The short benchmarks** are BoolQ, PIQA and WinoGrande as their authors publish them,
+converted by `python benchmarks/convert_tasks.py DATA FOLDER`.
+"""
+FETCH, NOVELS_HERE = "scripts/fetch_smollm2.py", "100_english_novels/corpus"
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A line of the page. A claim is a sentence, or made from the result of the script that has the same name."""
+
+    claim: str | Callable[[Result], str]
+    commands: tuple[str, ...]
+    result: str
+    data: str
+    hours: str
+
+
+def merge(result: Result) -> str:
+    seconds = {way: f"{row['seconds']:.1f} s" for way, row in result["ways"].items()}
+    whole, peft = seconds["pi-lora merge"], seconds["PEFT merge_and_unload + save_pretrained"]
+    return (
+        f"a checked merge of 1.1 billion parameters takes {whole}, PEFT's {peft}: [merging](../docs/merging.md#memory)"
+    )
+
+
+def passkey(result: Result) -> str:
+    grid, faster = result["grid"], result["times_faster"]
+    cached, plain = faster["than_generate_with_cache"], faster["than_generate_without_cache"]
+    return (
+        f"{grid['depths']} x {grid['trials']} passkeys in {grid['target']:,} tokens: {cached:.1f} times as fast as "
+        f"`generate` with a cache, {plain:.1f} times without, {faster['k_max_only_than_whole']:.1f} times again with "
+        "`--k-max-only`; the same answers"
+    )
+
+
+def perplexity(result: Result) -> str:
+    rows = result["models"].values()
+    faster = " and ".join(f"{row['straightforward_over_sweep']:.1f}" for row in rows)
+    differ = max(row["largest_relative_difference"] for row in rows)
+    return (
+        f"a sweep of {len(result['windows'])} windows: {faster} times as fast as one window at a time, with "
+        f"vocabularies of 1,024 and 32,000; perplexities equal to {differ:.0e}"
+    )
+
+
+def plan_memory(result: Result) -> str:
+    off = [row["ratio"] - 1 for row in result["rows"].values()]
+    return (
+        f"the planned memory of {len(off)} trainings on a CPU: {min(off):+.0%} to {max(off):+.0%} beside the measured"
+    )
+
+
+def train_overhead(result: Result) -> str:
+    ratios = ", ".join(f"{run['median_ratio']:.2f} ({name.split()[0]})" for name, run in result["runs"].items())
+    return f"tokens per second of `pi-lora train` beside a bare TRL script: {ratios}"
+
+
+FIGURES: dict[str, Figure] = {
+    "demo": Figure(
+        "the README's table and picture of the built-in model, 3 seeds",
+        ("scripts/demo.py --readme",),
+        "`demo/scores/`",
+        "builtin:stdlib",
+        "0.2; continues",
+    ),
+    "methods": Figure(
+        "[methods side by side](../docs/results.md#methods-side-by-side) on the built-in model, and their rates",
+        ("scripts/compare_methods.py",),
+        "`methods.json`",
+        "builtin:stdlib, builtin:recall",
+        "6; continues",
+    ),
+    "released": Figure(
+        "[perplexity and passkeys](../docs/results.md#the-demo) of the released `adapters/demo`",
+        ("pi-lora eval all adapters/demo",),
+        "`adapters/demo/scores/`",
+        "builtin:stdlib",
+        "0.1",
+    ),
+    "smollm2": Figure(
+        "[SmolLM2-135M from 8k to 16k](../docs/results.md#a-model-that-others-trained)",
+        (FETCH, f"benchmarks/smollm2.py --books {NOVELS_HERE}"),
+        "`smollm2.json`",
+        "the novels; for the short benchmarks `--short FOLDER`",
+        "8; continues",
+    ),
+    "engines": Figure(
+        "[what other engines compute](../docs/engines.md#measured) beyond the base's window",
+        (FETCH, "benchmarks/engines.py"),
+        "`engines.json`",
+        "text of this repository",
+        "1, and 6 GB of engines",
+    ),
+    "merge": Figure(merge, ("benchmarks/merge.py",), "`merge.json`", "random weights", "0.1"),
+    "perplexity": Figure(perplexity, ("benchmarks/perplexity.py",), "`perplexity.json`", "builtin:stdlib", "0.1"),
+    "passkey": Figure(passkey, ("benchmarks/passkey.py",), "`passkey.json`", "made by the test", "0.4"),
+    "plan_memory": Figure(
+        plan_memory, (FETCH, "benchmarks/plan_memory.py"), "`plan_memory.json`", "builtin:stdlib", "0.3"
+    ),
+    "train_overhead": Figure(
+        train_overhead,
+        (
+            "benchmarks/train_overhead.py --steps 40",
+            FETCH,
+            "benchmarks/train_overhead.py --recipe smollm2_135m_16k_cpu --steps 6 --warm 2 "
+            "training.global_batch_size=1",
+        ),
+        "`train_overhead.json`",
+        "builtin:stdlib; the novels",
+        "0.3",
+    ),
+    "gpu": Figure(
+        "[speed and memory on one GPU](../docs/performance.md#measured)",
+        ("benchmarks/gpu.py",),
+        "`gpu.json`",
+        "random weights and tokens",
+        "1 of an H200; continues",
+    ),
+    "architectures": Figure(
+        "[94 architectures](../docs/models.md) are extended, and compute what their configs say",
+        ("-m pytest tests/models/test_architectures.py",),
+        "the test's verdict",
+        "random weights",
+        "0.1",
+    ),
+}
+
+
+def index() -> str:
+    """The page: a line for each figure."""
+    lines = []
+    for name, figure in FIGURES.items():
+        result = record.read(name)
+        claim = figure.claim if isinstance(figure.claim, str) else figure.claim(result) if result else "not run yet"
+        lines.append(
+            (f"`{name}`", claim, "<br>".join(f"`{each}`" for each in figure.commands), *measured(figure, result))
+        )
+    head = ("NAME", "claim", "commands", "result", "measured on", "data", "hours")
+    return HEAD + "\n".join(table(head, lines)) + "\n" + NOVELS
+
+
+def measured(figure: Figure, result: Result) -> tuple[str, ...]:
+    """The last cells of a line; the machine is that of the result, where all of it has one."""
+    machine = result.get("machine", {})
+    where = f"{machine['cores']} cores of {machine['processor']}, {machine['date']}" if machine else ""
+    return figure.result, where, figure.data, figure.hours
+
+
+def reproduce(name: str) -> None:
+    """Run the commands of a figure, one after another, in the root of the repository."""
+    for command in FIGURES[name].commands:
+        print(f"$ {command}", file=sys.stderr, flush=True)
+        words = shlex.split(command)
+        if words[0] == "pi-lora":
+            words[:1] = ["-m", "pi_lora"]
+        subprocess.run([sys.executable, *words], cwd=record.ROOT, check=True)
+
+
+def main() -> None:
+    if len(sys.argv) != 2 or sys.argv[1] not in FIGURES:
+        sys.exit(f"reproduce: name one of {', '.join(FIGURES)}")
+    from tables import write_pages
+
+    reproduce(sys.argv[1])
+    write_pages()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,152 @@
+"""Make a folder of wheels for a GPU machine without network: what pi-lora needs and that machine lacks.
+
+    python scripts/gpu_wheels.py [--machine FILE] [--python 3.12] [--folder wheels]
+
+FILE is the `pip freeze` of that machine, scripts/gpu_machine.txt unless given; torch is always the machine's own. The
+wheels are those of constraints.txt for Linux on x86_64, with the extras for QLoRA and Liger's kernels. bitsandbytes
+comes with its libraries for CUDA 13.0 and for CPUs alone. docs/performance.md has the commands for that machine.
+"""
+
+import argparse
+import shutil
+import subprocess
+import sys
+import tempfile
+import tomllib
+import zipfile
+from collections.abc import Callable, Iterator
+from email import message_from_string
+from pathlib import Path
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).parent.parent
+MACHINE = ROOT / "scripts" / "gpu_machine.txt"
+EXTRAS = ("qlora", "liger")
+GLIBC = (28, 27, 24, 17)
+PLATFORMS = [*(f"manylinux_2_{minor}_x86_64" for minor in GLIBC), "manylinux2014_x86_64", "manylinux1_x86_64"]
+KEPT_LIBRARIES = ("libbitsandbytes_cuda130.so", "libbitsandbytes_cpu.so")
+# Tree and folder together travel in so many bytes.
+MOST = 64 * 2**20
+MEBI = 2**20
+
+
+def versions(file: Path) -> dict[str, str]:
+    """Package to version, empty where the file has only the name."""
+    lines = [line.split("#")[0].strip() for line in file.read_text(encoding="utf-8").splitlines()]
+    return {canonicalize_name(name): version for name, _, version in (line.partition("==") for line in lines if line)}
+
+
+def fill(folder: Path, machine: dict[str, str], python: str) -> dict[str, str]:
+    """Put the wheels into `folder`; return what is left to the machine, package to version."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    extras = [project["optional-dependencies"][extra] for extra in EXTRAS]
+    wanted = [Requirement(each) for each in sum(extras, project["dependencies"])]
+    pins, seen, own = versions(ROOT / "constraints.txt"), set[str](), dict[str, str]()
+    while wanted:
+        requirement = wanted.pop()
+        name = canonicalize_name(requirement.name)
+        if requirement.marker and not requirement.marker.evaluate(environment(python)):
+            continue
+        if name == "torch" or has(machine, name, requirement):
+            own[name] = machine[name]
+        elif name not in seen:
+            seen.add(name)
+            print(f"  {name}", flush=True)
+            wanted += requirements_of(
+                download(folder, f"{name}=={pins[name]}" if name in pins else str(requirement), python)
+            )
+    return own
+
+
+def environment(python: str) -> dict[str, str]:
+    """The markers of that machine."""
+    linux = {"sys_platform": "linux", "platform_system": "Linux", "platform_machine": "x86_64"}
+    return {**linux, "python_version": python, "python_full_version": f"{python}.0", "extra": ""}
+
+
+def has(machine: dict[str, str], name: str, requirement: Requirement) -> bool:
+    """Whether the machine has a version that will do."""
+    return name in machine and (not machine[name] or requirement.specifier.contains(machine[name]))
+
+
+def download(folder: Path, requirement: str, python: str) -> Path:
+    """Fetch the wheel of one package, and return its file."""
+    platforms = [word for platform in PLATFORMS for word in ("--platform", platform)]
+    options = ["--no-deps", "--only-binary=:all:", "--implementation", "cp", "--python-version", python, *platforms]
+    before = set(folder.iterdir())
+    pip(["download", *options, "--dest", str(folder), requirement])
+    return next(iter(set(folder.iterdir()) - before))
+
+
+def pip(words: list[str]) -> None:
+    """Run pip, quietly."""
+    subprocess.run([sys.executable, "-m", "pip", *words, "--quiet", "--disable-pip-version-check"], check=True)
+
+
+def requirements_of(wheel: Path) -> Iterator[Requirement]:
+    """What a wheel asks for."""
+    with zipfile.ZipFile(wheel) as archive:
+        name = next(each for each in archive.namelist() if each.endswith(".dist-info/METADATA"))
+        return map(Requirement, message_from_string(archive.read(name).decode()).get_all("Requires-Dist", []))
+
+
+def keep(wheel: Path, stays: Callable[[str], bool]) -> None:
+    """Drop the files of a wheel but those that stay, and their lines in its record."""
+    smaller = wheel.with_suffix(".part")
+    with zipfile.ZipFile(wheel) as old, zipfile.ZipFile(smaller, "w", zipfile.ZIP_DEFLATED) as new:
+        for entry in filter(lambda entry: stays(entry.filename), old.infolist()):
+            content = old.read(entry)
+            if entry.filename.endswith(".dist-info/RECORD"):
+                lines = content.decode().splitlines(keepends=True)
+                content = "".join(line for line in lines if stays(line.split(",")[0])).encode()
+            new.writestr(entry, content)
+    smaller.replace(wheel)
+
+
+def is_for_that_machine(name: str) -> bool:
+    """Whether a file of bitsandbytes is needed there."""
+    return not name.endswith(".so") or name.rpartition("/")[2] in KEPT_LIBRARIES
+
+
+def is_metadata(name: str) -> bool:
+    """Whether a file of pi-lora's wheel says which version it is: the package itself is in the tree."""
+    return ".dist-info/" in name
+
+
+def size_of_tree() -> int:
+    """Bytes of the files that git tracks."""
+    names = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    return sum((ROOT / name).stat().st_size for name in names.split("\0") if name and (ROOT / name).is_file())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--machine", type=Path, default=MACHINE, help="its `pip freeze`")
+    parser.add_argument("--python", default="3.12", help="its version of Python")
+    parser.add_argument("--folder", type=Path, default=ROOT / "wheels")
+    options = parser.parse_args()
+    make(options.folder, versions(options.machine), options.python)
+    wheels = sum(file.stat().st_size for file in options.folder.iterdir())
+    both = wheels + size_of_tree()
+    print(f"{options.folder}: {wheels / MEBI:.1f} MiB, with the tree {both / MEBI:.1f} of {MOST / MEBI:.0f} MiB")
+    sys.exit(both > MOST)
+
+
+def make(folder: Path, machine: dict[str, str], python: str) -> dict[str, str]:
+    """Make the folder anew, with the metadata of pi-lora itself; return what is left to the machine."""
+    shutil.rmtree(folder, ignore_errors=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent) as temporary:
+        part = Path(temporary) / "wheels"
+        part.mkdir()
+        own = fill(part, machine, python)
+        pip(["wheel", "--no-deps", "--wheel-dir", str(part), str(ROOT)])
+        keep(next(part.glob("bitsandbytes-*")), is_for_that_machine)
+        keep(next(part.glob("pi_lora-*")), is_metadata)
+        part.rename(folder)
+    return own
+
+
+if __name__ == "__main__":
+    main()

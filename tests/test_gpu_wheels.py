@@ -1,0 +1,68 @@
+"""The folder of wheels for a GPU machine without network."""
+
+import json
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT / "scripts"))
+import gpu_wheels  # noqa: E402
+
+PYTHON = f"{sys.version_info.major}.{sys.version_info.minor}"
+TORCH = gpu_wheels.versions(ROOT / "constraints.txt")["torch"]
+
+
+def test_a_wheel_loses_libraries_and_their_lines_in_the_record(tmp_path: Path) -> None:
+    wheel = tmp_path / "bitsandbytes-1-py3-none-any.whl"
+    libraries = ["a/libbitsandbytes_cuda130.so", "a/libbitsandbytes_cuda118.so", "a/libbitsandbytes_cpu.so"]
+    with zipfile.ZipFile(wheel, "w") as archive:
+        for name in libraries:
+            archive.writestr(name, name)
+        archive.writestr("a-1.dist-info/RECORD", "".join(f"{name},sha256=0,1\n" for name in libraries))
+    gpu_wheels.keep(wheel, gpu_wheels.is_for_that_machine)
+    with zipfile.ZipFile(wheel) as archive:
+        assert archive.namelist() == [libraries[0], libraries[2], "a-1.dist-info/RECORD"]
+        record = archive.read("a-1.dist-info/RECORD").decode()
+    assert record == f"{libraries[0]},sha256=0,1\n{libraries[2]},sha256=0,1\n"
+
+
+@pytest.mark.slow
+@pytest.mark.network
+def test_the_gpu_benchmark_runs_from_the_tree_and_the_folder(tmp_path: Path) -> None:
+    """In an environment with what such a machine has, on its versions, and with this Python and torch."""
+    wheels, site, machine = tmp_path / "wheels", tmp_path / "site", tmp_path / "machine"
+    own = gpu_wheels.make(wheels, gpu_wheels.versions(gpu_wheels.MACHINE), PYTHON)
+    carried = {canonicalize_name(file.name.split("-")[0]) for file in wheels.iterdir()}
+    asked = {canonicalize_name(each.name) for file in wheels.iterdir() for each in needs(file)}
+    assert asked <= carried | {*own}
+    subprocess.run([sys.executable, "-m", "venv", str(machine)], check=True)
+    python = str(machine / "bin" / "python")
+    # Its numpy has no wheel for the oldest Python that we support.
+    fixed = {**own, "torch": TORCH, "numpy": ""}
+    there = [f"{name}=={version}" if version else name for name, version in fixed.items()]
+    install = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    old = [f"{name}=={gpu_wheels.versions(gpu_wheels.MACHINE)[name]}" for name in ("accelerate", "transformers")]
+    subprocess.run([*install, *there, *old], check=True)
+    files = map(str, wheels.glob("*.whl"))
+    subprocess.run([*install, "--no-index", "--no-deps", "--target", str(site), *files], check=True)
+    rows = tmp_path / "rows.json"
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{site}", "HF_HUB_OFFLINE": "1"}
+    command = [python, "benchmarks/gpu.py", "--tiny", "--json", str(rows)]
+    subprocess.run(command, cwd=ROOT, env=environment, check=True, timeout=400)
+    made = json.loads(rows.read_text())["rows"]
+    assert not [row for row in made if "failed" in row]
+    assert "transformers 5.23.0" in made[0]["machine"]["versions"]
+
+
+def needs(wheel: Path) -> list[Requirement]:
+    if wheel.name.startswith("pi_lora-"):
+        return []
+    each = gpu_wheels.requirements_of(wheel)
+    return [one for one in each if not one.marker or one.marker.evaluate(gpu_wheels.environment(PYTHON))]
