@@ -1,43 +1,17 @@
-"""Data that is prepared ahead of training: elsewhere, in several processes, once."""
+"""Data that is prepared ahead of training: elsewhere, once."""
 
 from pathlib import Path
 
 import pytest
 from conftest import run_command, small_recipe
 
-from pi_lora.data.packing import training_sequences
-from pi_lora.data.tokens import Pool
-from pi_lora.models.tokenizer import load_tokenizer
 from pi_lora.preflight import check_data
 from pi_lora.recipe.files import dump_recipe
-from pi_lora.recipe.schema import Data
 from pi_lora.training.training import prepare_data
 
 
 def never(done: int, total: int, note: str = "") -> None:
     pytest.fail(f"{total} tokens are packed again")
-
-
-def entries(cache: Path) -> dict[str, bytes]:
-    return {path.relative_to(cache).as_posix(): path.read_bytes() for path in cache.rglob("*") if path.is_file()}
-
-
-def test_any_number_of_processes_packs_the_same(
-    small_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    data = Data.model_validate({"source": ["builtin:stdlib", "builtin:recall"]})
-    tokenizer = load_tokenizer(small_model, 128)
-    pools = list[int]()
-    begin = Pool.__init__
-    monkeypatch.setattr(Pool, "__init__", lambda self, *given: pools.append(given[-1]) or begin(self, *given))
-    found = []
-    for processes in (1, 2):
-        monkeypatch.setenv("PI_LORA_CACHE", str(tmp_path / str(processes)))
-        training_sequences(data, tokenizer, 64, 128, 2000, processes=processes)
-        found.append(entries(tmp_path / str(processes)))
-    assert pools == [2]
-    assert found[0] == found[1]
-    assert any(name.endswith(".arrow") and len(content) > 2000 * 128 * 2 for name, content in found[0].items())
 
 
 def test_a_recipe_for_gpus_is_prepared_without_and_read_by_training(
@@ -55,7 +29,7 @@ def test_a_recipe_for_gpus_is_prepared_without_and_read_by_training(
     recipe = small_recipe(folder, hardware={"gpus": 8}, training={"steps": 2, "global_batch_size": 8})
     file = tmp_path / "recipe.yaml"
     file.write_text(dump_recipe(recipe))
-    assert run_command("prepare", str(file), "--processes", "1") == 0
+    assert run_command("prepare", str(file)) == 0
     said = capsys.readouterr().out
     assert "data: 2,048 tokens at hand, as many as needed: 16 sequences of 128" in said
     assert f"{tmp_path / 'cache'}: has the data of {file}; pi-lora train reads it from there" in said

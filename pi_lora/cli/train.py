@@ -1,6 +1,5 @@
 """`pi-lora train` and `pi-lora prepare`."""
 
-import os
 import shlex
 import sys
 from pathlib import Path
@@ -64,7 +63,7 @@ def train(
         def packed(done: int, total: int, note: str = "") -> None:
             """Report progress; say before much text is packed how to pack it elsewhere."""
             if not done and total >= MANY_TOKENS:
-                elsewhere = f"without a GPU, in several processes: {shlex.join(['pi-lora', 'prepare', str(recipe)])}"
+                elsewhere = f"on a machine without a GPU: {shlex.join(['pi-lora', 'prepare', str(recipe)])}"
                 err.lines(f"data: {total:,} tokens are not in the cache and are packed now; {elsewhere}")
             progress(done, total, note)
 
@@ -90,7 +89,6 @@ def prepare(
     recipe: RecipeFile,
     /,
     *overrides: Override,
-    processes: Annotated[PositiveInt | None, Parameter(help="Tokenizer processes; one per core by default.")] = None,
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Tokenize and pack the training data of RECIPE into the cache; no GPU is needed."""
@@ -102,6 +100,6 @@ def prepare(
         resolved = read_recipe(recipe, overrides).recipe
         model = check_data(resolved, Permissions(trust_remote_code))
     with progress_bar("preparing data") as progress:
-        data = prepare_data(resolved, model, progress, processes or os.cpu_count() or 1)
+        data = prepare_data(resolved, model, progress)
     done = f"{cache_folder()}: has the data of {recipe}; pi-lora train reads it from there"
     out.lines(*(f"data: {line}" for line in data.messages), done)

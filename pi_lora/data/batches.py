@@ -124,16 +124,14 @@ def training_data(
     original: int,
     target: int,
     progress: Progress = silent,
-    processes: int = 1,
 ) -> TrainingData:
-    """Return what the sections of a recipe ask for, from the cache where it was made before. Text that is packed is
-    tokenized in `processes`; examples, of at most `target` (L') tokens, by the tokenizer's threads.
-    Raise DataError if a source cannot be read, or holds too little for the steps.
+    """Return what the sections of a recipe ask for, from the cache where it was made before; examples have at most
+    `target` (L') tokens. Raise DataError if a source cannot be read, or holds too little for the steps.
     """
     if data.has_examples:
         return _examples(data, training, tokenizer, target, progress)
     number = training.steps * training.global_batch_size
-    rows = training_sequences(data, tokenizer, original, target, number, progress, processes)
+    rows = training_sequences(data, tokenizer, original, target, number, progress)
     length = len(rows[0]["input_ids"])
     message = f"{number * length:,} tokens at hand, as many as needed: {number:,} sequences of {length:,}"
     return TrainingData(rows, collate, length, [message])

@@ -1,7 +1,7 @@
 """Rows to prompts and completions in token ids: a template around columns, cut to fit, and what is left out."""
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from string import Formatter
@@ -25,7 +25,7 @@ Read the following article and then summarize it.
 Now summarize the above article.
 Summary:"""
 # Raise it with every change to how examples are made.
-FORMAT = 4
+FORMAT = 5
 SHOWN = 5
 HUB_KEYS = {"subset", "split", "revision", "streaming"}
 
@@ -119,23 +119,32 @@ class Prompter:
 
     def prompts(self, rows: Sequence[Texts]) -> list[Prompt]:
         """Return the prompts of rows, as the tokenizer begins a text; many at a time are encoded in parallel."""
-        column, longest = self.task.document, self.longest
+        column = self.task.document
         if column is None:
-            return [Prompt(ids, fits=len(ids) <= longest) for ids in self._framed(rows)]
-        documents = self._documents([row[column] for row in rows])
-        kept, cut = [], []
-        frames = self._framed([{**row, column: ""} for row in rows])
-        for row, frame, (size, first) in zip(rows, frames, documents, strict=True):
-            kept.append(max(0, min(size, self.task.document_tokens, longest - len(frame))))
-            cut.append({**row, column: first(kept[-1])})
+            return [Prompt(ids, fits=len(ids) <= self.longest) for ids in self._framed(rows)]
+        documents = self.tokenizer(
+            [row[column] for row in rows], add_special_tokens=False, return_offsets_mapping=self.is_fast
+        )
+        sizes = list(map(len, documents["input_ids"]))
+
+        def cut(index: int, tokens: int) -> Texts:
+            """Return a row with the first `tokens` of its document."""
+            text = rows[index][column]
+            if tokens < sizes[index] and self.is_fast:
+                text = text[: documents["offset_mapping"][index][tokens - 1][1]] if tokens else ""
+            elif tokens < sizes[index]:
+                text = self.decode(documents["input_ids"][index][:tokens])
+            return {**rows[index], column: text}
+
+        kept = [min(size, self.task.document_tokens, max(0, self.longest)) for size in sizes]
         prompts = []
-        for row, (size, first), ids, number in zip(rows, documents, self._framed(cut), kept, strict=True):
-            # A prompt is tokenized as a whole, which may take a token or two more than its parts did; then more is cut.
-            while len(ids) > longest and number:
-                number = max(0, number - (len(ids) - longest))
-                [ids] = self._framed([{**row, column: first(number)}])
-            fits = len(ids) <= longest and (number > 0 or not size)
-            prompts.append(Prompt(ids, size, number, fits))
+        for index, ids in enumerate(self._framed([cut(*pair) for pair in enumerate(kept)])):
+            # Cut again by what the text around the document takes. Tokens may differ where the cut is.
+            while len(ids) > self.longest and kept[index]:
+                kept[index] = max(0, kept[index] - (len(ids) - self.longest))
+                [ids] = self._framed([cut(index, kept[index])])
+            fits = len(ids) <= self.longest and (kept[index] > 0 or not sizes[index])
+            prompts.append(Prompt(ids, sizes[index], kept[index], fits))
         return prompts
 
     def completions(self, rows: Sequence[Texts]) -> list[list[int]]:
@@ -158,20 +167,6 @@ class Prompter:
         """Encode with the tokenizer's own BOS, but without the EOS that some add."""
         encoded = self.tokenizer([self.task.prompt(row) for row in rows])["input_ids"]
         return [ids[:-1] if ids[-1:] == [self.eos] else ids for ids in encoded]
-
-    def _documents(self, texts: list[str]) -> list[tuple[int, Callable[[int], str]]]:
-        """Return the number of tokens of each text, and a function that gives the text of so many of its first."""
-        encoded = self.tokenizer(texts, add_special_tokens=False, return_offsets_mapping=self.is_fast)
-
-        def first(index: int, number: int) -> str:
-            ids, text = encoded["input_ids"][index], texts[index]
-            if number == len(ids):
-                return text
-            if self.is_fast:
-                return text[: encoded["offset_mapping"][index][number - 1][1]] if number else ""
-            return str(self.decode(ids[:number]))
-
-        return [(len(ids), partial(first, index)) for index, ids in enumerate(encoded["input_ids"])]
 
 
 class Account(BaseModel):

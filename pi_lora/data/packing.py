@@ -4,7 +4,6 @@ import itertools
 import math
 import random
 from collections.abc import Iterable, Iterator
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +12,7 @@ from datasets import Dataset
 from pi_lora.data.cache import Row, cached, columns_of
 from pi_lora.data.recall import recall_document
 from pi_lora.data.sources import RECALL, Table, find_corpus
-from pi_lora.data.tokens import Encode, Pool, Tokens, encoder, in_batches, token_type, tokenizer_identity
+from pi_lora.data.tokens import Encode, Tokens, encoder, in_batches, token_type, tokenizer_identity
 from pi_lora.errors import DataError
 from pi_lora.recipe.schema import Data, Source
 from pi_lora.types import Progress, silent
@@ -74,19 +73,19 @@ class Stream:
     tokens: int = 0
     left_out: int = 0
 
-    def sequences(self, pool: Pool | None) -> Iterator[Tokens]:
+    def sequences(self) -> Iterator[Tokens]:
         """Yield sequences of exactly `length` tokens until the source is used up; `builtin:recall` has no end."""
         if self.source.name == RECALL:
             # The facts that a document asks for must stand in the same sequence.
             return aligned(self._recall_documents(), self.length)
-        return wrapped(self._text_documents(pool), self.length)
+        return wrapped(self._text_documents(), self.length)
 
-    def _text_documents(self, pool: Pool | None) -> Iterator[Tokens]:
+    def _text_documents(self) -> Iterator[Tokens]:
         # Each epoch has an order of its own.
         for epoch in range(self.data.epochs):
             texts = (document.text for document in self.corpus.documents(self.data.seed + epoch))
             batches = in_batches(texts, len)
-            for ids in itertools.chain.from_iterable(pool.encode(batches) if pool else map(self.encode, batches)):
+            for ids in itertools.chain.from_iterable(map(self.encode, batches)):
                 if len(ids) < self.data.min_document_tokens:
                     self.left_out += not epoch  # each document once
                 else:
@@ -121,10 +120,9 @@ def training_sequences(
     target: int,
     number: int,
     progress: Progress = silent,
-    processes: int = 1,
 ) -> Dataset:
     """Make `number` sequences from the sources of a recipe, mixed by weight and seeded, or read them from the cache:
-    rows of `input_ids` as NumPy arrays mapped into memory. `processes` tokenize. `progress` is told the tokens packed,
+    rows of `input_ids` as NumPy arrays mapped into memory. `progress` is told the tokens packed,
     those needed, and a note: first with 0, or never where they are in the cache.
 
     Under PoSE (`positions: skip`) they have `sequence_tokens`, by default `original` (L), and `position_ids`; otherwise
@@ -152,16 +150,15 @@ def training_sequences(
         rng = random.Random(data.seed)
         weights = [source.weight for source in data.source]
         order = random.Random(data.seed).choices(range(len(weights)), weights, k=number)
-        with Pool(tokenizer, data.special_tokens, processes) if processes > 1 else nullcontext() as pool:
-            sequences = [stream.sequences(pool) for stream in streams]
-            for done, index in enumerate(order, 1):
-                if (ids := next(sequences[index], None)) is None:
-                    raise streams[index].too_little(order.count(index) * length)
-                short = sum(stream.left_out for stream in streams)
-                note = f"documents of under {data.min_document_tokens} tokens left out: {short:,}" if short else ""
-                progress(done * length, number * length, note)
-                positions = {"position_ids": skip_positions(rng, length, target, data.chunks)} if pose else {}
-                yield {"input_ids": ids, **positions}
+        sequences = [stream.sequences() for stream in streams]
+        for done, index in enumerate(order, 1):
+            if (ids := next(sequences[index], None)) is None:
+                raise streams[index].too_little(order.count(index) * length)
+            short = sum(stream.left_out for stream in streams)
+            note = f"documents of under {data.min_document_tokens} tokens left out: {short:,}" if short else ""
+            progress(done * length, number * length, note)
+            positions = {"position_ids": skip_positions(rng, length, target, data.chunks)} if pose else {}
+            yield {"input_ids": ids, **positions}
 
     columns = {"input_ids": token_type(tokenizer), **({"position_ids": "int32"} if pose else {})}
     return cached(made_from, columns_of(columns, length), rows)[0]

@@ -2,14 +2,9 @@
 
 import hashlib
 import json
-import os
-import signal
 from array import array
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, MutableSequence, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
 from functools import partial
-from multiprocessing import get_context
 from typing import Any, TypeVar
 
 Item = TypeVar("Item")
@@ -70,43 +65,6 @@ def pieces(text: str) -> Iterator[str]:
             end = text.rfind("\n", start, end) + 1 or end
         yield text[start:end]
         start = end
-
-
-class Pool(ProcessPoolExecutor):
-    """Processes that encode as `encoder` of the same arguments does."""
-
-    def __init__(self, tokenizer: Any, special_tokens: bool, processes: int) -> None:
-        self.ahead = 2 * processes
-        # Not forked: threads of the tokenizer and of Arrow would be missing in the copies.
-        super().__init__(processes, get_context("spawn"), _start_worker, (tokenizer, special_tokens))
-
-    def encode(self, batches: Iterable[Sequence[str]]) -> Iterator[list[Tokens]]:
-        """Yield the ids of batches of texts in their order; two batches for each process are on their way."""
-        waiting = deque[Future[list[Tokens]]]()
-        for batch in batches:
-            waiting.append(self.submit(_encode, batch))
-            if len(waiting) > self.ahead:
-                yield waiting.popleft().result()
-        yield from (future.result() for future in waiting)
-
-    def __exit__(self, *_: object) -> None:
-        self.shutdown(cancel_futures=True)
-
-
-# In a process of a pool.
-_worker_encode: Encode
-
-
-def _start_worker(tokenizer: Any, special_tokens: bool) -> None:
-    global _worker_encode
-    # Ctrl-C is for the main process; and there are processes instead of the tokenizer's threads.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    _worker_encode = encoder(tokenizer, special_tokens)
-
-
-def _encode(texts: Sequence[str]) -> list[Tokens]:
-    return [array("i", ids) for ids in _worker_encode(texts)]
 
 
 def in_batches(

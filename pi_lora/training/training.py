@@ -65,12 +65,10 @@ def train(
     return output
 
 
-def prepare_data(recipe: Recipe, model: Model, progress: Progress = silent, processes: int = 1) -> TrainingData:
-    """Return the packed sequences or the examples of `recipe` for `model`; made once in `processes`, then read from the
-    cache.
-    """
+def prepare_data(recipe: Recipe, model: Model, progress: Progress = silent) -> TrainingData:
+    """Return the packed sequences or the examples of `recipe` for `model`; made once, then read from the cache."""
     lengths = model.original, recipe.context.target
-    return training_data(recipe.data, recipe.training, model.tokenizer, *lengths, progress, processes)
+    return training_data(recipe.data, recipe.training, model.tokenizer, *lengths, progress)
 
 
 @contextmanager
