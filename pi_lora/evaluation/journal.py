@@ -69,21 +69,12 @@ class Journal:
 
     def measure(self, kind: type[R], names: Sequence[str], measure: Callable[[str], R]) -> dict[str, R]:
         """Return the results of `names`: each process measures what is left of its share, and all return the same."""
-
-        def results() -> Iterator[tuple[str, Any]]:
-            for name in self.left(names):
-                yield name, measure(name).model_dump()
-
-        return {name: kind.model_validate(result) for name, result in self.collect(names, results()).items()}
-
-    def collect(self, names: Sequence[str], results: Iterator[tuple[str, Any]]) -> dict[str, Any]:
-        """Keep `results`, what is left of this process's share as it comes; return the results of all processes."""
         with _as_many_passes(self.model):
-            for name, result in results:
-                self.add(name, result)
+            for name in self.left(names):
+                self.add(name, measure(name).model_dump())
         mine = [(name, self.results[name]) for name in self.share(names)]
         every = dict(from_all(mine) if self.shared else mine)
-        return {name: every[name] for name in names}
+        return {name: kind.model_validate(every[name]) for name in names}
 
 
 @dataclass

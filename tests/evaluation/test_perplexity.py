@@ -82,7 +82,7 @@ def test_every_token_is_scored_once_with_enough_before_it(
 ) -> None:
     stride = max(1, min(stride, min(windows) - 1))
     length = max(windows) + more
-    planned = pieces(length, windows, stride, by_position)
+    planned = pieces(length, windows, stride, 5 * by_position)
     for window in windows:
         scored = [(token, piece) for piece in planned for token in piece.scored.get(window, ())]
         assert [token for token, _ in scored] == list(range(1, length))
@@ -102,11 +102,11 @@ def test_windows_side_by_side_leave_out_their_first_tokens(window: int, more: in
 
 @given(st.lists(st.integers(2, 60), min_size=1, max_size=4), st.integers(0, 200), st.integers(1, 60), st.integers(1, 9))
 def test_batches_hold_every_piece_once_and_do_not_mix(windows: list[int], more: int, stride: int, size: int) -> None:
-    planned = pieces(max(windows) + more, windows, max(1, min(stride, min(windows))), by_position=True)
+    planned = pieces(max(windows) + more, windows, max(1, min(stride, min(windows))), bins=5)
     together = list(batches(planned, size))
     assert sorted(piece.start for batch in together for piece in batch) == [piece.start for piece in planned]
     assert all(0 < len(batch) <= size for batch in together)
-    assert all(len({piece.whole for piece in batch}) == 1 for batch in together)
+    assert all(len({piece.start == 0 or bool(piece.positions) for piece in batch}) == 1 for batch in together)
 
 
 def test_a_sweep_reads_hardly_more_than_its_longest_window_alone() -> None:
@@ -162,11 +162,12 @@ def test_losses_by_position_are_those_of_windows_that_do_not_overlap(
     for start in range(0, len(document) - 63, 64):
         by_hand += losses_by_token(model, document[start : start + 64], 64, 64)
     bounds = position_bounds(64, bins)
-    for each, first, last in zip(found, bounds, bounds[1:], strict=False):
+    for (start, each), first, last in zip(found.items(), bounds, bounds[1:], strict=False):
         expected = [loss for _, before, loss in by_hand if first <= before < last]
+        assert start == first
         assert each.tokens == len(expected) > 0
         assert each.loss == pytest.approx(sum(expected), rel=1e-5)
-    assert sum(each.tokens for each in found) == 4 * 63
+    assert sum(each.tokens for each in found.values()) == 4 * 63
 
 
 @pytest.mark.parametrize("stride", [0, 65])

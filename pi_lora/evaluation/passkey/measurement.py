@@ -119,9 +119,8 @@ def evaluate_passkey(model: Model, options: PasskeyOptions, session: Session | N
     lengths = []
     for number, target in enumerate(targets):
 
-        def report(done: int, total: int, note: str = "", number: int = number, target: int = target) -> None:
-            within = f"within {target:,}: " if len(targets) > 1 else ""
-            session.progress(number * total + done, len(targets) * total, f"{within}{note}")
+        def report(done: int, total: int, note: str = "", number: int = number) -> None:
+            session.progress(number * total + done, len(targets) * total, note)
 
         grid = Grid(target, options.depths, options.trials, options.seed)
         lengths.append(_measure(model, grid, options.k_max_only, session, report))

@@ -10,7 +10,6 @@ import torch
 from pydantic import Field
 
 from pi_lora.distributed import number_of_processes
-from pi_lora.drawing import sparkline
 from pi_lora.evaluation.forward import check_numbers, forget_lengths
 from pi_lora.evaluation.journal import Journal
 from pi_lora.evaluation.measurement import Result
@@ -58,7 +57,6 @@ class PasskeyTest:
         self, model: Any, tokenizer: Any, grid: Grid, apart: bool = False, progress: Progress = silent
     ) -> None:
         self.model, self.tokenizer, self.grid, self.apart, self.progress = model, tokenizer, grid, apart, progress
-        self.outcomes: dict[int, list[bool]] = {}
 
     @torch.no_grad()
     def ask(self, depth: int, which: range) -> list[bool]:
@@ -67,9 +65,7 @@ class PasskeyTest:
         size = 1 if self.apart else rows_at_once(self.model, max(trial.length for trial in trials), self._prefix)
         batches = (trials[start : start + size] for start in range(0, len(trials), size))
         outcomes = [success for batch in batches for success in self._succeed(batch)]
-        self.outcomes.setdefault(depth, []).extend(outcomes)
-        rates = [sum(each) / len(each) for each in self.outcomes.values()]
-        note = f"{rates[-1]:.0%} at {self.grid.ks[depth]:,} tokens {sparkline(rates, 0, 1, len(rates))}"
+        note = f"{sum(outcomes) / len(outcomes):.0%} at {self.grid.ks[depth]:,} of {self.grid.target:,} tokens"
         self.progress(depth * self.grid.trials + which.stop, self.grid.depths * self.grid.trials, note)
         return outcomes
 

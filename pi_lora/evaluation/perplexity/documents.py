@@ -2,8 +2,9 @@
 
 import random
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import accumulate, groupby, islice
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from itertools import accumulate, chain, groupby, islice, repeat
 from typing import Any, NamedTuple
 
 from pi_lora.data.documents import Document
@@ -52,35 +53,20 @@ def choose_documents(model: Model, options: PerplexityOptions, longest: int) -> 
     """
     if options.truncate is not None and options.truncate < longest:
         raise DataError(f"--truncate: {options.truncate} tokens do not hold a window of {longest}; choose more")
-    needed = max(longest, options.min_tokens or 0)
+    needed, passed_over = max(longest, options.min_tokens or 0), 0
+    read = partial(evaluation_documents, options.data, options.split, options.column)
+    documents: Iterable[Document] = read()
+    if options.seed is not None:
+        order, passed_over = _shuffled(documents, options.seed, needed)
+        documents = _in_order(read, order, options.documents or len(order))
     chosen: list[TokenizedDocument] = []
     lengths: list[int] = []
-
-    def read() -> Iterator[Document]:
-        return evaluation_documents(options.data, options.split, options.column)
-
-    def add(documents: Iterable[Document]) -> Iterator[TokenizedDocument | None]:
-        """Yield each document that is long enough, and None for the others."""
-        for document, ids in _tokenized(model, documents):
-            lengths.append(len(ids))
-            yield _document(model, document, ids, options.truncate) if len(ids) >= needed else None
-
-    passed_over = 0
-    if options.seed is None:
-        for document in add(read()):
-            chosen += [document] if document else []
-            if len(chosen) == options.documents:
-                break
-    else:
-        order, passed_over = _shuffled(read(), options.seed, needed)
-        while order and len(chosen) != options.documents:
-            # As many as are missing are read anew: only what is measured is held in memory.
-            missing = len(order) if options.documents is None else options.documents - len(chosen)
-            rank = {number: place for place, number in enumerate(order[:missing])}
-            order = order[missing:]
-            documents = add(document for number, document in enumerate(read()) if number in rank)
-            ranked = sorted(zip(sorted(rank), documents, strict=True), key=lambda pair: rank[pair[0]])
-            chosen += [document for _, document in ranked if document]
+    for document, ids in _tokenized(model, documents):
+        lengths.append(len(ids))
+        if len(ids) >= needed:
+            chosen.append(_document(model, document, ids, options.truncate))
+        if len(chosen) == options.documents:
+            break
     if not chosen:
         option = "--windows" if needed == longest else "--min-tokens"
         longer = f"{needed} tokens is longer than every document of {options.data} (the longest has {max(lengths)})"
@@ -93,10 +79,17 @@ def _shuffled(documents: Iterable[Document], seed: int, needed: int) -> tuple[li
     how many others there are.
     """
     sizes = [len(document.text.encode()) + FRAME_TOKENS for document in documents]
-    candidates = [number for number, size in enumerate(sizes) if size >= needed]
-    candidates = candidates or [max(range(len(sizes)), key=lambda number: sizes[number])]
+    candidates = [number for number, size in enumerate(sizes) if size >= needed] or [sizes.index(max(sizes))]
     random.Random(seed).shuffle(candidates)
     return candidates, len(sizes) - len(candidates)
+
+
+def _in_order(read: Callable[[], Iterable[Document]], order: Sequence[int], at_once: int) -> Iterator[Document]:
+    """Yield documents by their numbers in `order`; every `at_once` of them are read anew, and no others are held."""
+    for start in range(0, len(order), at_once):
+        wanted = set(order[start : start + at_once])
+        held = {number: document for number, document in enumerate(read()) if number in wanted}
+        yield from (held[number] for number in order[start : start + at_once])
 
 
 def _tokenized(model: Model, documents: Iterable[Document]) -> Iterator[tuple[Document, Tokens]]:
@@ -108,13 +101,13 @@ def _tokenized(model: Model, documents: Iterable[Document]) -> Iterator[tuple[Do
 def _document(model: Model, document: Document, ids: Tokens, truncate: int | None) -> TokenizedDocument:
     check_ids(model, ids)
     kept = array("i", ids[:truncate])
-    sizes = islice(token_bytes(model.tokenizer, document.text, ids), len(kept))
+    sizes = islice(chain(token_bytes(model.tokenizer, document.text, ids), repeat(0.0)), len(kept))
     return TokenizedDocument(document.name, kept, array("d", accumulate(sizes, initial=0.0)))
 
 
 def token_bytes(tokenizer: Any, text: str, ids: Sequence[int]) -> Iterator[float]:
     """Yield the bytes of UTF-8 that each token of a text stands for: those between the end of the token before it and
-    its own end. Tokens of one character share its bytes; BOS and the like have none. A tokenizer that does not tell
+    its own end. Tokens of one character share its bytes; BOS has none. A tokenizer that does not tell
     where its tokens are gives each the same.
     """
     if not tokenizer.is_fast:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from itertools import chain
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -19,33 +19,34 @@ from pi_lora.evaluation.forward import forget_lengths, padded, pass_tokens
 
 # Logits in memory at a time; a window of 32k tokens over a vocabulary of 128k has 4 billion.
 LOGITS, LOGITS_ON_CPU = 2**28, 2**25
+# Nats a token; the perplexity of a greater mean loss is infinite.
+MOST_LOSS = 700.0
 
 
 @dataclass(frozen=True)
 class Piece:
     """Tokens `start` to `stop` of a document, which go through the model once; `scored` are those that each window
-    scores here. Of a piece that is `whole`, the loss of every token but its first is wanted.
+    scores here, `positions` those of each bin of positions, by the first position of the bin.
     """
 
     start: int
     stop: int
     scored: Mapping[int, range]
-    whole: bool
+    positions: Mapping[int, range]
 
     @property
     def wanted(self) -> set[int]:
         """The tokens whose losses are wanted, counted from the piece's start."""
-        if self.whole:
-            return set(range(1, self.stop - self.start))
-        return {token - self.start for tokens in self.scored.values() for token in tokens}
+        ranges = (*self.scored.values(), *self.positions.values())
+        return {token - self.start for tokens in ranges for token in tokens}
 
 
-def pieces(length: int, windows: Sequence[int], stride: int, by_position: bool = False) -> list[Piece]:
+def pieces(length: int, windows: Sequence[int], stride: int, bins: int = 0) -> list[Piece]:
     """Return the passes that a sweep of `windows` takes over a document of `length` tokens.
 
     The first window scores all its tokens, every later one, `stride` further on, its last `stride`. With a stride as
     long as the window, a window's first token has no context and is not scored. A piece is as long as the longest
-    window that scores in it. `by_position` asks for every loss of the longest windows that fit without overlap.
+    window that scores in it. With `bins` of positions, the longest windows that fit without overlap score all tokens.
 
     >>> [(piece.start, piece.stop, dict(piece.scored)) for piece in pieces(10, [4, 6], stride=2)]
     ... # doctest: +NORMALIZE_WHITESPACE
@@ -53,7 +54,7 @@ def pieces(length: int, windows: Sequence[int], stride: int, by_position: bool =
      (4, 10, {4: range(6, 8), 6: range(8, 10)}), (6, 10, {4: range(8, 10)})]
     """
     longest = max(windows)
-    apart = -(-longest // stride) * stride
+    apart, bounds = -(-longest // stride) * stride, position_bounds(longest, bins)
     found = []
     for start in (0, *range(stride, length - min(windows) + stride, stride)):
         scored = {
@@ -61,17 +62,18 @@ def pieces(length: int, windows: Sequence[int], stride: int, by_position: bool =
             for window in sorted(windows)
             if (tokens := range(max(start + window - stride, start + 1) if start else 1, min(start + window, length)))
         }
-        whole = start == 0 or (by_position and start % apart == 0 and start + longest <= length)
-        if scored or whole:
-            found.append(Piece(start, min(start + (longest if whole else max(scored)), length), scored, whole))
+        whole = start % apart == 0 and start + longest <= length
+        positions = {first: range(start + first, start + last) for first, last in pairwise(bounds)} if whole else {}
+        if scored or positions:
+            found.append(Piece(start, min(start + (longest if positions else max(scored)), length), scored, positions))
     return found
 
 
 def batches(all_pieces: Iterable[Piece], size: int) -> Iterator[list[Piece]]:
-    """Yield up to `size` pieces at a time; whole ones come first and by themselves, since all their losses are made."""
+    """Yield up to `size` pieces at a time; those with all their losses wanted come first and by themselves."""
     in_order = list(all_pieces)
     for whole in (True, False):
-        alike = [piece for piece in in_order if piece.whole == whole]
+        alike = [piece for piece in in_order if (piece.start == 0 or bool(piece.positions)) == whole]
         for start in range(0, len(alike), size):
             yield alike[start : start + size]
 
@@ -128,97 +130,97 @@ class Sweep:
         if not 1 <= self.stride <= shortest:
             raise DataError(f"--stride: {self.stride} must be from 1 to the shortest window, {shortest}; lower it")
 
-    def scored_bytes(self, before: Sequence[float]) -> dict[int, float]:
-        """Return the bytes of text that each window scores in a document, of which `before` says how many come before
-        each token and in all.
-        """
-        scored = dict.fromkeys(self.windows, 0.0)
-        for piece in chain.from_iterable(self.plan(len(before) - 1)):
-            for window, tokens in piece.scored.items():
-                scored[window] += before[tokens.stop] - before[tokens.start]
-        return scored
-
     def plan(self, length: int) -> list[list[Piece]]:
         """Return the pieces of a document that share forward passes; only the longest window counts by position."""
         sweeps = [(window,) for window in sorted(self.windows)] if self.apart else [self.windows]
         longest = max(self.windows)
-        return [pieces(length, sweep, self.stride, self.bins > 0 and longest in sweep) for sweep in sweeps]
+        return [pieces(length, sweep, self.stride, self.bins if longest in sweep else 0) for sweep in sweeps]
 
 
 class LossSum(BaseModel):
-    """Losses in nats added up over `tokens` tokens."""
+    """Losses in nats added up over `tokens` tokens, which stand for `bytes` of UTF-8 text."""
 
     loss: float = 0.0
     tokens: int = 0
+    bytes: float = 0.0
 
     @property
     def mean(self) -> float:
         """The loss a token."""
         return self.loss / self.tokens
 
-    def add(self, losses: torch.Tensor) -> None:
-        """Add losses, in float64."""
+    @property
+    def perplexity(self) -> float:
+        """Infinite if the mean loss is no number or overflows."""
+        return math.exp(self.mean) if self.mean < MOST_LOSS else math.inf
+
+    def add(self, losses: torch.Tensor, size: float = 0.0) -> None:
+        """Add losses, in float64, of tokens that stand for `size` bytes."""
         self.loss += losses.double().sum().item()
         self.tokens += losses.numel()
+        self.bytes += size
 
 
 class DocumentLosses(BaseModel):
-    """The losses of one document by window length, and of the longest window in the bins of `position_bounds`."""
+    """The losses of one document by window length, and of the longest window by the first position of each bin."""
 
     by_window: dict[int, LossSum]
-    by_position: list[LossSum]
+    by_position: dict[int, LossSum]
 
 
 def document_losses(
     model: Any,
     document: Sequence[int],
     sweep: Sweep,
+    bytes_before: Sequence[float] = (),
     batch_tokens: int | None = None,
     done: Callable[[int, DocumentLosses], None] = lambda pieces, so_far: None,
 ) -> DocumentLosses:
-    """Measure a document that is at least as long as the longest window; `done` is called with how many pieces passed,
-    and what the document has so far.
+    """Measure a document that is at least as long as the longest window. `bytes_before` says how many bytes of text
+    come before each token and in all, if that is known. `done` is called with how many pieces passed, and what the
+    document has so far.
     """
-    size = 1 if sweep.apart else max(1, (batch_tokens or pass_tokens(model)) // max(sweep.windows))
+    longest = max(sweep.windows)
+    size = 1 if sweep.apart else max(1, (batch_tokens or pass_tokens(model)) // longest)
     found = DocumentLosses(
         by_window={window: LossSum() for window in sorted(sweep.windows)},
-        by_position=[LossSum() for _ in range(sweep.bins)],
+        by_position={first: LossSum() for first in position_bounds(longest, sweep.bins)[:-1]},
     )
     for planned in sweep.plan(len(document)):
         for batch in batches(planned, size):
             if sweep.apart:
                 forget_lengths(model)
-            _measure(model, document, batch, found)
+            _measure(model, document, batch, bytes_before, found)
             done(len(batch), found)
     return found
 
 
-def _measure(model: Any, document: Sequence[int], batch: list[Piece], found: DocumentLosses) -> None:
+def _measure(
+    model: Any, document: Sequence[int], batch: list[Piece], bytes_before: Sequence[float], found: DocumentLosses
+) -> None:
     ids = padded(model, [document[piece.start : piece.stop] for piece in batch])
-    tokens = sorted(set[int]().union(*(piece.wanted for piece in batch)))
-    column = {token: index for index, token in enumerate(tokens)}
-    window = ids.shape[1]
-    for piece, losses in zip(batch, token_losses(model, ids, tokens), strict=True):
-        for length, scored in piece.scored.items():
-            # Tokens that follow each other in the document do so here: all between them are wanted too.
-            first = column[scored.start - piece.start]
-            found.by_window[length].add(losses[first : first + len(scored)])
-        if found.by_position and piece.whole and window == max(found.by_window):
-            bounds = position_bounds(window, len(found.by_position))
-            for bin_, first, last in zip(found.by_position, bounds, bounds[1:], strict=False):
-                bin_.add(losses[first - 1 : last - 1])  # losses[i] has i + 1 tokens before it
+    wanted = sorted(set[int]().union(*(piece.wanted for piece in batch)))
+    column = {token: index for index, token in enumerate(wanted)}
+    for piece, losses in zip(batch, token_losses(model, ids, wanted), strict=True):
+        for sums, ranges in ((found.by_window, piece.scored), (found.by_position, piece.positions)):
+            for key, tokens in ranges.items():
+                # Tokens that follow each other in the document do so here: all between them are wanted too.
+                first = column[tokens.start - piece.start]
+                size = bytes_before[tokens.stop] - bytes_before[tokens.start] if bytes_before else 0.0
+                sums[key].add(losses[first : first + len(tokens)], size)
 
 
 def position_bounds(window: int, bins: int) -> list[int]:
-    """Return the numbers of tokens before a token at which the bins of positions begin; the first token has no loss.
+    """Return the numbers of tokens before a token at which the bins of positions begin, and the last one ends; the
+    first token has no loss.
 
-    >>> position_bounds(10, 4)
-    [1, 3, 5, 8, 10]
+    >>> position_bounds(10, 4), position_bounds(10, 0)
+    ([1, 3, 5, 8, 10], [])
     """
-    return [max(1, -(-window * index // bins)) for index in range(bins + 1)]
+    return [max(1, -(-window * index // bins)) for index in range(bins + 1)] if bins else []
 
 
 def added(sums: Iterable[LossSum]) -> LossSum:
     """Return several sums as one, exact whatever their order."""
-    losses, tokens = zip(*((each.loss, each.tokens) for each in sums), strict=True)
-    return LossSum(loss=math.fsum(losses), tokens=sum(tokens))
+    losses, tokens, sizes = zip(*((each.loss, each.tokens, each.bytes) for each in sums), strict=True)
+    return LossSum(loss=math.fsum(losses), tokens=sum(tokens), bytes=math.fsum(sizes))

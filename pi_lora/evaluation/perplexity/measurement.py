@@ -15,14 +15,12 @@ from pi_lora.evaluation.measurement import Measurement, Result, Scores
 from pi_lora.evaluation.metrics import Metric, Value
 from pi_lora.evaluation.perplexity import losses
 from pi_lora.evaluation.perplexity.documents import TokenizedDocument, choose_documents, with_defaults
-from pi_lora.evaluation.perplexity.losses import DocumentLosses, LossSum, Sweep
+from pi_lora.evaluation.perplexity.losses import DocumentLosses, LossSum, Sweep, added
 from pi_lora.models.model import Model
 from pi_lora.recipe.evaluation import PerplexityOptions
-from pi_lora.types import Json, Progress
+from pi_lora.types import Progress
 
 BINS = 32
-# Nats a token; the perplexity of a greater mean loss is infinite.
-MOST_LOSS = 700.0
 
 
 class WindowPerplexity(Result):
@@ -157,13 +155,10 @@ def evaluate_perplexity(model: Model, options: PerplexityOptions, session: Sessi
     bins = min(BINS, longest - 1) if options.by_position else 0
     sweep = Sweep(windows, stride, bins, depends_on_length(model.config))
     documents, too_short = choose_documents(model, completed, longest)
-    if options.documents is None and completed.documents:
-        session.say(f"{options.data}: {completed.documents} documents, unless --documents says otherwise")
     journal = session.journal(model, {"data": options.data, **asdict(sweep)})
     measured = _measure(model, documents, sweep, journal, session.progress)
     sums = [loss for document in measured for loss in document.by_window.values() if loss.tokens]
-    check_numbers(model.name, model.model.dtype, all(loss.mean < MOST_LOSS for loss in sums))
-    sizes = [sweep.scored_bytes(document.bytes_before) for document in documents]
+    check_numbers(model.name, model.model.dtype, all(math.isfinite(loss.perplexity) for loss in sums))
     return PerplexityScores(
         **described(model),
         options=completed,
@@ -173,63 +168,63 @@ def evaluate_perplexity(model: Model, options: PerplexityOptions, session: Sessi
         bos=documents[0].ids[0] == model.tokenizer.bos_token_id,
         stride=stride,
         weighting="token",
-        windows=window_scores(measured, sizes),
+        windows=window_scores(measured),
         per_document=[
-            DocumentPerplexity(name=document.name, tokens=len(document.ids), windows=window_scores([own], [size]))
-            for document, own, size in zip(documents, measured, sizes, strict=True)
+            DocumentPerplexity(name=document.name, tokens=len(document.ids), windows=window_scores([own]))
+            for document, own in zip(documents, measured, strict=True)
         ],
         **({"by_position": _by_position(measured, longest)} if options.by_position else {}),
     )
 
 
-def window_scores(found: Sequence[DocumentLosses], sizes: Sequence[Mapping[int, float]] = ()) -> list[WindowPerplexity]:
+def window_scores(found: Sequence[DocumentLosses]) -> list[WindowPerplexity]:
     """Return the token-weighted perplexities of all documents together, the shortest window first; and the bits per
-    byte if `sizes` gives, for each document, the bytes of the text that each window scores.
+    byte if the bytes of the text are known.
     """
     scores = []
     for window in sorted(found[0].by_window):
-        total = losses.added(each.by_window[window] for each in found)
-        size = math.fsum(each[window] for each in sizes)
-        in_bytes: Json = {"bits_per_byte": total.loss / math.log(2) / size, "bytes": round(size)} if size else {}
-        scores.append(WindowPerplexity(window=window, perplexity=math.exp(total.mean), tokens=total.tokens, **in_bytes))
+        total = added(each.by_window[window] for each in found)
+        bits = (
+            {"bits_per_byte": total.loss / math.log(2) / total.bytes, "bytes": round(total.bytes)}
+            if total.bytes
+            else {}
+        )
+        scores.append(WindowPerplexity(window=window, perplexity=total.perplexity, tokens=total.tokens, **bits))
     return scores
 
 
 def _measure(
     model: Model, documents: Sequence[TokenizedDocument], sweep: Sweep, journal: Journal, progress: Progress
 ) -> list[DocumentLosses]:
-    names = [hashlib.sha256(document.ids).hexdigest() for document in documents]
-    ids = {name: document.ids for name, document in zip(names, documents, strict=True)}
-    total = sum(len(piece) for name in journal.left(list(ids)) for piece in sweep.plan(len(ids[name])))
+    # Named by their tokens, and by the text that these stand for.
+    names = [hashlib.sha256(bytes(document.ids) + bytes(document.bytes_before)).hexdigest() for document in documents]
+    named = dict(zip(names, documents, strict=True))
+    total = sum(len(piece) for name in journal.left(list(named)) for piece in sweep.plan(len(named[name].ids)))
     done, before, longest = 0, [LossSum()], max(sweep.windows)
 
     def count(pieces: int, so_far: DocumentLosses) -> None:
         nonlocal done
         done += pieces
-        sums = losses.added([*before, so_far.by_window[longest]])
-        progress(done, total, f"perplexity {_in_short(sums.mean)} at {longest:,} so far" if sums.tokens else "")
+        own = so_far.by_window[longest]
+        note = f"perplexity {added([*before, own]).perplexity:.2f} at {longest:,} so far" if own.tokens else ""
+        progress(done, total, note)
 
     def measure(name: str) -> DocumentLosses:
-        own = losses.document_losses(model.model, ids[name], sweep, done=count)
+        document = named[name]
+        own = losses.document_losses(model.model, document.ids, sweep, document.bytes_before, done=count)
         before.append(own.by_window[longest])
         return own
 
-    measured = journal.measure(DocumentLosses, list(ids), measure)
+    measured = journal.measure(DocumentLosses, list(named), measure)
     return [measured[name] for name in names]
 
 
-def _in_short(mean: float) -> str:
-    """Return a perplexity for the progress; one that overflows is refused at the end, with the reason."""
-    return f"{math.exp(mean):.2f}" if mean < 100 else "too large"
-
-
 def _by_position(documents: Sequence[DocumentLosses], window: int) -> LossByPosition:
-    sums = [losses.added(each) for each in zip(*(each.by_position for each in documents), strict=True)]
-    bounds = losses.position_bounds(window, len(sums))
-    bins = [
-        PositionLoss(first=first, last=last, loss=each.mean, tokens=each.tokens)
-        for each, first, last in zip(sums, bounds, bounds[1:], strict=False)
-    ]
+    firsts = list(documents[0].by_position)
+    bins = []
+    for first, last in zip(firsts, [*firsts[1:], window], strict=True):
+        total = added(each.by_position[first] for each in documents)
+        bins.append(PositionLoss(first=first, last=last, loss=total.mean, tokens=total.tokens))
     return LossByPosition(window=window, bins=bins)
 
 
