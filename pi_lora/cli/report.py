@@ -9,8 +9,9 @@ from cyclopts.types import PositiveInt
 
 from pi_lora.cli.app import LIBRARIES, MEASURE, app, err, out, working
 from pi_lora.cli.evaluate import display
-from pi_lora.cli.options import GROUP, Again, JsonFile, Loading
+from pi_lora.cli.options import GROUP, Again, JsonFile, Loading, ModelName, Plot
 from pi_lora.distributed import is_leader
+from pi_lora.recipe.evaluation import ProbeOptions
 
 
 @app.command(group=MEASURE, sort_key=2)
@@ -43,6 +44,32 @@ def compare(
     comparison = compare_run(base, run, how.find, asked, again=again, dtype=how.dtype, json=json, display=display())
     if is_leader():
         out.print(comparison_table(comparison))
+
+
+@app.command(group=MEASURE, sort_key=6)
+def probe(
+    model: ModelName,
+    /,
+    *,
+    target: Annotated[list[PositiveInt], Parameter(help="L', the window to extend to; several to see how far.")],
+    options: Annotated[ProbeOptions, GROUP] = ProbeOptions(),
+    how: Annotated[Loading, GROUP] = Loading(),
+    json: JsonFile = None,
+    plot: Plot = None,
+) -> None:
+    """Measure before any tuning which scaling suits MODEL: perplexity and passkeys, inside its window and at --target.
+
+    The last line names the best, and whether tuning is needed at all.
+    """
+    with working(LIBRARIES):
+        from pi_lora.report.probe import next_command, probe, probe_table
+
+        [base] = how.find(model)
+    found = probe(base, target, options, json=json, plot=plot, dtype=how.dtype, display=display())
+    for reach in found.targets if is_leader() else ():
+        out.print(probe_table(found, reach))
+        need = "no tuning is needed" if reach.enough else "tuning can add to it"
+        out.lines(f"{reach.summary}; {need}: {next_command(found, reach, json)}")
 
 
 @app.command(group=MEASURE, sort_key=3)

@@ -102,6 +102,21 @@ class PasskeyOptions(Options):
         return max(self.targets) if self.targets else self.target
 
 
+class ProbeOptions(Options):
+    """What a probe of untuned scalings measures; no part of a recipe."""
+
+    scalings: Annotated[tuple[str, ...] | None, LIST] = None
+    """by default those of pi, yarn, theta that suit, and the model's own"""
+    data: str = "builtin:stdlib"
+    """a file, folder, glob or hub id; `pg19` or `proof-pile`"""
+    documents: PositiveInt | None = None
+    """how many; by default by the cost, 1 to 12"""
+    trials: PositiveInt | None = None
+    """passkeys at each of 8 distances; by default by the cost, 1 to 10"""
+    seed: Seed = 0
+    """of the passkeys"""
+
+
 class BenchmarksOptions(Options):
     """Short-context benchmarks (paper, table 5), of the finished run only."""
 

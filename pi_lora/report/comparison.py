@@ -100,7 +100,7 @@ def compare(base: Scores, run: Scores, original: int | None = None) -> Iterator[
     before = {(metric.heading, metric.dataset): metric for metric in metrics_of(base)}
     for metric in metrics_of(run):
         if not metric.is_detail and (metric.heading, metric.dataset) in before:
-            yield _row(before[metric.heading, metric.dataset], metric, original)
+            yield change_of(before[metric.heading, metric.dataset], metric, original)
 
 
 def verdict(change: float, interval: Interval | None, unit: str, higher_is_better: bool = True) -> str:
@@ -139,7 +139,10 @@ def _amount(change: float, unit: str, sign: str = "") -> str:
     return f"{change:{sign},.{digits}f} {unit}".rstrip()
 
 
-def _row(base: Metric, run: Metric, original: int | None) -> Row:
+def change_of(base: Metric, run: Metric, original: int | None = None) -> Row:
+    """Return the change from one metric to another, of the same model or of two; paired if both hold the same values.
+    The windows of both may differ.
+    """
     unit = "%" if run.is_ratio else "points" if run.unit == "%" else run.unit
     change = _percent(math.log(run.value / base.value)) if run.is_ratio else run.value - base.value
     before, after = {value.name: value for value in base.values}, {value.name: value for value in run.values}

@@ -1,0 +1,147 @@
+"""The scalings before any tuning: what a probe measures, chooses, prints and keeps."""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from test_cli import run as command
+
+from pi_lora.errors import Interrupted, ModelError, ScalingError
+from pi_lora.evaluation.passkey.measurement import evaluate_passkey
+from pi_lora.evaluation.perplexity import measurement
+from pi_lora.evaluation.perplexity.measurement import evaluate_perplexity
+from pi_lora.evaluation.suite import Display
+from pi_lora.models.model import Extension, find, load
+from pi_lora.recipe.evaluation import PasskeyOptions, PerplexityOptions, ProbeOptions
+from pi_lora.report import probe as probing
+from pi_lora.report.probe import Probed, better_scaling, probe, read_probe
+
+TARGET = 256
+
+
+@pytest.fixture
+def texts(tmp_path: Path) -> Path:
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for number, words in enumerate(("The door is open. ", "A road is long and wide. ")):
+        (folder / f"{number}.txt").write_text(words * 60)
+    return folder
+
+
+def test_a_probe_is_the_measurements_of_the_untuned_scalings(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, small_model: Path, texts: Path, tmp_path: Path
+) -> None:
+    file, picture, words = tmp_path / "probe.json", tmp_path / "probe.png", ["--documents", "2", "--trials", "2"]
+    words += ["--scalings", "pi,theta", "--dtype", "float32", "--json", str(file), "--plot", str(picture)]
+    status, out, _ = command(
+        capsys, monkeypatch, "probe", str(small_model), "--target", str(TARGET), "--data", str(texts), *words
+    )
+    assert status == 0
+    assert picture.stat().st_size > 0
+    content = json.loads(file.read_text())
+    assert (content["model"], content["original"], len(content["targets"])) == (str(small_model), 64, 1)
+    [reach] = read_probe(file).targets
+    assert list(reach.scalings) == ["direct", "pi", "theta"]
+    assert reach.summary in out.splitlines()[-1]
+    assert f"pi-lora new {small_model} --target {TARGET} --probe {file}" in out.splitlines()[-1]
+    losses_of = PerplexityOptions(data=str(texts), windows=(64, TARGET), stride=64, truncate=TARGET)
+    for name, found in reach.scalings.items():
+        loaded = load(str(small_model), None if name == "direct" else Extension(TARGET, scaling=name))
+        assert found.perplexity.windows == evaluate_perplexity(loaded, losses_of).windows
+        asked = PasskeyOptions(target=TARGET, depths=8, trials=2)
+        assert found.passkey is not None
+        assert found.passkey.depths == evaluate_passkey(loaded, asked).depths
+    assert find(str(small_model)).window == 64
+
+
+def test_an_interrupted_probe_continues(small_model: Path, texts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    passes = []
+    own = measurement.losses.document_losses
+    monkeypatch.setattr(measurement.losses, "document_losses", lambda *a, **o: passes.append(1) or own(*a, **o))
+    options = ProbeOptions(data=str(texts), documents=2, trials=1, scalings=("pi",))
+
+    @contextmanager
+    def until_passkeys(title: str) -> Iterator[object]:
+        if "passkey" in title:
+            raise KeyboardInterrupt
+        yield lambda *_: None
+
+    with pytest.raises(Interrupted, match="the same command goes on"):
+        probe(find(str(small_model)), [TARGET], options, display=Display(progress=until_passkeys))
+    assert len(passes) == 4
+    assert probe(find(str(small_model)), [TARGET], options).targets[0].scalings["pi"].passkey
+    assert len(passes) == 4, "documents were measured again"
+    probe(find(str(small_model)), [TARGET], options)
+    assert len(passes) == 8, "a finished probe is measured anew"
+
+
+def test_where_passes_are_dear_only_the_most_promising_are_asked_for_passkeys(
+    small_model: Path, texts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(probing, "SECONDS_ON_CPU", 1e-9)
+    monkeypatch.setattr(probing, "HOPELESS", 1.0)
+    [reach] = probe(find(str(small_model)), [TARGET], ProbeOptions(data=str(texts))).targets
+    asked = {name: each.passkey for name, each in reach.scalings.items() if each.passkey}
+    assert set(reach.scalings) == {"direct", "pi", "yarn", "theta"}
+    [(name, scores)] = asked.items()
+    assert reach.best == name
+    assert min(reach.scalings, key=lambda each: reach.scalings[each].beyond.value) == name
+    assert (scores.options.trials, reach.scalings[name].perplexity.documents) == (1, 1)
+
+
+def measured(inside: float, beyond: float, found: float) -> Probed:
+    """Two windows, and ten trials at each of two distances."""
+    windows = [
+        {"window": window, "perplexity": value, "tokens": 100} for window, value in ((1024, inside), (4096, beyond))
+    ]
+    outcomes = [number < 10 * found for number in range(10)]
+    depths = [{"k": k, "success_rate": found, "trials": 10, "outcomes": outcomes} for k in (2048, 4096)]
+    keys = {"model": "m", "target": 4096, "k_max": 0, "depths": depths}
+    return Probed.model_validate({"perplexity": {"model": "m", "windows": windows}, "passkey": keys})
+
+
+@pytest.mark.parametrize(
+    ("scalings", "best", "enough"),
+    [
+        # Of twenty trials, 30 % and 50 % are not told apart, 0 % and 50 % are.
+        ({"pi": (8.0, 9.0, 0.3), "yarn": (8.2, 9.5, 0.5)}, "pi", False),
+        ({"pi": (8.0, 9.0, 0.0), "yarn": (8.2, 9.5, 0.5)}, "yarn", False),
+        ({"pi": (8.6, 54.0, 0.0), "yarn": (8.2, 8.3, 0.9)}, "yarn", True),
+        # More than 5 % above the base's 8.0 inside its window.
+        ({"pi": (8.6, 54.0, 0.0), "yarn": (8.5, 8.3, 0.9)}, "yarn", False),
+        ({"pi": (8.6, 54.0, 0.0), "yarn": (8.2, 8.3, 0.7)}, "yarn", False),
+    ],
+)
+def test_the_best_finds_the_most_passkeys_and_then_has_the_lowest_perplexity(
+    scalings: dict[str, tuple[float, float, float]], best: str, enough: bool
+) -> None:
+    found = {name: measured(*values) for name, values in scalings.items()}
+    base = measured(8.0, 90.0, 0.0)
+    chosen = probing._best(found)
+    assert chosen == best
+    need, summary = probing._verdict(base.inside, chosen, found[chosen])
+    assert need is enough
+    assert summary.startswith(f"{best} keeps {scalings[best][1]:.2f} at 4,096 (8.00 at 1,024 before) and finds ")
+
+
+def test_train_says_when_another_scaling_was_better(small_model: Path, texts: Path) -> None:
+    options = ProbeOptions(data=str(texts), documents=1, trials=1, scalings=("pi",))
+    found = probe(find(str(small_model)), [TARGET, 512], options)
+    assert [reach.target for reach in found.targets] == [TARGET, 512]
+    best = found.at(512).best
+    other = "pi" if best == "direct" else "direct"
+    assert better_scaling(str(small_model), 512, best) is None
+    assert f"scaling={best}" in (better_scaling(str(small_model), 512, other) or "")
+    assert better_scaling(str(small_model), 1024, other) is None
+    with pytest.raises(ModelError, match="--target 256, 512, not for 1024"):
+        found.at(1024)
+
+
+def test_what_cannot_be_probed_is_refused_before_anything_is_measured(small_model: Path, texts: Path) -> None:
+    base = find(str(small_model))
+    with pytest.raises(ScalingError, match="scaling: yran: not possible"):
+        probe(base, [TARGET], ProbeOptions(data=str(texts), scalings=("pi", "yran")))
+    with pytest.raises(ScalingError, match="64 is not longer"):
+        probe(base, [64], ProbeOptions(data=str(texts)))
