@@ -5,7 +5,7 @@ from pi_lora.errors import PiLoraError
 # Nothing else is imported here, not even `typing`: until `pi_lora.__main__` runs, Ctrl-C ends in a traceback.
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from pi_lora.api.functions import evaluate_passkey, evaluate_perplexity, merge, plan, train
+    from pi_lora.api import evaluate_passkey, evaluate_perplexity, merge, plan, train
     from pi_lora.models.model import Extension, Model, load
 
 __all__ = [
@@ -28,7 +28,11 @@ def __getattr__(name: str) -> object:
 
         return getattr(pi_lora.models.model, name)
     if name in __all__:
-        import pi_lora.api.functions
+        import pi_lora.api
 
-        return getattr(pi_lora.api.functions, name)
+        return getattr(pi_lora.api, name)
     raise AttributeError(f"module 'pi_lora' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__

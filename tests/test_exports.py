@@ -19,7 +19,7 @@ FUNCTIONS = ["evaluate_passkey", "evaluate_perplexity", "load", "merge", "plan",
 
 
 def test_every_export_is_there() -> None:
-    assert pi_lora.__all__ == ["Extension", "Model", "PiLoraError", *FUNCTIONS]
+    assert dir(pi_lora) == pi_lora.__all__ == ["Extension", "Model", "PiLoraError", *FUNCTIONS]
     for name in pi_lora.__all__:
         assert getattr(pi_lora, name).__doc__
 
@@ -50,16 +50,23 @@ def test_the_functions_do_what_the_commands_do(
     monkeypatch.chdir(tmp_path)
     Path("mine.yaml").write_text(dump_recipe(small_recipe(small_model)))
     steps: list[int] = []
+    pi_lora.train("mine", {"training.steps": 1}, output="adapters/one", progress=False)
+    assert not capsys.readouterr().err
+    pi_lora.train("mine", {"training.steps": 1}, output="adapters/shown")
+    assert "training" in capsys.readouterr().err
     made = pi_lora.train("mine", "training.steps=2", progress=lambda done, total, note="": steps.append(total))
     assert made == Path("adapters/mine")
     assert steps[-1] == 2
     assert json.loads((made / "training.jsonl").read_text().splitlines()[-1])["step"] == 2
     assert pi_lora.merge(made) == Path("models/mine")
-    assert pi_lora.load("models/mine").window == 128
+    merged = pi_lora.load("models/mine")
+    assert merged.window == 128
+    assert str(merged) == "models/mine: 128 tokens, scale 2, torch.float32 on cpu"
 
     perplexity = pi_lora.evaluate_perplexity(str(made), windows=[64, 128], documents=1)
     passkey = pi_lora.evaluate_passkey(pi_lora.load(str(made)), depths=2, trials=1)
     plan = pi_lora.plan("mine", gpu="cpu")
+    assert str(plan).startswith("cpu: fits, ")
     options = {
         "perplexity": ["eval", "perplexity", str(made), "--windows", "64,128", "--documents", "1"],
         "passkey": ["eval", "passkey", str(made), "--depths", "2", "--trials", "1"],

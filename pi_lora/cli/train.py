@@ -48,7 +48,7 @@ def train(
     place = output or output_folder(resolved, recipe)
     # Ctrl-C ends at once until all libraries are imported: some turn it into an error of their own.
     with working(LIBRARIES):
-        from pi_lora.api.functions import model_to_train
+        from pi_lora.api import model_to_train
 
         model, lines = model_to_train(resolved, place, resume, force, permissions)
         if not dry_run:

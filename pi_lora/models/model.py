@@ -92,6 +92,10 @@ class Model:
     autocast: bool = False
     in_training: bool = False
 
+    def __str__(self) -> str:
+        state = f"{self.model.dtype} on {self.model.device}" if self.model is not None else "not loaded"
+        return f"{self.name}: {self.window:,} tokens, scale {self.scale:g}, {state}"
+
     @property
     def scale(self) -> float:
         """The factor L'/L by which the window is extended; under `pi` positions are divided by it."""

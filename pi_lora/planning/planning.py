@@ -53,6 +53,12 @@ class TrainingPlan:
     flops: Flops
     measuring: float
 
+    def __str__(self) -> str:
+        verdict = "fits" if self.fits else "does not fit"
+        memory = f"{self.memory.peak / 2**30:.1f} of {self.gpu.memory / 2**30:.1f} GiB"
+        hours = "unknown" if self.hours is None else f"{self.hours:.1f}"
+        return f"{self.gpu.name}: {verdict}, {memory}; {self.tokens:,} tokens, hours: {hours}"
+
     @property
     def fits(self) -> bool:
         """Whether each device has the memory."""

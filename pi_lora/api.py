@@ -1,8 +1,10 @@
 """The commands as functions: names and plain values in, folders and typed results out. They print nothing."""
 
-from collections.abc import Sequence
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pi_lora.errors import RecipeError
 from pi_lora.recipe.places import find_recipe
@@ -20,21 +22,22 @@ if TYPE_CHECKING:
 
 def train(
     recipe: str | Path,
-    *overrides: str,
+    *overrides: str | Mapping[str, Any],
     output: str | Path | None = None,
     resume: bool = False,
     force: bool = False,
-    progress: Progress = silent,
+    progress: Progress | bool = True,
 ) -> Path:
     """Tune a model to its target window as `pi-lora train` does, and return the folder of the run.
 
     Args:
         recipe: A recipe file, or the name of one that comes with pi-lora, such as `demo`.
-        overrides: Keys to change, as on the command line: `"training.steps=100"`.
+        overrides: Keys to change, as on the command line, `"training.steps=100"`, or as `{"training.steps": 100}`.
         output: The folder of the run; by default `adapters/<recipe>`, of full tuning `models/<recipe>`.
         resume: Continue an interrupted run of the same recipe.
         force: Train even what does not fit this machine according to its plan.
-        progress: Called with the step, the number of steps, and a line with loss, tokens a second and memory.
+        progress: Whether to show a progress bar, or a function: it is called with the step, the number of steps, and a
+            line with loss, tokens a second and memory.
 
     Raises:
         PiLoraError: What is wrong with recipe, model, data or output, all that shows before weights are read at once.
@@ -47,7 +50,7 @@ def train(
     from pi_lora.run import output_folder
 
     path = find_recipe(Path(recipe))
-    resolved = load_recipe(path, overrides).recipe
+    resolved = load_recipe(path, _as_words(overrides)).recipe
     if (processes := resolved.hardware.processes) > 1 and not is_launched():
         raise RecipeError([f"hardware: asks for {processes} processes; start them with pi-lora train {path}"])
     place = output_folder(resolved, path) if output is None else Path(output)
@@ -55,7 +58,10 @@ def train(
 
     from pi_lora.training.training import prepare_data, train
 
-    return train(resolved, model, prepare_data(resolved, model, progress), place, resume, progress)
+    with _bar("packing", progress) as packed:
+        data = prepare_data(resolved, model, packed)
+    with _bar("training", progress) as step:
+        return train(resolved, model, data, place, resume, step)
 
 
 def model_to_train(
@@ -82,12 +88,12 @@ def model_to_train(
     return model, check_fits(recipe, model, force)
 
 
-def plan(recipe: str | Path, *overrides: str, gpu: str | None = None) -> "TrainingPlan":
+def plan(recipe: str | Path, *overrides: str | Mapping[str, Any], gpu: str | None = None) -> "TrainingPlan":
     """Plan the memory, tokens and hours of a recipe as `pi-lora plan` does, before anything is downloaded or loaded.
 
     Args:
         recipe: A recipe file, or the name of one that comes with pi-lora, such as `7b_16k`.
-        overrides: Keys to change, as on the command line: `"context.target=32768"`.
+        overrides: Keys to change, as for `train`.
         gpu: A device such as `4090`, `A100-80` or `H100`, any by its memory, as `48GB`, or `cpu`; by default the one
             that the recipe names as `hardware.gpu`.
 
@@ -103,7 +109,8 @@ def plan(recipe: str | Path, *overrides: str, gpu: str | None = None) -> "Traini
     from pi_lora.planning.planning import plan_training
     from pi_lora.recipe.files import load_recipe
 
-    return plan_training(load_recipe(find_recipe(Path(recipe)), overrides).recipe, find_gpu(gpu) if gpu else None)
+    resolved = load_recipe(find_recipe(Path(recipe)), _as_words(overrides)).recipe
+    return plan_training(resolved, find_gpu(gpu) if gpu else None)
 
 
 def merge(
@@ -201,3 +208,35 @@ def _loaded(model: "str | Model") -> "Model":
     from pi_lora.models.model import load
 
     return load(model) if isinstance(model, str) else model
+
+
+def _as_words(overrides: Sequence[str | Mapping[str, Any]]) -> list[str]:
+    """Return overrides as on the command line; JSON is YAML.
+
+    >>> _as_words(["scaling=pi", {"training.steps": 100}])
+    ['scaling=pi', 'training.steps=100']
+    """
+    words: list[str] = []
+    for override in overrides:
+        if isinstance(override, str):
+            words.append(override)
+        else:
+            words += [f"{key}={json.dumps(value)}" for key, value in override.items()]
+    return words
+
+
+@contextmanager
+def _bar(title: str, progress: Progress | bool) -> Iterator[Progress]:
+    """Yield the function that is told of progress: the caller's, one that moves a bar, or one that shows nothing."""
+    if not isinstance(progress, bool):
+        yield progress
+        return
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.progress import Progress as Bars
+
+    with Bars(console=Console(stderr=True), disable=not progress) as bars:
+        bar = bars.add_task(title, total=None)
+        yield lambda done, total, note="": bars.update(
+            bar, completed=done, total=total, description=escape(f"{title} {note}")
+        )
