@@ -56,15 +56,15 @@ def theory(
             loaded = found.load()
         with working("measuring"):
             attention = measure_attention(loaded, text, setting)
-        largest = attention.largest
+        largest, pairs = attention["largest"], attention["pairs"]
         out.lines(
-            f"{attention.model}, {attention.pairs} queries and keys a head from {attention.tokens} tokens of {text}:",
+            f"{loaded.name}, {pairs} queries and keys a head from {attention['tokens']} tokens of {text}:",
             f"inside the window |a| reaches {largest['inside']:.1f}; beyond it {largest['beyond']:.1f}, "
             f"{largest['beyond_share']:.0%} of its bound; of one pair, {largest['growth']:.1f} times as much as inside",
             f"in between, |a - a_linear| reaches {largest['between_share']:.0%} of its bound, and "
             f"{largest['papers_share']:.0%} of the paper's",
         )
-        result["measured"] = asdict(attention)
+        result["measured"] = attention
     out.lines(*files)
     if json:
         from pi_lora.writing import write_json

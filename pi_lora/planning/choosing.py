@@ -23,12 +23,13 @@ CORPUS = ({"name": "monology/pile-uncopyrighted", "streaming": True},)
 BUILTIN_CORPUS = ({"name": "builtin:stdlib", "weight": 0.4}, {"name": "builtin:recall", "weight": 0.6})
 # The shortest PoSE sequences that have been tried (adapters/smollm2_135m_16k).
 SHORTEST_SEQUENCE = 1024
-# Steps and sequences a step, from the paper's steps and PoSE's batches down: the paper's models reach their whole
-# window in 200 steps (table 4). Contiguous sequences begin at 16 a step, as in recipes/_qlora.yaml. Only too little
-# text makes fewer.
-SIZES = ((1000, 64), (1000, 32), (1000, 16), (500, 16), (200, 16), (200, 8))
-SIZES_OF_LITTLE_TEXT = ((100, 8), (100, 4), (50, 4), (50, 2), (20, 2))
-CONTIGUOUS_SEQUENCES = 16
+# Sequences a step, from PoSE's batches down, and the fewest steps of each; the most are the paper's. Contiguous
+# sequences begin at 16 a step, as in recipes/_qlora.yaml.
+STEPS, FEWEST_STEPS, CONTIGUOUS_SEQUENCES = 1000, 20, 16
+BATCHES = ((64, STEPS), (32, STEPS), (16, 200), (8, 100), (4, 50), (2, FEWEST_STEPS))
+# Candidates are compared by the fewest steps worth their time: the paper's models reach their whole window in 200
+# (table 4). Only too little text makes fewer.
+WORTHWHILE: Changes = {"training.steps": 200, "training.global_batch_size": 8}
 # Hours that a run may take while another size or kind of sequence takes fewer.
 MOST_HOURS, MOST_HOURS_ON_CPU = 48.0, 12.0
 # Tokens that keep a GPU or a CPU busy in a forward pass.
@@ -59,7 +60,7 @@ def choose(
         whole = sum(each.weight for each in source)
         sizes = [(bytes_of(each), each.weight / whole) for each in source]
         tokens = [size / BYTES_PER_TOKEN / share for size, share in sizes if size is not None]
-        return _with_rate_and_batch(_with_size(found, min(tokens, default=math.inf)))
+        return _sized(found, min(tokens, default=math.inf))
     larger = (each for each in GPUS.values() if each.memory > gpu.memory and each.bfloat16 and each.name != CPU)
     enough = next((each.name for each in larger if best(plan_recipe(first.recipe, first.target, each))), None)
     advice = f"the smallest device that does: {enough}" if enough else "several GPUs may: recipes/paper has examples"
@@ -85,7 +86,7 @@ def best(first: TrainingPlan) -> TrainingPlan | None:
     spare; None if there is none.
     """
     roomy = [plan for _, plan in replanned(first, candidates(first)) if plan.roomy]
-    return next(filter(_in_time, roomy), roomy[0] if roomy else None)
+    return next((plan for plan in roomy if _share_of_time(plan) <= 1), roomy[0] if roomy else None)
 
 
 def candidates(first: TrainingPlan) -> Iterator[Changes]:
@@ -100,46 +101,38 @@ def candidates(first: TrainingPlan) -> Iterator[Changes]:
         length //= 2
     extra_modules = ["embeddings_and_norms", "norms"][first.target.shape.vocabulary > LARGE_VOCABULARY :]
     for extra, sequence, method, lever in itertools.product(extra_modules, sequences, ("lora", "qlora"), slower(first)):
-        yield _size(*SIZES[-1]) | sequence | {"tuning.also_train": extra, "tuning.method": method} | lever
+        yield WORTHWHILE | sequence | {"tuning.also_train": extra, "tuning.method": method} | lever
 
 
-def _size(steps: int, sequences: int) -> Changes:
-    return {"training.steps": steps, "training.global_batch_size": sequences}
+def _share_of_time(plan: TrainingPlan) -> float:
+    """Return hours over the most that are taken; 0 where hours are not known."""
+    return (plan.hours or 0) / (MOST_HOURS_ON_CPU if plan.gpu.name == CPU else MOST_HOURS)
 
 
-def _in_time(plan: TrainingPlan) -> bool:
-    return (plan.hours or 0) <= (MOST_HOURS_ON_CPU if plan.gpu.name == CPU else MOST_HOURS)
-
-
-def _with_size(plan: TrainingPlan, tokens: float) -> TrainingPlan:
-    """Return a plan with as many steps and sequences as time and `tokens` of text allow; raise DataError if the text is
-    too short for any.
+def _sized(plan: TrainingPlan, tokens: float) -> TrainingPlan:
+    """Return the plan of a worthwhile size with as many steps and sequences as time and `tokens` of text allow, a rate
+    for the model's size, and several sequences at once where they keep the device busy and there is room; raise
+    DataError if the text is too short.
     """
-    sizes = SIZES_OF_LITTLE_TEXT if plan.tokens > tokens else SIZES
-    most = CONTIGUOUS_SEQUENCES if plan.recipe.data.positions == "contiguous" else math.inf
-    plans = [sized for _, sized in replanned(plan, (_size(*size) for size in sizes if size[1] <= most))]
-    enough = [sized for sized in plans if sized.tokens <= tokens]
+    length = plan.tokens_per_step // plan.recipe.training.global_batch_size
+    # A longer run than the worthwhile one has to end in time.
+    share = _share_of_time(plan)
+    in_time = plan.tokens / min(share, 1.0) if share else math.inf
+    sequences = min(tokens, in_time) / length
+    most = CONTIGUOUS_SEQUENCES if plan.recipe.data.positions == "contiguous" else BATCHES[0][0]
+    enough = [batch for batch, fewest in BATCHES if batch <= most and batch * fewest <= sequences]
     if not enough:
         names = ", ".join(source.name for source in plan.recipe.data.source)
-        takes = f"{plans[-1].recipe.training.steps} steps take {plans[-1].tokens:,}"
+        takes = f"{FEWEST_STEPS} steps take {FEWEST_STEPS * BATCHES[-1][0] * length:,}"
         raise DataError(f"--data: {names}: holds about {tokens:,.0f} tokens, and {takes}; give more text")
-    return next(filter(_in_time, enough), enough[-1])
-
-
-def _with_rate_and_batch(plan: TrainingPlan) -> TrainingPlan:
-    """Return a plan with a rate for the model's size, and several sequences at once where they keep the device busy and
-    there is room.
-    """
-    rates = [rate for most, rate in RATES if plan.target.shape.parameters < most]
-    tuned: Changes = {"training.learning_rate": rates[0], "training.schedule": "linear"} if rates else {}
+    steps = int(min(STEPS, sequences / enough[0])) // 10 * 10
+    changes: Changes = {"training.steps": steps, "training.global_batch_size": enough[0]}
+    if rates := [rate for parameters, rate in RATES if plan.target.shape.parameters < parameters]:
+        changes |= {"training.learning_rate": rates[0], "training.schedule": "linear"}
     busy = BUSY_TOKENS_ON_CPU if plan.gpu.name == CPU else BUSY_TOKENS
-    sequence = plan.tokens_per_step // plan.recipe.training.global_batch_size
-    at_once = [number for number in (8, 4, 2, 1) if number == 1 or number * sequence <= busy]
-    filled = [
-        changed
-        for _, changed in replanned(plan, ({"training.per_device_batch_size": number, **tuned} for number in at_once))
-    ]
-    return next((changed for changed in filled if changed.roomy), filled[-1])
+    at_once = [number for number in (8, 4, 2, 1) if number == 1 or number * length <= busy]
+    plans = replanned(plan, (changes | {"training.per_device_batch_size": number} for number in at_once))
+    return next(sized for _, sized in plans if sized.roomy or sized.recipe.training.per_device_batch_size == 1)
 
 
 def recipe_text(plan: TrainingPlan, file: Path) -> str:

@@ -31,14 +31,12 @@ def shape_of(model: PreTrainedModel) -> Shape:
     modules = model.named_modules()
     linears = {name: module for name, module in modules if isinstance(module, nn.Linear) and module is not head}
     attention = _adapted(module for name, module in linears.items() if _in_attention(name))
-    all_linear, stored = _adapted(linears.values()), sum(numbers for numbers, _ in experts)
+    all_linear = _adapted(linears.values())
     if per_token:
         # Imported here: PEFT takes seconds, and models without experts do without.
         from pi_lora.models.adapter import numbers_per_rank
 
-        per_rank = numbers_per_rank(model)
-        adapted_experts = stored if per_rank != all_linear.per_rank else 0
-        all_linear = Adapted(per_rank, all_linear.outputs, adapted_experts)
+        all_linear = Adapted(numbers_per_rank(model), all_linear.outputs)
     return Shape(
         parameters=_numbers(model),
         layers=len(layers),
@@ -51,7 +49,7 @@ def shape_of(model: PreTrainedModel) -> Shape:
         tied=head.weight is model.get_input_embeddings().weight,
         linear_weights=sum(module.weight.numel() for module in linears.values()),
         lora={"all-linear": all_linear, "attention": attention},
-        experts=stored,
+        experts=sum(numbers for numbers, _ in experts),
         active_experts=sum(used for _, used in experts),
         norms=max(sum(not _in_attention(name) for name in _norms(layer)) for layer in layers),
         norm_weights=_numbers(nn.ModuleList(norms.values())),
@@ -79,9 +77,8 @@ def _norms(module: nn.Module) -> dict[str, nn.Module]:
 
 def _experts(layer: nn.Module, per_token: int | None) -> tuple[int, int]:
     """Return the weights of a layer's experts, in tensors of (experts, rows, columns), and those that a token uses."""
-    owners = [module for module in layer.modules() if not isinstance(module, nn.Conv1d)]
-    weights = [weight for owner in owners for weight in owner.parameters(recurse=False) if weight.dim() == 3]
-    active = (weight.numel() // len(weight) * min(per_token or len(weight), len(weight)) for weight in weights)
+    weights = [weight for name, weight in layer.named_parameters() if weight.dim() == 3 and "conv" not in name]
+    active = (weight[0].numel() * min(per_token or len(weight), len(weight)) for weight in weights)
     return sum(weight.numel() for weight in weights), sum(active)
 
 

@@ -48,23 +48,14 @@ MEASURED_LOGITS, MEASURED_LOGITS_ON_CPU = 10 * 2**28, 10 * 2**25
 # casts: PEFT's, from a bfloat16 base to its float32 adapter, where no autocast does that, or dropout forbids it.
 Arithmetic = Literal["bfloat16", "autocast", "float32", "casts"]
 WIDE_STREAM = ("autocast", "float32")
-# What a layer keeps for its backward, has at the peak of its recomputation and backward, and keeps of attention, in
-# tensors of bfloat16: a float32 one counts as two. The first pairs count tensors of the hidden and of the intermediate
-# width, the third those of the widths of queries and of keys, at the peak too.
-# Attention keeps q, k, v and its output, the MLP four tensors of its width, linear layers that train their inputs, for
-# each a cast of its own under autocast; the backward of the MLP adds two or three. LoRA's frozen norms keep their input
-# as float32. LoRA on attention alone takes up to a fifth less.
-_FULL = {
-    "bfloat16": ((8, 4), (10, 6), (2, 2)),
-    "autocast": ((11, 4), (13, 6), (2, 2)),
-    "float32": ((10, 8), (14, 12), (4, 4)),
-}
-_LORA = {
-    "bfloat16": ((6, 4), (8, 6), (2, 2)),
-    "autocast": ((7, 4), (9, 6), (2, 2)),
-    "float32": ((6, 8), (10, 12), (4, 4)),
-    "casts": ((14, 5), (20, 6.75), (4, 2)),
-}
+# What a layer keeps for its backward outside attention, in tensors of bfloat16 of the hidden and of the intermediate
+# width: a float32 one counts as two. The MLP keeps four tensors of its width; linear layers that train keep their
+# inputs, for each a cast of its own under autocast. LoRA's frozen norms keep their input as float32. LoRA on attention
+# alone takes up to a fifth less.
+_FULL = {"bfloat16": (8, 4), "autocast": (11, 4), "float32": (10, 8)}
+_LORA = {"bfloat16": (6, 4), "autocast": (7, 4), "float32": (6, 8), "casts": (16, 5)}
+# What the backward of the MLP adds.
+_BACKWARD = {"bfloat16": (2, 2), "autocast": (2, 2), "float32": (4, 4), "casts": (6, 1.75)}
 # DoRA multiplies with the base's weights a second time and keeps every product.
 _DORA = 2
 # LoRA on experts adds its product to their weights: bytes per number of one layer's experts, kept and at the peak.
@@ -75,14 +66,13 @@ _AROUND_CHUNKS = 12
 
 class DeviceMemory(NamedTuple):
     """Bytes on one device: the most of each component, and of their sum, which need not coincide; `overhead` of the
-    process; and of its host: what each device pins there, and what the first process takes to load the weights.
+    process; and `host`, what the device pins in the memory of its host.
     """
 
     components: Mapping[str, int]
     highest: int
     overhead: int
     host: int
-    loading: int
 
     @property
     def peak(self) -> int:
@@ -94,7 +84,7 @@ def memory(shape: Shape, recipe: Recipe, original: int, gpu: Gpu) -> DeviceMemor
     """Return bytes on one device over a training step of a model whose own window has `original` tokens.
 
     These moments are compared: the loss, the backward through the last layer (every saved input is still there) and
-    through the first (every gradient already is), the optimizer's step, and measuring between two steps.
+    through the first (every gradient already is), and measuring between two steps.
     """
     training, tuning, hardware = recipe.training, recipe.tuning, recipe.hardware
     on_cpu, full, checkpointing = gpu.name == CPU, tuning.method == "full", training.activation_checkpointing
@@ -105,7 +95,7 @@ def memory(shape: Shape, recipe: Recipe, original: int, gpu: Gpu) -> DeviceMemor
     shards = hardware.processes if recipe.sharded else 1
     number = FLOAT32 if recipe.dtype_of_base(on_cpu, gpu.bfloat16) == "float32" else BFLOAT16
     arithmetic = _arithmetic(recipe, gpu, number == FLOAT32, gathered=shards > 1)
-    base, weights, gradients, optimizer = _states(shape, recipe, number, shards)
+    weights, gradients, optimizer = _states(shape, recipe, number, shards)
     # DistributedDataParallel's buckets, which stay when gradients go.
     buckets = gradients if shards == 1 and hardware.processes > 1 else 0
     gradients += buckets
@@ -113,18 +103,13 @@ def memory(shape: Shape, recipe: Recipe, original: int, gpu: Gpu) -> DeviceMemor
     # until the forward pass ends.
     cast = arithmetic == "autocast" and (full or not checkpointing)
     casts = (shape.linear_weights + shape.experts) * BFLOAT16 if cast else 0
-    accumulated, first_gradients = (
-        0,
-        shape.embedding * (number if full else FLOAT32) // shards if _head_trains(shape, tuning) else 0,
-    )
-    if training.global_batch_size > recipe.sequences_at_once:
-        accumulated = first_gradients = gradients
+    accumulated = gradients if training.global_batch_size > recipe.sequences_at_once else 0
+    of_head = shape.embedding * (number if full else FLOAT32) // shards if _head_trains(shape, tuning) else 0
     kept, working = _activations(shape, recipe, tokens, arithmetic)
     at_moments = [
         (weights + casts, accumulated, optimizer, kept, loss_bytes(shape, tuning, tokens, arithmetic, on_cpu)),
-        (weights + (0 if checkpointing else casts), first_gradients, optimizer, kept + working, 0),
+        (weights + (0 if checkpointing else casts), accumulated or of_head, optimizer, kept + working, 0),
         (weights, gradients, optimizer, working + kept // shape.layers, 0),
-        (weights, gradients, optimizer, 0, 0),
     ]
     if recipe.evaluation.every:
         # Without activations and gradients; a layer takes no more than at the peak of its backward.
@@ -138,9 +123,6 @@ def memory(shape: Shape, recipe: Recipe, original: int, gpu: Gpu) -> DeviceMemor
         overhead=OVERHEAD_ON_CPU + freed if on_cpu else OVERHEAD,
         # Offloading pins host memory for each device.
         host=shape.layers * hidden_states(shape, tokens, arithmetic) if hardware.offload_activations else 0,
-        # Several processes get the weights from the host of the first; NF4, and those of one process, are read to the
-        # device, a tensor at a time.
-        loading=base if hardware.processes > 1 and not on_cpu and tuning.method != "qlora" else 0,
     )
 
 
@@ -154,9 +136,9 @@ def _arithmetic(recipe: Recipe, gpu: Gpu, wide: bool, gathered: bool) -> Arithme
     return "casts" if tuning.method != "full" and (not in_bfloat16 or tuning.dropout) else "bfloat16"
 
 
-def _states(shape: Shape, recipe: Recipe, number: int, shards: int) -> tuple[int, int, int, int]:
-    """Return bytes of the base as loaded, of `number` bytes each; and on one of `shards` devices of weights, gradients
-    and AdamW's moments.
+def _states(shape: Shape, recipe: Recipe, number: int, shards: int) -> tuple[int, int, int]:
+    """Return bytes on one of `shards` devices of weights, gradients and AdamW's moments; of weights that are not
+    quantized, `number` bytes each.
     """
     tuning = recipe.tuning
     full = tuning.method == "full"
@@ -176,7 +158,7 @@ def _states(shape: Shape, recipe: Recipe, number: int, shards: int) -> tuple[int
         # gradients are whole before they are scattered.
         weights += (2 * shape.layer + shape.embedding) * BFLOAT16
         gradients += 2 * shape.layer * BFLOAT16 if full else 0
-    return base, weights, gradients, moments // shards
+    return weights, gradients, moments // shards
 
 
 def hidden_states(shape: Shape, tokens: int, arithmetic: Arithmetic) -> int:
@@ -204,7 +186,8 @@ def _activations(shape: Shape, recipe: Recipe, tokens: int, arithmetic: Arithmet
     training, tuning, hardware = recipe.training, recipe.tuning, recipe.hardware
     mlp_share = min(1.0, (training.mlp_chunk_tokens or tokens) / tokens)
     kept, peak = layer_bytes(shape, tuning, arithmetic, hardware.context_parallel, mlp_share)
-    experts = 0 if tuning.method == "full" else shape.lora[tuning.targets].experts / shape.layers
+    adapts_experts = tuning.method != "full" and tuning.targets == "all-linear"
+    experts = shape.experts / shape.layers if adapts_experts else 0
     kept = kept * tokens + ADAPTED_EXPERTS_KEPT * experts
     peak = peak * tokens + ADAPTED_EXPERTS_PEAK * experts
     if not training.activation_checkpointing:
@@ -222,21 +205,24 @@ def layer_bytes(
     values of the whole sequence. `mlp_share` is the share of the tokens that an MLP takes at a time.
     """
     full = tuning.method == "full"
-    of_layer, at_peak, of_attention = (_FULL if full else _LORA)[arithmetic]
+    hidden, intermediate = (_FULL if full else _LORA)[arithmetic]
+    more_hidden, more_intermediate = _BACKWARD[arithmetic]
+    # Attention keeps q and its output, k and v.
+    width = 2 if arithmetic == "float32" else 1
     # What norms keep beyond that: one of q and k a float32 copy, a third or fourth one of hidden states (Gemma) its
     # float32 values as well, and one that trains beside LoRA the normalized values.
     normalized = 4 if arithmetic in WIDE_STREAM else 2
     norms = 4 * max(0, shape.norms - 2) + (normalized if tuning.with_norms and not full else 0)
-    of_heads = 3 if shape.head_normed else 0
-    common = _bytes(shape, norms, 0, of_attention[0] + of_heads, of_attention[1] + of_heads)
-    kept, peak = _bytes(shape, *of_layer), _bytes(shape, *at_peak)
+    of_heads = 2 * width + (3 if shape.head_normed else 0)
+    common = _bytes(shape, norms, 0, of_heads, of_heads)
+    kept = _bytes(shape, hidden, intermediate)
+    peak = kept + _bytes(shape, more_hidden, more_intermediate)
     if mlp_share < 1:
-        kept = _bytes(shape, of_layer[0])
+        kept = _bytes(shape, hidden)
         peak = min(peak, kept + _bytes(shape, _AROUND_CHUNKS) + mlp_share * peak)
     # Gradients of q, k and v; the other devices' k and v, and their gradients (torch's all-gather rotation).
     others = 4 * context_parallel if context_parallel > 1 else 0
-    width = 2 if arithmetic == "float32" else 1
-    in_attention = _bytes(shape, of_layer[0], 0, width, width * (2 + others))
+    in_attention = _bytes(shape, hidden, 0, width, width * (2 + others))
     times = _DORA if tuning.dora else 1
     return times * (kept + common), times * (max(peak, in_attention) + common)
 

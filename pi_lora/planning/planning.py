@@ -11,7 +11,7 @@ from pydantic import TypeAdapter
 from pi_lora.errors import PiLoraError
 from pi_lora.planning.gpus import CPU, GPUS, Gpu, find_gpu
 from pi_lora.planning.memory import DeviceMemory, memory
-from pi_lora.planning.operations import Flops, flops_of_sequences, measuring_flops
+from pi_lora.planning.operations import Flops, flops_of_sequences
 from pi_lora.planning.shape import Shape, trained_parameters
 from pi_lora.recipe.schema import Recipe
 from pi_lora.scaling.config import Config, Interpolation, check_extendable, check_reach, window_of
@@ -40,9 +40,7 @@ class Target:
 
 @dataclass(frozen=True)
 class TrainingPlan:
-    """What a recipe takes on one kind of device; memory is that of each device, `flops` those of the whole training,
-    and `measuring` the operations of its measurements on one device.
-    """
+    """What a recipe takes on one kind of device; memory is that of each device, `flops` those of the whole training."""
 
     recipe: Recipe
     target: Target
@@ -51,7 +49,6 @@ class TrainingPlan:
     memory: DeviceMemory
     tokens_per_step: int
     flops: Flops
-    measuring: float
 
     def __str__(self) -> str:
         verdict = "fits" if self.fits else "does not fit"
@@ -84,15 +81,8 @@ class TrainingPlan:
         """Hours of training at the assumed utilization, if the device's peak is known; loading, evaluation and saving
         come on top.
         """
-        return self._hours(sum(self.flops) / self.recipe.hardware.processes)
-
-    @property
-    def measuring_hours(self) -> float | None:
-        """A rough figure of the hours of all measurements, if the device's peak is known."""
-        return self._hours(self.measuring)
-
-    def _hours(self, flops_of_a_device: float) -> float | None:
-        return self.gpu.peak and flops_of_a_device / (self.gpu.peak * self.utilization) / 3600
+        reached = self.gpu.peak and self.gpu.peak * self.utilization * self.recipe.hardware.processes
+        return reached and sum(self.flops) / reached / 3600
 
     def as_json(self) -> Json:
         """Return the plan as `--json` writes it."""
@@ -107,7 +97,6 @@ class TrainingPlan:
             "steps": self.recipe.training.steps,
             "flops": self.flops._asdict(),
             "hours": self.hours,
-            "measuring_hours": self.measuring_hours,
         }
 
 
@@ -172,6 +161,5 @@ def plan_recipe(recipe: Recipe, target: Target, gpu: Gpu | None = None) -> Train
         trained=trained_parameters(shape, recipe.tuning),
         memory=memory(shape, recipe, target.original, gpu),
         tokens_per_step=training.global_batch_size * tokens,
-        flops=flops_of_sequences(shape, recipe.tuning, tokens, training.activation_checkpointing, sequences),
-        measuring=measuring_flops(shape, recipe, max(target.original, recipe.context.target)),
+        flops=flops_of_sequences(shape, recipe.tuning, tokens, float(training.activation_checkpointing), sequences),
     )

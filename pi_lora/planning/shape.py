@@ -7,13 +7,10 @@ from pi_lora.recipe.schema import Tuning
 
 
 class Adapted(NamedTuple):
-    """What LoRA adapts: numbers that its matrices have per rank; outputs, each of which DoRA scales; and numbers of
-    experts to which it adds its products.
-    """
+    """What LoRA adapts: numbers that its matrices have per rank, and outputs, each of which DoRA scales."""
 
     per_rank: int
     outputs: int
-    experts: int = 0
 
 
 @dataclass(frozen=True)

@@ -42,8 +42,6 @@ def plan_lines(plan: TrainingPlan) -> list[str]:
     memory = f"{_gib(plan.memory.peak)} of {_gib(plan.gpu.memory)} GiB on {each}{machinery(plan)}"
     if plan.memory.host:
         memory += f", {_gib(plan.memory.host)} GiB of its host"
-    if plan.memory.loading:
-        memory += f"; {_gib(plan.memory.loading)} GiB of the first host to load it"
     duration = "no hours, since the peak of this device is not known"
     if plan.hours:
         duration = f"about {hours_in_words(plan.hours)} at {plan.utilization:.0%} of the peak (assumed)"
@@ -53,8 +51,6 @@ def plan_lines(plan: TrainingPlan) -> list[str]:
         f"time: {recipe.training.steps} steps of {plan.tokens_per_step:,} tokens, {_count(plan.tokens)} in all, "
         f"{sum(plan.flops):.1e} FLOPs: {duration}",
     ]
-    if plan.measuring_hours:
-        lines.append(f"evaluation: about {hours_in_words(plan.measuring_hours)} more, a rough figure, no benchmarks")
     if not plan.fits:
         change = advice(plan)
         remedy = f"the cheapest change that fits: {change}" if change else "no suggested change fits"

@@ -137,24 +137,21 @@ def distances(setting: Setting) -> tuple[Reals, Reals, Reals]:
     at most `DISTANCES`, evenly spread.
     """
     original, target = setting.original, setting.target
-
-    def whole(first: int, last: int) -> Reals:
-        return np.unique(np.linspace(first, last - 1, DISTANCES).round())
-
-    extended = whole(0, target)
+    inside, beyond, extended = (
+        np.unique(np.linspace(first, last - 1, DISTANCES).round())
+        for first, last in ((0, original), (original, target), (0, target))
+    )
     # The remainder is exact where a division is not: it is 0 for a whole distance.
-    return whole(0, original), whole(original, target), extended[extended * original % target != 0] * original / target
+    return inside, beyond, extended[extended * original % target != 0] * original / target
 
 
 @dataclass(frozen=True)
 class Bounds:
     """The bounds in numbers, for `max_j |h_j|` of 1 and the distances 0, 1, ... L'; `papers_` marks the paper's own."""
 
-    papers_divisor: float  # of `d max|h|` in the middle between distances (Eqn. 7); half the ratio if `B(s) = d`
+    papers_divisor: float  # of `d max|h|` in the middle between distances (Eqn. 7)
     divisor: float
-    papers_ratio: float  # extrapolation over interpolation bound where they are closest
-    ratio: float
-    lowest: float  # the smallest `B(s) / d`
+    lowest: float  # the smallest `B(s) / d`; twice this times a divisor is the ratio of the bounds there
     lowest_at: int  # its distance in tokens
 
 
@@ -166,11 +163,9 @@ def bounds_of(setting: Setting) -> Bounds:
     (294.73, 256.11, 1.116)
     """
     d, c = setting.head_dim, setting.theta
-    papers, proven = (float(interpolation_bound(d, c, 1.0, 0.5, each)) for each in (True, False))
-    sums = partial_sums(d, c, np.arange(setting.target + 1))
-    at = int(sums.argmin())
-    beyond, lowest = float(extrapolation_bound(d, c, 1.0, at)), float(sums[at]) / d
-    return Bounds(d / papers, d / proven, beyond / papers, beyond / proven, lowest, at)
+    papers_divisor, divisor = (d / float(interpolation_bound(d, c, 1.0, 0.5, each)) for each in (True, False))
+    sums = partial_sums(d, c, np.arange(setting.target + 1)) / d
+    return Bounds(papers_divisor, divisor, float(sums.min()), int(sums.argmin()))
 
 
 def fit_noise(head_dim: int, theta: float, original: int, ridge: float = 0.0, seed: int = 0) -> tuple[Reals, Complexes]:

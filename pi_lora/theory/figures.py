@@ -12,7 +12,7 @@ from pi_lora.theory.bounds import Setting
 
 # Figure 2's second row: what is added to the sum of squares; the fit stays as close to the points as without.
 RIDGE = 10.0
-DOTS, FEWEST_DOTS = 48, 6  # of figure 1 in all, and inside the window
+DOTS, DOTS_INSIDE = 48, 6  # of figure 1 in all, and inside the window; the fewest of each
 SAMPLES = 4096  # of a curve
 FEW = 50  # distances between which figure 2 looks
 DISTANCE = "positional difference $s$ (tokens)"
@@ -28,7 +28,8 @@ def bounds_table(setting: Setting, found: bounds.Bounds) -> Table:
     table.add_row("interpolation, |a - a_linear|", f"d H / {found.papers_divisor:.2f}", f"d H / {found.divisor:.2f}")
     table.add_row("extrapolation, |a|", "2 H B(s)", "2 H B(s)")
     table.add_row("their ratio if B(s) = d", f"{2 * found.papers_divisor:.1f}", f"{2 * found.divisor:.1f}")
-    table.add_row("their ratio where B(s) is least", f"{found.papers_ratio:.1f}", f"{found.ratio:.1f}")
+    ratios = (f"{2 * found.lowest * divisor:.1f}" for divisor in (found.papers_divisor, found.divisor))
+    table.add_row("their ratio where B(s) is least", *ratios)
     return table
 
 
@@ -47,19 +48,19 @@ def _positions(setting: Setting) -> Any:
     # Of the waves there are, the one that turns about twice within the window.
     speeds = bounds.frequencies(setting.head_dim, setting.theta)
     speed = speeds[np.abs(np.log(speeds * length / (4 * np.pi))).argmin()]
-    positions = np.arange(0, target, length / max(FEWEST_DOTS, round(DOTS * length / target)))
+    positions = np.arange(0, target, min(target / DOTS, length / DOTS_INSIDE))
     trained, unseen = positions[positions < length], positions[positions >= length]
-    between = f"Position Interpolation: indices are multiplied by {length}/{target}"
-    rows = (
-        ("Extrapolation: position indices leave the trained range", unseen, "X", VERMILION, "unseen"),
-        (between, positions * length / target, "D", GREEN, "in between"),
-    )
+    interpolated = f"Position Interpolation: indices are multiplied by {length}/{target}"
+    rows = {
+        "Extrapolation: position indices leave the trained range": (unseen, "X", VERMILION, "unseen"),
+        interpolated: (positions * length / target, "D", GREEN, "in between"),
+    }
     wave = np.linspace(0, target, SAMPLES)
-    for axes, (title, others, marker, colour, label) in zip(figure.subplots(2, 1), rows, strict=True):
+    for axes, (title, others) in zip(figure.subplots(2, 1), rows.items(), strict=True):
         axes.axvspan(0, length, color=GREY, alpha=0.15, linewidth=0)
         axes.plot(wave, np.sin(wave * speed), color="0.6", linewidth=1)
-        for at, shape, ink, name in ((others, marker, colour, label), (trained, "o", BLUE, "trained")):
-            axes.plot(at, np.sin(at * speed), shape, color=ink, label=name, markersize=4.5)
+        for at, marker, color, label in (others, (trained, "o", BLUE, "trained")):
+            axes.plot(at, np.sin(at * speed), marker, color=color, label=label, markersize=4.5)
         axes.set(ylim=(-1.35, 1.9), ylabel="rotary wave", xlabel="position index (tokens)")
         plain(axes, title, frameon=False, fontsize=9, loc="upper right", ncols=2)
     return figure
@@ -70,15 +71,16 @@ def _fit(setting: Setting) -> Any:
     figure = new_figure(13, 6.8)
     length = setting.original
     first = min(25, length // 4)
-    fine = np.arange(first, min(first + FEW, length - 1) + 1 / 16, 1 / 8)
+    whole = np.arange(first, min(first + FEW, length))
+    fine = np.arange(first, whole[-1] + 1 / 16, 1 / 8)
     parts = (
         ("Fitted in $[0, L)$", np.arange(length, dtype=float)),
         ("Effect of extrapolation", np.linspace(0, setting.target, SAMPLES)),
         ("Effect of interpolation", fine),
     )
-    fits = {"least squares": 0.0, f"ridge, {RIDGE:g}": RIDGE}
-    for row, (name, ridge) in zip(figure.subplots(2, 3), fits.items(), strict=True):
+    for row, ridge in zip(figure.subplots(2, 3), (0.0, RIDGE), strict=True):
         points, h = bounds.fit_noise(setting.head_dim, setting.theta, length, ridge)
+        name = f"ridge, {ridge:g}" if ridge else "least squares"
         for axes, (title, s) in zip(row, parts, strict=True):
             axes.plot(s, bounds.attention_score(h, s, setting.theta), color=VERMILION, linewidth=1.5, label=name)
             axes.set(xlabel=DISTANCE, ylabel="attention score $a(s)$")
@@ -88,7 +90,6 @@ def _fit(setting: Setting) -> Any:
         inside.plot(points, ".", color=BLUE, alpha=0.35, markersize=3, rasterized=True, label="points", zorder=1)
         inside.legend(loc="upper right")
         beyond.axvline(length, **DASHED)
-        whole = fine[fine % 1 == 0]
         between.plot(whole, bounds.attention_score(h, whole, setting.theta), "o", color=BLUE, label="whole distances")
         between.legend()
     return figure

@@ -15,10 +15,12 @@ from transformers.models.auto import CONFIG_MAPPING
 from pi_lora.errors import ScalingError
 from pi_lora.models.model import load
 from pi_lora.theory.bounds import Setting, attention_score, distances, setting_of
-from pi_lora.theory.heads import layer_coefficients, sampled_pairs
+from pi_lora.theory.heads import layer_coefficients
 
 TEXT = Path(__file__).parents[2] / "README.md"
 IDS = torch.randint(2, 60, (40,), generator=torch.Generator().manual_seed(1)).tolist()
+# Positions of queries and of keys.
+PAIRS = (np.arange(8, 40, 2), np.arange(0, 32, 2) // 3)
 # Heads that rotate in part (gpt_neox), shared keys, and layers of other ropes or none.
 KINDS = {
     "llama": {"num_key_value_heads": 2},
@@ -45,7 +47,7 @@ def test_scores_are_those_the_model_computes(kind: str) -> None:
     """`a(m - n)` from the coefficients is the eager kernel's product of the rotated query and key; rotary part only."""
     model = small(kind)
     setting = setting_of(model.config.to_dict())
-    queries, keys = sampled_pairs(len(IDS), 16)
+    queries, keys = PAIRS
     found = layer_coefficients(model, IDS, (queries, keys), setting)
     assert list(found) == ([1] if kind in ("gemma3_text", "smollm3") else [0, 1])
     seen: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -74,13 +76,12 @@ def test_the_scale_of_an_extended_model_counts(lora_run: Path) -> None:
     loaded = load(str(lora_run))
     setting = setting_of(loaded.config)
     assert (setting.original, setting.target) == (64, 128)
-    pairs = sampled_pairs(40, 4)
-    assert list(layer_coefficients(loaded.model, IDS, pairs, setting, 2.0)) == [0, 1]
+    assert list(layer_coefficients(loaded.model, IDS, PAIRS, setting, 2.0)) == [0, 1]
     with pytest.raises(ScalingError, match="no layer rotates"):
-        layer_coefficients(loaded.model, IDS, pairs, setting)
+        layer_coefficients(loaded.model, IDS, PAIRS, setting)
     neighbours = small("cohere")
     with pytest.raises(ScalingError, match="model of type cohere: no layer rotates"):
-        layer_coefficients(neighbours, IDS, pairs, setting_of(neighbours.config.to_dict()))
+        layer_coefficients(neighbours, IDS, PAIRS, setting_of(neighbours.config.to_dict()))
 
 
 def test_distances_are_whole_or_in_between() -> None:
@@ -101,9 +102,11 @@ def test_the_command_measures_the_builtin_model_within_the_bounds(
     status, printed, errors = run(capsys, monkeypatch, "theory", *options, "--output", str(folder), "--json", str(file))
     assert status == 0, errors
     assert "64 queries and keys a head from 256 tokens" in printed
-    heads = json.loads(file.read_text())["measured"]["heads"]
-    assert {(each["layer"], each["head"]) for each in heads} == {(i, j) for i in range(6) for j in range(8)}
-    assert all(0 < each["between_share"] <= 1 for each in heads)
-    assert all(0 < each["beyond_share"] <= 1 for each in heads)
-    assert max(each["papers_share"] for each in heads) > 1
-    assert max(each["growth"] for each in heads) > 1
+    measured = json.loads(file.read_text())["measured"]
+    layers, largest = measured["layers"], measured["largest"]
+    assert list(layers) == list(map(str, range(6)))
+    assert all(len(heads["inside"]) == 8 for heads in layers.values())
+    assert 0 < largest["between_share"] <= 1
+    assert 0 < largest["beyond_share"] <= 1
+    assert largest["papers_share"] > 1
+    assert largest["growth"] > 1
