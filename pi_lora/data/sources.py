@@ -9,7 +9,7 @@ import sysconfig
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +44,8 @@ NamedRow = tuple[str, dict[str, str]]
 class Table:
     """A source of rows. `read` yields the texts in some columns of every row as they are asked for, in a fixed order or
     in that of a seed. `identity` is what decides the rows, as JSON: a cache made from them is stale when it changes.
-    `size` is the bytes of its files on this machine, None of what is on the hub.
+    `size` is the bytes of its files on this machine, None of what is on the hub. `texts` are the names of its
+    files if every file is a text. `part` returns what is read of a named text.
     """
 
     name: str
@@ -52,16 +53,42 @@ class Table:
     read: Callable[[Sequence[str], int | None], Iterator[NamedRow]]
     identity: Callable[[], Json]
     size: int | None = None
+    texts: Sequence[str] = ()
+    part: Callable[[str, str], str] = lambda name, text: text
 
     def documents(self, seed: int | None = None) -> Iterator[Document]:
         """Yield the texts of `column` that are not blank, ordered as `read`; raise DataError if there is none."""
         empty = True
         for where, row in self.read([self.column], seed):
-            if row[self.column].strip():
+            if (text := self.part(where, row[self.column])).strip():
                 empty = False
-                yield Document(where, row[self.column])
+                yield Document(where, text)
         if empty:
-            raise DataError(f"{self.name}: holds no text, it is empty; name a source with text")
+            raise DataError(f"{self.name}: holds no text; name a source with text, or change its hold_out")
+
+    def divided(self, share: float, held_out: bool) -> "Table":
+        """Return the table without the `share` of its text that is held out, or with nothing else. One text is cut, the
+        end is held out. Of several texts at least one is held out, chosen by their file names; of rows those that a
+        digest of the text chooses. So the division follows neither the order of the documents nor the machine.
+        """
+
+        def part_of_one(name: str, text: str) -> str:
+            cut = text.rfind("\n", 0, int(len(text) * (1 - share))) + 1 or int(len(text) * (1 - share))
+            return text[cut:] if held_out else text[:cut]
+
+        by_draw = sorted(self.texts, key=lambda name: draw(Path(name).name))
+        chosen = set(by_draw[: max(1, round(share * len(by_draw)))])
+
+        def part_of_many(name: str, text: str) -> str:
+            is_chosen = name in chosen if chosen else draw(text) < share
+            return text if is_chosen == held_out else ""
+
+        return replace(self, part=part_of_one if len(self.texts) == 1 else part_of_many)
+
+
+def draw(text: str) -> float:
+    """Return a number in [0, 1) that follows from `text` alone, the same under every Python."""
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") / 2**64
 
 
 def texts(rows: Iterable[NamedJson], columns: Sequence[str]) -> Iterator[NamedRow]:
@@ -116,13 +143,14 @@ def local_files(name: str, files: Mapping[str, Path], column: str = "text") -> T
     """Return named files as a table."""
     size = sum(file.stat().st_size for file in files.values())
     decided_by = {"files": len(files), "sha256": documents.fingerprint(files.values())}
-    return Table(name, column, functools.partial(read_files, files), lambda: decided_by, size)
+    holds_rows = any(file.name.lower().endswith(TABLE_SUFFIXES) for file in files.values())
+    named = () if holds_rows else tuple(files)
+    return Table(name, column, functools.partial(read_files, files), lambda: decided_by, size, named)
 
 
 def split_of(relative_path: str) -> str:
     """Return the split of a file, train, validation or test, by its name alone, so the same under every Python."""
-    digest = hashlib.sha256(relative_path.encode()).digest()
-    if int.from_bytes(digest[:8], "big") / 2**64 >= HELD_OUT_SHARE:
+    if draw(relative_path) >= HELD_OUT_SHARE:
         return "train"
     return "validation" if relative_path < FIRST_OF_TEST else "test"
 
@@ -225,11 +253,26 @@ def find_table(source: Source, suffixes: tuple[str, ...] = TABLE_SUFFIXES) -> Ta
     return local_files(name, {str(file): file for file in files}, source.column)
 
 
-def find_corpus(source: Source) -> Table:
-    """Find the documents that `source` names, as `find_table` does; of `builtin:recall` the text between its facts."""
-    if source.name in (STDLIB, RECALL):
-        return standard_library(source.split)
-    return find_table(source, DOCUMENT_SUFFIXES)
+def find_corpus(source: Source, held_out: bool = False) -> Table:
+    """Find the documents that `source` names, as `find_table` does, without those that it holds out, or only those; of
+    `builtin:recall` the text between its facts.
+    """
+    builtin = source.name in (STDLIB, RECALL)
+    table = standard_library(source.split) if builtin else find_table(source, DOCUMENT_SUFFIXES)
+    return table if source.hold_out is None else table.divided(source.hold_out, held_out)
+
+
+def share_to_hold_out(source: Source, target: int) -> float:
+    """Return the share of `source` that a recipe for windows of `target` tokens (L') holds out: about four windows, a
+    fiftieth to a fifth of local text, and a hundredth of what is on the hub.
+    """
+    size = find_corpus(source).size
+    return 0.01 if size is None else round(min(0.2, max(0.02, 16 * target / max(1, size))), 2)
+
+
+def held_out_text(source: Source) -> Json:
+    """Return the keys of `evaluation.perplexity` that measure what `source` holds out."""
+    return source.model_dump(include={"column", "subset", "split", "hold_out"}) | {"data": source.name}
 
 
 # Repository, file and commit. Of PG-19 all 100 books of the test split; `deepmind/pg19` itself needs a script.
@@ -244,11 +287,17 @@ PINNED = {
 PRESETS = {name: hub_file(*file) for name, file in PINNED.items()}
 
 
-def evaluation_documents(source: str, split: str = "test", column: str = "text") -> Iterator[Document]:
+def evaluation_documents(
+    source: str, split: str = "test", column: str = "text", subset: str | None = None, hold_out: float | None = None
+) -> Iterator[Document]:
     """Return the documents to measure on, read as they are asked for in a fixed order: of `builtin:stdlib` and of the
-    hub those of `split`, or of `PRESETS`. Raise DataError if there are none, or while reading.
+    hub those of `split`, or of `PRESETS`; with `hold_out` only those that training leaves out. Raise DataError if there
+    are none, or while reading.
     """
     if source == RECALL:
         raise DataError(f"{RECALL}: is for training; measure recall with `pi-lora eval passkey`")
-    table = PRESETS.get(source) or find_corpus(Source(name=source, split=split, column=column))
+    # The first of a large data set are measured without downloading all of it.
+    streaming = hold_out is not None
+    named = Source(name=source, split=split, column=column, subset=subset, hold_out=hold_out, streaming=streaming)
+    table = PRESETS.get(source) or find_corpus(named, held_out=True)
     return table.documents()

@@ -52,6 +52,10 @@ class PerplexityOptions(Options):
     """of a hub data set or builtin:stdlib"""
     column: str = "text"
     """of rows: the one that holds the text"""
+    subset: str | None = None
+    """of a hub data set that has several"""
+    hold_out: float | None = Field(None, gt=0, lt=1)
+    """only the share that a source with the same `hold_out` keeps out of training"""
     by_position: bool = False
     """also the loss by position in the longest window"""
 

@@ -118,6 +118,8 @@ class Source(Section):
     """of a hub data set: branch, tag or commit"""
     streaming: bool = False
     """read a hub data set as it is needed, without downloading all of it"""
+    hold_out: float | None = Field(None, gt=0, lt=1)
+    """share of its documents, or of its one text, that does not train: text for `evaluation.perplexity`"""
 
 
 class Data(Section):
@@ -183,6 +185,8 @@ class Data(Section):
             raise ValueError("document: goes with summary, or with template and completion; give them, or leave it out")
         if self.has_examples and self.positions == "skip":
             raise ValueError("positions: skip: is for packed text; examples need contiguous")
+        if self.has_examples and any(source.hold_out for source in self.source):
+            raise ValueError("source: hold_out is for packed text; hold examples out in a file of their own")
         if self.has_examples and any(source.weight != 1.0 for source in self.source):
             raise ValueError("source: weight is for packed text; all examples are used equally often")
         return self
@@ -333,6 +337,11 @@ class Recipe(Section):
             raise ValueError(f"context.target: {target} is not a multiple of {multiple}")
         if self.context.theta is not None and self.scaling != "theta":
             raise ValueError(f"context.theta: has no effect under scaling: {self.scaling}; use theta, or leave it out")
+        measured = self.evaluation.perplexity
+        for source in self.data.source if measured and measured.data else ():
+            if measured and source.name == measured.data and source.hold_out != measured.hold_out:
+                shares = f"{measured.hold_out or 'none'}, but {source.hold_out or 'none'} in data.source"
+                raise ValueError(f"evaluation.perplexity.hold_out: {shares} of the same text; make them equal")
         if keep and self.context.original is not None:
             raise ValueError("context.original: with scaling: keep the windows are the model's own; leave it out")
         if keep and pose and self.data.sequence_tokens is None:

@@ -104,7 +104,7 @@ def test_the_shuffle_buffer_loses_nothing_and_holds_no_more_than_it_may(sizes: l
     ("name", "content", "message"),
     [
         ("gone.txt", None, "no such file or folder"),
-        ("empty.txt", b" \n", "holds no text, it is empty"),
+        ("empty.txt", b" \n", "holds no text"),
         ("latin.txt", b"\xff\xfe\x00", r"cannot be read \('utf-8' codec"),
         ("broken.jsonl", b'{"text": "a"}\n\n{"text": \n', r"jsonl:2: cannot be read \(Expecting value"),
         ("list.jsonl", b'["a"]\n', r"jsonl:1: cannot be read \(it is not one value for each column\)"),
@@ -112,7 +112,7 @@ def test_the_shuffle_buffer_loses_nothing_and_holds_no_more_than_it_may(sizes: l
         ("number.jsonl", b'{"text": 3}\n', "jsonl:1: column text holds int, not text"),
         ("cut.jsonl.gz", gzip.compress(b'{"text": "a"}\n' * 99, mtime=0)[:-12], "cannot be read"),
         ("broken.parquet", b"PAR1", "cannot be read"),
-        ("none.jsonl", b"", "holds no text, it is empty"),
+        ("none.jsonl", b"", "holds no text"),
     ],
 )
 def test_what_is_not_text_is_refused(tmp_path: Path, name: str, content: bytes | None, message: str) -> None:

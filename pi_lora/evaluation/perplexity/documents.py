@@ -54,7 +54,7 @@ def choose_documents(model: Model, options: PerplexityOptions, longest: int) -> 
     if options.truncate is not None and options.truncate < longest:
         raise DataError(f"--truncate: {options.truncate} tokens do not hold a window of {longest}; choose more")
     needed, passed_over = max(longest, options.min_tokens or 0), 0
-    read = partial(evaluation_documents, options.data, options.split, options.column)
+    read = partial(evaluation_documents, options.data, options.split, options.column, options.subset, options.hold_out)
     documents: Iterable[Document] = read()
     if options.seed is not None:
         order, passed_over = _shuffled(documents, options.seed, needed)
