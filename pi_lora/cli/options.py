@@ -32,6 +32,8 @@ Original = Annotated[PositiveInt | None, Parameter(help="Original window of a pl
 Target = Annotated[PositiveInt | None, Parameter(help="Window to extend a plain base to, without tuning.")]
 Scaling = Annotated[Method | None, Parameter(help="Scaling of a plain base; pi by default.")]
 
+Probe = Annotated[Path | None, Parameter(help="What pi-lora probe wrote with --json.")]
+
 
 @dataclass(frozen=True)
 class Trust:

@@ -11,7 +11,7 @@ from rich.prompt import IntPrompt, Prompt
 from rich.table import Table
 
 from pi_lora.cli.app import RECIPES, app, err, out, printable, read_recipe, working
-from pi_lora.cli.options import GpuName, JsonFile, ModelName, Override, RecipeFile, TrustRemoteCode
+from pi_lora.cli.options import GpuName, JsonFile, ModelName, Override, Probe, RecipeFile, TrustRemoteCode
 from pi_lora.errors import PiLoraError, RunExistsError
 from pi_lora.recipe.places import shipped_recipes
 from pi_lora.types import Permissions
@@ -25,6 +25,7 @@ def new(
     target: Annotated[PositiveInt | None, Parameter(help="L', the window to extend to.")] = None,
     gpu: GpuName = None,
     data: Annotated[list[str] | None, Parameter(help="Text to tune on: a file, folder, glob or hub id.")] = None,
+    probe: Probe = None,
     output: Annotated[Path | None, Parameter(help="The recipe file; MODEL_TARGET.yaml by default.")] = None,
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
@@ -36,6 +37,9 @@ def new(
         from pi_lora.planning.planning import find_shape
         from pi_lora.planning.text import plan_lines
         from pi_lora.scaling.config import window_of
+
+        if probe:
+            from pi_lora.report.probe import read_probe
 
         permissions = Permissions(trust_remote_code)
         window = window_of(find_shape(model, permissions=permissions)[0])
@@ -51,9 +55,10 @@ def new(
         given = Prompt.ask("Text to tune on (file, folder, glob or hub id; empty: a public corpus)", console=err)
         data = [given] if given else None
     sources = [{"name": name} for name in data or ()]
-    plan = choose(model, target, device, sources, lambda source: find_corpus(source).size, permissions)
+    scaling, probed = read_probe(probe).to_tune(target) if probe else (None, None)
+    plan = choose(model, target, device, sources, lambda source: find_corpus(source).size, permissions, scaling)
     with file.open("x", encoding="utf-8") as recipe:
-        recipe.write(recipe_text(plan, file))
+        recipe.write(recipe_text(plan, file, probed))
     out.lines(*plan_lines(plan))
     if not data:
         names = " and ".join(source.name for source in plan.recipe.data.source)

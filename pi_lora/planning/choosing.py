@@ -11,9 +11,10 @@ from pathlib import Path
 
 from pi_lora.errors import DataError, PiLoraError
 from pi_lora.planning.gpus import CPU, GPUS, Gpu
-from pi_lora.planning.planning import TrainingPlan, plan_recipe, plan_training
+from pi_lora.planning.planning import TrainingPlan, find_shape, plan_recipe, plan_training
 from pi_lora.planning.text import Changes, plan_lines, render, replanned, slower
 from pi_lora.recipe.schema import Recipe, Source
+from pi_lora.scaling.config import methods_for
 from pi_lora.types import NO_PERMISSIONS, Json, Permissions
 
 # Embeddings and head of more tokens take gigabytes in float32 with AdamW: norms alone train beside the adapter.
@@ -48,12 +49,14 @@ def choose(
     sources: Sequence[Json],
     bytes_of: Callable[[Source], int | None],
     permissions: Permissions = NO_PERMISSIONS,
+    scaling: str | None = None,
 ) -> TrainingPlan:
     """Return the plan of the best candidate that fits on `gpu`, for `sources` of a recipe or else the default corpus;
-    `bytes_of` says how much text a source has, None if that is not known. Raise PiLoraError if nothing fits, with the
+    `bytes_of` says how much text a source has, None if that is not known. The `scaling` is by default the one that
+    continues the frequencies of the base, of a plain base the paper's. Raise PiLoraError if nothing fits, with the
     device that would do, and DataError if there is too little text.
     """
-    first = first_plan(model, target, gpu, sources, permissions)
+    first = first_plan(model, target, gpu, sources, permissions, scaling)
     if found := best(first):
         # A mixture ends when one of its sources is used up.
         source = first.recipe.data.source
@@ -68,10 +71,17 @@ def choose(
 
 
 def first_plan(
-    model: str, target: int, gpu: Gpu, sources: Sequence[Json], permissions: Permissions = NO_PERMISSIONS
+    model: str,
+    target: int,
+    gpu: Gpu,
+    sources: Sequence[Json],
+    permissions: Permissions = NO_PERMISSIONS,
+    scaling: str | None = None,
 ) -> TrainingPlan:
     """Return the plan of what the candidates change: LoRA on contiguous sequences, with nothing that saves memory."""
+    config, _ = find_shape(model, "main", permissions)
     tree = {
+        "scaling": scaling or next(iter(methods_for(config)), "pi"),
         "model": {"name": model},
         "context": {"target": target},
         "data": {"source": list(sources or (BUILTIN_CORPUS if model.startswith("builtin:") else CORPUS))},
@@ -135,13 +145,16 @@ def _sized(plan: TrainingPlan, tokens: float) -> TrainingPlan:
     return next(sized for _, sized in plans if sized.roomy or sized.recipe.training.per_device_batch_size == 1)
 
 
-def recipe_text(plan: TrainingPlan, file: Path) -> str:
-    """Return the recipe of a plan as a file with comments, and the plan as its header."""
+def recipe_text(plan: TrainingPlan, file: Path, probed: str | None = None) -> str:
+    """Return the recipe of a plan as a file with comments, and the plan as its header; `probed` is what a probe says of
+    the scaling.
+    """
     return render(
         "recipe.yaml",
         recipe=plan.recipe,
         target=plan.target,
         file=shlex.quote(str(file)),
+        probed=probed,
         lines=plan_lines(plan),
         short=short,
         sources=[source.model_dump(exclude_defaults=True) for source in plan.recipe.data.source],

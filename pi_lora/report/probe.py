@@ -88,6 +88,11 @@ class Probe(BaseModel):
     original: int
     targets: list[Reach]
 
+    def to_tune(self, target: int) -> tuple[Method, str] | tuple[None, None]:
+        """Return the best scaling that is tuned for more than comparison, if it is the best of all, and its summary."""
+        reach = self.at(target)
+        return (None, None) if reach.best in ("direct", "dynamic") else (reach.best, reach.summary)
+
     def at(self, target: int) -> Reach:
         """Return what was found at a target; raise ModelError if it was not probed."""
         if found := next((reach for reach in self.targets if reach.target == target), None):
@@ -129,19 +134,13 @@ def probe(
         ]
         found = Probe(model=base.name, original=base.window, targets=reaches)
         for reach in reaches if is_leader() else ():
-            _write(found.model_copy(update={"targets": [reach]}), kept_file(base.name, reach.target))
+            write_json(_kept_file(base.name, reach.target), reach.model_dump(include={"best", "summary"}))
         if json and is_leader():
-            _write(found, json)
+            write_json(json, found.model_dump(mode="json", by_alias=True, exclude_unset=True))
     if plot and is_leader():
         panels = [curves for reach in reaches for curves in _curves(reach)]
         comparison_picture(panels, base.window, plot)
     return found
-
-
-def kept_file(model: str, target: int) -> Path:
-    """Return the file of the cache that holds the last probe of a model at a target."""
-    place = Path(model).resolve() if Path(model).exists() else Path(model.replace("/", "--"))
-    return cache_folder() / "probes" / f"{'--'.join(place.parts[-2:])}-{target}.json"
 
 
 def read_probe(file: Path) -> Probe:
@@ -189,10 +188,16 @@ def next_command(found: Probe, reach: Reach, json: Path | None) -> str:
 
 def better_scaling(model: str, target: int, scaling: str) -> str | None:
     """Return a line if the last probe of this model found another scaling better than the one of a recipe."""
-    file = kept_file(model, target)
-    if not file.is_file() or (reach := read_probe(file).at(target)).best == scaling:
+    file = _kept_file(model, target)
+    if not file.is_file() or (kept := read_json(file, Json, "probe again"))["best"] == scaling:
         return None
-    return f"scaling: {scaling}: in a probe, {reach.summary}; scaling={reach.best} tunes from there"
+    return f"scaling: {scaling}: in a probe, {kept['summary']}; scaling={kept['best']} tunes from there"
+
+
+def _kept_file(model: str, target: int) -> Path:
+    """Return the file of the cache that holds the best scaling by the last probe of a model at a target."""
+    place = Path(model).resolve() if Path(model).exists() else Path(model.replace("/", "--"))
+    return cache_folder() / "probes" / f"{'--'.join(place.parts[-2:])}-{target}.json"
 
 
 def _reach(
@@ -270,7 +275,3 @@ def _curves(reach: Reach) -> list[Mapping[str, Scores]]:
         {name: each.perplexity for name, each in reach.scalings.items()},
         {name: each.passkey for name, each in reach.scalings.items() if each.passkey},
     ]
-
-
-def _write(found: Probe, file: Path) -> None:
-    write_json(file, found.model_dump(mode="json", by_alias=True, exclude_unset=True))

@@ -6,8 +6,12 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import yaml
+from conftest import BUILTIN, small_recipe
 from test_cli import run as command
+from transformers import LlamaConfig
 
+from pi_lora.api.functions import model_to_train
 from pi_lora.errors import Interrupted, ModelError, ScalingError
 from pi_lora.evaluation.passkey.measurement import evaluate_passkey
 from pi_lora.evaluation.perplexity import measurement
@@ -16,7 +20,7 @@ from pi_lora.evaluation.suite import Display
 from pi_lora.models.model import Extension, find, load
 from pi_lora.recipe.evaluation import PasskeyOptions, PerplexityOptions, ProbeOptions
 from pi_lora.report import probe as probing
-from pi_lora.report.probe import Probed, better_scaling, probe, read_probe
+from pi_lora.report.probe import Probe, Probed, Reach, better_scaling, probe, read_probe
 
 TARGET = 256
 
@@ -77,6 +81,44 @@ def test_an_interrupted_probe_continues(small_model: Path, texts: Path, monkeypa
     assert len(passes) == 8, "a finished probe is measured anew"
 
 
+def test_new_names_the_scaling_and_why(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Of a probe, of a plain base, and of a base whose frequencies a scaling continues."""
+    monkeypatch.chdir(tmp_path)
+    scores = measured(8.2, 8.3, 0.9)
+    reach = Reach(target=1024, best="yarn", enough=False, summary="yarn keeps 8.30", scalings={"yarn": scores})
+    (tmp_path / "probe.json").write_text(
+        Probe(model=BUILTIN, original=256, targets=[reach]).model_dump_json(by_alias=True)
+    )
+
+    def header(model: str, *words: str) -> tuple[str, str]:
+        """The scaling of the recipe that `new` writes, and the line that says why."""
+        status, _, err = command(capsys, monkeypatch, "new", model, "--target", "1024", *words, "--output", "new.yaml")
+        assert status == 0, err
+        recipe = (tmp_path / "new.yaml").read_text()
+        (tmp_path / "new.yaml").unlink()
+        [line] = [line for line in recipe.splitlines() if line.startswith("# Scaling ")]
+        return yaml.safe_load(recipe)["scaling"], line
+
+    own = ["--gpu", "cpu", "--data", "builtin:stdlib"]
+    assert header(BUILTIN, *own, "--probe", "probe.json") == ("yarn", "# Scaling yarn: in a probe, yarn keeps 8.30.")
+    scaling, why = header(BUILTIN, *own)
+    assert (scaling, "the paper's" in why) == ("pi", True)
+    rope = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": 128}
+    config = LlamaConfig(
+        **{"vocab_size": 1024, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2},
+        **{"num_attention_heads": 2, "max_position_embeddings": 256},
+        rope_parameters={**rope, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+    )
+    config.architectures = ["LlamaForCausalLM"]
+    config.save_pretrained(tmp_path / "llama3")
+    scaling, why = header("llama3", *own)
+    assert (scaling, "frequencies of this base" in why) == ("llama3", True)
+    status, _, err = command(capsys, monkeypatch, "new", BUILTIN, "--target", "512", *own, "--probe", "probe.json")
+    assert (status, err.strip()) == (2, "--probe: was made for --target 1024, not for 512; probe again")
+
+
 def test_where_passes_are_dear_only_the_most_promising_are_asked_for_passkeys(
     small_model: Path, texts: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -126,7 +168,7 @@ def test_the_best_finds_the_most_passkeys_and_then_has_the_lowest_perplexity(
     assert summary.startswith(f"{best} keeps {scalings[best][1]:.2f} at 4,096 (8.00 at 1,024 before) and finds ")
 
 
-def test_train_says_when_another_scaling_was_better(small_model: Path, texts: Path) -> None:
+def test_train_says_when_another_scaling_was_better(small_model: Path, texts: Path, tmp_path: Path) -> None:
     options = ProbeOptions(data=str(texts), documents=1, trials=1, scalings=("pi",))
     found = probe(find(str(small_model)), [TARGET, 512], options)
     assert [reach.target for reach in found.targets] == [TARGET, 512]
@@ -135,6 +177,10 @@ def test_train_says_when_another_scaling_was_better(small_model: Path, texts: Pa
     assert better_scaling(str(small_model), 512, best) is None
     assert f"scaling={best}" in (better_scaling(str(small_model), 512, other) or "")
     assert better_scaling(str(small_model), 1024, other) is None
+    for scaling, said in ((best, False), (other, True)):
+        recipe = small_recipe(small_model, context={"target": 512}, scaling=scaling)
+        _, lines = model_to_train(recipe, tmp_path / "run")
+        assert any(f"scaling={best} tunes from there" in line for line in lines) is said
     with pytest.raises(ModelError, match="--target 256, 512, not for 1024"):
         found.at(1024)
 
