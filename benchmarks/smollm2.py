@@ -22,11 +22,11 @@ from typing import Any
 from record import read, write_row
 
 import pi_lora
-from pi_lora.evaluation.benchmarks.measure import evaluate_benchmarks
+from pi_lora.evaluation.benchmarks.measurement import Benchmarks
 from pi_lora.evaluation.journal import Session
 from pi_lora.evaluation.passkey.measurement import evaluate_passkey
 from pi_lora.evaluation.perplexity.measurement import evaluate_perplexity
-from pi_lora.evaluation.ruler.measure import evaluate_ruler
+from pi_lora.evaluation.ruler.measurement import Ruler
 from pi_lora.models.device import has_fast_bfloat16
 from pi_lora.recipe.evaluation import BenchmarksOptions, PasskeyOptions, PerplexityOptions, RulerOptions
 from pi_lora.recipe.files import load_recipe
@@ -105,11 +105,11 @@ class Measured:
     def benchmarks(self) -> Any:
         data = tuple(f"{task}={self.short}/{task}.jsonl" for task in TASKS)
         options = BenchmarksOptions(tasks=TASKS, data=data, limit=EXAMPLES, window=2048)
-        return evaluate_benchmarks(self.load(), options, Session(progress))
+        return Benchmarks().run(self.load(), options, Session(progress))
 
     def ruler(self, windows: tuple[int, ...], samples: int) -> Any:
         options = RulerOptions(tasks=RULER_TASKS, windows=windows, samples=samples)
-        return evaluate_ruler(self.load("float32"), options, Session(progress))
+        return Ruler().run(self.load("float32"), options, Session(progress))
 
     def rows(self, part: str) -> dict[str, Callable[[], Any]]:
         """The names of the rows of a part, and what measures each."""

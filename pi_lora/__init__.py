@@ -5,7 +5,7 @@ from pi_lora.errors import PiLoraError
 # Nothing else is imported here, not even `typing`: until `pi_lora.__main__` runs, Ctrl-C ends in a traceback.
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from pi_lora.api import evaluate_passkey, evaluate_perplexity, merge, plan, train
+    from pi_lora.api import evaluate_passkey, evaluate_perplexity, generate, merge, plan, train
     from pi_lora.models.model import Extension, Model, load
 
 __all__ = [
@@ -14,6 +14,7 @@ __all__ = [
     "PiLoraError",
     "evaluate_passkey",
     "evaluate_perplexity",
+    "generate",
     "load",
     "merge",
     "plan",

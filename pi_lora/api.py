@@ -1,7 +1,7 @@
 """The commands as functions: names and plain values in, folders and typed results out. They print nothing."""
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -204,6 +204,38 @@ def evaluate_passkey(
 
     options = PasskeyOptions(target=target, depths=depths, trials=trials, seed=seed)
     return evaluate_passkey(_loaded(model), options, Session(progress))
+
+
+def generate(
+    model: "str | Model",
+    prompt: str,
+    *,
+    chat_template: bool = True,
+    tokens: int = 256,
+    temperature: float = 0.0,
+    seed: int = 0,
+    write: Callable[[str], object] | None = None,
+) -> str:
+    """Return the text that a model writes after a prompt, as `pi-lora generate` does.
+
+    Args:
+        model: What `load` returns, or takes.
+        prompt: The text to answer or to continue.
+        chat_template: Put the prompt as the turn of a user, where the tokenizer has a chat template.
+        tokens: The longest answer; a shorter one ends with the model's end of text, or with the window.
+        temperature: Of sampling; 0 takes the likeliest token.
+        seed: Of sampling.
+        write: Called with every word as soon as it is known.
+
+    Raises:
+        DataError: The prompt is empty, or leaves no room in the window.
+        ModelError: The model cannot be found or loaded.
+    """
+    from pi_lora.evaluation.generation import answer
+    from pi_lora.recipe.evaluation import Sampling
+
+    sampling = Sampling(temperature=temperature, max_new_tokens=tokens, seed=seed)
+    return answer(_loaded(model), prompt, sampling, chat_template, write)
 
 
 def _loaded(model: "str | Model") -> "Model":

@@ -41,7 +41,7 @@ def passkey_map() -> dict[str, Any]:
 
 
 def benchmarks(accuracy: float, stderr: float | None) -> dict[str, Any]:
-    """As evaluate_benchmarks writes them: a single example has no standard error."""
+    """As `pi-lora eval benchmarks` writes them: a single example has no standard error."""
     task = {"acc": accuracy, "stderr": stderr, "examples": 100, "truncated_inputs": 0}
     facts = {"shots": 0, "metric": "acc", "lm_eval": "0.4.13", "limit": None, "batch_size": 8}
     return {"model": "m", "scale": 2.0, "dtype": "float32", **facts, "data": {"boolq": "a"}, "tasks": {"boolq": task}}
@@ -54,7 +54,6 @@ def ruler(*means: float) -> dict[str, Any]:
         {
             "window": 64 * (number + 1),
             "score": mean,
-            "stderr": 0.01,
             "tasks": {name: {**score, "score": mean} for name in ("ruler_vt", "ruler_fwe")},
         }
         for number, mean in enumerate(means)

@@ -15,7 +15,7 @@ from pi_lora.errors import RecipeError
 from pi_lora.evaluation.measurement import as_json
 from pi_lora.recipe.files import dump_recipe
 
-FUNCTIONS = ["evaluate_passkey", "evaluate_perplexity", "load", "merge", "plan", "train"]
+FUNCTIONS = ["evaluate_passkey", "evaluate_perplexity", "generate", "load", "merge", "plan", "train"]
 
 
 def test_every_export_is_there() -> None:

@@ -133,7 +133,7 @@ def test_progress_is_lines_where_there_is_no_terminal(
 def test_progress_is_shown_while_lm_eval_is_kept_quiet(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    quiet = pytest.importorskip("pi_lora.evaluation.benchmarks.lm", reason="pip install pi-lora[eval]").quiet
+    quiet = pytest.importorskip("pi_lora.evaluation.harness", reason="pip install pi-lora[eval]").quiet
     monkeypatch.setattr(APP, "EACH_NOTE", 0.0)
     with progress_bar("ruler") as progress, quiet():
         print("a library's warning", file=sys.stderr)

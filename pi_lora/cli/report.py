@@ -94,7 +94,7 @@ def report(
         err.lines(f"{run}: the base was not measured; to add its scores, run {command}, then this command again")
 
 
-@app.command(group=MEASURE, sort_key=5)
+@app.command(group=MEASURE, sort_key=6)
 def push(
     model: Annotated[Path, Parameter(name="RUN|MODEL", help="A run folder, or a folder of full weights.")],
     repo: Annotated[str, Parameter(name="REPO", help="As you/name; created if it does not exist.")],

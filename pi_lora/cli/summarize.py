@@ -1,15 +1,45 @@
-"""`pi-lora summarize`."""
+"""`pi-lora generate` and `pi-lora summarize`: what a model writes."""
 
 from typing import Annotated
 
 from cyclopts import Parameter
+from cyclopts.types import NonNegativeFloat, PositiveInt
 
-from pi_lora.cli.app import LIBRARIES, MEASURE, app, say, working
+from pi_lora.cli.app import LIBRARIES, MEASURE, app, out, say, working
 from pi_lora.cli.options import GROUP, Loading, ModelName
+from pi_lora.errors import DataError
 from pi_lora.recipe.evaluation import Sampling
 
 
 @app.command(group=MEASURE, sort_key=4)
+def generate(
+    model: ModelName,
+    /,
+    *,
+    prompt: Annotated[str | None, Parameter(help="The text to answer or to continue.")] = None,
+    file: Annotated[str | None, Parameter(help="A file that holds it; by default standard input.")] = None,
+    tokens: Annotated[PositiveInt, Parameter(help="The longest answer.")] = 256,
+    temperature: Annotated[NonNegativeFloat, Parameter(help="Of sampling; 0 takes the likeliest token.")] = 0.0,
+    seed: Annotated[int, Parameter(help="Of sampling.")] = 0,
+    no_chat_template: Annotated[bool, Parameter(help="Continue the text as it is.")] = False,
+    how: Annotated[Loading, GROUP] = Loading(),
+) -> None:
+    """Write text after a prompt, as the turn of a user where the model has a chat template."""
+    if prompt is not None and file is not None:
+        raise DataError("--prompt, --file: are one prompt each; give one of them")
+    with working(LIBRARIES):
+        from pi_lora.api import generate
+        from pi_lora.data.documents import read_document
+
+        text = read_document(file or "-") if prompt is None else prompt
+        [found] = how.find(model)
+    with working(f"loading {model}"):
+        loaded = found.load(how.dtype)
+    chat = not no_chat_template
+    generate(loaded, text, chat_template=chat, tokens=tokens, temperature=temperature, seed=seed, write=written)
+
+
+@app.command(group=MEASURE, sort_key=5)
 def summarize(
     model: ModelName,
     file: Annotated[
@@ -24,10 +54,15 @@ def summarize(
     """Summarize a document with a model that was tuned for it."""
     with working(LIBRARIES):
         from pi_lora.data.documents import read_document
-        from pi_lora.evaluation.summarization.measure import summarize
+        from pi_lora.evaluation.summarization.documents import summarize
 
         text = read_document(file)
         [found] = how.find(model)
     with working(f"loading {model}"):
         loaded = found.load(how.dtype)
-    summarize(loaded, file, text, sampling, say)
+    summarize(loaded, file, text, sampling, say, written)
+
+
+def written(text: str) -> None:
+    """Print text of a model as it comes."""
+    out.print(text, end="", soft_wrap=True)

@@ -15,10 +15,9 @@ from lm_eval.models.huggingface import HFLM
 from test_cli import run
 
 from pi_lora.errors import DataError, Interrupted, ModelError, PiLoraError
-from pi_lora.evaluation.benchmarks.lm import RankedLM
-from pi_lora.evaluation.benchmarks.measure import evaluate_benchmarks, measure
-from pi_lora.evaluation.benchmarks.scores import TITLES, BenchmarkScores
-from pi_lora.evaluation.benchmarks.tasks import FOLDERS, articles, load_tasks, manager
+from pi_lora.evaluation.benchmarks.measurement import TITLES, Benchmarks, BenchmarkScores, task_score
+from pi_lora.evaluation.benchmarks.tasks import FOLDERS, articles, find_tasks, manager
+from pi_lora.evaluation.harness import RankedLM
 from pi_lora.evaluation.journal import Session
 from pi_lora.evaluation.registry import MEASUREMENTS
 from pi_lora.evaluation.table import scores_table
@@ -59,7 +58,7 @@ ROWS: dict[str, list[dict[str, Any]]] = {
         },
         {"sentence": "Ann thanked Eve because _ was helped.", "option1": "Ann", "option2": "Eve", "answer": "1"},
     ],
-    "race_high": articles(RACE),
+    "race_high": list(articles(datasets.Dataset.from_list(RACE))),
     "race_middle": RACE,
     # By perplexity, and by text that is generated: with those above, all that lm-eval does.
     "wikitext": [{"page": "The cat sat . " * 50}, {"page": " = A dog = \n barks"}],
@@ -103,7 +102,11 @@ def options(files: dict[str, str], *names: str, **others: Any) -> BenchmarksOpti
 
 def measured(model: Model, asked: BenchmarksOptions) -> BenchmarkScores:
     with Session(shared=True) as session:
-        return evaluate_benchmarks(model, asked, session)
+        return Benchmarks().run(model, asked, session)
+
+
+def ranked(model: Model, window: int = 300, batch_size: int = BATCH) -> RankedLM:
+    return RankedLM(model, window, batch_size, BenchmarksOptions(), Session())
 
 
 def test_the_papers_folders_hold_what_lm_eval_finds() -> None:
@@ -167,7 +170,7 @@ def test_a_group_scores_as_lm_evals(tiny: Model, their_tasks: Path) -> None:
     tasks = their_manager(their_tasks)
     model = HFLM(tiny.model, tokenizer=load("builtin:tiny").tokenizer, max_length=256, batch_size=BATCH)
     theirs: Any = simple_evaluate(model, tasks=["pair"], task_manager=tasks)
-    score = measure(RankedLM(tiny, 256, BATCH), "pair", dict(tasks.load(["pair"])))
+    score = task_score(*ranked(tiny, 256).evaluate("pair", dict(tasks.load(["pair"])), None))
     expected = theirs["results"]["pair"]
     assert (score.acc, score.stderr) == (expected["acc,none"], expected["acc_stderr,none"])
     assert (score.examples, score.outcomes) == (6, None)
@@ -202,20 +205,20 @@ def test_answers_are_kept_when_interrupted(
         measured(tiny, asked)
     at: list[tuple[int, int, str]] = []
     with Session(lambda done, total, note="": at.append((done, total, note)), shared=True) as session:
-        again = evaluate_benchmarks(tiny, asked, session)
+        again = Benchmarks().run(tiny, asked, session)
     assert again == whole
     assert len(calls) == needed + needed + 1
     assert at == [(1, 3, "triviaqa"), (2, 3, "triviaqa")]
     assert not list((tmp_path / "cache").glob("evaluations/*"))
 
 
-def test_sampled_text_is_that_of_lm_evals_seed(tiny: Model, files: dict[str, str], tmp_path: Path) -> None:
+def test_sampled_text_is_that_of_lm_evals_seed(tiny: Model, files: dict[str, str]) -> None:
     def texts(seed: int) -> list[str]:
         random.seed(seed), torch.manual_seed(seed)
-        tasks = load_tasks("triviaqa", tmp_path / "triviaqa.jsonl")["triviaqa"]
+        tasks = find_tasks(["triviaqa"], [files["triviaqa"]])["triviaqa"]
         settings = {"do_sample": True, "temperature": 1.0, "max_gen_toks": 5}
         tasks["tasks"]["triviaqa"].set_config(key="generation_kwargs", value=settings, update=True)
-        measure(RankedLM(tiny, 300, BATCH), "triviaqa", tasks)
+        ranked(tiny).evaluate("triviaqa", tasks, None)
         return [instance.resps[0] for instance in tasks["tasks"]["triviaqa"].instances]
 
     assert texts(1) == texts(2)
@@ -227,7 +230,7 @@ def test_a_run_keeps_its_weights(lora_run: Path) -> None:
     ids = torch.arange(2, 40)[None]
     with torch.no_grad():
         before = loaded.model(input_ids=ids).logits
-        lm = RankedLM(loaded, 64, 1)
+        lm = ranked(loaded, 64, 1)
         assert torch.equal(loaded.model(input_ids=ids).logits, before)
         assert torch.equal(lm.model(ids).logits, before)
     assert loaded.tokenizer.model_max_length == 128
@@ -247,26 +250,8 @@ def test_the_scaling_is_on_and_the_window_original(files: dict[str, str]) -> Non
     assert (plain.scale, plain.window) == (1, 256)
     assert (extended.scale, extended.window) == (4, 256)
     ids = torch.arange(2, 40)[None]
-    first, second = (RankedLM(model, 256, 1).model(ids).logits for model in models)
+    first, second = (ranked(model, 256, 1).model(ids).logits for model in models)
     assert not torch.equal(first, second)
-
-
-@pytest.mark.parametrize(
-    ("name", "window", "line"),
-    [
-        (
-            "piqa",
-            4,
-            r"piqa: lm-eval cannot measure it \(AssertionError\); leave it out, or set a longer --window",
-        ),
-        ("triviaqa", 20, r"triviaqa: lm-eval cannot measure it \(Invalid configuration: .*20.*\); leave"),
-    ],
-)
-def test_what_lm_eval_cannot_measure_is_one_line(
-    tiny: Model, files: dict[str, str], name: str, window: int, line: str
-) -> None:
-    with pytest.raises(DataError, match=f"^{line}"):
-        measured(tiny, options(files, name, window=window))
 
 
 def test_one_example_has_no_standard_error(tiny: Model, files: dict[str, str]) -> None:
@@ -275,10 +260,9 @@ def test_one_example_has_no_standard_error(tiny: Model, files: dict[str, str]) -
     assert score.acc in (0, 1)
 
 
-def test_race_middle_is_race_high_on_other_articles(files: dict[str, str], tmp_path: Path) -> None:
-    middle, high = (
-        load_tasks(name, tmp_path / f"{name}.jsonl")[name]["tasks"][name] for name in ("race_middle", "race_high")
-    )
+def test_race_middle_is_race_high_on_other_articles(files: dict[str, str]) -> None:
+    names = ["race_middle", "race_high"]
+    middle, high = (found["tasks"][name] for name, found in find_tasks(names, [files[name] for name in names]).items())
     assert len(middle.eval_docs) == len(high.eval_docs) == 2
     for ours, theirs in zip(middle.eval_docs, high.eval_docs, strict=True):
         assert middle.doc_to_text(ours) == high.doc_to_text(theirs)
@@ -299,9 +283,9 @@ def test_race_middle_from_the_hub_is_put_together_by_article(monkeypatch: pytest
         return {"test": datasets.Dataset.from_list(RACE)}
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    task = load_tasks("race_middle", None)["race_middle"]["tasks"]["race_middle"]
+    task = find_tasks(["race_middle"])["race_middle"]["tasks"]["race_middle"]
     assert asked == [{"path": "ehovy/race", "name": "middle"}]
-    assert list(task.eval_docs) == articles(RACE)
+    assert list(task.eval_docs) == ROWS["race_high"]
 
 
 def test_authors_files_are_converted(tmp_path: Path) -> None:
@@ -329,12 +313,12 @@ def test_authors_files_are_converted(tmp_path: Path) -> None:
     [
         (
             ["--tasks", "boolq,winogrand"],
-            f"--tasks: winogrand: no such benchmark in lm-eval {lm_eval.__version__}; did you mean winogrande or ",
+            f"--tasks: winogrand: no such task in lm-eval {lm_eval.__version__}; did you mean winogrande or ",
         ),
         (["--tasks", "boolq", "--data", "boolq=gone.jsonl"], "gone.jsonl: cannot be read as examples of boolq ("),
         (
             ["--tasks", "boolq", "--data", "piqa=boolq.jsonl"],
-            "--data: piqa=boolq.jsonl: is not TASK=FILE with one of",
+            "--data: piqa: is not TASK=FILE with one of",
         ),
         (["--tasks", "boolq", "--data", "."], "--data: .: is not TASK=FILE with one of the --tasks"),
         (
@@ -405,7 +389,7 @@ def test_more_processes_than_examples_are_refused(
     for name, value in {"WORLD_SIZE": "3", "RANK": "0", "LOCAL_RANK": "0"}.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(DataError, match="winogrande: fewer examples than processes; start fewer processes"):
-        evaluate_benchmarks(tiny, asked, Session())
+        Benchmarks().run(tiny, asked, Session())
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from pi_lora.errors import DataError, ModelError
-from pi_lora.evaluation.benchmarks.scores import BenchmarkScores, TaskScore
+from pi_lora.evaluation.benchmarks.measurement import BenchmarkScores, TaskScore
 from pi_lora.evaluation.measurement import Scores
 from pi_lora.evaluation.passkey.measurement import PasskeyScores
 from pi_lora.evaluation.passkey.retrieval import PasskeyDepth
@@ -19,8 +19,8 @@ from pi_lora.evaluation.perplexity.measurement import (
     WindowPerplexity,
 )
 from pi_lora.evaluation.registry import metrics_of, read_scores, write_scores
-from pi_lora.evaluation.ruler.scores import RulerScores, RulerTask, RulerWindow
-from pi_lora.evaluation.summarization.scores import SummarizationScores
+from pi_lora.evaluation.ruler.measurement import RulerScores, RulerTask, RulerWindow
+from pi_lora.evaluation.summarization.measurement import SummarizationScores
 from pi_lora.recipe.evaluation import PerplexityOptions
 from pi_lora.writing import write_json
 

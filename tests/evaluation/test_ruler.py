@@ -17,26 +17,25 @@ from test_cli import run
 from transformers import AutoTokenizer
 
 from pi_lora.errors import DataError, Interrupted, PiLoraError
-from pi_lora.evaluation.benchmarks.scores import check_packages
+from pi_lora.evaluation.benchmarks.measurement import check_packages
 from pi_lora.evaluation.journal import Session
-from pi_lora.evaluation.ruler.scores import RulerTask, effective_length, mean_of
+from pi_lora.evaluation.ruler.measurement import Ruler, RulerTask
 from pi_lora.models.model import Model, load
 from pi_lora.recipe.evaluation import RulerOptions
 
 wonderwords = pytest.importorskip("wonderwords", reason="RULER of lm-eval draws its words from it")
 
-from pi_lora.evaluation.benchmarks.lm import RankedLM  # noqa: E402
+from pi_lora.evaluation.harness import RankedLM  # noqa: E402
 from pi_lora.evaluation.ruler import prompts  # noqa: E402
-from pi_lora.evaluation.ruler.measure import evaluate_ruler  # noqa: E402
 from pi_lora.evaluation.ruler.prompts import (  # noqa: E402
     ESSAYS,
     FOLDER,
     QUESTIONS,
     TASKS,
-    check_terminates,
     find_texts,
     make_task,
     saved_tokenizer,
+    why_too_short,
 )
 
 OFFLINE = [name for name in TASKS if name not in ESSAYS and name not in QUESTIONS]
@@ -77,7 +76,7 @@ def options(*names: str, **others: Any) -> RulerOptions:
 
 
 def scored(model: Model, name: str, **others: Any) -> RulerTask:
-    return evaluate_ruler(model, options(name, **others), Session()).lengths[0].tasks[name]
+    return Ruler().run(model, options(name, **others), Session()).lengths[0].tasks[name]
 
 
 def solve(prompt: str) -> list[str]:
@@ -153,7 +152,7 @@ def test_scores_are_lm_evals(small: Model, monkeypatch: pytest.MonkeyPatch, name
 def test_every_measurement_of_a_process_has_the_same_prompts(small: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     given = knowing(small, monkeypatch, list)
     for _ in range(2):
-        evaluate_ruler(small, options("ruler_cwe", "ruler_vt", "niah_multikey_3"), Session())
+        Ruler().run(small, options("ruler_cwe", "ruler_vt", "niah_multikey_3"), Session())
     assert given[: len(given) // 2] == given[len(given) // 2 :]
     assert scored(small, "ruler_cwe", seed=1)
     assert given[-SAMPLES:] != given[:SAMPLES]
@@ -176,7 +175,7 @@ def test_a_window_that_holds_no_prompt_is_refused(small: Model, name: str, windo
 def test_a_prompt_that_does_not_fit_or_lacks_its_answer_is_refused(
     small: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lm = RankedLM(small, WINDOW, 1)
+    lm = RankedLM(small, WINDOW, 1, RulerOptions(), Session())
     with saved_tokenizer(small.tokenizer) as tokenizer:
         monkeypatch.setattr(prompts, "ROOM", -100)
         with pytest.raises(
@@ -194,8 +193,8 @@ def test_a_prompt_that_does_not_fit_or_lacks_its_answer_is_refused(
 
 def test_an_example_longer_than_its_500_tokens_is_refused() -> None:
     """lm-eval would look for a shorter one forever."""
-    with pytest.raises(DataError, match=r"ruler_vt \(its example does not fit 500 tokens of this tokenizer"):
-        check_terminates("ruler_vt", 4096, lambda text: {"input_ids": list(text)})
+    reason = why_too_short("ruler_vt", 4096, lambda text: {"input_ids": list(text)})
+    assert reason == "its example does not fit 500 tokens of this tokenizer"
 
 
 def test_lm_eval_executes_no_code_that_a_tokenizer_names(small: Model) -> None:
@@ -211,7 +210,7 @@ def test_without_texts_the_tasks_that_need_none_are_named() -> None:
     find_texts(OFFLINE)
     with pytest.raises(DataError, match=r"niah_single_2: its texts .* these need none: niah_single_1,"):
         find_texts(TASKS)
-    with pytest.raises(DataError, match=r"--tasks: niah_singel_1: no task of RULER .* did you mean niah_single_1 or"):
+    with pytest.raises(DataError, match=r"--tasks: niah_singel_1: no such task .* did you mean niah_single_1 or"):
         find_texts(["niah_singel_1"])
 
 
@@ -220,8 +219,8 @@ def test_an_interrupted_measurement_goes_on(small: Model, monkeypatch: pytest.Mo
     knowing(small, monkeypatch, half)
     asked = options("niah_single_1", "ruler_fwe")
     at: list[tuple[int, int, str]] = []
-    whole = evaluate_ruler(small, asked, Session(lambda done, total, note="": at.append((done, total, note))))
-    assert at == [(each, 6, f"{'ruler_fwe' if each > 3 else 'niah_single_1'} at {WINDOW:,}") for each in range(1, 7)]
+    whole = Ruler().run(small, asked, Session(lambda done, total, note="": at.append((done, total, note))))
+    assert at == [(each, 3, f"{name} at {WINDOW:,}") for name in ("niah_single_1", "ruler_fwe") for each in (1, 2, 3)]
     batches = 0
     generate = HFLM._model_generate
 
@@ -234,9 +233,9 @@ def test_an_interrupted_measurement_goes_on(small: Model, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(HFLM, "_model_generate", interrupted)
     with pytest.raises(Interrupted, match="interrupted"), Session(shared=True) as session:
-        evaluate_ruler(small, asked, session)
+        Ruler().run(small, asked, session)
     with Session(shared=True) as session:
-        assert evaluate_ruler(small, asked, session) == whole
+        assert Ruler().run(small, asked, session) == whole
     assert batches == 3 + 2
     assert not list(tmp_path.glob("evaluations/*"))
 
@@ -267,14 +266,6 @@ def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         check_packages("ruler", "lm_eval", "wonderwords")
 
 
-def test_the_effective_length_is_the_last_before_the_first_that_fails() -> None:
-    means = {8192: 0.89, 1024: 0.89, 2048: 0.857, 4096: 0.8}
-    task = {"samples": 10, "length": 1000, "tokens": 1010}
-    lengths = [mean_of(window, {"a": RulerTask(score=mean, **task)}) for window, mean in means.items()]
-    assert effective_length(lengths) == 2048
-    assert effective_length(lengths[:1] + lengths[3:]) == 0
-
-
 def test_the_command(
     small_model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -292,4 +283,4 @@ def test_the_command(
     assert (tmp_path / "ruler.png").read_bytes().startswith(b"\x89PNG")
     status, out, err = run(capsys, monkeypatch, "eval", "ruler", "model", "--tasks", "ruler")
     assert (status, out) == (2, "")
-    assert err.startswith("--tasks: ruler: no task of RULER in lm-eval")
+    assert err.startswith("--tasks: ruler: no such task in lm-eval")

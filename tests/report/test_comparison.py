@@ -6,7 +6,7 @@ import random
 import shutil
 from contextlib import nullcontext
 from pathlib import Path
-from statistics import stdev
+from statistics import fmean, stdev
 from typing import Any
 
 import pytest
@@ -16,12 +16,11 @@ from reported import make_run, passkey, passkey_map, perplexity
 from test_cli import run as command
 
 from pi_lora.errors import ModelError
-from pi_lora.evaluation.benchmarks.scores import BenchmarkScores
+from pi_lora.evaluation.benchmarks.measurement import BenchmarkScores
 from pi_lora.evaluation.measurement import Scores
 from pi_lora.evaluation.passkey.measurement import PasskeyScores
 from pi_lora.evaluation.perplexity.measurement import PerplexityScores
-from pi_lora.evaluation.ruler.measure import standard_error
-from pi_lora.evaluation.ruler.scores import RulerScores, RulerTask, effective_length, mean_of
+from pi_lora.evaluation.ruler.measurement import RulerScores
 from pi_lora.report.comparison import compare, compare_run, verdict
 from pi_lora.report.intervals import of_means, of_successes, quantile
 
@@ -134,8 +133,7 @@ def test_benchmarks_are_paired_where_examples_are_known() -> None:
     after = [1.0 if x or number % 8 == 0 else 0.0 for number, x in enumerate(before)]
 
     def scores(outcomes: list[float], known: bool) -> BenchmarkScores:
-        error = standard_error(outcomes)
-        task = {"acc": sum(outcomes) / 400, "stderr": error, "examples": 400, "outcomes": outcomes if known else None}
+        task = {"acc": sum(outcomes) / 400, "examples": 400, "outcomes": outcomes if known else None}
         return BenchmarkScores.model_validate({"model": "m", "tasks": {"boolq": task}})
 
     (paired,) = compare(scores(before, True), scores(after, True))
@@ -144,30 +142,30 @@ def test_benchmarks_are_paired_where_examples_are_known() -> None:
     assert (paired.pairs, paired.verdict) == (400, f"{paired.change:.1f} points better")
     assert (loose.pairs, loose.verdict) == (None, "within noise")
     assert loose.interval is not None
-    errors = math.hypot(standard_error(before) or 0, standard_error(after) or 0)
+    errors = math.hypot(stdev(before), stdev(after)) / math.sqrt(400)
     assert loose.interval[1] - loose.interval[0] == pytest.approx(2 * 196 * errors, rel=0.02)
 
 
 def ruler(windows: dict[int, dict[str, list[float]]], length: int = 0) -> RulerScores:
     lengths = [
-        mean_of(
-            window,
-            {
-                name: RulerTask(
-                    score=sum(found) / len(found),
-                    stderr=standard_error(found),
-                    samples=len(found),
-                    length=length or window,
-                    tokens=window,
-                    outcomes=found,
-                )
+        {
+            "window": window,
+            "score": fmean(fmean(found) for found in tasks.values()),
+            "tasks": {
+                name: {
+                    "samples": 4,
+                    "length": length or window,
+                    "tokens": window,
+                    "score": fmean(found),
+                    "outcomes": found,
+                }
                 for name, found in tasks.items()
             },
-        )
+        }
         for window, tasks in windows.items()
     ]
-    reached = effective_length(lengths)
-    return RulerScores(model="m", window=64, seed=0, lengths=lengths, effective_length=reached)
+    scores = {"model": "m", "window": 64, "lengths": lengths, "effective_length": max(windows)}
+    return RulerScores.model_validate(scores)
 
 
 def test_ruler_is_paired_by_prompt() -> None:

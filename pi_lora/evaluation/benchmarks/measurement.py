@@ -1,14 +1,45 @@
-"""Short-context benchmarks as a measurement: scores and metrics."""
+"""Short-context benchmarks as a measurement, at a model's original window, with lm-eval's prompts, truncation and
+metrics.
+"""
 
+import importlib.util
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pi_lora.evaluation.benchmarks.scores import TITLES, BenchmarkScores, check_packages
+from pi_lora.errors import PiLoraError
+from pi_lora.evaluation.forward import described
 from pi_lora.evaluation.journal import Session
-from pi_lora.evaluation.measurement import Measurement
+from pi_lora.evaluation.measurement import Measurement, Result, Scores
 from pi_lora.evaluation.metrics import Metric, Value, share_of_samples
 from pi_lora.models.model import Model
 from pi_lora.recipe.evaluation import BenchmarksOptions
+from pi_lora.types import Json
+
+TITLES = {"boolq": "BoolQ", "piqa": "PIQA", "race_middle": "RACE-M", "race_high": "RACE-H", "winogrande": "WinoGrande"}
+
+
+class TaskScore(Result):
+    """Accuracy of a task with the `outcomes` of its examples, 1 or 0 (`stderr` is None for one example); or the
+    `metrics` that lm-eval reports for a task without accuracy.
+    """
+
+    acc: float | None = None
+    stderr: float | None = None
+    acc_norm: float | None = None
+    examples: int = 0
+    shots: int | None = None
+    outcomes: list[float] | None = None
+    metrics: dict[str, float] | None = None
+
+
+class BenchmarkScores(Scores):
+    """Short-context benchmarks by task, as lm-eval scores them."""
+
+    measurement = "benchmarks"
+
+    options: BenchmarksOptions | None = None
+    lm_eval: str | None = None
+    tasks: dict[str, TaskScore]
 
 
 class Benchmarks(Measurement[BenchmarksOptions, BenchmarkScores]):
@@ -23,14 +54,23 @@ class Benchmarks(Measurement[BenchmarksOptions, BenchmarkScores]):
         check_packages("benchmarks", "lm_eval")
         from pi_lora.evaluation.benchmarks.tasks import find_tasks
 
-        find_tasks(options)
+        find_tasks(options.tasks, options.data)
         return options
 
     def run(self, model: Model, options: BenchmarksOptions, session: Session) -> BenchmarkScores:
-        """Measure a model."""
-        from pi_lora.evaluation.benchmarks.measure import evaluate_benchmarks
+        """Measure every task with inputs cut to a window, by default the original one; lm-eval divides the examples
+        among the processes. Raise Interrupted on Ctrl-C.
+        """
+        from pi_lora.evaluation.benchmarks.tasks import find_tasks
+        from pi_lora.evaluation.harness import VERSION, RankedLM
 
-        return evaluate_benchmarks(model, options, session)
+        # The config of a model tuned with `scaling: direct` has only L'.
+        window = options.window or round(model.window / model.scale)
+        options = options.changed(window=window)
+        lm = RankedLM(model, window, options.batch_size, options, session)
+        found = find_tasks(options.tasks, options.data).items()
+        tasks = {name: task_score(*lm.evaluate(name, tasks, options.limit)) for name, tasks in found}
+        return BenchmarkScores(**described(model) | {"window": window}, options=options, lm_eval=VERSION, tasks=tasks)
 
     def metrics(self, scores: BenchmarkScores) -> list[Metric]:
         """Return the accuracy of each task, or what lm-eval reports for it instead."""
@@ -57,3 +97,21 @@ class Benchmarks(Measurement[BenchmarksOptions, BenchmarkScores]):
 
     def draw(self, axes: Any, scores: Mapping[str, BenchmarkScores]) -> None:
         """Draw nothing: tasks do not form a curve."""
+
+
+def task_score(scores: Json, samples: Sequence[Json]) -> TaskScore:
+    """Return lm-eval's scores of a task, and the metrics of its examples, as a result."""
+    numbers = {key.removesuffix(",none"): float(x) for key, x in scores.items() if "," in key and x != "N/A"}
+    found: Json = {"examples": scores["sample_len"], "shots": scores["shots"]}
+    if "acc" not in numbers:
+        return TaskScore(**found, metrics=numbers)
+    outcomes = [float(sample["acc"]) for sample in samples] or None
+    stderr, acc_norm = numbers.get("acc_stderr"), numbers.get("acc_norm")
+    return TaskScore(**found, acc=numbers["acc"], stderr=stderr, acc_norm=acc_norm, outcomes=outcomes)
+
+
+def check_packages(command: str, *packages: str) -> None:
+    """Raise PiLoraError unless the packages that `pi-lora eval COMMAND` needs are installed."""
+    for package in packages:
+        if importlib.util.find_spec(package) is None:
+            raise PiLoraError(f"pi-lora eval {command}: needs the package {package}; pip install 'pi-lora[eval]'")

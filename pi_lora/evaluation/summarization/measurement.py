@@ -1,17 +1,53 @@
-"""Summarization as a measurement: scores and metrics."""
+"""Summarization as a measurement: what a model writes is scored by ROUGE, and kept batch by batch, so that an
+interrupted measurement continues.
+"""
 
+import json
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from pydantic import BaseModel
+
+from pi_lora.distributed import is_leader
 from pi_lora.errors import DataError
+from pi_lora.evaluation.benchmarks.measurement import check_packages
+from pi_lora.evaluation.forward import described, prompts_at_once
+from pi_lora.evaluation.generation import generate
 from pi_lora.evaluation.journal import Session
-from pi_lora.evaluation.measurement import Measurement
-from pi_lora.evaluation.metrics import Metric
-from pi_lora.evaluation.summarization.scores import ROUGES, SummarizationScores
+from pi_lora.evaluation.measurement import Measurement, Scores
+from pi_lora.evaluation.metrics import Interval, Metric
 from pi_lora.models.model import Model
 from pi_lora.recipe.evaluation import SummarizationOptions
-from pi_lora.writing import check_can_write
+from pi_lora.types import Json
+from pi_lora.writing import check_can_write, write_whole
+
+ROUGES = ("rouge1", "rouge2", "rougeL")
+RESAMPLES = 1000
+
+
+class SummarizationScores(Scores):
+    """ROUGE F1 in percent over `examples` with 95 % intervals, and the number of documents that were cut."""
+
+    measurement = "summarization"
+
+    options: SummarizationOptions | None = None
+    task: Json | None = None
+    examples: int = 0
+    left_out: Json | None = None
+    documents_cut: int = 0
+    rouge1: float
+    rouge2: float
+    rougeL: float
+    intervals: dict[str, Interval] | None = None
+
+
+class Summaries(BaseModel):
+    """The texts that were written after a batch of prompts."""
+
+    texts: list[str]
 
 
 class Summarization(Measurement[SummarizationOptions, SummarizationScores]):
@@ -23,7 +59,8 @@ class Summarization(Measurement[SummarizationOptions, SummarizationScores]):
 
     def prepare(self, options: SummarizationOptions, models: Sequence[Model]) -> SummarizationOptions:
         """Fill in the rows, by default what the first model was tuned on, or GovReport."""
-        from pi_lora.evaluation.summarization.measure import complete, evaluation_data
+        check_packages("summarization", "rouge_score")
+        from pi_lora.evaluation.summarization.documents import complete, evaluation_data
 
         if options.predictions:
             check_can_write(Path(options.predictions))
@@ -32,23 +69,44 @@ class Summarization(Measurement[SummarizationOptions, SummarizationScores]):
         return complete(options, evaluation_data(models[0].name, options))
 
     def run(self, model: Model, options: SummarizationOptions, session: Session) -> SummarizationScores:
-        """Measure a model."""
-        from pi_lora.evaluation.summarization.measure import evaluate_summarization
+        """Score what a model writes. Raise DataError if the data cannot be read, lacks a column or holds nothing, or
+        the window is too short.
+        """
+        from pi_lora.evaluation.summarization.documents import complete, evaluation_data, read_examples
 
-        return evaluate_summarization(model, options, session)
+        data = evaluation_data(model.name, options)
+        options = complete(options, data)
+        task, account, identity, examples = read_examples(model, data, options.limit)
+        for line in account.left_out:
+            session.say(line)
+        prompts = [prompt for _, _, prompt in examples]
+        references = [row[task.completion] for _, row, _ in examples]
+        decided_by = {"data": identity, "task": asdict(task)}
+        texts = _written(model, [prompt.ids for prompt in prompts], options, session, decided_by)
+        if options.predictions and is_leader():
+            lines = [
+                json.dumps({"id": name, "prediction": text, "reference": reference}) + "\n"
+                for (name, _, _), text, reference in zip(examples, texts, references, strict=True)
+            ]
+            write_whole(Path(options.predictions), "".join(lines))
+        means, intervals = rouge(texts, references)
+        return SummarizationScores(
+            **described(model),
+            options=options,
+            task=asdict(task),
+            examples=len(examples),
+            left_out={"empty": len(account.empty), "too_long": len(account.too_long)},
+            documents_cut=sum(prompt.kept < prompt.document_tokens for prompt in prompts),
+            **means,
+            intervals=intervals,
+        )
 
     def metrics(self, scores: SummarizationScores) -> list[Metric]:
         """Return ROUGE-1, -2 and -L."""
+        dataset, intervals = (scores.options and scores.options.data) or "", scores.intervals or {}
+        about: Json = {"digits": 2, "samples": scores.examples, "dataset": dataset}
         return [
-            Metric(
-                f"ROUGE-{name.removeprefix('rouge')}",
-                getattr(scores, name),
-                digits=2,
-                samples=scores.examples,
-                interval=(scores.intervals or {}).get(name),
-                dataset=(scores.options and scores.options.data) or "",
-                hub_name=name,
-            )
+            Metric(f"ROUGE-{name[-1]}", getattr(scores, name), interval=intervals.get(name), hub_name=name, **about)
             for name in ROUGES
         ]
 
@@ -61,3 +119,42 @@ class Summarization(Measurement[SummarizationOptions, SummarizationScores]):
 
     def draw(self, axes: Any, scores: Mapping[str, SummarizationScores]) -> None:
         """Draw nothing: there is no curve."""
+
+
+def _written(
+    loaded: Model, prompts: Sequence[list[int]], options: SummarizationOptions, session: Session, decided_by: Json
+) -> list[str]:
+    """Return a summary for each prompt. Each batch has its own seed, so that neither interruptions nor the number of
+    processes change what is written.
+    """
+    size = options.batch_size or prompts_at_once(loaded.window)
+    decided_by = {**decided_by, "options": options.model_dump(exclude={"predictions"}), "batch_size": size}
+    journal = session.journal(loaded, decided_by)
+    starts = [str(start) for start in range(0, len(prompts), size)]
+    mine = list(journal.share(starts))
+
+    def write(start: str) -> Summaries:
+        texts = generate(loaded, prompts[int(start) : int(start) + size], options, options.seed + int(start))
+        session.progress(mine.index(start) + 1, len(mine))
+        return Summaries(texts=texts)
+
+    written = journal.measure(Summaries, starts, write)
+    return [text for start in starts for text in written[start].texts]
+
+
+def rouge(predictions: Sequence[str], references: Sequence[str]) -> tuple[dict[str, float], dict[str, Interval]]:
+    """Return the means of ROUGE-1, -2 and -L (Lin 2004) of predictions against one reference each, in percent, as
+    SCROLLS computes them, and their 95 % intervals from bootstrap samples of the examples.
+
+    >>> rouge(["The cats sat."], ["the cat sat"])[0]["rougeL"]
+    100.0
+    """
+    from rouge_score.rouge_scorer import RougeScorer
+
+    scorer = RougeScorer(list(ROUGES), use_stemmer=True)
+    pairs = zip(references, predictions, strict=True)
+    values = np.array([[100 * score.fmeasure for score in scorer.score(*pair).values()] for pair in pairs])
+    samples = np.random.default_rng(0).integers(len(values), size=(RESAMPLES, len(values)))
+    bounds = np.percentile(values[samples].mean(axis=1), [2.5, 97.5], axis=0).T  # (3, 2)
+    means = dict(zip(ROUGES, values.mean(axis=0).tolist(), strict=True))
+    return means, {name: (low, high) for name, (low, high) in zip(ROUGES, bounds.tolist(), strict=True)}

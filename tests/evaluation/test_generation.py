@@ -1,0 +1,79 @@
+"""`pi-lora generate`: what transformers writes after the same tokens, streamed, within the window."""
+
+import io
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_cli import run
+
+import pi_lora
+from pi_lora.errors import DataError
+from pi_lora.models.model import Extension, Model, load
+
+TEMPLATE = "{% for each in messages %}[{{ each.role }}]{{ each.content }}{% endfor %}[{{ add_generation_prompt }}]"
+
+
+@pytest.fixture
+def extended() -> Model:
+    return load("builtin:tiny", Extension(target=512))
+
+
+def written(model: Model, text: str, **tokenized: Any) -> str:
+    """What transformers writes after a text, without a line of this package."""
+    ids = torch.tensor([model.tokenizer(text, **tokenized)["input_ids"]])
+    found = model.model.generate(input_ids=ids, max_new_tokens=20, do_sample=False)[0, ids.shape[1] :]
+    return str(model.tokenizer.decode(found, skip_special_tokens=True)).strip()
+
+
+def test_text_is_that_of_transformers_and_streamed(extended: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    pieces: list[str] = []
+    text = pi_lora.generate(extended, "The sea was", tokens=20, write=pieces.append)
+    assert text == written(extended, "The sea was")
+    assert "".join(pieces).strip() == text
+    assert len(pieces) > 3
+    drawn = [pi_lora.generate(extended, "The sea was", tokens=20, temperature=1.0, seed=seed) for seed in (3, 3, 4)]
+    assert drawn[0] == drawn[1] != drawn[2]
+    monkeypatch.setattr(extended.tokenizer, "chat_template", TEMPLATE, raising=False)
+    chat = pi_lora.generate(extended, "The sea was", tokens=20)
+    assert chat == written(extended, "[user]The sea was[True]", add_special_tokens=False) != text
+    assert pi_lora.generate(extended, "The sea was", chat_template=False, tokens=20) == text
+
+
+def test_every_end_of_the_model_ends_the_text(extended: Model) -> None:
+    """Chat models name the end of a turn beside the end of a text in their generation config."""
+    first = extended.tokenizer(" " + pi_lora.generate(extended, "The sea was", tokens=20))["input_ids"]
+    extended.model.generation_config.eos_token_id = [extended.tokenizer.eos_token_id, first[6]]
+    short = pi_lora.generate(extended, "The sea was", tokens=20)
+    assert 1 <= len(extended.tokenizer(" " + short)["input_ids"]) <= 8
+
+
+def test_a_text_ends_with_the_window(extended: Model) -> None:
+    ids = extended.tokenizer("The sea was calm. " * 400)["input_ids"][:509]
+    text = extended.tokenizer.decode(ids, skip_special_tokens=True)
+    left = extended.window - len(extended.tokenizer(text)["input_ids"])
+    assert len(extended.tokenizer(pi_lora.generate(extended, text))["input_ids"]) <= left + 1
+    with pytest.raises(
+        DataError, match=r"^--prompt: [\d,]+ tokens are longer than the window of builtin:tiny, 512 tokens"
+    ):
+        pi_lora.generate(extended, text * 2)
+
+
+def test_the_command(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, lora_run: Path
+) -> None:
+    (tmp_path / "prompt.txt").write_text("The sea was")
+    asked = ("generate", str(lora_run), "--tokens", "8")
+    expected = pi_lora.generate(str(lora_run), "The sea was", tokens=8)
+    status, out, err = run(capsys, monkeypatch, *asked, "--prompt", "The sea was")
+    assert (status, out.strip(), err) == (0, expected, "")
+    assert run(capsys, monkeypatch, *asked, "--file", str(tmp_path / "prompt.txt"))[:2] == (0, out)
+    monkeypatch.setattr("sys.stdin", types.SimpleNamespace(buffer=io.BytesIO(b"The sea was")))
+    assert run(capsys, monkeypatch, *asked)[:2] == (0, out)
+    status, out, err = run(capsys, monkeypatch, *asked, "--prompt", "The sea " * 300)
+    assert (status, out, err.count("\n")) == (2, "", 1)
+    assert err.startswith("--prompt: ")
+    assert run(capsys, monkeypatch, *asked, "--prompt", "a", "--file", "b")[0] == 2
+    assert run(capsys, monkeypatch, *asked, "--prompt", "")[2] == "--prompt: is empty; give a text\n"
