@@ -24,7 +24,7 @@ from pi_lora.models.device import has_fast_bfloat16
 from pi_lora.models.model import Extension, Model
 from pi_lora.planning.counting import shape_of
 from pi_lora.planning.gpus import CPU, device_here
-from pi_lora.planning.operations import layers_flops
+from pi_lora.planning.operations import flops_of_sequences
 from pi_lora.planning.planning import ASSUMED_UTILIZATION
 from pi_lora.recipe.evaluation import PasskeyOptions, PerplexityOptions, ProbeOptions
 from pi_lora.recipe.places import cache_folder
@@ -244,8 +244,8 @@ def _affordable_passes(base: Model, target: int) -> float:
     device = device_here()
     on_cpu = device.name == CPU
     speed = (device.peak or UNKNOWN_PEAK) * ASSUMED_UTILIZATION[CPU if on_cpu else "full"]
-    pass_over_target = sum(layers_flops(shape_of(base.skeleton), Tuning(method="full"), target))
-    return (SECONDS_ON_CPU if on_cpu else SECONDS) * speed / pass_over_target
+    one_pass = flops_of_sequences(shape_of(base.skeleton), Tuning(method="full"), target, recomputed=0).forward
+    return (SECONDS_ON_CPU if on_cpu else SECONDS) * speed / one_pass
 
 
 def _best(scalings: Mapping[Method, Probed]) -> Method:

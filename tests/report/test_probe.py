@@ -11,7 +11,7 @@ from conftest import BUILTIN, small_recipe
 from test_cli import run as command
 from transformers import LlamaConfig
 
-from pi_lora.api.functions import model_to_train
+from pi_lora.api import model_to_train
 from pi_lora.errors import Interrupted, ModelError, ScalingError
 from pi_lora.evaluation.passkey.measurement import evaluate_passkey
 from pi_lora.evaluation.perplexity import measurement
