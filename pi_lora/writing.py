@@ -43,7 +43,8 @@ def problem_text(problem: Mapping[str, Any]) -> str:
     message: str = problem["msg"].removeprefix("Value error, ")
     value = problem["input"]
     shown = isinstance(value, str | int | float | None) and problem["type"] not in ("missing", "value_error")
-    return message[0].lower() + message[1:] + (f", not {value!r:.60}" if shown else "")
+    written = value if value and isinstance(value, str) else json.dumps(value)  # as in YAML, or on the command line
+    return message[0].lower() + message[1:] + (f", not {written:.60}" if shown else "")
 
 
 def write_json(file: Path, content: Any) -> None:

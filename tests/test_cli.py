@@ -119,7 +119,7 @@ def test_dry_run_reads_no_weights_and_writes_nothing(
         ),
         (["eval", "perplexity", "builtin:tiny", "--stride", "300"], "stride: 300 is longer than the shortest window"),
         (["eval", "passkey", "builtin:tiny", "--target", "40"], "--target: 40 tokens do not hold the passkey prompt"),
-        (["trian"], 'pi-lora: Unknown command "trian". Did you mean "train"?'),
+        (["trian"], 'pi-lora: Unknown command "trian". Did you mean "train"; see pi-lora --help'),
         (["eval", "passkey", "builtin:tiny", "--depths", "0"], "--depths: input should be greater than 0"),
     ],
     ids=lambda value: " ".join(value)[-60:] if isinstance(value, list) else "",

@@ -70,7 +70,8 @@ def _usage_problem(mistake: CycloptsError) -> str:
         first = mistake.__cause__.errors()[0]
         option = ".".join(map(str, first["loc"][:1])).replace("_", "-")
         return f"--{option}: {problem_text(first)}" if option else f"--{problem_text(first)}"
-    return f"pi-lora: {str(mistake).rstrip('.')}; see pi-lora --help"
+    message = str(mistake).partition(" Available commands")[0].rstrip(".?")
+    return f"pi-lora: {message}; see pi-lora --help"
 
 
 def _unforeseen(error: Exception) -> str:
