@@ -16,8 +16,8 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
 
+from on_gpu.contender import PI_LORA
 from on_gpu.parts import PARTS, Bench, Job, Row, jobs
 from on_gpu.setting import TINY, setting_of
 from record import RESULTS, machine
@@ -38,8 +38,8 @@ class Rows:
 
     def of(self, job: Job) -> list[Row]:
         """The rows of a job, which hold what it asks for."""
-        asked = json.loads(json.dumps(job)).items()
-        return [row for row in self.rows if asked <= row.items() and row.get("contender") in (None, *contender(job))]
+        asked = json.loads(json.dumps({"contender": PI_LORA, **job})).items()
+        return [row for row in self.rows if asked <= {"contender": PI_LORA, **row}.items()]
 
     def add(self, row: Row) -> None:
         """Keep a row in place of one of the same job that failed, and say what it holds."""
@@ -51,35 +51,27 @@ class Rows:
             os.replace(part, self.file)
 
 
-def contender(job: Job) -> list[Any]:
-    return [job["contender"]] if "contender" in job else ["pi-lora"]
-
-
 def measure(bench: Bench, rows: Rows, options: argparse.Namespace) -> None:
     """Do the jobs that are not done yet, until the budget is spent."""
     deadline = time.monotonic() + 60 * (options.minutes or 10**6)
 
-    def do(job: Job) -> bool:
+    def do(job: Job) -> None:
         left = deadline - time.monotonic()
         if left < LEAST_SECONDS:
             raise SystemExit(f"--minutes {options.minutes:g} are over before {job}; the same command goes on with it")
-        rows.rows[:] = [row for row in rows.rows if row not in rows.of(job)]
+        before = rows.of(job)
+        rows.rows[:] = [row for row in rows.rows if row not in before]
         rows.add({**job, **bench.row(job, min(JOB_SECONDS, left)), "machine": machine()})
-        return True
 
     for part in options.parts:
+        if options.again:
+            rows.rows[:] = [row for row in rows.rows if row["part"] != part]
         for job in () if part == "longest" else jobs(bench.setting, part):
-            if options.again or not any("failed" not in row for row in rows.of(job)):
+            if not any("failed" not in row for row in rows.of(job)):
                 do(job)
         for cap in options.caps if part == "longest" else ():
-            if options.again:
-                rows.rows[:] = [row for row in rows.rows if row["part"] != part or row["cap"] != cap]
-            while (job := bench.next_longest(cap, options.tries, longest_rows(rows))) is not None:
+            while (job := bench.next_longest(cap, rows.rows)) is not None:
                 do(job)
-
-
-def longest_rows(rows: Rows) -> list[Row]:
-    return [row for row in rows.rows if row["part"] == "longest"]
 
 
 def main() -> None:
@@ -87,10 +79,9 @@ def main() -> None:
     parser.add_argument("--shape", default="huggyllama/llama-7b", help="a model whose shape the plan knows")
     parser.add_argument("--parts", nargs="+", choices=PARTS, help="all but `longest` unless given")
     parser.add_argument("--caps", nargs="+", type=float, default=[None], help="GB of memory for `longest`")
-    parser.add_argument("--tries", type=int, default=2, help="lengths that `longest` tries under each cap")
     parser.add_argument("--minutes", type=float, help="begin nothing that this budget has no room for")
     parser.add_argument("--tiny", action="store_true", help="every part in a tiny shape; kept only with --json")
-    parser.add_argument("--again", action="store_true", help="measure also what is measured already")
+    parser.add_argument("--again", action="store_true", help="measure the parts anew")
     parser.add_argument("--json", type=Path, help="where to, instead of benchmarks/results/gpu.json")
     options = parser.parse_args()
     from tables_gpu import tables

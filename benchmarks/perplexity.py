@@ -1,24 +1,25 @@
-"""What a sweep of windows costs: pi-lora's, beside a straightforward script's, and beside the longest window alone.
+"""What a sweep of windows costs: pi-lora's beside a straightforward script's.
 
-    python benchmarks/perplexity.py [--rounds 3] [--documents 1] [--tokens 6144] [--data builtin:stdlib]
+    python benchmarks/perplexity.py
 
 The straightforward script does what YaRN's evaluator does: for every length, every window goes through the model by
-itself, and the loss comes from `labels=`, that is from all logits of the window. Contenders run in turns, each in a
-process of its own, so that its peak memory is its own. Measured on the built-in model, and on a random one of its shape
-with a vocabulary of 32,000, as LLaMA's. JSON goes to benchmarks/results/.
+itself, and the loss comes from `labels=`, that is from all logits of the window. Both run in turns, each in a process
+of its own, so that its peak memory is its own. Measured on the built-in model, and on a random one of its shape with a
+vocabulary of 32,000, as LLaMA's. JSON goes to benchmarks/results/.
 """
 
-import argparse
 import json
 import math
 import statistics
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
 from record import in_a_process, seconds_of, write_run
 
-WINDOWS, STRIDE, LARGE_VOCABULARY = [256, 512, 1024, 2048], 128, 32_000
+WINDOWS, STRIDE, TOKENS, LARGE_VOCABULARY, ROUNDS = [256, 512, 1024, 2048], 128, 6144, 32_000, 3
+DATA = "builtin:stdlib"
 
 
 def straightforward(
@@ -58,11 +59,7 @@ def ours(model: Any, documents: list[list[int]], windows: list[int]) -> dict[int
     return {row.window: row.perplexity for row in scores}
 
 
-CONTENDERS = {
-    "straightforward": (straightforward, WINDOWS),
-    "sweep": (ours, WINDOWS),
-    "longest": (ours, WINDOWS[-1:]),
-}
+CONTENDERS = {"straightforward": straightforward, "sweep": ours}
 
 
 def contend(name: str, folder: str, file: str) -> dict[str, Any]:
@@ -71,21 +68,21 @@ def contend(name: str, folder: str, file: str) -> dict[str, Any]:
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    documents = json.loads(Path(file).read_text())
+    document = json.loads(Path(file).read_text())
     model = AutoModelForCausalLM.from_pretrained(folder, dtype="float32").eval()
-    measure, windows = CONTENDERS[name]
+    measure = CONTENDERS[name]
     # What is slow the first time only, such as the choice of kernels, is nobody's.
-    measure(model, [document[: WINDOWS[-1]] for document in documents[:1]], windows[-1:])
+    measure(model, [document[: WINDOWS[-1]]], WINDOWS[-1:])
     Path("/proc/self/clear_refs").write_text("5")  # forget the peak of loading
     found: dict[int, float] = {}
-    seconds = seconds_of(lambda: found.update(measure(model, documents, windows)))
+    seconds = seconds_of(lambda: found.update(measure(model, [document], WINDOWS)))
     status = Path("/proc/self/status").read_text().splitlines()
     peak = next(int(line.split()[1]) for line in status if line.startswith("VmHWM"))
     return {"seconds": seconds, "peak_memory": 1024 * peak, "perplexity": found}
 
 
-def prepare(folder: Path, options: argparse.Namespace) -> dict[str, Path]:
-    """The documents' token ids as a file in `folder`, and the folders of the two models that read them."""
+def prepare(folder: Path) -> dict[str, Path]:
+    """The token ids of a document as a file in `folder`, and the folders of the two models that read it."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -95,10 +92,9 @@ def prepare(folder: Path, options: argparse.Namespace) -> dict[str, Path]:
     from pi_lora.recipe.evaluation import PerplexityOptions
 
     loaded = pi_lora.load("builtin:tiny", pi_lora.Extension(target=WINDOWS[-1]))
-    lengths = {"min_tokens": options.tokens, "truncate": options.tokens}
-    asked = PerplexityOptions(data=options.data, documents=options.documents, **lengths)
-    chosen = choose_documents(loaded, asked, WINDOWS[-1])
-    (folder / "documents.json").write_text(json.dumps([list(each.ids) for each in chosen.documents]))
+    asked = PerplexityOptions(data=DATA, documents=1, min_tokens=TOKENS, truncate=TOKENS)
+    (document,) = choose_documents(loaded, asked, WINDOWS[-1]).documents
+    (folder / "document.json").write_text(json.dumps(list(document.ids)))
     loaded.model.save_pretrained(folder / "tiny")
     config = AutoConfig.from_pretrained(BUILTIN_FOLDER / "tiny", vocab_size=LARGE_VOCABULARY)
     torch.manual_seed(0)
@@ -106,47 +102,35 @@ def prepare(folder: Path, options: argparse.Namespace) -> dict[str, Path]:
     return {"builtin:tiny": folder / "tiny", f"vocabulary of {LARGE_VOCABULARY}": folder / "random"}
 
 
-def measured(folder: Path, documents: Path, rounds: int) -> dict[str, Any]:
-    """All contenders on one model, in turns, and what follows from them."""
+def measured(folder: Path, document: Path) -> dict[str, Any]:
+    """Both contenders on one model, in turns, and what follows from them."""
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in CONTENDERS}
-    for _ in range(rounds):
+    for _ in range(ROUNDS):
         for name, runs in found.items():
-            runs.append(in_a_process(__file__, "--contender", name, str(folder), str(documents)))
+            runs.append(in_a_process(__file__, name, str(folder), str(document)))
             print(f"  {name}: {runs[-1]['seconds']:.1f} s, {runs[-1]['peak_memory'] / 2**20:.0f} MiB", flush=True)
-
-    def ratio(over: str, under: str) -> float:
-        pairs = zip(found[over], found[under], strict=True)
-        return round(statistics.median(left["seconds"] / right["seconds"] for left, right in pairs), 3)
-
-    plain, sweep = (found[name][0]["perplexity"] for name in ("straightforward", "sweep"))
+    plain, sweep = found.values()
+    ratios = [slow["seconds"] / fast["seconds"] for slow, fast in zip(plain, sweep, strict=True)]
+    perplexities = zip(plain[0]["perplexity"].values(), sweep[0]["perplexity"].values(), strict=True)
     return {
-        "straightforward_over_sweep": ratio("straightforward", "sweep"),
-        "sweep_over_longest": ratio("sweep", "longest"),
-        "largest_relative_difference": max(abs(sweep[window] / value - 1) for window, value in plain.items()),
+        "straightforward_over_sweep": round(statistics.median(ratios), 3),
+        "largest_relative_difference": max(abs(mine / theirs - 1) for theirs, mine in perplexities),
         "peak_memory": {name: max(run["peak_memory"] for run in runs) for name, runs in found.items()},
         "seconds": {name: [round(run["seconds"], 2) for run in runs] for name, runs in found.items()},
-        "perplexity": sweep,
+        "perplexity": sweep[0]["perplexity"],
     }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--documents", type=int, default=1)
-    parser.add_argument("--tokens", type=int, default=6144, help="of each document")
-    parser.add_argument("--data", default="builtin:stdlib")
-    parser.add_argument("--contender", nargs=3, help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.contender:
-        print(json.dumps(contend(*options.contender)))
+    if len(sys.argv) > 1:
+        print(json.dumps(contend(*sys.argv[1:])))
         return
     models = {}
     with tempfile.TemporaryDirectory() as temporary:
-        for name, folder in prepare(Path(temporary), options).items():
+        for name, folder in prepare(Path(temporary)).items():
             print(name)
-            models[name] = measured(folder, Path(temporary) / "documents.json", options.rounds)
-    facts = {"documents": options.documents, "tokens_each": options.tokens, "windows": WINDOWS, "stride": STRIDE}
-    write_run("perplexity", {"data": Path(options.data).name, **facts, "models": models})
+            models[name] = measured(folder, Path(temporary) / "document.json")
+    write_run("perplexity", {"data": DATA, "tokens": TOKENS, "windows": WINDOWS, "stride": STRIDE, "models": models})
 
 
 if __name__ == "__main__":

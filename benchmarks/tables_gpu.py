@@ -1,13 +1,14 @@
 """The tables of docs/performance.md, from the rows of benchmarks/gpu.py."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
+from statistics import fmean
 from typing import Any
 
 from pages import made_on, table
 
 Row = Mapping[str, Any]
 
-GIB = 2**30
+GIB, TERA = 2**30, 1e12
 # Operations a second of a dense bfloat16 product by the data sheets of H100 SXM and H200, the usual base of MFU.
 DATA_SHEET = 989e12
 # The README of unslothai/unsloth, Llama-3.1-8B, QLoRA of rank 32, batch 1: tokens by GB of the card.
@@ -15,149 +16,156 @@ UNSLOTH_LONGEST = {24: 78_475, 48: 191_728, 80: 342_733}
 
 
 def tables(result: Mapping[str, Any]) -> Iterator[str]:
-    """A table for each part that has rows."""
+    """A table for each part that has rows, and a line for each row that failed."""
     rows = result["rows"]
     yield from sorted({made_on(row["machine"]) for row in rows})
     product = next((row["product"] for row in rows if "product" in row), None)
-    for part, write in PARTS.items():
-        if done := [row for row in rows if row["part"] == part and "failed" not in row]:
-            yield from ("", *write(done, product))
+    for part, (title, columns) in PARTS.items():
+        if done := [{"product": product, **row} for row in rows if row["part"] == part and "failed" not in row]:
+            # Speeds stand beside that of the first row with the same method: pi-lora, with nothing changed.
+            first = {row.get("method"): row for row in reversed(done)}
+            done = [{**row, "first": first[row.get("method")]} for row in done]
+            yield f"\n### {title}\n"
+            yield from table(tuple(columns), [[cell(row) for cell in columns.values()] for row in done])
     for row in rows:
         if "failed" in row:
             asked = ", ".join(f"{key} {row[key]}" for key in ("part", "method", "tokens", "contender") if key in row)
             yield f"\nFailed ({asked}): `{row['failed']}`"
 
 
-def ceilings(rows: Sequence[Row], product: float | None) -> Iterator[str]:
-    """The best of the card by itself."""
-    yield "### The card's ceilings\n"
-    row = rows[-1]
-    attention = [(f"attention, {name}", f"{each / 1e12:.1f} TFLOP/s") for name, each in row["attention"].items()]
-    squared = f"bfloat16 product, {row['product_side']} squared"
-    reached = [(squared, f"{row['product'] / 1e12:.1f} TFLOP/s"), ("copy", f"{row['copy'] / 1e9:.1f} GB/s")]
-    yield from table(("", "reached"), [*reached, *attention])
-
-
-def training(rows: Sequence[Row], product: float | None) -> Iterator[str]:
-    """A length of a method a row; MFU counts what forward and backward need, without recomputation."""
-    yield "### Training\n"
-    head = ("method", "layers", "tokens", "tokens/s", "MFU", "of the measured product", "with recomputation")
-    cells = []
-    for row in rows:
-        own = row["flops"]["forward"] + row["flops"]["backward"]
-        everything = own + row["flops"]["recomputation"]
-        shares = (share(row, own, DATA_SHEET), share(row, own, product), share(row, everything, product))
-        planned, peak = row["planned_bytes"], row.get("peak_bytes")
-        memory = (peak_of(row), f"{planned / GIB:.3g} GiB", f"{planned / peak - 1:+.0%}" if peak else "")
-        about = (row["method"], row["layers"], f"{row['sequences']} x {row['tokens']:,}")
-        cells.append((*about, speed_of(row), *shares, *memory))
-    yield from table((*head, "peak", "planned", "off by"), cells)
-
-
-def share(row: Row, operations: float, per_second: float | None) -> str:
-    """Which share of a ceiling `operations` a step are."""
-    seconds = seconds_per_step(row)
-    return f"{operations / seconds / per_second:.1%}" if seconds and per_second else ""
-
-
-def seconds_per_step(row: Row) -> float | None:
-    """The mean of the steps after the first, which warms up; None where memory was too little."""
-    steps = row.get("step_seconds", [])
-    return sum(steps[1:]) / len(steps[1:]) if len(steps) > 1 else None
-
-
 def tokens_per_second(row: Row) -> float | None:
-    seconds = seconds_per_step(row)
-    return row["sequences"] * row["tokens"] / seconds if seconds else None
+    """Of the steps after the first, which warms up; None where memory was too little."""
+    steps = row.get("step_seconds", [])[1:]
+    return row["sequences"] * row["tokens"] / fmean(steps) if steps else None
 
 
-def speed_of(row: Row) -> str:
+def speed(row: Row) -> str:
     """Tokens a second, or that memory was too little."""
-    speed = tokens_per_second(row)
-    return f"{speed:,.0f}" if speed else "out of memory"
+    if "step_seconds" not in row:
+        return "out of memory"
+    return f"{tokens_per_second(row) or 0:,.0f}"
 
 
-def beside(row: Row, first: Row | None) -> str:
-    """Tokens a second as a share of another row's."""
-    speeds = tokens_per_second(row), tokens_per_second(first) if first else None
-    return f"{speeds[0] / speeds[1]:.2f}" if speeds[0] and speeds[1] else ""
+def beside(row: Row) -> str:
+    """Tokens a second as a share of the first row's."""
+    mine, first = tokens_per_second(row), tokens_per_second(row["first"])
+    return f"{mine / first:.2f}" if mine and first else ""
 
 
-def peak_of(row: Row) -> str:
+def share(kinds: tuple[str, ...], ceiling: Callable[[Row], float | None]) -> Callable[[Row], str]:
+    """A cell: which share of a ceiling the operations of these kinds are."""
+
+    def cell(row: Row) -> str:
+        speed, most = tokens_per_second(row), ceiling(row)
+        operations = sum(row["flops"][kind] for kind in kinds) / (row["sequences"] * row["tokens"])
+        return f"{operations * speed / most:.1%}" if speed and most else ""
+
+    return cell
+
+
+def peak(row: Row) -> str:
     """The most that the allocator gave out since training began."""
     return f"{row['peak_bytes'] / GIB:.1f} GiB" if "peak_bytes" in row else "not measured"
 
 
-def neighbours(rows: Sequence[Row], product: float | None) -> Iterator[str]:
-    """A contender a row; the same shape, tokens, method and rank, an adapter alone."""
-    yield "### The neighbours\n"
-    ours = {row["method"]: row for row in rows if row["contender"] == "pi-lora"}
-    cells = []
-    for row in rows:
-        about = (row[key] for key in ("contender", "method", "tokens"))
-        cells.append((*about, speed_of(row), beside(row, ours.get(row["method"])), peak_of(row)))
-    yield from table(("", "method", "tokens", "tokens/s", "beside pi-lora", "peak"), cells)
+def off_by(row: Row) -> str:
+    """How far the plan is from the peak."""
+    return f"{row['planned_bytes'] / row['peak_bytes'] - 1:+.0%}" if "peak_bytes" in row else ""
 
 
-def levers(rows: Sequence[Row], product: float | None) -> Iterator[str]:
-    """A change of the recipe a row, beside no change."""
-    yield "### The effect of each key of the recipe\n"
-    none = next((row for row in rows if row.get("changes") == {}), None)
-    cells = []
-    for row in rows:
-        keys = [
-            f"`{section}.{key}: {str(value).lower()}`"
-            for section, values in row.get("changes", {}).items()
-            for key, value in values.items()
-        ]
-        name = " ".join(keys) if keys else "none" if row is none else row["contender"]
-        cells.append((name, speed_of(row), beside(row, none), peak_of(row)))
-    yield from table(("change", "tokens/s", "beside none", "peak"), cells)
+def change(row: Row) -> str:
+    """The keys of the recipe that differ, or the contender."""
+    sections = row.get("changes", {}).items()
+    keys = [f"`{section}.{key}: {str(value).lower()}`" for section, values in sections for key, value in values.items()]
+    return " ".join(keys) or (row["contender"] if "changes" not in row else "none")
 
 
-def longest(rows: Sequence[Row], product: float | None) -> Iterator[str]:
-    """The longest sequence under each cap that ran a whole step, and Unsloth's published one."""
-    yield "### The longest sequence, QLoRA of rank 32\n"
-    cells = []
-    for cap in dict.fromkeys(row["cap"] for row in rows):
-        tried = {row["tokens"]: "step_seconds" in row for row in rows if row["cap"] == cap}
-        ran, failed = (
-            [f"{tokens:,}" for tokens in sorted(tried) if tried[tokens] == wanted] for wanted in (True, False)
-        )
-        published = UNSLOTH_LONGEST.get(round(cap or 0))
-        memory = f"{cap:g} GB" if cap else "the whole card"
-        cells.append(
-            (memory, (ran or ["none"])[-1], (failed or ["not found"])[0], f"{published:,}" if published else "")
-        )
-    yield from table(("memory", "ran", "too long", "Unsloth's published, 8B"), cells)
+def attention(row: Row) -> str:
+    """Attention forward and backward by kernel."""
+    return "; ".join(f"{name} {each / TERA:.0f}" for name, each in row["attention"].items())
 
 
-def evaluation(rows: Sequence[Row], product: float | None) -> Iterator[str]:
-    """Perplexity by window, and grids of passkeys."""
-    yield "### Measuring\n"
-    cells = []
-    for row in rows:
-        if row["measure"] == "perplexity":
-            name = f"perplexity at {row['tokens']:,}, stride {row['stride']}"
-            cells.append((name, f"{row['pi_lora']:,.0f} tokens/s", f"{row['yarn']:,.0f} tokens/s (YaRN's)", ""))
-        else:
-            name = f"{row['depths']} x {row['trials']} passkeys in {row['tokens']:,} tokens"
-            other = f"{row['longlora']:.1f} s (LongLoRA's)" if "longlora" in row else ""
-            cells.append((name, f"{row['pi_lora']:.1f} s", other, peak_of(row)))
-    yield from table(("", "pi-lora", "the neighbour's way", "peak"), cells)
+def measure(row: Row) -> str:
+    """What a row of the evaluation measured."""
+    if row["measure"] == "perplexity":
+        return f"perplexity at {row['tokens']:,}, stride {row['stride']}"
+    return f"{row['depths']} x {row['trials']} passkeys in {row['tokens']:,} tokens"
 
 
-def demo(rows: Sequence[Row], product: float | None) -> Iterator[str]:
-    """One sentence."""
-    yield f"`pi-lora train demo`, {rows[-1]['steps']} steps: {rows[-1]['seconds']:.1f} s, start to finish."
+def took(*names: str) -> Callable[[Row], str]:
+    """A cell: the first of these ways that was measured, in tokens a second or in seconds."""
+
+    def cell(row: Row) -> str:
+        unit = "tokens/s" if row["measure"] == "perplexity" else "s"
+        return next((f"{row[name]:,.1f} {unit}" for name in names if name in row), "")
+
+    return cell
 
 
-PARTS = {
-    "ceilings": ceilings,
-    "training": training,
-    "neighbours": neighbours,
-    "levers": levers,
-    "longest": longest,
-    "evaluation": evaluation,
-    "demo": demo,
+def published(row: Row) -> str:
+    """Unsloth's longest sequence on a card of as much memory."""
+    tokens = UNSLOTH_LONGEST.get(round(row["cap"] or 0))
+    return f"{tokens:,}" if tokens else ""
+
+
+METHOD: dict[str, Callable[[Row], object]] = {
+    "method": lambda row: row["method"],
+    "tokens": lambda row: f"{row['sequences']} x {row['tokens']:,}",
+    "tokens/s": speed,
+}
+OWN = ("forward", "backward")
+PARTS: dict[str, tuple[str, dict[str, Callable[[Row], object]]]] = {
+    "ceilings": (
+        "The card's ceilings",
+        {
+            "bfloat16 product, TFLOP/s": lambda row: f"{row['product'] / TERA:.0f} ({row['product_side']} squared)",
+            "copy, GB/s": lambda row: f"{row['copy'] / 1e9:.0f}",
+            "attention, TFLOP/s": attention,
+        },
+    ),
+    "training": (
+        "Training",
+        {
+            **METHOD,
+            "layers": lambda row: row["layers"],
+            "MFU": share(OWN, lambda row: DATA_SHEET),
+            "of the measured product": share(OWN, lambda row: row["product"]),
+            "with recomputation": share((*OWN, "recomputation"), lambda row: row["product"]),
+            "peak": peak,
+            "planned": lambda row: f"{row['planned_bytes'] / GIB:.3g} GiB",
+            "off by": off_by,
+        },
+    ),
+    "neighbours": (
+        "The neighbours",
+        {"": lambda row: row["contender"], **METHOD, "beside pi-lora": beside, "peak": peak},
+    ),
+    "levers": (
+        "The effect of each key of the recipe",
+        {
+            "change": change,
+            "tokens/s": speed,
+            "beside none": beside,
+            "MFU": share(OWN, lambda row: DATA_SHEET),
+            "of the measured product": share(OWN, lambda row: row["product"]),
+            "peak": peak,
+        },
+    ),
+    "longest": (
+        "The longest sequence, QLoRA of rank 32",
+        {
+            "memory": lambda row: f"{row['cap']:g} GB" if row["cap"] else "the whole card",
+            "tokens": lambda row: f"{row['tokens']:,}",
+            "a step": lambda row: f"{row['step_seconds'][-1]:.0f} s" if "step_seconds" in row else "out of memory",
+            "Unsloth's published, 8B": published,
+        },
+    ),
+    "evaluation": (
+        "Measuring",
+        {"": measure, "pi-lora": took("pi_lora"), "the neighbour's way": took("yarn", "longlora"), "peak": peak},
+    ),
+    "demo": (
+        "The demo's recipe, start to finish",
+        {"steps": lambda row: row["steps"], "seconds": lambda row: f"{row['seconds']:.1f}"},
+    ),
 }

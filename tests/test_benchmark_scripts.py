@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
 ROOT = Path(__file__).parent.parent
@@ -25,7 +23,7 @@ import smollm2  # noqa: E402
 import tables  # noqa: E402
 import tables_gpu  # noqa: E402
 from on_gpu import parts  # noqa: E402
-from on_gpu.longest import CHANGES, next_length  # noqa: E402
+from on_gpu.longest import CHANGES  # noqa: E402
 from on_gpu.setting import TINY, setting_of  # noqa: E402
 from pages import block  # noqa: E402
 
@@ -100,7 +98,7 @@ class FakeBench:
 
 def test_rows_are_kept_as_they_come_and_only_what_failed_is_done_again(tmp_path: Path) -> None:
     file = tmp_path / "gpu.json"
-    options = argparse.Namespace(parts=["training"], caps=[None], tries=2, minutes=None, again=False)
+    options = argparse.Namespace(parts=["training"], caps=[None], minutes=None, again=False)
     first, second = FakeBench(64), FakeBench()
     for bench in (first, second):
         gpu.measure(bench, gpu.Rows(file, TINY, None), options)
@@ -131,22 +129,13 @@ def test_mfu_stands_beside_the_share_of_the_measured_product() -> None:
         "step_seconds": [9.0, 1.0, 1.0],
     }
     gone = {key: value for key, value in row.items() if key not in ("step_seconds", "peak_bytes")}
-    lines = list(tables_gpu.training([row, gone], 6e14))[-2:]
+    ceiling = {"part": "ceilings", "product": 6e14, "product_side": 8192, "copy": 4e12, "attention": {"SDPA": 5e14}}
+    rows = [{**each, "contender": "pi-lora", "machine": record.machine()} for each in (ceiling, row, gone)]
+    lines = list(tables_gpu.tables({"rows": rows}))[-2:]
     assert lines == [
-        "| lora | 32 | 1 x 16,384 | 16,384 | 30.3% | 50.0% | 66.7% | 20.0 GiB | 22 GiB | +10% |",
-        "| lora | 32 | 1 x 16,384 | out of memory |  |  |  | not measured | 22 GiB |  |",
+        "| lora | 1 x 16,384 | 16,384 | 32 | 30.3% | 50.0% | 66.7% | 20.0 GiB | 22 GiB | +10% |",
+        "| lora | 1 x 16,384 | out of memory | 32 |  |  |  | not measured | 22 GiB |  |",
     ]
-
-
-@given(st.integers(1, 10_000), st.integers(1, 12_000), st.integers(1, 12))
-def test_the_search_ends_between_what_ran_and_what_did_not(first: int, capacity: int, tries: int) -> None:
-    ran: dict[int, bool] = {}
-    while (length := next_length(first, 1, tries, ran)) is not None:
-        assert length not in ran
-        ran[length] = length <= capacity
-    assert 1 <= len(ran) <= tries
-    good, bad = ([length for length in ran if ran[length] == wanted] for wanted in (True, False))
-    assert not good or not bad or max(good) < min(bad)
 
 
 def test_a_row_has_its_own_date_and_others_keep_theirs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -14,7 +14,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-PI_LORA, SELECTIVE, PLAIN, UNSLOTH = "pi-lora", "pi-lora, selective checkpointing", "TRL + PEFT", "Unsloth"
+PI_LORA, PLAIN, UNSLOTH = "pi-lora", "TRL + PEFT", "Unsloth"
+SELECTIVE, COMPILED = "pi-lora, selective checkpointing", "pi-lora, torch.compile of each layer"
 LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
@@ -75,6 +76,22 @@ def checkpoint_selectively() -> None:
         return model.gradient_checkpointing_enable(*arguments, **options)
 
     PreTrainedModel.gradient_checkpointing_enable = enable_selectively
+
+
+def compile_layers() -> None:
+    """Compile each layer when training begins, for which pi-lora has no key."""
+    from transformers import Trainer
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    train = Trainer.train
+
+    def train_compiled(trainer: Any, *arguments: Any, **options: Any) -> Any:
+        for module in trainer.model.modules():
+            if isinstance(module, GradientCheckpointingLayer):
+                module.compile()
+        return train(trainer, *arguments, **options)
+
+    Trainer.train = train_compiled
 
 
 def train_with_pi_lora(recipe: Path, folder: str) -> None:
@@ -148,6 +165,8 @@ def main() -> None:
     time_the_trainer(Path(file), int(steps))
     if contender == SELECTIVE:
         checkpoint_selectively()
+    if contender == COMPILED:
+        compile_layers()
     with tempfile.TemporaryDirectory() as folder:
         if contender in (PLAIN, UNSLOTH):
             train_with_trl(Path(recipe), folder, unsloth=contender == UNSLOTH)

@@ -35,19 +35,13 @@ def longest_that_fits(step: int, most: int, fits: Callable[[int], bool]) -> int:
     return low * step
 
 
-def next_length(first: int, step: int, tries: int, ran: Mapping[int, bool]) -> int | None:
-    """The next length in tokens after those in `ran`, which says of each whether it ran: a tenth up until one fails, or
-    down until one runs, then halfway between. None after `tries`.
+def next_length(first: int, step: int, ran: Mapping[int, bool]) -> int | None:
+    """The next length in tokens: the first, then a tenth more or less; `ran` says which lengths were tried and ran.
 
-    >>> [next_length(100, 1, 4, ran) for ran in ({}, {100: True}, {100: True, 110: False})]
-    [100, 110, 105]
+    >>> [next_length(100, 1, ran) for ran in ({}, {100: True}, {100: False}, {100: True, 110: True})]
+    [100, 110, 90, None]
     """
-    if len(ran) >= tries:
-        return None
     if not ran:
         return first
-    good = max((tokens for tokens, it_ran in ran.items() if it_ran), default=0)
-    bad = min((tokens for tokens, it_ran in ran.items() if not it_ran), default=0)
-    tokens = (good + bad) / 2 if good and bad else 1.1 * good or 0.9 * bad
-    rounded = max(step, int(tokens // step) * step)
-    return None if rounded in ran else rounded
+    ((tried, it_ran), *others) = ran.items()
+    return None if others else max(step, int(tried * (1.1 if it_ran else 0.9) // step) * step)

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from on_gpu.contender import PI_LORA, PLAIN, SELECTIVE, UNSLOTH
+from on_gpu.contender import COMPILED, PI_LORA, PLAIN, SELECTIVE, UNSLOTH
 from on_gpu.longest import CHANGES, CHANGES_ON_CPU, longest_that_fits, next_length, pinned_bytes
 from on_gpu.setting import TINY, Changes, Setting, add_weights, config_folder, plan_of, write_recipe
 
@@ -44,6 +44,8 @@ def jobs(setting: Setting, part: str) -> Iterator[Job]:
     elif part == "levers":
         yield from ({**compared, "changes": changes} for changes in levers(tiny))
         yield {**compared, "contender": SELECTIVE}
+        if not tiny:
+            yield {**compared, "contender": COMPILED}
     elif part == "evaluation":
         windows, grid, memory = ((8192, 32768), (16384, 32, 10, 2), (32768, 4, 1, 0))
         if tiny:
@@ -62,8 +64,9 @@ def levers(tiny: bool) -> list[Changes]:
     if tiny:
         return everywhere
     offload = {"hardware": {"offload_activations": True}}
+    flash = [{"model": {"attention": "flash_attention_2"}}] if importlib.util.find_spec("flash_attn") else []
     paged = {"training": {"optimizer": "paged_adamw_8bit"}}  # last: managed memory can upset the card
-    return [*everywhere, {"model": {"kernels": "liger"}}, offload, {**chunks, **offload}, paged]
+    return [*everywhere, {"model": {"kernels": "liger"}}, *flash, offload, {**chunks, **offload}, paged]
 
 
 class Bench:
@@ -147,7 +150,7 @@ class Bench:
         gigabytes = job.get("cap") or self.memory / 1e9
         return f"{max(1, int(gigabytes))}GB" if gigabytes else "cpu"
 
-    def next_longest(self, cap: float | None, tries: int, rows: Sequence[Row]) -> Job | None:
+    def next_longest(self, cap: float | None, rows: Sequence[Row]) -> Job | None:
         """The next length of `longest` under a cap in GB, after those that ran or did not."""
         setting, changes = self.setting, CHANGES if self.on_gpu else CHANGES_ON_CPU
         step, most = (1024, 2**20) if self.on_gpu else (setting.original * 2, 256)
@@ -160,9 +163,8 @@ class Bench:
             in_time = not plan["hours"] or plan["hours"] * 3600 / plan["steps"] <= SECONDS_PER_STEP
             return plan["fits"] and pinned <= SHARE_OF_HOST * self.host and in_time
 
-        ran = {row["tokens"]: "step_seconds" in row for row in rows if row.get("cap") == cap}
-        first = 0 if ran else longest_that_fits(step, most, fits)
-        tokens = next_length(first, step, tries, ran)
+        ran = {row["tokens"]: "step_seconds" in row for row in rows if row["part"] == "longest" and row["cap"] == cap}
+        tokens = next_length(0 if ran else longest_that_fits(step, most, fits), step, ran)
         return None if tokens is None else {**job, "tokens": tokens}
 
 

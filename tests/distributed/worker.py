@@ -110,7 +110,9 @@ class Watched:
 def sharded_groups(model: torch.nn.Module) -> list[Any]:
     """The groups of parameters that FSDP2 gathers together."""
     states = [module._get_fsdp_state() for module in model.modules() if hasattr(module, "_get_fsdp_state")]
-    return list({id(group): group for state in states for group in state._fsdp_param_groups}.values())
+    # torch 2.11 and 2.12 have at most one for each module.
+    groups = [vars(state).get("_fsdp_param_groups", [vars(state).get("_fsdp_param_group")]) for state in states]
+    return list({id(group): group for each in groups for group in each if group is not None}.values())
 
 
 def unsharded_gradients(group: Any) -> int:
