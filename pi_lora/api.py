@@ -70,9 +70,10 @@ def model_to_train(
     resume: bool = False,
     force: bool = False,
     permissions: Permissions = NO_PERMISSIONS,
+    ask_hub: bool = False,
 ) -> "tuple[Model, list[str]]":
     """Return the model of a resolved recipe, and the plan of its training in lines. Everything is checked, by the first
-    process alone: those that a launcher started only find the model.
+    process alone: those that a launcher started only find the model. `ask_hub` for weights and texts too.
     """
     from pi_lora.distributed import check_launched, is_launched, let_segments_grow
 
@@ -85,7 +86,7 @@ def model_to_train(
     from pi_lora.preflight import check, check_fits
     from pi_lora.report.probe import better_scaling
 
-    model = check(recipe, output, resume, permissions)
+    model = check(recipe, output, resume, permissions, ask_hub)
     better = better_scaling(recipe.model.name, recipe.context.target, recipe.scaling)
     return model, [*check_fits(recipe, model, force), *([better] if better else [])]
 

@@ -8,10 +8,13 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from huggingface_hub import constants, get_safetensors_metadata
+from huggingface_hub.errors import HfHubHTTPError, NotASafetensorsRepoError, SafetensorsParsingError
 
 from pi_lora.data.examples import data_problems
 from pi_lora.data.sources import RECALL
-from pi_lora.errors import ModelError, PiLoraError, RecipeError
+from pi_lora.errors import ModelError, PiLoraError, RecipeError, first_line
+from pi_lora.merging.tensors import read_shards
 from pi_lora.models.adapter import check_shape
 from pi_lora.models.machine import LIGER, check_liger
 from pi_lora.models.model import Model, adapter_folder, find_to_tune
@@ -29,8 +32,17 @@ T = TypeVar("T")
 OUTPUTS = ("adapters/", "models/")
 
 
-def check(recipe: Recipe, output: Path, resume: bool = False, permissions: Permissions = NO_PERMISSIONS) -> Model:
-    """Return the model of `recipe`; raise all mistakes that show before weights or texts are read, a line each."""
+def check(
+    recipe: Recipe,
+    output: Path,
+    resume: bool = False,
+    permissions: Permissions = NO_PERMISSIONS,
+    ask_hub: bool = False,
+) -> Model:
+    """Return the model of `recipe`; raise all mistakes that show before weights or texts are read, a line each: in
+    recipe, tokenizer, headers of weights, first rows of texts, and output. `ask_hub` for those of weights and texts
+    on the hub too, which a training downloads next.
+    """
     mistakes: list[PiLoraError] = []
 
     def attempt(step: Callable[..., T], *arguments: Any) -> T | None:
@@ -41,7 +53,10 @@ def check(recipe: Recipe, output: Path, resume: bool = False, permissions: Permi
             return None
 
     model = attempt(_check_model, recipe, permissions)
-    attempt(lambda: _raise_all(data_problems(recipe.data), _evaluation_problems(recipe)))
+    if model:
+        attempt(lambda: model.tokenizer)
+        attempt(_check_weights, model, ask_hub)
+    attempt(lambda: _raise_all(data_problems(recipe.data, ask_hub), _evaluation_problems(recipe, ask_hub)))
     attempt(_raise_all, _hardware_problems(recipe), _missing_packages(recipe))
     if model and recipe.model.kernels == "liger" and importlib.util.find_spec(LIGER):
         attempt(check_liger, model.config["model_type"])
@@ -100,7 +115,17 @@ def _check_model(recipe: Recipe, permissions: Permissions) -> Model:
     return model
 
 
-def _evaluation_problems(recipe: Recipe) -> Iterator[str]:
+def _check_weights(model: Model, ask_hub: bool) -> None:
+    if Path(model.path).is_dir() or constants.HF_HUB_OFFLINE:
+        read_shards(model.base, model.file)
+    elif ask_hub:
+        try:
+            get_safetensors_metadata(model.path, revision=model.revision)
+        except (NotASafetensorsRepoError, SafetensorsParsingError, HfHubHTTPError) as error:
+            raise ModelError(f"{model.base}: weights cannot be read ({first_line(error)}); name another base") from None
+
+
+def _evaluation_problems(recipe: Recipe, ask_hub: bool) -> Iterator[str]:
     if measured := recipe.evaluation.perplexity:
         target, short = recipe.context.target, recipe.evaluation.in_short().perplexity or measured
         asked = {"perplexity": measured} | ({} if short == measured else {"while_training": short})
@@ -110,7 +135,7 @@ def _evaluation_problems(recipe: Recipe) -> Iterator[str]:
             if (each.truncate or target) < target:
                 no_room = f"{each.truncate} tokens do not hold the target window of {target}"
                 yield f"evaluation.{where}.truncate: {no_room}; raise it"
-        for problem in data_problems(Data.model_validate({"source": measured.data})):
+        for problem in data_problems(Data.model_validate({"source": measured.data}), ask_hub):
             yield problem.replace("data.source", "evaluation.perplexity.data", 1)
         if measured.data == RECALL:
             yield f"evaluation.perplexity.data: {RECALL} is for training; measure recall with evaluation.passkey"

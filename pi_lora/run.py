@@ -271,6 +271,9 @@ def _check_place(output: Path) -> None:
             problem = f"is a mount point, which no folder can be renamed to; name one in it: {output}/run"
         elif place == Path.cwd():
             problem = "is the current folder, which would be replaced; name one in it"
+        # Of a file, "file/." cannot be accessed either.
+        elif not os.access(f"{next(parent for parent in place.parents if parent.exists())}/.", os.W_OK):
+            problem = "is in a place that cannot be written; choose another --output"
     except OSError as error:
         problem = f"cannot be read ({error.strerror}); choose another --output"
     if problem:

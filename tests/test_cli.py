@@ -104,6 +104,16 @@ def test_dry_run_reads_no_weights_and_writes_nothing(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_no_plan_precedes_a_mistake(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("short.txt").write_text("Too little text.")
+    status, out, err = run(capsys, monkeypatch, "train", DEMO, "data.source=short.txt")
+    assert (status, out) == (2, "")
+    assert "short.txt" in err
+
+
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [

@@ -1,5 +1,7 @@
 import importlib.util
+import shutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -7,17 +9,47 @@ import pytest
 import torch
 from conftest import small_recipe
 
-from pi_lora.errors import RecipeError
+from pi_lora.errors import PiLoraError, RecipeError
 from pi_lora.preflight import check
 
 
-def test_weights_are_not_read(small_model: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "model"
-    folder.mkdir()
-    (folder / "config.json").write_bytes((small_model / "config.json").read_bytes())
-    checked = check(small_recipe(folder), tmp_path / "run")
+def test_what_passes_is_found_and_nothing_is_written(small_model: Path, tmp_path: Path) -> None:
+    checked = check(small_recipe(small_model), tmp_path / "run")
     assert (checked.original, checked.window, checked.scale) == (64, 128, 2)
-    assert not (tmp_path / "run").exists()
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("file", "damage", "line"),
+    [
+        ("model.safetensors", lambda whole: whole[:-100], "truncated, damaged or not safetensors"),
+        ("model.safetensors", None, "has no model.safetensors"),
+        ("tokenizer.json", lambda whole: whole[:100], "has no tokenizer that can be read"),
+        ("notes.jsonl", lambda whole: b'{"body": "a"}', "has no column text"),
+        ("notes.jsonl", lambda whole: b'{"text": " "}', "holds no text"),
+        ("held_out.txt", None, "evaluation.perplexity.data: "),
+        ("runs", lambda whole: b"a file", "is in a place that cannot be written"),
+    ],
+)
+def test_a_dry_run_finds_what_the_run_would_fail_for(
+    small_model: Path, tmp_path: Path, file: str, damage: Callable[[bytes], bytes] | None, line: str
+) -> None:
+    model, notes, held_out = tmp_path / "model", tmp_path / "notes.jsonl", tmp_path / "held_out.txt"
+    shutil.copytree(small_model, model)
+    notes.write_text('{"text": "some text"}')
+    held_out.write_text("other text")
+    data, measured = {"source": str(notes)}, {"perplexity": {"data": str(held_out)}}
+    recipe = small_recipe(model, data=data, evaluation=measured)
+    check(recipe, tmp_path / "runs" / "run", ask_hub=True)
+    place = model / file if (model / file).exists() else tmp_path / file
+    whole = place.read_bytes() if place.exists() else b""
+    place.unlink(missing_ok=True)
+    if damage:
+        place.write_bytes(damage(whole))
+    with pytest.raises(PiLoraError) as raised:
+        check(recipe, tmp_path / "runs" / "run", ask_hub=True)
+    assert line in str(raised.value)
+    assert "\n" not in str(raised.value)
 
 
 def test_everything_wrong_is_said_at_once(small_model: Path, tmp_path: Path) -> None:

@@ -50,12 +50,11 @@ def train(
     with working(LIBRARIES):
         from pi_lora.api import model_to_train
 
-        model, lines = model_to_train(resolved, place, resume, force, permissions)
-        if not dry_run:
-            from pi_lora.training.training import prepare_data, train
-    out.lines(*lines)
-    if dry_run:
-        return
+        model, lines = model_to_train(resolved, place, resume, force, permissions, ask_hub=dry_run)
+        if dry_run:
+            out.lines(*lines)
+            return
+        from pi_lora.training.training import prepare_data, train
 
     preparing = "preparing examples" if resolved.data.has_examples else "packing tokens"
     with progress_bar(preparing) as progress:
@@ -68,8 +67,7 @@ def train(
             progress(done, total, note)
 
         data = prepare_data(resolved, model, packed)
-    for line in () if launched else data.messages:
-        out.lines(f"data: {line}")
+    out.lines(*lines, *(f"data: {line}" for line in data.messages if not launched))
     if resolved.hardware.processes > 1 and not launched:
         if status := launch(launch_arguments(resolved, worker, *where)):
             sys.exit(status)

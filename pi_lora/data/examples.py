@@ -8,6 +8,7 @@ from string import Formatter
 from typing import Any
 
 from datasets import Dataset
+from huggingface_hub.constants import HF_HUB_OFFLINE
 from pydantic import BaseModel
 
 from pi_lora.data.cache import Row, cached, columns_of
@@ -254,8 +255,10 @@ def training_examples(data: Data, tokenizer: Any, window: int, progress: Progres
     return examples, Account(**noted)
 
 
-def data_problems(data: Data) -> list[str]:
-    """Return what is wrong with the template and with first rows of the sources, a line each; the hub is not asked."""
+def data_problems(data: Data, ask_hub: bool = False) -> list[str]:
+    """Return what is wrong with the template and with first rows of the sources, a line each; those of the hub are
+    streamed if `ask_hub`.
+    """
     try:
         columns = Task.of(data).columns if data.has_examples else []
     except DataError as problem:
@@ -263,10 +266,12 @@ def data_problems(data: Data) -> list[str]:
     problems = []
     for source in data.source:
         try:
-            table = find_table(source) if columns else find_corpus(source)
-            if table.size is None:  # on the hub
+            # Without a network, `datasets` reads what it downloaded earlier, and streams nothing.
+            first = source if HF_HUB_OFFLINE else source.model_copy(update={"streaming": True})
+            table = find_table(first) if columns else find_corpus(first)
+            if table.size is None and not ask_hub:
                 continue
-            for key in sorted(HUB_KEYS & source.model_dump(exclude_defaults=True).keys()):
+            for key in sorted(HUB_KEYS & source.model_dump(exclude_defaults=True).keys()) if table.size else ():
                 problems.append(f"{source.name}: {key} is for data sets of the hub, and this is not one; remove it")
             next(table.read(columns, None) if columns else table.documents(), None)
         except DataError as problem:
