@@ -1,0 +1,153 @@
+"""What a model answers to prompts longer than its original window: computed here, for a server to be compared with."""
+
+import random
+from bisect import bisect_right
+from dataclasses import replace
+from typing import Any
+
+import torch
+from pydantic import BaseModel
+
+from pi_lora.data.recall import sentences
+from pi_lora.errors import DataError
+from pi_lora.models.model import Model
+from pi_lora.scaling.config import ORIGINAL_WINDOW, full_attention_rope, in_both_dialects, with_full_rope
+from pi_lora.types import Progress, silent
+
+# Tokens that are written, and the last tokens of a prompt whose log probabilities are compared.
+WRITTEN, SCORED = 32, 64
+# Characters of the longest tokens of a text.
+LONGEST_TOKEN = 16
+# How a server can read a prompt; `cut N` is its last N tokens.
+RIGHT, UNSCALED, CUT = "right", "unscaled", "cut"
+
+
+class Answer(BaseModel):
+    """A greedy answer: after each token the text so far has `ends` characters. `logprobs` and `margins`, by which they
+    exceed the second choice, are in nats; `prompt` has those of the prompt's last tokens.
+    """
+
+    text: str
+    ends: list[int]
+    logprobs: list[float]
+    margins: list[float]
+    prompt: list[float]
+
+
+class Prompt(BaseModel):
+    """The first `characters` of a text, which are `tokens`, and the answers by reading."""
+
+    characters: int
+    tokens: int
+    answers: dict[str, Answer] = {}
+
+
+class Reference(BaseModel):
+    """The answers of a model to two prompts, of 90 % of L' (`target`) and of half of L (`original`), from the beginning
+    of `own_text`, or of sentences that are the same on every machine.
+    """
+
+    model: str
+    original: int
+    target: int
+    own_text: str
+    prompts: list[Prompt] = []
+
+    @property
+    def text(self) -> str:
+        """The text that the prompts begin."""
+        return self.own_text or sentences(random.Random(0), self.target)
+
+    def readings(self, prompt: Prompt) -> list[str]:
+        """Return the ways in which a server can read a prompt."""
+        sizes = sorted({self.original, *(2**power for power in range(8, 24))})
+        return [RIGHT, *(f"{CUT} {size}" for size in sizes if size < prompt.tokens), UNSCALED]
+
+
+class Reader:
+    """Computes the answers of the model `found`, each once and when it is needed, into its `reference`."""
+
+    def __init__(self, found: Model, text: str = "", dtype: str | None = None, progress: Progress = silent) -> None:
+        self.found, self.dtype, self.progress = found, dtype, progress
+        self.loaded: dict[bool, Model] = {}
+        self.reference = Reference(model=found.name, original=found.original, target=found.window, own_text=text)
+        self.text = self.reference.text
+        self.reference.prompts = [self._prompt(found.window * 9 // 10), self._prompt(found.original // 2)]
+        self.reference.own_text = text[: self.reference.prompts[0].characters]
+
+    def complete(self) -> Reference:
+        """Return the reference with the answers to every reading."""
+        pairs = [(prompt, reading) for prompt in self.reference.prompts for reading in self.reference.readings(prompt)]
+        for prompt, reading in sorted(pairs, key=lambda pair: pair[1] == UNSCALED):
+            self.answer(prompt, reading)
+        return self.reference
+
+    def answer(self, prompt: Prompt, reading: str) -> Answer:
+        """Return the answer to a prompt in one reading."""
+        if reading not in prompt.answers:
+            self.progress(0, 0, f"computing {prompt.tokens:,} tokens here: {reading}")
+            ids, (_, _, size) = self._ids(prompt.characters), reading.partition(" ")
+            prompt.answers[reading] = _answer(self._load(reading != UNSCALED), ids[-int(size or len(ids)) :])
+        return prompt.answers[reading]
+
+    def _prompt(self, tokens: int) -> Prompt:
+        longest = range(min(len(self.text), tokens * LONGEST_TOKEN))
+        end = bisect_right(longest, tokens, key=lambda end: len(self._ids(end)))
+        if end == len(longest):
+            raise DataError(f"--text: has fewer than {tokens:,} tokens; name a longer text")
+        return Prompt(characters=end - 1, tokens=len(self._ids(end - 1)))
+
+    def _ids(self, characters: int) -> list[int]:
+        ids: list[int] = self.found.tokenizer(self.text[:characters], verbose=False)["input_ids"]
+        return ids
+
+    def _load(self, scaled: bool) -> Model:
+        if scaled not in self.loaded:
+            self.loaded.clear()  # one model at a time
+            self.loaded[scaled] = (self.found if scaled else _unscaled(self.found)).load(self.dtype)
+        return self.loaded[scaled]
+
+
+def _unscaled(found: Model) -> Model:
+    """Return a model as engines compute it that drop the scaling from its config. Of the scaling `theta` they drop the
+    larger theta, and take the customary 10,000.
+    """
+    rope = full_attention_rope(found.config)
+    theta = 10_000.0 if found.config.get(ORIGINAL_WINDOW) else rope["rope_theta"]
+    kept = {key: rope[key] for key in ("partial_rotary_factor",) if key in rope}
+    plain = with_full_rope(found.config, {"rope_type": "default", "rope_theta": theta, **kept})
+    return replace(found, config=in_both_dialects(plain))
+
+
+@torch.no_grad()
+def _answer(loaded: Model, ids: list[int]) -> Answer:
+    model, scored = loaded.model, min(SCORED, len(ids) - 1)
+    tokens, cache = torch.tensor([ids], device=model.device), None
+    best: list[Any] = []
+    for _ in range(WRITTEN):
+        output = model(input_ids=tokens, past_key_values=cache, use_cache=True, logits_to_keep=scored + 1)
+        rows, cache = output.logits[0].float().log_softmax(-1), output.past_key_values
+        if not best:
+            prompt = rows[:-1].gather(1, tokens[0, -scored:, None])[:, 0]
+        best.append(rows[-1].topk(2))
+        tokens = best[-1].indices[None, :1]
+    written = [*ids, *(int(each.indices[0]) for each in best)]
+    # Decoded after the prompt's last token: some tokenizers drop the space before a text.
+    texts = [
+        loaded.tokenizer.decode(written[len(ids) - 1 : end], skip_special_tokens=True)
+        for end in range(len(ids), len(written) + 1)
+    ]
+    first, second = torch.stack([each.values for each in best]).T
+    return Answer(
+        text=texts[-1][len(texts[0]) :],
+        # A character of several tokens is not counted before the last of them.
+        ends=[len(text.rstrip("\ufffd")) - len(texts[0]) for text in texts[1:]],
+        logprobs=_rounded(first),
+        margins=_rounded(first - second),
+        prompt=_rounded(prompt),
+    )
+
+
+def _rounded(numbers: torch.Tensor) -> list[float]:
+    """Return numbers with five digits, which keeps references small."""
+    return numbers.double().cpu().round(decimals=5).tolist()
