@@ -4,9 +4,11 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from cyclopts import App, Parameter
+from cyclopts.types import PositiveInt
 
 from pi_lora.cli.app import EXTEND, LIBRARIES, app, out, progress_bar, working
-from pi_lora.cli.options import GROUP, Dtype, ModelName, Original, Scaling, Target, Trust, extension_of
+from pi_lora.cli.options import GROUP, Dtype, ModelName, Original, Probe, Scaling, Target, Trust, extension_of
+from pi_lora.scaling.config import Method
 
 export_app = App(name="export", help="Write a model in the format of another engine.", group=EXTEND, sort_key=4)
 app.command(export_app)
@@ -37,6 +39,29 @@ def merge(
         merged = merge(run, to, base, dtype, check, progress, extension, trust.permissions)
     out.lines(*merged.lines(), f"{to}: merged; it loads like any model, its scaling is in config.json", "")
     out.lines("Serve it:", *merged.serving())
+
+
+@app.command(group=EXTEND, sort_key=5)
+def extend(
+    model: ModelName,
+    /,
+    *,
+    target: Annotated[PositiveInt, Parameter(help="L', the window to extend to.")],
+    scaling: Annotated[Method, Parameter(help="What pi-lora probe found best.")],
+    original: Original = None,
+    probe: Probe = None,
+    output: Annotated[Path, Parameter(help="A new folder.")],
+    trust: Annotated[Trust, GROUP] = Trust(),
+) -> None:
+    """Write MODEL with a window of --target tokens and no tuning, for every engine; its weights stay as they are."""
+    with working(LIBRARIES):
+        from pi_lora.merging.extending import extend
+        from pi_lora.models.model import find
+        from pi_lora.report.probe import read_probe
+    found = find(model, extension_of(target, original, scaling), trust.permissions)
+    with progress_bar("linking weights") as progress:
+        serving = extend(found, output, read_probe(probe) if probe else None, progress)
+    out.lines(f"{output}: written; it loads like any model, its scaling is in config.json", "", "Serve it:", *serving)
 
 
 @export_app.command

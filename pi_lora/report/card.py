@@ -43,6 +43,11 @@ def merged_card(
     return str(_card(MeasuredRun(run, merged, base), None, checks, rows, serving))
 
 
+def extended_card(run: MeasuredRun, serving: Sequence[str]) -> str:
+    """Return the card of a base that was extended without tuning, with the scores of a probe that its folder holds."""
+    return str(_card(run, None, facts={"weights": "those of the base, not tuned"}, serving=serving))
+
+
 def refresh_scores(run: MeasuredRun) -> None:
     """Bring the scores in a card and its metadata up to date and keep the rest; raise ModelError as `write_card`."""
     if not (run.path / SCORES).is_dir():
@@ -106,18 +111,19 @@ def _metadata(run: MeasuredRun, full: bool, recipe: Recipe | None) -> ModelCardD
     fields: dict[str, Any] = {
         "library_name": "transformers" if full else "peft",
         "pipeline_tag": "text-generation",
-        "tags": ["long-context", scaling, recipe.tuning.method if recipe else "lora", "pi-lora"],
+        "tags": ["long-context", scaling, *[recipe.tuning.method if recipe else "lora"][run.untuned :], "pi-lora"],
         "datasets": [each.name for each in recipe.data.source if is_hub_id(each.name)] or None if recipe else None,
     }
     if results := eval_results(run.last_scores):
-        fields |= {"model_name": run.name, "eval_results": results}
+        name = public_name(run.base.name) if run.untuned else run.name
+        fields |= {"model_name": name, "eval_results": results}
     if is_hub_id(run.base.name):
         fields |= {"base_model": run.base.name, "base_model_relation": "finetune" if full else "adapter"}
     return ModelCardData(**fields)
 
 
 def _scores_section(run: MeasuredRun, pictures: Path | None) -> str:
-    introduction = "With the adapter, before it was merged:\n\n" if run.merged else ""
+    introduction = "With the adapter, before it was merged:\n\n" if run.is_merged else ""
     parts = [introduction + metrics_table(run.columns).rstrip("\n") if run.columns else "Not measured yet."]
     parts += picture_lines(pictures) if pictures else []
     return f"{SCORES_BEGIN}\n" + "\n\n".join(parts) + f"\n{SCORES_END}"

@@ -20,9 +20,20 @@ from pi_lora.scaling.config import method_of, scale_of, window_of
 class MeasuredRun(Run):
     """A run with its scores, or an adapter folder of other origin."""
 
-    # Of an adapter that was merged: full weights with its config, and the base, if its folder does not say.
+    # Of an adapter that was merged: full weights with its config, and the base, if its folder does not say. Of a base
+    # that was extended without tuning: the same folder as `path`, and the base.
     merged: Path | None = None
     merged_with: str = ""
+
+    @property
+    def untuned(self) -> bool:
+        """Whether it is a base that was extended without tuning."""
+        return self.merged == self.path
+
+    @property
+    def is_merged(self) -> bool:
+        """Whether it is an adapter that was merged."""
+        return self.merged is not None and not self.untuned
 
     @cached_property
     def config(self) -> dict[str, Any]:
@@ -36,7 +47,7 @@ class MeasuredRun(Run):
             adapter = read_adapter_settings(self.path)
             name = adapter.base_model_name_or_path or self.merged_with or "unknown"
             return Model.model_construct(name=name, revision=adapter.revision or "main")
-        return self.recipe.model
+        return Model.model_construct(name=self.merged_with, revision="main") if self.untuned else self.recipe.model
 
     @cached_property
     def original(self) -> int | None:

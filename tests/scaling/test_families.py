@@ -1,7 +1,9 @@
 """The models that people extend: a small one of each family under every scaling that suits it."""
 
+import json
 import math
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,6 +11,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 from transformers import (
+    AutoModelForCausalLM,
     DeepseekV3Config,
     Gemma3TextConfig,
     Gemma4TextConfig,
@@ -23,6 +26,8 @@ from transformers import (
 )
 
 from pi_lora.errors import ScalingError
+from pi_lora.merging.extending import extend
+from pi_lora.models.model import Extension, find
 from pi_lora.scaling.config import (
     Interpolation,
     Method,
@@ -106,7 +111,9 @@ FAMILIES: dict[str, PreTrainedConfig] = {
     "SmolLM3": SmolLM3Config(**SMALL, pad_token_id=0),
     "GLM 4": Glm4Config(**{**SMALL, "max_position_embeddings": 2048}, head_dim=16, pad_token_id=0),
     "Gemma 3": Gemma3TextConfig(**SMALL, head_dim=16, layer_types=LAYERS, rope_parameters=ROPES["gemma3"]),
-    "Gemma 4": Gemma4TextConfig(**SMALL, head_dim=16, global_head_dim=32, layer_types=LAYERS),
+    "Gemma 4": Gemma4TextConfig(
+        **SMALL, vocab_size_per_layer_input=64, head_dim=16, global_head_dim=32, layer_types=LAYERS
+    ),
     "DeepSeek V3": DeepseekV3Config(
         **{**SMALL, "max_position_embeddings": 163840, "num_key_value_heads": 4},
         **MIXTURE,
@@ -198,6 +205,29 @@ def test_every_suitable_scaling_is_what_its_formula_says_in_transformers(family:
     assert window_of(after) == window_in_vllm(after) == 4 * window
     assert method_of(after) == method
     assert scale_of(after) / (scale_of(config) if method in ("pi", "yarn", "llama3") else 1) == pytest.approx(4)
+
+
+def extended_folder(family: str, folder: Path) -> Path:
+    """A base of the family with small random weights, and the folder that `extend` makes of it."""
+    config = FAMILIES[family].to_dict()
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(type(FAMILIES[family]).from_dict(config)).save_pretrained(folder / "base")
+    method = "yarn" if "yarn" in methods_for(config) else methods_for(config)[0]
+    extend(find(str(folder / "base"), Extension(4 * window_of(config), scaling=method)), folder / "extended")
+    return folder / "extended"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_extended_folder_of_each_family_is_read_with_its_scaling(family: str, tmp_path: Path) -> None:
+    folder = extended_folder(family, tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    config = json.loads((folder / "config.json").read_text())
+    found = rotary_frequencies(model)
+    [values] = [each for name, each in found.items() if "original" not in name and "sliding" not in name]
+    assert values.double().numpy() == pytest.approx(formula(family, config), rel=1e-5)
+    assert window_of(config) == window_in_vllm(config) == 4 * window_of(FAMILIES[family].to_dict())
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base").state_dict()
+    assert all(torch.equal(weight, base[name]) for name, weight in model.state_dict().items())
 
 
 @pytest.mark.parametrize("family", FAMILIES)
