@@ -16,6 +16,7 @@ from pi_lora.report.card import CARD, extended_card
 from pi_lora.report.probe import Probe
 from pi_lora.report.run import MeasuredRun
 from pi_lora.run import BASE, STEP_0, check_room, staged
+from pi_lora.scaling.config import Method
 from pi_lora.scaling.verify import config_of
 from pi_lora.serving.commands import serving_lines
 from pi_lora.types import Progress, silent
@@ -38,6 +39,7 @@ def extend(model: Model, output: Path, probe: Probe | None = None, progress: Pro
     if probe and (probe.model != model.name or scaling not in scores):
         of = f"{probe.model} under {', '.join(scores)}"
         raise ModelError(f"--probe: is of {of}, not of {model.name} under {scaling}; probe it, or leave the option out")
+    stages: dict[str, Method] = {BASE: "direct", STEP_0: scaling} if probe else {}
     config = config_of(model.kind, model.config)
     with staged(output) as staging:
         folder = MeasuredRun(staging, staging, model.base)
@@ -46,7 +48,7 @@ def extend(model: Model, output: Path, probe: Probe | None = None, progress: Pro
             save_tokenizer(model.tokenizer, staging)
         if generation := model.file(GENERATION_CONFIG_NAME):
             shutil.copyfile(generation, staging / GENERATION_CONFIG_NAME)
-        for stage, name in ((BASE, "direct"), (STEP_0, scaling)) if probe else ():
+        for stage, name in stages.items():
             for measured in filter(None, (scores[name].perplexity, scores[name].passkey)):
                 write_scores(measured, folder.scores_file(measured.measurement, stage))
         write_whole(staging / CARD, extended_card(folder, serving_lines(config, ".", Path("model.gguf"))))
