@@ -38,7 +38,8 @@ def bare(recipe: Recipe, warm: int) -> float:
     tokenizer = AutoTokenizer.from_pretrained(folder)
     config = AutoConfig.from_pretrained(folder)
     original, target = config.max_position_embeddings, recipe.context.target
-    packed = training_sequences(recipe.data, tokenizer, original, target, training.steps * training.global_batch_size)
+    number = training.steps * training.global_batch_size
+    packed, _ = training_sequences(recipe.data, tokenizer, original, target, number)
     # Contiguous positions, which cost what those of PoSE do.
     rows = [row["input_ids"].tolist() for row in packed]
     config.rope_parameters = {**config.rope_parameters, "rope_type": "linear", "factor": target / original}

@@ -14,8 +14,10 @@ from datasets import Dataset
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Sampler
 
+from pi_lora.data.chats import AT_STAKE
 from pi_lora.data.examples import training_examples
 from pi_lora.data.packing import training_sequences
+from pi_lora.data.tokens import padding_id
 from pi_lora.errors import DataError
 from pi_lora.recipe.schema import Data, Training
 from pi_lora.types import Progress, silent
@@ -29,15 +31,36 @@ JITTER = 0.1
 
 
 def collate(rows: Sequence[Mapping[str, Any]]) -> Batch:
-    """Stack rows of equal length into int64 tensors, `(batch, length)` each, with `labels` and an `attention_mask` of
-    ones: each row is one sequence. Without it transformers (5.23, `find_packed_sequence_indices`) starts another
-    wherever `position_ids` do not rise by one: PoSE would train each chunk alone.
+    """Stack rows of `input_ids` into int64 tensors, `(sequences, length)` each, with `labels` and an `attention_mask`
+    of ones: each row is one sequence. Without it transformers (5.23, `find_packed_sequence_indices`) starts another
+    wherever `position_ids` do not rise by one: PoSE would train each chunk alone. A row with several `lengths` holds
+    as many sequences; what is not `learned` has the label -100.
     """
-    batch = {column: torch.from_numpy(np.array([row[column] for row in rows], np.int64)) for column in rows[0]}
-    # A tensor of its own: context parallelism cuts each one in place.
-    batch["labels"] = batch["input_ids"].clone()
-    batch["attention_mask"] = torch.ones_like(batch["input_ids"])
-    return batch
+    sequences: list[dict[str, Any]] = []
+    for row in rows:
+        ids = row["input_ids"]
+        columns = {"input_ids": ids, "labels": np.where(row["learned"], ids, IGNORED) if "learned" in row else ids}
+        if "position_ids" in row:
+            columns["position_ids"] = row["position_ids"]
+        ends = np.cumsum(row.get("lengths", len(ids)))[:-1]
+        parts = (np.split(values, ends) for values in columns.values())
+        sequences += [dict(zip(columns, values, strict=True)) for values in zip(*parts, strict=True)]
+    return _padded(sequences)
+
+
+def _padded(sequences: Sequence[Mapping[str, Any]], padding: int = 0) -> Batch:
+    """Return sequences as int64 tensors, padded on the right to the longest, with their `attention_mask`."""
+    fill = {"input_ids": padding, "labels": IGNORED}
+    batch = {
+        name: pad_sequence(
+            [torch.from_numpy(np.array(sequence[name], np.int64)) for sequence in sequences],
+            batch_first=True,
+            padding_value=fill.get(name, 0),
+        )
+        for name in sequences[0]
+    }
+    ones = [torch.ones(len(sequence["input_ids"]), dtype=torch.int64) for sequence in sequences]
+    return {**batch, "attention_mask": pad_sequence(ones, batch_first=True)}
 
 
 @dataclass(frozen=True)
@@ -51,16 +74,13 @@ class CollateExamples:
 
     def __call__(self, rows: Sequence[Mapping[str, Any]]) -> Batch:
         """Return `input_ids`, `labels` and `attention_mask`, int64, `(batch, length)` each."""
-        wholes = (np.concatenate([row["prompt_ids"], row["completion_ids"]]) for row in rows)
-        ids = [torch.from_numpy(whole.astype(np.int64)) for whole in wholes]
-        labels = pad_sequence(ids, batch_first=True, padding_value=IGNORED)
-        for row, learned in zip(rows, labels, strict=True):
-            learned[: 0 if self.learn_prompts else len(row["prompt_ids"])] = IGNORED
-        return {
-            "input_ids": pad_sequence(ids, batch_first=True, padding_value=self.padding),
-            "labels": labels,
-            "attention_mask": pad_sequence(list(map(torch.ones_like, ids)), batch_first=True),
-        }
+        sequences = []
+        for row in rows:
+            ids = np.concatenate([row["prompt_ids"], row["completion_ids"]])
+            not_learned = 0 if self.learn_prompts else len(row["prompt_ids"])
+            labels = np.where(np.arange(len(ids)) < not_learned, IGNORED, ids)
+            sequences.append({"input_ids": ids, "labels": labels})
+        return _padded(sequences, self.padding)
 
 
 class LengthGroups(Sampler[int]):
@@ -131,10 +151,16 @@ def training_data(
     if data.has_examples:
         return _examples(data, training, tokenizer, target, progress)
     number = training.steps * training.global_batch_size
-    rows = training_sequences(data, tokenizer, original, target, number, progress)
-    length = len(rows[0]["input_ids"])
+    rows, notes = training_sequences(data, tokenizer, original, target, number, progress)
+    length = data.tokens_per_sequence(original, target)
     message = f"{number * length:,} tokens at hand, as many as needed: {number:,} sequences of {length:,}"
-    return TrainingData(rows, collate, length, [message])
+    messages = [message, *notes, *([] if data.has_chats or tokenizer.chat_template is None else [AT_STAKE])]
+    if not data.keep_short:
+        return TrainingData(rows, collate, length, messages)
+    tokens = [int(sum(lengths)) for lengths in rows["lengths"]]
+    short = [count for count, lengths in zip(tokens, rows["lengths"], strict=True) if lengths[0] < length]
+    chats = f"{len(short):,} of the sequences are groups of short chats, with {sum(short):,} tokens in all"
+    return TrainingData(rows, collate, tokens, [*messages, chats])
 
 
 def _examples(data: Data, training: Training, tokenizer: Any, window: int, progress: Progress) -> TrainingData:
@@ -153,5 +179,5 @@ def _examples(data: Data, training: Training, tokenizer: Any, window: int, progr
         f"{number:,} examples of {min(tokens):,} to {max(tokens):,} tokens; {learned:,} of {sum(tokens):,} "
         f"tokens are learned; {account.documents_cut:,} documents and {account.completions_cut:,} completions were cut"
     )
-    padding = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
-    return TrainingData(rows, CollateExamples(padding, data.loss == "all"), tokens, [message, *account.left_out])
+    collate_examples = CollateExamples(padding_id(tokenizer), data.loss == "all")
+    return TrainingData(rows, collate_examples, tokens, [message, *account.left_out])

@@ -3,22 +3,26 @@
 import itertools
 import math
 import random
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from datasets import Dataset
 
 from pi_lora.data.cache import Row, cached, columns_of
+from pi_lora.data.chats import Chat, ChatTemplate, grouped, messages_of, packed
 from pi_lora.data.recall import recall_document
 from pi_lora.data.sources import RECALL, Table, find_corpus
-from pi_lora.data.tokens import Encode, Tokens, encoder, in_batches, token_type, tokenizer_identity
+from pi_lora.data.tokens import Encode, Tokens, encoder, in_batches, padding_id, token_type, tokenizer_identity
 from pi_lora.errors import DataError
 from pi_lora.recipe.schema import Data, Source
 from pi_lora.types import Progress, silent
 
 # Raise it with every change to how sequences or recall documents are made: older caches are not taken for new ones.
-FORMAT = 4
+FORMAT = 5
+# A text that would be repeated more often is too short to train on.
+MOST_EPOCHS = 20
 
 
 def skip_positions(rng: random.Random, tokens: int, target: int, chunks: int) -> list[int]:
@@ -63,7 +67,7 @@ def aligned(documents: Iterator[Tokens], length: int) -> Iterator[Tokens]:
 
 @dataclass
 class Stream:
-    """The sequences of one source; `tokens` and `left_out` (documents) count what was read for them so far."""
+    """The sequences of one source; `tokens` counts what was read for them so far, `left_out` what was not used."""
 
     source: Source
     corpus: Table
@@ -71,14 +75,16 @@ class Stream:
     encode: Encode
     length: int
     tokens: int = 0
-    left_out: int = 0
+    left_out: Counter[str] = field(default_factory=Counter)
 
-    def sequences(self) -> Iterator[Tokens]:
+    def sequences(self) -> Iterator[Row]:
         """Yield sequences of exactly `length` tokens until the source is used up; `builtin:recall` has no end."""
         if self.source.name == RECALL:
             # The facts that a document asks for must stand in the same sequence.
-            return aligned(self._recall_documents(), self.length)
-        return wrapped(self._text_documents(), self.length)
+            found = aligned(self._recall_documents(), self.length)
+        else:
+            found = wrapped(self._text_documents(), self.length)
+        return ({"input_ids": ids} for ids in found)
 
     def _text_documents(self) -> Iterator[Tokens]:
         # Each epoch has an order of its own.
@@ -87,7 +93,7 @@ class Stream:
             batches = in_batches(texts, len)
             for ids in itertools.chain.from_iterable(map(self.encode, batches)):
                 if len(ids) < self.data.min_document_tokens:
-                    self.left_out += not epoch  # each document once
+                    self.left_out[f"documents of under {self.data.min_document_tokens} tokens"] += not epoch
                 else:
                     self.tokens += len(ids)
                     yield ids
@@ -103,14 +109,62 @@ class Stream:
             text = recall_document(rng, self.length - frame, lambda text: count(text) - frame, lines)
             yield self.encode([text])[0]
 
+    @property
+    def notes(self) -> list[str]:
+        """What was left out, a line for each reason."""
+        return [f"{documents} left out: {number:,}" for documents, number in self.left_out.items()]
+
     def too_little(self, needed: int) -> DataError:
-        """Return what is wrong when the source is used up: its tokens, those needed, and how many epochs would do."""
+        """Return what is wrong when the source is used up: its tokens, those needed, and what to do."""
         where, epochs = f"data.source: {self.source.name}", self.data.epochs
         if not self.tokens:
-            return DataError(f"{where}: every document is shorter than data.min_document_tokens; lower it")
-        more = f"set data.epochs to {math.ceil(needed * epochs / self.tokens)}, add text, or lower training.steps"
-        at_hand = f"{self.tokens:,} tokens at hand in data.epochs: {epochs}, {needed:,} needed for its share"
-        return DataError(f"{where}: {at_hand}; {more}")
+            reasons = "; ".join(self.notes) or "it is empty"
+            return DataError(f"{where}: holds nothing to train on ({reasons}); name others, or change these limits")
+        wanted = math.ceil(needed * epochs / self.tokens)
+        repeat = f"set data.epochs to {wanted}, " if wanted <= MOST_EPOCHS else ""
+        at_hand = f"holds {self.tokens:,} tokens in data.epochs: {epochs}, {needed:,} needed for its share"
+        return DataError(f"{where}: {at_hand}; {repeat}add text, or lower training.steps")
+
+
+@dataclass
+class ChatStream(Stream):
+    """The sequences of a source of chats."""
+
+    template: ChatTemplate = field(kw_only=True)
+    padding: int = field(kw_only=True)
+
+    def sequences(self) -> Iterator[Row]:
+        """Yield sequences of whole chats, padded to `length` tokens."""
+        for chats in packed(self._chats(), self.length):
+            row = _joined(chats)
+            rest = self.length - len(row["input_ids"])
+            ids, learned = row["input_ids"] + rest * [self.padding], row["learned"] + rest * [False]
+            yield {"input_ids": ids, "learned": learned, "lengths": [self.length]}
+
+    def short_sequences(self, original: int) -> Iterator[Row]:
+        """Yield groups of chats of at most `original` tokens (L), which keep their lengths and positions."""
+        short = (chat for chat in self._chats() if len(chat.ids) <= original)
+        for chats in grouped(short, self.length):
+            positions = [position for chat in chats for position in range(len(chat.ids))]
+            yield {**_joined(chats), "position_ids": positions}
+
+    def _chats(self) -> Iterator[Chat]:
+        for epoch in range(self.data.epochs):
+            for where, row in self.corpus.read([self.source.column], self.data.seed + epoch):
+                chat = self.template.encode(messages_of(where, row[self.source.column]), self.length)
+                if isinstance(chat, str):
+                    self.left_out[chat] += not epoch
+                else:
+                    self.tokens += len(chat.ids)
+                    yield chat
+
+
+def _joined(chats: Sequence[Chat]) -> dict[str, list[int]]:
+    return {
+        "input_ids": [token for chat in chats for token in chat.ids],
+        "learned": [learned for chat in chats for learned in chat.learned],
+        "lengths": [len(chat.ids) for chat in chats],
+    }
 
 
 def training_sequences(
@@ -120,10 +174,11 @@ def training_sequences(
     target: int,
     number: int,
     progress: Progress = silent,
-) -> Dataset:
+) -> tuple[Dataset, list[str]]:
     """Make `number` sequences from the sources of a recipe, mixed by weight and seeded, or read them from the cache:
-    rows of `input_ids` as NumPy arrays mapped into memory. `progress` is told the tokens packed,
-    those needed, and a note: first with 0, or never where they are in the cache.
+    rows of `input_ids` as NumPy arrays mapped into memory, and lines about what was left out. `progress` is told the
+    tokens packed, those needed, and such lines: first with 0, or never where they are in the cache. Where there are
+    chats, a row says which tokens are `learned`, and the `lengths` of the sequences in it: several of short chats.
 
     Under PoSE (`positions: skip`) they have `sequence_tokens`, by default `original` (L), and `position_ids`; otherwise
     `target` (L') tokens. Raise DataError if a source has too little text for its share: going on without it would train
@@ -133,14 +188,15 @@ def training_sequences(
     length = data.tokens_per_sequence(original, target)
     if pose and data.chunks > length:
         raise DataError(f"data.chunks: {data.chunks} chunks do not fit into {length} tokens; choose fewer")
-    encode = encoder(tokenizer, data.special_tokens)
-    streams = [Stream(source, find_corpus(source), data, encode, length) for source in data.source]
+    streams = _streams(data, tokenizer, length)
     made_from = {
         "format": FORMAT,
         "sources": [{**stream.source.model_dump(), **stream.corpus.identity()} for stream in streams],
         "data": data.model_dump(exclude={"source", "sequence_tokens"}),
         "tokenizer": tokenizer_identity(tokenizer),
+        "template": tokenizer.chat_template if data.has_chats else None,
         "length": length,
+        "original": original if data.keep_short else None,
         "target": target,
         "number": number,
     }
@@ -148,17 +204,39 @@ def training_sequences(
     def rows() -> Iterator[Row]:
         progress(0, number * length)
         rng = random.Random(data.seed)
-        weights = [source.weight for source in data.source]
-        order = random.Random(data.seed).choices(range(len(weights)), weights, k=number)
-        sequences = [stream.sequences() for stream in streams]
+        drawn = [(stream, stream.sequences(), stream.source.weight) for stream in streams]
+        if data.keep_short:
+            # Streams of their own: a chat is used at its own length and in a long sequence.
+            chats = [stream for stream in _streams(data, tokenizer, length) if isinstance(stream, ChatStream)]
+            others, own = (sum(stream.source.weight for stream in some) for some in (streams, chats))
+            share = data.keep_short / (1 - data.keep_short) * others / own
+            drawn += [(stream, stream.short_sequences(original), share * stream.source.weight) for stream in chats]
+        weights = [weight for *_, weight in drawn]
+        order = random.Random(data.seed).choices(range(len(drawn)), weights, k=number)
         for done, index in enumerate(order, 1):
-            if (ids := next(sequences[index], None)) is None:
-                raise streams[index].too_little(order.count(index) * length)
-            short = sum(stream.left_out for stream in streams)
-            note = f"documents of under {data.min_document_tokens} tokens left out: {short:,}" if short else ""
-            progress(done * length, number * length, note)
+            stream, sequences, _ = drawn[index]
+            if (row := next(sequences, None)) is None:
+                raise stream.too_little(order.count(index) * length)
+            progress(done * length, number * length, "; ".join(notes()))
             positions = {"position_ids": skip_positions(rng, length, target, data.chunks)} if pose else {}
-            yield {"input_ids": ids, **positions}
+            everything = {"learned": [True] * length, "lengths": [length]} if data.has_chats else {}
+            whole = {**positions, **everything, **row}
+            yield {name: whole[name] for name in columns}
+
+    def notes() -> list[str]:
+        return [note for stream in streams for note in stream.notes]
 
     columns = {"input_ids": token_type(tokenizer), **({"position_ids": "int32"} if pose else {})}
-    return cached(made_from, columns_of(columns, length), rows)[0]
+    columns |= {"learned": "bool", "lengths": "int32"} if data.has_chats else {}
+    return cached(made_from, columns_of(columns, -1 if data.has_chats else length), rows, notes)
+
+
+def _streams(data: Data, tokenizer: Any, length: int) -> list[Stream]:
+    template = ChatTemplate(tokenizer, data) if data.has_chats else None
+    encode = encoder(tokenizer, data.special_tokens)
+    return [
+        ChatStream(source, find_corpus(source), data, encode, length, template=template, padding=padding_id(tokenizer))
+        if template and source.has_chats
+        else Stream(source, find_corpus(source), data, encode, length)
+        for source in data.source
+    ]

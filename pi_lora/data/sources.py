@@ -2,6 +2,7 @@
 
 import functools
 import hashlib
+import json
 import os
 import random
 import re
@@ -18,7 +19,7 @@ from huggingface_hub import HfApi, hf_hub_download
 from pi_lora.data import documents
 from pi_lora.data.documents import DOCUMENT_SUFFIXES, TABLE_SUFFIXES, Document, File, NamedJson
 from pi_lora.errors import DataError, first_line
-from pi_lora.recipe.schema import Source
+from pi_lora.recipe.schema import CHAT_COLUMNS, Source
 from pi_lora.types import Json
 
 STDLIB = "builtin:stdlib"
@@ -92,15 +93,24 @@ def draw(text: str) -> float:
 
 
 def texts(rows: Iterable[NamedJson], columns: Sequence[str]) -> Iterator[NamedRow]:
-    """Yield `columns` of each row, None as an empty text; raise DataError where one is absent or not text."""
+    """Yield `columns` of each row, None as an empty text, chats as JSON; raise DataError where one is absent or is
+    neither.
+    """
     for where, row in rows:
         for column in columns:
             if column not in row:
                 raise DataError(f"{where}: has no column {column}; choose from its columns: {', '.join(row)}")
-            if not isinstance(row[column], str | None):
-                kind = type(row[column]).__name__
-                raise DataError(f"{where}: column {column} holds {kind}, not text; name a column that does")
-        yield where, {column: row[column] or "" for column in columns}
+            chats = column in CHAT_COLUMNS
+            if not isinstance(row[column], (list if chats else str) | None):
+                kind, wanted = type(row[column]).__name__, "a list of messages" if chats else "text"
+                known = f"chats are in columns named {' or '.join(CHAT_COLUMNS)}"
+                advice = f"name a column that does; {known}" if chats or kind == "list" else "name a column that does"
+                raise DataError(f"{where}: column {column} holds {kind}, not {wanted}; {advice}")
+        yield where, {column: _as_text(row[column]) for column in columns}
+
+
+def _as_text(value: object) -> str:
+    return value if isinstance(value, str) else json.dumps(value, default=str) if value else ""
 
 
 def characters(row: NamedRow) -> int:

@@ -83,6 +83,11 @@ def in_batches(
         yield batch
 
 
+def padding_id(tokenizer: Any) -> int:
+    """Return the id that fills what no loss counts."""
+    return int(tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id)
+
+
 def token_type(tokenizer: Any) -> str:
     """Return the smallest integer type that holds all ids."""
     return "uint16" if len(tokenizer) <= 2**16 else "int32"

@@ -28,6 +28,10 @@ Scaling = Literal["pi", "yarn", "theta", "llama3", "dynamic", "direct", "keep"]
 ExtraModules = Literal["embeddings_and_norms", "norms", "nothing"]
 
 
+# What TRL and ShareGPT call the column of chats.
+CHAT_COLUMNS = ("messages", "conversations")
+
+
 def _as_sources(value: object) -> object:
     entries = value if isinstance(value, list) else [value]
     return tuple({"name": entry} if isinstance(entry, str) else entry for entry in entries)
@@ -109,7 +113,7 @@ class Source(Section):
     weight: PositiveFloat = 1.0
     """its share of the sequences, relative to the other sources"""
     column: str = "text"
-    """of a hub data set, .jsonl, .parquet or .csv: the column that holds the text"""
+    """of a hub data set, .jsonl, .parquet or .csv: the column of text; `messages` or `conversations`: of chats"""
     subset: str | None = None
     """of a hub data set that has several (`datasets` calls it `name`)"""
     split: str = "train"
@@ -120,6 +124,11 @@ class Source(Section):
     """read a hub data set as it is needed, without downloading all of it"""
     hold_out: float | None = Field(None, gt=0, lt=1)
     """share of its documents, or of its one text, that does not train: text for `evaluation.perplexity`"""
+
+    @property
+    def has_chats(self) -> bool:
+        """Whether its rows are chats."""
+        return self.column in CHAT_COLUMNS
 
 
 class Data(Section):
@@ -149,7 +158,9 @@ class Data(Section):
     completion_tokens: PositiveInt = 1000
     """the longest summary or completion; a longer one is cut"""
     loss: Literal["completion", "all"] = "completion"
-    """which tokens count; `all`: prompts too"""
+    """which tokens of examples and chats count: completions and the assistant's turns; `all`: prompts too"""
+    keep_short: float = Field(0.0, ge=0, lt=1)
+    """share of the sequences that are short chats at their own lengths, against forgetting"""
     epochs: PositiveInt = 1
     """how often the same text may be used"""
     special_tokens: bool = False
@@ -161,6 +172,11 @@ class Data(Section):
     def has_examples(self) -> bool:
         """Whether rows are prompts with completions, rather than text to pack."""
         return self.template is not None or self.summary is not None
+
+    @property
+    def has_chats(self) -> bool:
+        """Whether some of what is packed are chats."""
+        return not self.has_examples and any(source.has_chats for source in self.source)
 
     def tokens_per_sequence(self, original: int, target: int) -> int:
         """Return the tokens of a packed sequence: `target` (L'), under PoSE `sequence_tokens` or `original` (L); raise
@@ -185,8 +201,10 @@ class Data(Section):
             raise ValueError("document: goes with summary, or with template and completion; give them, or leave it out")
         if self.has_examples and self.positions == "skip":
             raise ValueError("positions: skip: is for packed text; examples need contiguous")
-        if self.has_examples and any(source.hold_out for source in self.source):
-            raise ValueError("source: hold_out is for packed text; hold examples out in a file of their own")
+        if any(source.hold_out and (self.has_examples or source.has_chats) for source in self.source):
+            raise ValueError("source: hold_out is for text; hold examples and chats out in a file of their own")
+        if self.keep_short and not self.has_chats:
+            raise ValueError("keep_short: takes its sequences from chats; add a source with column: messages")
         if self.has_examples and any(source.weight != 1.0 for source in self.source):
             raise ValueError("source: weight is for packed text; all examples are used equally often")
         return self
@@ -329,8 +347,10 @@ class Recipe(Section):
         if batch % (at_once * sequences):
             multiple = f"{at_once * sequences} (per_device_batch_size {at_once} on {sequences} processes)"
             raise ValueError(f"training.global_batch_size: {batch} is not a multiple of {multiple}")
-        if parallel > 1 and (self.data.has_examples or pose):
-            what = "examples differ in length, and positions: skip has short sequences"
+        if self.data.keep_short and at_once > 1:
+            raise ValueError("data.keep_short: its sequences have other lengths; set training.per_device_batch_size: 1")
+        if parallel > 1 and (self.data.has_examples or pose or self.data.keep_short):
+            what = "examples differ in length, and positions: skip and keep_short have short sequences"
             raise ValueError(f"hardware.context_parallel: {what}; set it to 1")
         if parallel > 1 and target % (2 * parallel):
             multiple = f"{2 * parallel}, twice hardware.context_parallel"

@@ -52,7 +52,7 @@ def trainer_arguments(recipe: Recipe, run: Run, name: str) -> SFTConfig:
         loss_type="nll",
         max_length=None,
         dataset_kwargs={"skip_prepare_dataset": True},
-        include_num_input_tokens_seen="non_padding" if recipe.data.has_examples else "no",
+        include_num_input_tokens_seen="non_padding" if recipe.data.has_examples or recipe.data.keep_short else "no",
         # TRL does not count position_ids among the columns that are used, nor those of examples.
         remove_unused_columns=False,
         logging_steps=training.log_every,

@@ -55,7 +55,7 @@ def books(tmp_path: Path) -> Path:
 
 
 def sequences(tokenizer: Any, target: int, number: int, **data: object) -> list[list[int]]:
-    found = training_sequences(Data.model_validate(data), tokenizer, 64, target, number)
+    found, _ = training_sequences(Data.model_validate(data), tokenizer, 64, target, number)
     return [row["input_ids"].tolist() for row in found]
 
 
@@ -73,7 +73,7 @@ def cache_entries() -> int:
 def test_a_recipe_gives_the_sequences_that_it_always_gave(tokenizer: Any, changes: list[str], digest: str) -> None:
     """Of the demo, on a library of our own. Raise `FORMAT` with these digests if sequences are to change."""
     data = load_recipe(RECIPES / "demo.yaml", changes).recipe.data
-    found = training_sequences(data, tokenizer, 256, 1024, 12)
+    found, _ = training_sequences(data, tokenizer, 256, 1024, 12)
     rows = [{name: row[name].tolist() for name in found.column_names} for row in found]
     assert hashlib.sha256(json.dumps(rows).encode()).hexdigest()[:16] == digest
 
@@ -97,7 +97,7 @@ def test_sequences_have_exactly_the_length_and_follow_the_seed(tokenizer: Any, b
 @pytest.mark.parametrize(("keys", "length"), [({}, 64), ({"sequence_tokens": 24}, 24)])
 def test_skipping_sequences_have_the_original_window_or_less(tokenizer: Any, keys: dict[str, int], length: int) -> None:
     data = Data.model_validate({"source": [STDLIB, RECALL], "positions": "skip", "chunks": 3, **keys})
-    found = training_sequences(data, tokenizer, 64, 256, 40)
+    found, _ = training_sequences(data, tokenizer, 64, 256, 40)
     assert {(len(row["input_ids"]), len(row["position_ids"])) for row in found} == {(length, length)}
     assert all((row["position_ids"][1:] > row["position_ids"][:-1]).all() for row in found)
     assert 200 < max(row["position_ids"][-1] for row in found) < 256
@@ -122,17 +122,17 @@ def test_short_documents_are_left_out_and_counted(tokenizer: Any, books: Path) -
     shortest = min(len(ids) for ids in encoder(tokenizer)([file.read_text() for file in books.iterdir()]))
     notes: list[str] = []
     data = Data.model_validate({"source": str(books), "min_document_tokens": shortest + 1, "epochs": 3})
-    found = training_sequences(data, tokenizer, 64, 128, 80, lambda done, total, note="": notes.append(note))
+    found, _ = training_sequences(data, tokenizer, 64, 128, 80, lambda done, total, note="": notes.append(note))
     assert "book 0" not in tokenizer.decode([token for row in found for token in row["input_ids"]])
     assert notes[-1] == f"documents of under {shortest + 1} tokens left out: 1"
-    with pytest.raises(DataError, match=r"every document is shorter than data.min_document_tokens"):
+    with pytest.raises(DataError, match=r"nothing to train on \(documents of under 100000 tokens left out: 12\)"):
         sequences(tokenizer, 128, 10, source=str(books), min_document_tokens=100000)
 
 
 def test_too_little_text_names_both_numbers_and_the_epochs_that_would_do(tokenizer: Any, books: Path) -> None:
     data = {"source": str(books)}
     at_hand = sum(len(ids) for ids in encoder(tokenizer)([file.read_text() for file in books.iterdir()]))
-    with pytest.raises(DataError, match=rf"{at_hand:,} tokens at hand in data.epochs: 1, 12,800 needed") as refused:
+    with pytest.raises(DataError, match=rf"holds {at_hand:,} tokens in data.epochs: 1, 12,800 needed") as refused:
         sequences(tokenizer, 128, 100, **data)
     assert str(refused.value).startswith(f"data.source: {books}: ")
     assert cache_entries() == 0
@@ -140,6 +140,8 @@ def test_too_little_text_names_both_numbers_and_the_epochs_that_would_do(tokeniz
     assert len(sequences(tokenizer, 128, 100, **data, epochs=epochs)) == 100
     with pytest.raises(DataError, match=f"set data.epochs to {epochs},"):
         sequences(tokenizer, 128, 100, **data, epochs=epochs - 1)
+    with pytest.raises(DataError, match="needed for its share; add text, or lower training.steps"):
+        sequences(tokenizer, 128, 1000, **data)
 
 
 def test_every_epoch_has_an_order_of_its_own(tokenizer: Any, books: Path) -> None:
@@ -157,7 +159,7 @@ def test_sources_are_drawn_by_weight(tokenizer: Any, books: Path) -> None:
     shares = [{"name": str(books), "weight": 3}, {"name": RECALL, "weight": 1}]
     found = sequences(tokenizer, 16, 800, source=shares, epochs=3)
     assert sum(ids[0] == tokenizer.bos_token_id for ids in found) / 800 == pytest.approx(0.25, abs=0.05)
-    with pytest.raises(DataError, match=rf"^data.source: {books}: [\d,]+ tokens at hand .* needed for its share"):
+    with pytest.raises(DataError, match=rf"^data.source: {books}: holds [\d,]+ tokens .* needed for its share"):
         sequences(tokenizer, 64, 400, source=shares)
 
 

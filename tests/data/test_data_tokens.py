@@ -106,8 +106,8 @@ def test_a_recipe_allows_special_tokens(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(BUILTIN_FOLDER / "tiny", 1024)
     (tmp_path / "book.txt").write_text("one </s> two " * 200)
     data = {"source": str(tmp_path / "book.txt")}
-    plain = training_sequences(Data.model_validate(data), tokenizer, 64, 128, 4)
-    allowed = training_sequences(Data.model_validate({**data, "special_tokens": True}), tokenizer, 64, 128, 4)
+    plain, _ = training_sequences(Data.model_validate(data), tokenizer, 64, 128, 4)
+    allowed, _ = training_sequences(Data.model_validate({**data, "special_tokens": True}), tokenizer, 64, 128, 4)
     assert [sum(row["input_ids"] == 1) for row in plain] == [0, 0, 0, 0]
     assert min(sum(row["input_ids"] == 1) for row in allowed) > 10
 

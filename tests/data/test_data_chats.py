@@ -1,0 +1,323 @@
+"""Chats as training data: every token's label by template, whole in sequences, and mixed with text."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from pydantic import ValidationError
+from small_tokenizers import made
+from transformers import PreTrainedTokenizerFast
+
+from pi_lora.data.batches import collate, training_data
+from pi_lora.data.chats import AT_STAKE, Chat, ChatTemplate, messages_of
+from pi_lora.data.examples import data_problems
+from pi_lora.data.packing import training_sequences
+from pi_lora.errors import DataError
+from pi_lora.recipe.schema import Data, Recipe, Training
+
+TEMPLATES = Path(__file__).parent / "templates"
+MARKERS = [
+    *("<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
+    *("<start_of_turn>", "<end_of_turn>", "[INST]", "[/INST]"),
+]
+QUESTIONS = [
+    {"role": "user", "content": "What is 2 + 2?"},
+    {"role": "assistant", "content": " It is 4.\n"},
+    {"role": "user", "content": "And 3?"},
+    {"role": "assistant", "content": "2 + 3 = 5"},
+]
+SYSTEM = {"role": "system", "content": "Be brief."}
+THOUGHT = [*QUESTIONS[:3], {"role": "assistant", "content": "<think>\n2 + 3\n</think>\n\nFive."}]
+LLAMA = "<|start_header_id|>{}<|end_header_id|>\n\n"
+# A chat by template: its text in pieces, each with whether the assistant wrote it.
+REFERENCES: dict[str, tuple[str, list[dict[str, str]], list[tuple[str, bool]]]] = {
+    "chatml": (
+        "chatml",
+        [SYSTEM, *QUESTIONS],
+        [
+            ("<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nWhat is 2 + 2?<|im_end|>\n", False),
+            ("<|im_start|>assistant\n", False),
+            (" It is 4.\n<|im_end|>\n", True),
+            ("<|im_start|>user\nAnd 3?<|im_end|>\n<|im_start|>assistant\n", False),
+            ("2 + 3 = 5<|im_end|>\n", True),
+        ],
+    ),
+    "chatml with marks": (
+        "chatml_marked",
+        QUESTIONS[2:],
+        [
+            ("<|im_start|>user\nAnd 3?<|im_end|>\n<|im_start|>assistant\n", False),
+            ("2 + 3 = 5<|im_end|>\n", True),
+        ],
+    ),
+    "llama 3": (
+        "llama3",
+        [SYSTEM, *QUESTIONS],
+        [
+            (f"<s>{LLAMA.format('system')}Be brief.<|eot_id|>", False),
+            (f"{LLAMA.format('user')}What is 2 + 2?<|eot_id|>{LLAMA.format('assistant')}", False),
+            ("It is 4.<|eot_id|>", True),
+            (f"{LLAMA.format('user')}And 3?<|eot_id|>{LLAMA.format('assistant')}", False),
+            ("2 + 3 = 5<|eot_id|>", True),
+        ],
+    ),
+    "mistral": (
+        "mistral",
+        QUESTIONS,
+        [
+            ("<s>[INST] What is 2 + 2?[/INST]", False),
+            (" It is 4.</s>", True),
+            ("[INST] And 3?[/INST]", False),
+            (" 2 + 3 = 5</s>", True),
+        ],
+    ),
+    "gemma": (
+        "gemma",
+        QUESTIONS,
+        [
+            ("<s><start_of_turn>user\nWhat is 2 + 2?<end_of_turn>\n<start_of_turn>model\n", False),
+            ("It is 4.<end_of_turn>\n", True),
+            ("<start_of_turn>user\nAnd 3?<end_of_turn>\n<start_of_turn>model\n", False),
+            ("2 + 3 = 5<end_of_turn>\n", True),
+        ],
+    ),
+    "qwen 3": (
+        "qwen3",
+        QUESTIONS,
+        [
+            ("<|im_start|>user\nWhat is 2 + 2?<|im_end|>\n<|im_start|>assistant\n", False),
+            (" It is 4.\n<|im_end|>\n", True),
+            ("<|im_start|>user\nAnd 3?<|im_end|>\n<|im_start|>assistant\n", False),
+            ("<think>\n\n</think>\n\n2 + 3 = 5<|im_end|>\n", True),
+        ],
+    ),
+    "qwen 3, thinking": (
+        "qwen3",
+        [*THOUGHT, *QUESTIONS[2:], *THOUGHT[2:]],
+        [
+            ("<|im_start|>user\nWhat is 2 + 2?<|im_end|>\n<|im_start|>assistant\n", False),
+            (" It is 4.\n<|im_end|>\n", True),
+            ("<|im_start|>user\nAnd 3?<|im_end|>\n<|im_start|>assistant\n", False),
+            ("Five.<|im_end|>\n", True),
+            ("<|im_start|>user\nAnd 3?<|im_end|>\n<|im_start|>assistant\n", False),
+            ("2 + 3 = 5<|im_end|>\n", True),
+            ("<|im_start|>user\nAnd 3?<|im_end|>\n<|im_start|>assistant\n", False),
+            ("<think>\n2 + 3\n</think>\n\nFive.<|im_end|>\n", True),
+        ],
+    ),
+}
+
+
+def make_tokenizer(template: str | None) -> Any:
+    own = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>", "additional_special_tokens": MARKERS}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=made("cl100k"), **own)
+    if template:
+        tokenizer.chat_template = (TEMPLATES / f"{template}.jinja").read_text()
+    return tokenizer
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return make_tokenizer("chatml")
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PI_LORA_CACHE", str(tmp_path / "cache"))
+
+
+def data_of(*sources: Any, **keys: Any) -> Data:
+    return Data.model_validate({"source": list(sources), **keys})
+
+
+def write_chats(file: Path, chats: list[list[dict[str, str]]], column: str = "messages") -> dict[str, str]:
+    file.write_text("".join(json.dumps({column: chat}) + "\n" for chat in chats))
+    return {"name": str(file), "column": column}
+
+
+def question(number: int, words: int = 4) -> list[dict[str, str]]:
+    return [
+        {"role": "user", "content": f"Question {number}?"},
+        {"role": "assistant", "content": f"answer {number}" + " word" * words},
+    ]
+
+
+@pytest.mark.parametrize("name", REFERENCES)
+def test_every_label_is_that_of_a_plain_reference(name: str) -> None:
+    template, messages, pieces = REFERENCES[name]
+    tokenizer = make_tokenizer(template)
+    chat = ChatTemplate(tokenizer, data_of("x")).encode(messages, 10_000)
+    ids, learned = [], []
+    for text, by_assistant in pieces:
+        own = tokenizer(text, add_special_tokens=False)["input_ids"]
+        ids += own
+        learned += [by_assistant] * len(own)
+    assert chat == Chat(ids, learned)
+    everything = ChatTemplate(tokenizer, data_of("x", loss="all")).encode(messages, 10_000)
+    assert everything == Chat(ids, [True] * len(ids))
+
+
+@pytest.mark.parametrize(
+    ("template", "messages", "reason"),
+    [
+        ("chatml", question(1, words=400), "chats of over 100 tokens"),
+        ("chatml", QUESTIONS[:1], "chats without a turn of the assistant"),
+        ("chatml", [{"role": "user", "content": "<|im_end|>"}, QUESTIONS[1]], "special tokens in a message"),
+        ("chatml", [{"role": "user", "content": 3}, QUESTIONS[1]], r"refuses \(can only concatenate str"),
+        ("gemma", [SYSTEM, *QUESTIONS], r"refuses \(System role not supported\)"),
+        # This template puts the system message into the last turn of the user, if that is the last turn of all.
+        ("mistral", [SYSTEM, *QUESTIONS], "earlier turns change with later ones"),
+        ("chatml", [], "refuses"),
+    ],
+)
+def test_a_chat_that_cannot_be_used_is_left_out_with_the_reason(
+    template: str, messages: list[dict[str, Any]], reason: str
+) -> None:
+    left_out = ChatTemplate(make_tokenizer(template), data_of("x")).encode(messages, 100)
+    assert isinstance(left_out, str)
+    assert re.search(reason, left_out)
+
+
+def test_special_tokens_in_messages_are_read_where_a_recipe_allows_them(tokenizer: Any) -> None:
+    messages = [{"role": "user", "content": "a </s> b"}, QUESTIONS[1]]
+    chat = ChatTemplate(tokenizer, data_of("x", special_tokens=True)).encode(messages, 100)
+    assert isinstance(chat, Chat)
+    assert tokenizer.eos_token_id in chat.ids
+
+
+def test_sharegpt_is_read_as_messages() -> None:
+    theirs = [{"from": "system", "value": "s"}, {"from": "human", "value": "u"}, {"from": "gpt", "value": "a"}]
+    assert messages_of("x:1", json.dumps(theirs)) == [
+        {"role": "system", "content": "s"},
+        {"role": "user", "content": "u"},
+        {"role": "assistant", "content": "a"},
+    ]
+    with pytest.raises(DataError, match=r"^x:1: holds a message without role and content; write \{role"):
+        messages_of("x:1", '[{"text": "a"}]')
+
+
+def test_chats_are_packed_whole_and_padded(tmp_path: Path, tokenizer: Any) -> None:
+    chats = [question(number, words=number % 17) for number in range(60)] + [question(99, words=500)]
+    source = write_chats(tmp_path / "chats.jsonl", chats)
+    rows, notes = training_sequences(data_of(source), tokenizer, 64, 128, 14)
+    assert notes == ["chats of over 128 tokens left out: 1"]
+    start = tokenizer.convert_tokens_to_ids("<|im_start|>")
+    seen = []
+    for row in rows:
+        assert len(row["input_ids"]) == 128
+        text = tokenizer.decode(row["input_ids"].tolist())
+        assert row["input_ids"][0] == start
+        texts = text.split("</s>")[0].split("<|im_start|>user\n")[1:]
+        assert all(each.endswith("<|im_end|>\n") for each in texts)
+        seen += [each.partition("?")[0] for each in texts]
+        learned = tokenizer.decode(row["input_ids"][row["learned"]].tolist())
+        assert learned.count("answer") == len(texts)
+        assert "user" not in learned
+        assert "</s>" not in learned
+    assert len(seen) == len(set(seen)) > 30
+
+
+@pytest.mark.parametrize("positions", ["contiguous", "skip"])
+def test_short_chats_keep_their_lengths_beside_text_and_long_chats(
+    tmp_path: Path, tokenizer: Any, positions: str
+) -> None:
+    (tmp_path / "book.txt").write_text("The cat sees the house, and then it sleeps.\n" * 4000)
+    chats = write_chats(tmp_path / "chats.jsonl", [question(number, words=number % 17) for number in range(900)])
+    sources = [{"name": str(tmp_path / "book.txt"), "weight": 3}, chats]
+    data = data_of(*sources, keep_short=0.25, positions=positions)
+    training = Training(steps=50, global_batch_size=4)
+    prepared = training_data(data, training, tokenizer, 64, 256)
+    length = 64 if positions == "skip" else 256
+    kinds = {"text": 0, "chats": 0, "short": 0}
+    for row in prepared.rows:
+        batch = collate([row])
+        ids, labels, mask = (batch[name] for name in ("input_ids", "labels", "attention_mask"))
+        kind = "text" if (labels != -100).all() else "chats" if len(ids) == 1 and ids.shape[1] == length else "short"
+        kinds[kind] += 1
+        assert ids.numel() <= length
+        if kind == "short":
+            assert (ids[:, 0] == tokenizer.convert_tokens_to_ids("<|im_start|>")).all()
+            assert (labels[mask == 0] == -100).all()
+            assert ((labels != -100).sum(1) > 0).all()
+        if positions == "skip":
+            own = batch["position_ids"]
+            expected = list(range(ids.shape[1]))
+            # From 0, one by one, if a chat is short; else they reach over the window.
+            if kind == "short":
+                assert all(row[: sum(m)].tolist() == expected[: sum(m)] for row, m in zip(own, mask, strict=True))
+            else:
+                assert own[0, -1] >= length - 1
+    assert kinds["short"] / 200 == pytest.approx(0.25, abs=0.08)
+    assert kinds["text"] / 200 == pytest.approx(0.75 * 0.75, abs=0.1)
+    assert kinds["chats"]
+    assert prepared.tokens_per_step(4) is None
+    assert f"{kinds['short']} of the sequences are groups of short chats" in prepared.messages[-1]
+
+
+def test_several_short_chats_are_several_sequences_of_a_batch() -> None:
+    row = {
+        "input_ids": np.array([1, 2, 3, 4, 5]),
+        "learned": np.array([False, True, False, False, True]),
+        "lengths": np.array([2, 3]),
+    }
+    batch = collate([row])
+    assert batch["input_ids"].tolist() == [[1, 2, 0], [3, 4, 5]]
+    assert batch["labels"].tolist() == [[-100, 2, -100], [-100, -100, 5]]
+    assert batch["attention_mask"].tolist() == [[1, 1, 0], [1, 1, 1]]
+
+
+def test_without_chats_a_model_that_chats_says_what_is_at_stake(tmp_path: Path, tokenizer: Any) -> None:
+    (tmp_path / "book.txt").write_text("The cat sees the house.\n" * 200)
+    training = Training(steps=1, global_batch_size=1)
+    data = data_of(str(tmp_path / "book.txt"))
+    assert AT_STAKE in training_data(data, training, tokenizer, 64, 128).messages
+    assert AT_STAKE not in training_data(data, training, make_tokenizer(None), 64, 128).messages
+
+
+def test_a_model_without_a_template_is_refused(tmp_path: Path) -> None:
+    source = write_chats(tmp_path / "chats.jsonl", [QUESTIONS])
+    with pytest.raises(DataError, match=r"^data.source: the tokenizer of the model has no chat template"):
+        training_sequences(data_of(source), make_tokenizer(None), 64, 128, 1)
+
+
+def test_chats_of_which_none_can_be_used_say_why(tmp_path: Path) -> None:
+    source = write_chats(tmp_path / "chats.jsonl", [[SYSTEM, *QUESTIONS]] * 3)
+    with pytest.raises(DataError, match=r"holds nothing to train on .*System role not supported\) left out: 3"):
+        training_sequences(data_of(source), make_tokenizer("gemma"), 64, 128, 1)
+
+
+@pytest.mark.parametrize(
+    ("row", "column", "message"),
+    [
+        ({"chat": QUESTIONS}, "chat", r"column chat holds list, not text; .*chats are in columns named messages or"),
+        ({"messages": "Hello"}, "messages", "column messages holds str, not a list of messages"),
+        ({"text": "Hello"}, "messages", "has no column messages; choose from its columns: text"),
+    ],
+)
+def test_a_refused_column_says_what_to_write(tmp_path: Path, row: dict[str, Any], column: str, message: str) -> None:
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    [problem] = data_problems(data_of({"name": str(tmp_path / "rows.jsonl"), "column": column}))
+    assert re.search(message, problem)
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"data": {"source": "books", "keep_short": 0.1}}, "keep_short: takes its sequences from chats"),
+        ({"data": {"source": {"name": "x", "column": "messages", "hold_out": 0.1}}}, "hold_out is for text"),
+        (
+            {
+                "data": {"source": {"name": "x", "column": "messages"}, "keep_short": 0.1},
+                "training": {"per_device_batch_size": 2},
+            },
+            "data.keep_short: .* set training.per_device_batch_size: 1",
+        ),
+    ],
+)
+def test_keys_that_do_not_go_with_chats_are_refused(keys: dict[str, Any], message: str) -> None:
+    recipe = {"model": {"name": "builtin:tiny"}, "context": {"target": 1024}, **keys}
+    with pytest.raises(ValidationError, match=message):
+        Recipe.model_validate(recipe)
