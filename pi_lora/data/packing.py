@@ -218,9 +218,9 @@ def training_sequences(
             if (row := next(sequences, None)) is None:
                 raise stream.too_little(order.count(index) * length)
             progress(done * length, number * length, "; ".join(notes()))
-            positions = {"position_ids": skip_positions(rng, length, target, data.chunks)} if pose else {}
-            everything = {"learned": [True] * length, "lengths": [length]} if data.has_chats else {}
-            whole = {**positions, **everything, **row}
+            positions: Row = {"position_ids": skip_positions(rng, length, target, data.chunks)} if pose else {}
+            everything: Row = {"learned": [True] * length, "lengths": [length]} if data.has_chats else {}
+            whole: Row = {**positions, **everything, **row}
             yield {name: whole[name] for name in columns}
 
     def notes() -> list[str]:

@@ -140,7 +140,7 @@ def test_too_little_text_names_both_numbers_and_the_epochs_that_would_do(tokeniz
     assert len(sequences(tokenizer, 128, 100, **data, epochs=epochs)) == 100
     with pytest.raises(DataError, match=f"set data.epochs to {epochs},"):
         sequences(tokenizer, 128, 100, **data, epochs=epochs - 1)
-    with pytest.raises(DataError, match="needed for its share; add text, or lower training.steps"):
+    with pytest.raises(DataError, match=r"needed for its share; add text, or lower training\.steps"):
         sequences(tokenizer, 128, 1000, **data)
 
 
