@@ -18,9 +18,7 @@ from pi_lora.merging.tensors import read_shards
 from pi_lora.models.adapter import check_shape
 from pi_lora.models.machine import LIGER, check_liger
 from pi_lora.models.model import Model, adapter_folder, find_to_tune
-from pi_lora.planning.counting import shape_of
-from pi_lora.planning.gpus import CPU, device_here
-from pi_lora.planning.planning import Target, TrainingPlan, plan_recipe
+from pi_lora.planning.planning import plan_here
 from pi_lora.planning.text import plan_lines
 from pi_lora.recipe.schema import Data, Recipe
 from pi_lora.run import Run, check_output, staging_path
@@ -87,18 +85,6 @@ def check_fits(recipe: Recipe, model: Model, force: bool = False) -> list[str]:
     if not plan.fits and not force:
         raise PiLoraError(f"{lines[-1]}; or train all the same with --force")
     return lines
-
-
-def plan_here(recipe: Recipe, model: Model) -> TrainingPlan | None:
-    """Plan a training on this machine's accelerator, or on its CPU and memory; None for a model that has no plan."""
-    here = device_here()
-    try:
-        # Under `keep` the model's own window is the one before.
-        original = model.window if recipe.scaling == "keep" else model.original
-        no_gpu = here.name == CPU and recipe.hardware.gpus is not None
-        return plan_recipe(recipe, Target(shape_of(model.skeleton), original), None if no_gpu else here)
-    except ModelError:
-        return None
 
 
 def _check_model(recipe: Recipe, permissions: Permissions) -> Model:

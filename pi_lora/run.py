@@ -52,6 +52,7 @@ class Provenance(BaseModel, extra="allow", strict=True, frozen=True):
     python: str
     origin: Origin | None = None
     precision: str | None = None
+    plain_loss: bool | None = None
     tokens: int | None = None
     seconds: float | None = None
     peak_memory: int | None = None

@@ -40,6 +40,10 @@ LOSS_TILE_UNFUSED = 7 * FLOAT32 + 1
 # With offloading, saved inputs on the device at once: one on its way out, one in use, two on their way in
 # (measured in TRL's long-context guide: "only 4 are ever resident at once").
 RESIDENT_WHEN_OFFLOADED = 4
+# The plain loss has all logits in float32 at its peak, as log-probabilities and twice as gradients (torch 2.13).
+PLAIN_LOSS = 3 * FLOAT32
+# How far a measured peak may lie above the planned one; room is what is left beyond it.
+MARGIN = 1.15
 # Logits that a measurement holds at a time, in bfloat16 and twice in float32 (evaluation/perplexity/losses.py).
 MEASURED_LOGITS, MEASURED_LOGITS_ON_CPU = 10 * 2**28, 10 * 2**25
 
@@ -66,13 +70,15 @@ _AROUND_CHUNKS = 12
 
 class DeviceMemory(NamedTuple):
     """Bytes on one device: the most of each component, and of their sum, which need not coincide; `overhead` of the
-    process; and `host`, what the device pins in the memory of its host.
+    process; and `host`, what the device pins in the memory of its host. `plain_loss`: whether the loss is the model's
+    own, from all logits at once, and not TRL's in chunks, which computes them twice.
     """
 
     components: Mapping[str, int]
     highest: int
     overhead: int
     host: int
+    plain_loss: bool
 
     @property
     def peak(self) -> int:
@@ -107,7 +113,6 @@ def memory(shape: Shape, recipe: Recipe, original: int, gpu: Gpu) -> DeviceMemor
     of_head = shape.embedding * (number if full else FLOAT32) // shards if _head_trains(shape, tuning) else 0
     kept, working = _activations(shape, recipe, tokens, arithmetic)
     at_moments = [
-        (weights + casts, accumulated, optimizer, kept, loss_bytes(shape, tuning, tokens, arithmetic, on_cpu)),
         (weights + (0 if checkpointing else casts), accumulated or of_head, optimizer, kept + working, 0),
         (weights, gradients, optimizer, working + kept // shape.layers, 0),
     ]
@@ -117,12 +122,22 @@ def memory(shape: Shape, recipe: Recipe, original: int, gpu: Gpu) -> DeviceMemor
         logits = MEASURED_LOGITS_ON_CPU if on_cpu else MEASURED_LOGITS
         at_moments.append((weights, buckets, optimizer, forward, logits))
     freed = min(MOST_FREED, FREED_ON_CPU * shape.layers * tokens * shape.hidden)
+    overhead = OVERHEAD_ON_CPU + freed if on_cpu else OVERHEAD
+    at_loss = (weights + casts, accumulated, optimizer, kept)
+    plain, chunked = loss_bytes(shape, tuning, tokens, arithmetic, on_cpu)
+    # On a GPU, reading float32 logits takes longer than computing them twice. TRL's loss alone balances experts over
+    # accumulated batches.
+    highest = max(sum(at_loss) + plain, *map(sum, at_moments))
+    fits = plain <= chunked or (highest + overhead) * MARGIN <= gpu.memory
+    plain_loss = on_cpu and not shape.experts and fits
+    at_moments.append((*at_loss, plain if plain_loss else chunked))
     return DeviceMemory(
         components=dict(zip(COMPONENTS, map(max, *at_moments), strict=True)),
         highest=max(map(sum, at_moments)),
-        overhead=OVERHEAD_ON_CPU + freed if on_cpu else OVERHEAD,
+        overhead=overhead,
         # Offloading pins host memory for each device.
         host=shape.layers * hidden_states(shape, tokens, arithmetic) if hardware.offload_activations else 0,
+        plain_loss=plain_loss,
     )
 
 
@@ -166,15 +181,14 @@ def hidden_states(shape: Shape, tokens: int, arithmetic: Arithmetic) -> int:
     return tokens * shape.hidden * (FLOAT32 if arithmetic in WIDE_STREAM else BFLOAT16)
 
 
-def loss_bytes(shape: Shape, tuning: Tuning, tokens: int, arithmetic: Arithmetic, on_cpu: bool) -> int:
-    """Return bytes of TRL's chunked loss: a tile of logits, the final hidden states with gradient, the head's gradient.
-
-    It never holds `tokens x vocabulary`; gradients of the hidden states and of the head are summed in float32.
+def loss_bytes(shape: Shape, tuning: Tuning, tokens: int, arithmetic: Arithmetic, on_cpu: bool) -> tuple[int, int]:
+    """Return bytes of the plain loss and of TRL's in chunks: logits, all or a tile, the final hidden states with
+    gradient, the head's gradient. In chunks, gradients of the hidden states are summed in float32 once more.
     """
     per_logit = (FLOAT32 if arithmetic == "float32" else BFLOAT16) + (LOSS_TILE_UNFUSED if on_cpu else 0)
     tile = min(tokens, LOSS_TILE_TOKENS) * min(shape.vocabulary, LOSS_TILE_VOCABULARY) * per_logit
-    hidden = 2 * hidden_states(shape, tokens, arithmetic) + tokens * shape.hidden * FLOAT32
-    return tile + hidden + (shape.embedding * FLOAT32 if _head_trains(shape, tuning) else 0)
+    common = 2 * hidden_states(shape, tokens, arithmetic) + shape.embedding * FLOAT32 * _head_trains(shape, tuning)
+    return tokens * shape.vocabulary * PLAIN_LOSS + common, tile + tokens * shape.hidden * FLOAT32 + common
 
 
 def _head_trains(shape: Shape, tuning: Tuning) -> bool:

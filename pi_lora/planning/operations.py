@@ -14,13 +14,15 @@ class Flops(NamedTuple):
     backward: float
 
 
-def flops_of_sequences(shape: Shape, tuning: Tuning, tokens: int, recomputed: float, sequences: int = 1) -> Flops:
+def flops_of_sequences(
+    shape: Shape, tuning: Tuning, tokens: int, recomputed: float, sequences: int = 1, plain_loss: bool = False
+) -> Flops:
     """Return the operations of training on `sequences` of `tokens` each, of whose layers the share `recomputed` is
     computed again in the backward pass; without the optimizer's, norms, softmax and state-space recurrences.
 
     A product with a weight costs 2 per token; backward, 2 for its input, and 2 for its own gradient where it trains.
-    Attention's two products are causal: 2 x 2 operations per channel for each pair of tokens in reach. The chunked loss
-    computes the logits again in its backward.
+    Attention's two products are causal: 2 x 2 operations per channel for each pair of tokens in reach. The loss in
+    chunks computes the logits again in its backward.
     """
     layers = (shape.linear_weights + shape.active_experts) * 2.0 * tokens
     adapter, head = adapter_parameters(shape, tuning) * 2.0 * tokens, shape.embedding * 2.0 * tokens
@@ -30,4 +32,5 @@ def flops_of_sequences(shape: Shape, tuning: Tuning, tokens: int, recomputed: fl
     forward = layers + adapter + attention
     trained = layers + head if tuning.method == "full" else adapter
     backward = layers + head + adapter + 2 * attention + trained
-    return Flops((forward + head) * sequences, (head + recomputed * forward) * sequences, backward * sequences)
+    recomputation = recomputed * forward + (0.0 if plain_loss else head)
+    return Flops((forward + head) * sequences, recomputation * sequences, backward * sequences)

@@ -5,17 +5,21 @@ import os
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pydantic import TypeAdapter
 
-from pi_lora.errors import PiLoraError
-from pi_lora.planning.gpus import CPU, GPUS, Gpu, find_gpu
-from pi_lora.planning.memory import DeviceMemory, memory
+from pi_lora.errors import ModelError, PiLoraError
+from pi_lora.planning.gpus import CPU, GPUS, Gpu, device_here, find_gpu
+from pi_lora.planning.memory import MARGIN, DeviceMemory, memory
 from pi_lora.planning.operations import Flops, flops_of_sequences
 from pi_lora.planning.shape import Shape, trained_parameters
 from pi_lora.recipe.schema import Recipe
 from pi_lora.scaling.config import Config, Interpolation, check_extendable, check_reach, window_of
 from pi_lora.types import NO_PERMISSIONS, Json, Permissions
+
+if TYPE_CHECKING:
+    from pi_lora.models.model import Model
 
 # Config and shape of the hub models that the recipes name, so that these are planned offline and without torch.
 CONFIGS = Path(__file__).parent / "configs"
@@ -26,8 +30,6 @@ BUILTIN_MODELS = Path(__file__).parents[1] / "builtin"
 # products and casts, QLoRA unpacks every weight three times. The CPU's share gives the demo's 760 steps the five
 # minutes that they take on two cores.
 ASSUMED_UTILIZATION = {"full": 0.45, "lora": 0.40, "qlora": 0.30, "cpu": 0.38}
-# How far a measured peak may lie above the planned one; room is what is left beyond it.
-MARGIN = 1.15
 
 
 @dataclass(frozen=True)
@@ -105,6 +107,20 @@ def plan_training(recipe: Recipe, gpu: Gpu | None = None, permissions: Permissio
     return plan_recipe(recipe, target_of(recipe, permissions), gpu)
 
 
+def plan_here(recipe: Recipe, model: "Model") -> TrainingPlan | None:
+    """Plan a training on this machine's accelerator, or on its CPU and memory; None for a model that has no plan."""
+    from pi_lora.planning.counting import shape_of  # imports torch
+
+    here = device_here()
+    try:
+        # Under `keep` the model's own window is the one before.
+        original = model.window if recipe.scaling == "keep" else model.original
+        no_gpu = here.name == CPU and recipe.hardware.gpus is not None
+        return plan_recipe(recipe, Target(shape_of(model.skeleton), original), None if no_gpu else here)
+    except ModelError:
+        return None
+
+
 def target_of(recipe: Recipe, permissions: Permissions = NO_PERMISSIONS) -> Target:
     """Find the model of `recipe`, build it on the meta device, and check that it can be extended as the recipe says."""
     config, shape = find_shape(recipe.model.name, recipe.model.revision, permissions)
@@ -154,12 +170,13 @@ def plan_recipe(recipe: Recipe, target: Target, gpu: Gpu | None = None) -> Train
         raise PiLoraError("--gpu: cpu: the recipe asks for hardware.gpus; name a GPU, or set hardware.gpus=null")
     shape, tokens = target.shape, recipe.data.tokens_per_sequence(target.original, recipe.context.target)
     sequences = training.steps * training.global_batch_size
+    needed, recomputed = memory(shape, recipe, target.original, gpu), float(training.activation_checkpointing)
     return TrainingPlan(
         recipe=recipe,
         target=target,
         gpu=gpu,
         trained=trained_parameters(shape, recipe.tuning),
-        memory=memory(shape, recipe, target.original, gpu),
+        memory=needed,
         tokens_per_step=training.global_batch_size * tokens,
-        flops=flops_of_sequences(shape, recipe.tuning, tokens, float(training.activation_checkpointing), sequences),
+        flops=flops_of_sequences(shape, recipe.tuning, tokens, recomputed, sequences, needed.plain_loss),
     )

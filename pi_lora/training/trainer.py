@@ -10,6 +10,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import Sampler
 from transformers import PrinterCallback, TrainerCallback
+from transformers import Trainer as PlainTrainer
 
 os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")  # TRL reports usage otherwise
 
@@ -28,7 +29,7 @@ from pi_lora.training.schedule import rate_share
 
 
 def trainer_arguments(recipe: Recipe, run: Run, name: str) -> SFTConfig:
-    """Return TRL's arguments; rows are token ids already, and the loss is computed in chunks without all logits."""
+    """Return TRL's arguments; rows are token ids already."""
     training, hardware = recipe.training, recipe.hardware
     return OneDevice(
         output_dir=str(run.path / CHECKPOINTS),
@@ -79,7 +80,7 @@ class OneDevice(SFTConfig):
 
 
 class Trainer(SFTTrainer):
-    """SFTTrainer with our schedule, batches of similar lengths, and checked losses."""
+    """SFTTrainer with our schedule, batches of similar lengths, the loss that the plan chose, and checked losses."""
 
     def __init__(
         self,
@@ -94,6 +95,7 @@ class Trainer(SFTTrainer):
         # PEFT's casts change no number then but of dropout and DoRA's norms, which depend on the dtype.
         tuning = recipe.tuning
         self.cast_by_autocast = machine.computes_in_bfloat16(recipe) and not (tuning.dropout or tuning.dora)
+        self.plain_loss = run.provenance.plain_loss
         self.groups: Sampler[int] | None = data.groups(recipe.sequences_at_once, self.training.seed)
         if recipe.model.kernels == "liger":
             machine.use_liger(tuned)
@@ -133,6 +135,12 @@ class Trainer(SFTTrainer):
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Sampler[int] | None:
         return self.groups or super()._get_train_sampler(train_dataset)
+
+    def compute_loss(self, model: Any, inputs: dict[str, Any], *others: Any, **options: Any) -> Any:
+        """Take the model's own loss, from all logits, where the plan chose it instead of TRL's in chunks."""
+        if self.plain_loss:
+            return PlainTrainer.compute_loss(self, model, {**inputs, "use_cache": False}, *others, **options)
+        return super().compute_loss(model, inputs, *others, **options)
 
     def training_step(self, model: Any, inputs: dict[str, torch.Tensor], *others: Any) -> torch.Tensor:
         """Unmask the padding of examples, leave out the casts by PEFT that autocast makes superfluous, and let the log

@@ -21,6 +21,7 @@ from pi_lora.models.model import Model
 from pi_lora.models.stored import save_config
 from pi_lora.models.tokenizer import save_tokenizer
 from pi_lora.models.weights import Placement
+from pi_lora.planning.planning import plan_here
 from pi_lora.recipe.files import RECIPE_FILE, dump_recipe
 from pi_lora.recipe.schema import Recipe
 from pi_lora.report.card import write_card
@@ -83,10 +84,13 @@ def create_run(recipe: Recipe, model: Model, data: TrainingData, output: Path, r
             origin = model.origin(tokenizer_identity(model.tokenizer), data.digest)
             run.check_same_origin(output, origin, model.permissions)
             write_whole(staging / RECIPE_FILE, dump_recipe(recipe))
-            # Decided once: other processes, or a resumption on another machine, could find another one faster.
+            # Decided once: other processes, or a resumption on another machine, could decide otherwise.
             own = "bfloat16" if machine.computes_in_bfloat16(recipe) else "float32"
-            precision = run.provenance.precision or own
-            run.record({"origin": origin.model_dump(), "precision": precision})
+            precision, plain_loss = run.provenance.precision or own, run.provenance.plain_loss
+            if plain_loss is None:
+                plan = plan_here(recipe, model)
+                plain_loss = plan is not None and plan.memory.plain_loss
+            run.record({"origin": origin.model_dump(), "precision": precision, "plain_loss": plain_loss})
         wait_for_all()
         yield run
     if is_leader():

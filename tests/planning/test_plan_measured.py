@@ -94,10 +94,10 @@ def test_hours_that_others_measured(name: str, tokens: int, gpu: str, seconds: f
 @pytest.mark.parametrize(
     ("tokens", "changes", "measured"),
     [  # the peak of the whole process: rows of benchmarks/plan_memory.py that need no model
-        (512, (), 2_966_122_496),
-        (1024, ("training.activation_checkpointing=true",), 3_337_916_416),
-        (512, ("training.activation_checkpointing=true", "tuning.method=qlora"), 1_905_893_376),
-        (512, ("training.activation_checkpointing=true", "tuning.method=full"), 3_403_988_992),
+        (512, (), 2_727_337_984),
+        (1024, ("training.activation_checkpointing=true",), 2_647_052_288),
+        (512, ("training.activation_checkpointing=true", "tuning.method=qlora"), 1_623_822_336),
+        (512, ("training.activation_checkpointing=true", "tuning.method=full"), 3_311_407_104),
     ],
 )
 def test_memory_that_was_measured_on_a_cpu(tokens: int, changes: tuple[str, ...], measured: int) -> None:

@@ -19,6 +19,7 @@ from pi_lora.planning.memory import (
     ADAPTED_EXPERTS_PEAK,
     LOSS_TILE_UNFUSED,
     NF4,
+    PLAIN_LOSS,
     Arithmetic,
     layer_bytes,
 )
@@ -230,3 +231,17 @@ def test_a_tile_of_the_loss_takes_on_a_cpu_what_the_plan_says(dtype: torch.dtype
 
     per_logit = (most(192) - most(64)) / (128 * 4096)
     assert dtype.itemsize + LOSS_TILE_UNFUSED == pytest.approx(per_logit, rel=0.02)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_the_plain_loss_takes_what_the_plan_says(dtype: torch.dtype) -> None:
+    from transformers.loss.loss_utils import ForCausalLMLoss
+
+    def most(tokens: int) -> int:
+        hidden, head = torch.randn(tokens, 8, dtype=dtype, requires_grad=True), torch.randn(4096, 8, dtype=dtype)
+        targets = torch.zeros(1, tokens, dtype=torch.int64)
+        with Allocations([hidden, head, targets]) as allocations:
+            ForCausalLMLoss((hidden @ head.T)[None], targets, 4096).backward()
+        return allocations.most
+
+    assert (most(192) - most(64)) / (128 * 4096) == pytest.approx(PLAIN_LOSS, rel=0.02)
