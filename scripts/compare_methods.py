@@ -18,9 +18,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from rich.console import Console
-
-from pi_lora.errors import PiLoraError
 from pi_lora.evaluation.passkey.measurement import evaluate_passkey
 from pi_lora.evaluation.perplexity.measurement import evaluate_perplexity
 from pi_lora.models.model import Extension, load
@@ -71,8 +68,6 @@ METHODS = {
     "theta": Method(f"{ALL}, scaling: theta", ("scaling=theta",)),
 }
 
-console = Console(highlight=False)
-
 
 def tuned(name: str, rate: float, seed: int) -> Path:
     """Tune a method with a rate and a seed, or find the run that did."""
@@ -82,7 +77,7 @@ def tuned(name: str, rate: float, seed: int) -> Path:
         common = [f"training.steps={STEPS}", "training.precision=float32", f"training.learning_rate={rate:g}"]
         seeds = [f"training.seed={seed}", f"data.seed={seed}"]
         words = ["train", str(ROOT / "recipes" / "demo.yaml"), *common, *METHODS[name].words, *seeds]
-        console.print(f"$ pi-lora {' '.join(words)} --output {run}", soft_wrap=True)
+        print(f"$ pi-lora {' '.join(words)} --output {run}", flush=True)
         resume = ["--resume"] if staging_path(run).exists() else []
         subprocess.run([sys.executable, "-m", "pi_lora", *words, "--output", str(run), *resume], check=True)
     return run
@@ -160,12 +155,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except PiLoraError as mistake:
-        print(mistake, file=sys.stderr)
-        sys.exit(2)
-    except subprocess.CalledProcessError as failed:  # and said why
-        sys.exit(failed.returncode)
-    except KeyboardInterrupt:
-        sys.exit(130)
+    main()

@@ -133,8 +133,6 @@ def main() -> None:
     if (RELEASED / RECIPE_FILE).is_file():
         steps = load_recipe(RELEASED / RECIPE_FILE).recipe.training.steps
         rows[f"PI, released, {steps} steps"] = [measured("released", str(RELEASED))]
-    else:
-        console.print(f"[dim]{RELEASED}: not in this checkout, so not beside them[/dim]", soft_wrap=True)
     merged = DEMO / "merged"
     if not merged.exists():
         console.print(f"$ pi-lora merge {live} --output {merged}")
@@ -151,14 +149,7 @@ def main() -> None:
         into_readme(seconds)
     files = f"{DEMO / 'demo.png'}, {DEMO / 'table.md'}, {DEMO / 'scores'}/"
     console.print(f"{files}   {seconds:.0f} s in all\n")
-    console.print("Try next:")
-    for command in (
-        f"eval perplexity {merged} --data README.md --windows 256,1024",
-        f"eval passkey {live} --targets 256,512,1024 --depths 8",
-        "train recipes/demo.yaml scaling=direct --output adapters/direct",
-        "show recipes/demo.yaml",
-    ):
-        console.print(f"  .venv/bin/pi-lora {command}", soft_wrap=True)
+    console.print(f"Try next: .venv/bin/pi-lora eval perplexity {merged} --data README.md --windows 256,1024")
 
 
 if __name__ == "__main__":

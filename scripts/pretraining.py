@@ -1,9 +1,7 @@
 """What pre-training a small model takes: a tokenizer, a mixture of text and recall, Muon, and a folder to put it in."""
 
-import copy
 import itertools
 import random
-import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -140,19 +138,6 @@ def train_step(
 
 
 def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path, dtype: torch.dtype) -> None:
-    """Write the model whole or not at all: beside `folder`, then renamed."""
-    part = folder.with_name(f".{folder.name}.partial")
-    shutil.rmtree(part, ignore_errors=True)
-    config = copy.deepcopy(model.config)
-    config.dtype = dtype
-    tied = {"lm_head.weight"}
-    weights = {name: tensor.to(dtype) for name, tensor in model.state_dict().items() if name not in tied}
-    model.save_pretrained(part, state_dict=weights)
-    config.save_pretrained(part)
-    save_tokenizer(tokenizer, part)
-    for file in part.iterdir():
-        file.chmod(0o644)
-    for kept in folder.glob("*.md"):
-        shutil.copy(kept, part)
-    shutil.rmtree(folder, ignore_errors=True)
-    part.rename(folder)
+    """Write config, tokenizer and weights of the trained model, which is rounded to `dtype`."""
+    model.to(dtype).save_pretrained(folder)
+    save_tokenizer(tokenizer, folder)

@@ -8,14 +8,13 @@ with 256, the model's window. Muon (Jordan 2024) at a constant rate that falls t
 """
 
 import argparse
-import json
 import math
 import time
 from pathlib import Path
 
 import torch
 from pretraining import Mixture, optimizers_for, save, train_step, train_tokenizer
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, logging
+from transformers import LlamaConfig, LlamaForCausalLM, logging
 
 from pi_lora.data.sources import standard_library
 
@@ -24,6 +23,9 @@ WINDOW = 256
 SHORT = 64
 # The geometry that LLaMA has at 2048 tokens with 10000: the same share of dimensions that never turn once.
 THETA = 500.0
+# Tokens in all, those of them in sequences of 64, and those of a batch; warm-up in steps; the share of the steps over
+# which the rate falls to zero.
+TOKENS, SHORT_TOKENS, BATCH_TOKENS, WARM, DECAY, RATE, SEED = 35_200_000, 6_000_000, 8192, 100, 0.3, 4e-3, 0
 # Shares of recall documents and of repeated random tokens among the rows, by their length; the rest is real text.
 SHARES = {SHORT: (0.25, 0.5), WINDOW: (0.4, 0.125)}
 
@@ -61,58 +63,30 @@ def held_out_loss(model: torch.nn.Module, rows: torch.Tensor) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--tokens", type=float, default=35.2e6, help="in all")
-    parser.add_argument("--short-tokens", type=float, default=6e6, help="of these, in sequences of 64")
-    parser.add_argument("--decay", type=float, default=0.3, help="share of the steps over which the rate falls to zero")
-    parser.add_argument("--rate", type=float, default=4e-3)
-    parser.add_argument("--batch-tokens", type=int, default=8192)
-    parser.add_argument("--save-every", type=int, default=500, help="steps; checkpoints go beside the output")
-    parser.add_argument("--resume", type=Path, help="a checkpoint; its optimizer state begins anew")
-    parser.add_argument("--resume-step", type=int, default=0)
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
-
-    torch.manual_seed(args.seed)
+    output = parser.parse_args().output
+    torch.manual_seed(SEED)
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    texts = [document.text for document in standard_library().documents()]
-    if args.resume:
-        tokenizer = AutoTokenizer.from_pretrained(args.resume)
-        model = LlamaForCausalLM.from_pretrained(args.resume, dtype=torch.float32)
-    else:
-        tokenizer = train_tokenizer(texts, VOCABULARY, WINDOW, args.seed)
-        model = new_model()
-    mixture = Mixture(tokenizer, texts, SHARES, args.seed + args.resume_step)
-    texts_held_out = [document.text for document in standard_library("validation").documents()]
-    held_out = [i for text in texts_held_out for i in tokenizer(text, verbose=False)["input_ids"]]
-    held_out_rows = torch.tensor(held_out[: 64 * WINDOW]).view(64, WINDOW)
-    print(f"{sum(map(len, mixture.documents)):,} tokens to train on, {len(held_out):,} held out", flush=True)
-    print(f"{sum(p.numel() for p in model.parameters()):,} parameters", flush=True)
-
-    optimizers = optimizers_for(model, args.rate)
-    compiled = torch.compile(model)
-    steps = int(args.tokens // args.batch_tokens)
-    started, losses = time.monotonic(), []
-    for step in range(args.resume_step, steps):
-        length = SHORT if step * args.batch_tokens < args.short_tokens else WINDOW
-        warm = (step - args.resume_step + 1) / 100
-        rate = args.rate * min(1.0, warm, (steps - step) / (args.decay * steps))
-        batch = mixture.rows(args.batch_tokens // length, length)
-        loss = train_step(compiled, optimizers, batch, rate)
-        losses.append(loss.item())
+    texts, held_out = (
+        [document.text for document in standard_library(split).documents()] for split in ("train", "validation")
+    )
+    tokenizer, model = train_tokenizer(texts, VOCABULARY, WINDOW, SEED), new_model()
+    mixture = Mixture(tokenizer, texts, SHARES, SEED)
+    ids = [token for text in held_out for token in tokenizer(text, verbose=False)["input_ids"]]
+    held_out_rows = torch.tensor(ids[: 64 * WINDOW]).view(64, WINDOW)
+    optimizers, compiled = optimizers_for(model, RATE), torch.compile(model)
+    steps, started = TOKENS // BATCH_TOKENS, time.monotonic()
+    for step in range(steps):
+        length = SHORT if step * BATCH_TOKENS < SHORT_TOKENS else WINDOW
+        rate = RATE * min(1.0, (step + 1) / WARM, (steps - step) / (DECAY * steps))
+        loss = train_step(compiled, optimizers, mixture.rows(BATCH_TOKENS // length, length), rate)
         if step % 100 == 99 or step == steps - 1:
-            line = {
-                "step": step + 1,
-                "tokens": (step + 1) * args.batch_tokens,
-                "loss": round(sum(losses) / len(losses), 4),
-                "held_out_perplexity": round(math.exp(held_out_loss(model, held_out_rows)), 3),
-                "seconds": round(time.monotonic() - started),
-            }
-            losses = []
-            print(json.dumps(line), flush=True)
-        if step % args.save_every == args.save_every - 1:
-            save(model, tokenizer, args.output.with_name(f"{args.output.name}-checkpoint"), torch.float32)
-    save(model, tokenizer, args.output, torch.float16)
+            perplexity = math.exp(held_out_loss(model, held_out_rows))
+            seconds = time.monotonic() - started
+            print(
+                f"step {step + 1} of {steps}: loss {loss:.4f}, held out {perplexity:.3f}, {seconds:.0f} s", flush=True
+            )
+    save(model, tokenizer, output, torch.float16)
 
 
 if __name__ == "__main__":
