@@ -11,6 +11,7 @@ from pi_lora.cli.options import GROUP, Again, JsonFile, Loading, Models, Origina
 from pi_lora.distributed import is_leader
 from pi_lora.recipe.evaluation import (
     BenchmarksOptions,
+    ChatOptions,
     PasskeyOptions,
     PerplexityOptions,
     RulerOptions,
@@ -110,6 +111,14 @@ def summarization(
     if len(models) == 1 and options.predictions is None:
         options = options.changed(predictions="predictions.jsonl")
     how.report("summarization", models, options)
+
+
+@eval_app.command
+def chat(
+    models: Models, /, *, options: Annotated[ChatOptions, GROUP], how: Annotated[Measuring, GROUP] = Measuring()
+) -> None:
+    """Perplexity of the assistant's turns in chats; against the base, KL divergence and the share of equal answers."""
+    how.report("chat", models, options)
 
 
 @eval_app.command(name="all")

@@ -23,6 +23,7 @@ def compare(
     how: Annotated[Loading, GROUP] = Loading(),
     short: Annotated[list[str] | None, Parameter(help="Also benchmarks: TASK or TASK=FILE.")] = None,
     ruler: Annotated[PositiveInt | None, Parameter(help="Also RULER, with this number of prompts per task.")] = None,
+    chat: Annotated[str | None, Parameter(help="Also the assistant's turns of these chats.")] = None,
     again: Again = False,
     json: JsonFile = None,
 ) -> None:
@@ -31,7 +32,7 @@ def compare(
     Scores are read from RUN/scores; those that RUN's recipe names and that are missing are measured and kept there.
     """
     with working(LIBRARIES):
-        from pi_lora.recipe.evaluation import BenchmarksOptions, RulerOptions
+        from pi_lora.recipe.evaluation import BenchmarksOptions, ChatOptions, RulerOptions
         from pi_lora.report.comparison import compare_run, comparison_table
 
     asked: dict[str, Any] = {}
@@ -41,6 +42,8 @@ def compare(
         asked["benchmarks"] = BenchmarksOptions(tasks=tasks, data=data)
     if ruler:
         asked["ruler"] = RulerOptions(samples=ruler)
+    if chat:
+        asked["chat"] = ChatOptions(data=chat)
     comparison = compare_run(base, run, how.find, asked, again=again, dtype=how.dtype, json=json, display=display())
     if is_leader():
         out.print(comparison_table(comparison))

@@ -30,13 +30,24 @@ class Stream(TextStreamer):
 def generate(
     loaded: Model, prompts: Sequence[Sequence[int]], sampling: Sampling, seed: int, write: Write | None = None
 ) -> list[str]:
-    """Return the text that is written after each of `prompts` (token ids), which go through the model together. Of the
-    model's own generation config only the tokens that end a text count. `write` gets the text after a single prompt.
+    """Return the text that is written after each of `prompts` (token ids), as `written_ids` does."""
+    texts: list[str] = loaded.tokenizer.batch_decode(
+        written_ids(loaded, prompts, sampling, seed, write), skip_special_tokens=True
+    )
+    return [text.strip() for text in texts]
+
+
+def written_ids(
+    loaded: Model, prompts: Sequence[Sequence[int]], sampling: Sampling, seed: int = 0, write: Write | None = None
+) -> torch.Tensor:
+    """Return the token ids that are written after each of `prompts`, which go through the model together: (prompts,
+    tokens), padded. Of the model's own generation config only the tokens that end a text count. `write` gets the text
+    after a single prompt.
     """
     tokenizer, longest = loaded.tokenizer, max(map(len, prompts))
     own: Any = loaded.model.generation_config.eos_token_id
-    ends = [tokenizer.eos_token_id, *(own if isinstance(own, list) else [own])]
-    ends = [end for end in dict.fromkeys(ends) if end is not None]
+    named = [tokenizer.eos_token_id, *(own if isinstance(own, list) else [own])]
+    ends = [end for end in dict.fromkeys(named) if end is not None]
     pad = next(token for token in (tokenizer.pad_token_id, *ends, 0) if token is not None)
     drawn: dict[str, Any] = {}
     if sampling.temperature:
@@ -46,16 +57,14 @@ def generate(
     )
     lengths = [(longest - len(prompt), len(prompt)) for prompt in prompts]
     rows = [[pad] * left + list(prompt) for prompt, (left, _) in zip(prompts, lengths, strict=True)]
-    ids, mask = (
-        torch.tensor(each, device=loaded.model.device)
-        for each in (rows, [[0] * left + [1] * number for left, number in lengths])
-    )
-    stream = Stream(tokenizer, write) if write else None
+    masks = [[0] * left + [1] * number for left, number in lengths]
+    ids, mask = (torch.tensor(each, device=loaded.model.device) for each in (rows, masks))
+    stream = Stream(loaded.tokenizer, write) if write else None
     set_seed(seed % 2**32)
     with quiet_loading():  # transformers takes max_position_embeddings for the longest input, which is L under `pi`
-        written = loaded.model.generate(input_ids=ids, attention_mask=mask, generation_config=config, streamer=stream)
-    texts: list[str] = tokenizer.batch_decode(written[:, longest:], skip_special_tokens=True)
-    return [text.strip() for text in texts]
+        found = loaded.model.generate(input_ids=ids, attention_mask=mask, generation_config=config, streamer=stream)
+    written: torch.Tensor = found[:, longest:]
+    return written
 
 
 def answer(loaded: Model, prompt: str, sampling: Sampling, chat: bool = True, write: Write | None = None) -> str:

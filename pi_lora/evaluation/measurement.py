@@ -69,7 +69,8 @@ class Measurement(Protocol[Asked, Found]):
         """Return how several models were measured, for the caption of their table."""
 
     def draw(self, axes: Any, scores: Mapping[str, Found]) -> None:
-        """Draw the scores of several models by label on matplotlib axes."""
+        """Draw the scores of several models by label on matplotlib axes, if they form a curve."""
+        return
 
 
 def as_json(result: BaseModel) -> Json:

@@ -8,6 +8,7 @@ from pydantic import ValidationError
 
 from pi_lora.errors import ModelError
 from pi_lora.evaluation.benchmarks.measurement import Benchmarks
+from pi_lora.evaluation.chat import Chats
 from pi_lora.evaluation.measurement import Measurement, Scores, as_json
 from pi_lora.evaluation.metrics import Metric
 from pi_lora.evaluation.passkey.measurement import Passkey
@@ -23,6 +24,7 @@ MEASUREMENTS: Mapping[str, Measurement[Any, Any]] = {
     "benchmarks": Benchmarks(),
     "ruler": Ruler(),
     "summarization": Summarization(),
+    "chat": Chats(),
 }
 
 

@@ -200,6 +200,23 @@ class SummarizationOptions(Sampling):
     """a file for the summaries, when all are written"""
 
 
+class ChatOptions(Options):
+    """The assistant's turns of chats: perplexity, and what changed against a base, of the finished run only."""
+
+    data: str
+    """chats: a file, folder, glob or hub id"""
+    column: str = "messages"
+    """of rows: the one that holds the messages, or `conversations`"""
+    split: str = "train"
+    """of a hub data set"""
+    base: str | None = None
+    """the model to compare with; by default the run's base"""
+    window: int | None = Field(None, gt=1)
+    """tokens; longer chats are left out; by default the shortest window of the models"""
+    limit: PositiveInt | None = None
+    """only the first chats; by default all"""
+
+
 class ShortEvaluation(Section):
     """What is smaller in the measurements during training; what is left out is as in those of the finished run."""
 
@@ -225,6 +242,7 @@ class Evaluation(Section):
     benchmarks: BenchmarksOptions | None = None
     ruler: RulerOptions | None = None
     summarization: SummarizationOptions | None = None
+    chat: ChatOptions | None = None
     while_training: ShortEvaluation | None = None
 
     def in_short(self) -> "Evaluation":

@@ -10,12 +10,12 @@ from pydantic import BaseModel
 from rich.table import Table
 
 from pi_lora.distributed import is_leader
+from pi_lora.evaluation.intervals import Pairs, of_means, of_successes, of_two
 from pi_lora.evaluation.measurement import Scores
 from pi_lora.evaluation.metrics import Interval, Metric, Value
 from pi_lora.evaluation.registry import MEASUREMENTS, metrics_of
 from pi_lora.evaluation.suite import SILENT, Asked, Display, asked_of, evaluate
 from pi_lora.models.model import Model
-from pi_lora.report.intervals import Pairs, of_means, of_successes, of_two
 from pi_lora.report.run import MeasuredRun
 from pi_lora.run import BASE, TUNED
 from pi_lora.writing import check_can_write, write_json
@@ -173,7 +173,8 @@ def _paired_interval(pairs: Sequence[tuple[Value, Value]], metric: Metric) -> In
         return interval and (_percent(interval[0]), _percent(interval[1]))
     is_binary = all(value.value in (0, 1) for pair in pairs for value in pair)
     interval = of_successes(*groups.values()) if is_binary and len(groups) == 1 else of_means(list(groups.values()))
-    return interval and (100 * interval[0], 100 * interval[1])
+    of_unit = 100 if metric.unit == "%" else 1
+    return interval and (of_unit * interval[0], of_unit * interval[1])
 
 
 def _percent(log_ratio: float) -> float:

@@ -17,12 +17,12 @@ from test_cli import run as command
 
 from pi_lora.errors import ModelError
 from pi_lora.evaluation.benchmarks.measurement import BenchmarkScores
+from pi_lora.evaluation.intervals import of_means, of_successes, quantile
 from pi_lora.evaluation.measurement import Scores
 from pi_lora.evaluation.passkey.measurement import PasskeyScores
 from pi_lora.evaluation.perplexity.measurement import PerplexityScores
 from pi_lora.evaluation.ruler.measurement import RulerScores
 from pi_lora.report.comparison import compare, compare_run, verdict
-from pi_lora.report.intervals import of_means, of_successes, quantile
 
 
 def read(windows: dict[int, list[float]], tokens: int = 1000) -> PerplexityScores:

@@ -3,7 +3,7 @@ metrics.
 """
 
 import importlib.util
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from pi_lora.errors import PiLoraError
@@ -94,9 +94,6 @@ class Benchmarks(Measurement[BenchmarksOptions, BenchmarkScores]):
         limit = scores[0].options.limit if scores[0].options else None
         examples = f", the first {limit} examples" if limit else ""
         return f"accuracy{examples}, inputs cut to {windows} tokens, lm-eval {scores[0].lm_eval}"
-
-    def draw(self, axes: Any, scores: Mapping[str, BenchmarkScores]) -> None:
-        """Draw nothing: tasks do not form a curve."""
 
 
 def task_score(scores: Json, samples: Sequence[Json]) -> TaskScore:

@@ -83,19 +83,26 @@ def token_losses(model: Any, ids: torch.Tensor, tokens: Sequence[int], at_once: 
     """Return the losses in nats of the tokens at `tokens` of `ids` (rows, length): (rows, tokens), on the CPU.
     `at_once` logits are in memory at a time, or those of one position of every row where that is more.
     """
-    places = torch.tensor(tokens, device=ids.device)
-    at_once = at_once or (LOGITS_ON_CPU if ids.device.type == "cpu" else LOGITS)
-    size = max(1, at_once // (len(ids) * model.config.get_text_config().vocab_size))
-    # What ModernBERT's decoder calls its decoder is its head (transformers 5.23).
-    parts = torch.split(places, size if isinstance(model.get_decoder(), PreTrainedModel) else len(places))
+    parts = in_parts(model, ids, tokens, at_once)
     losses = [
         cross_entropy(logits.float().flatten(0, 1), ids[:, part].flatten(), reduction="none").view(len(ids), -1)
-        for part, logits in zip(parts, _logits(model, ids, parts), strict=True)
+        for part, logits in zip(parts, logits_at(model, ids, parts), strict=True)
     ]
     return torch.cat(losses, dim=1).cpu()
 
 
-def _logits(model: Any, ids: torch.Tensor, parts: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
+def in_parts(
+    model: Any, ids: torch.Tensor, tokens: Sequence[int], at_once: int | None = None
+) -> Sequence[torch.Tensor]:
+    """Return places of `ids` (rows, length) in parts whose logits fit into memory together, `at_once` of them."""
+    places = torch.tensor(tokens, device=ids.device)
+    at_once = at_once or (LOGITS_ON_CPU if ids.device.type == "cpu" else LOGITS)
+    size = max(1, at_once // (len(ids) * model.config.get_text_config().vocab_size))
+    # What ModernBERT's decoder calls its decoder is its head (transformers 5.23).
+    return torch.split(places, size if isinstance(model.get_decoder(), PreTrainedModel) else len(places))
+
+
+def logits_at(model: Any, ids: torch.Tensor, parts: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
     """Yield the logits that predict the tokens at each of `parts`: those of the positions before them. The first call
     runs the layers. Each later one gives the model a single token and replaces the decoder's output by that of the
     first: the head, with any scaling and capping, stays the model's own.

@@ -10,8 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import lm_eval.tasks.ruler.cwe_utils as cwe
-import lm_eval.tasks.ruler.fwe_utils as fwe
-import lm_eval.tasks.ruler.vt_utils as vt
 import yaml
 from lm_eval.tasks import TaskManager
 
@@ -27,8 +25,8 @@ ESSAYS = ("niah_single_2", "niah_single_3", "niah_multikey_1", "niah_multiquery"
 QUESTIONS = ("ruler_qa_squad", "ruler_qa_hotpot")
 # In tokens. lm-eval leaves the beginnings of answers out of its count, chat templates, and in `ruler_fwe` the answers.
 ROOM = 128
-# In tokens. What is generated in `ruler_cwe` and the like, with the answers of an example.
-ANSWERS = 240
+# In tokens. In shorter windows lm-eval (0.4.13, issue 2963) may look for a shorter prompt forever.
+SHORTEST = {"ruler_vt": 1536, "ruler_cwe": 1536, "ruler_fwe": 768}
 # `ruler_cwe` draws from a generator of its own, which is seeded when lm-eval first executes its module, a second time.
 CWE_STATE = cwe.RNG.getstate()
 
@@ -45,12 +43,7 @@ def find_texts(names: Sequence[str]) -> None:
 @cache
 def _why_missing(name: str) -> str:
     """Return why lm-eval cannot read the texts of a task, or nothing; what it downloads, it keeps."""
-    with quiet():
-        import nltk  # which keeps the stderr that it is imported with
-
     try:
-        if name in ESSAYS:
-            nltk.data.find("tokenizers/punkt_tab")
         _load(name, 4096, BUILTIN_FOLDER / "tiny")
     except LookupError:
         return "nltk lacks punkt_tab: python -m nltk.downloader punkt_tab"
@@ -87,8 +80,8 @@ def make_task(name: str, window: int, options: RulerOptions, lm: RankedLM, token
     def unsuitable(reason: str) -> DataError:
         return DataError(f"--windows: {window} tokens do not suit {name} ({reason}); choose another, or leave it out")
 
-    if reason := why_too_short(name, window, lm.tokenizer):
-        raise unsuitable(reason)
+    if window < SHORTEST.get(name, 0):
+        raise unsuitable(f"it needs {SHORTEST[name]}")
     importlib.import_module(cwe.__name__).RNG.setstate(CWE_STATE)
     chats: Any = {"apply_chat_template": True, "chat_template": lm.apply_chat_template} if options.chat_template else {}
     try:
@@ -105,22 +98,3 @@ def make_task(name: str, window: int, options: RulerOptions, lm: RankedLM, token
         if not each.doc["outputs"] or not all(str(answer) in each.args[0] for answer in answers):
             raise unsuitable("a prompt lacks its answer")
     return task, longest
-
-
-def why_too_short(name: str, window: int, tokenizer: Any) -> str:
-    """Return why lm-eval (0.4.13, issue 2963) would look for a shorter prompt of a task forever, or nothing."""
-
-    def tokens(*texts: str) -> int:
-        return sum(len(tokenizer(text)["input_ids"]) for text in texts)
-
-    needed = 0
-    if name == "ruler_vt":
-        if tokens(vt.generate_input_output(5, 1, 4)[0]) > 500 - 60:
-            return "its example does not fit 500 tokens of this tokenizer"
-        needed = 500 + tokens(vt.generate_input_output(10, 1, 4)[0])
-    elif name == "ruler_cwe":
-        needed = tokens(*cwe.generate_input_output(10, window - ROOM)[:2])
-    elif name == "ruler_fwe":
-        needed = tokens(fwe.TEMPLATE)
-    needed = needed and needed + ANSWERS + ROOM
-    return f"it needs about {needed}" if needed > window else ""

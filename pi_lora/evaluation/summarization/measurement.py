@@ -3,7 +3,7 @@ interrupted measurement continues.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -116,9 +116,6 @@ class Summarization(Measurement[SummarizationOptions, SummarizationScores]):
         cut = "/".join(f"{each.documents_cut:,}" for each in scores)
         sampling = f"temperature {options.temperature:g}, top-p {options.top_p:g}, seed {options.seed}"
         return f"{first.examples:,} examples, {cut} documents cut; {sampling}; rouge-score's F1 x 100 with stemming"
-
-    def draw(self, axes: Any, scores: Mapping[str, SummarizationScores]) -> None:
-        """Draw nothing: there is no curve."""
 
 
 def _written(

@@ -1,0 +1,175 @@
+"""What a model keeps of its chats: the perplexity of the assistant's turns, and against a base the divergence of the
+next-token distributions on them, and how often greedy answers begin alike.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn.functional import kl_div
+
+from pi_lora.data.chats import Chat, ChatTemplate, messages_of
+from pi_lora.data.sources import find_table
+from pi_lora.errors import DataError
+from pi_lora.evaluation.forward import check_numbers, described, padded
+from pi_lora.evaluation.generation import written_ids
+from pi_lora.evaluation.intervals import of_means
+from pi_lora.evaluation.journal import Session, identity_of
+from pi_lora.evaluation.measurement import Measurement, Result, Scores
+from pi_lora.evaluation.metrics import Metric, Value, share
+from pi_lora.evaluation.perplexity.losses import in_parts, logits_at
+from pi_lora.models.model import Model, find
+from pi_lora.recipe.evaluation import ChatOptions, Sampling
+from pi_lora.recipe.schema import Data, Source
+
+# Tokens of an answer that are compared.
+ANSWER = 32
+
+
+class ChatScore(Result):
+    """A chat: the mean loss in nats of the `tokens` of the assistant's turns; against another model, KL(base || model)
+    in nats a token, and the share of turns of which the greedy answers of both begin with the same 32 tokens.
+    """
+
+    name: str
+    tokens: int
+    loss: float
+    divergence: float = 0.0
+    equal_answers: float = 1.0
+
+
+class ChatScores(Scores):
+    """Means over all tokens of the assistant; `equal_answers` is the mean of the chats."""
+
+    measurement = "chat"
+
+    options: ChatOptions | None = None
+    chats: int
+    left_out: int
+    tokens: int
+    perplexity: float
+    divergence: float | None = None
+    equal_answers: float | None = None
+    per_chat: list[ChatScore]
+
+
+class Chats(Measurement[ChatOptions, ChatScores]):
+    """Chats: what an extension costs a model that people talk to."""
+
+    name = "chat"
+    options = ChatOptions
+    scores = ChatScores
+
+    def prepare(self, options: ChatOptions, models: Sequence[Model]) -> ChatOptions:
+        """Fill in the base, by default what the first run among the models was tuned from, and the shortest window."""
+        tuned_from = (model.recipe.model.name for model in models if model.recipe)
+        base = options.base or next(tuned_from, None)
+        known = [*models, find(base, permissions=models[0].permissions)] if base else models
+        return options.changed(base=base, window=options.window or min(model.window for model in known))
+
+    def run(self, model: Model, options: ChatOptions, session: Session) -> ChatScores:
+        """Measure a model, with the base beside it. Raise DataError if the data cannot be read, or no chat fits."""
+        options = self.prepare(options, [model])
+        source = Source(name=options.data, column=options.column, split=options.split)
+        table, template = find_table(source), ChatTemplate(model.tokenizer, Data.model_validate({"source": source}))
+        chats: dict[str, Chat] = {}
+        left_out = Counter[str]()
+        for where, row in table.read([options.column], None):
+            if len(chats) == options.limit:
+                break
+            chat = template.encode(messages_of(where, row[options.column]), options.window or model.window)
+            if isinstance(chat, str):
+                left_out[chat] += 1
+            else:
+                chats[where] = chat
+        reasons = [f"{options.data}: {number:,} {kind} left out" for kind, number in left_out.items()]
+        if not chats:
+            raise DataError(f"--data: {'; '.join(reasons) or options.data + ': is empty'}; name other chats")
+        for line in reasons:
+            session.say(line)
+        base = None
+        if options.base and (options.base != model.name or model.extension):
+            dtype = str(model.model.dtype).removeprefix("torch.")
+            base = find(options.base, permissions=model.permissions).load(dtype)
+        asked = options.model_dump(exclude={"limit"})
+        journal = session.journal(model, {**asked, "rows": table.identity(), "base": base and identity_of(base)})
+        mine = list(journal.share(list(chats)))
+
+        def measure(name: str) -> ChatScore:
+            session.progress(mine.index(name), len(mine))
+            return chat_score(model, base, name, chats[name])
+
+        found = list(journal.measure(ChatScore, list(chats), measure).values())
+        weights = [each.tokens for each in found]
+        loss, divergence = (
+            float(np.average([getattr(each, name) for each in found], weights=weights))
+            for name in ("loss", "divergence")
+        )
+        check_numbers(model.name, model.model.dtype, math.isfinite(loss + divergence))
+        against = {"divergence": divergence, "equal_answers": float(np.mean([each.equal_answers for each in found]))}
+        return ChatScores(
+            **described(model),
+            options=options,
+            chats=len(found),
+            left_out=left_out.total(),
+            tokens=sum(weights),
+            perplexity=math.exp(loss),
+            **(against if options.base else {}),
+            per_chat=found,
+        )
+
+    def metrics(self, scores: ChatScores) -> list[Metric]:
+        """Return the perplexity, the divergence with its interval over chats, and the share of equal answers."""
+        dataset = scores.options.data if scores.options else ""
+        shared: dict[str, Any] = {"samples": scores.tokens, "digits": 3, "higher_is_better": False, "dataset": dataset}
+        values = [Value(each.name, math.exp(each.loss), each.tokens) for each in scores.per_chat]
+        label = "chat perplexity"
+        metrics = [Metric(label, scores.perplexity, values=values, is_ratio=True, hub_name="perplexity", **shared)]
+        if scores.divergence is not None:
+            values = [Value(each.name, each.divergence, each.tokens) for each in scores.per_chat]
+            shared |= {"interval": of_means([[(0.0, each.value, each.weight) for each in values]]), "values": values}
+            metrics.append(Metric("chat KL divergence from the base", scores.divergence, hub_name="KL", **shared))
+            answers = [Value(each.name, each.equal_answers) for each in scores.per_chat]
+            label = f"chat answers with the base's first {ANSWER} tokens"
+            metrics.append(share(label, answers, dataset=dataset, hub_name="equal answers"))
+        return metrics
+
+    def about(self, scores: Sequence[ChatScores]) -> str:
+        """Return the chats, and the base."""
+        first, options = scores[0], scores[0].options or ChatOptions(data="")
+        against = f"; nats a token and greedy answers against {options.base}" if options.base else ""
+        return f"{first.chats:,} chats of {options.data} of at most {options.window} tokens{against}"
+
+
+@torch.no_grad()
+def chat_score(model: Model, base: Model | None, name: str, chat: Chat) -> ChatScore:
+    """Measure the assistant's tokens of a chat, against another model if there is a `base`."""
+    places = [place for place, learned in enumerate(chat.learned) if learned and place]
+    ids = padded(model.model, [chat.ids])
+    parts = in_parts(model.model, ids, places)
+    models = [each.model for each in (model, base) if each]
+    loss = divergence = 0.0
+    for part, *logits in zip(parts, *(logits_at(each, ids, parts) for each in models), strict=True):
+        logs = [each[0].float().log_softmax(dim=-1) for each in logits]  # (places, vocabulary)
+        loss -= logs[0].gather(1, ids[0, part, None]).double().sum().item()
+        divergence += kl_div(logs[0], logs[-1], log_target=True, reduction="none").sum(dim=1).double().sum().item()
+    against: dict[str, float] = {}
+    if base:
+        turns = [place for place in places if not chat.learned[place - 1]]
+        equal = [begins_alike(model, base, chat.ids[:turn]) for turn in turns]
+        against = {"divergence": divergence / len(places), "equal_answers": sum(equal) / len(equal)}
+    return ChatScore(name=name, tokens=len(places), loss=loss / len(places), **against)
+
+
+def begins_alike(model: Model, base: Model, prompt: list[int]) -> bool:
+    """Return whether the greedy answers of both to a prompt begin with the same tokens: the base writes them, and one
+    forward pass tells whether each is the model's first choice after those before it.
+    """
+    tokens = min(ANSWER, model.window - len(prompt), base.window - len(prompt))
+    [answer] = written_ids(base, [prompt], Sampling(temperature=0.0, max_new_tokens=tokens))
+    ids = padded(model.model, [[*prompt, *answer.tolist()]])
+    [logits] = logits_at(model.model, ids, [torch.arange(len(prompt), ids.shape[1], device=ids.device)])
+    return bool((logits[0].argmax(dim=-1) == answer).all())

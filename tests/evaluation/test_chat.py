@@ -1,0 +1,137 @@
+"""Chats measured against a straightforward reference: whole logits, and `generate` of both models."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_cli import run
+
+from pi_lora.evaluation.chat import Chats, ChatScores
+from pi_lora.evaluation.journal import Session
+from pi_lora.evaluation.perplexity import losses
+from pi_lora.models.model import Model, load
+from pi_lora.recipe.evaluation import ChatOptions
+
+TEMPLATE = (
+    "{% for each in messages %}[{{ each.role }}] {{ each.content }}{{ eos_token }}{% endfor %}"
+    "{% if add_generation_prompt %}[assistant] {% endif %}"
+)
+TURNS = [["Name a sea.", "The red one."], ["Hi", "Hello."], ["Count", "1 2 3", "More", "4 5 6"], ["a " * 300, "b"]]
+
+
+def chat(turns: list[str]) -> dict[str, Any]:
+    roles = ("user", "assistant")
+    return {"messages": [{"role": roles[number % 2], "content": text} for number, text in enumerate(turns)]}
+
+
+@pytest.fixture
+def here(tmp_path: Path, small_model: Path, lora_run: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with chats, a base that chats and its run."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PI_LORA_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "chats.jsonl").write_text("".join(f"{json.dumps(chat(turns))}\n" for turns in TURNS))
+    for name, folder in {"base": small_model, "run": lora_run}.items():
+        shutil.copytree(folder, tmp_path / name)
+        (tmp_path / name / "chat_template.jinja").write_text(TEMPLATE)
+    return tmp_path
+
+
+def measured(model: Model, **options: Any) -> ChatScores:
+    return Chats().run(model, ChatOptions(data="chats.jsonl", **options), Session())
+
+
+def reference(model: Model, base: Model, turns: list[str]) -> tuple[float, float, float]:
+    """The loss and the divergence of every token of the assistant, one at a time, and the share of equal answers."""
+    loss, divergence, answers, equal = 0.0, 0.0, 0, 0
+    text, tokens = "", 0
+    for question, answer in zip(turns[::2], turns[1::2], strict=True):
+        text += f"[user] {question}</s>[assistant] "
+        before = base.tokenizer(text, add_special_tokens=False)["input_ids"]
+        text += f"{answer}</s>"
+        ids = torch.tensor([base.tokenizer(text, add_special_tokens=False)["input_ids"]])
+        own, other = (each.model(ids).logits[0].double().softmax(-1) for each in (model, base))
+        for place in range(len(before), ids.shape[1]):
+            p, q = other[place - 1], own[place - 1]
+            loss -= q[ids[0, place]].log().item()
+            divergence += (p * (p / q).log()).sum().item()
+            tokens += 1
+        first, second = (
+            each.model.generate(input_ids=torch.tensor([before]), max_new_tokens=32, do_sample=False)[0]
+            for each in (model, base)
+        )
+        answers, equal = answers + 1, equal + torch.equal(first, second)
+    return loss / tokens, divergence / tokens, equal / answers
+
+
+def test_chats_are_measured_as_by_the_reference(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(losses, "LOGITS_ON_CPU", 5000)  # so that several parts are needed
+    model, base = load("run"), load("base")
+    with torch.no_grad():
+        for name, weight in model.model.named_parameters():
+            if "lora_B" in name:
+                weight.normal_(std=0.02, generator=torch.Generator().manual_seed(0))
+    scores = measured(model, base="base")
+    assert [each.name for each in scores.per_chat] == ["chats.jsonl:1", "chats.jsonl:2", "chats.jsonl:3"]
+    assert (scores.chats, scores.left_out) == (3, 1)
+    for found, turns in zip(scores.per_chat, TURNS, strict=False):
+        with torch.no_grad():
+            expected = reference(model, base, turns)
+        assert (found.loss, found.divergence) == pytest.approx(expected[:2], rel=1e-4)
+        assert found.divergence > 1e-4
+        assert found.equal_answers == expected[2]
+    assert scores.options is not None
+    assert scores.options.window == base.window
+
+
+def test_a_model_is_equal_to_itself_and_needs_no_base(here: Path) -> None:
+    plain, against = measured(load("base")), measured(load("base"), base="base")
+    assert plain.perplexity == against.perplexity
+    assert (plain.divergence, plain.equal_answers) == (None, None)
+    assert (against.divergence, against.equal_answers) == (0, 1)
+    assert [metric.label for metric in Chats().metrics(plain)] == ["chat perplexity"]
+
+
+def test_the_comparison_has_a_row_for_each_cost(
+    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    status, _, err = run(
+        capsys, monkeypatch, "eval", "chat", "run", "--data", "chats.jsonl", "--json", "run/scores/chat.json"
+    )
+    assert status == 0
+    assert "chats.jsonl: 1 chats of over" in err
+    found = json.loads((here / "run" / "scores" / "chat.json").read_text())
+    asked = ("--chat", "chats.jsonl", "--json", "rows.json")
+    status, *_ = run(capsys, monkeypatch, "compare", "base", "run", *asked)
+    assert status == 0
+    rows = {row["measurement"]: row for row in json.loads((here / "rows.json").read_text())["rows"]}
+    names = ["chat perplexity", "chat KL divergence from the base", "chat answers with the base's first 32 tokens, %"]
+    assert [name for name in rows if "chat" in name] == names
+    assert [rows[name]["pairs"] for name in names] == [3, 3, 3]
+    assert (rows[names[1]]["base"], rows[names[1]]["run"]) == (0, found["divergence"])
+    assert (rows[names[2]]["base"], rows[names[2]]["run"]) == (100, 100 * found["equal_answers"])
+
+
+@pytest.mark.parametrize(
+    ("model", "rows", "line"),
+    [
+        ("base", [{"text": "a"}], "chats.jsonl:1: has no column messages; choose from its columns: text"),
+        ("base", [chat(["a " * 300, "b"])], "--data: chats.jsonl: 1 chats of over 64 tokens left out; name other"),
+        ("builtin:tiny", [chat(["a", "b"])], "data.source: the tokenizer of the model has no chat template"),
+    ],
+)
+def test_a_mistake_is_one_line(
+    here: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    model: str,
+    rows: list[Any],
+    line: str,
+) -> None:
+    (here / "chats.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    status, out, err = run(capsys, monkeypatch, "eval", "chat", model, "--data", "chats.jsonl")
+    assert (status, out) == (2, "")
+    assert err.startswith(line)
+    assert err.count("\n") == 1
