@@ -77,19 +77,18 @@ class Chats(Measurement[ChatOptions, ChatScores]):
         table, template = find_table(source), ChatTemplate(model.tokenizer, Data.model_validate({"source": source}))
         chats: dict[str, Chat] = {}
         left_out = Counter[str]()
-        for where, row in table.read([options.column], None):
-            if len(chats) == options.limit:
-                break
-            chat = template.encode(messages_of(where, row[options.column]), options.window or model.window)
+        for where, row in table.read([source.column], None):
+            chat = template.encode(messages_of(where, row[source.column]), options.window or model.window)
             if isinstance(chat, str):
                 left_out[chat] += 1
             else:
                 chats[where] = chat
-        reasons = [f"{options.data}: {number:,} {kind} left out" for kind, number in left_out.items()]
+            if len(chats) == options.limit:
+                break
+        for kind, number in left_out.items():
+            session.say(f"{options.data}: {kind} left out: {number:,}")
         if not chats:
-            raise DataError(f"--data: {'; '.join(reasons) or options.data + ': is empty'}; name other chats")
-        for line in reasons:
-            session.say(line)
+            raise DataError(f"--data: {options.data}: holds no chat to measure; name others, or a longer --window")
         base = None
         if options.base and (options.base != model.name or model.extension):
             dtype = str(model.model.dtype).removeprefix("torch.")

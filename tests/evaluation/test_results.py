@@ -8,6 +8,7 @@ import pytest
 
 from pi_lora.errors import DataError, ModelError
 from pi_lora.evaluation.benchmarks.measurement import BenchmarkScores, TaskScore
+from pi_lora.evaluation.chat import ChatScore, ChatScores
 from pi_lora.evaluation.measurement import Scores
 from pi_lora.evaluation.passkey.measurement import PasskeyScores
 from pi_lora.evaluation.passkey.retrieval import PasskeyDepth
@@ -21,7 +22,7 @@ from pi_lora.evaluation.perplexity.measurement import (
 from pi_lora.evaluation.registry import metrics_of, read_scores, write_scores
 from pi_lora.evaluation.ruler.measurement import RulerScores, RulerTask, RulerWindow
 from pi_lora.evaluation.summarization.measurement import SummarizationScores
-from pi_lora.recipe.evaluation import PerplexityOptions
+from pi_lora.recipe.evaluation import ChatOptions, PerplexityOptions
 from pi_lora.writing import write_json
 
 ADAPTERS = Path(__file__).parents[2] / "adapters"
@@ -86,6 +87,17 @@ RESULTS: list[Scores] = [
         rouge2=20.0,
         rougeL=30.0,
         intervals={"rouge1": (39.0, 41.0)},
+    ),
+    ChatScores(
+        **ABOUT,
+        options=ChatOptions(data="chats.jsonl", base="b", window=64),
+        chats=1,
+        left_out=2,
+        tokens=30,
+        perplexity=4.0,
+        divergence=0.1,
+        equal_answers=0.5,
+        per_chat=[ChatScore(name="chats.jsonl:1", tokens=30, loss=1.4, divergence=0.1, equal_answers=0.5)],
     ),
     PasskeyScores.model_validate(
         {
