@@ -31,8 +31,9 @@ def new(
 ) -> None:
     """Write a recipe that extends MODEL to --target tokens and fits this machine's GPU, or --gpu."""
     with working("reading the config"):
+        from pi_lora.data.documents import looks_local
         from pi_lora.data.sources import find_corpus
-        from pi_lora.planning.choosing import choose, file_for, recipe_text
+        from pi_lora.planning.choosing import choose, file_for, recipe_text, sections_of_texts
         from pi_lora.planning.gpus import device_here, find_gpu
         from pi_lora.planning.planning import find_shape
         from pi_lora.planning.text import plan_lines
@@ -54,9 +55,13 @@ def new(
     if asks() and not data:
         given = Prompt.ask("Text to tune on (file, folder, glob or hub id; empty: a public corpus)", console=err)
         data = [given] if given else None
-    sources = [{"name": name} for name in data or ()]
+    for name in data or ():
+        if not looks_local(name) and not name.startswith("builtin:"):
+            err.lines(f"--data: {name}: no such file or folder; it is taken for a data set on the hub")
     scaling, probed = read_probe(probe).to_tune(target) if probe else (None, None)
-    plan = choose(model, target, device, sources, lambda source: find_corpus(source).size, permissions, scaling)
+    with working("reading the text"):
+        given = {**(sections_of_texts(data, target) if data else {}), **({"scaling": scaling} if scaling else {})}
+        plan = choose(model, target, device, given, lambda source: find_corpus(source).size, permissions)
     with file.open("x", encoding="utf-8") as recipe:
         recipe.write(recipe_text(plan, file, probed))
     out.lines(*plan_lines(plan))
@@ -93,13 +98,14 @@ def plan(
     json: JsonFile = None,
 ) -> None:
     """Estimate memory, tokens and hours of a training on --gpu, or on hardware.gpu of RECIPE."""
-    from pi_lora.planning.gpus import find_gpu
+    from pi_lora.planning.gpus import device_for, find_gpu
     from pi_lora.planning.planning import plan_training
     from pi_lora.planning.text import component_lines, plan_lines
     from pi_lora.writing import write_json
 
     resolved = read_recipe(recipe, overrides).recipe
-    training_plan = plan_training(resolved, find_gpu(gpu) if gpu else None, Permissions(trust_remote_code))
+    device = find_gpu(gpu) if gpu else device_for(resolved.hardware.gpus, resolved.hardware.gpu)
+    training_plan = plan_training(resolved, device, Permissions(trust_remote_code))
     table = Table("on each device", "at most", box=None)
     for row in component_lines(training_plan):
         table.add_row(*row)

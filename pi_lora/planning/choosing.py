@@ -9,11 +9,14 @@ import shlex
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from pi_lora.errors import DataError, PiLoraError
+from pi_lora.data.examples import data_problems
+from pi_lora.data.sources import held_out_text, share_to_hold_out
+from pi_lora.errors import DataError, PiLoraError, RecipeError
+from pi_lora.models.location import BUILTIN
 from pi_lora.planning.gpus import CPU, GPUS, Gpu
 from pi_lora.planning.planning import TrainingPlan, find_shape, plan_recipe, plan_training
 from pi_lora.planning.text import Changes, plan_lines, render, replanned, slower
-from pi_lora.recipe.schema import Recipe, Source
+from pi_lora.recipe.schema import Data, Recipe, Source
 from pi_lora.scaling.config import methods_for
 from pi_lora.types import NO_PERMISSIONS, Json, Permissions
 
@@ -21,7 +24,11 @@ from pi_lora.types import NO_PERMISSIONS, Json, Permissions
 LARGE_VOCABULARY = 100_000
 # What most of the shipped recipes read; and the built-in model, which knows Python alone, what its demo does.
 CORPUS = ({"name": "monology/pile-uncopyrighted", "streaming": True},)
+MEASURED: Json = {"data": "pg19", "documents": 2}
 BUILTIN_CORPUS = ({"name": "builtin:stdlib", "weight": 0.4}, {"name": "builtin:recall", "weight": 0.6})
+# The most documents of what a text holds out, since a data set of the hub has any number; and the stride of perplexity
+# from so many tokens on.
+HELD_OUT_DOCUMENTS, STRIDE_OF_LONG, LONG = 20, 1024, 8192
 # The shortest PoSE sequences that have been tried (adapters/smollm2_135m_16k).
 SHORTEST_SEQUENCE = 1024
 # Sequences a step, from PoSE's batches down, and the fewest steps of each; the most are the paper's. Contiguous
@@ -46,23 +53,21 @@ def choose(
     model: str,
     target: int,
     gpu: Gpu,
-    sources: Sequence[Json],
+    given: Json,
     bytes_of: Callable[[Source], int | None],
     permissions: Permissions = NO_PERMISSIONS,
-    scaling: str | None = None,
 ) -> TrainingPlan:
-    """Return the plan of the best candidate that fits on `gpu`, for `sources` of a recipe or else the default corpus;
-    `bytes_of` says how much text a source has, None if that is not known. The `scaling` is by default the one that
-    continues the frequencies of the base, of a plain base the paper's. Raise PiLoraError if nothing fits, with the
-    device that would do, and DataError if there is too little text.
+    """Return the plan of the best candidate that fits on `gpu`, with the sections of a recipe that are `given`, as
+    `sections_of_texts` returns them; `bytes_of` says how much text a source has, None if that is not known. Raise
+    PiLoraError if nothing fits, with the device that would do, and DataError if there is too little text.
     """
-    first = first_plan(model, target, gpu, sources, permissions, scaling)
+    first = first_plan(model, target, gpu, given, permissions)
     if found := best(first):
         # A mixture ends when one of its sources is used up.
         source = first.recipe.data.source
         whole = sum(each.weight for each in source)
-        sizes = [(bytes_of(each), each.weight / whole) for each in source]
-        tokens = [size / BYTES_PER_TOKEN / share for size, share in sizes if size is not None]
+        shares = [(bytes_of(each), (1 - (each.hold_out or 0)) * whole / each.weight) for each in source]
+        tokens = [size / BYTES_PER_TOKEN * share for size, share in shares if size is not None]
         return _sized(found, min(tokens, default=math.inf))
     larger = (each for each in GPUS.values() if each.memory > gpu.memory and each.bfloat16 and each.name != CPU)
     enough = next((each.name for each in larger if best(plan_recipe(first.recipe, first.target, each))), None)
@@ -71,24 +76,40 @@ def choose(
 
 
 def first_plan(
-    model: str,
-    target: int,
-    gpu: Gpu,
-    sources: Sequence[Json],
-    permissions: Permissions = NO_PERMISSIONS,
-    scaling: str | None = None,
+    model: str, target: int, gpu: Gpu, given: Json, permissions: Permissions = NO_PERMISSIONS
 ) -> TrainingPlan:
-    """Return the plan of what the candidates change: LoRA on contiguous sequences, with nothing that saves memory."""
+    """Return the plan of what the candidates change: LoRA on contiguous sequences, with nothing that saves memory. The
+    scaling continues the frequencies of the base, of a plain base it is the paper's.
+    """
     config, _ = find_shape(model, "main", permissions)
-    tree = {
-        "scaling": scaling or next(iter(methods_for(config)), "pi"),
+    corpus, measured = (BUILTIN_CORPUS, Json()) if model.startswith(BUILTIN) else (CORPUS, MEASURED)
+    tree: Json = {
+        "scaling": next(iter(methods_for(config)), "pi"),
         "model": {"name": model},
         "context": {"target": target},
-        "data": {"source": list(sources or (BUILTIN_CORPUS if model.startswith("builtin:") else CORPUS))},
+        "data": {"source": list(corpus)},
         "training": {"activation_checkpointing": False},
         "hardware": {} if gpu.name == CPU else {"gpus": 1, "gpu": gpu.name},
-    }
+        "evaluation": {"perplexity": measured},
+    } | given
+    stride = {"stride": STRIDE_OF_LONG} if target >= LONG else {}
+    tree["evaluation"] = {"perplexity": tree["evaluation"]["perplexity"] | stride, "passkey": {}}
     return plan_training(Recipe.model_validate(tree), gpu, permissions)
+
+
+def sections_of_texts(names: Sequence[str], target: int) -> Json:
+    """Return the sections of a recipe that tunes on named texts and holds a share of each out; perplexity is measured
+    on what the first holds out. Raise RecipeError if one cannot be read, also of those on the hub.
+    """
+    sources = [Source(name=name) for name in names]
+    if problems := data_problems(Data(source=sources), ask_hub=True):
+        raise RecipeError([problem.replace("data.source", "--data", 1) for problem in problems])
+    sources = [
+        source if source.name.startswith(BUILTIN) else source.changed(hold_out=share_to_hold_out(source, target))
+        for source in sources
+    ]
+    measured = {**held_out_text(sources[0]), "documents": HELD_OUT_DOCUMENTS} if sources[0].hold_out else {}
+    return {"data": {"source": sources}, "evaluation": {"perplexity": measured}}
 
 
 def best(first: TrainingPlan) -> TrainingPlan | None:
@@ -158,6 +179,9 @@ def recipe_text(plan: TrainingPlan, file: Path, probed: str | None = None) -> st
         lines=plan_lines(plan),
         short=short,
         sources=[source.model_dump(exclude_defaults=True) for source in plan.recipe.data.source],
+        perplexity=measured.model_dump(exclude_defaults=True)
+        if (measured := plan.recipe.evaluation.perplexity)
+        else {},
     )
 
 

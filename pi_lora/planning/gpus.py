@@ -1,12 +1,15 @@
 """The devices that can be planned for: their memory and arithmetic."""
 
+import os
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from pi_lora.errors import PiLoraError
 
 CPU = "cpu"
 MIB, GIB = 2**20, 2**30
+# What NVIDIA's and AMD's drivers, and Windows' for Linux, show of their GPUs.
+GPU_NODES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
 
 
 @dataclass(frozen=True)
@@ -19,6 +22,8 @@ class Gpu:
     memory: int
     peak: float | None
     bfloat16: bool = True
+    assumed: str = field(default="", compare=False)
+    """why a plan is for this device, if nobody named it"""
 
 
 # Memory is what nvidia-smi reports; peaks are from NVIDIA's data sheets, half of a figure with sparsity, and of GeForce
@@ -88,6 +93,19 @@ def device_here() -> Gpu:
     from pi_lora.models.device import has_fast_bfloat16, host_memory
 
     if not torch.cuda.is_available():
-        return replace(GPUS[CPU], memory=host_memory()[0], bfloat16=has_fast_bfloat16())
-    gpu = torch.cuda.get_device_properties(0)
-    return gpu_of_device(gpu.name, gpu.total_memory, has_fast_bfloat16())
+        here = replace(GPUS[CPU], memory=host_memory()[0], bfloat16=has_fast_bfloat16())
+    else:
+        gpu = torch.cuda.get_device_properties(0)
+        here = gpu_of_device(gpu.name, gpu.total_memory, has_fast_bfloat16())
+    return replace(here, assumed="of this machine")
+
+
+def device_for(gpus: int | None, named: str | None) -> Gpu | None:
+    """Return this machine's device if a recipe that asks for `gpus`, and may have `named` one, trains on it; else None.
+    torch is imported only where it may find a GPU, or the recipe trains on what there is.
+    """
+    if gpus and not any(map(os.path.exists, GPU_NODES)):
+        return None
+    here = device_here()
+    is_another = named is not None and find_gpu(named, "hardware.gpu").name != here.name
+    return None if is_another or (gpus and here.name == CPU) else here

@@ -68,7 +68,8 @@ def machinery(plan: TrainingPlan) -> str:
     """Return how many of which device, on how many machines."""
     hardware = plan.recipe.hardware
     machines = f" ({hardware.machines} machines)" if hardware.machines > 1 else ""
-    return f"{hardware.processes} x {plan.gpu.name}{machines}"
+    assumed = f" {plan.gpu.assumed}" if plan.gpu.assumed else ""
+    return f"{hardware.processes} x {plan.gpu.name}{assumed}{machines}"
 
 
 def hours_in_words(hours: float) -> str:

@@ -31,7 +31,8 @@ Command = Callable[..., tuple[int, str, str]]
 def chosen(
     model: str = LLAMA, target: int = 8192, gpu: str = "H100", text: int | None = None, source: str | None = None
 ) -> TrainingPlan:
-    return choose(model, target, find_gpu(gpu), [{"name": source}] if source else [], lambda source: text)
+    given = {"data": {"source": [source]}} if source else {}
+    return choose(model, target, find_gpu(gpu), given, lambda source: text)
 
 
 def levers(plan: TrainingPlan) -> tuple[str, int, str, str]:
@@ -88,7 +89,7 @@ def test_quality_decides_among_what_fits() -> None:
 def test_nothing_better_has_room_and_time(model: str, gpu: str) -> None:
     """Every candidate before the one that was taken lacks memory or time, counted anew."""
     plan = chosen(model, 65536, gpu)
-    first = choosing.first_plan(model, 65536, plan.gpu, [])
+    first = choosing.first_plan(model, 65536, plan.gpu, {})
     for overrides, each in choosing.replanned(first, choosing.candidates(first)):
         if levers(each) == levers(plan):
             return
@@ -101,7 +102,7 @@ def test_a_candidate_that_takes_weeks_gives_way_to_one_that_takes_days() -> None
     slow = replace(GPUS["H100"], peak=1e12)
     whole = chosen(target=32768)
     assert levers(whole)[0] == "contiguous"
-    found = choose(LLAMA, 32768, slow, [], lambda source: None)
+    found = choose(LLAMA, 32768, slow, {}, lambda source: None)
     assert found.recipe.data.positions == "skip"
     assert plan_recipe(whole.recipe, whole.target, slow).hours > 2 * (found.hours or 0)  # type: ignore[operator]
 
@@ -182,7 +183,7 @@ def test_a_mistake_is_one_line_and_leaves_no_file(command: Command, tmp_path: Pa
 def test_a_name_that_yaml_would_misread_is_quoted(small_model: Path, tmp_path: Path) -> None:
     odd = tmp_path / "a: {b} # - 'c'"
     odd.symlink_to(small_model)
-    plan = choose(str(odd), 256, GPUS[CPU], [{"name": 'no: "text"'}], lambda source: None)
+    plan = choose(str(odd), 256, GPUS[CPU], {"data": {"source": 'no: "text"'}}, lambda source: None)
     file = tmp_path / "odd.yaml"
     file.write_text(choosing.recipe_text(plan, file))
     tree = yaml.safe_load(file.read_text())
