@@ -98,7 +98,7 @@ def plan(recipe: str | Path, *overrides: str | Mapping[str, Any], gpu: str | Non
         recipe: A recipe file, or the name of one that comes with pi-lora, such as `7b_16k`.
         overrides: Keys to change, as for `train`.
         gpu: A device such as `4090`, `A100-80` or `H100`, any by its memory, as `48GB`, or `cpu`; by default the one
-            that the recipe names as `hardware.gpu`.
+            that the recipe names as `hardware.gpu`, else this machine's.
 
     Returns:
         The plan: `fits`, `memory.peak` in bytes on each device, `tokens`, and `hours`, which is None where the peak of
@@ -108,12 +108,12 @@ def plan(recipe: str | Path, *overrides: str | Mapping[str, Any], gpu: str | Non
         RecipeError: The recipe is wrong.
         PiLoraError: The device is not known, or the model cannot be found or extended.
     """
-    from pi_lora.planning.gpus import find_gpu
+    from pi_lora.planning.gpus import device_for
     from pi_lora.planning.planning import plan_training
     from pi_lora.recipe.files import load_recipe
 
     resolved = load_recipe(find_recipe(Path(recipe)), _as_words(overrides)).recipe
-    return plan_training(resolved, find_gpu(gpu) if gpu else None)
+    return plan_training(resolved, device_for(resolved.hardware, gpu))
 
 
 def merge(

@@ -98,14 +98,13 @@ def plan(
     json: JsonFile = None,
 ) -> None:
     """Estimate memory, tokens and hours of a training on --gpu, or on hardware.gpu of RECIPE."""
-    from pi_lora.planning.gpus import device_for, find_gpu
+    from pi_lora.planning.gpus import device_for
     from pi_lora.planning.planning import plan_training
     from pi_lora.planning.text import component_lines, plan_lines
     from pi_lora.writing import write_json
 
     resolved = read_recipe(recipe, overrides).recipe
-    device = find_gpu(gpu) if gpu else device_for(resolved.hardware.gpus, resolved.hardware.gpu)
-    training_plan = plan_training(resolved, device, Permissions(trust_remote_code))
+    training_plan = plan_training(resolved, device_for(resolved.hardware, gpu), Permissions(trust_remote_code))
     table = Table("on each device", "at most", box=None)
     for row in component_lines(training_plan):
         table.add_row(*row)

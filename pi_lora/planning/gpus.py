@@ -5,6 +5,7 @@ import re
 from dataclasses import dataclass, field, replace
 
 from pi_lora.errors import PiLoraError
+from pi_lora.recipe.schema import Hardware
 
 CPU = "cpu"
 MIB, GIB = 2**20, 2**30
@@ -15,7 +16,7 @@ GPU_NODES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
 @dataclass(frozen=True)
 class Gpu:
     """A device by name: its memory in bytes, and its dense peak in FLOP/s, if it is known, in bfloat16 with float32
-    accumulation, or in float32 where it has no bfloat16.
+    accumulation, or in float32 where it has no bfloat16. `assumed` says why a plan is for it, if nobody named it.
     """
 
     name: str
@@ -23,7 +24,6 @@ class Gpu:
     peak: float | None
     bfloat16: bool = True
     assumed: str = field(default="", compare=False)
-    """why a plan is for this device, if nobody named it"""
 
 
 # Memory is what nvidia-smi reports; peaks are from NVIDIA's data sheets, half of a figure with sparsity, and of GeForce
@@ -97,15 +97,17 @@ def device_here() -> Gpu:
     else:
         gpu = torch.cuda.get_device_properties(0)
         here = gpu_of_device(gpu.name, gpu.total_memory, has_fast_bfloat16())
-    return replace(here, assumed="of this machine")
+    return replace(here, assumed="this machine's")
 
 
-def device_for(gpus: int | None, named: str | None) -> Gpu | None:
-    """Return this machine's device if a recipe that asks for `gpus`, and may have `named` one, trains on it; else None.
-    torch is imported only where it may find a GPU, or the recipe trains on what there is.
+def device_for(hardware: Hardware, option: str | None = None) -> Gpu | None:
+    """Return the device of `--gpu`, or this machine's if a recipe trains on it and names no other; else None. torch is
+    imported only where it may find a GPU, or the recipe trains on what there is.
     """
-    if gpus and not any(map(os.path.exists, GPU_NODES)):
+    if option:
+        return find_gpu(option)
+    if hardware.gpus and not any(map(os.path.exists, GPU_NODES)):
         return None
     here = device_here()
-    is_another = named is not None and find_gpu(named, "hardware.gpu").name != here.name
-    return None if is_another or (gpus and here.name == CPU) else here
+    is_another = hardware.gpu is not None and find_gpu(hardware.gpu, "hardware.gpu").name != here.name
+    return None if is_another or (hardware.gpus and here.name == CPU) else here

@@ -2,7 +2,7 @@
 
 import json
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -164,7 +164,8 @@ def plan_recipe(recipe: Recipe, target: Target, gpu: Gpu | None = None) -> Train
         gpu = find_gpu(hardware.gpu, "hardware.gpu")
     if gpu is None:
         devices = [each for each in GPUS.values() if each.bfloat16] if hardware.gpus else [GPUS[CPU]]
-        plans = [plan_recipe(recipe, target, each) for each in devices]
+        assumed = "assumed, since hardware.gpu names none"
+        plans = [plan_recipe(recipe, target, replace(each, assumed=assumed)) for each in devices]
         return next((plan for plan in plans if plan.fits), plans[-1])
     if gpu.name == CPU and hardware.gpus:
         raise PiLoraError("--gpu: cpu: the recipe asks for hardware.gpus; name a GPU, or set hardware.gpus=null")

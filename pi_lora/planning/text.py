@@ -40,6 +40,8 @@ def plan_lines(plan: TrainingPlan) -> list[str]:
         parameters += f"; {_count(plan.target.shape.parameters)} are frozen"
     each = "each of " if recipe.hardware.processes > 1 else ""
     memory = f"{_gib(plan.memory.peak)} of {_gib(plan.gpu.memory)} GiB on {each}{machinery(plan)}"
+    if plan.gpu.assumed:
+        memory += f" ({plan.gpu.assumed})"
     if plan.memory.host:
         memory += f", {_gib(plan.memory.host)} GiB of its host"
     duration = "no hours, since the peak of this device is not known"
@@ -68,8 +70,7 @@ def machinery(plan: TrainingPlan) -> str:
     """Return how many of which device, on how many machines."""
     hardware = plan.recipe.hardware
     machines = f" ({hardware.machines} machines)" if hardware.machines > 1 else ""
-    assumed = f" {plan.gpu.assumed}" if plan.gpu.assumed else ""
-    return f"{hardware.processes} x {plan.gpu.name}{assumed}{machines}"
+    return f"{hardware.processes} x {plan.gpu.name}{machines}"
 
 
 def hours_in_words(hours: float) -> str:

@@ -13,12 +13,17 @@ from conftest import train
 from pi_lora import cli
 from pi_lora.cli import recipes
 from pi_lora.cli.app import err
+from pi_lora.data.sources import evaluation_documents, find_corpus
 from pi_lora.errors import DataError, PiLoraError
+from pi_lora.models.model import find_to_tune
 from pi_lora.planning import choosing, planning
 from pi_lora.planning.choosing import choose
-from pi_lora.planning.gpus import CPU, GPUS, find_gpu
+from pi_lora.planning.gpus import CPU, GPUS, device_for, find_gpu
 from pi_lora.planning.planning import TrainingPlan, find_shape, plan_recipe, plan_training, target_of
+from pi_lora.planning.text import plan_lines
+from pi_lora.preflight import check_fits
 from pi_lora.recipe.files import load_recipe
+from pi_lora.recipe.schema import Hardware
 from pi_lora.scaling.config import window_of
 
 MODELS = """HuggingFaceTB/SmolLM2-1.7B Qwen/Qwen3-0.6B-Base Qwen/Qwen3-8B-Base huggyllama/llama-7b huggyllama/llama-13b
@@ -123,13 +128,38 @@ def test_the_recipe_trains(command: Command, tmp_path: Path) -> None:
     status, out, errors = command(*words)
     assert (status, errors) == (0, "")
     assert out.splitlines()[-1] == "my.yaml: written; read it, then: pi-lora train my.yaml"
-    plan = plan_training(load_recipe(tmp_path / "my.yaml").recipe)
+    written = load_recipe(tmp_path / "my.yaml").recipe
     header = (tmp_path / "my.yaml").read_text().split("\nmodel:")[0]
     assert f"#   {out.splitlines()[1]}" in header.splitlines()
-    assert plan.gpu.name == CPU
+    assert plan_training(written).gpu.name == CPU
     changes = ["training.steps=1", "training.global_batch_size=1", "training.per_device_batch_size=1"]
     run = train(load_recipe(tmp_path / "my.yaml", changes).recipe, tmp_path / "run")
     assert (run / "adapter_model.safetensors").is_file()
+    measured, source = written.evaluation.perplexity, written.data.source[0]
+    assert measured
+    assert (measured.data, measured.hold_out) == (source.name, source.hold_out) == ("notes.txt", 0.03)
+    held_out = next(evaluation_documents(measured.data, measured.split, hold_out=measured.hold_out)).text
+    assert len(held_out) == pytest.approx(0.03 * 270_000, rel=0.01)
+    assert held_out not in next(find_corpus(source).documents()).text
+
+
+def test_new_plan_and_train_say_the_same_on_this_machine(command: Command, tmp_path: Path) -> None:
+    words = "builtin:tiny --target 512 --output my.yaml".split()
+    _, out, _ = command(*words)
+    recipe = load_recipe(tmp_path / "my.yaml").recipe
+    written = plan_lines(plan_training(recipe, device_for(recipe.hardware)))
+    assert written == out.splitlines()[:-1] == check_fits(recipe, find_to_tune(recipe))
+    assert "1 x cpu (this machine's)" in written[1]
+    assert device_for(recipe.hardware, "h100") is GPUS["H100"]
+    assert device_for(Hardware(gpus=1)) is None
+
+
+def test_a_name_that_is_no_file_is_taken_for_a_data_set_of_the_hub(command: Command, tmp_path: Path) -> None:
+    status, out, errors = command(*"builtin:tiny --target 512 --data notes".split())
+    assert (status, out) == (2, "")
+    assert errors.splitlines()[0] == "--data: notes: no such file or folder; it is taken for a data set on the hub"
+    assert errors.splitlines()[1].startswith("--data: notes: is neither a file or folder nor a hub data set")
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_file_is_not_overwritten(command: Command, tmp_path: Path) -> None:
@@ -170,7 +200,7 @@ def test_on_a_terminal_it_asks(command: Command, tmp_path: Path, monkeypatch: py
     [
         ("huggyllama/llama-65b --target 8192 --gpu 12GB", "--gpu: 12GB: holds no tuning of huggyllama/llama-65b, "),
         (f"{LLAMA} --target 1024 --gpu 12GB", "context.target: 1024 is not longer than the model's own window of 2048"),
-        (f"{LLAMA} --target 8192 --gpu 12GB --data gone.txt", "gone.txt: no such file or folder"),
+        (f"{LLAMA} --target 8192 --gpu 12GB --data gone.txt", "--data: gone.txt: no such file or folder"),
     ],
 )
 def test_a_mistake_is_one_line_and_leaves_no_file(command: Command, tmp_path: Path, arguments: str, line: str) -> None:
