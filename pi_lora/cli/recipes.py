@@ -60,8 +60,8 @@ def new(
             err.lines(f"--data: {name}: no such file or folder; it is taken for a data set on the hub")
     scaling, probed = read_probe(probe).to_tune(target) if probe else (None, None)
     with working("reading the text"):
-        given = {**(sections_of_texts(data, target) if data else {}), **({"scaling": scaling} if scaling else {})}
-        plan = choose(model, target, device, given, lambda source: find_corpus(source).size, permissions)
+        sections = {**(sections_of_texts(data, target) if data else {}), **({"scaling": scaling} if scaling else {})}
+        plan = choose(model, target, device, sections, lambda source: find_corpus(source).size, permissions)
     with file.open("x", encoding="utf-8") as recipe:
         recipe.write(recipe_text(plan, file, probed))
     out.lines(*plan_lines(plan))

@@ -140,7 +140,7 @@ def test_the_recipe_trains(command: Command, tmp_path: Path) -> None:
     assert (measured.data, measured.hold_out) == (source.name, source.hold_out) == ("notes.txt", 0.03)
     held_out = next(evaluation_documents(measured.data, measured.split, hold_out=measured.hold_out)).text
     assert len(held_out) == pytest.approx(0.03 * 270_000, rel=0.01)
-    assert held_out not in next(find_corpus(source).documents()).text
+    assert len(held_out) + len(next(find_corpus(source).documents()).text) == 270_000
 
 
 def test_new_plan_and_train_say_the_same_on_this_machine(command: Command, tmp_path: Path) -> None:
