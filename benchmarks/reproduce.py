@@ -121,6 +121,13 @@ FIGURES: dict[str, Figure] = {
         "the novels; for the short benchmarks `--short FOLDER`",
         "8; continues",
     ),
+    "experiment": Figure(
+        "[which scaling to tune](../docs/results.md#planned-which-scaling-to-tune-against-a-control)",
+        (FETCH, f"benchmarks/experiment.py --books {NOVELS_HERE} --short short"),
+        "`smollm2_16k/`",
+        "the novels; the short benchmarks in `short/`",
+        "10; continues",
+    ),
     "engines": Figure(
         "[what other engines compute](../docs/engines.md#measured) beyond the base's window",
         (FETCH, "benchmarks/engines.py"),
@@ -145,6 +152,13 @@ FIGURES: dict[str, Figure] = {
         "`train_overhead.json`",
         "builtin:stdlib; the novels",
         "0.3",
+    ),
+    "theory": Figure(
+        "[bounds and figures](../docs/theory.md) of the paper, and the scores of the built-in model",
+        ("pi-lora theory", "pi-lora theory --model builtin:tiny --target 1024 --text LICENSE"),
+        "`theory/`",
+        "LICENSE",
+        "0.1",
     ),
     "gpu": Figure(
         "[speed and memory on one GPU](../docs/performance.md#measured)",

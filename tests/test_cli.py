@@ -94,26 +94,6 @@ def test_shipped_recipes_have_names_and_a_folders_have_paths(
         assert run(capsys, monkeypatch, "plan", name)[0] == 0
 
 
-def test_dry_run_reads_no_weights_and_writes_nothing(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    status, out, _ = run(capsys, monkeypatch, "train", DEMO, "--dry-run")
-    assert status == 0
-    assert "builtin:tiny: 256 to 1024 tokens, pi, lora" in out
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_no_plan_precedes_a_mistake(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("short.txt").write_text("Too little text.")
-    status, out, err = run(capsys, monkeypatch, "train", DEMO, "data.source=short.txt")
-    assert (status, out) == (2, "")
-    assert "short.txt" in err
-
-
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [

@@ -30,16 +30,10 @@ def test_no_recipe_is_missed() -> None:
 
 
 @pytest.mark.parametrize("path", recipe_paths(RECIPES), ids=str)
-def test_recipe_resolves_and_says_what_it_makes(path: Path) -> None:
-    recipe = load_recipe(path).recipe
-    assert recipe.context.target > 0
-    assert len(recipe_summary(path)) > 20
-
-
-@pytest.mark.parametrize("path", recipe_paths(RECIPES), ids=str)
 def test_recipe_fits_on_the_hardware_that_it_names(path: Path) -> None:
     plan = planned(path)
     assert plan.fits
+    assert len(recipe_summary(path)) > 20
     if plan.recipe.hardware.gpus is None:
         assert "two CPU cores" in recipe_summary(path)
     else:

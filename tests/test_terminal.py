@@ -65,8 +65,6 @@ def run(python: str, folder: Path) -> Path:
         "summarize run longer_than_the_base_reads.txt --max-new-tokens 5",
         "merge run --output merged",
         "plan {demo}",
-        "show {demo}",
-        "recipes {recipes}",
     ],
 )
 def test_a_command_prints_no_line_of_a_library(python: str, run: Path, command: str) -> None:
@@ -74,7 +72,7 @@ def test_a_command_prints_no_line_of_a_library(python: str, run: Path, command: 
         pytest.importorskip("bitsandbytes", reason="pip install pi-lora[qlora]")
     if "benchmarks" in command:
         pytest.importorskip("lm_eval", reason="pip install pi-lora[eval]")
-    words = command.format(demo=DEMO, recipes=Path(DEMO).parent, small=" ".join(SMALL)).split()
+    words = command.format(demo=DEMO, small=" ".join(SMALL)).split()
     assert errors_of(run.parent, python, "-m", "pi_lora", *words) == ""
 
 
