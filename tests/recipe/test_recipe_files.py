@@ -171,7 +171,7 @@ def test_dump_then_load_is_the_same_recipe(
         ),
         (
             ["hardware.gpus=2", "hardware.context_parallel=2", "data.positions=skip"],
-            "hardware.context_parallel: examples differ in length, and positions: skip and keep_short have short sequences",
+            "hardware.context_parallel: examples differ in length, and positions: skip and keep_short have short",
         ),
         (["tuning.method=full", "model.dtype=bfloat16"], "model.dtype: bfloat16 weights would round"),
         (
