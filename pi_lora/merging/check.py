@@ -4,6 +4,7 @@ import argparse
 import inspect
 import json
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,9 @@ from pi_lora.types import Progress
 
 # A bound on the relative error of sums that are made in float32.
 FLOAT32_ERROR = 16 * torch.finfo(torch.float32).eps
+# How often the bound on a sum of errors a row's product may differ; rows of each block that are compared by number.
+DEVIATIONS, SAMPLED = 8, 2
+THREADS = 2
 # The logits that are compared, at the end of a text, where most context precedes them; and the longest text on a CPU.
 SCORED, LONGEST_ON_CPU = 256, 2048
 # Logits of a sound merge differ by less than so many epsilons of its dtype, relative to their size; and by this in
@@ -69,20 +73,23 @@ def check_model(found: Model, expected: PreTrainedModel, tensors: Sequence[Outpu
 
 
 def check_tensors(found: Model, tensors: Sequence[OutputTensor], folder: Path, progress: Progress) -> list[str]:
-    """Compare the files in `folder` with the `tensors` that they should hold, read back a few rows at a time: sums with
-    those in float64, copies bit by bit. Return what to tell the user; raise CheckFailed with the first tensor that
-    differs.
+    """Compare the files in `folder` with the `tensors` that they should hold, read back a few rows at a time: copies
+    bit by bit, sums by their product with a random vector and in some rows number by number. Return what to tell the
+    user; raise CheckFailed with the first tensor that differs.
     """
     shards = read_shards(str(folder), lambda name: path if (path := folder / name).is_file() else None)
     written = {tensor.name: tensor for shard in shards for tensor in shard}
     squares, done = torch.zeros(3), 0
     total, summed = sum(tensor.size for tensor in tensors), sum(tensor.delta is not None for tensor in tensors)
-    for tensor in tensors:
-        stored = written.get(tensor.name)
-        if stored is None or (sums := _compare(tensor, stored)) is None:
-            raise CheckFailed(found, f"{tensor.name} is not that of base + adapter")
-        squares += sums
-        progress(done := done + tensor.size, total, "checking")
+    # torch and the kernel release Python's lock.
+    with ThreadPoolExecutor(THREADS) as readers:
+        results = readers.map(lambda tensor: _compare(tensor, written.get(tensor.name)), tensors)
+        for tensor, sums in zip(tensors, results, strict=True):
+            if sums is None:
+                readers.shutdown(cancel_futures=True)
+                raise CheckFailed(found, f"{tensor.name} is not that of base + adapter")
+            squares += sums
+            progress(done := done + tensor.size, total, "checking")
     tuning, rounding = (squares[:2] / squares[2]).sqrt().tolist()
     line = f"checked: {summed} tensors are base + adapter, {len(tensors) - summed} are copies"
     effects = f"; tuning changes weights by {tuning:.1e} of their size, rounding by {rounding:.1e}"
@@ -90,28 +97,41 @@ def check_tensors(found: Model, tensors: Sequence[OutputTensor], folder: Path, p
     return [line + effects * bool(summed), *lost]
 
 
-def _compare(tensor: OutputTensor, stored: StoredTensor) -> torch.Tensor | None:
+def _compare(tensor: OutputTensor, stored: StoredTensor | None) -> torch.Tensor | None:
     """Return sums of squares in the first row of each block (what tuning changed, rounding errors, weights); or None if
-    a stored number is not `W + scaling B A` (DoRA scales the rows) in float64, within the error of float32, rounded
-    once: rounding is monotone, so it lies between the rounded ends of that interval.
+    a tensor is not `W + scaling B A` (DoRA scales the rows), added in float32 and rounded once.
     """
     squares, source, delta = torch.zeros(3), tensor.source, tensor.delta
-    if (stored.dtype, stored.shape) != (tensor.dtype, tensor.shape):
+    if stored is None or (stored.dtype, stored.shape) != (tensor.dtype, tensor.shape):
         return None
     if delta is None:
         return squares if all(map(torch.equal, tensor.blocks(), stored.blocks())) else None
     left, right = (matrix.double() for matrix in delta.matrices())
     left, factors = left * delta.scaling, delta.row_factors(source)[:, None]
     sizes = factors * (left.norm(dim=1, keepdim=True) * right.norm(dim=0).max()).float()
+    # Rows multiplied with random signs: errors of at most e_j in n numbers add up to more than 8 |e| once in 10^13
+    # rows (Hoeffding 1963, theorem 2). Products of 16-bit numbers are exact in float32.
+    columns, wide = stored.shape[1], torch.float64 if stored.dtype.itemsize > 2 else torch.float32
+    signs = torch.randint(2, (columns,), generator=torch.Generator().manual_seed(0)).mul(2).sub(1).to(wide)
+    added = (left @ (right @ signs.double())).to(wide)
+    kind = torch.finfo(stored.dtype)
+    rounded, smallest = kind.eps / 2 + FLOAT32_ERROR, kind.tiny * kind.eps
     for start, stop in spans(stored.shape):
-        base, written = source.rows(start, stop), stored.rows(start, stop)
-        exact = base.double().addmm_(left[start:stop], right).float().mul_(factors[start:stop])
-        error = exact.abs().add_(sizes[start:stop]).mul_(FLOAT32_ERROR)
-        # Compared in float32, which is faster than in bfloat16.
-        low, high, value = (part.to(stored.dtype).float() for part in (exact - error, exact + error, written))
+        base, written = source.rows(start, stop).to(wide), stored.rows(start, stop).to(wide)
+        scale = factors[start:stop, 0]
+        error = (written @ signs).sub_((base @ signs).add_(added[start:stop]).mul_(scale)).abs_()
+        bound = written.norm(dim=1).mul_(rounded).add_((sizes[start:stop, 0] * FLOAT32_ERROR + smallest) * columns**0.5)
+        if not (error <= DEVIATIONS * bound).all():
+            return None
+        # Rounding is monotone: a number lies between the rounded ends of the interval around its exact value.
+        rows = slice(start, start + SAMPLED)
+        exact = base[:SAMPLED].double().addmm(left[rows], right).float().mul_(factors[rows])
+        slack = exact.abs().add_(sizes[rows]).mul_(FLOAT32_ERROR)
+        low, high = (part.to(stored.dtype).float() for part in (exact - slack, exact + slack))
+        value = written[:SAMPLED].float()
         if not torch.maximum(low - value, value - high).max() <= 0:
             return None
-        squares += torch.stack([exact[0] - base[0], written[0] - exact[0], exact[0]]).square().sum(dim=1)
+        squares += torch.stack([exact[0] - base[0].float(), value[0] - exact[0], exact[0]]).square().sum(dim=1)
     return squares
 
 
