@@ -24,6 +24,7 @@ def merge(
     original: Original = None,
     target: Target = None,
     scaling: Scaling = None,
+    sibling: Annotated[bool, Parameter(help="--base is a sibling of the base it was tuned on.")] = False,
     output: Annotated[Path | None, Parameter(help="A new folder; models/<run> by default.")] = None,
     dtype: Dtype = None,
     check: Annotated[
@@ -36,7 +37,7 @@ def merge(
         from pi_lora.merging.merging import merge
     with progress_bar("merging") as progress:
         to = output or Path("models") / run.resolve().name
-        merged = merge(run, to, base, dtype, check, progress, extension, trust.permissions)
+        merged = merge(run, to, base, dtype, check, progress, extension, trust.permissions, sibling)
     out.lines(*merged.lines(), f"{to}: merged; it loads like any model, its scaling is in config.json", "")
     out.lines("Serve it:", *merged.serving())
 

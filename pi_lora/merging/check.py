@@ -12,6 +12,7 @@ import torch
 from transformers import PreTrainedModel
 
 from pi_lora.errors import ModelError
+from pi_lora.merging.deltas import LowRank
 from pi_lora.merging.layout import OutputTensor
 from pi_lora.merging.tensors import StoredTensor, read_shards, spans
 from pi_lora.models.device import device, free_memory
@@ -104,7 +105,7 @@ def _compare(tensor: OutputTensor, stored: StoredTensor | None) -> torch.Tensor 
     squares, source, delta = torch.zeros(3), tensor.source, tensor.delta
     if stored is None or (stored.dtype, stored.shape) != (tensor.dtype, tensor.shape):
         return None
-    if delta is None:
+    if not isinstance(delta, LowRank):
         return squares if all(map(torch.equal, tensor.blocks(), stored.blocks())) else None
     left, right = (matrix.double() for matrix in delta.matrices())
     left, factors = left * delta.scaling, delta.row_factors(source)[:, None]

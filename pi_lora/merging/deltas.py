@@ -60,6 +60,19 @@ class LowRank:
             yield base.rows(start, stop).float().addmm_(left[start:stop], right, alpha=self.scaling)
 
 
+@dataclass(frozen=True)
+class Difference:
+    """What a tensor trained in full has more than that of the base `before`, added to that of a sibling."""
+
+    trained: StoredTensor
+    before: StoredTensor
+
+    def blocks(self, base: StoredTensor) -> Iterator[torch.Tensor]:
+        """Yield the sum in float32, a few rows at a time."""
+        blocks = zip(base.blocks(), self.trained.blocks(), self.before.blocks(), strict=True)
+        return (own.float() + (trained.float() - before.float()) for own, trained, before in blocks)
+
+
 # A tensor that was trained in full replaces the base's.
 Change = StoredTensor | LowRank
 

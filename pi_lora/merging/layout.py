@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from pi_lora.errors import ModelError
-from pi_lora.merging.deltas import Change, LowRank, read_adapter
+from pi_lora.merging.deltas import Change, Difference, LowRank, read_adapter
 from pi_lora.merging.tensors import DTYPES, StoredTensor
 from pi_lora.models.finite import finite
 from pi_lora.models.stored import ADAPTER_WEIGHTS_FILE, LENGTH_BYTES, METADATA
@@ -32,7 +32,7 @@ class OutputTensor:
     name: str
     dtype: torch.dtype
     source: StoredTensor
-    delta: LowRank | None = None
+    delta: LowRank | Difference | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -56,11 +56,17 @@ class OutputTensor:
 
 
 def plan_merge(
-    model: PreTrainedModel, shards: list[list[StoredTensor]], run: Path, dtype: torch.dtype | None = None
+    model: PreTrainedModel,
+    shards: list[list[StoredTensor]],
+    run: Path,
+    dtype: torch.dtype | None = None,
+    before: list[list[StoredTensor]] | None = None,
 ) -> list[list[OutputTensor]]:
     """Match the changes of the adapter in the folder `run` with the base's tensors, by name, and return the tensors to
     write, grouped as in the base's files; `model` is on the meta device. `dtype` is what floating tensors are cast to,
-    by default their own. Raise ModelError with all changes that do not fit the base.
+    by default their own. `before` are the tensors of the base that the run was tuned on, if `shards` are those of its
+    sibling, to which the difference is added of what was trained in full. Raise ModelError with all changes that do not
+    fit the base.
     """
     changes, tied = read_adapter(run), model.all_tied_weights_keys
     sources = {tensor.name: tensor for shard in shards for tensor in shard}
@@ -71,9 +77,14 @@ def plan_merge(
     if problems:
         raise ModelError(f"{run / ADAPTER_WEIGHTS_FILE}: does not fit its base: {'; '.join(problems)}")
 
+    known = {tensor.name: tensor for shard in before or () for tensor in shard}
+
     def output(name: str) -> OutputTensor:
+        change: Change | Difference | None
         change, base = changes.get(name), sources[name]
         cast = dtype if dtype and base.dtype.is_floating_point else base.dtype
+        if isinstance(change, StoredTensor) and known:
+            change = Difference(change, known[name])
         if isinstance(change, StoredTensor):
             return OutputTensor(name, cast, change)
         return OutputTensor(name, cast, base, change)

@@ -3,6 +3,7 @@
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,12 +23,15 @@ from pi_lora.models.tokenizer import TOKENIZER_FILES, save_tokenizer
 from pi_lora.models.weights import quiet_loading
 from pi_lora.report.card import CARD, merged_card
 from pi_lora.run import Run, check_room, remove, staged
+from pi_lora.scaling.config import ORIGINAL_WINDOW, in_both_dialects
 from pi_lora.scaling.verify import build_on_meta, config_of
 from pi_lora.serving.commands import serving_lines
 from pi_lora.types import NO_PERMISSIONS, Permissions, Progress, silent
 from pi_lora.writing import write_whole
 
 MERGE_FILE = "merge.json"
+# The entries of a config that a scaling changes.
+POSITIONS = ("rope_parameters", "max_position_embeddings", "original_max_position_embeddings", ORIGINAL_WINDOW)
 
 
 class Merge(BaseModel):
@@ -72,12 +76,14 @@ def merge(
     progress: Progress = silent,
     extension: Extension | None = None,
     permissions: Permissions = NO_PERMISSIONS,
+    sibling: bool = False,
 ) -> Merge:
     """Write base + adapter of `run`, a folder or hub id, as full weights to `output`, checked, whole or not at all.
 
     Sums are made in float32, a few rows at a time, and cast once, to `dtype` or what the base stores. Files are divided
-    as the base's are. `extension` is the scaling of an adapter made elsewhere. `check` compares the written tensors
-    with base and adapter, or their logits too, or nothing.
+    as the base's are. `extension` is the scaling of an adapter made elsewhere. If `sibling`, `base` is another model of
+    the family of the base that `run` was tuned on, such as its instruct model, and gets the scaling too. `check`
+    compares the written tensors with base and adapter, or their logits too, or nothing.
 
     Raise ModelError if `run` is no adapter, its base is missing, damaged or another one, they do not fit
     together, or a check failed, after which nothing is kept; RunExistsError if `output` exists, or there is no room.
@@ -86,11 +92,19 @@ def merge(
     if folder is None:
         raise ModelError(f"{run}: holds no adapter; name a run of lora tuning (full tuning needs no merge)")
     run = folder  # of the cache, if it is on the hub
-    found, notes = _find(run, base, extension, permissions)
+    if sibling and not base:
+        raise ModelError(f"{name}: --sibling: name the sibling of its base with --base")
+    found, notes = _find(run, base, extension, permissions, sibling)
+    before = find_base_of(run, permissions=permissions) if sibling else None
+    if before:
+        notes["sibling"] = f"tuned on {before.base}, and added to {found.base}, which has other weights"
+    if found.base_config.get("quantization_config"):
+        raise ModelError(f"{found.base}: has quantized weights; name the model that it was made from with --base")
     with staged(output) as staging, _one_thread():
         with quiet_loading():
             model = build_on_meta(found.kind, found.config, permissions.remote_code)
-        shards = plan_merge(model, read_shards(found.base, found.file), run, dtype_named(dtype) if dtype else None)
+        own, others = read_shards(found.base, found.file), read_shards(before.base, before.file) if before else None
+        shards = plan_merge(model, own, run, dtype_named(dtype) if dtype else None, others)
         tensors = [tensor for shard in shards for tensor in shard]
         check_room(output, sum(tensor.size for tensor in tensors))
         largest = max(tensors, key=lambda tensor: tensor.size)
@@ -102,7 +116,7 @@ def merge(
         save_config(config, staging)
         # A model may have no tokenizer.
         if any((run / name).is_file() or found.file(name) for name in TOKENIZER_FILES):
-            save_tokenizer(found.tokenizer, staging)
+            save_tokenizer((replace(found, adapter=None) if sibling else found).tokenizer, staging)
         if generation := found.file(GENERATION_CONFIG_NAME):
             shutil.copyfile(generation, staging / GENERATION_CONFIG_NAME)
         merged = Merge(
@@ -137,14 +151,17 @@ def merge(
 
 
 def _find(
-    run: Path, base: str | None, extension: Extension | None, permissions: Permissions
+    run: Path, base: str | None, extension: Extension | None, permissions: Permissions, sibling: bool
 ) -> tuple[Model, dict[str, str]]:
     """Find the base of an adapter and the config that it was tuned under, and return them with notes on what a user
     may not expect; raise ModelError if they cannot be merged.
     """
-    notes = {}
+    notes: dict[str, str] = {}
     if extension is None and (run / CONFIG_FILE).is_file():
         found = find_adapter(run, base, permissions)
+        if sibling:
+            positions = {key: found.config[key] for key in POSITIONS if key in found.config}
+            return replace(found, config=in_both_dialects({**found.base_config, **positions})), notes
     elif Run(run).has_recipe:
         raise ModelError(f"{run}: brings its own scaling; leave out --original, --target and --scaling")
     else:
@@ -154,8 +171,6 @@ def _find(
         known = "as stated" if extension else "as it has no config.json; if not, state it with --target and --original"
         notes["assumed"] = f"{run} was tuned {scaling} to {found.window} tokens, {known}"
     found.check_origin()
-    if found.base_config.get("quantization_config"):
-        raise ModelError(f"{found.base}: has quantized weights; name the model that it was made from with --base")
     return found, notes
 
 
