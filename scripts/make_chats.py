@@ -1,0 +1,114 @@
+"""Chats that a model writes itself from short prompts, as data against forgetting: `data.source: {column: messages}`.
+
+    python scripts/make_chats.py models/smollm2_135m_instruct chats.jsonl [--chats 500] [--turns 2] [--batch-size 16]
+
+No outside data is needed: prompts are made from lists of tasks and topics, and every answer is sampled from the model.
+A chat has up to `--turns` questions. Each line is a chat; the same command continues a file that was not finished.
+"""
+
+import argparse
+import json
+import random
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+import transformers
+from tqdm import tqdm
+
+import pi_lora
+from pi_lora.types import Json
+
+TASKS = [
+    "Explain {topic} to a child.",
+    "What is {topic}?",
+    "Write a short poem about {topic}.",
+    "List five facts about {topic}.",
+    "Why does {topic} matter?",
+    "Write a short story about {topic}.",
+    "What are common mistakes about {topic}?",
+    "How would you begin to learn about {topic}?",
+    "Compare {topic} with {other}.",
+    "Write a polite letter that asks for help with {topic}.",
+    "Give me three questions for a quiz about {topic}, with answers.",
+    "Summarize what is known about {topic} in two sentences.",
+]
+TOPICS = (
+    "rain,the moon,bread,money,chess,bees,music,sleep,the sea,mathematics,bridges,poetry,trains,salt,history,computers,"
+    "gardens,volcanoes,friendship,cooking,maps,light,trees,the human heart,painting,languages,clocks,glass,football,"
+    "electricity,horses,coffee,democracy,dreams,paper,rivers,medicine,fear,the telephone,winter,atoms,wool,law,cities,"
+    "birds,numbers,travel,water,recycling,dinosaurs,philosophy,vaccines,steel,libraries,jokes,deserts,rockets,soil"
+).split(",")
+FOLLOW_UPS = [
+    "Can you say that more simply?",
+    "Give me an example.",
+    "What else should I know?",
+    "Why is that?",
+    "Say it in one sentence.",
+    "Are you sure? Explain.",
+]
+
+
+def questions(number: int, turns: int, seed: int) -> list[str]:
+    """Return the questions of chat `number`, up to `turns`, which follow from number and seed alone."""
+    rng = random.Random(f"{seed} {number}")
+    topic, other = rng.sample(TOPICS, 2)
+    first = rng.choice(TASKS).format(topic=topic, other=other)
+    return [first, *rng.sample(FOLLOW_UPS, min(len(FOLLOW_UPS), rng.randrange(turns)))]
+
+
+def answer(model: pi_lora.Model, chats: Sequence[list[Json]], seed: int, longest: int) -> list[str]:
+    """Return the model's next turn of each chat, sampled, of at most `longest` tokens."""
+    transformers.set_seed(seed)
+    tokenizer = model.tokenizer
+    tokenizer.padding_side = "left"
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    texts = [tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True) for chat in chats]
+    inputs = tokenizer(texts, add_special_tokens=False, padding=True, return_tensors="pt").to(model.model.device)
+    with torch.inference_mode():
+        ids = model.model.generate(
+            **inputs,
+            max_new_tokens=longest,
+            do_sample=True,
+            temperature=0.7,
+            top_p=0.95,
+            pad_token_id=tokenizer.pad_token_id,
+        )
+    texts = tokenizer.batch_decode(ids[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+    return [text.strip() for text in texts]
+
+
+def main() -> None:
+    """Append chats to the file until it has as many as asked for."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model")
+    parser.add_argument("output", type=Path)
+    for name, default in {"chats": 500, "turns": 2, "batch-size": 16, "tokens": 256, "seed": 0}.items():
+        parser.add_argument(f"--{name}", type=int, default=default)
+    asked = parser.parse_args()
+    # A line that a kill cut off is written again.
+    written = asked.output.read_text(encoding="utf-8") if asked.output.exists() else ""
+    whole = written[: written.rfind("\n") + 1]
+    asked.output.write_text(whole, encoding="utf-8")
+    done = whole.count("\n")
+    model = pi_lora.load(asked.model)
+    with asked.output.open("a", encoding="utf-8") as file, tqdm(total=asked.chats, initial=done) as bar:
+        for start in range(done, asked.chats, asked.batch_size):
+            numbers = range(start, min(start + asked.batch_size, asked.chats))
+            chats: list[list[Json]] = [[] for _ in numbers]
+            left = [questions(number, asked.turns, asked.seed) for number in numbers]
+            for turn in range(asked.turns):
+                pairs = [(chat, asks[turn]) for chat, asks in zip(chats, left, strict=True) if turn < len(asks)]
+                for chat, question in pairs:
+                    chat.append({"role": "user", "content": question})
+                talking = [chat for chat, _ in pairs]
+                replies = answer(model, talking, asked.seed + start + turn, asked.tokens) if talking else []
+                for chat, reply in zip(talking, replies, strict=True):
+                    chat.append({"role": "assistant", "content": reply})
+            file.writelines(json.dumps({"messages": chat}, ensure_ascii=False) + "\n" for chat in chats)
+            file.flush()
+            bar.update(len(chats))
+
+
+if __name__ == "__main__":
+    main()
