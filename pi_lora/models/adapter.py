@@ -210,7 +210,7 @@ def without_known_warnings() -> Iterator[None]:
     5.23; no base's config is where it looks beside a checkpoint; and our own to users of plain PEFT.
     """
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", ".*gradient_checkpointing` is deprecated", FutureWarning)
+        warnings.filterwarnings("ignore", ".*gradient_checkpointing(_kwargs|_enable)?` is deprecated", FutureWarning)
         warnings.filterwarnings("ignore", r"Could not find a config file in builtin:", UserWarning)
         warnings.filterwarnings("ignore", rf"Unexpected keyword arguments \['{stored.WARNING}'\]", UserWarning)
         yield

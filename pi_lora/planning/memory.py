@@ -93,7 +93,7 @@ def memory(shape: Shape, recipe: Recipe, original: int, gpu: Gpu) -> DeviceMemor
     through the first (every gradient already is), and measuring between two steps.
     """
     training, tuning, hardware = recipe.training, recipe.tuning, recipe.hardware
-    on_cpu, full, checkpointing = gpu.name == CPU, tuning.method == "full", training.activation_checkpointing
+    on_cpu, full = gpu.name == CPU, tuning.method == "full"
     length = recipe.data.tokens_per_sequence(original, recipe.context.target)
     # Of a forward pass on one device.
     tokens = training.per_device_batch_size * -(-length // hardware.context_parallel)
@@ -105,15 +105,15 @@ def memory(shape: Shape, recipe: Recipe, original: int, gpu: Gpu) -> DeviceMemor
     # DistributedDataParallel's buckets, which stay when gradients go.
     buckets = gradients if shards == 1 and hardware.processes > 1 else 0
     gradients += buckets
-    # Autocast keeps bfloat16 copies of float32 weights for the backward; with checkpointing those that train alone, and
-    # until the forward pass ends.
-    cast = arithmetic == "autocast" and (full or not checkpointing)
-    casts = (shape.linear_weights + shape.experts) * BFLOAT16 if cast else 0
+    # Autocast keeps bfloat16 copies of float32 weights for the backward; of layers that are checkpointed, those that
+    # train alone, and until the forward pass ends.
+    casts = (shape.linear_weights + shape.experts) * BFLOAT16 if arithmetic == "autocast" else 0
+    casts_of_kept = casts * (shape.layers - training.checkpointed_layers(shape.layers)) // shape.layers
     accumulated = gradients if training.global_batch_size > recipe.sequences_at_once else 0
     of_head = shape.embedding * (number if full else FLOAT32) // shards if _head_trains(shape, tuning) else 0
     kept, working = _activations(shape, recipe, tokens, arithmetic)
     at_moments = [
-        (weights + (0 if checkpointing else casts), accumulated or of_head, optimizer, kept + working, 0),
+        (weights + casts_of_kept, accumulated or of_head, optimizer, kept + working, 0),
         (weights, gradients, optimizer, working + kept // shape.layers, 0),
     ]
     if recipe.evaluation.every:
@@ -123,7 +123,7 @@ def memory(shape: Shape, recipe: Recipe, original: int, gpu: Gpu) -> DeviceMemor
         at_moments.append((weights, buckets, optimizer, forward, logits))
     freed = min(MOST_FREED, FREED_ON_CPU * shape.layers * tokens * shape.hidden)
     overhead = OVERHEAD_ON_CPU + freed if on_cpu else OVERHEAD
-    at_loss = (weights + casts, accumulated, optimizer, kept)
+    at_loss = (weights + (casts if full else casts_of_kept), accumulated, optimizer, kept)
     plain, chunked = loss_bytes(shape, tuning, tokens, arithmetic, on_cpu)
     # On a GPU, reading float32 logits takes longer than computing them twice. TRL's loss alone balances experts over
     # accumulated batches.
@@ -204,10 +204,13 @@ def _activations(shape: Shape, recipe: Recipe, tokens: int, arithmetic: Arithmet
     experts = shape.experts / shape.layers if adapts_experts else 0
     kept = kept * tokens + ADAPTED_EXPERTS_KEPT * experts
     peak = peak * tokens + ADAPTED_EXPERTS_PEAK * experts
-    if not training.activation_checkpointing:
-        return round(shape.layers * kept), round(peak - kept)
-    resident = min(shape.layers, RESIDENT_WHEN_OFFLOADED) if hardware.offload_activations else shape.layers
-    return resident * hidden_states(shape, tokens, arithmetic), round(peak)
+    checkpointed = training.checkpointed_layers(shape.layers)
+    resident = min(checkpointed, RESIDENT_WHEN_OFFLOADED) if hardware.offload_activations else checkpointed
+    of_checkpointed = hidden_states(shape, tokens, arithmetic)
+    if training.activation_checkpointing == "selective":
+        of_checkpointed += tokens * shape.queries * (FLOAT32 if arithmetic == "float32" else BFLOAT16)
+    in_all = resident * of_checkpointed + (shape.layers - checkpointed) * kept
+    return round(in_all), round(peak if checkpointed else peak - kept)
 
 
 def layer_bytes(

@@ -15,10 +15,17 @@ class Flops(NamedTuple):
 
 
 def flops_of_sequences(
-    shape: Shape, tuning: Tuning, tokens: int, recomputed: float, sequences: int = 1, plain_loss: bool = False
+    shape: Shape,
+    tuning: Tuning,
+    tokens: int,
+    recomputed: float,
+    sequences: int = 1,
+    plain_loss: bool = False,
+    keeps_attention: bool = False,
 ) -> Flops:
     """Return the operations of training on `sequences` of `tokens` each, of whose layers the share `recomputed` is
-    computed again in the backward pass; without the optimizer's, norms, softmax and state-space recurrences.
+    computed again in the backward pass, without attention if `keeps_attention`. Left out: the optimizer's, norms,
+    softmax and state-space recurrences.
 
     A product with a weight costs 2 per token; backward, 2 for its input, and 2 for its own gradient where it trains.
     Attention's two products are causal: 2 x 2 operations per channel for each pair of tokens in reach. The loss in
@@ -32,5 +39,6 @@ def flops_of_sequences(
     forward = layers + adapter + attention
     trained = layers + head if tuning.method == "full" else adapter
     backward = layers + head + adapter + 2 * attention + trained
-    recomputation = recomputed * forward + (0.0 if plain_loss else head)
+    again = forward - attention if keeps_attention else forward
+    recomputation = recomputed * again + (0.0 if plain_loss else head)
     return Flops((forward + head) * sequences, recomputation * sequences, backward * sequences)

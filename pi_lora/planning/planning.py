@@ -171,7 +171,8 @@ def plan_recipe(recipe: Recipe, target: Target, gpu: Gpu | None = None) -> Train
         raise PiLoraError("--gpu: cpu: the recipe asks for hardware.gpus; name a GPU, or set hardware.gpus=null")
     shape, tokens = target.shape, recipe.data.tokens_per_sequence(target.original, recipe.context.target)
     sequences = training.steps * training.global_batch_size
-    needed, recomputed = memory(shape, recipe, target.original, gpu), float(training.activation_checkpointing)
+    needed, selective = memory(shape, recipe, target.original, gpu), training.activation_checkpointing == "selective"
+    recomputed = training.checkpointed_layers(shape.layers) / shape.layers
     return TrainingPlan(
         recipe=recipe,
         target=target,
@@ -179,5 +180,5 @@ def plan_recipe(recipe: Recipe, target: Target, gpu: Gpu | None = None) -> Train
         trained=trained_parameters(shape, recipe.tuning),
         memory=needed,
         tokens_per_step=training.global_batch_size * tokens,
-        flops=flops_of_sequences(shape, recipe.tuning, tokens, recomputed, sequences, needed.plain_loss),
+        flops=flops_of_sequences(shape, recipe.tuning, tokens, recomputed, sequences, needed.plain_loss, selective),
     )

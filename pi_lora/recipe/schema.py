@@ -239,8 +239,8 @@ class Training(Section):
     """gradients are clipped to this norm"""
     precision: Literal["auto", "float32", "bfloat16"] = "auto"
     """auto: bfloat16 where it is faster"""
-    activation_checkpointing: bool = True
-    """recompute layers in the backward pass, to save memory"""
+    activation_checkpointing: bool | Literal["selective"] | Annotated[int, Field(ge=2)] = True
+    """recompute layers in the backward pass, to save memory: n every n-th layer only, selective all but attention"""
     mlp_chunk_tokens: PositiveInt | None = None
     """tokens per piece of an MLP's input; by default all"""
     save_every: PositiveInt = 100
@@ -251,6 +251,11 @@ class Training(Section):
     """also log to these"""
     seed: Seed = 0
     """of the adapter's initial values, dropout and the order of sequences"""
+
+    def checkpointed_layers(self, layers: int) -> int:
+        """Return how many of `layers` are computed again in the backward pass: of every n-th the first one, as well."""
+        every = self.activation_checkpointing
+        return layers if every == "selective" else -(-layers // every) if every else 0
 
 
 class Hardware(Section):
@@ -336,7 +341,7 @@ class Recipe(Section):
         pose, keep = self.data.positions == "skip", self.scaling == "keep"
         if self.tuning.method == "full" and dtype not in (None, "float32"):
             raise ValueError(f"model.dtype: {dtype} weights would round most updates of full tuning away; leave it out")
-        if hardware.offload_activations and not training.activation_checkpointing:
+        if hardware.offload_activations and training.activation_checkpointing is not True:
             raise ValueError("hardware.offload_activations: needs training.activation_checkpointing: true")
         if training.mlp_chunk_tokens and self.tuning.dropout:
             raise ValueError("training.mlp_chunk_tokens: cannot repeat dropout; leave it or tuning.dropout out")

@@ -15,6 +15,7 @@ from transformers import Trainer as PlainTrainer
 os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")  # TRL reports usage otherwise
 
 from trl import SFTConfig, SFTTrainer
+from trl.models import enable_selective_activation_checkpointing
 
 from pi_lora.data.batches import TrainingData
 from pi_lora.models import adapter as adapters
@@ -30,7 +31,7 @@ from pi_lora.training.schedule import rate_share
 
 def trainer_arguments(recipe: Recipe, run: Run, name: str) -> SFTConfig:
     """Return TRL's arguments; rows are token ids already."""
-    training, hardware = recipe.training, recipe.hardware
+    training = recipe.training
     return OneDevice(
         output_dir=str(run.path / CHECKPOINTS),
         max_steps=training.steps,
@@ -44,8 +45,8 @@ def trainer_arguments(recipe: Recipe, run: Run, name: str) -> SFTConfig:
         max_grad_norm=training.max_grad_norm,
         bf16=machine.computes_in_bfloat16(recipe),
         use_cpu=device().type == "cpu",
-        gradient_checkpointing=training.activation_checkpointing,
-        gradient_checkpointing_kwargs={"offload": True} if hardware.offload_activations else None,
+        gradient_checkpointing=bool(training.activation_checkpointing),
+        gradient_checkpointing_kwargs=checkpointing_options(recipe),
         # Every trainable parameter is used in every step.
         ddp_find_unused_parameters=False,
         # FSDP2 keeps whole gradients until it has summed them over all processes.
@@ -68,6 +69,14 @@ def trainer_arguments(recipe: Recipe, run: Run, name: str) -> SFTConfig:
         disable_tqdm=True,
         **dict.fromkeys(("log_level", "log_level_replica"), "error"),
     )
+
+
+def checkpointing_options(recipe: Recipe) -> dict[str, Any] | None:
+    """Return which layers transformers checkpoints, and where it keeps their inputs."""
+    if recipe.hardware.offload_activations:
+        return {"offload": True}
+    every = recipe.training.activation_checkpointing
+    return {"every_n_layers": every} if isinstance(every, int) and every > 1 else None
 
 
 class OneDevice(SFTConfig):
@@ -101,6 +110,9 @@ class Trainer(SFTTrainer):
             machine.use_liger(tuned)
         if self.training.mlp_chunk_tokens:
             chunk_mlps(tuned, self.training.mlp_chunk_tokens)
+        if self.training.activation_checkpointing == "selective":
+            # TRL's own key fails for models with an adapter.
+            enable_selective_activation_checkpointing(tuned if tuning.method == "full" else tuned.get_base_model())
         # TensorBoard's events go into the run; by default they are removed with the checkpoints.
         with patch_environment(tensorboard_logging_dir=run.path / "tensorboard"), adapters.kept_values(tuned):
             super().__init__(

@@ -133,6 +133,18 @@ def test_offloading_and_context_parallelism_save_activations(target: int, method
     assert planned(target, method, 8, context_parallel=8).memory.peak < plain.memory.peak
 
 
+@pytest.mark.parametrize("method", ["lora", "qlora", "full"])
+def test_what_is_kept_takes_memory_and_saves_recomputation(method: str) -> None:
+    levers = (True, "selective", 2, 4, False)
+    sections = {"tuning": {"method": method}, "hardware": {"gpus": 8}}
+    plans = [plan_of(recipe(target=16384, training={"activation_checkpointing": each}, **sections)) for each in levers]
+    peaks = [plan.memory.components["activations"] for plan in plans]
+    assert peaks == sorted(peaks)
+    everything, selective, half, quarter, head = (plan.flops.recomputation for plan in plans)
+    assert (half - head, quarter - head) == pytest.approx(((everything - head) / 2, (everything - head) / 4))
+    assert head < selective < everything
+
+
 @pytest.mark.parametrize(("name", "more"), [(LLAMA, 0.73), ("Qwen/Qwen3-8B-Base", 3.46)])
 def test_an_eight_bit_optimizer_saves_three_quarters_but_of_embeddings(name: str, more: float) -> None:
     """transformers keeps their moments in 32 bits."""
