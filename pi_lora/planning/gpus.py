@@ -16,13 +16,15 @@ GPU_NODES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
 @dataclass(frozen=True)
 class Gpu:
     """A device by name: its memory in bytes, and its dense peak in FLOP/s, if it is known, in bfloat16 with float32
-    accumulation, or in float32 where it has no bfloat16. `assumed` says why a plan is for it, if nobody named it.
+    accumulation, or in float32 where it has no bfloat16. `host` is the memory of
+    its host in bytes, if that is known. `assumed` says why a plan is for it, if nobody named it.
     """
 
     name: str
     memory: int
     peak: float | None
     bfloat16: bool = True
+    host: int | None = field(default=None, compare=False)
     assumed: str = field(default="", compare=False)
 
 
@@ -97,7 +99,7 @@ def device_here() -> Gpu:
     else:
         gpu = torch.cuda.get_device_properties(0)
         here = gpu_of_device(gpu.name, gpu.total_memory, has_fast_bfloat16())
-    return replace(here, assumed="this machine's")
+    return replace(here, assumed="this machine's", host=host_memory()[0])
 
 
 def device_for(hardware: Hardware, option: str | None = None) -> Gpu | None:

@@ -135,8 +135,10 @@ def memory(shape: Shape, recipe: Recipe, original: int, gpu: Gpu) -> DeviceMemor
         components=dict(zip(COMPONENTS, map(max, *at_moments), strict=True)),
         highest=max(map(sum, at_moments)),
         overhead=overhead,
-        # Offloading pins host memory for each device.
-        host=shape.layers * hidden_states(shape, tokens, arithmetic) if hardware.offload_activations else 0,
+        # Each pinned tensor takes a power of two (torch 2.13).
+        host=shape.layers * 2 ** (hidden_states(shape, tokens, arithmetic) - 1).bit_length()
+        if hardware.offload_activations
+        else 0,
         plain_loss=plain_loss,
     )
 

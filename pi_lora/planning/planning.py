@@ -34,10 +34,13 @@ ASSUMED_UTILIZATION = {"full": 0.45, "lora": 0.40, "qlora": 0.30, "cpu": 0.38}
 
 @dataclass(frozen=True)
 class Target:
-    """The model that a plan is for: its shape, and its window before it is extended (L) in tokens."""
+    """The model that a plan is for: its shape, its window before it is extended (L) in tokens, and the window that its
+    config declares.
+    """
 
     shape: Shape
     original: int
+    declared: int
 
 
 @dataclass(frozen=True)
@@ -60,13 +63,18 @@ class TrainingPlan:
 
     @property
     def fits(self) -> bool:
-        """Whether each device has the memory."""
-        return self.memory.peak <= self.gpu.memory
+        """Whether each device has the memory, and its host, if that is known, what all devices pin."""
+        return self.memory.peak <= self.gpu.memory and self._host_has_room
+
+    @property
+    def _host_has_room(self) -> bool:
+        pinned = self.memory.host * self.recipe.hardware.processes_per_machine
+        return self.gpu.host is None or pinned <= self.gpu.host
 
     @property
     def roomy(self) -> bool:
         """Whether each device has the memory with `MARGIN` to spare."""
-        return self.memory.peak * MARGIN <= self.gpu.memory
+        return self.memory.peak * MARGIN <= self.gpu.memory and self._host_has_room
 
     @property
     def tokens(self) -> int:
@@ -113,23 +121,26 @@ def plan_here(recipe: Recipe, model: "Model") -> TrainingPlan | None:
 
     here = device_here()
     try:
-        # Under `keep` the model's own window is the one before.
-        original = model.window if recipe.scaling == "keep" else model.original
+        config = model.config if recipe.scaling == "keep" else model.base_config
         no_gpu = here.name == CPU and recipe.hardware.gpus is not None
-        return plan_recipe(recipe, Target(shape_of(model.skeleton), original), None if no_gpu else here)
+        return plan_recipe(recipe, _target(recipe, config, shape_of(model.skeleton)), None if no_gpu else here)
     except ModelError:
         return None
 
 
 def target_of(recipe: Recipe, permissions: Permissions = NO_PERMISSIONS) -> Target:
     """Find the model of `recipe`, build it on the meta device, and check that it can be extended as the recipe says."""
-    config, shape = find_shape(recipe.model.name, recipe.model.revision, permissions)
+    return _target(recipe, *find_shape(recipe.model.name, recipe.model.revision, permissions))
+
+
+def _target(recipe: Recipe, config: Config, shape: Shape) -> Target:
+    window = window_of(config)
     if recipe.scaling == "keep":
         check_reach(recipe.model.name, config, recipe.context.target)
-        return Target(shape, window_of(config))
-    original = recipe.context.original or window_of(config)
+        return Target(shape, window, window)
+    original = recipe.context.original or window
     check_extendable(config, Interpolation(recipe.scaling, original, recipe.context.target, recipe.context.theta))
-    return Target(shape, original)
+    return Target(shape, original, window)
 
 
 @cache

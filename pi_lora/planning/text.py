@@ -19,12 +19,12 @@ from pi_lora.recipe.schema import Recipe
 Changes = dict[str, Any]
 # What saves memory and costs only time, the cheapest first. A chunk is long enough to keep a GPU busy, and short
 # compared with the windows that do not fit.
-_COSTS_TIME: Changes = {
-    "training.activation_checkpointing": True,
-    "training.mlp_chunk_tokens": 4096,
-    "hardware.offload_activations": True,
-    "training.per_device_batch_size": 1,
-}
+_COSTS_TIME: tuple[tuple[str, Any], ...] = (
+    *(("training.activation_checkpointing", value) for value in (4, 2, "selective", True)),
+    ("training.mlp_chunk_tokens", 4096),
+    ("hardware.offload_activations", True),
+    ("training.per_device_batch_size", 1),
+)
 # In one machine.
 MOST_GPUS = 8
 
@@ -43,7 +43,8 @@ def plan_lines(plan: TrainingPlan) -> list[str]:
     if plan.gpu.assumed:
         memory += f" ({plan.gpu.assumed})"
     if plan.memory.host:
-        memory += f", {_gib(plan.memory.host)} GiB of its host"
+        pinned = "pinned in tensors whose sizes are rounded up to powers of two"
+        memory += f", {_gib(plan.memory.host)} GiB of its host, {pinned}"
     duration = "no hours, since the peak of this device is not known"
     if plan.hours:
         duration = f"about {hours_in_words(plan.hours)} at {plan.utilization:.0%} of the peak (assumed)"
@@ -53,6 +54,9 @@ def plan_lines(plan: TrainingPlan) -> list[str]:
         f"time: {recipe.training.steps} steps of {plan.tokens_per_step:,} tokens, {_count(plan.tokens)} in all, "
         f"{sum(plan.flops):.1e} FLOPs: {duration}",
     ]
+    if plan.target.original != plan.target.declared:
+        declared = f"the config of {recipe.model.name} says {plan.target.declared}"
+        lines.append(f"context.original: {plan.target.original} tokens, and {declared}; leave it out if that is right")
     if not plan.fits:
         change = advice(plan)
         remedy = f"the cheapest change that fits: {change}" if change else "no suggested change fits"
@@ -113,7 +117,7 @@ def slower(plan: TrainingPlan) -> list[Changes]:
         "hardware.offload_activations": plan.gpu.name == CPU,
         "training.mlp_chunk_tokens": plan.recipe.tuning.dropout,
     }
-    useful = [(key, value) for key, value in _COSTS_TIME.items() if not useless.get(key)]
+    useful = [(key, value) for key, value in _COSTS_TIME if not useless.get(key)]
     return [dict(useful[:number]) for number in range(len(useful) + 1)]
 
 

@@ -87,7 +87,7 @@ def small_plan(kind: str, tuning: str, gpus: int) -> TrainingPlan:
             "hardware": {"gpus": gpus},
         }
     )
-    return plan_recipe(recipe, Target(small_shape(kind), 128), GPUS["H100"])
+    return plan_recipe(recipe, Target(small_shape(kind), 128, 128), GPUS["H100"])
 
 
 def plan_of(recipe: Recipe, gpu: str | None = None) -> TrainingPlan:

@@ -1,5 +1,6 @@
 """The recipe that `pi-lora new` writes: it fits, it is the best that does, and it loads, plans and trains."""
 
+import itertools
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -23,7 +24,7 @@ from pi_lora.planning.planning import TrainingPlan, find_shape, plan_recipe, pla
 from pi_lora.planning.text import plan_lines
 from pi_lora.preflight import check_fits
 from pi_lora.recipe.files import load_recipe
-from pi_lora.recipe.schema import Hardware
+from pi_lora.recipe.schema import Hardware, Recipe
 from pi_lora.scaling.config import window_of
 
 MODELS = """HuggingFaceTB/SmolLM2-1.7B Qwen/Qwen3-0.6B-Base Qwen/Qwen3-8B-Base huggyllama/llama-7b huggyllama/llama-13b
@@ -88,6 +89,22 @@ def test_quality_decides_among_what_fits() -> None:
     assert levers(chosen("meta-llama/Meta-Llama-3-8B", 65536, "4090")) == ("skip", 8192, "lora", "norms")
     assert levers(chosen("mistralai/Mistral-7B-v0.3", 131072, "12GB")) == ("skip", 4096, "qlora", BOTH)
     assert levers(chosen("meta-llama/Meta-Llama-3-8B", 65536, "12GB")) == ("skip", 4096, "qlora", "norms")
+
+
+@pytest.mark.parametrize(
+    ("gpu", "target", "checkpointing"),
+    [("H200", 16384, False), ("H100", 16384, 2), ("A100-40", 16384, "selective"), ("A100-40", 32768, True)],
+)
+def test_only_the_layers_that_have_no_room_are_computed_again(gpu: str, target: int, checkpointing: Any) -> None:
+    """By the least that makes the plan fit: everything that computes less again has too little memory."""
+    plan = chosen(gpu=gpu, target=target)
+    assert plan.recipe.training.activation_checkpointing == checkpointing
+    tree = plan.recipe.model_dump(mode="json")
+    for cheaper in itertools.takewhile(lambda value: value != checkpointing, (False, 4, 2, "selective")):
+        tree["training"]["activation_checkpointing"] = cheaper
+        other = plan_recipe(Recipe.model_validate(tree), plan.target, plan.gpu)
+        assert not other.roomy
+        assert sum(other.flops) < sum(plan.flops)
 
 
 @pytest.mark.parametrize(("model", "gpu"), [("meta-llama/Meta-Llama-3-8B", "4090"), (LLAMA, "24GB"), (LLAMA, "12GB")])

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,7 @@ LLAMA = "huggyllama/llama-7b"
 
 
 def recipe(name: str = LLAMA, target: int = 8192, **sections: Any) -> Recipe:
-    tree = {"model": {"name": name}, "context": {"target": target}, "data": {"source": "text"}, **sections}
+    tree = {"model": {"name": name}, "context": {"target": target}, "data": {"source": "text"}} | sections
     return Recipe.model_validate(tree)
 
 
@@ -221,6 +222,26 @@ def test_more_gpus_are_found_where_nothing_cheaper_helps() -> None:
 def test_a_cpu_is_not_told_to_offload_what_its_memory_holds_already() -> None:
     found = advice(plan_of(recipe("huggyllama/llama-7b", 24576, tuning={"method": "qlora"}), CPU))
     assert found == "context.target=12288"
+
+
+def test_pinned_memory_is_rounded_up_and_has_to_fit_the_host() -> None:
+    """32 inputs of 2 x 347k x 4096 bytes, 2.6 GiB each, take 4 GiB each."""
+    plan = plan_of(
+        recipe(target=347_136, tuning={"method": "qlora"}, hardware={"gpus": 1, "offload_activations": True}), "H200"
+    )
+    assert plan.memory.host == 32 * 4 * GIB
+    assert plan.fits
+    assert "128.0 GiB of its host, pinned" in plan_lines(plan)[1]
+    small_host = plan_recipe(plan.recipe, plan.target, replace(plan.gpu, host=127 * GIB))
+    assert not small_host.fits
+    assert not small_host.roomy
+
+
+def test_a_window_that_contradicts_the_config_is_said() -> None:
+    asked = recipe(context={"original": 1024, "target": 8192}, hardware={"gpus": 1})
+    said = plan_lines(plan_of(asked, "H100"))[-1]
+    assert said == f"context.original: 1024 tokens, and the config of {LLAMA} says 2048; leave it out if that is right"
+    assert not any("context.original" in line for line in plan_lines(plan_of(recipe(hardware={"gpus": 1}), "H100")))
 
 
 def test_without_a_gpu_named_it_takes_the_smallest_that_fits() -> None:
