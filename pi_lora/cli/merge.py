@@ -24,6 +24,7 @@ def merge(
     original: Original = None,
     target: Target = None,
     scaling: Scaling = None,
+    reference: Annotated[bool, Parameter(help="Also write answers for check-server into the folder.")] = False,
     sibling: Annotated[bool, Parameter(help="--base is a sibling of the base it was tuned on.")] = False,
     output: Annotated[Path | None, Parameter(help="A new folder; models/<run> by default.")] = None,
     dtype: Dtype = None,
@@ -35,9 +36,14 @@ def merge(
     extension = extension_of(target, original, scaling)
     with working(LIBRARIES):
         from pi_lora.merging.merging import merge
+        from pi_lora.models.model import find
+        from pi_lora.serving.reference import REFERENCE_FILE, Reader, write_reference
     with progress_bar("merging") as progress:
         to = output or Path("models") / run.resolve().name
         merged = merge(run, to, base, dtype, check, progress, extension, trust.permissions, sibling)
+        if reference:
+            model = find(str(to), permissions=trust.permissions)
+            write_reference(Reader(model, progress=progress), to / REFERENCE_FILE)
     out.lines(*merged.lines(), f"{to}: merged; it loads like any model, its scaling is in config.json", "")
     out.lines("Serve it:", *merged.serving())
 

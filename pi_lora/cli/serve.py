@@ -9,7 +9,7 @@ from cyclopts import Parameter
 from pi_lora.cli.app import EXTEND, LIBRARIES, app, out, progress_bar, working
 from pi_lora.cli.options import GROUP, JsonFile, Loading
 from pi_lora.errors import PiLoraError
-from pi_lora.writing import check_can_write, read_json, write_json, write_whole
+from pi_lora.writing import check_can_write, read_json, write_json
 
 
 @app.command(name="check-server", group=EXTEND, sort_key=5)
@@ -35,12 +35,12 @@ def check_server(
     with working(LIBRARIES):
         from pi_lora.serving.check import check_server, verdicts_table
         from pi_lora.serving.reference import Reader, Reference
+        from pi_lora.serving.reference import write_reference as write_reference_file
         from pi_lora.serving.server import Server
     words = text.read_text(encoding="utf-8") if text else ""
     with progress_bar("checking") as progress:
         if reference and write_reference:
-            computed = Reader(loading.find(write_reference)[0], words, loading.dtype, progress).complete()
-            write_whole(reference, computed.model_dump_json() + "\n")
+            write_reference_file(Reader(loading.find(write_reference)[0], words, loading.dtype, progress), reference)
             out.lines(f"{reference}: written; pi-lora check-server URL --reference {reference} needs no weights")
             return
         server = Server(url or "", served)

@@ -3,6 +3,7 @@
 import random
 from bisect import bisect_right
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,11 +14,14 @@ from pi_lora.errors import DataError
 from pi_lora.models.model import Model
 from pi_lora.scaling.config import ORIGINAL_WINDOW, full_attention_rope, in_both_dialects, with_full_rope
 from pi_lora.types import Progress, silent
+from pi_lora.writing import write_whole
 
 # Tokens that are written, and the last tokens of a prompt whose log probabilities are compared.
 WRITTEN, SCORED = 32, 64
 # Characters of the longest tokens of a text.
 LONGEST_TOKEN = 16
+# In a merged folder.
+REFERENCE_FILE = "server_reference.json"
 # How a server can read a prompt; `cut N` is its last N tokens.
 RIGHT, UNSCALED, CUT = "right", "unscaled", "cut"
 
@@ -75,13 +79,6 @@ class Reader:
         self.reference.prompts = [self._prompt(found.window * 9 // 10), self._prompt(found.original // 2)]
         self.reference.own_text = text[: self.reference.prompts[0].characters]
 
-    def complete(self) -> Reference:
-        """Return the reference with the answers to every reading."""
-        pairs = [(prompt, reading) for prompt in self.reference.prompts for reading in self.reference.readings(prompt)]
-        for prompt, reading in sorted(pairs, key=lambda pair: pair[1] == UNSCALED):
-            self.answer(prompt, reading)
-        return self.reference
-
     def answer(self, prompt: Prompt, reading: str) -> Answer:
         """Return the answer to a prompt in one reading."""
         if reading not in prompt.answers:
@@ -106,6 +103,15 @@ class Reader:
             self.loaded.clear()  # one model at a time
             self.loaded[scaled] = (self.found if scaled else _unscaled(self.found)).load(self.dtype)
         return self.loaded[scaled]
+
+
+def write_reference(reader: Reader, file: Path) -> None:
+    """Compute all answers of a model, and write them to a file of some kilobytes."""
+    pairs = [(prompt, reading) for prompt in reader.reference.prompts for reading in reader.reference.readings(prompt)]
+    # The unscaled model is loaded last.
+    for prompt, reading in sorted(pairs, key=lambda pair: pair[1] == UNSCALED):
+        reader.answer(prompt, reading)
+    write_whole(file, reader.reference.model_dump_json() + "\n")
 
 
 def _unscaled(found: Model) -> Model:

@@ -189,6 +189,13 @@ def test_a_reference_is_small_and_of_its_text(
     assert mistake(command, capsys) == "--text: has fewer than 115 tokens; name a longer text"
 
 
+def test_a_merged_folder_brings_its_reference(lora_run: Path, serve: Serve, tmp_path: Path) -> None:
+    folder = tmp_path / "merged"
+    words = ["merge", str(lora_run), "--reference", "--output", str(folder)]
+    cli.app(words, exit_on_error=False, result_action="return_value")
+    assert check(serve(Engine(folder)), "--reference", str(folder / "server_reference.json")) == 0
+
+
 def mistake(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("sys.argv", words)
