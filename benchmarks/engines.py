@@ -14,6 +14,7 @@ import argparse
 import json
 import math
 import re
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -25,10 +26,11 @@ from record import ROOT, read, write, write_row
 
 from pi_lora.data.sources import standard_library
 from pi_lora.errors import PiLoraError
+from pi_lora.merging.extending import extend
 from pi_lora.merging.llama_cpp import CONVERTER, export_gguf
 from pi_lora.merging.merging import merge
 from pi_lora.models.location import BUILTIN_FOLDER
-from pi_lora.models.model import find
+from pi_lora.models.model import Extension, find
 from pi_lora.recipe.places import cache_folder
 
 ASK = Path(__file__).parent / "in_engines" / "ask.py"
@@ -46,11 +48,16 @@ ENGINES = {
     "ctranslate2": (("ctranslate2==4.8.5", "transformers==4.57.6", TORCH), ()),
     "onnxruntime_genai": (("onnxruntime-genai==0.18.0", "onnx", "onnx-ir", "transformers==5.23.0", TORCH), ()),
 }
-# The run, its base, and how long the prompt is: longer than the base's window by far.
+# The run, or the scaling of a base that is not tuned; the base; and how long the prompt is: longer than the base's
+# window by far.
 MODELS = {
     "builtin_1k": (PLACE / "models" / "builtin_1k_run", BUILTIN_FOLDER / "tiny", 900),
+    "builtin_1k_theta": ("theta", BUILTIN_FOLDER / "tiny", 900),
+    "builtin_1k_yarn": ("yarn", BUILTIN_FOLDER / "tiny", 900),
+    "builtin_1k_llama3": ("llama3", BUILTIN_FOLDER / "tiny", 900),
     "smollm2_16k": (ROOT / "adapters" / "smollm2_135m_16k", ROOT / "models" / "smollm2_135m_instruct", 9000),
 }
+TARGET = 1024
 # The built-in model with LoRA alone, which is all that vLLM can add to a base.
 TUNING = ("training.steps=60", "tuning.also_train=nothing")
 # The converter knows tokenizers by a list of hashes, which holds the public ones; the built-in model's splits text the
@@ -82,14 +89,18 @@ def python_of(engine: str) -> str:
 
 
 def merged(model: str) -> Path:
-    """The run of a model merged in float32, so that engines round nothing; the built-in one is tuned for a moment."""
+    """The run of a model merged in float32, so that engines round nothing; the built-in one is tuned for a moment. A
+    base that is not tuned is extended.
+    """
     run, base, _ = MODELS[model]
     folder = PLACE / "models" / model
-    if not folder.is_dir():
+    if not folder.is_dir() and isinstance(run, str):
+        extend(find(str(base), Extension(TARGET, scaling=run)), folder)
+    elif not folder.is_dir():
         if not run.is_dir():
             recipe = [str(ROOT / "recipes" / "demo.yaml"), *TUNING, "--output", str(run)]
             subprocess.run([sys.executable, "-m", "pi_lora", "train", *recipe], check=True)
-        name = None if model == "builtin_1k" else str(base)
+        name = None if base == BUILTIN_FOLDER / "tiny" else str(base)
         merge(run, folder, base=name, dtype="float32", progress=lambda *_: None)
     return folder
 
@@ -109,7 +120,7 @@ def gguf(model: str) -> Path:
         own = next(sources.glob("*/vendor/llama.cpp"))
         packages = next((PLACE / "llama_cpp").glob("lib/*/site-packages"))
         script = PLACE / "llama_cpp" / CONVERTER
-        script.write_text(CONVERT.format(sources=str(own), packages=str(packages), builtin=model == "builtin_1k"))
+        script.write_text(CONVERT.format(sources=str(own), packages=str(packages), builtin=model.startswith("builtin")))
         export_gguf(str(merged(model)), file, script, "f32")
     return file
 
@@ -121,13 +132,26 @@ def prompt(model: str, file: Path | None) -> list[int]:
     return find(str(merged(model))).tokenizer(text[: length * 12], verbose=False)["input_ids"][:length]
 
 
+def unscaled_folder(model: str) -> str:
+    """The same weights under the config of the base, as a reader has them that drops the scaling."""
+    folder, (_, base, _) = PLACE / "models" / f"{model}_unscaled", MODELS[model]
+    if not folder.is_dir():
+        shutil.copytree(merged(model), folder)
+        ours, own = (json.loads((place / "config.json").read_text()) for place in (folder, base))
+        kept = {key: ours[key] for key in ours if not key.startswith("rope_")}
+        ropes = {key: own[key] for key in own if key.startswith("rope_") or key == "max_position_embeddings"}
+        (folder / "config.json").write_text(json.dumps(kept | ropes))
+    return str(folder)
+
+
 def transformers_5(model: str, text: str, request: dict) -> dict:
     """The answer of this environment's transformers, and the tokens of the model without its scaling."""
     file = PLACE / "models" / f"{model}.{text}.json"
     if not file.is_file():
         packages = ("transformers", "torch")
         scaled, unscaled = (
-            answer("transformers_5", sys.executable, packages, {**request, "unscaled": each}) for each in (False, True)
+            answer("transformers_5", sys.executable, packages, {**request, "folder": folder})
+            for folder in (request["folder"], unscaled_folder(model))
         )
         file.write_text(json.dumps({**scaled, "unscaled": unscaled["tokens"]}))
     return json.loads(file.read_text())
@@ -196,6 +220,8 @@ def main() -> None:
             rows = {}  # answers about another prompt
         write("engines", results | {"models": results["models"] | {model: {**facts, "rows": rows}}})
         for engine in options.engines:
+            if engine == "vllm_adapter" and isinstance(run, str):
+                continue
             if "failed" not in rows.get(engine, {"failed": "not asked yet"}):
                 continue
             print(f"{model}: {engine}", flush=True)

@@ -38,6 +38,7 @@ The last line links each novel into `books/train`, `books/held-out` or `books/te
 measured novel is trained on. **The short benchmarks** are BoolQ, PIQA and WinoGrande as their authors publish them,
 converted by `python benchmarks/convert_tasks.py DATA FOLDER`.
 """
+UNTUNED, RESULTS = "--scalings pi,yarn,theta,llama3,dynamic", "benchmarks/results"
 FETCH, NOVELS_HERE = "scripts/fetch_smollm2.py", "100_english_novels/corpus"
 
 
@@ -127,6 +128,24 @@ FIGURES: dict[str, Figure] = {
         "`smollm2_16k/`",
         "the novels; the short benchmarks in `short/`",
         "10; continues",
+    ),
+    "probe_builtin": Figure(
+        "[the untuned scalings](../docs/results.md#which-scaling-before-any-tuning) of the built-in model",
+        (f"pi-lora probe builtin:tiny --target 1024 {UNTUNED} --dtype float32 --json {RESULTS}/probe_builtin.json",),
+        "`probe_builtin.json`",
+        "builtin:stdlib",
+        "0.1; continues",
+    ),
+    "probe_smollm2": Figure(
+        "[the untuned scalings](../docs/results.md#which-scaling-before-any-tuning) of SmolLM2-135M, 8k to 16k",
+        (
+            FETCH,
+            f"pi-lora probe models/smollm2_135m_instruct --target 16384 --data {NOVELS_HERE} {UNTUNED} "
+            f"--json {RESULTS}/probe_smollm2.json",
+        ),
+        "`probe_smollm2.json`",
+        "the novels",
+        "1; continues",
     ),
     "engines": Figure(
         "[what other engines compute](../docs/engines.md#measured) beyond the base's window",

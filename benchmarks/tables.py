@@ -14,9 +14,12 @@ from pages import machines_of, made_on, mean_and_range, table, write_block
 from reproduce import index
 from tables_smollm2 import table_of_perplexity
 
+from pi_lora.evaluation.metrics import wilson
+
 HERE = Path(__file__).parent
 DOCS = record.ROOT / "docs"
 NOT_RUN = "Not run yet.\n"
+MEASURED = ("perplexity", "passkey")
 GREEDY = 24  # tokens that each engine chose: see engines.py
 
 Result = Mapping[str, Any]
@@ -69,6 +72,35 @@ def engine_row(engine: str, row: Result) -> tuple[object, ...]:
     return (f"{name} ({package} {version})", window, *both, greedy, day)
 
 
+def probe(result: Result) -> Lines:
+    """For each target a table of the untuned scalings, as `pi-lora probe --json` has them; then the sample."""
+    for reach in result["targets"]:
+        rows = []
+        for name, scores in reach["scalings"].items():
+            perplexities = [f"{row['perplexity']:.2f}" for row in scores["perplexity"]["windows"]]
+            rows.append((name, *perplexities, *retrieved(scores.get("passkey"))))
+        yield f"{result['hardware']}; {', '.join(map(' '.join, result['versions'].items()))}.\n"
+        windows = [f"perplexity at {window:,}" for window in (result["original"], reach["target"])]
+        yield from table(("scaling", *windows, "passkeys", "k_max"), rows)
+        read, keys = (next(each[name] for each in reach["scalings"].values() if name in each) for name in MEASURED)
+        trials = sum(depth["trials"] for depth in keys["depths"])
+        yield (
+            f"\n{read['documents']} documents of {read['data']}, stride {read['stride']:,}; {trials} passkeys, seed "
+            f"{keys['seed']}; {read['dtype']}. `direct` is the base as it is. In the words of the probe: "
+            f"{reach['summary']}."
+        )
+
+
+def retrieved(passkey: Result | None) -> tuple[str, str]:
+    """The share of passkeys with its 95 % interval, and k_max."""
+    if passkey is None:
+        return "not asked", ""
+    trials = sum(depth["trials"] for depth in passkey["depths"])
+    share = sum(depth["trials"] * depth["success_rate"] for depth in passkey["depths"]) / trials
+    low, high = wilson(share, trials)
+    return f"{share:.0%} ({low:.0%} to {high:.0%})", f"{passkey['k_max']:,}"
+
+
 def methods(result: Result) -> Lines:
     """A way of tuning a row, mean and range of its seeds; then how and on what the rows were measured."""
     windows = list(next(iter(result["rows"].values()))[0]["perplexity"])
@@ -97,6 +129,8 @@ def rates(result: Result) -> Lines:
 BLOCKS: list[tuple[Path, str, str, Callable[[Result], Iterable[str]]]] = [
     (DOCS / "performance.md", "gpu", "gpu", tables_gpu.tables),
     (DOCS / "results.md", "smollm2", "smollm2", tables_smollm2.tables),
+    (DOCS / "results.md", "probe_builtin", "probe_builtin", probe),
+    (DOCS / "results.md", "probe_smollm2", "probe_smollm2", probe),
     (DOCS / "results.md", "methods", "methods", methods),
     (DOCS / "results.md", "rates", "methods", rates),
     (DOCS / "engines.md", "engines", "engines", engines),

@@ -3,7 +3,9 @@
 import gc
 import os
 import signal
+import subprocess
 import sys
+import venv
 
 # Set before torch and transformers are imported, which read it once.
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -13,7 +15,7 @@ os.environ["HF_XET_HIGH_PERFORMANCE"] = "1"
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -139,3 +141,25 @@ def full_run(small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
     """A finished run of all weights from `small_model`, 64 to 128 tokens."""
     recipe = small_recipe(small_model, tuning={"method": "full"})
     return train(recipe, tmp_path_factory.mktemp("runs") / "full")
+
+
+OLD_TRANSFORMERS = "4.57.6"
+
+
+@pytest.fixture(scope="session")
+def in_transformers_4(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
+    """An environment with transformers 4: what a script with arguments prints there."""
+    folder = tmp_path_factory.mktemp("transformers_4")
+    venv.create(folder, with_pip=True)
+    python = folder / "bin" / "python"
+    packages = [f"torch=={torch.__version__.partition('+')[0]}", f"transformers=={OLD_TRANSFORMERS}"]
+    subprocess.run([python, "-m", "pip", "install", "--quiet", *packages], check=True)
+    outside = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}
+    version = f"import transformers; assert transformers.__version__ == '{OLD_TRANSFORMERS}', transformers.__version__"
+
+    def run(script: str, *arguments: object) -> str:
+        command = [python, "-c", f"{version}\n{script}", *map(str, arguments)]
+        answer = subprocess.run(command, check=True, env=outside, cwd=folder, capture_output=True, text=True)
+        return answer.stdout
+
+    return run

@@ -25,12 +25,9 @@ CHUNK = 512
 
 def transformers(ask):
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    config = AutoConfig.from_pretrained(ask["folder"])
-    if ask.get("unscaled"):  # what a reader has that drops the scaling
-        config.rope_parameters = {**config.rope_parameters, "rope_type": "default"}
-    model = AutoModelForCausalLM.from_pretrained(ask["folder"], config=config, dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_pretrained(ask["folder"], dtype=torch.float32).eval()
     ids, tokens = torch.tensor([ask["ids"]]), []
     with torch.no_grad():
         answer = model.model(ids, use_cache=True)

@@ -21,6 +21,7 @@ from pi_lora.evaluation.perplexity.measurement import PerplexityScores
 from pi_lora.evaluation.registry import MEASUREMENTS, metrics_of
 from pi_lora.evaluation.suite import SILENT, Display
 from pi_lora.models.device import has_fast_bfloat16
+from pi_lora.models.machine import hardware, versions
 from pi_lora.models.model import Extension, Model
 from pi_lora.planning.counting import shape_of
 from pi_lora.planning.gpus import CPU, device_here
@@ -82,10 +83,12 @@ class Reach(BaseModel):
 
 
 class Probe(BaseModel):
-    """A probed model, its original window (L, tokens), and a `Reach` for each target."""
+    """A probed model, its original window (L, tokens), a `Reach` for each target, and what it was measured on."""
 
     model: str
     original: int
+    hardware: str = ""
+    versions: dict[str, str] = {}
     targets: list[Reach]
 
     def to_tune(self, target: int) -> tuple[Method, str] | tuple[None, None]:
@@ -132,7 +135,8 @@ def probe(
             _reach(base, target, {DIRECT: base, **models}, options, dtype, display, session)
             for target, models in zip(sorted(targets), extended, strict=True)
         ]
-        found = Probe(model=base.name, original=base.window, targets=reaches)
+        about: Json = {"hardware": hardware(), "versions": versions()}
+        found = Probe(model=base.name, original=base.window, targets=reaches, **about)
         for reach in reaches if is_leader() else ():
             write_json(_kept_file(base.name, reach.target), reach.model_dump(include={"best", "summary"}))
         if json and is_leader():

@@ -1,19 +1,22 @@
 import json
-import os
-import subprocess
-import venv
+import math
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from conftest import small_recipe, train
 from transformers import AutoModelForCausalLM
 
 from pi_lora.errors import ModelError
+from pi_lora.evaluation.passkey.measurement import evaluate_passkey
+from pi_lora.evaluation.perplexity.measurement import evaluate_perplexity
 from pi_lora.merging.merging import merge
-from pi_lora.models.model import load
+from pi_lora.models.model import Extension, load
+from pi_lora.recipe.evaluation import PasskeyOptions, PerplexityOptions
 
 IDS = torch.randint(2, 1024, (2, 128), generator=torch.Generator().manual_seed(5))
-OLD_TRANSFORMERS = "4.57.6"
 
 
 @pytest.fixture(scope="module")
@@ -56,6 +59,33 @@ def test_dtype_is_written_and_rounds_once(lora_run: Path, merged: Path, tmp_path
         assert torch.equal(weight, exact[name].to(torch.bfloat16)), name
 
 
+def test_a_base_with_llama3_rope_is_tuned_merged_and_measured(small_model: Path, tmp_path: Path) -> None:
+    """It goes on from its own frequencies: its factor is multiplied, from the config to the measured scores."""
+    base = Path(shutil.copytree(small_model, tmp_path / "base"))
+    rope = {"rope_type": "llama3", "rope_theta": 500.0, "factor": 2.0, "original_max_position_embeddings": 32}
+    config = json.loads((base / "config.json").read_text())
+    config["rope_parameters"] = {**rope, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    (base / "config.json").write_text(json.dumps(config))
+    (tmp_path / "text.txt").write_text("The door is open and the road is long. " * 60)
+    run = train(small_recipe(base, context={"target": 256}, scaling="llama3"), tmp_path / "run")
+    full = load(str(merge(run, tmp_path / "merged").folder))
+    assert full.config["rope_parameters"]["factor"] == 8.0
+    assert full.config["rope_parameters"]["original_max_position_embeddings"] == 32
+    # The band between wavelengths of 8 and 32 tokens is divided in part, longer waves by 8, shorter ones not at all.
+    plain = 500.0 ** -(torch.arange(0, 16, 2) / 16)
+    smooth = ((32 * plain / (2 * math.pi) - 1.0) / 3.0).clamp(0, 1)
+    torch.testing.assert_close(full.model.model.rotary_emb.inv_freq, (1 - smooth) * plain / 8 + smooth * plain)
+    options = PerplexityOptions(data=str(tmp_path / "text.txt"), windows=(64, 256), stride=64)
+    of_run, of_merged, of_base = (
+        evaluate_perplexity(model, options).windows
+        for model in (load(str(run)), full, load(str(base), Extension(256, scaling="llama3")))
+    )
+    for ours, theirs, untuned in zip(of_run, of_merged, of_base, strict=True):
+        assert ours.perplexity == pytest.approx(theirs.perplexity, rel=1e-5)
+        assert ours.perplexity < untuned.perplexity
+    assert evaluate_passkey(full, PasskeyOptions(depths=2, trials=1)).target == 256
+
+
 def test_what_is_no_adapter_is_refused(full_run: Path, tmp_path: Path) -> None:
     for folder in (full_run, tmp_path):
         with pytest.raises(ModelError, match="holds no adapter"):
@@ -63,33 +93,27 @@ def test_what_is_no_adapter_is_refused(full_run: Path, tmp_path: Path) -> None:
 
 
 PROBE = """
-import sys, torch, transformers
+import sys, torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
-assert transformers.__version__ == sys.argv[3], transformers.__version__
 model = AutoModelForCausalLM.from_pretrained(sys.argv[1], torch_dtype=torch.float32)
 ids = torch.randint(2, 1024, (2, 128), generator=torch.Generator().manual_seed(5))
 with torch.no_grad():
     torch.save(model(ids).logits, sys.argv[2])
 tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])
-print(tokenizer.model_max_length, *tokenizer(sys.argv[4])["input_ids"])
+print(tokenizer.model_max_length, *tokenizer(sys.argv[3])["input_ids"])
 """
 TEXT = "The pass key is 90817."
 
 
 @pytest.mark.slow
-def test_transformers_4_gives_the_same_logits(merged: Path, lora_run: Path, tmp_path: Path) -> None:
+def test_transformers_4_gives_the_same_logits(
+    in_transformers_4: Callable[..., str], merged: Path, lora_run: Path, tmp_path: Path
+) -> None:
     """transformers 4 reads a config without the old dialect silently unscaled."""
-    environment = tmp_path / "old"
-    venv.create(environment, with_pip=True)
-    python = environment / "bin" / "python"
-    install = ["-m", "pip", "install", "--quiet", f"torch=={torch.__version__.partition('+')[0]}"]
-    subprocess.run([python, *install, f"transformers=={OLD_TRANSFORMERS}"], check=True)
     logits = tmp_path / "logits.pt"
-    outside = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}
-    command = [python, "-c", PROBE, str(merged), str(logits), OLD_TRANSFORMERS, TEXT]
-    answer = subprocess.run(command, check=True, env=outside, cwd=tmp_path, capture_output=True, text=True)
+    answer = in_transformers_4(PROBE, merged, logits, TEXT)
     expected = load(str(merged)).tokenizer(TEXT)["input_ids"]
-    assert [int(number) for number in answer.stdout.split()] == [128, *expected]
+    assert [int(number) for number in answer.split()] == [128, *expected]
     old = torch.load(logits)
     with torch.no_grad():
         torch.testing.assert_close(old, load(str(merged)).model(IDS).logits, rtol=1e-5, atol=1e-5)

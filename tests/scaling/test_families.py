@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -228,6 +228,32 @@ def test_the_extended_folder_of_each_family_is_read_with_its_scaling(family: str
     assert window_of(config) == window_in_vllm(config) == 4 * window_of(FAMILIES[family].to_dict())
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "base").state_dict()
     assert all(torch.equal(weight, base[name]) for name, weight in model.state_dict().items())
+
+
+# Without a type in transformers 4: Gemma 4.
+IN_4 = sorted(FAMILIES.keys() - {"Gemma 4"})
+FREQUENCIES_IN_4 = """
+import json, sys, torch
+from transformers import AutoModelForCausalLM
+for folder in sys.argv[1:]:
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    ends = ("rotary_emb", "rotary_embs.full_attention")
+    [rotary] = [each for name, each in model.named_modules() if name.endswith(ends)]
+    if rotary.rope_type == "longrope":
+        rotary(torch.zeros(1), torch.tensor([[model.config.max_position_embeddings - 1]]))
+    print(json.dumps(rotary.inv_freq.tolist()))
+"""
+
+
+@pytest.mark.slow
+def test_transformers_4_reads_each_family_with_its_scaling(
+    in_transformers_4: Callable[..., str], tmp_path: Path
+) -> None:
+    folders = [extended_folder(family, tmp_path / str(number)) for number, family in enumerate(IN_4)]
+    answer = in_transformers_4(FREQUENCIES_IN_4, *folders)
+    for family, folder, line in zip(IN_4, folders, answer.splitlines(), strict=True):
+        config = json.loads((folder / "config.json").read_text())
+        assert json.loads(line) == pytest.approx(formula(family, config), rel=1e-5), family
 
 
 @pytest.mark.parametrize("family", FAMILIES)
