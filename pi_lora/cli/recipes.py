@@ -31,8 +31,10 @@ def new(
 ) -> None:
     """Write a recipe that extends MODEL to --target tokens and fits this machine's GPU, or --gpu."""
     with working("reading the config"):
+        from pi_lora.data.chats import AT_STAKE
         from pi_lora.data.documents import looks_local
         from pi_lora.data.sources import find_corpus
+        from pi_lora.models.tokenizer import has_chat_template
         from pi_lora.planning.choosing import choose, file_for, recipe_text, sections_of_texts
         from pi_lora.planning.gpus import device_here, find_gpu
         from pi_lora.planning.planning import find_shape
@@ -68,6 +70,8 @@ def new(
     if not data:
         names = " and ".join(source.name for source in plan.recipe.data.source)
         err.lines(f"--data: not given; the recipe reads {names}")
+    if has_chat_template(model):
+        err.lines(f"data: {AT_STAKE}")
     out.lines(f"{file}: written; read it, then: pi-lora train {shlex.quote(str(file))}")
 
 

@@ -1,6 +1,7 @@
 """Tokenizers, loaded with a window and checked, and saved for both generations of transformers."""
 
 import json
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -8,10 +9,11 @@ from tokenizers.models import Unigram
 from transformers import AutoTokenizer
 
 from pi_lora.errors import ModelError
-from pi_lora.models.location import readable
+from pi_lora.models.location import find_file, locate, readable
 
 SETTINGS_FILE = "tokenizer_config.json"
-TOKENIZER_FILES = (SETTINGS_FILE, "tokenizer.json", "tokenizer.model", "chat_template.jinja")
+CHAT_TEMPLATE = "chat_template.jinja"
+TOKENIZER_FILES = (SETTINGS_FILE, "tokenizer.json", "tokenizer.model", CHAT_TEMPLATE)
 SAMPLE = "The 3rd text, 1999: naïve “café”\n\n\t  if x_1 != 0:   # 中文 здесь 🦋 aaaaaaaaaaaaaaaa ---------- 00000000\n"
 # A logarithm of a probability that is lower than that of any text of a special token's length.
 NEVER = -1e4
@@ -36,6 +38,16 @@ def load_tokenizer(
         has = f"gives token {highest}, and the model has {vocabulary}"
         raise ModelError(f"{path}: its tokenizer {has}; use the model's own")
     return tokenizer
+
+
+def has_chat_template(name: str) -> bool:
+    """Return whether a model has a chat template, without its tokenizer; of one on the hub, if that can be reached."""
+    path = locate(name)
+    with suppress(ModelError):
+        settings = find_file(path, SETTINGS_FILE)
+        in_settings = settings is not None and "chat_template" in json.loads(settings.read_text(encoding="utf-8"))
+        return in_settings or find_file(path, CHAT_TEMPLATE) is not None
+    return False
 
 
 def _let_special_tokens_be_split(tokenizer: Any) -> None:

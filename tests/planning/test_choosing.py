@@ -1,6 +1,7 @@
 """The recipe that `pi-lora new` writes: it fits, it is the best that does, and it loads, plans and trains."""
 
 import itertools
+import shutil
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,6 +15,7 @@ from conftest import train
 from pi_lora import cli
 from pi_lora.cli import recipes
 from pi_lora.cli.app import err
+from pi_lora.data.chats import AT_STAKE
 from pi_lora.data.sources import evaluation_documents, find_corpus
 from pi_lora.errors import DataError, PiLoraError
 from pi_lora.models.model import find_to_tune
@@ -169,6 +171,16 @@ def test_new_plan_and_train_say_the_same_on_this_machine(command: Command, tmp_p
     assert "1 x cpu (this machine's)" in written[1]
     assert device_for(recipe.hardware, "h100") is GPUS["H100"]
     assert device_for(Hardware(gpus=1)) is None
+
+
+def test_of_a_model_that_chats_it_says_what_is_at_stake(command: Command, small_model: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(small_model, folder)
+    words = [str(folder), "--target", "256", "--gpu", "cpu", "--output"]
+    assert AT_STAKE not in command(*words, "one.yaml")[2]
+    (folder / "chat_template.jinja").write_text("{{ messages }}")
+    status, _, errors = command(*words, "two.yaml")
+    assert (status, errors.splitlines()[-1]) == (0, f"data: {AT_STAKE}")
 
 
 def test_a_name_that_is_no_file_is_taken_for_a_data_set_of_the_hub(command: Command, tmp_path: Path) -> None:
