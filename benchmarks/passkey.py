@@ -1,14 +1,13 @@
 """What a grid of passkeys costs: pi-lora beside `generate` with a cache and without, on one model, in one run.
 
-    python benchmarks/passkey.py [MODEL] [--rounds 3]
+    python benchmarks/passkey.py
 
-MODEL is the demo's run, `demo/live`, if `make demo` has made it, else the built-in model interpolated to 1024 tokens
-and not tuned. All measure the paper's grid, 32 distances and 10 keys each, within 1024 tokens. Rounds take turns, and
-the median counts; `generate` decodes one trial at a time, of which some at every distance are timed and scaled to all.
-Its verdicts must be pi-lora's. JSON goes to benchmarks/results/.
+The model is the demo's run, `demo/live`, if `make demo` has made it, else the built-in model interpolated to 1024
+tokens and not tuned. All measure the paper's grid, 32 distances and 10 keys each, within 1024 tokens. Rounds take
+turns, and the median counts; `generate` decodes one trial at a time, of which some at every distance are timed and
+scaled to all. Its verdicts must be pi-lora's. JSON goes to benchmarks/results/.
 """
 
-import argparse
 import json
 import logging
 import statistics
@@ -25,6 +24,7 @@ from pi_lora.recipe.evaluation import PasskeyOptions
 GRID = Grid(target=1024, depths=32, trials=10, seed=0)
 ASKED = PasskeyOptions(target=GRID.target, depths=GRID.depths, trials=GRID.trials, seed=GRID.seed)
 K_MAX_ONLY = ASKED.changed(k_max_only=True)
+ROUNDS = 3
 # Trials at each distance that `generate` is timed on.
 TIMED = {"generate_with_cache": 2, "generate_without_cache": 1}
 
@@ -41,18 +41,14 @@ def generate(loaded: Any, outcomes: list[list[bool]], trials: int, use_cache: bo
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", nargs="?", help="a run, a model folder or builtin:tiny")
-    parser.add_argument("--rounds", type=int, default=3)
-    options = parser.parse_args()
     logging.getLogger("transformers").setLevel(logging.ERROR)
-    name = options.model or ("demo/live" if Path("demo/live").exists() else "builtin:tiny")
-    tuned = name != "builtin:tiny"
-    loaded = pi_lora.load(name, None if tuned else pi_lora.Extension(target=GRID.target))
+    tuned = Path("demo/live").exists()
+    extension = pi_lora.Extension(target=GRID.target)
+    loaded = pi_lora.load("demo/live") if tuned else pi_lora.load("builtin:tiny", extension)
     scores, only = (evaluate_passkey(loaded, each) for each in (ASKED, K_MAX_ONLY))
     outcomes = [row.outcomes for row in scores.depths]
     rounds = []
-    for _ in range(options.rounds):
+    for _ in range(ROUNDS):
         seconds = {
             "pi_lora": seconds_of(lambda: evaluate_passkey(loaded, ASKED)),
             "pi_lora_k_max_only": seconds_of(lambda: evaluate_passkey(loaded, K_MAX_ONLY)),

@@ -1,6 +1,6 @@
 """What `pi-lora plan` says of memory on a CPU, beside the peak of the process that trains: a row for each setting.
 
-    python benchmarks/plan_memory.py [--model models/smollm2_135m_instruct] [--rows ROW ...]
+    python benchmarks/plan_memory.py [--rows ROW ...]
 
 Each row is a process of its own that tunes two steps; its peak is that of the whole process (resident), libraries
 included, as training.jsonl has it. The plan is that for this machine, as `pi-lora train` makes it. Rows of 8 layers are
@@ -46,6 +46,7 @@ ROWS: dict[str, tuple[int, int | None, tuple[str, ...]]] = {
     "all weights, two batches a step": (512, 49152, ("tuning.method=full", "training.global_batch_size=2")),
     "built-in model, LoRA": (4096, None, (*TINY, "data.positions=contiguous")),
 }
+MODEL, DATA = "models/smollm2_135m_instruct", "builtin:stdlib"
 RECIPE = """# Two steps on a CPU.
 model: {{name: {model}}}
 context: {{target: 16384}}
@@ -87,8 +88,6 @@ def measured(recipe: Path, changes: tuple[str, ...], folder: Path) -> int:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="models/smollm2_135m_instruct")
-    parser.add_argument("--data", default="builtin:stdlib")
     parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS))
     options = parser.parse_args()
     gpu = device_here()
@@ -99,8 +98,8 @@ def main() -> None:
             if vocabulary and not folder.exists():
                 random_model(folder, vocabulary)
             recipe = Path(temporary) / "two_steps.yaml"
-            model = folder if vocabulary else options.model
-            recipe.write_text(RECIPE.format(model=model, data=options.data), encoding="utf-8")
+            model = folder if vocabulary else MODEL
+            recipe.write_text(RECIPE.format(model=model, data=DATA), encoding="utf-8")
             if "data.positions=contiguous" not in changes:
                 changes = (f"data.sequence_tokens={tokens}", *changes)
             plan = plan_training(load_recipe(recipe, changes).recipe, gpu)

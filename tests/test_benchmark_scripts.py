@@ -49,14 +49,10 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> parts.Bench:
     return parts.Bench(setting_of(TINY), tmp_path_factory.mktemp("bench"))
 
 
-def test_a_row_has_every_step_and_selective_checkpointing_changes_no_loss(bench: parts.Bench) -> None:
-    plain, selective = (
-        bench.row({"part": "levers", "method": "lora", "tokens": 128, "contender": contender}, 300)
-        for contender in (parts.PI_LORA, parts.SELECTIVE)
-    )
-    assert len(plain["step_seconds"]) == len(plain["losses"]) == 3
-    assert selective["losses"] == pytest.approx(plain["losses"], rel=1e-6)
-    assert plain["planned_bytes"] > 0
+def test_a_row_has_every_step(bench: parts.Bench) -> None:
+    row = bench.row({"part": "levers", "method": "lora", "tokens": 128}, 300)
+    assert len(row["step_seconds"]) == len(row["losses"]) == 3
+    assert row["planned_bytes"] > 0
 
 
 def test_a_contender_that_takes_too_long_is_a_row(bench: parts.Bench) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 PI_LORA, PLAIN, UNSLOTH = "pi-lora", "TRL + PEFT", "Unsloth"
-SELECTIVE, COMPILED = "pi-lora, selective checkpointing", "pi-lora, torch.compile of each layer"
+COMPILED = "pi-lora, torch.compile of each layer"
 LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
@@ -59,23 +59,6 @@ def time_the_trainer(file: Path, steps: int) -> None:
         return train(trainer, *arguments, **options)
 
     Trainer.train = train_with_clock
-
-
-def checkpoint_selectively() -> None:
-    """Keep the outputs of attention where a layer is checkpointed, for which pi-lora has no key."""
-    from transformers import PreTrainedModel
-    from trl.models import enable_selective_activation_checkpointing
-
-    enable = PreTrainedModel.gradient_checkpointing_enable
-
-    def enable_selectively(model: Any, *arguments: Any, **options: Any) -> Any:
-        if "is_selective" in vars(model):
-            return enable(model, *arguments, **options)
-        model.is_selective = True
-        enable_selective_activation_checkpointing(model)  # wraps the method of this model
-        return model.gradient_checkpointing_enable(*arguments, **options)
-
-    PreTrainedModel.gradient_checkpointing_enable = enable_selectively
 
 
 def compile_layers() -> None:
@@ -163,8 +146,6 @@ def main() -> None:
     if torch.cuda.is_available():
         torch.cuda.set_per_process_memory_fraction(float(cap))
     time_the_trainer(Path(file), int(steps))
-    if contender == SELECTIVE:
-        checkpoint_selectively()
     if contender == COMPILED:
         compile_layers()
     with tempfile.TemporaryDirectory() as folder:

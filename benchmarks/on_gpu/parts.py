@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from on_gpu.contender import COMPILED, PI_LORA, PLAIN, SELECTIVE, UNSLOTH
+from on_gpu.contender import COMPILED, PI_LORA, PLAIN, UNSLOTH
 from on_gpu.longest import CHANGES, CHANGES_ON_CPU, longest_that_fits, next_length, pinned_bytes
 from on_gpu.setting import TINY, Changes, Setting, add_weights, config_folder, plan_of, write_recipe
 
@@ -43,7 +43,6 @@ def jobs(setting: Setting, part: str) -> Iterator[Job]:
             yield from ({**compared, "method": method, "contender": name} for name in installed)
     elif part == "levers":
         yield from ({**compared, "changes": changes} for changes in levers(tiny))
-        yield {**compared, "contender": SELECTIVE}
         if not tiny:
             yield {**compared, "contender": COMPILED}
     elif part == "evaluation":
@@ -60,7 +59,8 @@ def jobs(setting: Setting, part: str) -> Iterator[Job]:
 def levers(tiny: bool) -> list[Changes]:
     """Changes of the recipe, each measured beside the first, which changes nothing; a CPU has not all of them."""
     chunks = {"training": {"mlp_chunk_tokens": 32 if tiny else 4096}}
-    everywhere: list[Changes] = [{}, chunks, {"training": {"activation_checkpointing": False}}, ADAPTER_ALONE]
+    checkpointing = [{"training": {"activation_checkpointing": kept}} for kept in (False, "selective", 2)]
+    everywhere: list[Changes] = [{}, chunks, *checkpointing, ADAPTER_ALONE]
     if tiny:
         return everywhere
     offload = {"hardware": {"offload_activations": True}}
