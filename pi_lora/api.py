@@ -140,7 +140,7 @@ def merge(
 
 def evaluate_perplexity(
     model: "str | Model",
-    data: str = "builtin:stdlib",
+    data: str | None = None,
     windows: Sequence[int] | None = None,
     *,
     stride: int | None = None,
@@ -151,7 +151,8 @@ def evaluate_perplexity(
 
     Args:
         model: What `load` returns, or takes.
-        data: A file, folder, glob or hub data set; `builtin:stdlib`, `pg19` or `proof-pile`.
+        data: A file, folder, glob or hub data set; `builtin:stdlib`, `pg19` or `proof-pile`; by default what the recipe
+            of a run names, and of the built-in model `builtin:stdlib`.
         windows: Lengths in tokens; by default the model's window and its halves down to 256.
         stride: Tokens that a window moves; by default 256, or half the shortest window where that is less.
         documents: Only the first so many that are at least as long as the longest window.
@@ -161,7 +162,7 @@ def evaluate_perplexity(
         Scores whose `windows` hold the `perplexity` of each length, and the number of `tokens` that it is the mean of.
 
     Raises:
-        DataError: `data` cannot be read, or no document is as long as the longest window.
+        DataError: `data` is missing or cannot be read, or no document is as long as the longest window.
         ModelError: The model cannot be found or loaded.
     """
     from pi_lora.evaluation.journal import Session

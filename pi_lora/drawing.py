@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import cycle, pairwise
 from math import isfinite
 from pathlib import Path
+from textwrap import fill
 from typing import Any
 
 from pi_lora.errors import DataError
@@ -41,9 +42,13 @@ def new_figure(width: float, height: float) -> Any:
     return Figure(figsize=(width, height), layout="constrained")
 
 
-def figure_of(*panels: Callable[[Any], None]) -> Any:
-    """Return a figure of panels side by side, each with its legend above it, where it hides no curve."""
+def figure_of(*panels: Callable[[Any], None], title: str = "") -> Any:
+    """Return a figure of panels side by side, each with its legend above it, where it hides no curve, and a title in
+    small letters below.
+    """
     figure = new_figure(WIDTH * len(panels), HEIGHT)
+    if title:
+        figure.supxlabel(fill(title, 80), fontsize=7)
     for part, panel in zip(figure.subfigures(1, len(panels), squeeze=False)[0], panels, strict=True):
         axes = part.subplots()
         panel(axes)

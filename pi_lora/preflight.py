@@ -16,6 +16,7 @@ from pi_lora.data.sources import RECALL
 from pi_lora.errors import ModelError, PiLoraError, RecipeError, first_line
 from pi_lora.merging.tensors import read_shards
 from pi_lora.models.adapter import check_shape
+from pi_lora.models.location import BUILTIN
 from pi_lora.models.machine import LIGER, check_liger
 from pi_lora.models.model import Model, adapter_folder, find_to_tune
 from pi_lora.planning.planning import plan_here
@@ -121,7 +122,10 @@ def _evaluation_problems(recipe: Recipe, ask_hub: bool) -> Iterator[str]:
             if (each.truncate or target) < target:
                 no_room = f"{each.truncate} tokens do not hold the target window of {target}"
                 yield f"evaluation.{where}.truncate: {no_room}; raise it"
-        for problem in data_problems(Data.model_validate({"source": measured.data}), ask_hub):
+        if measured.data is None and not recipe.model.name.startswith(BUILTIN):
+            yield "evaluation.perplexity.data: is missing; name a text that the model is not tuned on"
+        named = Data.model_validate({"source": measured.data}) if measured.data else None
+        for problem in data_problems(named, ask_hub) if named else ():
             yield problem.replace("data.source", "evaluation.perplexity.data", 1)
         if measured.data == RECALL:
             yield f"evaluation.perplexity.data: {RECALL} is for training; measure recall with evaluation.passkey"

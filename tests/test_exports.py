@@ -63,12 +63,12 @@ def test_the_functions_do_what_the_commands_do(
     assert merged.window == 128
     assert str(merged) == "models/mine: 128 tokens, scale 2, torch.float32 on cpu"
 
-    perplexity = pi_lora.evaluate_perplexity(str(made), windows=[64, 128], documents=1)
+    perplexity = pi_lora.evaluate_perplexity(str(made), "builtin:stdlib", [64, 128], documents=1)
     passkey = pi_lora.evaluate_passkey(pi_lora.load(str(made)), depths=2, trials=1)
     plan = pi_lora.plan("mine", gpu="cpu")
     assert str(plan).startswith("cpu: fits, ")
     options = {
-        "perplexity": ["eval", "perplexity", str(made), "--windows", "64,128", "--documents", "1"],
+        "perplexity": f"eval perplexity {made} --data builtin:stdlib --windows 64,128 --documents 1".split(),
         "passkey": ["eval", "passkey", str(made), "--depths", "2", "--trials", "1"],
         "plan": ["plan", "mine", "--gpu", "cpu"],
     }

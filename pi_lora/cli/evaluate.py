@@ -7,7 +7,19 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import Parameter
 
 from pi_lora.cli.app import LIBRARIES, eval_app, out, progress_bar, say, working
-from pi_lora.cli.options import GROUP, Again, JsonFile, Loading, Models, Original, Plot, Scaling, Target, extension_of
+from pi_lora.cli.options import (
+    GROUP,
+    Again,
+    JsonFile,
+    Loading,
+    Models,
+    Original,
+    OtherText,
+    Plot,
+    Scaling,
+    Target,
+    extension_of,
+)
 from pi_lora.distributed import is_leader
 from pi_lora.recipe.evaluation import (
     BenchmarksOptions,
@@ -123,17 +135,23 @@ def chat(
 
 @eval_app.command(name="all")
 def everything(
-    run: Annotated[Path, Parameter(name="RUN", help="A run folder.")],
+    run: Annotated[str, Parameter(name="RUN", help="A run, a folder or hub id.")],
     /,
     *,
     how: Annotated[Loading, GROUP] = Loading(),
+    data: OtherText = None,
     again: Again = False,
 ) -> None:
     """Measure what RUN's recipe names under `evaluation`, and keep it in RUN/scores."""
     with working(LIBRARIES):
-        from pi_lora.evaluation.suite import evaluate_run
+        from pi_lora.evaluation.suite import asked_of, scores_of
         from pi_lora.evaluation.table import scores_table
-    scores = evaluate_run(run, lambda name: how.find(name)[0], again=again, dtype=how.dtype, display=display())
+        from pi_lora.models.model import run_folder
+        from pi_lora.run import TUNED, Run
+
+        folder = Run(run_folder(run))
+    options: Any = {"again": again, "dtype": how.dtype, "display": display()}
+    scores = scores_of(folder, TUNED, asked_of(folder, data), lambda: how.find(run)[0], **options)
     for each in scores.values() if is_leader() else ():
         out.print(scores_table([each]))
 

@@ -28,6 +28,7 @@ Dtype = Annotated[Literal["float32", "bfloat16", "float16"] | None, Parameter(he
 GpuName = Annotated[str | None, Parameter(help="A name (4090, H100), a memory size (48GB), or cpu.")]
 TrustRemoteCode = Annotated[bool, Parameter(help="Run Python code that a model brings.")]
 Again = Annotated[bool, Parameter(help="Measure again what has scores.")]
+OtherText = Annotated[str | None, Parameter(help="Measure perplexity on this text instead of the run's.")]
 Original = Annotated[PositiveInt | None, Parameter(help="Original window of a plain base, if not its config's.")]
 Target = Annotated[PositiveInt | None, Parameter(help="Window to extend a plain base to, without tuning.")]
 Scaling = Annotated[Method | None, Parameter(help="Scaling of a plain base; pi by default.")]

@@ -9,7 +9,7 @@ from cyclopts.types import PositiveInt
 
 from pi_lora.cli.app import LIBRARIES, MEASURE, app, err, out, working
 from pi_lora.cli.evaluate import display
-from pi_lora.cli.options import GROUP, Again, JsonFile, Loading, ModelName, Plot
+from pi_lora.cli.options import GROUP, Again, JsonFile, Loading, ModelName, OtherText, Plot
 from pi_lora.distributed import is_leader
 from pi_lora.recipe.evaluation import ProbeOptions
 
@@ -17,10 +17,12 @@ from pi_lora.recipe.evaluation import ProbeOptions
 @app.command(group=MEASURE, sort_key=2)
 def compare(
     base: Annotated[str, Parameter(name="BASE", help="Hub id, folder or builtin:tiny.")],
-    run: Annotated[Path, Parameter(name="RUN", help="A run folder, tuned from BASE.")],
+    run: Annotated[str, Parameter(name="RUN", help="A run, a folder or hub id, tuned from BASE.")],
     /,
     *,
     how: Annotated[Loading, GROUP] = Loading(),
+    data: OtherText = None,
+    another: Annotated[bool, Parameter(help="BASE is another model than the one that RUN was tuned from.")] = False,
     short: Annotated[list[str] | None, Parameter(help="Also benchmarks: TASK or TASK=FILE.")] = None,
     ruler: Annotated[PositiveInt | None, Parameter(help="Also RULER, with this number of prompts per task.")] = None,
     chat: Annotated[str | None, Parameter(help="Also the assistant's turns of these chats.")] = None,
@@ -37,14 +39,15 @@ def compare(
 
     asked: dict[str, Any] = {}
     if short:
-        data = tuple(task for task in short if "=" in task)
+        files = tuple(task for task in short if "=" in task)
         tasks = tuple(task.partition("=")[0] for task in short)
-        asked["benchmarks"] = BenchmarksOptions(tasks=tasks, data=data)
+        asked["benchmarks"] = BenchmarksOptions(tasks=tasks, data=files)
     if ruler:
         asked["ruler"] = RulerOptions(samples=ruler)
     if chat:
         asked["chat"] = ChatOptions(data=chat)
-    comparison = compare_run(base, run, how.find, asked, again=again, dtype=how.dtype, json=json, display=display())
+    allowed: dict[str, Any] = {"data": data, "another": another, "again": again, "dtype": how.dtype}
+    comparison = compare_run(base, run, how.find, asked, **allowed, json=json, display=display())
     if is_leader():
         out.print(comparison_table(comparison))
 
@@ -87,14 +90,16 @@ def report(
     with working("writing the report"):
         from pi_lora.report.pages import write_report
         from pi_lora.report.run import measured_run
+        from pi_lora.report.tables import groups_of
         from pi_lora.run import BASE
 
         measured = measured_run(run)
         files = write_report(measured, output, html)
     out.lines(*files)
-    if BASE not in measured.scores:
+    columns = measured.columns
+    if any(BASE not in groups_of(name, columns)[0] for name in measured.last_scores):
         command = shlex.join(["pi-lora", "compare", measured.recipe.model.name, str(run)])
-        err.lines(f"{run}: the base was not measured; to add its scores, run {command}, then this command again")
+        err.lines(f"{run}: the base was not measured on the same text; run {command}, then this command again")
 
 
 @app.command(group=MEASURE, sort_key=6)

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from itertools import count
 
 from pi_lora.evaluation.metrics import NORMAL_95, Interval, Metric
 
@@ -19,6 +20,17 @@ def quantile(pairs: int) -> float:
     """
     freedom = pairs - 1
     return T_95[freedom - 1] if freedom <= len(T_95) else 2 + 2.3 / freedom
+
+
+def pairs_needed(change: float, reach: float, pairs: int) -> int:
+    """Return how many pairs give the mean difference `change` an interval without 0, if they scatter as these `pairs`
+    do, whose interval reaches as far as `reach` to each side.
+
+    >>> pairs_needed(-0.5, 1.2, 2), pairs_needed(0.01, 1.2, 2)
+    (4, 9107)
+    """
+    spread = reach / quantile(pairs) * math.sqrt(pairs)
+    return next(number for number in count(pairs + 1) if quantile(number) * spread < abs(change) * math.sqrt(number))
 
 
 def of_means(groups: Sequence[Pairs]) -> Interval | None:

@@ -55,6 +55,10 @@ class Metric:
         """The label, with the tokens that the metric belongs to."""
         return self.label if self.at is None else f"{self.label} at {self.at:,}"
 
+    def compares_with(self, other: "Metric") -> bool:
+        """Whether a ratio to another metric means something: both are of the same values, if these are known."""
+        return not self.is_ratio or {each.name for each in self.values} == {each.name for each in other.values}
+
     @property
     def text(self) -> str:
         """The value with its unit and its interval."""

@@ -28,9 +28,37 @@ MEASUREMENTS: Mapping[str, Measurement[Any, Any]] = {
 }
 
 
+# Options that change how long a measurement takes or what it writes besides, but no metric that is compared.
+CHANGE_NO_NUMBER = {"batch_size", "predictions", "by_position"}
+
+
 def metrics_of(scores: Scores) -> list[Metric]:
     """Return the metrics of any scores."""
     return MEASUREMENTS[scores.measurement].metrics(scores)
+
+
+def setting_of(scores: Scores) -> str:
+    """Return on which text and how scores were measured."""
+    return MEASUREMENTS[scores.measurement].about([scores])
+
+
+def differences(scores: Scores, other: Scores) -> list[str]:
+    """Return in what `scores` were measured otherwise than `other`, a text for each; scores compare where it is empty.
+
+    Options that change no number are left out. Older scores without options differ by what is known of them.
+    """
+    if scores.options is None or other.options is None:
+        texts = setting_of(scores), setting_of(other)
+        return [] if texts[0] == texts[1] else [f"{texts[0]} instead of {texts[1]}"]
+    mine, others = (each.options.model_dump(exclude=CHANGE_NO_NUMBER) for each in (scores, other))
+    names = {key: [_as_text(values.get(key)) for values in (mine, others)] for key in mine | others}
+    return [f"{key} {value} instead of {another}" for key, (value, another) in names.items() if value != another]
+
+
+def _as_text(value: Any) -> str:
+    if isinstance(value, tuple | list):
+        return ",".join(map(str, value))
+    return "none" if value is None else str(value)
 
 
 def read_scores(file: Path) -> Scores | None:

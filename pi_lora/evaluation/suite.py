@@ -1,5 +1,6 @@
 """Models measured as a command or the `evaluation` section of a recipe asks, and their scores written and drawn."""
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -12,13 +13,13 @@ from pi_lora.distributed import is_leader
 from pi_lora.drawing import figure_of, save
 from pi_lora.errors import ModelError
 from pi_lora.evaluation.journal import Session
-from pi_lora.evaluation.measurement import Scores
-from pi_lora.evaluation.registry import MEASUREMENTS, read_scores, write_scores
+from pi_lora.evaluation.measurement import Measurement, Scores
+from pi_lora.evaluation.registry import CHANGE_NO_NUMBER, MEASUREMENTS, read_scores, write_scores
 from pi_lora.models.model import Model
 from pi_lora.recipe.evaluation import Evaluation, PasskeyOptions, PerplexityOptions
 from pi_lora.recipe.files import RECIPE_FILE
 from pi_lora.recipe.section import Section
-from pi_lora.run import Run
+from pi_lora.run import BASE, Run
 from pi_lora.types import Progress, silent
 from pi_lora.writing import check_can_write
 
@@ -49,18 +50,17 @@ def evaluate(
     files: Mapping[str, Path] = NO_FILES,
     *,
     plot: Path | None = None,
-    beside: Sequence[Model] = (),
     dtype: str | None = None,
     display: Display = SILENT,
 ) -> dict[str, list[Scores]]:
     """Return the scores of models by measurement, written into `files` by measurement as soon as all models have them.
 
-    Defaults of the options are the same for all models and those `beside` them. Raise PiLoraError for what shows before
-    weights are read, such as a file that cannot be written. What was measured is kept until it is written.
+    Defaults of the options are the same for all models. Raise PiLoraError for what shows before weights are read, such
+    as a file that cannot be written. What was measured is kept until it is written.
     """
     check_can_write(plot, *files.values())
     with display.working("preparing the measurements"):
-        prepared = {name: MEASUREMENTS[name].prepare(options, [*models, *beside]) for name, options in asked.items()}
+        prepared = {name: _measurement(name).prepare(options, models) for name, options in asked.items()}
 
     def load(model: Model) -> Model:
         if model.model is not None:
@@ -72,13 +72,12 @@ def evaluate(
         models = [load(models[0])]
     scores: dict[str, list[Scores]] = {}
     for name, options in prepared.items():
-        measurement = MEASUREMENTS[name]
         with Session(say=display.say, shared=True) as session:
             found: list[Scores] = []
             for model in models:
                 loaded = load(model)
                 with display.progress(f"{name} {model.name}") as session.progress:
-                    found.append(measurement.run(loaded, options, session))
+                    found.append(_measurement(name).run(loaded, options, session))
                 if options.longest and options.longest > model.window:
                     display.say(f"{model.name}: covers {model.window} tokens; measured with {options.longest} anyway")
                 del loaded  # before the next one is read
@@ -90,23 +89,37 @@ def evaluate(
     return scores
 
 
-def evaluate_run(
-    run: Path, find: Callable[[str], Model], *, again: bool = False, dtype: str | None = None, display: Display = SILENT
+def scores_of(
+    run: Run,
+    stage: str,
+    asked: Asked,
+    find: Callable[[], Model],
+    *,
+    again: bool = False,
+    dtype: str | None = None,
+    display: Display = SILENT,
 ) -> dict[str, Scores]:
-    """Return the scores of a run in what its recipe names; what is kept in its folder is measured only `again`."""
-    asked = asked_of(run)
-    files = {name: Run(run).scores_file(name) for name in asked}
+    """Return scores of a run, or of its base, by the names of their files: those that are kept with the options that
+    are `asked`, and the others measured of the model that `find` returns and kept; with `again` all of them.
+    """
+    files = {name: run.scores_file(name, stage) for name in asked}
     kept: dict[str, Scores] = {}
     for name, file in files.items():
-        if file.is_file() and not again:
-            display.say(f"{file}: measured before; measure again with --again")
-            scores = read_scores(file)
-            if scores is None or scores.measurement != name:
-                raise ModelError(f"{file}: holds no scores of {name}; measure again with --again")
+        scores = read_scores(file) if file.is_file() and not again else None
+        if scores and _answers(scores, asked[name], exactly=stage == BASE):
             kept[name] = scores
     missing = {name: options for name, options in asked.items() if name not in kept}
-    measured = evaluate([find(str(run))], missing, files, dtype=dtype, display=display) if missing else {}
-    return {name: kept[name] if name in kept else measured[name][0] for name in asked}
+    if missing:
+        measured = evaluate([find()], missing, files, dtype=dtype, display=display)
+        kept |= {name: scores for name, [scores] in measured.items()}
+    return {name: kept[name] for name in asked}
+
+
+def _answers(scores: Scores, asked: Section, exactly: bool) -> bool:
+    """Whether scores were measured with the options that are asked for; unless `exactly`, defaults may be anything."""
+    wanted = asked.model_dump(exclude=CHANGE_NO_NUMBER, exclude_defaults=not exactly)
+    known = scores.options.model_dump() if scores.options else {}
+    return all(known.get(key) == value for key, value in wanted.items())
 
 
 def measure(loaded: Model, evaluation: Evaluation, progress: Progress = silent) -> dict[str, Scores]:
@@ -123,16 +136,32 @@ def asked_for(evaluation: Evaluation) -> dict[str, Any]:
     return {name: options for name in MEASUREMENTS if (options := getattr(evaluation, name))}
 
 
-def asked_of(run: Path) -> dict[str, Any]:
-    """Return the options by measurement that a run's recipe asks for; perplexity and passkey if it names none."""
-    if not Run(run).has_recipe:
-        raise ModelError(f"{run}: holds no {RECIPE_FILE}; name a run folder that pi-lora train made")
-    return asked_for(Run(run).recipe.evaluation) or asked_for(
-        Evaluation(perplexity=PerplexityOptions(), passkey=PasskeyOptions())
-    )
+def asked_of(run: Run, data: str | None = None) -> dict[str, Any]:
+    """Return the options that a run's recipe asks for, by the names of their files; perplexity and passkey if it names
+    none. Perplexity of other `data` than the run's has a file of its own.
+    """
+    if not run.has_recipe:
+        raise ModelError(f"{run.path}: holds no {RECIPE_FILE}; name a run folder that pi-lora train made")
+    asked = asked_for(run.recipe.evaluation) or {"perplexity": PerplexityOptions(), "passkey": PasskeyOptions()}
+    if data is None:
+        return asked
+    file = run.scores_file("perplexity")
+    kept = read_scores(file) if file.is_file() else None
+    [own, *_] = [each.data for each in (asked.get("perplexity"), kept and kept.options) if each and each.data] or [data]
+    before = asked.get("perplexity") or PerplexityOptions()
+    if own == data:
+        return {**asked, "perplexity": before.changed(data=data)}
+    other = PerplexityOptions(data=data, windows=before.windows, stride=before.stride, truncate=before.truncate)
+    return {**asked, "perplexity-" + re.sub(r"\W+", "-", Path(data).name).strip("-"): other}
 
 
 def draw(scores: Sequence[Scores], file: Path) -> None:
-    """Draw the scores of several models as a PNG."""
+    """Draw the scores of several models as a PNG that names their text."""
     by_model = {each.model: each for each in scores}
-    save(figure_of(partial(MEASUREMENTS[scores[0].measurement].draw, scores=by_model)), file)
+    measurement = MEASUREMENTS[scores[0].measurement]
+    save(figure_of(partial(measurement.draw, scores=by_model), title=measurement.about(scores)), file)
+
+
+def _measurement(name: str) -> Measurement[Any, Any]:
+    """Return the measurement that scores are named after: `perplexity`, or `perplexity-novels`."""
+    return MEASUREMENTS[name.partition("-")[0]]

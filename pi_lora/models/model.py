@@ -24,9 +24,10 @@ from pi_lora.models.stored import (
 )
 from pi_lora.models.tokenizer import SETTINGS_FILE, TOKENIZER_FILES, load_tokenizer
 from pi_lora.models.weights import Placement, empty_weights, quiet_loading, read_weights
+from pi_lora.recipe.evaluation import Evaluation
 from pi_lora.recipe.files import RECIPE_FILE
 from pi_lora.recipe.schema import Recipe
-from pi_lora.run import RUN_FILE, Origin, Run
+from pi_lora.run import BASE, RUN_FILE, SCORES, Origin, Run
 from pi_lora.scaling.config import (
     Config,
     Interpolation,
@@ -180,12 +181,19 @@ class Model:
             data=data,
         )
 
+    def is_base_of(self, run: Run) -> bool:
+        """Whether a run was tuned from these weights, as far as it says from which."""
+        return (known := run.provenance.origin) is None or self._is(known)
+
+    def _is(self, known: Origin) -> bool:
+        same_commit = known.commit and not Path(self.path).is_dir() and known.commit == self.folder.name
+        return bool(same_commit) or known.weights == self.weights_digest
+
     def check_origin(self) -> None:
         """Raise ModelError if the weights of the base are not those that the adapter was tuned on."""
         if self.adapter is None or self.permissions.changed or (known := Run(self.adapter).provenance.origin) is None:
             return
-        same_commit = known.commit and not Path(self.path).is_dir() and known.commit == self.folder.name
-        if not same_commit and known.weights != self.weights_digest:
+        if not self._is(known):
             other = f"{self.base} ({self.folder}) has other weights than those that it was tuned on"
             raise ModelError(f"{self.adapter}: {other}; bring them back, or use these with --allow-changed")
 
@@ -320,6 +328,15 @@ def adapter_folder(name: str, revision: str = "main") -> Path | None:
     for file in files if settings else ():
         find_file(name, file, revision)
     return settings.parent if settings else None
+
+
+def run_folder(name: str) -> Path:
+    """Return the folder of a run; of a hub id the one in the cache, with its scores."""
+    if is_local(name):
+        return Path(name)
+    names = [f"{SCORES}/{section}{stage}.json" for section in Evaluation.model_fields for stage in ("", f"-{BASE}")]
+    found = [find_file(name, file) for file in (RECIPE_FILE, RUN_FILE, CONFIG_FILE, ADAPTER_CONFIG_FILE, *names)]
+    return found[0].parent if found[0] else Path(name)
 
 
 def find_adapter(folder: Path, base: str | None = None, permissions: Permissions = NO_PERMISSIONS) -> Model:

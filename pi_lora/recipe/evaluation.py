@@ -34,8 +34,8 @@ class Options(Section):
 class PerplexityOptions(Options):
     """Sliding-window perplexity (paper, section 3.2)."""
 
-    data: str = "builtin:stdlib"
-    """a file, folder, glob or hub id; `pg19` or `proof-pile`"""
+    data: str | None = None
+    """a file, folder, glob or hub id; `pg19` or `proof-pile`; of the built-in model builtin:stdlib"""
     windows: Windows = None
     """in tokens; by default L', L'/2, ... while the stride fits"""
     stride: PositiveInt | None = None

@@ -1,6 +1,7 @@
 """Model cards: written from `card.md` and what a run holds, with a section of scores that can be brought up to date."""
 
 import re
+import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from pi_lora.recipe.schema import Recipe
 from pi_lora.report.paper import paper_table
 from pi_lora.report.pictures import picture_lines
 from pi_lora.report.run import MeasuredRun
-from pi_lora.report.tables import eval_results, metrics_table, public_name
+from pi_lora.report.tables import eval_results, public_name, scores_sections
 from pi_lora.run import SCORES
 from pi_lora.scaling.config import full_attention_rope, method_of, scale_of, window_of
 from pi_lora.writing import write_whole
@@ -123,7 +124,8 @@ def _metadata(run: MeasuredRun, full: bool, recipe: Recipe | None) -> ModelCardD
 
 
 def _scores_section(run: MeasuredRun, pictures: Path | None) -> str:
-    introduction = "With the adapter, before it was merged:\n\n" if run.is_merged else ""
-    parts = [introduction + metrics_table(run.columns).rstrip("\n") if run.columns else "Not measured yet."]
-    parts += picture_lines(pictures) if pictures else []
-    return f"{SCORES_BEGIN}\n" + "\n\n".join(parts) + f"\n{SCORES_END}"
+    introduction = "With the adapter, before it was merged:\n\n" if run.is_merged and run.columns else ""
+    compare = shlex.join(["pi-lora", "compare", public_name(run.base.name), run.name])
+    sections = list(scores_sections(run.columns, compare)) or ["Not measured yet."]
+    pictured = picture_lines(pictures) if pictures else []
+    return f"{SCORES_BEGIN}\n{introduction}" + "\n\n".join([*sections, *pictured]) + f"\n{SCORES_END}"

@@ -3,22 +3,27 @@ Both models read the same documents, prompts and examples: where both results ho
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from pydantic import BaseModel
 from rich.table import Table
 
 from pi_lora.distributed import is_leader
-from pi_lora.evaluation.intervals import Pairs, of_means, of_successes, of_two
+from pi_lora.errors import ModelError
+from pi_lora.evaluation.intervals import Pairs, of_means, of_successes, of_two, pairs_needed
 from pi_lora.evaluation.measurement import Scores
 from pi_lora.evaluation.metrics import Interval, Metric, Value
-from pi_lora.evaluation.registry import MEASUREMENTS, metrics_of
-from pi_lora.evaluation.suite import SILENT, Asked, Display, asked_of, evaluate
-from pi_lora.models.model import Model
+from pi_lora.evaluation.registry import MEASUREMENTS, differences, metrics_of, setting_of
+from pi_lora.evaluation.suite import SILENT, Asked, Display, asked_of, evaluate, scores_of
+from pi_lora.models.model import Model, run_folder
 from pi_lora.report.run import MeasuredRun
 from pi_lora.run import BASE, TUNED
 from pi_lora.writing import check_can_write, write_json
+
+# Fewer documents than these may tell nothing even of a large change; a change that needs more than these is noise.
+FEW, MANY = 5, 100
 
 
 class Row(BaseModel):
@@ -37,70 +42,77 @@ class Row(BaseModel):
 
 
 class Comparison(BaseModel):
-    """The rows of a base and its run; `original` is the original window (L, tokens) if it is known."""
+    """The rows of a base and its run, and by measurement on which text and how both were measured. `original` is the
+    original window (L, tokens) if it is known; `another` says that the base is another model than the run's.
+    """
 
     base: str
     run: str
     original: int | None
+    another: bool = False
+    settings: dict[str, str] = {}
     rows: list[Row]
 
 
 def compare_run(
     base: str,
-    run: Path,
+    run: str,
     find: Callable[..., list[Model]],
     asked: Asked | None = None,
     *,
+    data: str | None = None,
+    another: bool = False,
     again: bool = False,
     dtype: str | None = None,
     json: Path | None = None,
     display: Display = SILENT,
 ) -> Comparison:
-    """Compare a run with its base in what was measured of it, what its recipe names, and what is `asked` besides. What
-    is missing, or all `again`, is measured and kept in the run's scores: the base with the options of the run's scores.
-    `find` returns the models of some names. Raise PiLoraError as a measurement does.
+    """Compare a run with its base, or if allowed with `another` model, in what was measured of it, what its recipe
+    names, and what is `asked` besides; `data` is another text for perplexity. What is missing, or all `again`, is
+    measured and kept in the run's scores: the base with the options of the run's scores. `find` returns the models of
+    some names. Raise ModelError if `base` is not the base of the run; PiLoraError as a measurement does.
     """
-    folder = MeasuredRun(run)
-    asked = {**asked_of(run), **(asked or {})}
-    known: Mapping[str, Mapping[str, Scores]] = {} if again else folder.scores
-    own = {name: scores for name, scores in known.get(TUNED, {}).items() if scores.options}
-    missing = {name: options for name, options in asked.items() if name not in own}
-    files = {name: folder.scores_file(name) for name in missing}
-    check_can_write(json, *files.values())
-    models = find(str(run), base) if missing else []
-    if missing:
-        measured = evaluate(models[:1], missing, files, beside=models, dtype=dtype, display=display)
-        own |= {name: scores for name, [scores] in measured.items()}
-    before = known.get(BASE, {})
-    kept = {
-        name: scores
-        for name, scores in before.items()
-        if name in own and (scores.model, scores.options) == (base, own[name].options)
-    }
-    options = {name: scores.options for name, scores in own.items() if name not in kept}
-    if options:
-        writable = [name for name in options if name not in before or before[name].model == base]
-        files = {name: folder.scores_file(name, BASE) for name in writable}
-        if len(files) < len(options):
-            display.say(f"{run}: holds scores of another base, which stay; those of {base} are not kept")
-        measured = evaluate((models or find(base))[-1:], options, files, dtype=dtype, display=display)
-        kept |= {name: scores for name, [scores] in measured.items()}
-    names = [name for name in MEASUREMENTS if name in own]
-    rows = [row for name in names for row in compare(kept[name], own[name], folder.original)]
-    comparison = Comparison(base=base, run=str(run), original=folder.original, rows=rows)
+    folder = MeasuredRun(run_folder(run))
+    kept = {name: scores.options for name, scores in folder.scores.get(TUNED, {}).items() if scores.options}
+    every: Asked = {**kept, **asked_of(folder, data), **(asked or {})}
+    order = list(MEASUREMENTS)
+    asked = {name: every[name] for name in sorted(every, key=lambda name: order.index(name.partition("-")[0]))}
+    check_can_write(json)
+    [model] = find(base)
+    is_other = not model.is_base_of(folder)
+    if is_other and not another:
+        own = f"was tuned from other weights ({folder.base.name})"
+        raise ModelError(f"{run}: {own} than {base}; name its own base, or compare it all the same with --another")
+    how: Any = {"again": again, "dtype": dtype, "display": display}
+    tuned = scores_of(folder, TUNED, asked, lambda: find(run)[0], **how)
+    options = {name: scores.options for name, scores in tuned.items()}
+    if is_other:
+        measured = evaluate([model], options, dtype=dtype, display=display)
+        before = {name: scores for name, [scores] in measured.items()}
+    else:
+        before = scores_of(folder, BASE, options, lambda: model, **how)
+    comparison = Comparison(
+        base=base,
+        run=run,
+        original=folder.original,
+        another=is_other,
+        settings={name: setting_of(scores) for name, scores in tuned.items()},
+        rows=[row for name, scores in tuned.items() for row in compare(before[name], scores, folder.original)],
+    )
     if json and is_leader():
         write_json(json, comparison.model_dump())
     return comparison
 
 
 def compare(base: Scores, run: Scores, original: int | None = None) -> Iterator[Row]:
-    """Yield rows of the metrics that two results share; `original` (L, tokens) tells the old window from what is
-    beyond it.
+    """Yield rows of the metrics that two results share, if both were measured on the same text in the same way;
+    `original` (L, tokens) tells the old window from what is beyond it.
     """
-    before = {(metric.heading, metric.dataset): metric for metric in metrics_of(base)}
+    before = {} if differences(base, run) else {metric.heading: metric for metric in metrics_of(base)}
     for metric in metrics_of(run):
-        if not metric.is_detail and (metric.heading, metric.dataset) in before:
-            yield change_of(before[metric.heading, metric.dataset], metric, original)
+        # Perplexities of other tokens do not compare: another tokenizer, or documents that were changed.
+        if not metric.is_detail and (other := before.get(metric.heading)) and metric.compares_with(other):
+            yield change_of(other, metric, original)
 
 
 def verdict(change: float, interval: Interval | None, unit: str, higher_is_better: bool = True) -> str:
@@ -122,7 +134,7 @@ def verdict(change: float, interval: Interval | None, unit: str, higher_is_bette
 def comparison_table(comparison: Comparison) -> Table:
     """Return the rows as a table."""
     table = Table("", title=f"{comparison.base} and {comparison.run}")
-    for heading in ("base", "run", "change", "95 % interval"):
+    for heading in ("another model" if comparison.another else "base", "run", "change", "95 % interval"):
         table.add_column(heading, justify="right")
     table.add_column("verdict")
     for row in comparison.rows:
@@ -130,7 +142,9 @@ def comparison_table(comparison: Comparison) -> Table:
         values = [f"{value:,.{digits}f}" for value in (row.base, row.run)]
         low_high = " to ".join(_amount(end, row.unit, "+") for end in row.interval or ())
         table.add_row(row.measurement, *values, _amount(row.change, row.unit, "+"), low_high, row.verdict)
-    table.caption = "intervals of differences paired by document, trial or example, or else of two single intervals"
+    settings = [f"{name}: {setting}" for name, setting in comparison.settings.items()]
+    paired = "intervals of differences paired by document, trial or example, or else of two single intervals"
+    table.caption = "\n".join([*settings, paired])
     return table
 
 
@@ -158,8 +172,22 @@ def change_of(base: Metric, run: Metric, original: int | None = None) -> Row:
         change=change,
         interval=interval,
         pairs=len(pairs) if paired else None,
-        verdict=verdict(change, interval, unit, run.higher_is_better),
+        verdict=_too_few(change, interval, len(pairs), run) or verdict(change, interval, unit, run.higher_is_better),
     )
+
+
+def _too_few(change: float, interval: Interval | None, pairs: int, metric: Metric) -> str:
+    """Return how many documents would tell whether a change is more than noise, if there are too few of them."""
+    if not metric.is_ratio or not change or not 0 < pairs < FEW or (interval and interval[0] * interval[1] > 0):
+        return ""
+    documents, needed = "1 document is" if pairs == 1 else f"{pairs} documents are", FEW
+    if interval:
+        low, high = (math.log1p(bound / 100) for bound in interval)
+        needed = pairs_needed(math.log1p(change / 100), (high - low) / 2, pairs)
+    if needed > MANY:
+        return ""
+    amount = verdict(change, None, "%", metric.higher_is_better).removesuffix(", no interval")
+    return f"{amount}, but {documents} too few to tell; about {needed} would do"
 
 
 def _paired_interval(pairs: Sequence[tuple[Value, Value]], metric: Metric) -> Interval | None:

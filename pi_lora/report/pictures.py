@@ -10,7 +10,7 @@ from pi_lora.drawing import VERMILION, figure_of, save
 from pi_lora.evaluation.measurement import Scores
 from pi_lora.evaluation.registry import MEASUREMENTS
 from pi_lora.report.run import MeasuredRun
-from pi_lora.report.tables import literal
+from pi_lora.report.tables import groups_of, literal, public_setting
 
 PICTURES = "pictures"
 
@@ -19,8 +19,8 @@ def draw_run(run: MeasuredRun, folder: Path) -> Iterator[Path]:
     """Draw the scores of a run and its base, and the loss of its training, into `folder`; yield each file."""
     columns = run.columns
     for name in sorted({name for results in columns.values() for name in results}):
-        scores = {label: results[name] for label, results in columns.items() if name in results}
-        figure = figure_of(partial(_curves, scores, run.original))
+        scores, *_ = groups_of(name, columns)  # what was measured otherwise is not drawn on the same axis
+        figure = figure_of(partial(_curves, scores, run.original), title=public_setting(scores))
         if figure.axes[0].has_data():
             yield save(figure, folder / PICTURES / f"{name}.png")
     if run.log:

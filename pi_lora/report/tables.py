@@ -9,27 +9,66 @@ from huggingface_hub import EvalResult
 
 from pi_lora.evaluation.measurement import Scores
 from pi_lora.evaluation.metrics import Metric
-from pi_lora.evaluation.registry import metrics_of
+from pi_lora.evaluation.registry import differences, metrics_of, setting_of
+
+# Scores by model or stage, and by measurement.
+Columns = Mapping[str, Mapping[str, Scores]]
 
 
-def metrics_table(columns: Mapping[str, Mapping[str, Scores]]) -> str:
-    """Return the scores of several models or stages, by measurement, as a Markdown table of their metrics; a cell is
-    empty where a model was not measured.
+def scores_sections(columns: Columns, compare: str = "") -> Iterator[str]:
+    """Yield Markdown for the scores of several models or stages: for each measurement its text and settings, and a
+    table of the metrics. What was measured otherwise has a table of its own; a line before it says how it differs, and
+    names the command `compare` that measures what is missing.
     """
-    cells: dict[tuple[str, str, str], dict[str, str]] = {}
-    for label, results in columns.items():
-        for name, metric in _metrics(results):
-            cells.setdefault((name, metric.heading, public_name(metric.dataset)), {})[label] = metric.text
-    rows = sorted(cells, key=lambda row: row[0])  # by measurement, and in it as they come
-    return markdown_table(
-        ["metric", "data", *columns], [[*row[1:], *(cells[row].get(label, "") for label in columns)] for row in rows]
-    )
+    for name in sorted({name for results in columns.values() for name in results}):
+        first, *others = groups_of(name, columns)
+        yield f"**{literal(name)}**: {literal(public_setting(first))}"
+        yield _metrics_table(first)
+        for other in others:
+            labels, [scores, known] = ", ".join(other), [next(iter(each.values())) for each in (other, first)]
+            differs = " ".join(map(public_name, "; ".join(differences(scores, known)).split(" ")))
+            yield f"Measured otherwise, and not to be compared: {literal(f'{labels} ({differs})')}."
+            yield f"{literal(public_setting(other))}{compare and f'. `{compare}` measures the base as the run.'}"
+            yield _metrics_table(other)
+
+
+def groups_of(name: str, columns: Columns) -> list[dict[str, Scores]]:
+    """Return the scores of a measurement by label, in groups that compare: those of the last label come first."""
+    groups: list[dict[str, Scores]] = []
+    for label, results in reversed(list(columns.items())):
+        if (scores := results.get(name)) is None:
+            continue
+        for group in groups:
+            if not differences(scores, next(iter(group.values()))):
+                group[label] = scores
+                break
+        else:
+            groups.append({label: scores})
+    return [dict(reversed(list(group.items()))) for group in groups]
+
+
+def public_setting(group: Mapping[str, Scores]) -> str:
+    """Return on which text and how a group of scores was measured, without paths of this machine."""
+    scores = next(iter(group.values()))
+    text = setting_of(scores)
+    for metric in metrics_of(scores):
+        text = text.replace(metric.dataset, public_name(metric.dataset)) if metric.dataset else text
+    return text
+
+
+def _metrics_table(group: Mapping[str, Scores]) -> str:
+    cells: dict[str, dict[str, str]] = {}
+    for label, scores in group.items():
+        for metric in _metrics(scores):
+            cells.setdefault(metric.heading, {})[label] = metric.text
+    rows = [[heading, *(row.get(label, "") for label in group)] for heading, row in cells.items()]
+    return markdown_table(["metric", *group], rows).rstrip("\n")
 
 
 def eval_results(results: Mapping[str, Scores]) -> list[EvalResult]:
     """Return the metrics in the scores of a model, by measurement, as the hub takes them."""
     found = []
-    for _, metric in _metrics(results):
+    for metric in (metric for _, scores in sorted(results.items()) for metric in _metrics(scores)):
         name = public_name(metric.dataset)
         data = re.sub(r"[^\w./-]+", "-", name).strip("-")  # as the hub spells its own
         title = f"{metric.heading}, {metric.unit}" if metric.unit else metric.heading
@@ -37,9 +76,8 @@ def eval_results(results: Mapping[str, Scores]) -> list[EvalResult]:
     return found
 
 
-def _metrics(results: Mapping[str, Scores]) -> Iterator[tuple[str, Metric]]:
-    for name, scores in sorted(results.items()):
-        yield from ((name, metric) for metric in metrics_of(scores) if not metric.is_detail)
+def _metrics(scores: Scores) -> Iterator[Metric]:
+    yield from (metric for metric in metrics_of(scores) if not metric.is_detail)
 
 
 def public_name(name: str) -> str:

@@ -210,7 +210,7 @@ def test_bfloat16_is_for_products_alone(
         TUNINGS[tuning],
         "bfloat16",
         model=model,
-        evaluation={"every": 3, "perplexity": {"windows": [128], "documents": 1}},
+        evaluation={"every": 3, "perplexity": {"data": "builtin:stdlib", "windows": [128], "documents": 1}},
     )
     pair.start(recipe, tmp_path / "sharded")
     alone = in_one(recipe, tmp_path / "alone")
@@ -230,7 +230,7 @@ def perplexities(run: Path, step: int) -> list[float]:
 def test_shards_are_measured_like_the_whole(pair: Pair, models: dict[str, Path], tmp_path: Path, tuning: str) -> None:
     evaluation = {
         "every": 2,
-        "perplexity": {"windows": [64, 128], "documents": 8, "stride": 64},
+        "perplexity": {"data": "builtin:stdlib", "windows": [64, 128], "documents": 8, "stride": 64},
         "passkey": {"depths": 3, "trials": 2},
         "while_training": {"documents": 3, "truncate": 512},
     }

@@ -21,7 +21,10 @@ from pi_lora.evaluation.intervals import of_means, of_successes, quantile
 from pi_lora.evaluation.measurement import Scores
 from pi_lora.evaluation.passkey.measurement import PasskeyScores
 from pi_lora.evaluation.perplexity.measurement import PerplexityScores
+from pi_lora.evaluation.registry import differences
 from pi_lora.evaluation.ruler.measurement import RulerScores
+from pi_lora.models.model import Model, find
+from pi_lora.recipe.files import dump_recipe, load_recipe
 from pi_lora.report.comparison import compare, compare_run, verdict
 
 
@@ -72,9 +75,31 @@ def test_perplexity_is_paired_by_document() -> None:
 
 def test_one_document_has_no_interval_and_others_do_not_pair() -> None:
     (row,) = compare(read({64: [10.0]}), read({64: [11.0]}))
-    assert (row.interval, row.verdict) == (None, "10.0 % worse, no interval")
-    (row,) = compare(read({64: [10.0, 20.0]}), read({64: [11.0, 22.0]}, tokens=900))
-    assert (row.pairs, row.interval) == (None, None)
+    assert (row.interval, row.verdict) == (None, "10.0 % worse, but 1 document is too few to tell; about 5 would do")
+    assert not list(compare(read({64: [10.0, 20.0]}), read({64: [11.0, 22.0]}, tokens=900)))
+
+
+def test_too_few_documents_say_how_many_would_do() -> None:
+    """Two novels that gained 71 % were "within noise"."""
+    [row] = compare(read({64: [27.0, 32.0]}), read({64: [8.5, 8.6]}))
+    assert row.verdict == "71.7 % better"
+    [row] = compare(read({64: [27.0, 42.0]}), read({64: [8.9, 10.5]}))
+    assert row.verdict == "72.6 % better, but 2 documents are too few to tell; about 3 would do"
+    more = [27.0, 32.0, 29.0, 30.5, 28.0]
+    [row] = compare(read({64: more}), read({64: [each * 0.3 for each in more[:-1]] + [9.0]}))
+    assert row.verdict == "69.3 % better"
+    [row] = compare(read({64: more}), read({64: more[::-1]}))
+    assert row.verdict == "within noise"
+
+
+def test_scores_of_other_texts_are_never_paired() -> None:
+    """A model tuned on novels, whose base was measured on Python source: "318 % worse" where it was twice as good."""
+    base, run = (PerplexityScores.model_validate(perplexity(8.5, 60.25, data)) for data in ("builtin:stdlib", "novels"))
+    assert not list(compare(base, run))
+    assert differences(base, run) == ["data builtin:stdlib instead of novels"]
+    assert run.options
+    other = run.model_copy(update={"options": run.options.changed(stride=64, by_position=True)})
+    assert differences(other, run) == ["stride 64 instead of 32"]
 
 
 def test_the_interval_holds_the_truth_as_often_as_it_says() -> None:
@@ -109,8 +134,7 @@ def test_passkeys_are_paired_by_trial() -> None:
     rows = one(base, asked([[True] * 8, [True] + [False] * 7]))
     assert rows["passkeys retrieved at 128, %"].verdict == "within noise"
     assert one(base, base)["k_max at 128"].verdict == "the same"
-    other_keys = one(base, asked([[True] * 8] * 2, seed=1))["passkeys retrieved at 128, %"]
-    assert (other_keys.pairs, other_keys.verdict) == (None, "50.0 points better")
+    assert not one(base, asked([[True] * 8] * 2, seed=1)), "other keys"
     only_k_max = base.model_copy(update={"left_out": {"depths": [], "trials": 1}})
     assert list(one(only_k_max, base)) == list(one(base, only_k_max)) == ["k_max at 128"]
 
@@ -191,7 +215,9 @@ def test_what_is_known_without_an_interval_says_so() -> None:
 
 
 @pytest.mark.parametrize("documents", [3, 5])
-def test_a_base_with_other_options_is_measured_anew(documents: int, small_model: Path, tmp_path: Path) -> None:
+def test_a_base_with_other_options_is_measured_anew(
+    documents: int, small_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     base = str(small_model)
     scores = {
         **{name: perplexity(8.5, 60.25) for name in ("perplexity", "perplexity-base")},
@@ -201,15 +227,16 @@ def test_a_base_with_other_options_is_measured_anew(documents: int, small_model:
         scores[name] |= {"model": base}
     scores["perplexity-base"]["options"]["documents"] = documents
     run = make_run(small_model, tmp_path / "mine", scores)
-    asked: list[str] = []
+    loaded: list[str] = []
 
-    def find(*names: str) -> list[Any]:
-        asked.extend(names)
+    def load(model: Model, _dtype: str | None) -> Model:
+        loaded.append(model.name)
         raise ModelError("not here")
 
+    monkeypatch.setattr(Model, "load", load)
     with nullcontext() if documents == 3 else pytest.raises(ModelError):
-        compare_run(base, run, find)
-    assert asked == ([] if documents == 3 else [base])
+        compare_run(base, str(run), lambda *names: [find(name) for name in names])
+    assert loaded == ([] if documents == 3 else [base])
 
 
 def test_the_command_compares_passkeys_of_several_lengths(
@@ -251,9 +278,44 @@ def test_the_command_measures_what_is_missing(
     assert kept["perplexity-base"]["stride"] == kept["perplexity"]["stride"] == 32
     again = command(capsys, monkeypatch, "compare", str(small_model), "run")
     assert again == (0, out, "")
-    other = tmp_path / "other"
-    other.symlink_to(small_model)
-    status, _, err = command(capsys, monkeypatch, "compare", "other", "run")
-    assert status == 0
-    assert "run: holds scores of another base, which stay; those of other are not kept" in err
-    assert json.loads((tmp_path / "run" / "scores" / "perplexity-base.json").read_text()) == kept["perplexity-base"]
+    shutil.copytree(small_model, "moved")
+    assert command(capsys, monkeypatch, "compare", "moved", "run")[0] == 0
+    assert {file.stem: json.loads(file.read_text()) for file in (tmp_path / "run" / "scores").iterdir()} == kept
+
+
+def test_another_model_than_the_base_is_refused_or_named(
+    small_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever was given as BASE stood in the table as "base"."""
+    scores = {"passkey": passkey(96), "passkey-base": {**passkey(32), "model": str(small_model)}}
+    run = make_run(small_model, tmp_path / "run", scores, small_recipe(small_model, evaluation={"passkey": {}}))
+    status, out, err = command(capsys, monkeypatch, "compare", "builtin:tiny", str(run))
+    assert (status, out, err.count("\n")) == (2, "", 1)
+    assert err.startswith(f"{run}: was tuned from other weights ({small_model}) than builtin:tiny; name its own base")
+    status, out, err = command(capsys, monkeypatch, "compare", "builtin:tiny", str(run), "--another")
+    assert status == 0, err
+    assert "another" in out
+    assert json.loads((run / "scores" / "passkey-base.json").read_text())["k_max"] == 32
+
+
+def test_a_text_of_the_users_own_is_compared_and_named(
+    small_model: Path,
+    lora_run: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(lora_run, tmp_path / "run")
+    _, _, refusal = command(capsys, monkeypatch, "compare", str(small_model), "run")
+    assert refusal.startswith("--data: name a text that run")
+    recipe = load_recipe(tmp_path / "run" / "recipe.yaml", ["evaluation.passkey={target: 256, depths: 1, trials: 1}"])
+    (tmp_path / "run" / "recipe.yaml").write_text(dump_recipe(recipe.recipe))
+    Path("novel.txt").write_text("The road is long and the door is open. " * 40)
+    words = ["compare", str(small_model), "run", "--data", "novel.txt", "--json", "compared.json"]
+    status, out, err = command(capsys, monkeypatch, *words)
+    assert status == 0, err
+    assert "1 documents of novel.txt" in " ".join(out.split())
+    assert "novel.txt" in json.loads(Path("compared.json").read_text())["settings"]["perplexity"]
+    kept = {file.stem: json.loads(file.read_text()) for file in Path("run/scores").iterdir()}
+    assert kept["perplexity"]["options"] == kept["perplexity-base"]["options"]

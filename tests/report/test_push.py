@@ -228,7 +228,7 @@ def test_the_card_goes_up_with_the_newest_scores(lora_run: Path, hub: Hub, tmp_p
     (run / "scores").mkdir()
     (run / "scores" / "passkey.json").write_text(json.dumps(passkey(96)))
     push(run, "me/model")
-    assert b"| passkey retrieval in 128 tokens | 96 tokens |" in hub.files["me/model@main"]["README.md"]
+    assert b"| k_max at 128 | 96 tokens |" in hub.files["me/model@main"]["README.md"]
 
 
 def test_the_command_says_where_it_went_and_nothing_of_the_token(

@@ -14,6 +14,7 @@ from test_cli import run as command
 
 from pi_lora.drawing import round_levels
 from pi_lora.errors import PiLoraError
+from pi_lora.evaluation.perplexity.measurement import Perplexity
 from pi_lora.report.card import refresh_scores
 from pi_lora.report.comparison import compare
 from pi_lora.report.pages import html_page, write_report
@@ -50,10 +51,11 @@ def test_the_card_holds_what_was_measured(run: Path) -> None:
     files = write_report(measured_run(run))
     assert {file.name for file in files} == {"perplexity.png", "passkey.png", "loss.png", "README.md"}
     text = (run / "README.md").read_text()
-    assert "| metric | data | base | step 0 | tuned |\n|---|---|---|---|---|\n" in text
-    assert "| perplexity at 64 | builtin:stdlib | 8.500 | 40.000 | 9.000 |\n" in text
-    assert "| perplexity at 128 | builtin:stdlib | 60.250 | 45.500 | 7.125 |\n" in text
-    assert "| k_max at 128 | passkey retrieval in 128 tokens | 32 tokens |  | 128 tokens |\n" in text
+    assert "**perplexity**: 3 documents of builtin:stdlib, of at least 128 tokens, stride 32, every token" in text
+    assert "| metric | base | step 0 | tuned |\n|---|---|---|---|\n" in text
+    assert "| perplexity at 64 | 8.500 | 40.000 | 9.000 |\n" in text
+    assert "| perplexity at 128 | 60.250 | 45.500 | 7.125 |\n" in text
+    assert "| k_max at 128 | 32 tokens | 128 tokens |\n" in text
     for picture in re.findall(r"!\[[^]]+\]\(([^)]+)\)", text):
         assert (run / picture).read_bytes()[:4] == b"\x89PNG"
     assert "1,024 tokens in 2 seconds, at most 1.0 GiB" in text
@@ -65,7 +67,7 @@ def test_the_card_holds_ruler_and_its_picture(small_model: Path, tmp_path: Path)
     assert folder / "pictures" / "ruler.png" in write_report(measured_run(folder))
     text = (folder / "README.md").read_text()
     assert "(pictures/ruler.png)" in text
-    assert "RULER at 128 | RULER, 2 tasks at 128 tokens | 10 % (2 to 44) | 77 % (" in text
+    assert "RULER at 128 | 10 % (2 to 44) | 77 % (" in text
 
 
 def test_the_hubs_library_takes_the_card(run: Path) -> None:
@@ -92,7 +94,7 @@ def test_what_was_written_into_the_card_stays(run: Path) -> None:
     assert "# Mine" in card.content
     assert card.data.license == "mit"
     assert {each.metric_value for each in card.data.eval_results} == {9.0, 7.125, 96}
-    assert "| 32 tokens |  | 96 tokens |" in card.content
+    assert "| 32 tokens | 96 tokens |" in card.content
 
 
 def test_a_foreign_card_is_not_overwritten(run: Path) -> None:
@@ -220,3 +222,33 @@ def test_released_adapters_give_a_report_and_a_comparison(adapter: Path, tmp_pat
     assert "| perplexity at 1" in (tmp_path / "README.md").read_text()
     for name, scores in run.scores["tuned"].items():
         assert {row.verdict for row in compare(scores, scores, run.original)} <= {"within noise", "the same"}, name
+
+
+def test_the_base_on_another_text_has_a_table_and_no_curve_of_its_own(
+    small_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The card of a run on novels showed its base on Python source in the same table, and on one axis."""
+    scores = {"perplexity-base": perplexity(2.5, 3.5), "perplexity": perplexity(9.0, 7.125, "/home/me/novels")}
+    make_run(small_model, tmp_path / "mine", scores)
+    drawn: list[list[str]] = []
+    draw = Perplexity.draw
+
+    def watched(self: Perplexity, axes: Any, scores: Any) -> None:
+        drawn.append(list(scores))
+        draw(self, axes, scores)
+
+    monkeypatch.setattr(Perplexity, "draw", watched)
+    monkeypatch.chdir(tmp_path)
+    status, _, errors = command(capsys, monkeypatch, "report", "mine", "--html")
+    assert (status, drawn) == (0, [["tuned"]])
+    assert "the base was not measured on the same text; run pi-lora compare" in errors
+    for name in ("README.md", "report.html"):
+        text = (tmp_path / "mine" / name).read_text()
+        assert "3 documents of novels, of at least 128 tokens, stride 32" in text
+        assert "3 documents of builtin:stdlib" in text
+        assert "not to be compared: base (data builtin:stdlib instead of" in text
+        assert "pi-lora compare model mine" in text
+        assert "/home/me" not in text
+    text = (tmp_path / "mine" / "README.md").read_text()
+    assert "| metric | tuned |\n|---|---|\n| perplexity at 64 | 9.000 |\n" in text
+    assert "| metric | base |\n|---|---|\n| perplexity at 64 | 2.500 |\n" in text

@@ -118,7 +118,7 @@ def alone(small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a recipe, and the run of it in one process."""
     folder = tmp_path_factory.mktemp("several")
     asked = {
-        "perplexity": {"windows": [64, 128], "documents": 3, "truncate": 512},
+        "perplexity": {"data": "builtin:stdlib", "windows": [64, 128], "documents": 3, "truncate": 512},
         "passkey": {"depths": 3, "trials": 1},
     }
     recipe = recipe_for(small_model, {}, global_batch_size=4)

@@ -19,7 +19,7 @@ from pi_lora.training.callbacks import _as_when_loaded
 
 EVALUATION = {
     "every": 2,
-    "perplexity": {"windows": [64, 128], "stride": 32, "documents": 1},
+    "perplexity": {"data": "builtin:stdlib", "windows": [64, 128], "stride": 32, "documents": 1},
     "passkey": {"target": 160, "depths": 2, "trials": 1},
 }
 LORA, FULL, QLORA = {"rank": 4}, {"method": "full"}, {"method": "qlora", "rank": 4}
@@ -140,7 +140,7 @@ def test_measuring_changes_nothing_in_the_training(measured_run: Path, tmp_path:
 
 def test_what_is_not_said_follows_from_the_window(small_model: Path) -> None:
     loaded = load(str(small_model), Extension(512))
-    wanted = small_recipe(small_model, evaluation={"perplexity": {"documents": 1}}).evaluation
+    wanted = small_recipe(small_model, evaluation={"perplexity": {"data": "builtin:stdlib", "documents": 1}}).evaluation
     found = measure(loaded, wanted)
     assert set(found) == {"perplexity"}
     assert isinstance(found["perplexity"], PerplexityScores)

@@ -12,8 +12,10 @@ from pi_lora.data.sources import STDLIB, evaluation_documents
 from pi_lora.data.tokens import CHARACTERS_AT_ONCE, PIECE, Tokens, in_batches, pieces, tokenized
 from pi_lora.errors import DataError
 from pi_lora.evaluation.forward import check_ids
+from pi_lora.models.location import BUILTIN
 from pi_lora.models.model import Model
 from pi_lora.recipe.evaluation import PerplexityOptions
+from pi_lora.types import Json
 
 # What a tokenizer may add to a text, such as BOS; of the text itself it makes at most one token per byte.
 FRAME_TOKENS = 16
@@ -42,9 +44,20 @@ class Chosen(NamedTuple):
     too_short: int
 
 
-def with_defaults(options: PerplexityOptions) -> PerplexityOptions:
-    """Return the options with the documents that their source has by default, where they leave something open."""
-    return options.model_copy(update=DEFAULTS.get(options.data, {}) | options.model_dump(exclude_none=True))
+def completed(options: PerplexityOptions, models: Sequence[Model]) -> PerplexityOptions:
+    """Return the options with text, documents, windows and stride, alike for all models. The text is by default the one
+    that the recipe of a run names, and of the built-in model the standard library. Raise DataError if there is none.
+    """
+    recipes = [model.recipe for model in models if model.recipe]
+    if options.data is None and (named := [each for recipe in recipes if (each := recipe.evaluation.perplexity)]):
+        options = named[0].changed(**options.model_dump(exclude_defaults=True))
+    bases = [model.recipe.model.name if model.recipe else model.base for model in models]
+    if options.data is None and not all(base.startswith(BUILTIN) for base in bases):
+        raise DataError(f"--data: name a text that {models[0].name} was not tuned on: a file, folder or hub data set")
+    data = options.data or STDLIB
+    windows, stride = options.sweep(max(model.window for model in models))
+    default: Json = {"data": data, "windows": windows, "stride": stride, **DEFAULTS.get(data, {})}
+    return options.changed(**default | options.model_dump(exclude_none=True))
 
 
 def choose_documents(model: Model, options: PerplexityOptions, longest: int) -> Chosen:
@@ -54,7 +67,9 @@ def choose_documents(model: Model, options: PerplexityOptions, longest: int) -> 
     if options.truncate is not None and options.truncate < longest:
         raise DataError(f"--truncate: {options.truncate} tokens do not hold a window of {longest}; choose more")
     needed, passed_over = max(longest, options.min_tokens or 0), 0
-    read = partial(evaluation_documents, options.data, options.split, options.column, options.subset, options.hold_out)
+    read = partial(
+        evaluation_documents, options.data or STDLIB, options.split, options.column, options.subset, options.hold_out
+    )
     documents: Iterable[Document] = read()
     if options.seed is not None:
         order, passed_over = _shuffled(documents, options.seed, needed)

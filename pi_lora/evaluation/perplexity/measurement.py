@@ -14,7 +14,7 @@ from pi_lora.evaluation.journal import Journal, Session
 from pi_lora.evaluation.measurement import Measurement, Result, Scores
 from pi_lora.evaluation.metrics import Metric, Value
 from pi_lora.evaluation.perplexity import losses
-from pi_lora.evaluation.perplexity.documents import TokenizedDocument, choose_documents, with_defaults
+from pi_lora.evaluation.perplexity.documents import TokenizedDocument, choose_documents, completed
 from pi_lora.evaluation.perplexity.losses import DocumentLosses, LossSum, Sweep, added
 from pi_lora.models.model import Model
 from pi_lora.recipe.evaluation import PerplexityOptions
@@ -84,9 +84,8 @@ class Perplexity(Measurement[PerplexityOptions, PerplexityScores]):
     scores = PerplexityScores
 
     def prepare(self, options: PerplexityOptions, models: Sequence[Model]) -> PerplexityOptions:
-        """Fill in windows and stride, by default those of the longest window."""
-        windows, stride = options.sweep(max(model.window for model in models))
-        return options.changed(windows=windows, stride=stride)
+        """Fill in the text, its documents, windows and stride, by default those of the longest window."""
+        return completed(options, models)
 
     def run(self, model: Model, options: PerplexityOptions, session: Session) -> PerplexityScores:
         """Measure a model."""
@@ -119,9 +118,20 @@ class Perplexity(Measurement[PerplexityOptions, PerplexityScores]):
         return metrics
 
     def about(self, scores: Sequence[PerplexityScores]) -> str:
-        """Return the documents, the stride and the weighting."""
-        first = scores[0]
-        about = f"{first.documents} documents of {first.data}, stride {first.stride}, every token weighted equally"
+        """Return the text, the documents, the stride and the weighting."""
+        first, options = scores[0], scores[0].options or PerplexityOptions()
+        least = max([row.window for row in first.windows] + [options.min_tokens or 0])
+        details = {
+            f"subset {options.subset}": options.subset is not None,
+            f"split {options.split}": options.split != "test",
+            f"the {options.hold_out or 0:.1%} held out of training": options.hold_out is not None,
+            f"column {options.column}": options.column != "text",
+            f"drawn with seed {options.seed}": options.seed is not None,
+            f"the first {options.truncate or 0:,} tokens of each": options.truncate is not None,
+        }
+        parts = [f"{first.documents} documents of {first.data}", *(text for text, said in details.items() if said)]
+        parts += [f"of at least {least:,} tokens", f"stride {first.stride}", "every token weighted equally"]
+        about = ", ".join(parts)
         # Texts cut to the same number of tokens have different numbers of bytes if the tokenizers differ.
         if len({tuple((row.tokens, row.bytes) for row in each.windows) for each in scores}) > 1:
             about += "; the tokenizers differ: perplexities by token do not compare, bits per byte do"
@@ -149,20 +159,20 @@ def evaluate_perplexity(model: Model, options: PerplexityOptions, session: Sessi
     continues when it is called again.
     """
     session = session or Session()
+    options = completed(options, [model])
     windows, stride = options.sweep(model.window)
-    completed = with_defaults(options.changed(windows=windows, stride=stride))
     longest = max(windows)
     bins = min(BINS, longest - 1) if options.by_position else 0
     sweep = Sweep(windows, stride, bins, depends_on_length(model.config))
-    documents, too_short = choose_documents(model, completed, longest)
+    documents, too_short = choose_documents(model, options, longest)
     journal = session.journal(model, {"data": options.data, **asdict(sweep)})
     measured = _measure(model, documents, sweep, journal, session.progress)
     sums = [loss for document in measured for loss in document.by_window.values() if loss.tokens]
     check_numbers(model.name, model.model.dtype, all(math.isfinite(loss.perplexity) for loss in sums))
     return PerplexityScores(
         **described(model),
-        options=completed,
-        data=options.data,
+        options=options,
+        data=options.data or "",
         documents=len(documents),
         documents_too_short=too_short,
         bos=documents[0].ids[0] == model.tokenizer.bos_token_id,
