@@ -34,7 +34,7 @@ def train(
         recipe: A recipe file, or the name of one that comes with pi-lora, such as `demo`.
         overrides: Keys to change, as on the command line, `"training.steps=100"`, or as `{"training.steps": 100}`.
         output: The folder of the run; by default `adapters/<recipe>`, of full tuning `models/<recipe>`.
-        resume: Continue an interrupted run of the same recipe.
+        resume: Continue an interrupted run of the same recipe, or `recipe`, the folder of an interrupted run.
         force: Train even what does not fit this machine according to its plan.
         progress: Whether to show a progress bar, or a function: it is called with the step, the number of steps, and a
             line with loss, tokens a second and memory.
@@ -46,14 +46,11 @@ def train(
         Interrupted: SIGINT, SIGTERM or SIGHUP, after a checkpoint was written.
     """
     from pi_lora.distributed import is_launched
-    from pi_lora.recipe.files import load_recipe
-    from pi_lora.run import output_folder
+    from pi_lora.run import begun_or_new
 
-    path = find_recipe(Path(recipe))
-    resolved = load_recipe(path, _as_words(overrides)).recipe
+    resolved, place = begun_or_new(Path(recipe), _as_words(overrides), Path(output) if output else None, resume)
     if (processes := resolved.hardware.processes) > 1 and not is_launched():
-        raise RecipeError([f"hardware: asks for {processes} processes; start them with pi-lora train {path}"])
-    place = output_folder(resolved, path) if output is None else Path(output)
+        raise RecipeError([f"hardware: asks for {processes} processes; start them with pi-lora train {recipe}"])
     model, _ = model_to_train(resolved, place, resume, force)
 
     from pi_lora.training.training import prepare_data, train
@@ -88,7 +85,7 @@ def model_to_train(
 
     model = check(recipe, output, resume, permissions, ask_hub)
     better = better_scaling(recipe.model.name, recipe.context.target, recipe.scaling)
-    return model, [*check_fits(recipe, model, force), *([better] if better else [])]
+    return model, [*check_fits(recipe, model, force or resume), *([better] if better else [])]
 
 
 def plan(recipe: str | Path, *overrides: str | Mapping[str, Any], gpu: str | None = None) -> "TrainingPlan":

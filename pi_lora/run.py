@@ -5,10 +5,11 @@ import json
 import os
 import platform
 import re
+import shlex
 import shutil
 import socket
 import subprocess
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -22,6 +23,7 @@ from pydantic import BaseModel, ValidationError
 
 from pi_lora.errors import ModelError, RecipeError, RunExistsError
 from pi_lora.recipe.files import RECIPE_FILE, load_recipe
+from pi_lora.recipe.places import find_recipe
 from pi_lora.recipe.schema import Recipe
 from pi_lora.types import Permissions
 from pi_lora.writing import read_json, write_json, write_whole
@@ -199,6 +201,32 @@ def output_folder(recipe: Recipe, recipe_path: Path) -> Path:
     return Path("models" if recipe.tuning.method == "full" else "adapters") / recipe_path.stem
 
 
+def begun_or_new(
+    name: Path, overrides: Sequence[str] = (), output: Path | None = None, resume: bool = False
+) -> tuple[Recipe, Path]:
+    """Return the resolved recipe and the folder of a run: of the recipe `name`, or to `resume` of the interrupted run
+    `name`, with everything that it began with.
+    """
+    file, begun = find_recipe(name), staging_path(name) / RECIPE_FILE
+    if resume and not file.is_file() and begun.is_file():
+        return load_recipe(begun, overrides).recipe, output or name
+    recipe = load_recipe(file, overrides).recipe
+    return recipe, output or output_folder(recipe, file)
+
+
+def resume_command(output: Path) -> str:
+    """Return the command that continues an interrupted run."""
+    return f"pi-lora train {shlex.quote(str(output))} --resume"
+
+
+def check_finished(output: Path) -> None:
+    """Raise ModelError if the run of that name was interrupted and is not finished."""
+    run = Run(staging_path(output))
+    if not output.exists() and (last := run.last_checkpoint):
+        where = f"interrupted at step {_step(last)} of {run.recipe.training.steps}"
+        raise ModelError(f"{output}: {where}; resume it with {resume_command(output)}")
+
+
 def check_output(output: Path, resume: bool = False) -> None:
     """Raise RunExistsError if `output` cannot become a run: it exists, is a place that no folder can be renamed to, is
     being made by another process, or holds an interrupted run that is neither resumed nor removed.
@@ -214,7 +242,7 @@ def check_output(output: Path, resume: bool = False) -> None:
         raise RunExistsError(f"{output}: no interrupted run to resume; start it without --resume")
     if not resume and Run(staging).last_checkpoint is not None:
         kept = f"an interrupted run is kept in {staging}"
-        raise RunExistsError(f"{output}: {kept}; continue with --resume, or remove that folder")
+        raise RunExistsError(f"{output}: {kept}; resume it with {resume_command(output)}, or remove that folder")
 
 
 def check_room(output: Path, needed: int) -> None:

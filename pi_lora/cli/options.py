@@ -54,13 +54,14 @@ class Loading(Trust):
     """How models are found and loaded."""
 
     dtype: Dtype = None
+    base: Annotated[str | None, Parameter(help="Where the base of a run is now, if it moved.")] = None
 
     def find(self, *names: str, extension: "Extension | None" = None) -> "list[Model]":
         """Find every model, and meet the other processes of this command if a launcher started several."""
         from pi_lora.models.device import device
         from pi_lora.models.model import find
 
-        models = [find(name, extension, self.permissions) for name in names]
+        models = [find(name, extension, self.permissions, base=self.base) for name in names]
         if is_launched():
             join_processes(cpu=device().type == "cpu")
         return models

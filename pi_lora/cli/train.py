@@ -24,7 +24,7 @@ def train(
     *overrides: Override,
     trust: Annotated[Trust, GROUP] = Trust(),
     output: Annotated[Path | None, Parameter(help="The run folder; adapters/<recipe> by default.")] = None,
-    resume: Annotated[bool, Parameter(help="Continue an interrupted run.")] = False,
+    resume: Annotated[bool, Parameter(help="Continue an interrupted run, by its recipe or its folder.")] = False,
     dry_run: Annotated[bool, Parameter(help="Check recipe, model, data and output, then stop.")] = False,
     force: Annotated[bool, Parameter(help="Train even if the plan says that it does not fit.")] = False,
     print_launch: Annotated[bool, Parameter(help="Print the accelerate launch line instead of running it.")] = False,
@@ -34,8 +34,10 @@ def train(
     main_process_port: Annotated[PositiveInt | None, Parameter(help="Port on machine 0.")] = None,
 ) -> None:
     """Tune a model to its target window by RECIPE."""
+    from pi_lora.run import begun_or_new  # pydantic takes a while
+
     changes = [*overrides, *([f"hardware.machines={num_machines}"] if num_machines else [])]
-    resolved = read_recipe(recipe, changes).recipe
+    resolved, place = begun_or_new(recipe, changes, output, resume)
     permissions, launched = trust.permissions, is_launched()
     worker = ["train", str(recipe), *changes, *(["--output", str(output)] if output else []), *["--resume"] * resume]
     worker += ["--trust-remote-code"] * permissions.remote_code + ["--allow-changed"] * permissions.changed
@@ -43,9 +45,6 @@ def train(
     if print_launch:
         print(printable(shlex.join(["accelerate", "launch", *launch_arguments(resolved, worker, *where)])))
         return
-    from pi_lora.run import output_folder  # pydantic takes a while
-
-    place = output or output_folder(resolved, recipe)
     # Ctrl-C ends at once until all libraries are imported: some turn it into an error of their own.
     with working(LIBRARIES):
         from pi_lora.api import model_to_train
@@ -54,7 +53,7 @@ def train(
         if dry_run:
             out.lines(*lines)
             return
-        from pi_lora.training.training import prepare_data, train
+        from pi_lora.training.training import closing_lines, prepare_data, train
 
     preparing = "preparing examples" if resolved.data.has_examples else "packing tokens"
     with progress_bar(preparing) as progress:
@@ -75,11 +74,10 @@ def train(
     with progress_bar("training") as progress:
         folder = train(resolved, model, data, place, resume, progress)
     if is_leader():
-        measure = "summarization" if resolved.data.has_examples else "perplexity"
         if resolved.tuning.method != "full" and model.needs_its_config:
             unscaled = "PEFT puts it on its plain base without the scaling, and only warns"
             out.lines(f"{folder}: load it with pi_lora.load, or merge it; {unscaled}")
-        out.lines(f"{folder}: done; measure it with: {shlex.join(['pi-lora', 'eval', measure, str(folder)])}")
+        out.lines(*closing_lines(resolved, folder))
 
 
 @app.command(group=EXTEND, sort_key=3)

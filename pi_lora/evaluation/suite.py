@@ -19,7 +19,7 @@ from pi_lora.models.model import Model
 from pi_lora.recipe.evaluation import Evaluation, PasskeyOptions, PerplexityOptions
 from pi_lora.recipe.files import RECIPE_FILE
 from pi_lora.recipe.section import Section
-from pi_lora.run import BASE, Run
+from pi_lora.run import BASE, Run, check_finished
 from pi_lora.types import Progress, silent
 from pi_lora.writing import check_can_write
 
@@ -140,6 +140,7 @@ def asked_of(run: Run, data: str | None = None) -> dict[str, Any]:
     """Return the options that a run's recipe asks for, by the names of their files; perplexity and passkey if it names
     none. Perplexity of other `data` than the run's has a file of its own.
     """
+    check_finished(run.path)
     if not run.has_recipe:
         raise ModelError(f"{run.path}: holds no {RECIPE_FILE}; name a run folder that pi-lora train made")
     asked = asked_for(run.recipe.evaluation) or {"perplexity": PerplexityOptions(), "passkey": PasskeyOptions()}

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.constants import HF_HUB_OFFLINE
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from pi_lora.errors import ModelError
@@ -27,7 +28,7 @@ from pi_lora.models.weights import Placement, empty_weights, quiet_loading, read
 from pi_lora.recipe.evaluation import Evaluation
 from pi_lora.recipe.files import RECIPE_FILE
 from pi_lora.recipe.schema import Recipe
-from pi_lora.run import BASE, RUN_FILE, SCORES, Origin, Run
+from pi_lora.run import BASE, RUN_FILE, SCORES, Origin, Run, check_finished
 from pi_lora.scaling.config import (
     Config,
     Interpolation,
@@ -266,17 +267,23 @@ class Model:
 
 
 def find(
-    name: str, extension: Extension | None = None, permissions: Permissions = NO_PERMISSIONS, revision: str = "main"
+    name: str,
+    extension: Extension | None = None,
+    permissions: Permissions = NO_PERMISSIONS,
+    revision: str = "main",
+    base: str | None = None,
 ) -> Model:
-    """Find a hub id, a folder of full weights, `builtin:tiny`, or a run or adapter folder with its own scaling."""
+    """Find a hub id, a folder of full weights, `builtin:tiny`, or a run or adapter folder with its own scaling, whose
+    base may have moved to `base`.
+    """
     if folder := adapter_folder(name, revision):
         if extension is not None:
             raise ModelError(f"{name}: brings its own scaling; leave out --original, --target and --scaling")
-        found = find_adapter(folder, permissions=permissions)
+        found = find_adapter(folder, base, permissions)
         found.name = name
         return found
-    base = _find_base(name, revision, permissions)
-    return base.extended(extension) if extension else base
+    model = _find_base(name, revision, permissions)
+    return model.extended(extension) if extension else model
 
 
 def find_to_tune(recipe: Recipe, permissions: Permissions = NO_PERMISSIONS) -> Model:
@@ -295,6 +302,7 @@ def load(
     extension: Extension | None = None,
     dtype: str | None = None,
     permissions: Permissions = NO_PERMISSIONS,
+    base: str | None = None,
 ) -> Model:
     """Load a model with its scaling, ready to be measured. It has a `model`, a `tokenizer`, the `window` in tokens and
     the `scale` L'/L.
@@ -306,18 +314,20 @@ def load(
         dtype: `float32`, `bfloat16` or `float16`; by default as stored on a GPU, float32 on a CPU, and bfloat16 after
             QLoRA.
         permissions: Whether a model's own code may run, and a run be used whose base or data changed.
+        base: Where the base of a run or adapter is now, if it moved.
 
     Raises:
         ModelError: The model is missing, incomplete or not the one that a run was tuned from.
         ScalingError: Its positions cannot be interpolated.
     """
-    return find(name, extension, permissions).load(dtype)
+    return find(name, extension, permissions, base=base).load(dtype)
 
 
 def adapter_folder(name: str, revision: str = "main") -> Path | None:
     """Return the folder of an adapter, downloaded if `name` is a hub id; None if it is another kind of model."""
     if (Path(name) / ADAPTER_CONFIG_FILE).is_file():
         return Path(name)
+    check_finished(Path(name))
     if "/" not in name or is_local(name):
         return None
     try:
@@ -371,6 +381,8 @@ def find_base_of(folder: Path, base: str | None = None, permissions: Permissions
         found = _find_base(known.place or name, known.commit or revision, permissions)
         found.base = name
         return found
+    if known and known.place and not Path(name).exists():
+        raise ModelError(f"{folder}: its base is no longer in {known.place}; say where it is with --base MODEL")
     return _find_base(name, revision, permissions)
 
 
@@ -384,6 +396,9 @@ def _find_base(name: str, revision: str = "main", permissions: Permissions = NO_
     path = locate(name)
     if (Path(path) / CONFIG_FILE).exists():
         read_config(Path(path))
+    elif HF_HUB_OFFLINE and not Path(path).is_dir() and find_file(path, CONFIG_FILE, revision) is None:
+        absent = "is no folder here, and not in the cache of the hub, which HF_HUB_OFFLINE=1 forbids to ask"
+        raise ModelError(f"{name}: {absent}; correct the name, or download it first")
     with readable(name, CONFIG_FILE), quiet_loading():
         config = AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=permissions.remote_code)
     own: Config = own_entries(config)

@@ -12,7 +12,7 @@ from pi_lora.evaluation.registry import read_scores
 from pi_lora.models.stored import ADAPTER_CONFIG_FILE, read_adapter_settings, read_config
 from pi_lora.recipe.files import RECIPE_FILE
 from pi_lora.recipe.schema import Model
-from pi_lora.run import BASE, STEP_0, Run
+from pi_lora.run import BASE, STEP_0, Run, check_finished
 from pi_lora.scaling.config import method_of, scale_of, window_of
 
 
@@ -83,6 +83,7 @@ class MeasuredRun(Run):
 
 def measured_run(path: Path) -> MeasuredRun:
     """Return a run that was trained and measured; raise ModelError if it is none or a result cannot be read."""
+    check_finished(path)
     run = MeasuredRun(path)
     if not run.has_recipe:
         raise ModelError(f"{path}: holds no {RECIPE_FILE}; name a run folder that pi-lora train made")

@@ -15,7 +15,7 @@ from pi_lora.recipe.schema import Recipe
 from pi_lora.report.card import CARD, refresh_scores
 from pi_lora.report.run import MeasuredRun
 from pi_lora.report.tables import public_name
-from pi_lora.run import CHECKPOINTS, staging_path
+from pi_lora.run import CHECKPOINTS, check_finished
 
 # The files of runs, merges and tokenizers. Anything else stays: checkpoints, pickles, and what a user keeps there.
 UPLOADED = [
@@ -68,8 +68,8 @@ def _uploaded(folder: Path) -> list[str]:
     link, which may lead to any file here.
     """
     if not folder.is_dir():
-        unfinished = f"; an unfinished run is kept in {part}" if (part := staging_path(folder)).is_dir() else ""
-        raise ModelError(f"{folder}: no such folder{unfinished}; name a run or model folder")
+        check_finished(folder)
+        raise ModelError(f"{folder}: no such folder; name a run or model folder")
     if (folder / CHECKPOINTS).is_dir() or folder.resolve().name.endswith(".partial"):
         raise ModelError(f"{folder}: is an unfinished run; finish it with pi-lora train --resume")
     files = [file for pattern in UPLOADED for file in folder.glob(pattern) if file.is_file()]

@@ -34,11 +34,9 @@ from pi_lora.models import machine
 from pi_lora.models.finite import finite
 from pi_lora.models.model import Model
 from pi_lora.recipe.schema import Recipe
-from pi_lora.run import CHECKPOINTS, TRAINING_LOG, Run
+from pi_lora.run import CHECKPOINTS, TRAINING_LOG, Run, resume_command
 from pi_lora.types import Progress, silent
 from pi_lora.writing import write_whole
-
-KEPT = "a checkpoint is kept; continue with --resume"
 
 
 class TrainingLog(TrainerCallback):
@@ -166,6 +164,12 @@ def stop_after_step(log: TrainingLog) -> Iterator[None]:
         yield
 
 
+def interrupted(model: Model, step: int) -> Interrupted:
+    """Return the exception that says how to resume the run of a model that is being tuned."""
+    how = resume_command(Path(model.name)) + " --trust-remote-code" * model.permissions.remote_code
+    return Interrupted(f"{model.name}: interrupted after step {step}, a checkpoint is kept; resume it with {how}")
+
+
 class TrainingScores(TrainerCallback):
     """Measure the model at step 0, every `evaluation.every` steps and the last, as in tables 3 and 4 of the paper, into
     `scores/NAME-step-N.json`. Each process measures its part; the first one writes. A checkpoint is written before.
@@ -203,8 +207,8 @@ class TrainingScores(TrainerCallback):
         return [run.scores_file(name, f"step {step}") for name in due]
 
     def _measure_before_end(self, step: int) -> None:
-        kept = f"interrupted after step {step}, {KEPT}" if step else "interrupted before the first step; start it again"
-        self._measure(self.log.run, step, Interrupted(f"{self.model.name}: {kept}"))
+        before = f"{self.model.name}: interrupted before the first step; start it again"
+        self._measure(self.log.run, step, interrupted(self.model, step) if step else Interrupted(before))
 
     def _measure(self, run: Run, step: int, interruption: Interrupted) -> None:
         started = time.monotonic()

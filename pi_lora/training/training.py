@@ -1,5 +1,6 @@
 """The story of a training: a recipe, a model and data become a run."""
 
+import shlex
 import shutil
 import sys
 from collections.abc import Iterator, Mapping
@@ -13,7 +14,7 @@ from transformers import set_seed
 from pi_lora.data.batches import TrainingData, training_data
 from pi_lora.data.tokens import tokenizer_identity
 from pi_lora.distributed import from_all, is_leader, join_processes, number_of_processes, wait_for_all
-from pi_lora.errors import Interrupted
+from pi_lora.evaluation.suite import asked_for
 from pi_lora.models import adapter as adapters
 from pi_lora.models import machine
 from pi_lora.models.device import device
@@ -22,11 +23,12 @@ from pi_lora.models.stored import save_config
 from pi_lora.models.tokenizer import save_tokenizer
 from pi_lora.models.weights import Placement
 from pi_lora.planning.planning import plan_here
+from pi_lora.planning.text import hours_in_words
 from pi_lora.recipe.files import RECIPE_FILE, dump_recipe
 from pi_lora.recipe.schema import Recipe
 from pi_lora.report.card import write_card
 from pi_lora.run import CHECKPOINTS, Run, staged, staging_path
-from pi_lora.training.callbacks import KEPT, TrainingLog, TrainingScores, stop_after_step
+from pi_lora.training.callbacks import TrainingLog, TrainingScores, interrupted, stop_after_step
 from pi_lora.training.libraries import redirect_library_logs
 from pi_lora.training.trainer import Trainer
 from pi_lora.types import Progress, silent
@@ -56,7 +58,7 @@ def train(
             trainer = Trainer(recipe, tuned, data, run, log, [scores])
             trainer.train(resume_from_checkpoint=_checkpoint_to_resume(run) if resume else None)
             if log.stopped:
-                raise Interrupted(f"{output}: interrupted after step {trainer.state.global_step}, {KEPT}")
+                raise interrupted(tuned, trainer.state.global_step)
             save(recipe, tuned, trainer, run)
         if is_leader():
             write_card(output)
@@ -154,6 +156,21 @@ def save(recipe: Recipe, model: Model, trainer: Trainer, run: Run) -> None:
         "hardware": machine.hardware(),
     }
     run.record({**facts, **run.log[-1]})
+
+
+def closing_lines(recipe: Recipe, folder: Path) -> list[str]:
+    """Return how a training ended, and the command that measures it on the text that its recipe names."""
+    last = Run(folder).log[-1]
+    speed, hours = last["tokens"] / last["seconds"], hours_in_words(last["seconds"] / 3600)
+    how = ["all", str(folder)]
+    if recipe.data.has_examples:
+        how = ["summarization", str(folder)]
+    elif not asked_for(recipe.evaluation):
+        how = ["perplexity", str(folder), "--data", recipe.data.source[0].name]
+    return [
+        f"{folder}: step {last['step']}, loss {last['loss']:.3f}, {hours}, {speed:,.0f} tokens/s",
+        f"measure it with {shlex.join(['pi-lora', 'eval', *how])}",
+    ]
 
 
 def _checkpoint_to_resume(run: Run) -> str | None:

@@ -286,3 +286,17 @@ def test_a_pushed_adapter_is_loaded_and_merged_by_its_hub_id(
 
 def test_an_adapter_names_its_base(lora_run: Path, small_model: Path) -> None:
     assert json.loads((lora_run / "adapter_config.json").read_text())["base_model_name_or_path"] == str(small_model)
+
+
+def test_a_base_that_moved_is_named(lora_run: Path, small_model: Path, tmp_path: Path) -> None:
+    run, gone = shutil.copytree(lora_run, tmp_path / "run"), str(tmp_path / "gone")
+    for name, before in (("run.json", str(small_model.resolve())), ("adapter_config.json", str(small_model))):
+        (run / name).write_text((run / name).read_text().replace(before, gone))
+    with pytest.raises(ModelError, match=f"its base is no longer in {gone}; say where it is with --base MODEL"):
+        find(str(run))
+    assert load(str(run), base=str(small_model)).scale == 2
+
+
+def test_a_name_that_is_nowhere_speaks_of_no_connection() -> None:
+    with pytest.raises(ModelError, match="no folder here, and not in the cache of the hub, which HF_HUB_OFFLINE=1"):
+        find("nobody/nothing")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import small_recipe, train
+from conftest import run_command, small_recipe, train
 from safetensors.torch import load_file
 
 from pi_lora.errors import Diverged, Interrupted, RecipeError, RunExistsError
@@ -58,7 +58,9 @@ def interrupt_at(step: int, recipe: Recipe, output: Path, number: signal.Signals
         if done == step and total == recipe.training.steps:
             os.kill(os.getpid(), number)
 
-    with pytest.raises(Interrupted, match=r"interrupted after step \d+, a checkpoint is kept; continue with --resume"):
+    with pytest.raises(
+        Interrupted, match=r"after step \d+, a checkpoint is kept; resume it with pi-lora train \S+ --resume$"
+    ):
         train(recipe, output, progress=interrupt)
     assert not output.exists()
 
@@ -91,7 +93,7 @@ def test_a_signal_ends_the_run_behind_a_checkpoint(
 ) -> None:
     recipe, output = recipe_for(small_model), tmp_path / "run"
     interrupt_at(5, recipe, output, number)
-    with pytest.raises(RunExistsError, match="continue with --resume"):
+    with pytest.raises(RunExistsError, match=f"resume it with pi-lora train {output} --resume"):
         train(recipe, output)
     train(recipe, output, resume=True)
     assert all(torch.equal(tensor, whole[name]) for name, tensor in weights(output).items())
@@ -106,6 +108,24 @@ def test_a_run_is_not_resumed_under_another_recipe(small_model: Path, tmp_path: 
         train(recipe_for(small_model, learning_rate=0.5), output, resume=True)
     # How often it is saved and logged may change.
     train(recipe_for(small_model, save_every=4, log_every=2), output, resume=True)
+
+
+def test_an_interrupted_run_is_known_by_its_name(
+    small_model: Path, tmp_path: Path, whole: dict[str, torch.Tensor], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And resumed by it under the recipe that it began with, whatever became of the file."""
+    output = tmp_path / "run"
+    interrupt_at(5, recipe_for(small_model), output)
+    for command in (("eval", "perplexity"), ("eval", "all"), ("report",), ("push",)):
+        assert run_command(*command, str(output), *["me/model"] * (command == ("push",))) == 2
+        known = f"{output}: interrupted at step 6 of 12; resume it with pi-lora train {output} --resume"
+        assert " ".join(capsys.readouterr().err.split()).endswith(known)
+    assert run_command("train", str(output), "--resume", "training.log_every=4") == 0
+    assert all(torch.equal(tensor, whole[name]) for name, tensor in weights(output).items())
+    last = Run(output).log[-1]
+    said = " ".join(capsys.readouterr().out.split())
+    assert f"{output}: step 12, loss {last['loss']:.3f}, a minute, " in said
+    assert f"measure it with pi-lora eval perplexity {output} --data builtin:stdlib" in said
 
 
 def test_resume_needs_an_interrupted_run(small_model: Path, tmp_path: Path) -> None:
