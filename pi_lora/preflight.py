@@ -149,6 +149,8 @@ def _hardware_problems(recipe: Recipe) -> Iterator[str]:
         "training.optimizer: paged_adamw_8bit needs a GPU; use adamw": paged and not here,
         "training.optimizer: paged_adamw_8bit cannot train weights that are sharded over GPUs; use adamw": cannot_page,
         "hardware.offload_activations: needs a GPU; leave it out": hardware.offload_activations and not here,
+        "training.precision: float16 needs a GPU; use bfloat16 or float32": recipe.training.precision == "float16"
+        and not here,
         "model.kernels: liger needs a GPU; leave it out": recipe.model.kernels == "liger" and not here,
         "model.attention: flash_attention_2 needs a GPU; use sdpa": kernel == "flash_attention_2" and not here,
     }

@@ -38,9 +38,9 @@ LIGER, LIGER_PATCHES = "liger_kernel", "liger_kernel.transformers.monkey_patch"
 OWN_LOSS = {"cross_entropy": False, "fused_linear_cross_entropy": False}
 
 
-def computes_in_bfloat16(recipe: Recipe) -> bool:
-    """Return whether a training step computes in bfloat16 here; weights that train are float32 all the same."""
-    return recipe.computes_in_bfloat16(has_fast_bfloat16())
+def computes_in(recipe: Recipe) -> str:
+    """Return the dtype in which a training step computes here; weights that train are float32 all the same."""
+    return recipe.computes_in(device().type == "cpu", has_fast_bfloat16())
 
 
 def dtype_of_base(recipe: Recipe) -> torch.dtype:
@@ -51,7 +51,7 @@ def dtype_of_base(recipe: Recipe) -> torch.dtype:
 def measured_under_autocast(recipe: Recipe) -> bool:
     """Whether float32 weights are measured in bfloat16 as they were tuned: on a GPU, where float32 takes far longer."""
     in_float32 = dtype_of_base(recipe) == torch.float32
-    return in_float32 and computes_in_bfloat16(recipe) and device().type != "cpu"
+    return in_float32 and computes_in(recipe) == "bfloat16" and device().type != "cpu"
 
 
 def attention_kernel(asked: str, in_bfloat16: bool, context_parallel: int = 1) -> str:
@@ -109,7 +109,9 @@ def facts() -> dict[str, str]:
     libraries, in_bfloat16 = versions(LIBRARIES + OPTIONAL), has_fast_bfloat16()
     flash = {"flash_attention_2": is_flash_attn_2_available, **dict(_MADE_FOR.values())}
     kernels = ", ".join([SDPA, "eager", *(name for name, is_present in flash.items() if is_present())])
-    instructions = "without bfloat16 instructions"
+    instructions, without_it = "without bfloat16 instructions", "float32"
+    if device().type == "cuda":
+        without_it = "float16 for adapters, float32 for all weights"
     if has_bfloat16_instructions():
         instructions = f"bfloat16 {bfloat16_speed():.1f} times as fast as float32"
     name = torch.cpu.get_capabilities().get("cpu_name") or platform.processor()
@@ -127,7 +129,7 @@ def facts() -> dict[str, str]:
         "memory": f"{memory / 2**30:.1f} GiB, {available / 2**30:.1f} GiB available",
         "GPUs": "; ".join(gpus) or "none",
         "CUDA": torch.version.cuda or "none: torch is built for CPUs",
-        "precision": f"training.precision: auto is {'bfloat16' if in_bfloat16 else 'float32'}",
+        "precision": f"training.precision: auto is {'bfloat16' if in_bfloat16 else without_it}",
         "attention": f"model.attention: auto is {attention_kernel('auto', in_bfloat16)}; there are {kernels}",
         "quantization": nf4_kernel(device().type) if "bitsandbytes" in libraries else "none: no bitsandbytes",
     }

@@ -147,7 +147,7 @@ def _arithmetic(recipe: Recipe, gpu: Gpu, wide: bool, gathered: bool) -> Arithme
     """Return how a step computes with float32 weights, if `wide`, or bfloat16 ones; FSDP2 gathers them in the dtype in
     which it computes, float32 on a GPU that has no bfloat16.
     """
-    in_bfloat16, tuning = recipe.computes_in_bfloat16(gpu.bfloat16), recipe.tuning
+    in_bfloat16, tuning = recipe.computes_in(gpu.name == CPU, gpu.bfloat16) != "float32", recipe.tuning
     if wide or gathered:
         return "float32" if not in_bfloat16 else "bfloat16" if gathered else "autocast"
     return "casts" if tuning.method != "full" and (not in_bfloat16 or tuning.dropout) else "bfloat16"

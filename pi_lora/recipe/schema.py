@@ -237,8 +237,8 @@ class Training(Section):
     """of AdamW"""
     max_grad_norm: PositiveFloat = 1.0
     """gradients are clipped to this norm"""
-    precision: Literal["auto", "float32", "bfloat16"] = "auto"
-    """auto: bfloat16 where it is faster"""
+    precision: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """auto: bfloat16 where it is faster; float16 for adapters on a GPU without it"""
     activation_checkpointing: bool | Literal["selective"] | Annotated[int, Field(ge=2)] = True
     """recompute layers in the backward pass, to save memory: n every n-th layer only, selective all but attention"""
     mlp_chunk_tokens: PositiveInt | None = None
@@ -317,21 +317,27 @@ class Recipe(Section):
         """Sequences of one forward pass, over all processes."""
         return self.training.per_device_batch_size * self.hardware.data_parallel
 
-    def computes_in_bfloat16(self, has_bfloat16: bool) -> bool:
-        """Whether a training step computes in bfloat16 on a device that may have it; weights that train are float32 all
-        the same.
-        """
-        precision = self.training.precision
-        return precision == "bfloat16" or (precision == "auto" and has_bfloat16)
+    @property
+    def _takes_float16(self) -> bool:
+        """Whether its gradients can be scaled, as float16 needs: accelerate 1.15 does not for sharded weights."""
+        return self.tuning.method != "full" and not (self.sharded and self.hardware.processes > 1)
+
+    def computes_in(self, on_cpu: bool, has_bfloat16: bool) -> str:
+        """Return the dtype in which a training step computes; weights that train are float32 all the same."""
+        if self.training.precision != "auto":
+            return self.training.precision
+        if has_bfloat16:
+            return "bfloat16"
+        return "float32" if on_cpu or not self._takes_float16 else "float16"
 
     def dtype_of_base(self, on_cpu: bool, has_bfloat16: bool) -> str:
         """Return the dtype of the base: float32 master weights where every weight trains, else bfloat16 under a float32
-        adapter; float32 on a GPU that has no bfloat16. On a CPU a LoRA base is float32 as well, which is faster where
-        bfloat16 is not.
+        adapter; float16 or float32, as it computes, on a GPU that has no bfloat16. On a CPU a LoRA base is float32 as
+        well, which is faster where bfloat16 is not.
         """
-        method = self.tuning.method
-        in_float32 = method == "full" or (method == "lora" if on_cpu else not has_bfloat16)
-        return self.model.dtype or ("float32" if in_float32 else "bfloat16")
+        method, in_float16 = self.tuning.method, self.computes_in(on_cpu, has_bfloat16) == "float16"
+        in_float32 = method == "full" or (method == "lora" if on_cpu else not (has_bfloat16 or in_float16))
+        return self.model.dtype or ("float32" if in_float32 else "float16" if in_float16 else "bfloat16")
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
@@ -345,6 +351,10 @@ class Recipe(Section):
             raise ValueError("hardware.offload_activations: needs training.activation_checkpointing: true")
         if training.mlp_chunk_tokens and self.tuning.dropout:
             raise ValueError("training.mlp_chunk_tokens: cannot repeat dropout; leave it or tuning.dropout out")
+        if training.precision == "float16" and not self._takes_float16:
+            raise ValueError(
+                "training.precision: float16 is for lora on one GPU and for qlora; use bfloat16 or float32"
+            )
         if hardware.gpus and hardware.cpu_processes:
             raise ValueError("hardware: gpus and cpu_processes exclude each other; keep one")
         if hardware.processes % parallel:

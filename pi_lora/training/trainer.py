@@ -31,7 +31,7 @@ from pi_lora.training.schedule import rate_share
 
 def trainer_arguments(recipe: Recipe, run: Run, name: str) -> SFTConfig:
     """Return TRL's arguments; rows are token ids already."""
-    training = recipe.training
+    training, precision = recipe.training, machine.computes_in(recipe)
     return OneDevice(
         output_dir=str(run.path / CHECKPOINTS),
         max_steps=training.steps,
@@ -43,7 +43,7 @@ def trainer_arguments(recipe: Recipe, run: Run, name: str) -> SFTConfig:
         adam_beta1=training.betas[0],
         adam_beta2=training.betas[1],
         max_grad_norm=training.max_grad_norm,
-        bf16=machine.computes_in_bfloat16(recipe),
+        **{"bf16": precision == "bfloat16", "fp16": precision == "float16"},
         use_cpu=device().type == "cpu",
         gradient_checkpointing=bool(training.activation_checkpointing),
         gradient_checkpointing_kwargs=checkpointing_options(recipe),
@@ -103,7 +103,7 @@ class Trainer(SFTTrainer):
         self.training, self.log_of_losses, tuned = recipe.training, log, model.model
         # PEFT's casts change no number then but of dropout and DoRA's norms, which depend on the dtype.
         tuning = recipe.tuning
-        self.cast_by_autocast = machine.computes_in_bfloat16(recipe) and not (tuning.dropout or tuning.dora)
+        self.cast_by_autocast = machine.computes_in(recipe) != "float32" and not (tuning.dropout or tuning.dora)
         self.plain_loss = run.provenance.plain_loss
         self.groups: Sampler[int] | None = data.groups(recipe.sequences_at_once, self.training.seed)
         if recipe.model.kernels == "liger":

@@ -87,8 +87,7 @@ def create_run(recipe: Recipe, model: Model, data: TrainingData, output: Path, r
             run.check_same_origin(output, origin, model.permissions)
             write_whole(staging / RECIPE_FILE, dump_recipe(recipe))
             # Decided once: other processes, or a resumption on another machine, could decide otherwise.
-            own = "bfloat16" if machine.computes_in_bfloat16(recipe) else "float32"
-            precision, plain_loss = run.provenance.precision or own, run.provenance.plain_loss
+            precision, plain_loss = run.provenance.precision or machine.computes_in(recipe), run.provenance.plain_loss
             if plain_loss is None:
                 plan = plan_here(recipe, model)
                 plain_loss = plan is not None and plan.memory.plain_loss
@@ -114,8 +113,8 @@ def load_for_tuning(recipe: Recipe, model: Model) -> Any:
     place: Placement = "quantized" if recipe.tuning.method == "qlora" else "host" if several else "device"
     if place == "host" and recipe.sharded and not is_leader():
         place = "empty"
-    in_bfloat16 = machine.computes_in_bfloat16(recipe)
-    attention = model.attention(recipe.model.attention, in_bfloat16, recipe.hardware.context_parallel)
+    in_half = machine.computes_in(recipe) != "float32"
+    attention = model.attention(recipe.model.attention, in_half, recipe.hardware.context_parallel)
     base = model.load_weights(machine.dtype_of_base(recipe), attention, place)
     if recipe.sharded and several:
         # transformers reads the weights of some modules in float32, whatever the dtype.

@@ -1,11 +1,17 @@
-"""The memory of the host, under the limits of containers and batch systems."""
+"""The memory of the host, under the limits of containers and batch systems; and the precision of a training."""
 
 from pathlib import Path
 
 import psutil
 import pytest
+import torch
+from conftest import small_recipe
+from pydantic import ValidationError
 
+from pi_lora.models import machine
 from pi_lora.models.device import host_memory
+from pi_lora.run import Run
+from pi_lora.training.trainer import trainer_arguments
 
 GIB = 2**30
 NAMES = {
@@ -50,3 +56,35 @@ def test_a_limit_is_the_memory_that_there_is(
     none = {1: str(2**63 - 4096), 2: "max"}[version]
     limited(tmp_path, version, group, {folder: none if limit == "max" else limit for folder, limit in limits.items()})
     assert host_memory(tmp_path) == (4 * GIB, 2 * GIB)
+
+
+@pytest.mark.parametrize(
+    ("method", "gpus", "precision", "dtype"),
+    [
+        ("lora", 1, "float16", "float16"),
+        ("qlora", 2, "float16", "float16"),
+        ("lora", 2, "float32", "float32"),
+        ("full", 1, "float32", "float32"),
+    ],
+)
+def test_adapters_train_in_float16_on_a_gpu_without_bfloat16(
+    method: str, gpus: int, precision: str, dtype: str
+) -> None:
+    """But not those that FSDP2 shards, whose gradients accelerate does not scale."""
+    recipe = small_recipe("any", tuning={"method": method}, hardware={"gpus": gpus}, training={"global_batch_size": 2})
+    assert recipe.computes_in(on_cpu=False, has_bfloat16=False) == precision
+    assert recipe.dtype_of_base(on_cpu=False, has_bfloat16=False) == dtype
+    assert recipe.computes_in(on_cpu=True, has_bfloat16=False) == "float32"
+    assert recipe.computes_in(on_cpu=False, has_bfloat16=True) == "bfloat16"
+
+
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing` is deprecated:FutureWarning")
+def test_float16_goes_to_the_scaler_of_the_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = trainer_arguments(small_recipe("any"), Run(tmp_path), "run")
+    assert not arguments.fp16
+    monkeypatch.setattr(machine, "has_fast_bfloat16", lambda: False)
+    monkeypatch.setattr(machine, "device", lambda: torch.device("cuda"))
+    arguments = trainer_arguments(small_recipe("any"), Run(tmp_path), "run")
+    assert (arguments.fp16, arguments.bf16) == (True, False)
+    with pytest.raises(ValidationError, match="float16 is for lora on one GPU and for qlora"):
+        small_recipe("any", tuning={"method": "full"}, training={"precision": "float16"})

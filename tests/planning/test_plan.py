@@ -310,10 +310,12 @@ def test_a_recipe_names_its_gpu() -> None:
         plan_of(recipe(hardware={"gpus": 1, "gpu": "B52"}))
 
 
-def test_a_device_without_bfloat16_computes_in_float32() -> None:
-    """The table's T4; what is not quantized takes twice as much, and so do activations, but for copies in float32."""
+def test_a_device_without_bfloat16_computes_in_float16_or_float32() -> None:
+    """The table's T4. In float32, what is not quantized takes twice as much, and so do activations, but for copies."""
     asked = recipe("Qwen/Qwen3-0.6B-Base", 40960, hardware={"gpus": 1}, tuning={"method": "lora"})
-    old, new = plan_of(asked, "T4"), plan_of(asked, "A10G")
+    new = plan_of(asked, "A10G")
+    assert plan_of(asked, "T4").memory == new.memory
+    old = plan_of(recipe(asked.model.name, 40960, hardware={"gpus": 1}, training={"precision": "float32"}), "T4")
     assert old.memory.components["weights"] > 1.3 * new.memory.components["weights"]
     assert old.memory.components["activations"] > 1.7 * new.memory.components["activations"]
     said = recipe("Qwen/Qwen3-0.6B-Base", 40960, hardware={"gpus": 1}, training={"precision": "bfloat16"})
