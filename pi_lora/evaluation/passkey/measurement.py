@@ -17,6 +17,8 @@ from pi_lora.models.model import Model
 from pi_lora.recipe.evaluation import PasskeyOptions
 from pi_lora.types import Json, Progress
 
+# Rows of the table with the share at a distance, evenly spaced; all distances are in the JSON.
+MOST_ROWS = 8
 # From red to blue, which the color-blind tell apart.
 COLOURS: Any = {"cmap": "RdYlBu", "vmin": 0, "vmax": 1}
 
@@ -81,7 +83,8 @@ class Passkey(Measurement[PasskeyOptions, PasskeyScores]):
             metrics.append(Metric("k_max", length.k_max, "tokens", hub_name="k_max", **hub))
             if trials and scores.left_out is None:
                 metrics.append(share("passkeys retrieved", trials, hub_name="accuracy", **hub))
-        for depth in [] if scores.lengths else scores.depths:
+        apart = -(-len(scores.depths) // MOST_ROWS)
+        for depth in [] if scores.lengths else scores.depths[apart - 1 :: apart]:
             metrics.append(share_of_samples("retrieved at distance", depth.success_rate, depth.trials, at=depth.k))
         return metrics
 

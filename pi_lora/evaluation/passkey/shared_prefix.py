@@ -2,19 +2,24 @@
 follow the length of the input, or layers keep something else (sliding windows, state spaces).
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from copy import deepcopy
 from itertools import takewhile
 from typing import Any, cast
 
 import torch
+from torch.nn.attention.bias import causal_lower_right
+from transformers import AttentionInterface
 from transformers.cache_utils import DynamicCache, DynamicLayer
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from pi_lora.evaluation.forward import HELD_TOKENS, is_sharded, padded, pass_tokens
 from pi_lora.models.device import free_memory
 
 # Of the memory that is free, the most that keys and values may take; the rest is for the forward pass.
 SHARE_OF_MEMORY = 0.75
+LOWER_RIGHT = "pi_lora_lower_right"
 # Pairs of tokens in the mask of a pass that continues a cache, at most; a byte each, or two where a kernel adds it.
 MASKED_PAIRS = 2**27
 
@@ -74,13 +79,39 @@ def last_logits(model: Any, rows: Sequence[Sequence[int]], tail: int, prefix: Sh
     if prefix is None or not shared:
         return cast(torch.Tensor, model(input_ids=ids, use_cache=False, logits_to_keep=tail).logits)
     cache, own = prefix.cache(shared, len(rows)), ids[:, shared:]
-    # Pieces of about equal length: each attends to all before it through a mask whose upper half is computed in vain.
+    # Pieces of about equal length: each attends to all before it.
     size = max(2 * tail, min(pass_tokens(model), MASKED_PAIRS // ids.shape[1]) // len(rows))
     *others, last = own.tensor_split(-(-own.shape[1] // size), dim=1)
-    for piece in others:
-        model(input_ids=piece, past_key_values=cache, use_cache=True, logits_to_keep=1)
-    made = model(input_ids=last, past_key_values=cache, use_cache=True, logits_to_keep=tail)
+    with without_mask(model) if model.device.type == "cuda" else nullcontext():
+        for piece in others:
+            model(input_ids=piece, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        made = model(input_ids=last, past_key_values=cache, use_cache=True, logits_to_keep=tail)
     return cast(torch.Tensor, made.logits)
+
+
+@contextmanager
+def without_mask(model: Any) -> Iterator[None]:
+    """Let a model continue a cache by torch's kernels that need no mask of all pairs of tokens (`causal_lower_right`);
+    a mask rules out the fastest ones on a GPU, and a CPU would make it anew in every layer.
+    """
+    kernel = model.config._attn_implementation
+    if kernel == "sdpa":
+        model.set_attn_implementation(LOWER_RIGHT)
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(kernel)
+
+
+def _lower_right(
+    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, _mask: torch.Tensor | None, **others: Any
+) -> tuple[torch.Tensor, None]:
+    bias = causal_lower_right(query.shape[2], key.shape[2])
+    output: torch.Tensor = sdpa_attention_forward(module, query, key, value, bias, **{**others, "is_causal": False})[0]
+    return output, None
+
+
+AttentionInterface.register(LOWER_RIGHT, _lower_right)
 
 
 def rows_at_once(model: Any, width: int, prefix: SharedPrefix | None) -> int:
