@@ -23,7 +23,7 @@ import smollm2  # noqa: E402
 import tables  # noqa: E402
 import tables_gpu  # noqa: E402
 from on_gpu import parts  # noqa: E402
-from on_gpu.longest import CHANGES  # noqa: E402
+from on_gpu.longest import CHANGES, next_length  # noqa: E402
 from on_gpu.setting import TINY, setting_of  # noqa: E402
 from pages import block  # noqa: E402
 
@@ -109,6 +109,12 @@ def test_rows_are_kept_as_they_come_and_only_what_failed_is_done_again(tmp_path:
         gpu.measure(FakeBench(), gpu.Rows(file, TINY, None), options)
     with pytest.raises(SystemExit, match="holds rows of tiny on None"):
         gpu.Rows(file, TINY, "another card")
+
+
+def test_the_search_for_the_longest_sequence_ends_where_a_tenth_is_less_than_a_step() -> None:
+    assert next_length(128, 64, {}) == 128
+    assert next_length(128, 64, {128: True}) is None
+    assert [next_length(100, 1, ran) for ran in ({100: True}, {100: False}, {100: True, 110: False})] == [110, 90, None]
 
 
 def test_mfu_stands_beside_the_share_of_the_measured_product() -> None:

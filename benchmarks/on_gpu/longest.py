@@ -40,8 +40,11 @@ def next_length(first: int, step: int, ran: Mapping[int, bool]) -> int | None:
 
     >>> [next_length(100, 1, ran) for ran in ({}, {100: True}, {100: False}, {100: True, 110: True})]
     [100, 110, 90, None]
+    >>> next_length(100, 64, {128: True}) is None  # a tenth is less than a step
+    True
     """
     if not ran:
         return first
     ((tried, it_ran), *others) = ran.items()
-    return None if others else max(step, int(tried * (1.1 if it_ran else 0.9) // step) * step)
+    tokens = max(step, int(tried * (1.1 if it_ran else 0.9) // step) * step)
+    return None if others or tokens in ran else tokens
