@@ -7,7 +7,18 @@ from cyclopts import App, Parameter
 from cyclopts.types import PositiveInt
 
 from pi_lora.cli.app import EXTEND, LIBRARIES, app, out, progress_bar, working
-from pi_lora.cli.options import GROUP, Dtype, ModelName, Original, Probe, Scaling, Target, Trust, extension_of
+from pi_lora.cli.options import (
+    GROUP,
+    Dtype,
+    ModelName,
+    Original,
+    Probe,
+    Scaling,
+    Target,
+    Trust,
+    extension_of,
+    read_length,
+)
 from pi_lora.scaling.config import Method
 
 export_app = App(name="export", help="Write a model in the format of another engine.", group=EXTEND, sort_key=4)
@@ -53,7 +64,7 @@ def extend(
     model: ModelName,
     /,
     *,
-    target: Annotated[PositiveInt, Parameter(help="L', the window to extend to.")],
+    target: Annotated[PositiveInt, Parameter(converter=read_length, help="L', the window to extend to.")],
     scaling: Annotated[Method, Parameter(help="What pi-lora probe found best.")],
     original: Original = None,
     probe: Probe = None,

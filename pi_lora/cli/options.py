@@ -1,10 +1,11 @@
 """Options that several commands have: their types, and groups of them that a command takes as one parameter."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from cyclopts import Parameter
+from cyclopts import Parameter, Token
 from cyclopts.types import PositiveInt
 
 from pi_lora.distributed import is_launched, join_processes
@@ -29,8 +30,24 @@ GpuName = Annotated[str | None, Parameter(help="A name (4090, H100), a memory si
 TrustRemoteCode = Annotated[bool, Parameter(help="Run Python code that a model brings.")]
 Again = Annotated[bool, Parameter(help="Measure again what has scores.")]
 OtherText = Annotated[str | None, Parameter(help="Measure perplexity on this text instead of the run's.")]
-Original = Annotated[PositiveInt | None, Parameter(help="Original window of a plain base, if not its config's.")]
-Target = Annotated[PositiveInt | None, Parameter(help="Window to extend a plain base to, without tuning.")]
+
+
+def read_length(_: object, tokens: Sequence[Token]) -> int:
+    """Return a number of tokens from `16k` or `16384`."""
+    from pi_lora.recipe.section import as_tokens  # pydantic takes a while
+
+    length = as_tokens(tokens[0].value)
+    if not isinstance(length, int) or length < 1:
+        raise ValueError(f"{tokens[0].value} is not a number of tokens; write 16384 or 16k")
+    return length
+
+
+Original = Annotated[
+    PositiveInt | None, Parameter(converter=read_length, help="Original window of a plain base, if not its config's.")
+]
+Target = Annotated[
+    PositiveInt | None, Parameter(converter=read_length, help="Window to extend a plain base to, without tuning.")
+]
 Scaling = Annotated[Method | None, Parameter(help="Scaling of a plain base; pi by default.")]
 
 Probe = Annotated[Path | None, Parameter(help="What pi-lora probe wrote with --json.")]

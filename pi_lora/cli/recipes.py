@@ -11,7 +11,7 @@ from rich.prompt import IntPrompt, Prompt
 from rich.table import Table
 
 from pi_lora.cli.app import RECIPES, app, err, out, printable, read_recipe, working
-from pi_lora.cli.options import GpuName, JsonFile, ModelName, Override, Probe, RecipeFile, TrustRemoteCode
+from pi_lora.cli.options import GpuName, JsonFile, ModelName, Override, Probe, RecipeFile, TrustRemoteCode, read_length
 from pi_lora.errors import PiLoraError, RunExistsError
 from pi_lora.recipe.places import shipped_recipes
 from pi_lora.types import Permissions
@@ -22,7 +22,7 @@ def new(
     model: ModelName,
     /,
     *,
-    target: Annotated[PositiveInt | None, Parameter(help="L', the window to extend to.")] = None,
+    target: Annotated[PositiveInt | None, Parameter(converter=read_length, help="L', the window to extend to.")] = None,
     gpu: GpuName = None,
     data: Annotated[list[str] | None, Parameter(help="Text to tune on: a file, folder, glob or hub id.")] = None,
     probe: Probe = None,

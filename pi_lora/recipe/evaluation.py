@@ -4,7 +4,7 @@ from typing import Annotated, Any, Self
 
 from pydantic import Field, PositiveInt, model_validator
 
-from pi_lora.recipe.section import LIST, Section, Seed, Texts, Windows
+from pi_lora.recipe.section import LIST, Section, Seed, Texts, Tokens, Windows
 
 # The paper's stride, and the shortest window that is measured unless --windows says otherwise; both in tokens.
 STRIDE = SHORTEST_WINDOW = 256
@@ -42,7 +42,7 @@ class PerplexityOptions(Options):
     """tokens; by default 256, or half the shortest window"""
     documents: PositiveInt | None = None
     """how many; by default all, of builtin:stdlib 12"""
-    truncate: PositiveInt | None = None
+    truncate: Tokens | None = None
     """tokens of each document that are measured; by default all"""
     min_tokens: PositiveInt | None = None
     """shorter documents are left out"""
@@ -81,7 +81,7 @@ class PerplexityOptions(Options):
 class PasskeyOptions(Options):
     """Passkey retrieval (paper, section 3.3)."""
 
-    target: PositiveInt | None = None
+    target: Tokens | None = None
     """tokens of context; by default L'"""
     targets: Windows = None
     """several lengths of context instead"""

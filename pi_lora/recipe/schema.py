@@ -14,7 +14,7 @@ from pydantic import (
 
 from pi_lora.errors import RecipeError
 from pi_lora.recipe.evaluation import Evaluation
-from pi_lora.recipe.section import LIST, Section, Seed
+from pi_lora.recipe.section import LIST, Section, Seed, Tokens
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 # fmt: off
@@ -55,9 +55,9 @@ class Model(Section):
 class Context(Section):
     """The windows in tokens: `original` is L, `target` is L'."""
 
-    target: PositiveInt
-    """the window after tuning; with `scaling: keep` the longest example"""
-    original: PositiveInt | None = None
+    target: Tokens
+    """16384, or 16k: the window after tuning; with `scaling: keep` the longest example"""
+    original: Tokens | None = None
     """the model's own window; by default read from its config"""
     theta: float | None = Field(None, gt=1)
     """of `scaling: theta`: the new rope_theta; by default NTK-aware"""
@@ -139,7 +139,7 @@ class Data(Section):
     """documents are one stream, which is cut"""
     positions: Literal["contiguous", "skip"] = "contiguous"
     """skip: PoSE, few tokens spread over L'"""
-    sequence_tokens: int | None = Field(None, gt=1)
+    sequence_tokens: Tokens | None = Field(None, gt=1)
     """PoSE: tokens of a sequence, at most L; by default L, of `scaling: keep` none"""
     chunks: int = Field(2, ge=2)
     """PoSE (Zhu et al. 2023): runs of consecutive positions in a sequence"""

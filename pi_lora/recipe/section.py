@@ -3,12 +3,24 @@
 from collections.abc import Iterator
 from typing import Annotated, Any, Self, get_args
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PositiveInt, ValidationError
 
 from pi_lora.errors import RecipeError
 from pi_lora.writing import first_problem
 
 Seed = Annotated[int, Field(ge=0, lt=2**32)]
+
+
+def as_tokens(value: Any) -> Any:
+    """Return a length as people write it in tokens; what is no such length as it is.
+
+    >>> as_tokens("16k"), as_tokens("512"), as_tokens(512), as_tokens("far")
+    (16384, 512, 512, 'far')
+    """
+    digits = str(value).lower().removesuffix("k")
+    if not isinstance(value, str) or not digits.isdecimal():
+        return value
+    return int(digits) * (1 if digits == value else 1024)
 
 
 def _as_tuple(value: Any) -> Any:
@@ -20,7 +32,9 @@ def _as_tuple(value: Any) -> Any:
 
 LIST = BeforeValidator(_as_tuple)
 Texts = Annotated[tuple[str, ...], LIST]
-Windows = Annotated[tuple[int, ...] | None, LIST]
+# A number of tokens, or as `16k`, which is 16,384.
+Tokens = Annotated[PositiveInt, BeforeValidator(as_tokens)]
+Windows = Annotated[tuple[Tokens, ...] | None, LIST]
 
 
 class Section(BaseModel):

@@ -191,3 +191,14 @@ def test_an_override_opens_a_section_that_is_off(tmp_path: Path) -> None:
     recipe = load_recipe(path, ["evaluation.perplexity.stride=64"]).recipe
     assert recipe.evaluation.perplexity
     assert recipe.evaluation.perplexity.stride == 64
+
+
+@pytest.mark.parametrize(("written", "tokens"), [("16k", 16384), ("128K", 131072), ("16384", 16384)])
+def test_lengths_are_read_as_people_write_them(tmp_path: Path, written: str, tokens: int) -> None:
+    overrides = [f"context.target={written}", f"evaluation.perplexity.windows=[512, {written}]"]
+    recipe = load_recipe(write(tmp_path, GOOD), overrides).recipe
+    assert recipe.context.target == tokens
+    assert recipe.evaluation.perplexity is not None
+    assert recipe.evaluation.perplexity.windows == (512, tokens)
+    [problem] = problems(write(tmp_path, GOOD), "context.target=16 thousand")
+    assert "context.target" in problem
