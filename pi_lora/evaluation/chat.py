@@ -30,13 +30,13 @@ ANSWER = 32
 
 
 class ChatScore(Result):
-    """A chat: the mean loss in nats of the `tokens` of the assistant's turns; against another model, KL(base || model)
-    in nats a token, and the share of turns of which the greedy answers of both begin with the same 32 tokens.
+    """A chat: the perplexity of the `tokens` of the assistant's turns; against another model, KL(base || model) in nats
+    a token, and the share of turns of which the greedy answers of both begin with the same 32 tokens.
     """
 
     name: str
     tokens: int
-    loss: float
+    perplexity: float
     divergence: float = 0.0
     equal_answers: float = 1.0
 
@@ -102,20 +102,21 @@ class Chats(Measurement[ChatOptions, ChatScores]):
             return chat_score(model, base, name, chats[name])
 
         found = list(journal.measure(ChatScore, list(chats), measure).values())
-        weights = [each.tokens for each in found]
-        loss, divergence = (
-            float(np.average([getattr(each, name) for each in found], weights=weights))
-            for name in ("loss", "divergence")
-        )
-        check_numbers(model.name, model.model.dtype, math.isfinite(loss + divergence))
-        against = {"divergence": divergence, "equal_answers": float(np.mean([each.equal_answers for each in found]))}
+        check_numbers(model.name, model.model.dtype, all(math.isfinite(each.perplexity) for each in found))
+        perplexities, divergences, answers, weights = np.array(
+            [(each.perplexity, each.divergence, each.equal_answers, each.tokens) for each in found]
+        ).T
+        against = {
+            "divergence": float(np.average(divergences, weights=weights)),
+            "equal_answers": float(answers.mean()),
+        }
         return ChatScores(
             **described(model),
             options=options,
             chats=len(found),
             left_out=left_out.total(),
-            tokens=sum(weights),
-            perplexity=math.exp(loss),
+            tokens=int(weights.sum()),
+            perplexity=float(np.exp(np.average(np.log(perplexities), weights=weights))),
             **(against if options.base else {}),
             per_chat=found,
         )
@@ -123,14 +124,15 @@ class Chats(Measurement[ChatOptions, ChatScores]):
     def metrics(self, scores: ChatScores) -> list[Metric]:
         """Return the perplexity, the divergence with its interval over chats, and the share of equal answers."""
         dataset = scores.options.data if scores.options else ""
-        shared: dict[str, Any] = {"samples": scores.tokens, "digits": 3, "higher_is_better": False, "dataset": dataset}
-        values = [Value(each.name, math.exp(each.loss), each.tokens) for each in scores.per_chat]
-        label = "chat perplexity"
-        metrics = [Metric(label, scores.perplexity, values=values, is_ratio=True, hub_name="perplexity", **shared)]
+        about: dict[str, Any] = {"samples": scores.tokens, "digits": 3, "higher_is_better": False, "dataset": dataset}
+        values = [Value(each.name, each.perplexity, each.tokens) for each in scores.per_chat]
+        found: dict[str, Any] = {"values": values, "is_ratio": True, "hub_name": "perplexity"}
+        metrics = [Metric("chat perplexity", scores.perplexity, **about, **found)]
         if scores.divergence is not None:
             values = [Value(each.name, each.divergence, each.tokens) for each in scores.per_chat]
-            shared |= {"interval": of_means([[(0.0, each.value, each.weight) for each in values]]), "values": values}
-            metrics.append(Metric("chat KL divergence from the base", scores.divergence, hub_name="KL", **shared))
+            interval = of_means([[(0.0, each.value, each.weight) for each in values]])
+            found = {"values": values, "interval": interval, "hub_name": "KL divergence"}
+            metrics.append(Metric("chat KL divergence from the base", scores.divergence, **about, **found))
             answers = [Value(each.name, each.equal_answers) for each in scores.per_chat]
             label = f"chat answers with the base's first {ANSWER} tokens"
             metrics.append(share(label, answers, dataset=dataset, hub_name="equal answers"))
@@ -160,7 +162,7 @@ def chat_score(model: Model, base: Model | None, name: str, chat: Chat) -> ChatS
         turns = [place for place in places if not chat.learned[place - 1]]
         equal = [begins_alike(model, base, chat.ids[:turn]) for turn in turns]
         against = {"divergence": divergence / len(places), "equal_answers": sum(equal) / len(equal)}
-    return ChatScore(name=name, tokens=len(places), loss=loss / len(places), **against)
+    return ChatScore(name=name, tokens=len(places), perplexity=math.exp(loss / len(places)), **against)
 
 
 def begins_alike(model: Model, base: Model, prompt: list[int]) -> bool:

@@ -126,7 +126,7 @@ class Answers(CacheHook):
         super().add_partial(attr, req, res)
 
 
-def load_tasks(manager: TaskManager, tasks: Sequence[Any], seed: int = 0) -> Json:
+def load_tasks(manager: TaskManager, tasks: Sequence[Any], seed: int = 0) -> Any:
     """Return tasks and groups of lm-eval with their examples, seeded as `lm_eval.simple_evaluate` does, which also asks
     several programs for their versions.
     """
@@ -138,7 +138,7 @@ def load_tasks(manager: TaskManager, tasks: Sequence[Any], seed: int = 0) -> Jso
         if task.get_config("num_fewshot") is None:
             task.set_config(key="num_fewshot", value=0)
         task.set_fewshot_seed(seed=DEFAULT_OTHER_SEED)
-    return cast(Json, loaded)
+    return loaded
 
 
 def check_names(names: Sequence[str], known: Collection[str]) -> None:

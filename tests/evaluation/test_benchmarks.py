@@ -14,12 +14,11 @@ from lm_eval import simple_evaluate
 from lm_eval.models.huggingface import HFLM
 from test_cli import run
 
-from pi_lora.errors import DataError, Interrupted, ModelError, PiLoraError
+from pi_lora.errors import DataError, Interrupted, ModelError
 from pi_lora.evaluation.benchmarks.measurement import TITLES, Benchmarks, BenchmarkScores, task_score
 from pi_lora.evaluation.benchmarks.tasks import FOLDERS, articles, find_tasks, manager
 from pi_lora.evaluation.harness import RankedLM
 from pi_lora.evaluation.journal import Session
-from pi_lora.evaluation.registry import MEASUREMENTS
 from pi_lora.evaluation.table import scores_table
 from pi_lora.models.model import Extension, Model, load
 from pi_lora.recipe.evaluation import BenchmarksOptions
@@ -153,7 +152,7 @@ def test_scores_are_those_of_lm_evals_own_tasks(tiny: Model, files: dict[str, st
         assert (ours.examples, ours.shots) == (len(samples), 0)
         if "acc,none" in scores:
             assert (ours.acc, ours.stderr) == (scores["acc,none"], scores["acc_stderr,none"])
-            assert (ours.acc_norm, ours.metrics) == (scores.get("acc_norm,none"), None)
+            assert ours.metrics is None
             assert ours.outcomes == [sample["acc"] for sample in samples]
     assert found["race_high"].examples == 2
     for name, metrics in (
@@ -320,16 +319,10 @@ def test_authors_files_are_converted(tmp_path: Path) -> None:
             ["--tasks", "boolq", "--data", "piqa=boolq.jsonl"],
             "--data: piqa: is not TASK=FILE with one of",
         ),
-        (["--tasks", "boolq", "--data", "."], "--data: .: is not TASK=FILE with one of the --tasks"),
-        (
-            ["--tasks", "mmlu", "--data", "mmlu=boolq.jsonl"],
-            "boolq.jsonl: cannot be read as examples of mmlu (",
-        ),
         (
             ["--tasks", "boolq", "--data", "boolq=piqa.jsonl"],
             "piqa.jsonl: cannot be read as examples of boolq ('passage' is undefined); correct the file",
         ),
-        (["--tasks", "boolq", "--data", "boolq=broken.json"], "broken.json: cannot be read as examples of boolq ("),
         (["--tasks", "copa"], "copa: cannot be read as examples of copa ("),
         (["--tasks", "race_middle"], "race_middle: cannot be read as examples of race_middle ("),
     ],
@@ -346,18 +339,11 @@ def test_a_mistake_is_one_line_before_a_model_is_loaded(
         raise AssertionError("a model was loaded")
 
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "broken.json").write_text('{"question')
     monkeypatch.setattr("pi_lora.models.model.Model.load", loaded)
     status, out, err = run(capsys, monkeypatch, "eval", "benchmarks", "builtin:tiny", *arguments)
     assert (status, out) == (2, "")
     assert err.startswith(line)
     assert err.count("\n") == 1
-
-
-def test_without_lm_eval_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(PiLoraError, match=r"needs the package lm_eval; pip install 'pi-lora\[eval\]'"):
-        MEASUREMENTS["benchmarks"].prepare(BenchmarksOptions(), [])
 
 
 def test_the_command_shows_models_side_by_side(

@@ -97,7 +97,7 @@ RESULTS: list[Scores] = [
         perplexity=4.0,
         divergence=0.1,
         equal_answers=0.5,
-        per_chat=[ChatScore(name="chats.jsonl:1", tokens=30, loss=1.4, divergence=0.1, equal_answers=0.5)],
+        per_chat=[ChatScore(name="chats.jsonl:1", tokens=30, perplexity=4.0, divergence=0.1, equal_answers=0.5)],
     ),
     PasskeyScores.model_validate(
         {

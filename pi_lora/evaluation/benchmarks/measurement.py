@@ -25,7 +25,6 @@ class TaskScore(Result):
 
     acc: float | None = None
     stderr: float | None = None
-    acc_norm: float | None = None
     examples: int = 0
     shots: int | None = None
     outcomes: list[float] | None = None
@@ -103,8 +102,7 @@ def task_score(scores: Json, samples: Sequence[Json]) -> TaskScore:
     if "acc" not in numbers:
         return TaskScore(**found, metrics=numbers)
     outcomes = [float(sample["acc"]) for sample in samples] or None
-    stderr, acc_norm = numbers.get("acc_stderr"), numbers.get("acc_norm")
-    return TaskScore(**found, acc=numbers["acc"], stderr=stderr, acc_norm=acc_norm, outcomes=outcomes)
+    return TaskScore(**found, acc=numbers["acc"], stderr=numbers.get("acc_stderr"), outcomes=outcomes)
 
 
 def check_packages(command: str, *packages: str) -> None:
