@@ -60,29 +60,33 @@ def reference(model: Model, base: Model, turns: list[str]) -> tuple[float, float
             divergence += (p * (p / q).log()).sum().item()
             tokens += 1
         first, second = (
-            each.model.generate(input_ids=torch.tensor([before]), max_new_tokens=32, do_sample=False)[0]
+            each.model.generate(input_ids=ids[:, : len(before)], max_new_tokens=32, do_sample=False)[0]
             for each in (model, base)
         )
         answers, equal = answers + 1, equal + torch.equal(first, second)
     return loss / tokens, divergence / tokens, equal / answers
 
 
-def test_chats_are_measured_as_by_the_reference(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["run", "changed"])
+def test_chats_are_measured_as_by_the_reference(here: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Of a run, and of a base with other weights, which gives some of the answers of the base."""
     monkeypatch.setattr(losses, "LOGITS_ON_CPU", 5000)  # so that several parts are needed
-    model, base = load("run"), load("base")
+    model, base = load("run" if name == "run" else "base"), load("base")
+    model.name = name
     with torch.no_grad():
-        for name, weight in model.model.named_parameters():
-            if "lora_B" in name:
-                weight.normal_(std=0.02, generator=torch.Generator().manual_seed(0))
+        for place, weight in model.model.named_parameters() if name == "changed" else ():
+            weight += 0.001 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(len(place)))
     scores = measured(model, base="base")
     assert [each.name for each in scores.per_chat] == ["chats.jsonl:1", "chats.jsonl:2", "chats.jsonl:3"]
     assert (scores.chats, scores.left_out) == (3, 1)
     for found, turns in zip(scores.per_chat, TURNS, strict=False):
         with torch.no_grad():
             expected = reference(model, base, turns)
-        assert (math.log(found.perplexity), found.divergence) == pytest.approx(expected[:2], rel=1e-4)
+        assert math.log(found.perplexity) == pytest.approx(expected[0], rel=1e-4)
+        assert found.divergence == pytest.approx(expected[1], abs=1e-5)
         assert found.divergence > 1e-4
         assert found.equal_answers == expected[2]
+    assert len({each.equal_answers for each in scores.per_chat}) == (3 if name == "changed" else 1)
     assert scores.options is not None
     assert scores.options.window == base.window
 
@@ -112,6 +116,8 @@ def test_the_comparison_has_a_row_for_each_cost(
     assert [name for name in rows if "chat" in name] == names
     assert [rows[name]["pairs"] for name in names] == [3, 3, 3]
     assert (rows[names[1]]["base"], rows[names[1]]["run"]) == (0, found["divergence"])
+    low, high = rows[names[1]]["interval"]
+    assert low < found["divergence"] < high
     assert (rows[names[2]]["base"], rows[names[2]]["run"]) == (100, 100 * found["equal_answers"])
 
 
