@@ -108,9 +108,10 @@ def test_the_comparison_has_a_row_for_each_cost(
     assert status == 0
     assert "chats.jsonl: chats of over 64 tokens left out: 1" in err
     found = json.loads((here / "run" / "scores" / "chat.json").read_text())
-    asked = ("--chat", "chats.jsonl", "--json", "rows.json")
-    status, *_ = run(capsys, monkeypatch, "compare", "base", "run", *asked)
-    assert status == 0
+    (here / "text.txt").write_text("The door is open and the road is long. " * 60)
+    asked = ("--data", "text.txt", "--chat", "chats.jsonl", "--json", "rows.json")
+    status, _, err = run(capsys, monkeypatch, "compare", "base", "run", *asked)
+    assert status == 0, err
     rows = {row["measurement"]: row for row in json.loads((here / "rows.json").read_text())["rows"]}
     names = ["chat perplexity", "chat KL divergence from the base", "chat answers with the base's first 32 tokens, %"]
     assert [name for name in rows if "chat" in name] == names
