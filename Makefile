@@ -3,8 +3,8 @@
 PYTHON ?= python3
 BIN := .venv/bin
 export HF_HUB_DISABLE_TELEMETRY := 1
-# Prints the packages of the extra `docs`, to install them without those of pi-lora itself.
-DOCS := import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']['docs'])
+# Earlier ones do not install dependency groups.
+PIP := pip>=25.1
 
 .PHONY: help demo reproduce recipes test test-oldest test-newest test-slow faults lint docs notebook release clean
 
@@ -72,23 +72,26 @@ clean:
 .venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "pi-lora needs Python 3.11 or newer: make PYTHON=python3.11")'
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/pip install --quiet --disable-pip-version-check --upgrade '$(PIP)'
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --group dev --editable '.[all]'
 	touch $@
 
 .venv-oldest/installed: pyproject.toml scripts/oldest.py
 	$(PYTHON) -m venv .venv-oldest
 	$(PYTHON) scripts/oldest.py $(and $(TORCH),torch==$(TORCH)) > .venv-oldest/constraints.txt
 	.venv-oldest/bin/pip install --quiet --disable-pip-version-check --constraint .venv-oldest/constraints.txt \
-		--editable '.[eval,gguf,pdf,qlora,tensorboard]' hatchling pytest pytest-xdist hypothesis
+		--editable '.[all]' hatchling pytest pytest-xdist hypothesis
 	touch $@
 
 .venv-newest/installed: pyproject.toml
 	$(PYTHON) -m venv .venv-newest
-	.venv-newest/bin/pip install --quiet --disable-pip-version-check $(and $(TORCH),torch==$(TORCH)) --editable '.[dev]'
+	.venv-newest/bin/pip install --quiet --disable-pip-version-check --upgrade '$(PIP)'
+	.venv-newest/bin/pip install --quiet --disable-pip-version-check $(and $(TORCH),torch==$(TORCH)) --group dev --editable '.[all]'
 	touch $@
 
 # The site needs the sources only, not what they import.
 .docs/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .docs
-	.docs/bin/pip install --quiet --disable-pip-version-check --constraint constraints.txt $$($(PYTHON) -c "$(DOCS)")
+	.docs/bin/pip install --quiet --disable-pip-version-check --upgrade '$(PIP)'
+	.docs/bin/pip install --quiet --disable-pip-version-check --constraint constraints.txt --group docs
 	touch $@

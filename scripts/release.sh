@@ -17,7 +17,7 @@ rm -rf dist
 "$place/tools/bin/check-wheel-contents" dist/*.whl
 
 "$python" -m venv "$place/fresh"
-"$place/fresh/bin/pip" install --quiet --constraint constraints.txt dist/*.whl
+"$place/fresh/bin/pip" install --quiet --constraint constraints.txt "$(echo dist/*.whl)[report]"
 scripts/first_minute.sh "$place/fresh/bin/pi-lora" "$place/first"
 
 "$python" scripts/check_version.py

@@ -183,6 +183,16 @@ def test_train_evaluate_merge(
     assert all(set(row) >= {"k", "success_rate", "trials"} for row in scores["depths"])
 
 
+def test_a_missing_package_of_an_extra_is_named_before_anything_is_measured(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    words = ["eval", "perplexity", "builtin:tiny", "--documents", "1", "--plot", str(tmp_path / "plot.png")]
+    status, out, err = run(capsys, monkeypatch, *words)
+    assert (status, out) == (2, "")
+    assert err.splitlines()[-1] == "pi-lora: needs the package matplotlib; pip install 'pi-lora[report]'"
+
+
 def test_an_unforeseen_error_is_one_line_and_its_traceback_a_file(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parent.parent
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The content of the wheel, unpacked as pip does it."""
-    build = pytest.importorskip("hatchling.build", reason="builds the wheel with hatchling: pip install pi-lora[dev]")
+    build = pytest.importorskip("hatchling.build", reason="builds the wheel with hatchling: pip install hatchling")
     folder = tmp_path_factory.mktemp("wheel")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(ROOT)

@@ -23,6 +23,8 @@ for file in pkgutil.iter_modules(__path__, f"{__name__}."):
     importlib.import_module(file.name)
 
 INTERRUPTED = 130
+# Packages that only an extra of pi-lora installs.
+EXTRAS = {"matplotlib": "report", "markdown_it": "report"}
 
 
 @app.command(group=OTHERS, sort_key=2)
@@ -57,6 +59,9 @@ def main() -> NoReturn:
             # A folder that nobody may read, a name that is too long, a full disk.
             refused = f"{error.filename or 'pi-lora'}: {error.strerror}; name another file or folder, or make room"
             _fail(_in_a_line(refused), 2)
+        package = str(error.name).partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
+        if package in EXTRAS:
+            _fail(f"pi-lora: needs the package {package}; pip install 'pi-lora[{EXTRAS[package]}]'", 2)
         if not isinstance(error, PiLoraError):
             _fail(_unforeseen(error), 1)
         lines = error.problems if isinstance(error, RecipeError) else [str(error)]

@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import Any
 
 from pi_lora.distributed import is_leader
-from pi_lora.drawing import figure_of, save
+from pi_lora.drawing import figure_of, new_figure, save
 from pi_lora.errors import ModelError
 from pi_lora.evaluation.journal import Session
 from pi_lora.evaluation.measurement import Measurement, Scores
@@ -59,6 +59,8 @@ def evaluate(
     as a file that cannot be written. What was measured is kept until it is written.
     """
     check_can_write(plot, *files.values())
+    if plot:
+        new_figure(1, 1)  # fails here without matplotlib, not after the measurement
     with display.working("preparing the measurements"):
         prepared = {name: _measurement(name).prepare(options, models) for name, options in asked.items()}
 

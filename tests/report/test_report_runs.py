@@ -169,7 +169,9 @@ def test_a_name_in_scores_is_text_in_the_card(small_model: Path, tmp_path: Path)
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on the path; apt-get install chromium")
 def test_a_browser_opens_the_page_and_shows_its_pictures(run: Path, tmp_path: Path) -> None:
     """With nothing on the console, and nothing loaded over a network."""
-    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed; pip install '.[dev]'")
+    playwright = pytest.importorskip(
+        "playwright.sync_api", reason="playwright is not installed; pip install playwright"
+    )
     write_report(measured_run(run), tmp_path / "page", html=True)
     assert not (run / "README.md").exists()
     shutil.rmtree(tmp_path / "page" / "pictures")
