@@ -33,13 +33,14 @@ def prepare_for_tuning(
         return model.requires_grad_(True)
     # LongLoRA finds plain LoRA (Hu et al. 2021) worse at long context without embeddings and norms trained in full.
     whole = _names_trained_whole(model, tuning)
+    names = _attention_names(model) if tuning.targets == "attention" else tuning.target_names
     config = LoraConfig(
         r=tuning.rank,
         lora_alpha=tuning.lora_alpha,
         use_rslora=tuning.rank_stabilized,
         use_dora=tuning.dora,
         lora_dropout=tuning.dropout,
-        target_modules="all-linear" if tuning.targets == "all-linear" else sorted(_attention_names(model)),
+        target_modules="all-linear" if tuning.targets == "all-linear" else sorted(names),
         modules_to_save=whole or None,
         ensure_weight_tying=tuning.with_embeddings and model.config.tie_word_embeddings,
         task_type="CAUSAL_LM",
@@ -78,7 +79,8 @@ def check_shape(folder: Path, tuning: Tuning, base: PreTrainedModel) -> None:
         why = f"{folder} is an adapter, which tuning.method: full cannot tune"
         raise ModelError(f"model.name: {why}; {merge_it}, or use lora or qlora")
     saved = stored.read_adapter_settings(folder)
-    on_attention_alone = _last_parts(_adapted_names(folder)) <= _attention_names(base)
+    adapted = _last_parts(_adapted_names(folder))
+    kind = "attention" if adapted <= _attention_names(base) else "all-linear"
     whole = _last_parts(saved.modules_to_save or [])
     beside = "embeddings_and_norms" if _embedding_name(base) in whole else "norms" if whole else "nothing"
     pairs = {
@@ -86,7 +88,7 @@ def check_shape(folder: Path, tuning: Tuning, base: PreTrainedModel) -> None:
         "alpha": (saved.lora_alpha, tuning.lora_alpha),
         "rank_stabilized": (bool(saved.use_rslora), tuning.rank_stabilized),
         "dora": (bool(saved.use_dora), tuning.dora),
-        "targets": ("attention" if on_attention_alone else "all-linear", tuning.targets),
+        "targets": (tuning.targets if adapted == tuning.target_names else kind, tuning.targets),
         "also_train": (beside, tuning.also_train),
     }
     if differing := [f"tuning.{key}={str(has).lower()}" for key, (has, asked) in pairs.items() if has != asked]:

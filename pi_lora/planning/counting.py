@@ -32,6 +32,8 @@ def shape_of(model: PreTrainedModel) -> Shape:
     linears = {name: module for name, module in modules if isinstance(module, nn.Linear) and module is not head}
     attention = _adapted(module for name, module in linears.items() if _in_attention(name))
     all_linear = _adapted(linears.values())
+    names = sorted({name.rpartition(".")[2] for name in linears})
+    by_name = {own: _adapted(module for name, module in linears.items() if name.endswith(f".{own}")) for own in names}
     if per_token:
         # Imported here: PEFT takes seconds, and models without experts do without.
         from pi_lora.models.adapter import numbers_per_rank
@@ -48,7 +50,7 @@ def shape_of(model: PreTrainedModel) -> Shape:
         vocabulary=head.out_features,
         tied=head.weight is model.get_input_embeddings().weight,
         linear_weights=sum(module.weight.numel() for module in linears.values()),
-        lora={"all-linear": all_linear, "attention": attention},
+        lora={"all-linear": all_linear, "attention": attention, **by_name},
         experts=sum(numbers for numbers, _ in experts),
         active_experts=sum(used for _, used in experts),
         norms=max(sum(not _in_attention(name) for name in _norms(layer)) for layer in layers),

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from pi_lora.errors import RecipeError
 from pi_lora.recipe.schema import Tuning
 
 
@@ -51,11 +52,16 @@ class Shape:
 
 
 def adapter_parameters(shape: Shape, tuning: Tuning) -> int:
-    """Count LoRA's matrices as PEFT 0.21 makes them: on `targets`, never on the head."""
+    """Count LoRA's matrices as PEFT 0.21 makes them: on `targets`, never on the head; raise RecipeError if the model
+    has no such layer.
+    """
     if tuning.method == "full":
         return 0
-    adapted = shape.lora[tuning.targets]
-    return tuning.rank * adapted.per_rank + tuning.dora * adapted.outputs
+    if unknown := sorted(tuning.target_names - shape.lora.keys()):
+        choices = ", ".join(sorted(shape.lora))
+        raise RecipeError([f"tuning.targets: {unknown[0]}: no such linear layer; choose from {choices}"])
+    adapted = [shape.lora[name] for name in tuning.target_names]
+    return sum(tuning.rank * each.per_rank + tuning.dora * each.outputs for each in adapted)
 
 
 def trained_parameters(shape: Shape, tuning: Tuning) -> int:

@@ -14,7 +14,7 @@ from pydantic import (
 
 from pi_lora.errors import RecipeError
 from pi_lora.recipe.evaluation import Evaluation
-from pi_lora.recipe.section import LIST, Section, Seed, Tokens
+from pi_lora.recipe.section import LIST, Section, Seed, Texts, Tokens
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 # fmt: off
@@ -84,10 +84,15 @@ class Tuning(Section):
     """train magnitudes and directions separately (DoRA, Liu et al. 2024)"""
     dropout: float = Field(0.0, ge=0, lt=1)
     """probability, on the adapter's inputs"""
-    targets: Literal["attention", "all-linear"] = "all-linear"
-    """linear layers that get an adapter"""
+    targets: Literal["attention", "all-linear"] | Texts = "all-linear"
+    """linear layers that get an adapter; or the names of modules, as [q_proj, v_proj]"""
     also_train: ExtraModules = "embeddings_and_norms"
     """beside the adapter, in full (LongLoRA)"""
+
+    @property
+    def target_names(self) -> set[str]:
+        """`attention`, `all-linear`, or names of modules."""
+        return {self.targets} if isinstance(self.targets, str) else set(self.targets)
 
     @property
     def lora_alpha(self) -> float:

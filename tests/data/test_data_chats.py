@@ -167,7 +167,7 @@ def test_every_label_is_that_of_a_plain_reference(name: str) -> None:
         ("chatml", QUESTIONS[:1], "chats without a turn of the assistant"),
         ("chatml", [{"role": "user", "content": "<|im_end|>"}, QUESTIONS[1]], "special tokens in a message"),
         ("chatml", [{"role": "user", "content": 3}, QUESTIONS[1]], r"refuses \(can only concatenate str"),
-        ("gemma", [SYSTEM, *QUESTIONS], r"refuses \(System role not supported\)"),
+        ("gemma", [SYSTEM, *QUESTIONS], r"refuses \(no turns of the system\)"),
         # This template puts the system message into the last turn of the user, if that is the last turn of all.
         ("mistral", [SYSTEM, *QUESTIONS], "earlier turns change with later ones"),
         ("chatml", [], "refuses"),
@@ -285,7 +285,7 @@ def test_a_model_without_a_template_is_refused(tmp_path: Path) -> None:
 
 def test_chats_of_which_none_can_be_used_say_why(tmp_path: Path) -> None:
     source = write_chats(tmp_path / "chats.jsonl", [[SYSTEM, *QUESTIONS]] * 3)
-    with pytest.raises(DataError, match=r"holds nothing to train on .*System role not supported\) left out: 3"):
+    with pytest.raises(DataError, match=r"holds nothing to train on .*no turns of the system\) left out: 3"):
         training_sequences(data_of(source), make_tokenizer("gemma"), 64, 128, 1)
 
 

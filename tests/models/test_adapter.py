@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from pi_lora.errors import ModelError
+from pi_lora.errors import ModelError, RecipeError
 from pi_lora.models.adapter import (
     disable_input_dtype_casting,
     load_adapter,
@@ -21,6 +21,8 @@ from pi_lora.models.adapter import (
     without_known_warnings,
 )
 from pi_lora.models.model import load
+from pi_lora.planning.counting import shape_of
+from pi_lora.planning.shape import trained_parameters
 from pi_lora.recipe.schema import Tuning
 
 
@@ -49,6 +51,17 @@ def test_norms_train_beside_lora_without_embeddings(small_model: Path) -> None:
     names = trained_names(adapted(small_model, rank=4, also_train="norms"))
     beside = {name.split(".modules_to_save")[0].rpartition(".")[2] for name in names if "lora_" not in name}
     assert beside == {"input_layernorm", "norm", "post_attention_layernorm"}
+
+
+def test_targets_are_modules_by_name(small_model: Path) -> None:
+    tuning = {"rank": 4, "targets": ["q_proj", "v_proj"], "also_train": "nothing"}
+    model = adapted(small_model, **tuning)
+    assert {name.split(".lora_")[0].rpartition(".")[2] for name in trained_names(model)} == {"q_proj", "v_proj"}
+    shape = shape_of(plain(small_model))
+    planned = trained_parameters(shape, Tuning.model_validate(tuning))
+    assert planned == sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
+    with pytest.raises(RecipeError, match="targets: q_prog: no such linear layer; choose from all-linear, attention"):
+        trained_parameters(shape, Tuning(targets=("q_prog",)))
 
 
 def test_attention_targets_leave_the_mlp_alone(small_model: Path) -> None:

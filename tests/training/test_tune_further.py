@@ -112,6 +112,7 @@ def test_a_full_run_is_tuned_further(full_run: Path, rows: Path, tmp_path: Path)
     [
         ({"tuning": {"rank": 8, "alpha": 8}}, "set tuning.rank=4, or merge it first"),
         ({"tuning": {"rank": 4, "also_train": "nothing"}}, "set tuning.also_train=embeddings_and_norms"),
+        ({"tuning": {"rank": 4, "targets": ["q_proj"]}}, "set tuning.targets=all-linear"),
         ({"tuning": {"method": "full"}}, "which tuning.method: full cannot tune; merge it first"),
         ({"context": {"target": 129}}, "129 is longer than the window of .*, 128 tokens"),
         ({"scaling": "pi", "context": {"target": 256}}, "tune it further with scaling: keep, or merge it first"),
