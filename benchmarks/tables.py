@@ -20,7 +20,6 @@ HERE = Path(__file__).parent
 DOCS = record.ROOT / "docs"
 NOT_RUN = "Not run yet.\n"
 MEASURED = ("perplexity", "passkey")
-GREEDY = 24  # tokens that each engine chose: see engines.py
 
 Result = Mapping[str, Any]
 Lines = Iterator[str]
@@ -43,16 +42,14 @@ def merge(result: Result) -> Lines:
 
 
 def engines(result: Result) -> Lines:
-    """For each model a table, an engine a row: its answers about the merged weights, beside transformers 5."""
-    head = ("engine", "window read", "largest difference", "perplexity", "greedy tokens", "day")
-    for name, model in result["models"].items():
-        yield (
-            f"`{name}`, {model['original']:,} to {model['target']:,} tokens: {model['tokens']:,} tokens of "
-            f"{model['text']}, then {GREEDY} chosen greedily; perplexity is of those beyond {model['original']:,}.\n"
-        )
-        yield from table(head, [engine_row(engine, row) for engine, row in model["rows"].items()])
+    """For each case a table, an engine a row: the verdicts of check-server on both prompts."""
+    for case, rows in result["cases"].items():
+        lengths = next([each["tokens"] for each in row["verdicts"]] for row in rows.values() if "verdicts" in row)
+        yield f"`{case}`:\n"
+        head = ("server", *(f"{tokens:,} tokens" for tokens in lengths), "day")
+        yield from table(head, [engine_row(engine, row) for engine, row in rows.items()])
         yield ""
-        yield from machines_of(model["rows"])
+        yield from machines_of(rows)
         yield ""
 
 
@@ -60,16 +57,12 @@ def engine_row(engine: str, row: Result) -> tuple[object, ...]:
     """The cells of one engine."""
     name, day = engine.replace("_adapter", ", adapter on its base").replace("_", " "), row["machine"]["date"]
     if "failed" in row:
-        return (name, f"**failed**: {row['failed'].replace('|', ' ')}", "", "", "", day)
-    greedy = f"{row['greedy']} of {GREEDY}"
-    if row["as_unscaled"]:
-        greedy = f"**{greedy}: those of the unscaled model**"
-    window = f"{row['window']:,}" if row["window"] else "none"
-    both = ("not given", "not given")
-    if "largest" in row:
-        both = (f"{row['largest']:.1e} nats", f"{row['perplexity']:.3f}, here {row['expected']:.3f}")
-    package, version = next(iter(row["versions"].items()))
-    return (f"{name} ({package} {version})", window, *both, greedy, day)
+        return (name, f"**failed**: {row['failed'].replace('|', ' ')}", "", day)
+    cells = []
+    for said in row["verdicts"]:
+        difference = "" if said["difference"] is None else f", {said['difference']:.1e} nats"
+        cells.append(f"{said['verdict']}{difference}, {said['agreed']} equal tokens")
+    return (f"{name} ({row['version']})", *cells, day)
 
 
 def probe(result: Result) -> Lines:

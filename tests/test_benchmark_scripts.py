@@ -2,18 +2,15 @@
 
 import argparse
 import json
-import math
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 ROOT = Path(__file__).parent.parent
-sys.path[:0] = [str(ROOT / each) for each in ("benchmarks", "benchmarks/in_engines", "scripts")]
-import ask  # noqa: E402
+sys.path[:0] = [str(ROOT / each) for each in ("benchmarks", "scripts")]
 import compare_methods  # noqa: E402
 import engines  # noqa: E402
 import gpu  # noqa: E402
@@ -27,7 +24,9 @@ from on_gpu.longest import CHANGES, next_length  # noqa: E402
 from on_gpu.setting import TINY, setting_of  # noqa: E402
 from pages import block  # noqa: E402
 
+from pi_lora.models.model import find  # noqa: E402
 from pi_lora.planning.planning import CONFIGS  # noqa: E402
+from pi_lora.serving.reference import Reader  # noqa: E402
 
 HUB_IDS = [path.name.replace("--", "/") for path in sorted(CONFIGS.iterdir())]
 SHAPES = [TINY, *(name for name in HUB_IDS if not name.startswith(("adapters/", "models/")))]
@@ -190,26 +189,6 @@ def test_pages_say_what_the_results_hold() -> None:
         assert block(place, name) == tables.text_of(script, write), f"{place}: run: python benchmarks/tables.py"
 
 
-@torch.no_grad()
-def test_an_engines_answer_is_compared_with_what_the_model_computes(full_run: Path) -> None:
-    """With transformers as the engine."""
-    request = {"folder": str(full_run), "ids": IDS, "greedy": engines.GREEDY}
-    said = ask.transformers(request)
-    unscaled = ask.transformers({**request, "unscaled": True})["tokens"]
-    model, ids = AutoModelForCausalLM.from_pretrained(full_run), torch.tensor([IDS])
-    logprobs = model(ids).logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
-    torch.testing.assert_close(torch.tensor(said["logprobs"]), logprobs, rtol=1e-4, atol=1e-4)
-    written = model.generate(ids, max_new_tokens=engines.GREEDY, do_sample=False, eos_token_id=-1)
-    assert said["tokens"] == written[0, 100:].tolist() != unscaled
-    reference, facts = {**said, "unscaled": unscaled}, {"versions": {"engine": "1"}, "seconds": 1.0}
-    same = engines.compared({**said, **facts}, reference, 64)
-    assert (same["greedy"], same["largest"], same["as_unscaled"]) == (engines.GREEDY, 0, False)
-    assert same["perplexity"] == pytest.approx(math.exp(-sum(said["logprobs"][64:]) / 35))
-    changed = [said["tokens"][0], said["tokens"][1] + 1, *said["tokens"][2:]]
-    answer = {**said, **facts, "tokens": changed, "logprobs": None}
-    other = engines.compared(answer, {**said, "unscaled": changed}, 64)
-    assert (other["greedy"], other["as_unscaled"]) == (1, True)
-
-
-def test_an_engine_that_fails_says_why() -> None:
-    assert engines.answer("no_such_engine", sys.executable, (), {}) == {"failed": "KeyError: 'no_such_engine'"}
+def test_an_engine_that_fails_says_why(full_run: Path) -> None:
+    command = [sys.executable, "-c", "raise SystemExit('no such model')"]
+    assert engines.verdicts_of(command, Reader(find(str(full_run)))) == {"failed": "no such model"}
