@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, TextStreamer, set_seed
+from transformers import GenerationConfig, TextStreamer
 
 from pi_lora.errors import DataError
 from pi_lora.models.model import Model
@@ -60,7 +60,7 @@ def written_ids(
     masks = [[0] * left + [1] * number for left, number in lengths]
     ids, mask = (torch.tensor(each, device=loaded.model.device) for each in (rows, masks))
     stream = Stream(loaded.tokenizer, write) if write else None
-    set_seed(seed % 2**32)
+    torch.manual_seed(seed % 2**32)
     with quiet_loading():  # transformers takes max_position_embeddings for the longest input, which is L under `pi`
         found = loaded.model.generate(input_ids=ids, attention_mask=mask, generation_config=config, streamer=stream)
     written: torch.Tensor = found[:, longest:]
