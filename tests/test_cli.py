@@ -105,7 +105,7 @@ def test_shipped_recipes_have_names_and_a_folders_have_paths(
         (["eval", "perplexity", "builtin:tiny", "--windows", "a,b"], "--windows: input should be a valid integer"),
         (
             ["eval", "perplexity", "builtin:tiny", "--windows", "500000"],
-            "--windows: 500000 tokens is longer than every",
+            "--data: builtin:stdlib: the longest document has",
         ),
         (["eval", "perplexity", "builtin:tiny", "--stride", "300"], "stride: 300 is longer than the shortest window"),
         (["eval", "passkey", "builtin:tiny", "--target", "40"], "--target: 40 tokens do not hold the passkey prompt"),

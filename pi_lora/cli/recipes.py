@@ -60,12 +60,12 @@ def new(
     for name in data or ():
         if not looks_local(name) and not name.startswith("builtin:"):
             err.lines(f"--data: {name}: no such file or folder; it is taken for a data set on the hub")
-    scaling, probed = read_probe(probe).to_tune(target) if probe else (None, None)
+    probed = read_probe(probe).to_tune(target) if probe else None
     with working("reading the text"):
-        sections = {**(sections_of_texts(data, target) if data else {}), **({"scaling": scaling} if scaling else {})}
+        sections = {**(sections_of_texts(data, target) if data else {}), **({"scaling": probed.best} if probed else {})}
         plan = choose(model, target, device, sections, lambda source: find_corpus(source).size, permissions)
     with file.open("x", encoding="utf-8") as recipe:
-        recipe.write(recipe_text(plan, file, probed))
+        recipe.write(recipe_text(plan, file, probed.summary if probed else None))
     out.lines(*plan_lines(plan))
     if not data:
         names = " and ".join(source.name for source in plan.recipe.data.source)

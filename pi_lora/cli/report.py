@@ -57,8 +57,7 @@ def probe(
     model: ModelName,
     /,
     *,
-    target: Annotated[list[PositiveInt], Parameter(help="L', the window to extend to; several to see how far.")],
-    options: Annotated[ProbeOptions, GROUP] = ProbeOptions(),
+    options: Annotated[ProbeOptions, GROUP],
     how: Annotated[Loading, GROUP] = Loading(),
     json: JsonFile = None,
     plot: Plot = None,
@@ -71,7 +70,7 @@ def probe(
         from pi_lora.report.probe import next_command, probe, probe_table
 
         [base] = how.find(model)
-    found = probe(base, target, options, json=json, plot=plot, dtype=how.dtype, display=display())
+    found = probe(base, options, json=json, plot=plot, dtype=how.dtype, display=display())
     for reach in found.targets if is_leader() else ():
         out.print(probe_table(found, reach))
         need = "no tuning is needed" if reach.enough else "tuning can add to it"

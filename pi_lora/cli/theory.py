@@ -5,11 +5,10 @@ from pathlib import Path
 from typing import Annotated
 
 from cyclopts import Parameter
-from cyclopts.types import PositiveInt
 from cyclopts.validators import Number
 
 from pi_lora.cli.app import OTHERS, app, out, working
-from pi_lora.cli.options import GROUP, JsonFile, Trust
+from pi_lora.cli.options import GROUP, JsonFile, Original, Target, Trust
 from pi_lora.errors import PiLoraError
 from pi_lora.types import Json
 
@@ -21,8 +20,8 @@ def theory(
     text: Annotated[Path | None, Parameter(help="Also measure the model's queries and keys on this text.")] = None,
     head_dim: Annotated[int | None, Parameter(help="d; 128 as in LLaMA-7B.", validator=Number(gte=2))] = None,
     theta: Annotated[float | None, Parameter(help="c; 10000 as in LLaMA.", validator=Number(gt=1))] = None,
-    original: Annotated[PositiveInt | None, Parameter(help="L in tokens; the model's, or 2048.")] = None,
-    target: Annotated[PositiveInt | None, Parameter(help="L' in tokens; the model's, or twice L.")] = None,
+    original: Annotated[Original, Parameter(help="L in tokens; the model's, or 2048.")] = None,
+    target: Annotated[Target, Parameter(help="L' in tokens; the model's, or twice L.")] = None,
     output: Annotated[Path, Parameter(help="Folder for the figures.")] = Path("theory"),
     json: JsonFile = None,
     trust: Annotated[Trust, GROUP] = Trust(),

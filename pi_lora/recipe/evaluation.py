@@ -38,13 +38,13 @@ class PerplexityOptions(Options):
     """a file, folder, glob or hub id; `pg19` or `proof-pile`; of the built-in model builtin:stdlib"""
     windows: Windows = None
     """in tokens; by default L', L'/2, ... while the stride fits"""
-    stride: PositiveInt | None = None
+    stride: Tokens | None = None
     """tokens; by default 256, or half the shortest window"""
     documents: PositiveInt | None = None
     """how many; by default all, of builtin:stdlib 12"""
     truncate: Tokens | None = None
     """tokens of each document that are measured; by default all"""
-    min_tokens: PositiveInt | None = None
+    min_tokens: Tokens | None = None
     """shorter documents are left out"""
     seed: int | None = Field(None, ge=0, lt=2**32)
     """draw documents at random; by default the first"""
@@ -109,14 +109,16 @@ class PasskeyOptions(Options):
 class ProbeOptions(Options):
     """What a probe of untuned scalings measures; no part of a recipe."""
 
+    target: Annotated[tuple[Tokens, ...], LIST, Field(min_length=1)]
+    """L', the window to extend to; several to see how far"""
     scalings: Annotated[tuple[str, ...] | None, LIST] = None
     """by default those of pi, yarn, theta that suit, and the model's own"""
     data: str = "builtin:stdlib"
     """a file, folder, glob or hub id; `pg19` or `proof-pile`"""
     documents: PositiveInt | None = None
-    """how many; by default by the cost, 1 to 12"""
+    """how many; by default 1 to 12, by the target"""
     trials: PositiveInt | None = None
-    """passkeys at each of 8 distances; by default by the cost, 1 to 10"""
+    """passkeys at each distance; by default 1 to 10, by the target"""
     seed: Seed = 0
     """of the passkeys"""
 
@@ -188,7 +190,7 @@ class SummarizationOptions(Sampling):
     """another prompt than the paper's, with {column} for a column"""
     completion: str | None = None
     """with `template`: the column that holds the answer"""
-    document_tokens: PositiveInt | None = None
+    document_tokens: Tokens | None = None
     """cut documents to them; as tuned, or 15000"""
     special_tokens: bool = False
     """read `</s>` and its like in texts as special tokens, not as text"""
@@ -222,9 +224,9 @@ class ShortEvaluation(Section):
 
     documents: PositiveInt | None = None
     """of perplexity; dealt out over processes, as depths are"""
-    truncate: PositiveInt | None = None
+    truncate: Tokens | None = None
     """of perplexity"""
-    stride: PositiveInt | None = None
+    stride: Tokens | None = None
     """of perplexity"""
     depths: PositiveInt | None = None
     """of passkey"""

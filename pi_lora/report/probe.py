@@ -1,9 +1,9 @@
 """Which scaling suits a model before any tuning: the base as it is and each untuned scaling, measured on the same
-documents and passkeys. The samples are as large as the cost of a forward pass allows.
+documents and passkeys.
 """
 
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,51 +18,42 @@ from pi_lora.evaluation.measurement import Scores
 from pi_lora.evaluation.metrics import Metric
 from pi_lora.evaluation.passkey.measurement import PasskeyScores
 from pi_lora.evaluation.perplexity.measurement import PerplexityScores
-from pi_lora.evaluation.registry import MEASUREMENTS, metrics_of
+from pi_lora.evaluation.registry import MEASUREMENTS, metrics_of, setting_of
 from pi_lora.evaluation.suite import SILENT, Display
-from pi_lora.models.device import has_fast_bfloat16
+from pi_lora.models.device import device, has_fast_bfloat16
 from pi_lora.models.machine import hardware, versions
 from pi_lora.models.model import Extension, Model
-from pi_lora.planning.counting import shape_of
-from pi_lora.planning.gpus import CPU, device_here
-from pi_lora.planning.operations import flops_of_sequences
-from pi_lora.planning.planning import ASSUMED_UTILIZATION
 from pi_lora.recipe.evaluation import PasskeyOptions, PerplexityOptions, ProbeOptions
 from pi_lora.recipe.places import cache_folder
-from pi_lora.recipe.schema import Tuning
-from pi_lora.report.comparison import Row, change_of
+from pi_lora.report.comparison import change_of, verdict
 from pi_lora.report.pictures import comparison_picture
-from pi_lora.scaling.config import Method, method_of, methods_for
+from pi_lora.scaling.config import Method, methods_for
 from pi_lora.types import Json
 from pi_lora.writing import check_can_write, read_json, write_json
 
-DIRECT: Method = "direct"
-# Scalings that are probed by default, of those that suit the model.
-USUAL: tuple[Method, ...] = ("pi", "yarn", "theta")
-# Seconds that a probe of one target may take, and FLOP/s of a GPU whose peak is not known.
-SECONDS, SECONDS_ON_CPU, UNKNOWN_PEAK = 120, 900, 100e12
-DEPTHS, MOST_TRIALS, MOST_DOCUMENTS = 8, 10, 12
-# Where the sample is small, a scaling whose perplexity at L' is so many times the lowest is asked for no passkeys.
-HOPELESS = 1.25
+# Scalings that are probed by default, of those that suit the model: pi, yarn and theta of a plain base.
+USUAL = 3
+# Tokens of documents for each scaling, and as many of passkeys at each distance; at least one of both.
+SAMPLE, SAMPLE_ON_CPU = 2**15, 2**14
+MOST_DOCUMENTS, MOST_TRIALS = 12, 10
+# Distances of passkeys: with several trials at each, and with one.
+DEPTHS, FEW_DEPTHS = 8, 4
+# A scaling whose perplexity at L' is over so many times the lowest is asked for no passkeys.
+PROMISING = 1.25
 # No tuning is needed if perplexity is at most so many times the base's in its window, and so many passkeys are found.
 KEPT, RETRIEVED = 1.05, 80.0
 
 
 class Probed(BaseModel):
-    """The scores of one scaling; `direct` is the base as it is. Without passkeys if none were asked."""
+    """The scores of one scaling; `direct` is the base as it is. Passkeys are asked of promising scalings only."""
 
     perplexity: PerplexityScores
     passkey: PasskeyScores | None = None
 
     @property
-    def inside(self) -> Metric:
-        """The perplexity in the original window L."""
-        return metrics_of(self.perplexity)[0]
-
-    @property
-    def beyond(self) -> Metric:
-        """The perplexity in the target window L'."""
-        return metrics_of(self.perplexity)[1]
+    def windows(self) -> list[Metric]:
+        """The perplexity in the original window L and in the target window L'."""
+        return metrics_of(self.perplexity)[:2]
 
     @property
     def retrieved(self) -> Metric | None:
@@ -81,6 +72,11 @@ class Reach(BaseModel):
     summary: str
     scalings: dict[Method, Probed]
 
+    @property
+    def perplexities(self) -> dict[str, Scores]:
+        """The perplexity of every scaling."""
+        return {name: each.perplexity for name, each in self.scalings.items()}
+
 
 class Probe(BaseModel):
     """A probed model, its original window (L, tokens), a `Reach` for each target, and what it was measured on."""
@@ -91,13 +87,13 @@ class Probe(BaseModel):
     versions: dict[str, str] = {}
     targets: list[Reach]
 
-    def to_tune(self, target: int) -> tuple[Method, str] | tuple[None, None]:
-        """Return the best scaling that is tuned for more than comparison, if it is the best of all, and its summary."""
+    def to_tune(self, target: int) -> Reach | None:
+        """Return the scalings at a target if the best of all is tuned for more than comparison."""
         reach = self.at(target)
-        return (None, None) if reach.best in ("direct", "dynamic") else (reach.best, reach.summary)
+        return reach if reach.best not in ("direct", "dynamic") else None
 
     def at(self, target: int) -> Reach:
-        """Return what was found at a target; raise ModelError if it was not probed."""
+        """Return the scalings at a target; raise ModelError if it was not probed."""
         if found := next((reach for reach in self.targets if reach.target == target), None):
             return found
         known = ", ".join(str(reach.target) for reach in self.targets)
@@ -106,7 +102,6 @@ class Probe(BaseModel):
 
 def probe(
     base: Model,
-    targets: Sequence[int],
     options: ProbeOptions,
     *,
     json: Path | None = None,
@@ -116,35 +111,74 @@ def probe(
 ) -> Probe:
     """Measure a plain base as it is and under each scaling, untuned, at each target; all in the same arithmetic.
 
-    What was measured is kept until the end, so that an interrupted probe continues. The result is also kept in the
-    cache, where `pi-lora train` reads it. Raise ScalingError if a scaling does not suit the model, ModelError if it is
-    a run, DataError if a file cannot be written or no document is long enough.
+    What was measured is kept until the end, so that an interrupted probe continues. The best scalings are also kept in
+    the cache, where `pi-lora train` reads them. Raise ScalingError if a scaling does not suit the model, ModelError if
+    it is a run, DataError if a file cannot be written or no document is long enough.
     """
     if base.adapter:
         raise ModelError(f"{base.name}: brings its own scaling; probe its base, {base.base}")
     check_can_write(json, plot)
-    usual = [method for method in methods_for(base.config) if method in (*USUAL, method_of(base.config))]
-    chosen = cast("Sequence[Method]", options.scalings) or usual
-    extended = [
-        {method: base.extended(Extension(target, scaling=method)) for method in chosen if method != DIRECT}
-        for target in sorted(targets)
-    ]
     dtype = dtype or ("bfloat16" if has_fast_bfloat16() else None)
     with Session(say=display.say, shared=True) as session:
-        reaches = [
-            _reach(base, target, {DIRECT: base, **models}, options, dtype, display, session)
-            for target, models in zip(sorted(targets), extended, strict=True)
-        ]
-        about: Json = {"hardware": hardware(), "versions": versions()}
-        found = Probe(model=base.name, original=base.window, targets=reaches, **about)
-        for reach in reaches if is_leader() else ():
-            write_json(_kept_file(base.name, reach.target), reach.model_dump(include={"best", "summary"}))
-        if json and is_leader():
-            write_json(json, found.model_dump(mode="json", by_alias=True, exclude_unset=True))
-    if plot and is_leader():
-        panels = [curves for reach in reaches for curves in _curves(reach)]
-        comparison_picture(panels, base.window, plot)
+
+        def measure(name: str, model: Model, title: str, asked: Any) -> Json:
+            with display.progress(f"{title}, {name}") as session.progress:
+                return {name: MEASUREMENTS[name].run(model.load(dtype), asked, session)}
+
+        reaches = [_reach(base, target, options, measure) for target in sorted(options.target)]
+        found = Probe(model=base.name, original=base.window, hardware=hardware(), versions=versions(), targets=reaches)
+        if is_leader():
+            for reach in reaches:
+                write_json(_kept_file(base.name, reach.target), reach.model_dump(include={"best", "summary"}))
+            if json:
+                write_json(json, found.model_dump(mode="json", by_alias=True, exclude_unset=True))
+            if plot:
+                comparison_picture([reach.perplexities for reach in reaches], base.window, plot)
     return found
+
+
+def _reach(base: Model, target: int, options: ProbeOptions, measure: Callable[..., Json]) -> Reach:
+    """Measure the base and its scalings at one target; the shortest target shows whether they are possible."""
+    models: dict[Method, Model] = {"direct": base}
+    for method in cast("tuple[Method, ...]", options.scalings) or methods_for(base.config)[:USUAL]:
+        if method != "direct":
+            models[method] = base.extended(Extension(target, scaling=method))
+    sample = max(1, (SAMPLE_ON_CPU if device().type == "cpu" else SAMPLE) // target)
+    trials = options.trials or min(MOST_TRIALS, sample)
+    losses_of = PerplexityOptions(
+        data=options.data,
+        windows=(base.window, target),
+        stride=base.window,
+        truncate=target,
+        documents=options.documents or min(MOST_DOCUMENTS, sample),
+        by_position=True,
+    )
+    depths, promising = (DEPTHS, PROMISING) if trials > 1 else (FEW_DEPTHS, 1.0)
+    keys_of = PasskeyOptions(target=target, depths=depths, trials=trials, seed=options.seed)
+    scalings = {
+        name: Probed(**measure("perplexity", model, f"{name} at {target:,}", losses_of))
+        for name, model in models.items()
+    }
+    lowest = min(each.windows[1].value for each in scalings.values())
+    for name, each in scalings.items():
+        if each.windows[1].value <= promising * lowest:
+            passkeys = measure("passkey", models[name], f"{name} at {target:,}", keys_of)
+            scalings[name] = each.model_copy(update=passkeys)
+    best, enough, summary = decided(scalings)
+    return Reach(target=target, best=best, enough=enough, summary=summary, scalings=scalings)
+
+
+def decided(scalings: Mapping[Method, Probed]) -> tuple[Method, bool, str]:
+    """Return the best scaling, whether it needs no tuning, and what it keeps and finds without."""
+    shares = {name: share for name, each in scalings.items() if (share := each.retrieved)}
+    most = max(share.value for share in shares.values())
+    equal = [name for name, share in shares.items() if share.interval and share.interval[1] >= most]
+    best = min(equal, key=lambda name: scalings[name].windows[1].value)
+    before, (inside, beyond), keys = scalings["direct"].windows[0], scalings[best].windows, shares[best]
+    kept = max(inside.value, beyond.value) <= KEPT * before.value
+    keeps = f"{best} keeps {beyond.value:.2f} at {beyond.at:,} ({before.value:.2f} at {before.at:,} before)"
+    summary = f"{keeps} and finds {keys.value:.0f} % of {keys.samples} passkeys without tuning"
+    return best, kept and keys.value >= RETRIEVED, summary
 
 
 def read_probe(file: Path) -> Probe:
@@ -153,41 +187,31 @@ def read_probe(file: Path) -> Probe:
 
 
 def probe_table(found: Probe, reach: Reach) -> Table:
-    """Return a row for each scaling: perplexity in the original and the target window, beside that of the base in its
-    window, loss by position as a picture, passkeys.
+    """Return a row for each scaling: perplexity in both windows beside the base's in its own, with the verdict at
+    95 %; loss by position as a picture; passkeys with their interval.
     """
-    base = reach.scalings[DIRECT].inside
-    table = Table(title=f"{found.model} to {reach.target:,} tokens, without tuning")
-    for heading in ("scaling", f"perplexity at {found.original:,}", f"perplexity at {reach.target:,}"):
-        table.add_column(heading)
-    table.add_column("loss by position", no_wrap=True)
-    table.add_column("passkeys")
-    table.add_column("k_max", justify="right")
-    positions = {name: each.perplexity.by_position for name, each in reach.scalings.items()}
-    losses = {name: [part.loss for part in each.bins] for name, each in positions.items() if each}
-    every_loss = [loss for curve in losses.values() for loss in curve]
+    base = reach.scalings["direct"].windows[0]
+    headings = [f"perplexity at {window:,}" for window in (found.original, reach.target)]
+    table = Table("scaling", *headings, "loss by position", "passkeys", title=f"{found.model}, without tuning")
     for name, each in reach.scalings.items():
-        changes = [change_of(base, metric) for metric in (each.inside, each.beyond)]
-        cells = [_with_change(row) if (name, row.run) != (DIRECT, base.value) else f"{row.run:.2f}" for row in changes]
-        keys = (
-            [each.retrieved.text, f"{each.passkey.k_max:,}"] if each.passkey and each.retrieved else ["not asked", ""]
-        )
-        label = "direct (the base as it is)" if name == DIRECT else name
-        table.add_row(label, *cells, sparkline(losses[name], min(every_loss), max(every_loss), 16), *keys)
-    scores = next(each for each in reach.scalings.values() if each.passkey)
-    about = [MEASUREMENTS[each.measurement].about([each]) for each in (scores.perplexity, scores.passkey) if each]
-    table.caption = f"{'; '.join(about)}; {scores.perplexity.dtype}; changes and 95 % intervals beside the base's "
-    table.caption += f"{base.value:.2f} at {found.original:,}"
+        rows = [change_of(base, metric) for metric in each.windows]
+        cells = [f"{row.run:.2f}, {verdict(row.change, row.interval, row.unit, False)}" for row in rows]
+        losses = [part.loss for part in each.perplexity.by_position.bins] if each.perplexity.by_position else []
+        keys = each.retrieved.text if each.retrieved else "not asked"
+        table.add_row(name, *cells, sparkline(losses), keys)
+    best = reach.scalings[reach.best]
+    about = [setting_of(scores) for scores in (best.perplexity, best.passkey) if scores]
+    table.caption = "; ".join([*about, str(best.perplexity.dtype), "95 % intervals"])
     return table
 
 
 def next_command(found: Probe, reach: Reach, json: Path | None) -> str:
     """Return the command that makes the extended model: without tuning if that is enough, else a recipe."""
-    model, target = [found.model, "--target", str(reach.target)], ["--probe", str(json)] if json else []
+    words = [found.model, "--target", str(reach.target), *(["--probe", str(json)] if json else [])]
     if not reach.enough:
-        return shlex.join(["pi-lora", "new", *model, *target])
-    folder = f"models/{Path(found.model.rpartition(':')[2]).name}_{reach.best}_{reach.target}"
-    return shlex.join(["pi-lora", "extend", *model, "--scaling", reach.best, "--output", folder, *target])
+        return shlex.join(["pi-lora", "new", *words])
+    folder = f"models/{reach.best}_{reach.target}"
+    return shlex.join(["pi-lora", "extend", *words, "--scaling", reach.best, "--output", folder])
 
 
 def better_scaling(model: str, target: int, scaling: str) -> str | None:
@@ -200,82 +224,4 @@ def better_scaling(model: str, target: int, scaling: str) -> str | None:
 
 def _kept_file(model: str, target: int) -> Path:
     """Return the file of the cache that holds the best scaling by the last probe of a model at a target."""
-    place = Path(model).resolve() if Path(model).exists() else Path(model.replace("/", "--"))
-    return cache_folder() / "probes" / f"{'--'.join(place.parts[-2:])}-{target}.json"
-
-
-def _reach(
-    base: Model,
-    target: int,
-    models: Mapping[Method, Model],
-    options: ProbeOptions,
-    dtype: str | None,
-    display: Display,
-    session: Session,
-) -> Reach:
-    passes = _affordable_passes(base, target) / len(models)
-    few = passes < DEPTHS
-    losses_of = PerplexityOptions(
-        data=options.data,
-        windows=(base.window, target),
-        stride=base.window,
-        truncate=target,
-        documents=options.documents or min(MOST_DOCUMENTS, max(1, round(passes / 4))),
-        by_position=True,
-    )
-    trials = options.trials or min(MOST_TRIALS, max(1, round(passes / (2 * DEPTHS))))
-    keys_of = PasskeyOptions(target=target, depths=DEPTHS, trials=trials, seed=options.seed)
-    display.say(f"{target:,} tokens: {losses_of.documents} documents, {DEPTHS * trials} passkeys for each scaling")
-
-    def measured(name: str, asked: Any, scaling: Method) -> Json:
-        with display.working(f"loading {base.name} under {scaling}"):
-            loaded = models[scaling].load(dtype)
-        with display.progress(f"{scaling}, {name} at {target:,}") as session.progress:
-            return {name: MEASUREMENTS[name].run(loaded, asked, session)}
-
-    scalings = {scaling: Probed(**measured("perplexity", losses_of, scaling)) for scaling in models}
-    lowest = min(each.beyond.value for each in scalings.values())
-    for scaling, each in scalings.items():
-        if not few or each.beyond.value <= HOPELESS * lowest:
-            scalings[scaling] = each.model_copy(update=measured("passkey", keys_of, scaling))
-    best = _best(scalings)
-    enough, summary = _verdict(scalings[DIRECT].inside, best, scalings[best])
-    return Reach(target=target, best=best, enough=enough, summary=summary, scalings=scalings)
-
-
-def _affordable_passes(base: Model, target: int) -> float:
-    """Return how many forward passes over the target window a probe may make on this machine, by the plan."""
-    device = device_here()
-    on_cpu = device.name == CPU
-    speed = (device.peak or UNKNOWN_PEAK) * ASSUMED_UTILIZATION[CPU if on_cpu else "full"]
-    one_pass = flops_of_sequences(shape_of(base.skeleton), Tuning(method="full"), target, recomputed=0).forward
-    return (SECONDS_ON_CPU if on_cpu else SECONDS) * speed / one_pass
-
-
-def _best(scalings: Mapping[Method, Probed]) -> Method:
-    shares = {name: each.retrieved for name, each in scalings.items() if each.retrieved}
-    most = max(share.value for share in shares.values())
-    among = [name for name, share in shares.items() if share.interval and share.interval[1] >= most]
-    return min(among, key=lambda name: scalings[name].beyond.value)
-
-
-def _verdict(base: Metric, best: Method, probed: Probed) -> tuple[bool, str]:
-    """Return whether a scaling needs no tuning, and what it keeps and finds without."""
-    keys = probed.retrieved
-    assert keys, "the best is asked for passkeys"
-    kept = max(probed.inside.value, probed.beyond.value) <= KEPT * base.value
-    found = f"finds {keys.value:.0f} % of {keys.samples} passkeys without tuning"
-    keeps = f"{best} keeps {probed.beyond.value:.2f} at {probed.beyond.at:,} ({base.value:.2f} at {base.at:,} before)"
-    return kept and keys.value >= RETRIEVED, f"{keeps} and {found}"
-
-
-def _with_change(row: Row) -> str:
-    return f"{row.run:.2f}, {row.verdict}"
-
-
-def _curves(reach: Reach) -> list[Mapping[str, Scores]]:
-    """Return the panels of a target: loss by position, and passkeys by distance."""
-    return [
-        {name: each.perplexity for name, each in reach.scalings.items()},
-        {name: each.passkey for name, each in reach.scalings.items() if each.passkey},
-    ]
+    return cache_folder() / "probes" / f"{model.strip('/').replace('/', '--')}-{target}.json"

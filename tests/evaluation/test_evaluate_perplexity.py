@@ -193,9 +193,9 @@ def test_a_seed_holds_only_what_is_measured(loaded: Model, tmp_path: Path, monke
         ({"truncate": 63}, "--truncate: 63 tokens do not hold a window of 64"),
         (
             {"min_tokens": 5000},
-            r"--min-tokens: 5000 tokens is longer than every document of .* \(the longest has \d+\)",
+            r"--data: .*: the longest document has \d+ tokens, 5000 are needed",
         ),
-        ({"min_tokens": 50_000, "seed": 1}, r"--min-tokens: .* \(the longest has \d+\)"),
+        ({"min_tokens": 50_000, "seed": 1}, r"the longest document has \d+ tokens, 50000 are needed"),
     ],
 )
 def test_a_choice_that_leaves_nothing_is_refused(

@@ -46,16 +46,16 @@ def test_the_folder_is_the_base_under_the_scaling(
 def test_the_card_has_the_numbers_of_a_probe(small_model: Path, tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text("The door is open and the road is long. " * 60)
-    options = ProbeOptions(data=str(text), documents=1, trials=1, scalings=("yarn",))
-    found = probe(find(str(small_model)), [256], options, dtype="float32")
+    options = ProbeOptions(target=(256,), data=str(text), documents=1, trials=1, scalings=("yarn",))
+    found = probe(find(str(small_model)), options, dtype="float32")
     extend(find(str(small_model), YARN), tmp_path / "extended", found)
     before, after = (found.at(256).scalings[name] for name in ("direct", "yarn"))
     card = (tmp_path / "extended" / "README.md").read_text()
-    assert f"| {before.beyond.text} | {after.beyond.text} |" in card
+    assert f"| {before.windows[1].text} | {after.windows[1].text} |" in card
     assert "model-index" in card
     assert ".partial" not in card
     kept = json.loads((tmp_path / "extended" / "scores" / "perplexity-step-0.json").read_text())
-    assert kept["windows"][1]["perplexity"] == after.beyond.value
+    assert kept["windows"][1]["perplexity"] == after.windows[1].value
     with pytest.raises(ModelError, match=r"is of .* under direct, yarn, not of .* under theta"):
         extend(find(str(small_model), Extension(256, scaling="theta")), tmp_path / "other", found)
     assert not (tmp_path / "other").exists()

@@ -83,9 +83,8 @@ def choose_documents(model: Model, options: PerplexityOptions, longest: int) -> 
         if len(chosen) == options.documents:
             break
     if not chosen:
-        option = "--windows" if needed == longest else "--min-tokens"
-        longer = f"{needed} tokens is longer than every document of {options.data} (the longest has {max(lengths)})"
-        raise DataError(f"{option}: {longer}; choose a shorter window")
+        shorter = f"{options.data}: the longest document has {max(lengths)} tokens, {needed} are needed"
+        raise DataError(f"--data: {shorter}; name longer texts, or choose a shorter window")
     return Chosen(chosen, passed_over + len(lengths) - len(chosen))
 
 
