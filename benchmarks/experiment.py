@@ -133,8 +133,8 @@ def commands(short: Path) -> Iterator[Command]:
         yield perplexity(row, model, "test", f"{ORIGINAL},{TARGET}", "--by-position")
     for row, model in models.items():
         if row != "untuned pi":
-            asked = ("--target", str(TARGET), "--depths", "8", "--trials", "3", "--seed", "5")
-            yield score("passkey", row, model, *asked)
+            window = () if "--target" in model else ("--target", str(TARGET))
+            yield score("passkey", row, model, *window, "--depths", "8", "--trials", "3", "--seed", "5")
     for row, model in (("base", [BASE]), (f"tuned {best_tuned}", best)):
         files = ",".join(f"{task}={short}/{task}.jsonl" for task in QUESTIONS)
         limit = ("--tasks", ",".join(QUESTIONS), "--data", files, "--limit", "500", "--window", "2048")
