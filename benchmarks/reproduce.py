@@ -117,9 +117,9 @@ FIGURES: dict[str, Figure] = {
     ),
     "smollm2": Figure(
         "[SmolLM2-135M from 8k to 16k](../docs/results.md#a-model-that-others-trained)",
-        (FETCH, f"benchmarks/smollm2.py --books {NOVELS_HERE}"),
+        (FETCH, f"benchmarks/smollm2.py --books {NOVELS_HERE} --short short"),
         "`smollm2.json`",
-        "the novels; for the short benchmarks `--short FOLDER`",
+        "the novels; the short benchmarks in `short/`",
         "8; continues",
     ),
     "experiment": Figure(

@@ -13,6 +13,7 @@ ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT / each) for each in ("benchmarks", "scripts")]
 import compare_methods  # noqa: E402
 import engines  # noqa: E402
+import experiment  # noqa: E402
 import gpu  # noqa: E402
 import record  # noqa: E402
 import reproduce  # noqa: E402
@@ -24,6 +25,7 @@ from on_gpu.longest import CHANGES, next_length  # noqa: E402
 from on_gpu.setting import TINY, setting_of  # noqa: E402
 from pages import block  # noqa: E402
 
+from pi_lora.cli import app  # noqa: E402
 from pi_lora.models.model import find  # noqa: E402
 from pi_lora.planning.planning import CONFIGS  # noqa: E402
 from pi_lora.serving.reference import Reader  # noqa: E402
@@ -172,15 +174,17 @@ def test_the_table_of_methods_is_written_when_every_row_is_complete(monkeypatch:
     assert set(kept["labels"]) == set(kept["rows"]) == {*compare_methods.UNTUNED, *compare_methods.METHODS}
 
 
-def test_a_row_of_another_run_is_not_taken_for_ones_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(record, "RESULTS", tmp_path)
-    record.write_row("smollm2", ("perplexity tuned",), {"model": "runs/one"})
-    words = ["--books", str(tmp_path), "--parts", "perplexity", "--models"]
-    monkeypatch.setattr(sys, "argv", ["smollm2.py", *words, "tuned=runs/one"])
-    smollm2.main()
-    monkeypatch.setattr(sys, "argv", ["smollm2.py", *words, "tuned=runs/other"])
-    with pytest.raises(SystemExit, match="perplexity tuned: is kept of runs/one; give runs/other another name"):
-        smollm2.main()
+def test_the_commands_of_the_experiments_parse(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = [["eval", *each] for _, each in smollm2.commands(Path("short"))]
+    windows = [{"perplexity": 1.0}]
+    lengths = [{"tasks": {task: {"score": 1.0} for task in ("ruler_vt", "ruler_cwe", "ruler_fwe")}}]
+    for file, each in experiment.commands(Path("short")):
+        words.append(each)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps({"windows": windows, "lengths": lengths}))
+    for each in words:
+        app.parse_args(each, exit_on_error=False, print_error=False)
 
 
 def test_pages_say_what_the_results_hold() -> None:
