@@ -21,14 +21,16 @@ from record import in_a_process, write_row
 from pi_lora.recipe.schema import Recipe
 
 
-def bare(recipe: Recipe, warm: int) -> float:
-    """Tokens a second of a plain TRL and PEFT script on the recipe's model, adapter, sequences and settings."""
+def bare(recipe: Recipe, warm: int) -> tuple[float, float]:
+    """Tokens a second, and the loss of the first step, of a plain TRL and PEFT script on the recipe's model, adapter,
+    sequences and settings.
+    """
     import transformers
-    from datasets import Dataset
     from peft import LoraConfig
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, TrainerCallback
     from trl import SFTConfig, SFTTrainer
 
+    from pi_lora.data.batches import collate
     from pi_lora.data.packing import training_sequences
     from pi_lora.models.device import has_fast_bfloat16
     from pi_lora.models.model import find
@@ -40,14 +42,15 @@ def bare(recipe: Recipe, warm: int) -> float:
     original, target = config.max_position_embeddings, recipe.context.target
     number = training.steps * training.global_batch_size
     packed, _ = training_sequences(recipe.data, tokenizer, original, target, number)
-    # Contiguous positions, which cost what those of PoSE do.
-    rows = [row["input_ids"].tolist() for row in packed]
     config.rope_parameters = {**config.rope_parameters, "rope_type": "linear", "factor": target / original}
-    ends = {}
+    ends, losses = {}, []
 
     class Clock(TrainerCallback):
         def on_step_end(self, args, state, control, **_):
             ends[state.global_step] = time.monotonic()
+
+        def on_log(self, args, state, control, logs, **_):
+            losses.append(logs.get("loss"))
 
     whole = ["embed_tokens", "input_layernorm", "post_attention_layernorm", "norm"]
     also = {"modules_to_save": whole, "ensure_weight_tying": True} if recipe.tuning.also_train != "nothing" else {}
@@ -68,12 +71,15 @@ def bare(recipe: Recipe, warm: int) -> float:
                 gradient_checkpointing=False,
                 max_length=None,
                 dataset_kwargs={"skip_prepare_dataset": True},
-                logging_steps=training.log_every,
+                remove_unused_columns=False,
+                seed=training.seed,
+                logging_steps=1,
                 save_steps=training.save_every,
                 report_to="none",
                 disable_tqdm=True,
             ),
-            train_dataset=Dataset.from_dict({"input_ids": rows, "labels": rows}),
+            train_dataset=packed,
+            data_collator=collate,
             processing_class=tokenizer,
             peft_config=LoraConfig(
                 r=recipe.tuning.rank,
@@ -84,19 +90,20 @@ def bare(recipe: Recipe, warm: int) -> float:
             ),
             callbacks=[Clock()],
         ).train()
-    tokens = len(rows[0]) * training.global_batch_size * (training.steps - warm)
-    return tokens / (ends[training.steps] - ends[warm])
+    tokens = len(packed[0]["input_ids"]) * training.global_batch_size * (training.steps - warm)
+    return tokens / (ends[training.steps] - ends[warm]), losses[0]
 
 
-def ours(given: list[str], warm: int) -> tuple[float, int]:
-    """Tokens a second of `pi-lora train`, by its own log, and its peak memory in bytes."""
+def ours(given: list[str], warm: int) -> tuple[float, float, int]:
+    """Tokens a second of `pi-lora train`, by its own log, the loss of the first step, and its peak memory in bytes."""
     with tempfile.TemporaryDirectory() as output:
         run = Path(output) / "run"
         command = [sys.executable, "-m", "pi_lora", "train", *given, "training.log_every=1", "--output", str(run)]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
         lines = [json.loads(line) for line in (run / "training.jsonl").read_text().splitlines()]
     first, last = lines[warm - 1], lines[-1]
-    return (last["tokens"] - first["tokens"]) / (last["seconds"] - first["seconds"]), last["peak_memory"]
+    speed = (last["tokens"] - first["tokens"]) / (last["seconds"] - first["seconds"])
+    return speed, lines[0]["loss"], last["peak_memory"]
 
 
 def main() -> None:
@@ -119,9 +126,10 @@ def main() -> None:
         return
     rounds, peaks = [], []
     for _ in range(options.rounds):
-        mine, peak = ours([str(file), *changes], options.warm)
-        theirs = in_a_process(__file__, "--bare", *sys.argv[1:])
-        rounds.append({"pi_lora": round(mine, 1), "bare": round(theirs, 1), "ratio": round(mine / theirs, 4)})
+        mine, loss, peak = ours([str(file), *changes], options.warm)
+        theirs, bare_loss = in_a_process(__file__, "--bare", *sys.argv[1:])
+        speeds = {"pi_lora": round(mine, 1), "bare": round(theirs, 1), "ratio": round(mine / theirs, 4)}
+        rounds.append({**speeds, "first_loss": loss, "bare_first_loss": bare_loss})
         peaks.append(peak)
         print(rounds[-1], flush=True)
     made = {

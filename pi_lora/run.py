@@ -2,24 +2,22 @@
 
 import contextlib
 import json
+import math
 import os
 import platform
-import re
 import shlex
 import shutil
-import socket
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import count
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 from filelock import FileLock, Timeout
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel
 
 from pi_lora.errors import ModelError, RecipeError, RunExistsError
 from pi_lora.recipe.files import RECIPE_FILE, load_recipe
@@ -66,13 +64,6 @@ class Provenance(BaseModel, extra="allow", strict=True, frozen=True):
     trainable_parameters: int | None = None
 
 
-class LogLine(BaseModel, extra="allow", strict=True):
-    """A line of `training.jsonl`, as far as it is read here."""
-
-    step: int
-    loss: float
-
-
 @dataclass(frozen=True)
 class Run:
     """The folder of a run, in the making or finished; each file is read once, when it is first asked for."""
@@ -87,10 +78,7 @@ class Run:
     @cached_property
     def has_recipe(self) -> bool:
         """Whether pi-lora trained it: other tools write a recipe.yaml as well."""
-        recipe = self.path / RECIPE_FILE
-        if not recipe.is_file():
-            return False
-        return (self.path / RUN_FILE).is_file() or b"\ncontext:" in recipe.read_bytes()
+        return (self.path / RECIPE_FILE).is_file() and (self.path / RUN_FILE).is_file()
 
     @cached_property
     def recipe(self) -> Recipe:
@@ -117,8 +105,8 @@ class Run:
         """The lines of `training.jsonl`, if there is one, but those that a crash cut off or a disk damaged."""
         lines, file = [], self.path / TRAINING_LOG
         for line in file.read_bytes().split(b"\n") if file.is_file() else ():
-            with contextlib.suppress(ValidationError):
-                lines.append(LogLine.model_validate_json(line).model_dump())
+            with contextlib.suppress(ValueError):
+                lines.append(json.loads(line))
         return lines
 
     def scores_file(self, name: str, stage: str = TUNED) -> Path:
@@ -127,8 +115,11 @@ class Run:
 
     def score_files(self) -> list[tuple[str, str, Path]]:
         """Return stage, measurement and file of all scores, the stages in order: base, step 0, 200, ..., tuned."""
-        stages = sorted(map(_stage_of, (self.path / SCORES).glob("*.json")))
-        return [(stage, name, file) for _, stage, name, file in stages]
+        found = []
+        for file in sorted((self.path / SCORES).glob("*.json")):
+            name, _, stage = file.stem.partition("-")
+            found.append((stage.replace("-", " ") or TUNED, name, file))
+        return sorted(found, key=lambda each: _order(each[0]))
 
     @property
     def checkpoints(self) -> list[Path]:
@@ -231,11 +222,9 @@ def check_output(output: Path, resume: bool = False) -> None:
     """Raise RunExistsError if `output` cannot become a run: it exists, is a place that no folder can be renamed to, is
     being made by another process, or holds an interrupted run that is neither resumed nor removed.
     """
-    if output.name in ("", ".."):
-        raise RunExistsError(f"{output}: is not the name of a new folder; choose another --output")
     _check_place(output)
     staging = staging_path(output)
-    if os.path.lexists(staging / LOCK):
+    if (staging / LOCK).exists():
         with _locked(output):  # what a killed process left locks nothing
             pass
     if resume and not staging.is_dir():
@@ -293,18 +282,13 @@ def remove(output: Path) -> None:
 
 def _check_place(output: Path) -> None:
     place, problem = _place(output), ""
-    try:
-        if place.exists() and (not place.is_dir() or any(place.iterdir())):
-            problem = "already exists and is not overwritten; choose another --output or remove it"
-        elif os.path.ismount(place):
-            problem = f"is a mount point, which no folder can be renamed to; name one in it: {output}/run"
-        elif place == Path.cwd():
-            problem = "is the current folder, which would be replaced; name one in it"
-        # Of a file, "file/." cannot be accessed either.
-        elif not os.access(f"{next(parent for parent in place.parents if parent.exists())}/.", os.W_OK):
-            problem = "is in a place that cannot be written; choose another --output"
-    except OSError as error:
-        problem = f"cannot be read ({error.strerror}); choose another --output"
+    if place.exists() and (not place.is_dir() or any(place.iterdir())):
+        problem = "already exists and is not overwritten; choose another --output or remove it"
+    elif os.path.ismount(place) or place == Path.cwd():
+        problem = "is a mount point or the current folder, which cannot be replaced; name one in it: --output run"
+    # Of a file, "file/." cannot be accessed either.
+    elif not os.access(f"{next(parent for parent in place.parents if parent.exists())}/.", os.W_OK):
+        problem = "is in a place that cannot be written; choose another --output"
     if problem:
         raise RunExistsError(f"{output}: {problem}")
 
@@ -315,48 +299,32 @@ def _place(output: Path) -> Path:
 
 @contextmanager
 def _locked(output: Path) -> Iterator[None]:
-    """Hold the lock of the staging folder of `output`, in which the owner leaves its name. The kernel releases the lock
-    of a process that was killed, and the file alone locks nothing.
+    """Hold the lock of the staging folder of `output`. The kernel releases the lock of a process that was killed, and
+    the file alone locks nothing.
     """
     file = staging_path(output) / LOCK
-    lock = FileLock(file, timeout=0)
+    file.parent.mkdir(parents=True, exist_ok=True)
     try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        lock.acquire()
+        held = FileLock(file, timeout=0).acquire()
     except Timeout:
-        owner = "another process"
-        with contextlib.suppress(OSError, ValueError, IndexError):
-            owner = "process {} on {}".format(*file.read_text(encoding="utf-8").split()[:2])
-        raise RunExistsError(f"{output}: is being made by {owner}; wait for it, or choose another --output") from None
-    except OSError as error:
-        raise RunExistsError(f"{output}: cannot be written ({error.strerror}); choose another --output") from None
-    mine = None
-    try:
-        file.write_text(f"{os.getpid()}\n{socket.gethostname()}\n", encoding="utf-8")
-        mine = file.stat()
+        problem = "is being made by another process; wait for it, or choose another --output"
+        raise RunExistsError(f"{output}: {problem}") from None
+    with held:
         yield
-    finally:
-        # Removed while it is locked: whoever opened it meanwhile holds a file without a name, and filelock tries again.
-        with contextlib.suppress(OSError):
-            if mine and os.path.samestat(mine, file.stat()):
-                file.unlink()
-        lock.release()
 
 
 def _publish(staging: Path, output: Path) -> Path:
-    """Rename what is finished to `output`, or beside it under a name that is free; return the folder that it became."""
+    """Rename what is finished to `output`, or beside it if that was created meanwhile; return the new folder."""
     for weights in staging.glob("*.safetensors"):
-        weights.chmod(0o666 & ~_umask())  # safetensors 0.7 writes them for their owner alone
+        weights.chmod(0o666 & ~_umask())  # safetensors 0.8 writes them for their owner alone
     place = _place(output)
-    for other in (place.with_name(f"{place.name}-{number}") for number in count(2)):
-        try:
-            os.replace(staging, place)  # takes the place of an empty folder
-        except OSError:
-            if not os.path.lexists(place):
-                raise
-            place = other
-        else:
-            break
+    try:
+        os.replace(staging, place)  # takes the place of an empty folder
+    except OSError:
+        if not place.exists():
+            raise
+        place = place.with_name(f"{place.name}-2")
+        os.replace(staging, place)
     return place
 
 
@@ -389,13 +357,10 @@ def _damage(checkpoint: Path) -> str | None:
     return f"{', '.join(differing)} changed since they were written" if differing else None
 
 
-def _stage_of(file: Path) -> tuple[int, str, str, Path]:
-    """Return the place of the stage among the others, the stage, and the measurement that a file of scores holds."""
-    if step := re.fullmatch(r"(.+)-step-(\d+)", file.stem):
-        return int(step[2]), f"step {step[2]}", step[1], file
-    if (name := file.stem.removesuffix(f"-{BASE}")) != file.stem:
-        return -1, BASE, name, file
-    return 10**12, TUNED, name, file
+def _order(stage: str) -> float:
+    """Return the step of a stage: before the first for the base, after the last for what was tuned."""
+    step = stage.removeprefix("step ")
+    return -1 if stage == BASE else int(step) if step.isdecimal() else math.inf
 
 
 def _commit() -> str | None:

@@ -16,14 +16,16 @@ GPU_NODES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
 @dataclass(frozen=True)
 class Gpu:
     """A device by name: its memory in bytes, and its dense peak in FLOP/s, if it is known, in bfloat16 with float32
-    accumulation, or in float32 where it has no bfloat16. `host` is the memory of
-    its host in bytes, if that is known. `assumed` says why a plan is for it, if nobody named it.
+    accumulation, in float16 where a GPU has no bfloat16, in float32 on a CPU. `float32_peak` is that of a GPU without
+    bfloat16. `host` is the memory of its host in bytes, if that is known. `assumed` says why a plan is for it, if
+    nobody named it.
     """
 
     name: str
     memory: int
     peak: float | None
     bfloat16: bool = True
+    float32_peak: float | None = None
     host: int | None = field(default=None, compare=False)
     assumed: str = field(default="", compare=False)
 
@@ -32,7 +34,7 @@ class Gpu:
 # and RTX cards from the architecture whitepapers (Ampere GA102, Ada, RTX Blackwell). Ordered by memory: the first that
 # holds a recipe is the smallest that does.
 _KNOWN = (
-    Gpu("T4", 15360 * MIB, 8.1e12, bfloat16=False),  # float32, since Turing has no bfloat16
+    Gpu("T4", 15360 * MIB, 65e12, bfloat16=False, float32_peak=8.1e12),
     Gpu("A10G", 23028 * MIB, 70e12),
     Gpu("L4", 23034 * MIB, 121e12),
     Gpu("4090", 24564 * MIB, 165.2e12),

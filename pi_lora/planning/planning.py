@@ -91,7 +91,9 @@ class TrainingPlan:
         """Hours of training at the assumed utilization, if the device's peak is known; loading, evaluation and saving
         come on top.
         """
-        reached = self.gpu.peak and self.gpu.peak * self.utilization * self.recipe.hardware.processes
+        in_float32 = self.recipe.computes_in(self.gpu.name == CPU, self.gpu.bfloat16) == "float32"
+        peak = (in_float32 and self.gpu.float32_peak) or self.gpu.peak
+        reached = peak and peak * self.utilization * self.recipe.hardware.processes
         return reached and sum(self.flops) / reached / 3600
 
     def as_json(self) -> Json:
