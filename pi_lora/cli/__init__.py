@@ -24,7 +24,9 @@ for file in pkgutil.iter_modules(__path__, f"{__name__}."):
 
 INTERRUPTED = 130
 # Packages that only an extra of pi-lora installs.
-EXTRAS = {"matplotlib": "report", "markdown_it": "report"}
+EXTRAS = {"matplotlib": "report", "markdown_it": "report"} | dict.fromkeys(
+    ("lm_eval", "rouge_score", "wonderwords"), "eval"
+)
 
 
 @app.command(group=OTHERS, sort_key=2)

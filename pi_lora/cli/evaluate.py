@@ -120,8 +120,6 @@ def summarization(
     how: Annotated[Measuring, GROUP] = Measuring(),
 ) -> None:
     """Summaries of long documents, scored by ROUGE (paper, section 3.5): GovReport's, or as a run was tuned."""
-    if len(models) == 1 and options.predictions is None:
-        options = options.changed(predictions="predictions.jsonl")
     how.report("summarization", models, options)
 
 

@@ -4,12 +4,11 @@ and lm-eval's cache of answers, and lm-eval's tasks by name.
 
 import contextlib
 import copy
-import difflib
 import io
 import math
 import random
 import sys
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from typing import IO, Any, cast
 
 import lm_eval
@@ -65,7 +64,7 @@ class RankedLM(HFLM):
         with quiet():
             super().__init__(calls, tokenizer=tokenizer, max_length=window, batch_size=batch_size)
         self.loaded, self.session = loaded, session
-        decided_by = {**options.model_dump(exclude={"batch_size"}), "lm_eval": VERSION}
+        decided_by = {**options.model_dump(exclude={"batch_size", "tasks"}), "lm_eval": VERSION}
         folder = session.journal(loaded, decided_by).folder
         self.answers = str(folder / f"answers-{self.rank}.db") if folder else ":memory:"
         if self.world_size > 1:
@@ -81,31 +80,28 @@ class RankedLM(HFLM):
         """How many processes there are."""
         return number_of_processes()
 
-    def evaluate(
-        self, name: str, tasks: Json, limit: int | None, note: str = "", **options: Any
-    ) -> tuple[Json, list[Json]]:
-        """Return lm-eval's scores of a task or group on the first `limit` examples of its tasks, and the metrics of
-        every example of a task; all processes call it. Answers are kept as soon as they are known, and not computed
-        again. Raise DataError if there are fewer examples than processes: lm-eval (0.4.13) would wait forever.
+    def evaluate(self, name: str, task: Any, limit: int | None, note: str, **options: Any) -> tuple[Json, list[Json]]:
+        """Return lm-eval's scores of a task on the first `limit` examples, and every example with its metrics; all
+        processes call it. Answers are kept as soon as they are known, and not computed again. Raise DataError if there
+        are fewer examples than processes: lm-eval (0.4.13) would wait forever.
         """
-        parts = tasks["tasks"].values()
-        fewest = min(len(task.eval_docs) for task in parts)
-        if min(fewest, limit or fewest) < self.world_size:
+        examples = len(task.eval_docs)
+        if min(examples, limit or examples) < self.world_size:
             raise DataError(f"{name}: fewer examples than processes; start fewer processes")
 
         def answered(done: int) -> None:
-            self.session.progress(done, sum(len(task.instances) for task in parts), note or name)
+            self.session.progress(done, len(task.instances), note)
 
         torch.manual_seed(DEFAULT_OTHER_SEED)
         lm: Any = CachingLM(self, self.answers)
         self.set_cache_hook(Answers(lm, self.loaded, answered))
+        tasks: Any = {"tasks": {name: task}}
         with contextlib.closing(lm.dbdict), quiet():
-            results: Any = evaluate(lm, cast(Any, tasks), limit=limit, **options)
+            results: Any = evaluate(lm, tasks, limit=limit, **options)
         found = []
         if results:  # in the first process
-            samples = sorted(results["samples"].get(name, []), key=lambda sample: int(sample["doc_id"]))
-            metrics = [{metric: sample[metric] for metric in sample["metrics"]} for sample in samples]
-            found = [({**results["results"][name], "shots": results["n-shot"].get(name, 0)}, metrics)]
+            samples = sorted(results["samples"][name], key=lambda sample: int(sample["doc_id"]))
+            found = [({**results["results"][name], "shots": results["n-shot"][name]}, samples)]
         return from_all(found)[0]
 
 
@@ -126,27 +122,25 @@ class Answers(CacheHook):
         super().add_partial(attr, req, res)
 
 
-def load_tasks(manager: TaskManager, tasks: Sequence[Any], seed: int = 0) -> Any:
-    """Return tasks and groups of lm-eval with their examples, seeded as `lm_eval.simple_evaluate` does, which also asks
-    several programs for their versions.
+def load_tasks(manager: TaskManager, spec: Any, seed: int = 0) -> dict[str, Any]:
+    """Return lm-eval's task of a name or config with its examples, or every task of a group, seeded as
+    `lm_eval.simple_evaluate` does, which also asks several programs for their versions.
     """
     random.seed(seed)
     np.random.seed(DEFAULT_OTHER_SEED + seed)
     with quiet():
-        loaded: Any = manager.load(tasks)
-    for task in loaded["tasks"].values():
+        tasks: dict[str, Any] = manager.load([spec])["tasks"]
+    for task in tasks.values():
         if task.get_config("num_fewshot") is None:
             task.set_config(key="num_fewshot", value=0)
         task.set_fewshot_seed(seed=DEFAULT_OTHER_SEED)
-    return loaded
+    return tasks
 
 
-def check_names(names: Sequence[str], known: Collection[str]) -> None:
+def check_names(names: Collection[str], known: Collection[str]) -> None:
     """Raise DataError if there is no task of a name."""
-    for name in names:
-        if name not in known:
-            hint = " or ".join(difflib.get_close_matches(name, known)) or "one that lm-eval ls tasks lists"
-            raise DataError(f"--tasks: {name}: no such task in lm-eval {VERSION}; did you mean {hint}?")
+    if unknown := ", ".join(set(names).difference(known)):
+        raise DataError(f"--tasks: {unknown}: no such task in lm-eval {VERSION}; choose from lm-eval ls tasks")
 
 
 @contextlib.contextmanager

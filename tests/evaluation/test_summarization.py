@@ -182,8 +182,8 @@ def test_the_two_commands(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tuned: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    options = ["--data", str(REPORTS), "--limit", "3", "--max-new-tokens", "12", "--json", "scores.json"]
-    status, out, err = run(capsys, monkeypatch, "eval", "summarization", str(tuned), *options)
+    options = ["--data", str(REPORTS), "--limit", "3", "--max-new-tokens", "12", "--predictions", "predictions.jsonl"]
+    status, out, err = run(capsys, monkeypatch, "eval", "summarization", str(tuned), *options, "--json", "scores.json")
     assert status == 0
     scores = json.loads(Path("scores.json").read_text())
     assert scores["model"] == str(tuned)

@@ -2,11 +2,9 @@
 metrics.
 """
 
-import importlib.util
 from collections.abc import Sequence
 from typing import Any
 
-from pi_lora.errors import PiLoraError
 from pi_lora.evaluation.forward import described
 from pi_lora.evaluation.journal import Session
 from pi_lora.evaluation.measurement import Measurement, Result, Scores
@@ -50,7 +48,6 @@ class Benchmarks(Measurement[BenchmarksOptions, BenchmarkScores]):
 
     def prepare(self, options: BenchmarksOptions, models: Sequence[Model]) -> BenchmarksOptions:
         """Read the examples of the tasks."""
-        check_packages("benchmarks", "lm_eval")
         from pi_lora.evaluation.benchmarks.tasks import find_tasks
 
         find_tasks(options.tasks, options.data)
@@ -63,12 +60,11 @@ class Benchmarks(Measurement[BenchmarksOptions, BenchmarkScores]):
         from pi_lora.evaluation.benchmarks.tasks import find_tasks
         from pi_lora.evaluation.harness import VERSION, RankedLM
 
-        # The config of a model tuned with `scaling: direct` has only L'.
-        window = options.window or round(model.window / model.scale)
+        window = options.window or model.original
         options = options.changed(window=window)
         lm = RankedLM(model, window, options.batch_size, options, session)
         found = find_tasks(options.tasks, options.data).items()
-        tasks = {name: task_score(*lm.evaluate(name, tasks, options.limit)) for name, tasks in found}
+        tasks = {name: task_score(*lm.evaluate(name, task, options.limit, name)) for name, task in found}
         return BenchmarkScores(**described(model) | {"window": window}, options=options, lm_eval=VERSION, tasks=tasks)
 
     def metrics(self, scores: BenchmarkScores) -> list[Metric]:
@@ -101,12 +97,5 @@ def task_score(scores: Json, samples: Sequence[Json]) -> TaskScore:
     found: Json = {"examples": scores["sample_len"], "shots": scores["shots"]}
     if "acc" not in numbers:
         return TaskScore(**found, metrics=numbers)
-    outcomes = [float(sample["acc"]) for sample in samples] or None
+    outcomes = [float(sample["acc"]) for sample in samples]
     return TaskScore(**found, acc=numbers["acc"], stderr=numbers.get("acc_stderr"), outcomes=outcomes)
-
-
-def check_packages(command: str, *packages: str) -> None:
-    """Raise PiLoraError unless the packages that `pi-lora eval COMMAND` needs are installed."""
-    for package in packages:
-        if importlib.util.find_spec(package) is None:
-            raise PiLoraError(f"pi-lora eval {command}: needs the package {package}; pip install 'pi-lora[eval]'")

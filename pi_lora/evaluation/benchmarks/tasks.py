@@ -25,21 +25,18 @@ def manager(paper: bool) -> lm_eval.tasks.TaskManager:
     return lm_eval.tasks.TaskManager(include_path=folders if paper else None, include_defaults=not paper)
 
 
-def find_tasks(names: Sequence[str], data: Sequence[str] = ()) -> dict[str, Json]:
-    """Return lm-eval's tasks by name, on the examples of the hub or of `data`, which are TASK=FILE: for a group without
-    a score of its own, every task of the group. Raise DataError if there is no such task, group or tag, or its file or
-    data set is missing or of another schema.
+def find_tasks(names: Sequence[str], data: Sequence[str] = ()) -> dict[str, Any]:
+    """Return lm-eval's tasks by name, and every task of a group, on the examples of the hub or of `data`, which are
+    TASK=FILE. Raise DataError if there is no such task, group or tag, or its examples are missing or of another schema.
     """
-    known = PAPERS if PAPERS.keys() >= set(names) else {*PAPERS, *manager(paper=False).all_tasks}
-    check_names(names, known)
+    check_names(names, PAPERS if PAPERS.keys() >= set(names) else {*PAPERS, *manager(paper=False).all_tasks})
     files = {name: Path(path).expanduser() for name, _, path in (given.partition("=") for given in data)}
-    for name in files:
-        if name not in names:
-            raise DataError(f"--data: {name}: is not TASK=FILE with one of the --tasks; correct it")
-    return {part: tasks for name in names for part, tasks in _load(name, files.get(name)).items()}
+    if unknown := ", ".join(files.keys() - set(names)):
+        raise DataError(f"--data: {unknown}: is not TASK=FILE with one of the --tasks; correct it")
+    return {part: task for name in names for part, task in _load(name, files.get(name)).items()}
 
 
-def _load(name: str, file: Path | None) -> dict[str, Json]:
+def _load(name: str, file: Path | None) -> dict[str, Any]:
     base = PAPERS.get(name, name)
     changes: Json = {}
     if name == "race_middle":
@@ -51,15 +48,11 @@ def _load(name: str, file: Path | None) -> dict[str, Json]:
         changes |= {"dataset_path": reader, "dataset_name": None, "dataset_kwargs": files} | splits
     asked = {"group": name, "task": [{"task": base, **changes}]} if changes else base
     try:
-        loaded = load_tasks(manager(paper=name in PAPERS), [asked])
+        tasks = load_tasks(manager(paper=name in PAPERS), asked)
     except Exception as error:  # `datasets` and jinja raise a dozen kinds for what a user can correct
         cause = f"{file or name}: cannot be read as examples of {name} ({first_line(error)})"
         raise DataError(f"{cause}; correct the file, or check the network") from error
-    group = loaded["groups"].get(name)
-    if group is not None and group.has_aggregation:
-        return {name: loaded}
-    tasks = {name if key == base else key: task for key, task in loaded["tasks"].items()}
-    return {part: {"tasks": {part: task}} for part, task in tasks.items()}
+    return {name if part == base else part: task for part, task in tasks.items()}
 
 
 def articles(questions: Any) -> Any:

@@ -10,7 +10,6 @@ from typing import Any
 from pydantic import Field
 
 from pi_lora.drawing import STYLES
-from pi_lora.evaluation.benchmarks.measurement import check_packages
 from pi_lora.evaluation.forward import described, prompts_at_once
 from pi_lora.evaluation.journal import Session
 from pi_lora.evaluation.measurement import Measurement, Result, Scores
@@ -64,15 +63,14 @@ class Ruler(Measurement[RulerOptions, RulerScores]):
     scores = RulerScores
 
     def prepare(self, options: RulerOptions, models: Sequence[Model]) -> RulerOptions:
-        """Fill in the windows, by default L', L'/2, ... down to L, and the tasks, and find their texts."""
-        check_packages("ruler", "lm_eval", "nltk", "wonderwords")
-        from pi_lora.evaluation.ruler.prompts import TASKS, find_texts
+        """Fill in the windows, by default L', L'/2, ... down to L, and the tasks."""
+        from pi_lora.evaluation.harness import check_names
+        from pi_lora.evaluation.ruler.prompts import TASKS
 
-        original = min(round(model.window / model.scale) for model in models)
+        original = min(model.original for model in models)
         windows = options.windows or default_windows(max(model.window for model in models), original)
-        tasks = options.tasks or TASKS
-        find_texts(tasks)
-        return options.changed(windows=tuple(sorted(windows)), tasks=tasks)
+        check_names(options.tasks or (), TASKS)
+        return options.changed(windows=tuple(sorted(windows)), tasks=options.tasks or TASKS)
 
     def run(self, model: Model, options: RulerOptions, session: Session) -> RulerScores:
         """Measure the tasks, the shortest window first. Raise DataError if a window does not hold a prompt of a task,
@@ -89,8 +87,8 @@ class Ruler(Measurement[RulerOptions, RulerScores]):
                 tasks: dict[str, RulerTask] = {}
                 for name in options.tasks or ():
                     task, tokens = make_task(name, window, options, lm, tokenizer)
-                    asked = ({"tasks": {name: task}}, options.samples, f"{name} at {window:,}")
-                    _, samples = lm.evaluate(name, *asked, apply_chat_template=options.chat_template)
+                    asked = options.samples, f"{name} at {window:,}"
+                    _, samples = lm.evaluate(name, task, *asked, apply_chat_template=options.chat_template)
                     length = window - ROOM
                     outcomes = [float(sample[str(length)]) for sample in samples]
                     found: dict[str, Any] = {"length": length, "tokens": tokens, "outcomes": outcomes}

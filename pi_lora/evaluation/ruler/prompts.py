@@ -3,9 +3,8 @@
 import copy
 import importlib
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +13,12 @@ import yaml
 from lm_eval.tasks import TaskManager
 
 from pi_lora.errors import DataError, first_line
-from pi_lora.evaluation.harness import RankedLM, check_names, load_tasks, quiet
-from pi_lora.models.location import BUILTIN_FOLDER
+from pi_lora.evaluation.harness import RankedLM, load_tasks, quiet
 from pi_lora.recipe.evaluation import RulerOptions
 
 FOLDER = Path(cwe.__file__).parent
 TASKS: tuple[str, ...] = tuple(yaml.safe_load((FOLDER / "ruler.yaml").read_text(encoding="utf-8"))["task"])
-# Tasks that need essays, and those that need questions with documents.
-ESSAYS = ("niah_single_2", "niah_single_3", "niah_multikey_1", "niah_multiquery", "niah_multivalue")
+# Tasks whose prompts need not hold the answer.
 QUESTIONS = ("ruler_qa_squad", "ruler_qa_hotpot")
 # In tokens. lm-eval leaves the beginnings of answers out of its count, chat templates, and in `ruler_fwe` the answers.
 ROOM = 128
@@ -29,33 +26,6 @@ ROOM = 128
 SHORTEST = {"ruler_vt": 1536, "ruler_cwe": 1536, "ruler_fwe": 768}
 # `ruler_cwe` draws from a generator of its own, which is seeded when lm-eval first executes its module, a second time.
 CWE_STATE = cwe.RNG.getstate()
-
-
-def find_texts(names: Sequence[str]) -> None:
-    """Raise DataError if there is no such task, or its texts are neither in the cache nor can be downloaded."""
-    check_names(names, TASKS)
-    for name in names:
-        if name in (*ESSAYS, *QUESTIONS) and (reason := _why_missing(ESSAYS[0] if name in ESSAYS else name)):
-            others = ",".join(task for task in TASKS if task not in (*ESSAYS, *QUESTIONS))
-            raise DataError(f"--tasks: {name}: its texts cannot be read ({reason}); these need none: {others}")
-
-
-@cache
-def _why_missing(name: str) -> str:
-    """Return why lm-eval cannot read the texts of a task, or nothing; what it downloads, it keeps."""
-    try:
-        _load(name, 4096, BUILTIN_FOLDER / "tiny")
-    except LookupError:
-        return "nltk lacks punkt_tab: python -m nltk.downloader punkt_tab"
-    except (OSError, ValueError) as error:
-        return first_line(error)
-    return ""
-
-
-def _load(name: str, length: int, tokenizer: Path, seed: int = 0) -> Any:
-    metadata: Any = {"max_seq_lengths": [length], "tokenizer": str(tokenizer)}
-    manager = TaskManager(include_path=FOLDER, include_defaults=False, metadata=metadata)
-    return load_tasks(manager, [name], seed)["tasks"][name]
 
 
 @contextmanager
@@ -72,23 +42,25 @@ def saved_tokenizer(tokenizer: Any) -> Iterator[Path]:
 
 def make_task(name: str, window: int, options: RulerOptions, lm: RankedLM, tokenizer: Path) -> tuple[Any, int]:
     """Return a task of lm-eval, and the tokens of its longest prompt with what is generated after it. Raise DataError
-    if one of its first prompts does not fit `window` tokens with that, or lacks its answer.
+    if its texts are missing, or one of its first prompts does not fit `window` tokens with that, or lacks its answer.
 
     The prompts are those of `lm_eval run --seed SEED,SEED+1234,SEED --metadata '{"max_seq_lengths": [window - ROOM]}'`.
     """
 
     def unsuitable(reason: str) -> DataError:
-        return DataError(f"--windows: {window} tokens do not suit {name} ({reason}); choose another, or leave it out")
+        return DataError(f"--tasks: {name} in {window} tokens: {reason}; leave it out, or choose another window")
 
     if window < SHORTEST.get(name, 0):
-        raise unsuitable(f"it needs {SHORTEST[name]}")
+        raise unsuitable(f"needs {SHORTEST[name]}")
     importlib.import_module(cwe.__name__).RNG.setstate(CWE_STATE)
+    metadata: Any = {"max_seq_lengths": [window - ROOM], "tokenizer": str(tokenizer)}
+    manager = TaskManager(include_path=FOLDER, include_defaults=False, metadata=metadata)
     chats: Any = {"apply_chat_template": True, "chat_template": lm.apply_chat_template} if options.chat_template else {}
     try:
-        task = _load(name, window - ROOM, tokenizer, options.seed)
+        task = load_tasks(manager, name, options.seed)[name]
         with quiet():
             task.build_all_requests(limit=options.samples, rank=0, world_size=1, **chats)
-    except (ValueError, IndexError) as error:  # no example fits
+    except (LookupError, OSError, ValueError) as error:  # no example fits, or no network
         raise unsuitable(first_line(error)) from error
     longest = max(len(lm.tok_encode(each.args[0])) + each.args[1]["max_gen_toks"] for each in task.instances)
     if not window / 2 <= longest <= window:

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from pi_lora.data.examples import Account, Prompt, Prompter, Task, Texts, prompted
-from pi_lora.data.sources import SCROLLS, find_table
+from pi_lora.data.examples import Prompter, Task
+from pi_lora.data.sources import SCROLLS
 from pi_lora.errors import DataError
 from pi_lora.evaluation.generation import Write, generate
 from pi_lora.models.model import Model
@@ -31,20 +31,17 @@ def evaluation_data(model: str, options: SummarizationOptions) -> Data:
     options say. Raise DataError if keys do not go together.
     """
     run = Run(Path(model))
-    tuned_on = run.recipe.data if run.has_recipe else None
     rows = COLUMNS if options.data else GOVREPORT
-    if tuned_on is not None and tuned_on.has_examples:
+    if run.has_recipe and run.recipe.data.has_examples:
+        tuned_on = run.recipe.data
         rows = {**tuned_on.model_dump(), "source": {} if options.data else tuned_on.source[0].model_dump()}
     given = options.model_dump(include=PROMPT_KEYS, exclude_defaults=True)
     if options.template:
         given = {"document": None, "summary": None, **given}
-    elif options.document and options.summary:
-        given = {"template": None, "completion": None, **given}
     if options.max_new_tokens:
         given["completion_tokens"] = options.max_new_tokens
-    source = {"split": "validation", **rows["source"]}
-    source |= options.model_dump(include={"subset", "split"}, exclude_none=True)
-    source |= {"name": options.data} if options.data else {}
+    named = {"name": options.data, "subset": options.subset, "split": options.split}
+    source = {"split": "validation", **rows["source"], **{key: name for key, name in named.items() if name}}
     try:
         return Data.model_validate({**rows, **given, "source": source})
     except ValidationError as error:
@@ -58,20 +55,6 @@ def complete(options: SummarizationOptions, data: Data) -> SummarizationOptions:
     return options.changed(**data.model_dump(include=PROMPT_KEYS), **named, max_new_tokens=data.completion_tokens)
 
 
-def read_examples(
-    loaded: Model, data: Data, limit: int | None
-) -> tuple[Task, Account, Json, list[tuple[str, Texts, Prompt]]]:
-    """Return the task of `data`, the account of its rows, what identifies them, and the first `limit` rows with their
-    names and prompts. Raise DataError if no row gives a prompt.
-    """
-    task, table, account = Task.of(data), find_table(data.source[0]), Account()
-    batches = prompted(table.read(task.columns, None), Prompter(task, loaded.tokenizer, loaded.window), account, limit)
-    examples = [example for batch in batches for example in batch]
-    if not examples:
-        raise account.nothing(table.name, no_room(loaded, task))
-    return task, account, table.identity(), examples
-
-
 def summarize(
     loaded: Model, name: str, text: str, sampling: Sampling, say: Callable[[str], object], write: Write
 ) -> None:
@@ -82,9 +65,9 @@ def summarize(
     # All that fits is read, also where examples of training were cut shorter.
     task = replace(Task.of(data), document_tokens=loaded.window)
     if task.document is None or task.prompt_columns != [task.document]:
+        columns = " and ".join(task.prompt_columns)
         raise DataError(
-            f"{loaded.name}: was tuned on prompts of {' and '.join(task.prompt_columns)}, not of a document alone; "
-            "write such rows and measure them with pi-lora eval summarization"
+            f"{loaded.name}: was tuned on prompts of {columns}; try pi-lora eval summarization on such rows"
         )
     [prompt] = Prompter(task, loaded.tokenizer, loaded.window).prompts([{task.document: text}])
     if not prompt.fits:
@@ -97,7 +80,5 @@ def summarize(
 
 def no_room(loaded: Model, task: Task) -> str:
     """Return that the window holds no document beside its summary."""
-    left = (
-        f"{task.completion_tokens} leave no room for a document in the {loaded.window} tokens that {loaded.name} reads"
-    )
-    return f"--max-new-tokens: {left}; choose fewer, or a model that reads more"
+    left = f"{task.completion_tokens} leave no room for a document in the {loaded.window} tokens"
+    return f"--max-new-tokens: {left} that {loaded.name} reads; choose fewer, or a model that reads more"

@@ -2,22 +2,24 @@
 interrupted measurement continues.
 """
 
+import importlib
 import json
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
 from pydantic import BaseModel
 
+from pi_lora.data.examples import Account, Prompter, Task, prompted
+from pi_lora.data.sources import find_table
 from pi_lora.distributed import is_leader
 from pi_lora.errors import DataError
-from pi_lora.evaluation.benchmarks.measurement import check_packages
 from pi_lora.evaluation.forward import described, prompts_at_once
 from pi_lora.evaluation.generation import generate
 from pi_lora.evaluation.journal import Session
 from pi_lora.evaluation.measurement import Measurement, Scores
 from pi_lora.evaluation.metrics import Interval, Metric
+from pi_lora.evaluation.summarization.documents import complete, evaluation_data, no_room
 from pi_lora.models.model import Model
 from pi_lora.recipe.evaluation import SummarizationOptions
 from pi_lora.types import Json
@@ -33,7 +35,6 @@ class SummarizationScores(Scores):
     measurement = "summarization"
 
     options: SummarizationOptions | None = None
-    task: Json | None = None
     examples: int = 0
     left_out: Json | None = None
     documents_cut: int = 0
@@ -58,30 +59,29 @@ class Summarization(Measurement[SummarizationOptions, SummarizationScores]):
 
     def prepare(self, options: SummarizationOptions, models: Sequence[Model]) -> SummarizationOptions:
         """Fill in the rows, by default what the first model was tuned on, or GovReport."""
-        check_packages("summarization", "rouge_score")
-        from pi_lora.evaluation.summarization.documents import complete, evaluation_data
-
+        importlib.import_module("rouge_score")  # fails here without it, not after the measurement
         if options.predictions:
             check_can_write(Path(options.predictions))
             if len(models) > 1:
-                raise DataError(f"--predictions: {options.predictions}: is for one model; name one, or leave it out")
+                raise DataError("--predictions: holds the summaries of one model; name one, or leave it out")
         return complete(options, evaluation_data(models[0].name, options))
 
     def run(self, model: Model, options: SummarizationOptions, session: Session) -> SummarizationScores:
         """Score what a model writes. Raise DataError if the data cannot be read, lacks a column or holds nothing, or
         the window is too short.
         """
-        from pi_lora.evaluation.summarization.documents import complete, evaluation_data, read_examples
-
         data = evaluation_data(model.name, options)
         options = complete(options, data)
-        task, account, identity, examples = read_examples(model, data, options.limit)
+        task, table, account = Task.of(data), find_table(data.source[0]), Account()
+        prompter = Prompter(task, model.tokenizer, model.window)
+        batches = prompted(table.read(task.columns, None), prompter, account, options.limit)
+        examples = [example for batch in batches for example in batch]
+        if not examples:
+            raise account.nothing(table.name, no_room(model, task))
         for line in account.left_out:
             session.say(line)
-        prompts = [prompt for _, _, prompt in examples]
         references = [row[task.completion] for _, row, _ in examples]
-        decided_by = {"data": identity, "task": asdict(task)}
-        texts = _written(model, [prompt.ids for prompt in prompts], options, session, decided_by)
+        texts = written(model, [prompt.ids for _, _, prompt in examples], options, session, table.identity())
         if options.predictions and is_leader():
             lines = [
                 json.dumps({"id": name, "prediction": text, "reference": reference}) + "\n"
@@ -92,10 +92,9 @@ class Summarization(Measurement[SummarizationOptions, SummarizationScores]):
         return SummarizationScores(
             **described(model),
             options=options,
-            task=asdict(task),
             examples=len(examples),
             left_out={"empty": len(account.empty), "too_long": len(account.too_long)},
-            documents_cut=sum(prompt.kept < prompt.document_tokens for prompt in prompts),
+            documents_cut=sum(prompt.kept < prompt.document_tokens for _, _, prompt in examples),
             **means,
             intervals=intervals,
         )
@@ -117,14 +116,14 @@ class Summarization(Measurement[SummarizationOptions, SummarizationScores]):
         return f"{first.examples:,} examples, {cut} documents cut; {sampling}; rouge-score's F1 x 100 with stemming"
 
 
-def _written(
-    loaded: Model, prompts: Sequence[list[int]], options: SummarizationOptions, session: Session, decided_by: Json
+def written(
+    loaded: Model, prompts: Sequence[list[int]], options: SummarizationOptions, session: Session, identity: Json
 ) -> list[str]:
-    """Return a summary for each prompt. Each batch has its own seed, so that neither interruptions nor the number of
-    processes change what is written.
+    """Return a summary for each prompt, made of the rows of `identity`. Each batch has its own seed, so that neither
+    interruptions nor the number of processes change what is written.
     """
     size = options.batch_size or prompts_at_once(loaded.window)
-    decided_by = {**decided_by, "options": options.model_dump(exclude={"predictions"}), "batch_size": size}
+    decided_by = {**options.model_dump(exclude={"predictions"}), "rows": identity, "batch_size": size}
     journal = session.journal(loaded, decided_by)
     starts = [str(start) for start in range(0, len(prompts), size)]
     mine = list(journal.share(starts))
@@ -134,8 +133,8 @@ def _written(
         session.progress(mine.index(start) + 1, len(mine))
         return Summaries(texts=texts)
 
-    written = journal.measure(Summaries, starts, write)
-    return [text for start in starts for text in written[start].texts]
+    found = journal.measure(Summaries, starts, write)
+    return [text for start in starts for text in found[start].texts]
 
 
 def rouge(predictions: Sequence[str], references: Sequence[str]) -> tuple[dict[str, float], dict[str, Interval]]:
