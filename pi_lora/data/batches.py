@@ -4,7 +4,7 @@ import hashlib
 import itertools
 import math
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Sampler
 
 from pi_lora.data.chats import AT_STAKE
-from pi_lora.data.examples import training_examples
+from pi_lora.data.examples import Account, training_examples
 from pi_lora.data.packing import training_sequences
 from pi_lora.data.tokens import padding_id
 from pi_lora.errors import DataError
@@ -23,35 +23,30 @@ from pi_lora.recipe.schema import Data, Training
 from pi_lora.types import Progress, silent
 
 Batch = dict[str, torch.Tensor]
-Collate = Callable[[Sequence[Mapping[str, Any]]], Batch]
 # The label that the loss ignores (torch's `ignore_index`).
 IGNORED = -100
 # How far, as a share of its length, an example moves in the order of lengths, so that each epoch has other batches.
 JITTER = 0.1
 
 
-def collate(rows: Sequence[Mapping[str, Any]]) -> Batch:
-    """Stack rows of `input_ids` into int64 tensors, `(sequences, length)` each, with `labels` and an `attention_mask`
-    of ones: each row is one sequence. Without it transformers (5.23, `find_packed_sequence_indices`) starts another
-    wherever `position_ids` do not rise by one: PoSE would train each chunk alone. A row with several `lengths` holds
-    as many sequences; what is not `learned` has the label -100.
+def collate(rows: Sequence[Mapping[str, Any]], padding: int = 0) -> Batch:
+    """Return rows of `input_ids` as int64 tensors, `(sequences, length)` each, padded on the right to the longest, with
+    `labels` and the `attention_mask`, in which each row is one sequence. Without it transformers (5.23,
+    `find_packed_sequence_indices`) starts another wherever `position_ids` do not rise by one: PoSE would train each
+    chunk alone. A row with several `lengths` holds as many sequences; what is not `learned` has the label -100.
     """
     sequences: list[dict[str, Any]] = []
     for row in rows:
         ids = row["input_ids"]
-        columns = {"input_ids": ids, "labels": np.where(row["learned"], ids, IGNORED) if "learned" in row else ids}
+        labels = np.where(row.get("learned", True), ids, IGNORED)
+        columns = {"input_ids": ids, "labels": labels, "attention_mask": np.ones_like(ids)}
         if "position_ids" in row:
             columns["position_ids"] = row["position_ids"]
         ends = np.cumsum(row.get("lengths", len(ids)))[:-1]
         parts = (np.split(values, ends) for values in columns.values())
         sequences += [dict(zip(columns, values, strict=True)) for values in zip(*parts, strict=True)]
-    return _padded(sequences)
-
-
-def _padded(sequences: Sequence[Mapping[str, Any]], padding: int = 0) -> Batch:
-    """Return sequences as int64 tensors, padded on the right to the longest, with their `attention_mask`."""
     fill = {"input_ids": padding, "labels": IGNORED}
-    batch = {
+    return {
         name: pad_sequence(
             [torch.from_numpy(np.array(sequence[name], np.int64)) for sequence in sequences],
             batch_first=True,
@@ -59,28 +54,6 @@ def _padded(sequences: Sequence[Mapping[str, Any]], padding: int = 0) -> Batch:
         )
         for name in sequences[0]
     }
-    ones = [torch.ones(len(sequence["input_ids"]), dtype=torch.int64) for sequence in sequences]
-    return {**batch, "attention_mask": pad_sequence(ones, batch_first=True)}
-
-
-@dataclass(frozen=True)
-class CollateExamples:
-    """Batch rows of `prompt_ids` and `completion_ids`, padded on the right to the longest of them. What is not learned
-    has the label -100: padding always, the prompt unless `learn_prompts`.
-    """
-
-    padding: int
-    learn_prompts: bool = False
-
-    def __call__(self, rows: Sequence[Mapping[str, Any]]) -> Batch:
-        """Return `input_ids`, `labels` and `attention_mask`, int64, `(batch, length)` each."""
-        sequences = []
-        for row in rows:
-            ids = np.concatenate([row["prompt_ids"], row["completion_ids"]])
-            not_learned = 0 if self.learn_prompts else len(row["prompt_ids"])
-            labels = np.where(np.arange(len(ids)) < not_learned, IGNORED, ids)
-            sequences.append({"input_ids": ids, "labels": labels})
-        return _padded(sequences, self.padding)
 
 
 class LengthGroups(Sampler[int]):
@@ -112,12 +85,16 @@ class LengthGroups(Sampler[int]):
 
 @dataclass(frozen=True)
 class TrainingData:
-    """Rows, what makes a batch of them, the tokens of each or of every row, and what to tell the user."""
+    """Rows, the tokens of each or of every row, what to tell the user, and the token that fills batches."""
 
     rows: Dataset
-    collate: Collate
     tokens: list[int] | int
     messages: list[str]
+    padding: int
+
+    def collate(self, rows: Sequence[Mapping[str, Any]]) -> Batch:
+        """Return a batch of rows."""
+        return collate(rows, self.padding)
 
     @property
     def digest(self) -> str:
@@ -148,24 +125,27 @@ def training_data(
     """Return what the sections of a recipe ask for, from the cache where it was made before; examples have at most
     `target` (L') tokens. Raise DataError if a source cannot be read, or holds too little for the steps.
     """
+    padding = padding_id(tokenizer)
     if data.has_examples:
-        return _examples(data, training, tokenizer, target, progress)
+        examples, account = training_examples(data, tokenizer, target, progress)
+        return TrainingData(examples, account.tokens, _example_messages(data, training, account), padding)
     number = training.steps * training.global_batch_size
-    rows, notes = training_sequences(data, tokenizer, original, target, number, progress)
+    rows, messages = training_sequences(data, tokenizer, original, target, number, progress)
     length = data.tokens_per_sequence(original, target)
-    message = f"{number * length:,} tokens at hand, as many as needed: {number:,} sequences of {length:,}"
-    messages = [message, *notes, *([] if data.has_chats or tokenizer.chat_template is None else [AT_STAKE])]
+    messages.insert(0, f"{number * length:,} tokens at hand, as many as needed: {number:,} sequences of {length:,}")
+    if not data.has_chats and tokenizer.chat_template is not None:
+        messages.append(AT_STAKE)
     if not data.keep_short:
-        return TrainingData(rows, collate, length, messages)
+        return TrainingData(rows, length, messages, padding)
     tokens = [int(sum(lengths)) for lengths in rows["lengths"]]
     short = [count for count, lengths in zip(tokens, rows["lengths"], strict=True) if lengths[0] < length]
     chats = f"{len(short):,} of the sequences are groups of short chats, with {sum(short):,} tokens in all"
-    return TrainingData(rows, collate, tokens, [*messages, chats])
+    return TrainingData(rows, tokens, [*messages, chats], padding)
 
 
-def _examples(data: Data, training: Training, tokenizer: Any, window: int, progress: Progress) -> TrainingData:
-    rows, account = training_examples(data, tokenizer, window, progress)
-    number, per_step = len(rows), training.global_batch_size
+def _example_messages(data: Data, training: Training, account: Account) -> list[str]:
+    """Return what became of the rows, a line each; raise DataError if there are too few examples for the steps."""
+    number, per_step = len(account.tokens), training.global_batch_size
     if number < per_step:
         raise DataError(f"training.global_batch_size: {per_step} is more than the {number:,} examples; lower it")
     # As the Trainer counts: the last step of an epoch takes what is left.
@@ -173,11 +153,6 @@ def _examples(data: Data, training: Training, tokenizer: Any, window: int, progr
     if epochs > data.epochs:
         how_often = f"{training.steps:,} of {per_step} are {epochs:.1f} epochs of {number:,} examples"
         raise DataError(f"training.steps: {how_often}; set data.epochs to {math.ceil(epochs)}, or lower it")
-    tokens = list(map(sum, account.tokens))
-    learned = sum(tokens) if data.loss == "all" else sum(completion for _, completion in account.tokens)
-    message = (
-        f"{number:,} examples of {min(tokens):,} to {max(tokens):,} tokens; {learned:,} of {sum(tokens):,} "
-        f"tokens are learned; {account.documents_cut:,} documents and {account.completions_cut:,} completions were cut"
-    )
-    collate_examples = CollateExamples(padding_id(tokenizer), data.loss == "all")
-    return TrainingData(rows, collate_examples, tokens, [message, *account.left_out])
+    lengths = f"{number:,} examples of {min(account.tokens):,} to {max(account.tokens):,} tokens"
+    cut = f"{account.documents_cut:,} documents and {account.completions_cut:,} completions were cut"
+    return [f"{lengths}; {cut}", *account.left_out]

@@ -26,9 +26,7 @@ Read the following article and then summarize it.
 Now summarize the above article.
 Summary:"""
 # Raise it with every change to how examples are made.
-FORMAT = 5
-SHOWN = 5
-HUB_KEYS = {"subset", "split", "revision", "streaming"}
+FORMAT = 6
 
 Texts = Mapping[str, str]
 
@@ -112,7 +110,7 @@ class Prompter:
     def __init__(self, task: Task, tokenizer: Any, window: int) -> None:
         self.task, self.longest = task, window - task.completion_tokens - 1
         self.tokenizer = partial(tokenizer, split_special_tokens=not task.special_tokens, verbose=False)
-        self.eos, self.decode, self.is_fast = tokenizer.eos_token_id, tokenizer.decode, tokenizer.is_fast
+        self.eos = tokenizer.eos_token_id
         special = [token for token in tokenizer.all_special_tokens if token in task.template]
         if special and not task.special_tokens:
             how = "set data.special_tokens: true, which reads those in the rows as well, or leave it out"
@@ -123,19 +121,14 @@ class Prompter:
         column = self.task.document
         if column is None:
             return [Prompt(ids, fits=len(ids) <= self.longest) for ids in self._framed(rows)]
-        documents = self.tokenizer(
-            [row[column] for row in rows], add_special_tokens=False, return_offsets_mapping=self.is_fast
-        )
+        texts = [row[column] for row in rows]
+        documents = self.tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True)
         sizes = list(map(len, documents["input_ids"]))
 
         def cut(index: int, tokens: int) -> Texts:
             """Return a row with the first `tokens` of its document."""
-            text = rows[index][column]
-            if tokens < sizes[index] and self.is_fast:
-                text = text[: documents["offset_mapping"][index][tokens - 1][1]] if tokens else ""
-            elif tokens < sizes[index]:
-                text = self.decode(documents["input_ids"][index][:tokens])
-            return {**rows[index], column: text}
+            end = documents["offset_mapping"][index][tokens - 1][1] if tokens else 0
+            return {**rows[index], column: texts[index] if tokens == sizes[index] else texts[index][:end]}
 
         kept = [min(size, self.task.document_tokens, max(0, self.longest)) for size in sizes]
         prompts = []
@@ -171,11 +164,9 @@ class Prompter:
 
 
 class Account(BaseModel):
-    """What became of the rows: the tokens of the prompt and completion of each example, how many examples were cut, and
-    which rows are left out and why.
-    """
+    """What became of the rows: the tokens of each example, how many examples were cut, and which rows are left out."""
 
-    tokens: list[tuple[int, int]] = []
+    tokens: list[int] = []
     documents_cut: int = 0
     completions_cut: int = 0
     empty: list[str] = []
@@ -183,12 +174,9 @@ class Account(BaseModel):
 
     @property
     def left_out(self) -> list[str]:
-        """A line for each reason, with the number of rows and the names of the first."""
-        return [
-            f"{len(names):,} rows left out, {reason}: {', '.join(names[:SHOWN])}{', ...' if names[SHOWN:] else ''}"
-            for reason, names in {"empty": self.empty, "too long for the window": self.too_long}.items()
-            if names
-        ]
+        """A line for each reason, with the number of rows and the name of the first."""
+        reasons = {"empty": self.empty, "too long for the window": self.too_long}
+        return [f"{len(rows):,} rows left out, {why}, first {rows[0]}" for why, rows in reasons.items() if rows]
 
     def nothing(self, source: str, too_long: str) -> DataError:
         """Return why `source` gave no example; `too_long` says what leaves no room for its prompts."""
@@ -217,9 +205,9 @@ def prompted(
 
 
 def training_examples(data: Data, tokenizer: Any, window: int, progress: Progress = silent) -> tuple[Dataset, Account]:
-    """Return the examples of a recipe for a model that reads `window` tokens, rows of `prompt_ids` and
-    `completion_ids`, and the account of them; both from the cache if they are there. Raise DataError if a source cannot
-    be read or lacks a column, every row is empty or too long, or the tokenizer has no EOS to end a completion with.
+    """Return the examples of a recipe for a model that reads `window` tokens, rows of `input_ids` with those that are
+    `learned`, and the account of them; both from the cache if they are there. Raise DataError if a source cannot be
+    read or lacks a column, every row is empty or too long, or the tokenizer has no EOS to end a completion with.
     """
     if tokenizer.eos_token_id is None:
         raise DataError("model.name: its tokenizer has no EOS token, without which no completion ends; give it one")
@@ -230,6 +218,7 @@ def training_examples(data: Data, tokenizer: Any, window: int, progress: Progres
             {**source.model_dump(), **table.identity()} for source, table in zip(data.source, tables, strict=True)
         ],
         "task": asdict(task),
+        "loss": data.loss,
         "tokenizer": tokenizer_identity(tokenizer),
         "window": window,
     }
@@ -240,17 +229,18 @@ def training_examples(data: Data, tokenizer: Any, window: int, progress: Progres
         for batch in prompted(named, prompter, account):
             completions = prompter.completions([row for _, row, _ in batch])
             for (_, _, prompt), completion in zip(batch, completions, strict=True):
-                account.tokens.append((len(prompt.ids), len(completion)))
+                account.tokens.append(len(prompt.ids) + len(completion))
                 account.documents_cut += prompt.kept < prompt.document_tokens
                 account.completions_cut += len(completion) > task.completion_tokens
-                yield {"prompt_ids": prompt.ids, "completion_ids": completion}
+                learned = [data.loss == "all"] * len(prompt.ids) + [True] * len(completion)
+                yield {"input_ids": prompt.ids + completion, "learned": learned}
             progress(len(account.tokens) + len(account.too_long), 0, f"{len(account.tokens):,} examples")
         if not account.tokens:
             names = ", ".join(source.name for source in data.source)
             cause = f"data.completion_tokens: {data.completion_tokens} leave no room for a prompt of {names}"
             raise account.nothing(f"data.source: {names}", f"{cause}; lower it, or choose a longer context.target")
 
-    columns = columns_of(dict.fromkeys(("prompt_ids", "completion_ids"), token_type(tokenizer)))
+    columns = columns_of({"input_ids": token_type(tokenizer), "learned": "bool"})
     examples, noted = cached(made_from, columns, rows, account.model_dump)
     return examples, Account(**noted)
 
@@ -269,11 +259,8 @@ def data_problems(data: Data, ask_hub: bool = False) -> list[str]:
             # Without a network, `datasets` reads what it downloaded earlier, and streams nothing.
             first = source if HF_HUB_OFFLINE else source.model_copy(update={"streaming": True})
             table = find_table(first) if columns else find_corpus(first)
-            if table.size is None and not ask_hub:
-                continue
-            for key in sorted(HUB_KEYS & source.model_dump(exclude_defaults=True).keys()) if table.size else ():
-                problems.append(f"{source.name}: {key} is for data sets of the hub, and this is not one; remove it")
-            next(table.read(columns, None) if columns else table.documents(), None)
+            if ask_hub or table.size is not None:
+                next(table.read(columns, None) if columns else table.documents(), None)
         except DataError as problem:
             problems.append(str(problem))
     return [f"data.source: {problem}" for problem in problems]

@@ -1,7 +1,6 @@
 """Token ids to sequences of equal length from the sources of a recipe, mixed by weight and seed."""
 
 import itertools
-import math
 import random
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -21,8 +20,6 @@ from pi_lora.types import Progress, silent
 
 # Raise it with every change to how sequences or recall documents are made: older caches are not taken for new ones.
 FORMAT = 5
-# A text that would be repeated more often is too short to train on.
-MOST_EPOCHS = 20
 
 
 def skip_positions(rng: random.Random, tokens: int, target: int, chunks: int) -> list[int]:
@@ -116,14 +113,9 @@ class Stream:
 
     def too_little(self, needed: int) -> DataError:
         """Return what is wrong when the source is used up: its tokens, those needed, and what to do."""
-        where, epochs = f"data.source: {self.source.name}", self.data.epochs
-        if not self.tokens:
-            reasons = "; ".join(self.notes) or "it is empty"
-            return DataError(f"{where}: holds nothing to train on ({reasons}); name others, or change these limits")
-        wanted = math.ceil(needed * epochs / self.tokens)
-        repeat = f"set data.epochs to {wanted}, " if wanted <= MOST_EPOCHS else ""
-        at_hand = f"holds {self.tokens:,} tokens in data.epochs: {epochs}, {needed:,} needed for its share"
-        return DataError(f"{where}: {at_hand}; {repeat}add text, or lower training.steps")
+        at_hand = ", ".join([f"{self.tokens:,} tokens in data.epochs: {self.data.epochs}", *self.notes])
+        do = "add text, raise data.epochs, or lower training.steps"
+        return DataError(f"data.source: {self.source.name}: holds {at_hand}; {needed:,} are needed for its share; {do}")
 
 
 @dataclass
@@ -177,26 +169,23 @@ def training_sequences(
 ) -> tuple[Dataset, list[str]]:
     """Make `number` sequences from the sources of a recipe, mixed by weight and seeded, or read them from the cache:
     rows of `input_ids` as NumPy arrays mapped into memory, and lines about what was left out. `progress` is told the
-    tokens packed, those needed, and such lines: first with 0, or never where they are in the cache. Where there are
-    chats, a row says which tokens are `learned`, and the `lengths` of the sequences in it: several of short chats.
+    tokens packed and those needed: first with 0, or never where they are in the cache. Where there are chats, a row
+    says which tokens are `learned`, and the `lengths` of the sequences in it: several of short chats.
 
     Under PoSE (`positions: skip`) they have `sequence_tokens`, by default `original` (L), and `position_ids`; otherwise
     `target` (L') tokens. Raise DataError if a source has too little text for its share: going on without it would train
     on another mixture than the recipe names.
     """
-    pose = data.positions == "skip"
-    length = data.tokens_per_sequence(original, target)
-    if pose and data.chunks > length:
-        raise DataError(f"data.chunks: {data.chunks} chunks do not fit into {length} tokens; choose fewer")
+    pose, length = data.positions == "skip", data.tokens_per_sequence(original, target)
     streams = _streams(data, tokenizer, length)
     made_from = {
         "format": FORMAT,
         "sources": [{**stream.source.model_dump(), **stream.corpus.identity()} for stream in streams],
         "data": data.model_dump(exclude={"source", "sequence_tokens"}),
         "tokenizer": tokenizer_identity(tokenizer),
-        "template": tokenizer.chat_template if data.has_chats else None,
+        "template": tokenizer.chat_template,
         "length": length,
-        "original": original if data.keep_short else None,
+        "original": original,
         "target": target,
         "number": number,
     }
@@ -217,7 +206,7 @@ def training_sequences(
             stream, sequences, _ = drawn[index]
             if (row := next(sequences, None)) is None:
                 raise stream.too_little(order.count(index) * length)
-            progress(done * length, number * length, "; ".join(notes()))
+            progress(done * length, number * length)
             positions: Row = {"position_ids": skip_positions(rng, length, target, data.chunks)} if pose else {}
             everything: Row = {"learned": [True] * length, "lengths": [length]} if data.has_chats else {}
             whole: Row = {**positions, **everything, **row}

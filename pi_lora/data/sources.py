@@ -28,7 +28,6 @@ RECALL = "builtin:recall"
 SKIPPED_FOLDERS = frozenset(
     {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "pydoc_data", "__pycache__"}
 )
-SPLITS = ("train", "validation", "test")  # of the standard library
 HELD_OUT_SHARE = 0.1
 # The names before this one are of the validation split: with them the settings of the demo were chosen.
 FIRST_OF_TEST = "e"
@@ -100,12 +99,10 @@ def texts(rows: Iterable[NamedJson], columns: Sequence[str]) -> Iterator[NamedRo
         for column in columns:
             if column not in row:
                 raise DataError(f"{where}: has no column {column}; choose from its columns: {', '.join(row)}")
-            chats = column in CHAT_COLUMNS
-            if not isinstance(row[column], (list if chats else str) | None):
-                kind, wanted = type(row[column]).__name__, "a list of messages" if chats else "text"
-                known = f"chats are in columns named {' or '.join(CHAT_COLUMNS)}"
-                advice = f"name a column that does; {known}" if chats or kind == "list" else "name a column that does"
-                raise DataError(f"{where}: column {column} holds {kind}, not {wanted}; {advice}")
+            kind, wanted = (list, "a list of messages") if column in CHAT_COLUMNS else (str, "text")
+            if not isinstance(row[column], kind | None):
+                holds = f"{where}: column {column} holds {type(row[column]).__name__}, not {wanted}"
+                raise DataError(f"{holds}; name a column of text, or one of chats: {' or '.join(CHAT_COLUMNS)}")
         yield where, {column: _as_text(row[column]) for column in columns}
 
 
@@ -166,9 +163,7 @@ def split_of(relative_path: str) -> str:
 
 
 def standard_library(split: str = "train") -> Table:
-    """Return a split of Python's own sources, a few megabytes at most; raise DataError if there is no such split."""
-    if split not in SPLITS:
-        raise DataError(f"{STDLIB}: has no split {split}; there are {', '.join(SPLITS)}")
+    """Return a split of Python's own sources, train, validation or test: a few megabytes at most."""
     root = Path(sysconfig.get_path("stdlib"))
     paths: list[Path] = []
     for folder, folders, names in os.walk(root):
@@ -207,9 +202,6 @@ def hub_dataset(source: Source) -> Table:
             why = f"the hub cannot be asked, and on the disk is commit {found} instead of {revision}"
             raise DataError(f"{name}: {why}; connect to the hub, or set revision: {found}")
         dataset = loaded()
-        # What is not needed is not decoded. A streamed data set may not know its columns before its first row.
-        if set(columns) <= set(dataset.column_names or ()):
-            dataset = dataset.select_columns(list(columns))
         if seed is not None:
             # A small buffer suffices, since `shuffled` comes after it.
             dataset = dataset.shuffle(seed, **({"buffer_size": 100} if streaming else {}))
@@ -304,8 +296,6 @@ def evaluation_documents(
     hub those of `split`, or of `PRESETS`; with `hold_out` only those that training leaves out. Raise DataError if there
     are none, or while reading.
     """
-    if source == RECALL:
-        raise DataError(f"{RECALL}: is for training; measure recall with `pi-lora eval passkey`")
     # The first of a large data set are measured without downloading all of it.
     streaming = hold_out is not None
     named = Source(name=source, split=split, column=column, subset=subset, hold_out=hold_out, streaming=streaming)

@@ -42,6 +42,14 @@ def loss(model: torch.nn.Module, batch: dict[str, torch.Tensor], kernel: str) ->
         return model(**batch, use_cache=False).loss.item()
 
 
+def test_padding_and_what_is_not_learned_have_no_label() -> None:
+    chats = {"input_ids": [1, 2, 3, 4, 5], "learned": [False, True, False, False, True], "lengths": [2, 3]}
+    batch = collate([chats, {"input_ids": [6, 7], "learned": [True, True]}], padding=9)
+    assert batch["input_ids"].tolist() == [[1, 2, 9], [3, 4, 5], [6, 7, 9]]
+    assert batch["labels"].tolist() == [[-100, 2, -100], [-100, -100, 5], [6, 7, -100]]
+    assert batch["attention_mask"].tolist() == [[1, 1, 0], [1, 1, 1], [1, 1, 0]]
+
+
 @pytest.mark.parametrize("kernel", ["sdpa", "eager"])
 @pytest.mark.parametrize("size", [1, 2])
 def test_chunks_attend_to_each_other(small_model: Path, size: int, kernel: str) -> None:
@@ -61,13 +69,3 @@ def test_flash_attention_takes_skipping_positions_for_one_sequence() -> None:
     (queries, keys), _ = prepare_fa_kwargs_from_position_ids(positions)
     assert queries.tolist() == keys.tolist() == [0, ORIGINAL]
     assert not _is_packed_sequence(collate(rows(2))["position_ids"], batch_size=2)
-
-
-def test_a_batch_has_labels_and_a_mask_of_its_own() -> None:
-    batch = collate(rows(2))
-    assert {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in batch.items()} == dict.fromkeys(
-        ("input_ids", "position_ids", "labels", "attention_mask"), ((2, ORIGINAL), torch.int64)
-    )
-    assert torch.equal(batch["labels"], batch["input_ids"])
-    assert batch["labels"].data_ptr() != batch["input_ids"].data_ptr()
-    assert batch["attention_mask"].all()

@@ -132,10 +132,3 @@ def test_the_folder_follows_the_environment(tmp_path: Path, monkeypatch: pytest.
     assert cache_folder() == tmp_path / "xdg" / "pi-lora"
     monkeypatch.setenv("PI_LORA_CACHE", "~/own")
     assert cache_folder() == tmp_path / "own"
-
-
-def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv("PI_LORA_CACHE", str(tmp_path / "file"))
-    with pytest.raises(DataError, match=r"the cache cannot be written .* name another folder .* PI_LORA_CACHE"):
-        cached({"of": "this"}, COLUMNS, rows)

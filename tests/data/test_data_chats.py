@@ -5,9 +5,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from pydantic import ValidationError
 from small_tokenizers import made
 from transformers import PreTrainedTokenizerFast
 
@@ -16,7 +14,7 @@ from pi_lora.data.chats import AT_STAKE, Chat, ChatTemplate, messages_of
 from pi_lora.data.examples import data_problems
 from pi_lora.data.packing import training_sequences
 from pi_lora.errors import DataError
-from pi_lora.recipe.schema import Data, Recipe, Training
+from pi_lora.recipe.schema import Data, Training
 
 TEMPLATES = Path(__file__).parent / "templates"
 MARKERS = [
@@ -181,13 +179,6 @@ def test_a_chat_that_cannot_be_used_is_left_out_with_the_reason(
     assert re.search(reason, left_out)
 
 
-def test_special_tokens_in_messages_are_read_where_a_recipe_allows_them(tokenizer: Any) -> None:
-    messages = [{"role": "user", "content": "a </s> b"}, QUESTIONS[1]]
-    chat = ChatTemplate(tokenizer, data_of("x", special_tokens=True)).encode(messages, 100)
-    assert isinstance(chat, Chat)
-    assert tokenizer.eos_token_id in chat.ids
-
-
 def test_sharegpt_is_read_as_messages() -> None:
     theirs = [{"from": "system", "value": "s"}, {"from": "human", "value": "u"}, {"from": "gpt", "value": "a"}]
     assert messages_of("x:1", json.dumps(theirs)) == [
@@ -257,42 +248,20 @@ def test_short_chats_keep_their_lengths_beside_text_and_long_chats(
     assert f"{kinds['short']} of the sequences are groups of short chats" in prepared.messages[-1]
 
 
-def test_several_short_chats_are_several_sequences_of_a_batch() -> None:
-    row = {
-        "input_ids": np.array([1, 2, 3, 4, 5]),
-        "learned": np.array([False, True, False, False, True]),
-        "lengths": np.array([2, 3]),
-    }
-    batch = collate([row])
-    assert batch["input_ids"].tolist() == [[1, 2, 0], [3, 4, 5]]
-    assert batch["labels"].tolist() == [[-100, 2, -100], [-100, -100, 5]]
-    assert batch["attention_mask"].tolist() == [[1, 1, 0], [1, 1, 1]]
-
-
 def test_without_chats_a_model_that_chats_says_what_is_at_stake(tmp_path: Path, tokenizer: Any) -> None:
     (tmp_path / "book.txt").write_text("The cat sees the house.\n" * 200)
     training = Training(steps=1, global_batch_size=1)
     data = data_of(str(tmp_path / "book.txt"))
     assert AT_STAKE in training_data(data, training, tokenizer, 64, 128).messages
     assert AT_STAKE not in training_data(data, training, make_tokenizer(None), 64, 128).messages
-
-
-def test_a_model_without_a_template_is_refused(tmp_path: Path) -> None:
-    source = write_chats(tmp_path / "chats.jsonl", [QUESTIONS])
     with pytest.raises(DataError, match=r"^data.source: the tokenizer of the model has no chat template"):
-        training_sequences(data_of(source), make_tokenizer(None), 64, 128, 1)
-
-
-def test_chats_of_which_none_can_be_used_say_why(tmp_path: Path) -> None:
-    source = write_chats(tmp_path / "chats.jsonl", [[SYSTEM, *QUESTIONS]] * 3)
-    with pytest.raises(DataError, match=r"holds nothing to train on .*no turns of the system\) left out: 3"):
-        training_sequences(data_of(source), make_tokenizer("gemma"), 64, 128, 1)
+        training_data(data_of({"name": "x", "column": "messages"}), training, make_tokenizer(None), 64, 128)
 
 
 @pytest.mark.parametrize(
     ("row", "column", "message"),
     [
-        ({"chat": QUESTIONS}, "chat", r"column chat holds list, not text; .*chats are in columns named messages or"),
+        ({"chat": QUESTIONS}, "chat", r"column chat holds list, not text; .*one of chats: messages or conversations"),
         ({"messages": "Hello"}, "messages", "column messages holds str, not a list of messages"),
         ({"text": "Hello"}, "messages", "has no column messages; choose from its columns: text"),
     ],
@@ -301,23 +270,3 @@ def test_a_refused_column_says_what_to_write(tmp_path: Path, row: dict[str, Any]
     (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
     [problem] = data_problems(data_of({"name": str(tmp_path / "rows.jsonl"), "column": column}))
     assert re.search(message, problem)
-
-
-@pytest.mark.parametrize(
-    ("keys", "message"),
-    [
-        ({"data": {"source": "books", "keep_short": 0.1}}, "keep_short: takes its sequences from chats"),
-        ({"data": {"source": {"name": "x", "column": "messages", "hold_out": 0.1}}}, "hold_out is for text"),
-        (
-            {
-                "data": {"source": {"name": "x", "column": "messages"}, "keep_short": 0.1},
-                "training": {"per_device_batch_size": 2},
-            },
-            "data.keep_short: .* set training.per_device_batch_size: 1",
-        ),
-    ],
-)
-def test_keys_that_do_not_go_with_chats_are_refused(keys: dict[str, Any], message: str) -> None:
-    recipe = {"model": {"name": "builtin:tiny"}, "context": {"target": 1024}, **keys}
-    with pytest.raises(ValidationError, match=message):
-        Recipe.model_validate(recipe)

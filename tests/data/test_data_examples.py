@@ -11,10 +11,9 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from pydantic import ValidationError
 
 from pi_lora.data import sources
-from pi_lora.data.batches import CollateExamples, LengthGroups, training_data
+from pi_lora.data.batches import LengthGroups, training_data
 from pi_lora.data.examples import SUMMARIZE, Prompter, Task, data_problems, training_examples
 from pi_lora.data.sources import find_table
 from pi_lora.errors import DataError
@@ -68,21 +67,12 @@ def test_scrolls_is_read_out_of_its_archive(tmp_path: Path, monkeypatch: pytest.
     source = Source(name="tau/scrolls", subset="gov_report", split="validation")
     rows = list(find_table(source).read(["input", "output"], None))
     assert rows == [("tau/scrolls/gov_report/validation:1", {"input": "Long.", "output": "Short."})]
-    with pytest.raises(DataError, match=r"gov_report/train:1: cannot be read \(.*gov_report/train\.jsonl"):
-        list(find_table(source.model_copy(update={"split": "train"})).read(["input"], None))
 
 
 def test_the_papers_template_to_the_letter() -> None:
     assert Task.of(data_of("x.jsonl")).prompt({"text": "A\nB"}) == (
         "Read the following article and then summarize it.\nA\nB\nNow summarize the above article.\nSummary:"
     )
-
-
-def test_any_template_around_any_columns() -> None:
-    keys = {"template": "Q: {question} {{1}}\nIn {text}\nA:", "completion": "answer"}
-    task = Task.of(Data.model_validate({"source": "x.jsonl", **keys}))
-    assert task.columns == ["question", "text", "answer"]
-    assert task.prompt({"question": "Who?", "text": "{it}"}) == "Q: Who? {1}\nIn {it}\nA:"
 
 
 @pytest.mark.parametrize(
@@ -97,22 +87,6 @@ def test_any_template_around_any_columns() -> None:
 def test_a_template_that_is_none_is_refused(keys: dict[str, str], message: str) -> None:
     with pytest.raises(DataError, match=message):
         Task.of(Data.model_validate({"source": "x.jsonl", **keys}))
-
-
-@pytest.mark.parametrize(
-    ("keys", "message"),
-    [
-        ({"summary": "b"}, "summary: needs document"),
-        ({"document": "a"}, "document: goes with summary"),
-        ({"template": "{a}"}, "template, completion: go together"),
-        ({"document": "a", "summary": "b", "template": "{a}", "completion": "b"}, "has the paper's prompt"),
-        ({"document": "a", "summary": "b", "positions": "skip"}, "positions: skip: is for packed text"),
-        ({"document": "a", "summary": "b", "source": [{"name": "x", "weight": 2.0}]}, "weight is for packed text"),
-    ],
-)
-def test_keys_that_do_not_go_together_are_refused(keys: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValidationError, match=message):
-        Data.model_validate({"source": "x.jsonl", **keys})
 
 
 @given(words=st.integers(0, 400), window=st.integers(80, 400), limit=st.integers(1, 500))
@@ -152,7 +126,8 @@ def test_what_is_left_out_is_counted_and_named(tmp_path: Path, tokenizer: Any) -
     examples, account = training_examples(data_of(file, completion_tokens=8), tokenizer, 90)
     assert len(account.tokens) == len(examples) == 4
     assert account.documents_cut == 2
-    assert account.left_out == [f"2 rows left out, empty: {file}:4, {file}:5"]
+    assert account.left_out == [f"2 rows left out, empty, first {file}:4"]
+    assert [tokenizer.decode(row["input_ids"][row["learned"]]) for row in examples][2:] == [" Cold.</s>", " Good.</s>"]
     # From the cache with the same account.
     assert training_examples(data_of(file, completion_tokens=8), tokenizer, 90)[1] == account
 
@@ -188,26 +163,6 @@ def test_damaged_files_are_seen_before_training(tmp_path: Path, name: str, conte
     (tmp_path / name).write_text(content)
     [problem] = data_problems(data_of(tmp_path / name))
     assert message in problem
-
-
-def test_only_the_completion_is_learned_and_padding_never() -> None:
-    rows = [{"prompt_ids": [5, 6, 7], "completion_ids": [8, 1]}, {"prompt_ids": [9], "completion_ids": [1]}]
-    batch = CollateExamples(padding=1)(rows)
-    assert batch["input_ids"].tolist() == [[5, 6, 7, 8, 1], [9, 1, 1, 1, 1]]
-    assert batch["labels"].tolist() == [[-100, -100, -100, 8, 1], [-100, 1, -100, -100, -100]]
-    assert batch["attention_mask"].tolist() == [[1, 1, 1, 1, 1], [1, 1, 0, 0, 0]]
-    everything = CollateExamples(padding=1, learn_prompts=True)(rows)["labels"].tolist()
-    assert everything == [[5, 6, 7, 8, 1], [9, 1, -100, -100, -100]]
-
-
-@given(lengths=st.lists(st.integers(1, 2000), min_size=1, max_size=90), at_once=st.integers(1, 8))
-def test_groups_hold_every_example_once(lengths: list[int], at_once: int) -> None:
-    groups = LengthGroups(lengths, at_once, seed=3)
-    first = list(groups)
-    assert sorted(first) == list(range(len(lengths)))
-    assert list(groups) == first
-    groups.set_epoch(1)
-    assert sorted(groups) == list(range(len(lengths)))
 
 
 def test_groups_are_of_like_lengths_and_others_in_each_epoch() -> None:

@@ -4,7 +4,6 @@ import json
 import shutil
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 
 import datasets
 import pyarrow as pa
@@ -64,12 +63,6 @@ def test_the_seeded_order_is_a_shuffle_of_all_rows(repository: Path, streaming: 
     assert first == read(repository, 1, streaming=streaming)
     assert first not in (second, fixed)
     assert {row.split()[1] for row in first[:20]} != {"0"}
-
-
-def test_a_streamed_data_set_is_read_as_it_is_needed(repository: Path) -> None:
-    (repository / "en/train-00003.parquet").write_bytes(b"PAR1 cut off")
-    source = Source(name=str(repository), column="content", subset="en", streaming=True)
-    assert next(hub_dataset(source).documents()).text == "en 0 0"
 
 
 @pytest.mark.parametrize("streaming", [False, True])
@@ -139,14 +132,3 @@ def test_offline_rows_are_of_the_commit_that_they_are_said_to_be_of(
     assert rows("main") == rows(second) == (second, ["two"])
     with pytest.raises(DataError, match=f"on the disk is commit {second} instead of {first}; connect"):
         rows(first)
-
-
-def test_the_commit_of_a_stream_is_asked_of_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Api:
-        def dataset_info(self, name: str, revision: str) -> SimpleNamespace:
-            assert (name, revision) == ("owner/name", "v1")
-            return SimpleNamespace(sha="0123abc")
-
-    monkeypatch.setattr(sources, "HfApi", Api)
-    streamed = Source(name="owner/name", revision="v1", streaming=True)
-    assert hub_dataset(streamed).identity() == {"commit": "0123abc"}

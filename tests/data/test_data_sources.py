@@ -53,14 +53,6 @@ def test_globs_files_and_the_home_folder(shelf: Path, monkeypatch: pytest.Monkey
     assert texts("./shelf/notes") == ["a named file may have any suffix"]
 
 
-def test_the_column_is_the_one_that_is_named(tmp_path: Path) -> None:
-    write_jsonl(tmp_path / "rows.jsonl", [{"text": "no", "body": "yes"}])
-    pq.write_table(pa.table({"text": ["no"], "body": ["yes"]}), tmp_path / "rows.parquet")
-    (tmp_path / "rows.csv").write_text("text,body\nno,yes\n")
-    for file in tmp_path.iterdir():
-        assert texts(file, column="body") == ["yes"]
-
-
 def test_the_seeded_order_is_a_shuffle_of_files_and_rows(tmp_path: Path) -> None:
     for index in range(20):
         write_jsonl(tmp_path / f"{index:02}.jsonl", [{"text": f"{index} {row}"} for row in range(20)])
@@ -70,15 +62,6 @@ def test_the_seeded_order_is_a_shuffle_of_files_and_rows(tmp_path: Path) -> None
     assert first not in (second, fixed)
     assert [text.split()[0] for text in first[::20]] != [text.split()[0] for text in fixed[::20]]
     assert [text.split()[1] for text in first[:20]] != [str(row) for row in range(20)]
-
-
-def test_text_is_read_when_it_is_asked_for(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("first")
-    (tmp_path / "b.txt").write_bytes(b"\xff\xfe")
-    documents = evaluation_documents(str(tmp_path))
-    assert next(documents).text == "first"
-    with pytest.raises(DataError, match="cannot be read"):
-        next(documents)
 
 
 @given(st.lists(st.integers(0, 9), max_size=30), st.integers(0, 3), st.integers(0, 60))
@@ -147,19 +130,14 @@ def test_all_problems_of_the_sources_are_told_and_the_hub_is_left_alone(shelf: P
     sources = [
         {"name": str(shelf)},
         {"name": str(rows)},
-        {"name": str(rows), "column": "body", "streaming": True},
         "gone.txt",
         "builtin:pile",
         "builtin:stdlib",
-        {"name": "builtin:recall", "subset": "all"},
         {"name": "owner/name", "subset": "en", "streaming": True},
     ]
     problems = data_problems(Data.model_validate({"source": sources}))
     assert [problem.split(": ", 2)[:2] for problem in problems] == [
         ["data.source", f"{rows}:1"],
-        ["data.source", str(rows)],
         ["data.source", "gone.txt"],
         ["data.source", "builtin:pile"],
-        ["data.source", "builtin:recall"],
     ]
-    assert "streaming is for data sets of the hub" in problems[1]

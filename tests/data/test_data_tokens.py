@@ -102,16 +102,6 @@ def test_what_is_saved_reads_chats_as_before(tokenizer: Any, tmp_path: Path) -> 
     assert tokenizer_identity(load_tokenizer(tmp_path, 64)) == tokenizer_identity(tokenizer)
 
 
-def test_a_recipe_allows_special_tokens(tmp_path: Path) -> None:
-    tokenizer = load_tokenizer(BUILTIN_FOLDER / "tiny", 1024)
-    (tmp_path / "book.txt").write_text("one </s> two " * 200)
-    data = {"source": str(tmp_path / "book.txt")}
-    plain, _ = training_sequences(Data.model_validate(data), tokenizer, 64, 128, 4)
-    allowed, _ = training_sequences(Data.model_validate({**data, "special_tokens": True}), tokenizer, 64, 128, 4)
-    assert [sum(row["input_ids"] == 1) for row in plain] == [0, 0, 0, 0]
-    assert min(sum(row["input_ids"] == 1) for row in allowed) > 10
-
-
 def test_a_template_with_special_tokens_says_how_to_have_them() -> None:
     tokenizer = load_tokenizer(BUILTIN_FOLDER / "tiny", 1024)
     data = {"source": "x.jsonl", "template": "<s>Q: {q}</s>A:", "completion": "a"}

@@ -15,6 +15,9 @@ data: {source: builtin:stdlib}
 """
 
 
+CHATS = ["data.source={name: x, column: messages}"]
+
+
 def write(folder: Path, text: str, name: str = "recipe.yaml") -> Path:
     path = folder / name
     path.write_text(text)
@@ -173,6 +176,13 @@ def test_dump_then_load_is_the_same_recipe(
             ["hardware.gpus=2", "hardware.context_parallel=2", "data.positions=skip"],
             "hardware.context_parallel: examples differ in length, and positions: skip and keep_short have short",
         ),
+        (["data.summary=b"], "summary: needs document"),
+        (["data.document=a"], "document: goes with summary"),
+        (["data.template=a {b}"], "data: template, completion: go together"),
+        (["data.document=a", "data.summary=b", "data.positions=skip"], "positions: skip: is for packed text"),
+        (["data.keep_short=0.1"], "keep_short: takes its sequences from chats"),
+        ([*CHATS, "data.source.hold_out=0.1"], "hold_out is for text"),
+        ([*CHATS, "data.keep_short=0.1", "training.per_device_batch_size=2"], "set training.per_device_batch_size: 1"),
         (["tuning.method=full", "model.dtype=bfloat16"], "model.dtype: bfloat16 weights would round"),
         (
             ["hardware.offload_activations=true", "training.activation_checkpointing=false"],

@@ -5,11 +5,12 @@ from pathlib import Path
 from typing import Any
 
 import architectures
+import numpy as np
 import pytest
 import torch
 from conftest import small_recipe, train
 
-from pi_lora.data.batches import CollateExamples
+from pi_lora.data.batches import collate
 from pi_lora.data.examples import training_examples
 from pi_lora.models.tokenizer import load_tokenizer
 from pi_lora.recipe.files import load_recipe
@@ -20,7 +21,7 @@ LENGTHS = ((30, 10), (15, 6), (20, 20))
 
 def batch() -> dict[str, torch.Tensor]:
     ids = torch.randint(2, 60, (40,), generator=torch.Generator().manual_seed(3)).numpy()
-    return CollateExamples(PADDING)([{"prompt_ids": ids[:n], "completion_ids": ids[:m]} for n, m in LENGTHS])
+    return collate([{"input_ids": ids[: n + m], "learned": np.arange(n + m) >= n} for n, m in LENGTHS], PADDING)
 
 
 # Full attention, sliding windows shorter than the examples, LayerNorm and biases, state spaces, local and full layers.
@@ -73,4 +74,4 @@ def lengths(run: Path, rows: list[dict[str, str]]) -> list[int]:
     recipe = load_recipe(run / "recipe.yaml").recipe
     found, _ = training_examples(recipe.data, load_tokenizer(run, 128), 128)
     assert len(found) == len(rows)
-    return [len(row["prompt_ids"]) + len(row["completion_ids"]) for row in found]
+    return [len(row["input_ids"]) for row in found]
