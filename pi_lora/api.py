@@ -110,7 +110,7 @@ def plan(recipe: str | Path, *overrides: str | Mapping[str, Any], gpu: str | Non
     from pi_lora.recipe.files import load_recipe
 
     resolved = load_recipe(find_recipe(Path(recipe)), _as_words(overrides)).recipe
-    return plan_training(resolved, device_for(resolved.hardware, gpu))
+    return plan_training(resolved, device_for(resolved, gpu))
 
 
 def merge(

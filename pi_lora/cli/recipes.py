@@ -33,9 +33,8 @@ def new(
     with working("reading the config"):
         from pi_lora.data.chats import AT_STAKE
         from pi_lora.data.documents import looks_local
-        from pi_lora.data.sources import find_corpus
         from pi_lora.models.tokenizer import has_chat_template
-        from pi_lora.planning.choosing import choose, file_for, recipe_text, sections_of_texts
+        from pi_lora.planning.choosing import choose, file_for, recipe_text, sections_of_texts, short_held_out
         from pi_lora.planning.gpus import device_here, find_gpu
         from pi_lora.planning.planning import find_shape
         from pi_lora.planning.text import plan_lines
@@ -63,13 +62,15 @@ def new(
     probed = read_probe(probe).to_tune(target) if probe else None
     with working("reading the text"):
         sections = {**(sections_of_texts(data, target) if data else {}), **({"scaling": probed.best} if probed else {})}
-        plan = choose(model, target, device, sections, lambda source: find_corpus(source).size, permissions)
+        plan = choose(model, target, device, sections, permissions)
     with file.open("x", encoding="utf-8") as recipe:
         recipe.write(recipe_text(plan, file, probed.summary if probed else None))
     out.lines(*plan_lines(plan))
     if not data:
         names = " and ".join(source.name for source in plan.recipe.data.source)
         err.lines(f"--data: not given; the recipe reads {names}")
+    elif short := short_held_out(plan):
+        err.lines(short)
     if has_chat_template(model):
         err.lines(f"data: {AT_STAKE}")
     out.lines(f"{file}: written; read it, then: pi-lora train {shlex.quote(str(file))}")
@@ -108,7 +109,7 @@ def plan(
     from pi_lora.writing import write_json
 
     resolved = read_recipe(recipe, overrides).recipe
-    training_plan = plan_training(resolved, device_for(resolved.hardware, gpu), Permissions(trust_remote_code))
+    training_plan = plan_training(resolved, device_for(resolved, gpu), Permissions(trust_remote_code))
     table = Table("on each device", "at most", box=None)
     for row in component_lines(training_plan):
         table.add_row(*row)

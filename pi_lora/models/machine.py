@@ -11,14 +11,8 @@ from torch import nn
 from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available, is_flash_attn_4_available
 
 from pi_lora.errors import ModelError
-from pi_lora.models.device import (
-    bfloat16_speed,
-    device,
-    dtype_named,
-    has_bfloat16_instructions,
-    has_fast_bfloat16,
-    host_memory,
-)
+from pi_lora.models.device import bfloat16_speed, device, dtype_named, has_fast_bfloat16
+from pi_lora.models.host import has_bfloat16_instructions, host_memory
 from pi_lora.recipe.schema import Recipe
 
 SDPA = "sdpa"

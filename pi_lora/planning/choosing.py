@@ -6,11 +6,11 @@ import itertools
 import math
 import re
 import shlex
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from pi_lora.data.examples import data_problems
-from pi_lora.data.sources import held_out_text, share_to_hold_out
+from pi_lora.data.sources import find_corpus, held_out_text, share_to_hold_out
 from pi_lora.errors import DataError, PiLoraError, RecipeError
 from pi_lora.models.location import BUILTIN
 from pi_lora.planning.gpus import CPU, GPUS, Gpu
@@ -54,21 +54,18 @@ def choose(
     target: int,
     gpu: Gpu,
     given: Json,
-    bytes_of: Callable[[Source], int | None],
     permissions: Permissions = NO_PERMISSIONS,
 ) -> TrainingPlan:
     """Return the plan of the best candidate that fits on `gpu`, with the sections of a recipe that are `given`, as
-    `sections_of_texts` returns them; `bytes_of` says how much text a source has, None if that is not known. Raise
-    PiLoraError if nothing fits, with the device that would do, and DataError if there is too little text.
+    `sections_of_texts` returns them. Raise PiLoraError if nothing fits, with the device that would do, and DataError if
+    there is too little text.
     """
     first = first_plan(model, target, gpu, given, permissions)
     if found := best(first):
         # A mixture ends when one of its sources is used up.
         source = first.recipe.data.source
         whole = sum(each.weight for each in source)
-        shares = [(bytes_of(each), (1 - (each.hold_out or 0)) * whole / each.weight) for each in source]
-        tokens = [size / BYTES_PER_TOKEN * share for size, share in shares if size is not None]
-        return _sized(found, min(tokens, default=math.inf))
+        return _sized(found, min(tokens_of(each) * (1 - (each.hold_out or 0)) * whole / each.weight for each in source))
     larger = (each for each in GPUS.values() if each.memory > gpu.memory and each.bfloat16 and each.name != CPU)
     enough = next((each.name for each in larger if best(plan_recipe(first.recipe, first.target, each))), None)
     advice = f"the smallest device that does: {enough}" if enough else "several GPUs may: recipes/paper has examples"
@@ -110,6 +107,22 @@ def sections_of_texts(names: Sequence[str], target: int) -> Json:
     ]
     measured = {**held_out_text(sources[0]), "documents": HELD_OUT_DOCUMENTS} if sources[0].hold_out else {}
     return {"data": {"source": sources}, "evaluation": {"perplexity": measured}}
+
+
+def tokens_of(source: Source) -> float:
+    """Return about how many tokens a text has, rather too few; infinitely many where its size is not known."""
+    size = find_corpus(source).size
+    return math.inf if size is None else size / BYTES_PER_TOKEN
+
+
+def short_held_out(plan: TrainingPlan) -> str | None:
+    """Return a line that says that the text which is held out is shorter than a target window; None if it is not."""
+    text, target = plan.recipe.data.source[0], plan.recipe.context.target
+    tokens = tokens_of(text) * (text.hold_out or 1)
+    if tokens >= target:
+        return None
+    short = f"about {tokens:,.0f} tokens of it are held out, and a window has {target:,}"
+    return f"--data: {text.name}: {short}; for perplexity at the target, give more text"
 
 
 def best(first: TrainingPlan) -> TrainingPlan | None:

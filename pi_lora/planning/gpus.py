@@ -2,10 +2,12 @@
 
 import os
 import re
+import sys
 from dataclasses import dataclass, field, replace
 
 from pi_lora.errors import PiLoraError
-from pi_lora.recipe.schema import Hardware
+from pi_lora.models.host import has_bfloat16_instructions, host_memory
+from pi_lora.recipe.schema import Recipe
 
 CPU = "cpu"
 MIB, GIB = 2**20, 2**30
@@ -71,7 +73,7 @@ def find_gpu(name: str, where: str = "--gpu") -> Gpu:
     raise PiLoraError(f"{where}: {name}: unknown device; name one of {', '.join(GPUS)}, or its memory, as 48GB")
 
 
-def gpu_of_device(device_name: str, memory: int, bfloat16: bool = True) -> Gpu:
+def gpu_of_device(device_name: str, memory: int) -> Gpu:
     """Return the device that torch calls `device_name` and gives `memory` bytes, under a name that a recipe may give:
     that of the table, with its peak, where the memory is its own within 5 %; else the memory in GB.
 
@@ -87,31 +89,40 @@ def gpu_of_device(device_name: str, memory: int, bfloat16: bool = True) -> Gpu:
     ]
     # The longest name: an H100 PCIe is not the H100.
     alike = max(known, key=lambda gpu: len(gpu.name), default=Gpu(f"{memory // 10**9}GB", memory, None))
-    return replace(alike, memory=memory, bfloat16=bfloat16)
+    return replace(alike, memory=memory)
 
 
-def device_here() -> Gpu:
-    """Return this machine's accelerator with its memory, or its CPU with the memory that this process may use."""
-    import torch  # takes seconds, and what is shipped is planned without
-
-    from pi_lora.models.device import has_fast_bfloat16, host_memory
-
-    if not torch.cuda.is_available():
-        here = replace(GPUS[CPU], memory=host_memory()[0], bfloat16=has_fast_bfloat16())
-    else:
-        gpu = torch.cuda.get_device_properties(0)
-        here = gpu_of_device(gpu.name, gpu.total_memory, has_fast_bfloat16())
-    return replace(here, assumed="this machine's", host=host_memory()[0])
+def may_have_gpu() -> bool:
+    """Whether a driver shows a GPU; only Linux tells without torch."""
+    return sys.platform != "linux" or any(map(os.path.exists, GPU_NODES))
 
 
-def device_for(hardware: Hardware, option: str | None = None) -> Gpu | None:
-    """Return the device of `--gpu`, or this machine's if a recipe trains on it and names no other; else None. torch is
-    imported only where it may find a GPU, or the recipe trains on what there is.
+def device_here(precision: str = "auto") -> Gpu:
+    """Return this machine's accelerator with its memory, or its CPU with the memory that this process may use. torch,
+    which takes seconds, is imported where there may be a GPU, or where the CPU's arithmetic in bfloat16 is measured,
+    which decides the `precision` auto.
     """
+    host = host_memory()[0]
+    here = replace(GPUS[CPU], memory=host)
+    if may_have_gpu() or (precision == "auto" and has_bfloat16_instructions()):
+        import torch
+
+        from pi_lora.models.device import has_fast_bfloat16
+
+        if torch.cuda.is_available():
+            gpu = torch.cuda.get_device_properties(0)
+            here = gpu_of_device(gpu.name, gpu.total_memory)
+        here = replace(here, bfloat16=has_fast_bfloat16())
+    return replace(here, assumed="this machine's", host=host)
+
+
+def device_for(recipe: Recipe, option: str | None = None) -> Gpu | None:
+    """Return the device of `--gpu`, or this machine's if `recipe` trains on it and names no other; else None."""
+    hardware = recipe.hardware
     if option:
         return find_gpu(option)
-    if hardware.gpus and not any(map(os.path.exists, GPU_NODES)):
+    if hardware.gpus and not may_have_gpu():
         return None
-    here = device_here()
+    here = device_here(recipe.training.precision)
     is_another = hardware.gpu is not None and find_gpu(hardware.gpu, "hardware.gpu").name != here.name
     return None if is_another or (hardware.gpus and here.name == CPU) else here

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from pydantic import TypeAdapter
 
 from pi_lora.errors import ModelError, PiLoraError
-from pi_lora.planning.gpus import CPU, GPUS, Gpu, device_here, find_gpu
+from pi_lora.planning.gpus import CPU, GPUS, Gpu, device_for, find_gpu
 from pi_lora.planning.memory import MARGIN, DeviceMemory, memory
 from pi_lora.planning.operations import Flops, flops_of_sequences
 from pi_lora.planning.shape import Shape, trained_parameters
@@ -64,17 +64,22 @@ class TrainingPlan:
     @property
     def fits(self) -> bool:
         """Whether each device has the memory, and its host, if that is known, what all devices pin."""
-        return self.memory.peak <= self.gpu.memory and self._host_has_room
+        return self.fits_device and self._fits_host
 
     @property
-    def _host_has_room(self) -> bool:
+    def fits_device(self) -> bool:
+        """Whether each device has the memory."""
+        return self.memory.peak <= self.gpu.memory
+
+    @property
+    def _fits_host(self) -> bool:
         pinned = self.memory.host * self.recipe.hardware.processes_per_machine
         return self.gpu.host is None or pinned <= self.gpu.host
 
     @property
     def roomy(self) -> bool:
         """Whether each device has the memory with `MARGIN` to spare."""
-        return self.memory.peak * MARGIN <= self.gpu.memory and self._host_has_room
+        return self.memory.peak * MARGIN <= self.gpu.memory and self._fits_host
 
     @property
     def tokens(self) -> int:
@@ -118,14 +123,13 @@ def plan_training(recipe: Recipe, gpu: Gpu | None = None, permissions: Permissio
 
 
 def plan_here(recipe: Recipe, model: "Model") -> TrainingPlan | None:
-    """Plan a training on this machine's accelerator, or on its CPU and memory; None for a model that has no plan."""
+    """Plan a training on this machine, whichever GPU the recipe names; None for a model that has no plan."""
     from pi_lora.planning.counting import shape_of  # imports torch
 
-    here = device_here()
+    here = device_for(recipe.model_copy(update={"hardware": recipe.hardware.changed(gpu=None)}))
     try:
         config = model.config if recipe.scaling == "keep" else model.base_config
-        no_gpu = here.name == CPU and recipe.hardware.gpus is not None
-        return plan_recipe(recipe, _target(recipe, config, shape_of(model.skeleton)), None if no_gpu else here)
+        return plan_recipe(recipe, _target(recipe, config, shape_of(model.skeleton)), here)
     except ModelError:
         return None
 

@@ -4,6 +4,7 @@ found by planning the changes; and the page of all recipes.
 
 import json
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,42 +26,42 @@ _COSTS_TIME: tuple[tuple[str, Any], ...] = (
     ("hardware.offload_activations", True),
     ("training.per_device_batch_size", 1),
 )
-# In one machine.
-MOST_GPUS = 8
+# Of one machine.
+MORE_GPUS = (2, 4, 8)
 
 
 def plan_lines(plan: TrainingPlan) -> list[str]:
     """Return what is tuned, what it needs, how long it takes; and what to change where it does not fit."""
-    recipe, target = plan.recipe, plan.recipe.context.target
-    windows = f"{plan.target.original} to {target} tokens"
+    recipe, target, name = plan.recipe, plan.target, plan.recipe.model.name
+    windows = f"{target.original} to {recipe.context.target} tokens"
     if recipe.scaling == "keep":
-        windows = f"{plan.target.original} tokens as it is, tuned for {target}"
+        windows = f"{target.original} tokens as it is, tuned for {recipe.context.target}"
     parameters = f"{_count(plan.trained)} parameters train"
     if recipe.tuning.method != "full":
-        parameters += f"; {_count(plan.target.shape.parameters)} are frozen"
+        parameters += f"; {_count(target.shape.parameters)} are frozen"
     each = "each of " if recipe.hardware.processes > 1 else ""
     memory = f"{_gib(plan.memory.peak)} of {_gib(plan.gpu.memory)} GiB on {each}{machinery(plan)}"
     if plan.gpu.assumed:
         memory += f" ({plan.gpu.assumed})"
     if plan.memory.host:
-        pinned = "pinned in tensors whose sizes are rounded up to powers of two"
-        memory += f", {_gib(plan.memory.host)} GiB of its host, {pinned}"
+        memory += f", {_gib(plan.memory.host)} GiB of its host, pinned in tensors of powers of two"
     duration = "no hours, since the peak of this device is not known"
     if plan.hours:
         duration = f"about {hours_in_words(plan.hours)} at {plan.utilization:.0%} of the peak (assumed)"
+    steps = f"{recipe.training.steps} steps of {plan.tokens_per_step:,} tokens, {_count(plan.tokens)} in all"
     lines = [
-        f"{recipe.model.name}: {windows}, {recipe.scaling}, {recipe.tuning.method}; {parameters}",
+        f"{name}: {windows}, {recipe.scaling}, {recipe.tuning.method}; {parameters}",
         f"memory: {memory}",
-        f"time: {recipe.training.steps} steps of {plan.tokens_per_step:,} tokens, {_count(plan.tokens)} in all, "
-        f"{sum(plan.flops):.1e} FLOPs: {duration}",
+        f"time: {steps}, {sum(plan.flops):.1e} FLOPs: {duration}",
     ]
-    if plan.target.original != plan.target.declared:
-        declared = f"the config of {recipe.model.name} says {plan.target.declared}"
-        lines.append(f"context.original: {plan.target.original} tokens, and {declared}; leave it out if that is right")
+    if target.original != target.declared:
+        said = f"{target.original} tokens, and the config of {name} says {target.declared}"
+        lines.append(f"context.original: {said}; leave it out if that is right")
     if not plan.fits:
+        place = "in the memory of the host" if plan.fits_device else f"on {plan.gpu.name}"
         change = advice(plan)
         remedy = f"the cheapest change that fits: {change}" if change else "no suggested change fits"
-        lines.append(f"it does not fit on {plan.gpu.name}; {remedy}")
+        lines.append(f"it does not fit {place}; {remedy}")
     return lines
 
 
@@ -107,7 +108,19 @@ def advice(plan: TrainingPlan) -> str | None:
     Tried in this order, each with ever more of what costs only time: nothing else, measuring afterwards, QLoRA, more
     GPUs of one machine, a shorter target.
     """
-    return next((overrides for overrides, changed in replanned(plan, _changes(plan)) if changed.fits), None)
+    recipe, shorter = plan.recipe, plan.recipe.context.target // 2
+    changes: list[Changes] = [{}, {"evaluation.every": None}]
+    if recipe.tuning.method != "qlora":
+        changes.append({"tuning.method": "qlora"})
+        for gpus in MORE_GPUS:
+            # First the weights are spread over them, then the sequence too.
+            if recipe.hardware.gpus and gpus > recipe.hardware.gpus:
+                changes += [{"hardware.gpus": gpus}, {"hardware.gpus": gpus, "hardware.context_parallel": gpus}]
+    while shorter > plan.target.original:
+        changes.append({"context.target": shorter})
+        shorter //= 2
+    alternatives = (costs_time | change for change in changes for costs_time in slower(plan))
+    return next((overrides for overrides, changed in replanned(plan, alternatives) if changed.fits), None)
 
 
 def slower(plan: TrainingPlan) -> list[Changes]:
@@ -121,21 +134,6 @@ def slower(plan: TrainingPlan) -> list[Changes]:
     return [dict(useful[:number]) for number in range(len(useful) + 1)]
 
 
-def _changes(plan: TrainingPlan) -> Iterator[Changes]:
-    recipe, shorter = plan.recipe, plan.recipe.context.target // 2
-    changes: list[Changes] = [{}, {"evaluation.every": None}]
-    if recipe.tuning.method != "qlora":
-        changes.append({"tuning.method": "qlora"})
-        gpus = recipe.hardware.gpus or MOST_GPUS
-        while (gpus := 2 * gpus) <= MOST_GPUS:
-            # First the weights are spread over them, then the sequence too.
-            changes += [{"hardware.gpus": gpus}, {"hardware.gpus": gpus, "hardware.context_parallel": gpus}]
-    while shorter > plan.target.original:
-        changes.append({"context.target": shorter})
-        shorter //= 2
-    return (costs_time | change for change in changes for costs_time in slower(plan))
-
-
 def replanned(plan: TrainingPlan, alternatives: Iterable[Changes]) -> Iterator[tuple[str, TrainingPlan]]:
     """Yield the overrides and plan of each change that the schema allows; no overrides where it changes nothing."""
     for changes in alternatives:
@@ -144,29 +142,19 @@ def replanned(plan: TrainingPlan, alternatives: Iterable[Changes]) -> Iterator[t
             section, _, name = key.partition(".")
             if value != tree[section][name]:
                 tree[section][name] = value
-                overrides.append(f"{key}={json.dumps(value) if value is None or isinstance(value, bool) else value}")
-        try:
-            changed = Recipe.model_validate(tree)
-        except ValidationError:
-            continue
-        yield " ".join(overrides), plan_recipe(changed, plan.target, plan.gpu)
+                overrides.append(f"{key}={json.dumps(value)}".replace('"', ""))
+        with suppress(ValidationError):
+            yield " ".join(overrides), plan_recipe(Recipe.model_validate(tree), plan.target, plan.gpu)
 
 
 def recipes_page(folder: Path) -> str:
     """Return the Markdown page of a folder of recipes: a table for each folder, and what its figures rest on."""
     plans = [(path, plan_training(load_recipe(path).recipe)) for path in recipe_paths(folder)]
+    rows = [(path.relative_to(folder), recipe_summary(path), plan, plan.recipe.paper or "") for path, plan in plans]
     return render(
         "recipes.md",
         name=Path(folder.name),
-        recipes=[
-            {
-                "path": path.relative_to(folder),
-                "summary": recipe_summary(path),
-                "plan": plan,
-                "paper": plan.recipe.paper,
-            }
-            for path, plan in plans
-        ],
+        recipes=[dict(zip(("path", "summary", "plan", "paper"), row, strict=True)) for row in rows],
         machinery=machinery,
         hours_in_words=hours_in_words,
         gib=GIB,

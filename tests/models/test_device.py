@@ -9,7 +9,7 @@ from conftest import small_recipe
 from pydantic import ValidationError
 
 from pi_lora.models import machine
-from pi_lora.models.device import host_memory
+from pi_lora.models.host import host_memory
 from pi_lora.run import Run
 from pi_lora.training.trainer import trainer_arguments
 

@@ -1,6 +1,7 @@
 """The recipe that `pi-lora new` writes: it fits, it is the best that does, and it loads, plans and trains."""
 
 import itertools
+import os
 import shutil
 import sys
 from collections.abc import Callable
@@ -26,7 +27,7 @@ from pi_lora.planning.planning import TrainingPlan, find_shape, plan_recipe, pla
 from pi_lora.planning.text import plan_lines
 from pi_lora.preflight import check_fits
 from pi_lora.recipe.files import load_recipe
-from pi_lora.recipe.schema import Hardware, Recipe
+from pi_lora.recipe.schema import Recipe
 from pi_lora.scaling.config import window_of
 
 MODELS = """HuggingFaceTB/SmolLM2-1.7B Qwen/Qwen3-0.6B-Base Qwen/Qwen3-8B-Base huggyllama/llama-7b huggyllama/llama-13b
@@ -36,11 +37,8 @@ BOTH = "embeddings_and_norms"
 Command = Callable[..., tuple[int, str, str]]
 
 
-def chosen(
-    model: str = LLAMA, target: int = 8192, gpu: str = "H100", text: int | None = None, source: str | None = None
-) -> TrainingPlan:
-    given = {"data": {"source": [source]}} if source else {}
-    return choose(model, target, find_gpu(gpu), given, lambda source: text)
+def chosen(model: str = LLAMA, target: int = 8192, gpu: str = "H100", source: Path | None = None) -> TrainingPlan:
+    return choose(model, target, find_gpu(gpu), {"data": {"source": [str(source)]}} if source else {})
 
 
 def levers(plan: TrainingPlan) -> tuple[str, int, str, str]:
@@ -126,19 +124,36 @@ def test_a_candidate_that_takes_weeks_gives_way_to_one_that_takes_days() -> None
     slow = replace(GPUS["H100"], peak=1e12)
     whole = chosen(target=32768)
     assert levers(whole)[0] == "contiguous"
-    found = choose(LLAMA, 32768, slow, {}, lambda source: None)
+    found = choose(LLAMA, 32768, slow, {})
     assert found.recipe.data.positions == "skip"
     assert plan_recipe(whole.recipe, whole.target, slow).hours > 2 * (found.hours or 0)  # type: ignore[operator]
 
 
-def test_text_decides_the_steps() -> None:
-    endless = chosen()
-    some = chosen(text=500 * 16 * 8192 * choosing.BYTES_PER_TOKEN)
-    little = chosen(text=120 * 8 * 8192 * choosing.BYTES_PER_TOKEN)
-    sizes = [(each.recipe.training.steps, each.recipe.training.global_batch_size) for each in (endless, some, little)]
-    assert sizes == [(1000, 16), (500, 16), (120, 8)]
-    with pytest.raises(DataError, match=r"--data: notes: holds about 200 tokens, and 20 steps take 327,680; give more"):
-        chosen(text=1000, source="notes")
+def test_text_decides_the_steps(tmp_path: Path) -> None:
+    text = tmp_path / "notes.txt"
+
+    def size(sequences: float) -> tuple[int, int]:
+        text.touch()
+        os.truncate(text, int(sequences * 8192 * choosing.BYTES_PER_TOKEN))
+        training = chosen(source=text).recipe.training
+        return training.steps, training.global_batch_size
+
+    endless = chosen().recipe.training
+    assert (endless.steps, endless.global_batch_size) == (1000, 16)
+    assert size(500 * 16) == (500, 16)
+    assert size(120 * 8) == (120, 8)
+    with pytest.raises(DataError, match=r"notes.txt: holds about 819 tokens, and 20 steps take 327,680; give more"):
+        size(0.1)
+
+
+def test_too_little_text_to_measure_is_said(command: Command, tmp_path: Path) -> None:
+    """PoSE trains on windows that are shorter than the target: a fifth of 600,000 tokens is held out."""
+    (tmp_path / "notes.txt").write_text("Long documents serve best. " * 22_223)
+    words = f"{LLAMA} --gpu 12GB --data notes.txt --target".split()
+    assert command(*words, "16384")[2] == ""
+    status, _, errors = command(*words, "65536")
+    assert (status, errors.count("\n")) == (0, 1)
+    assert errors.startswith("--data: notes.txt: about 24,001 tokens of it are held out, and a window has 65,536; ")
 
 
 def test_the_recipe_trains(command: Command, tmp_path: Path) -> None:
@@ -166,11 +181,11 @@ def test_new_plan_and_train_say_the_same_on_this_machine(command: Command, tmp_p
     words = "builtin:tiny --target 512 --output my.yaml".split()
     _, out, _ = command(*words)
     recipe = load_recipe(tmp_path / "my.yaml").recipe
-    written = plan_lines(plan_training(recipe, device_for(recipe.hardware)))
+    written = plan_lines(plan_training(recipe, device_for(recipe)))
     assert written == out.splitlines()[:-1] == check_fits(recipe, find_to_tune(recipe))
     assert "1 x cpu (this machine's)" in written[1]
-    assert device_for(recipe.hardware, "h100") is GPUS["H100"]
-    assert device_for(Hardware(gpus=1)) is None
+    assert device_for(recipe, "h100") is GPUS["H100"]
+    assert device_for(load_recipe(tmp_path / "my.yaml", ["hardware.gpus=1"]).recipe) is None
 
 
 def test_of_a_model_that_chats_it_says_what_is_at_stake(command: Command, small_model: Path, tmp_path: Path) -> None:
@@ -242,7 +257,7 @@ def test_a_mistake_is_one_line_and_leaves_no_file(command: Command, tmp_path: Pa
 def test_a_name_that_yaml_would_misread_is_quoted(small_model: Path, tmp_path: Path) -> None:
     odd = tmp_path / "a: {b} # - 'c'"
     odd.symlink_to(small_model)
-    plan = choose(str(odd), 256, GPUS[CPU], {"data": {"source": 'no: "text"'}}, lambda source: None)
+    plan = choose(str(odd), 256, GPUS[CPU], {"data": {"source": 'no: "text"'}})
     file = tmp_path / "odd.yaml"
     file.write_text(choosing.recipe_text(plan, file))
     tree = yaml.safe_load(file.read_text())

@@ -235,6 +235,7 @@ def test_pinned_memory_is_rounded_up_and_has_to_fit_the_host() -> None:
     small_host = plan_recipe(plan.recipe, plan.target, replace(plan.gpu, host=127 * GIB))
     assert not small_host.fits
     assert not small_host.roomy
+    assert plan_lines(small_host)[-1].startswith("it does not fit in the memory of the host; the cheapest change")
 
 
 def test_a_window_that_contradicts_the_config_is_said() -> None:
@@ -366,13 +367,16 @@ def test_a_shipped_shape_is_the_one_that_is_counted(folder: Path) -> None:
 
 
 def test_a_recipe_with_a_shipped_shape_is_planned_without_torch(tmp_path: Path) -> None:
+    """On a CPU too, unless its precision is to be measured."""
     file = tmp_path / "plan.json"
     probe = (
         "import sys\n"
-        f"sys.argv = ['pi-lora', 'plan', {LARGEST!r}, '--json', {str(file)!r}]\n"
+        "from contextlib import suppress\n"
         "from pi_lora.cli import main\n"
-        "try: main()\n"
-        "finally: print({'torch', 'transformers', 'trl', 'peft', 'datasets', 'bitsandbytes'} & set(sys.modules))"
+        f"for words in ([{LARGEST!r}, '--json', {str(file)!r}], ['demo', 'training.precision=float32']):\n"
+        "    sys.argv = ['pi-lora', 'plan', *words]\n"
+        "    with suppress(SystemExit): main()\n"
+        "print({'torch', 'transformers', 'trl', 'peft', 'datasets', 'bitsandbytes'} & set(sys.modules))"
     )
     answer = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True)
     assert answer.stdout.splitlines()[-1] == "set()"
