@@ -93,7 +93,7 @@ def prepare(folder: Path) -> dict[str, Path]:
 
     loaded = pi_lora.load("builtin:tiny", pi_lora.Extension(target=WINDOWS[-1]))
     asked = PerplexityOptions(data=DATA, documents=1, min_tokens=TOKENS, truncate=TOKENS)
-    (document,) = choose_documents(loaded, asked, WINDOWS[-1]).documents
+    (document,), _ = choose_documents(loaded, asked, WINDOWS[-1])
     (folder / "document.json").write_text(json.dumps(list(document.ids)))
     loaded.model.save_pretrained(folder / "tiny")
     config = AutoConfig.from_pretrained(BUILTIN_FOLDER / "tiny", vocab_size=LARGE_VOCABULARY)

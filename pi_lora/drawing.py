@@ -79,16 +79,16 @@ def label_windows(axes: Any, windows: Iterable[int]) -> None:
     axes.set(xscale="log", xlabel="window (tokens)")
     ticks = sorted(set(windows))
     axes.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
-    axes.minorticks_off()
+    axes.xaxis.minorticks_off()
 
 
-def round_levels(low: float, high: float) -> list[float]:
-    """Return round numbers to label a logarithmic axis with, also one shorter than an octave."""
-    from matplotlib.ticker import MaxNLocator
+def label_logarithmic(axes: Any, label: str) -> None:
+    """Give axes a logarithmic vertical axis with plain numbers, as many as there is room for."""
+    from matplotlib.ticker import LogFormatter
 
-    coarse = [first * 10**power for power in range(5) for first in (1, 1.5, 2, 3, 5, 7)]
-    levels = coarse if high > 3 * low else [round(float(each), 6) for each in MaxNLocator(5).tick_values(low, high)]
-    return [level for level in levels if low <= level <= high]
+    axes.set(yscale="log", ylabel=label)
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_minor_formatter(LogFormatter())
 
 
 def save(figure: Any, file: Path, kind: str = "png") -> Path:

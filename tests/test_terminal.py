@@ -110,7 +110,7 @@ def test_what_takes_long_says_what_it_is(capsys: pytest.CaptureFixture[str], mon
 def test_progress_is_lines_where_there_is_no_terminal(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One a note, at most one a second, and one a minute."""
+    """One a minute, however often the note changes."""
     now = 0.0
     monkeypatch.setattr(time, "monotonic", lambda: now)
     with progress_bar("training") as progress:
@@ -122,7 +122,7 @@ def test_progress_is_lines_where_there_is_no_terminal(
     with progress_bar("training") as progress:
         now = 1000
         progress(1, 2)
-    lines = ["training: 1 of 1,011, 2:48:20 left, loss 2", "training: 11 of 1,011, 1:47:35 left, loss 2"]
+    lines = ["training: 10 of 1,011, 1:54:50 left, loss 2"]
     errors = capsys.readouterr().err
     assert errors.splitlines() == lines
     assert without_progress(errors) == ""
@@ -132,7 +132,7 @@ def test_progress_is_shown_while_lm_eval_is_kept_quiet(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     quiet = pytest.importorskip("pi_lora.evaluation.harness", reason="pip install pi-lora[eval]").quiet
-    monkeypatch.setattr(APP, "EACH_NOTE", 0.0)
+    monkeypatch.setattr(APP, "EACH_LINE", 0.0)
     with progress_bar("ruler") as progress, quiet():
         print("a library's warning", file=sys.stderr)
         progress(1, 2, "niah_single_1 at 2,048: 100%")

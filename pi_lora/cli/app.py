@@ -75,8 +75,8 @@ app.command(eval_app)
 app["--help"].group = app["--version"].group = OTHERS
 out, err = Terminal(), Terminal(stderr=True)
 LIBRARIES = "loading libraries"
-# Seconds between lines of progress: where the note changes, and where it does not.
-EACH_NOTE, EACH_LINE = 1.0, 60.0
+# Seconds between lines of progress.
+EACH_LINE = 60.0
 # Seconds after which a command says what it does.
 LONG = 10.0
 
@@ -120,18 +120,18 @@ def progress_bar(title: str) -> Iterator[Progress]:
 
 
 def _progress_lines(title: str) -> Progress:
-    """Return what prints a line whenever the note changes, at most one a second, and at least one a minute."""
+    """Return what prints a line a minute."""
     started = last = time.monotonic()
-    first, said = -1, ""
+    first = -1
     stream = sys.stderr  # as it is now: while lm-eval works it leads nowhere
 
     def report(done: int, total: int, note: str = "") -> None:
-        nonlocal first, last, said
+        nonlocal first, last
         now = time.monotonic()
         first = done if first < 0 else first
-        if now - last < (EACH_NOTE if note != said else EACH_LINE):
+        if now - last < EACH_LINE:
             return
-        last, said = now, note
+        last = now
         pace = (now - started) / max(1, done - first)
         left = timedelta(seconds=round(pace * (total - done)))
         # A reader that is gone ends nothing; rich would end the process.

@@ -1,12 +1,9 @@
 """What a measurement has found so far, so that an interrupted one continues where it stopped."""
 
 import hashlib
-import importlib.metadata
 import json
 import os
 import shutil
-import sys
-import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -21,6 +18,7 @@ from pi_lora.data.documents import fingerprint
 from pi_lora.distributed import any_process, from_all, is_leader, share_of, wait_for_all
 from pi_lora.errors import Interrupted
 from pi_lora.evaluation.forward import is_sharded
+from pi_lora.models.machine import versions
 from pi_lora.models.model import Model
 from pi_lora.recipe.places import cache_folder
 from pi_lora.types import Json, Progress, silent
@@ -32,7 +30,7 @@ WRITTEN_BY_REPORTS = (".md", ".html", ".png")
 
 class Journal:
     """Results by name, in a folder named after what decides them, one file per process, a line as soon as a result is
-    known; what was cut off or damaged is measured again. Without a folder, or if it cannot be written, nothing is kept.
+    known; what was cut off is measured again. Without a folder, or if it cannot be written, nothing is kept.
     If `shared`, the processes of this run measure together, each its share; else this process measures all. A `model`
     may be sharded over them.
     """
@@ -41,23 +39,21 @@ class Journal:
         self.folder, self.shared, self.model = folder, shared, model
         self.results: dict[str, Any] = {}
         for file in sorted(folder.glob("*.jsonl")) if folder else ():
-            with suppress(OSError):
-                self.results |= _entries(file.read_bytes())
+            for line in file.read_bytes().splitlines():
+                with suppress(ValueError):
+                    name, result = json.loads(line)
+                    self.results[name] = result
 
     def add(self, name: str, result: Any) -> None:
         """Keep a result, a JSON value."""
         self.results[name] = result
         if self.folder is None:
             return
-        try:
+        with suppress(OSError):  # a full disk ends no measurement
             self.folder.mkdir(parents=True, exist_ok=True)
             own = self.folder / f"{os.environ.get('RANK', '0')}-{os.getpid()}.jsonl"
             with own.open("a", encoding="utf-8") as file:
-                file.write(json.dumps([name, result, _checksum(name, result)]) + "\n")
-        except OSError as error:
-            lost = f"cannot be written ({error.strerror}); an interrupted measurement will begin anew"
-            print(f"{self.folder}: {lost}", file=sys.stderr)
-            self.folder = None
+                file.write(json.dumps([name, result]) + "\n")
 
     def left(self, names: Sequence[str]) -> list[str]:
         """Return those of `names` that this process has to measure."""
@@ -87,7 +83,7 @@ class Session:
     progress: Progress = silent
     say: Callable[[str], object] = str
     shared: bool = False
-    journals: list[Journal] = field(default_factory=list)
+    folders: list[Path] = field(default_factory=list)
 
     def journal(self, loaded: Model, decided_by: Mapping[str, Any]) -> Journal:
         """Return a journal of what is measured of a model; `decided_by` is JSON that, with the model, decides it. A
@@ -97,20 +93,18 @@ class Session:
             return Journal(shared=self.shared, model=loaded.model)
         key = json.dumps({**decided_by, "model": identity_of(loaded)}, sort_keys=True)
         folder = cache_folder() / "evaluations" / hashlib.sha256(key.encode()).hexdigest()
-        journal = Journal(folder, shared=True, model=loaded.model)
-        self.journals.append(journal)
-        return journal
+        self.folders.append(folder)
+        return Journal(folder, shared=True, model=loaded.model)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        folders = [journal.folder for journal in self.journals if journal.folder]
-        if error is None and self.journals:
+        if error is None and self.folders:
             wait_for_all()  # until here another process may read a journal
-            for folder in folders if is_leader() else ():
+            for folder in self.folders if is_leader() else ():
                 shutil.rmtree(folder, ignore_errors=True)
-        if isinstance(error, KeyboardInterrupt) and any(folder.exists() for folder in folders):
+        if isinstance(error, KeyboardInterrupt) and any(folder.exists() for folder in self.folders):
             raise Interrupted("interrupted; what was measured is kept, the same command goes on from there") from None
 
 
@@ -135,19 +129,6 @@ def _as_many_passes(model: Any) -> Iterator[None]:
             model(input_ids=one, use_cache=False)
 
 
-def _entries(content: bytes) -> Iterator[tuple[str, Any]]:
-    """Yield the name and the result in each line that is whole."""
-    for line in content.split(b"\n"):
-        with suppress(ValueError, TypeError):
-            name, result, checksum = json.loads(line)
-            if checksum == _checksum(name, result):
-                yield str(name), result
-
-
-def _checksum(name: str, result: Any) -> int:
-    return zlib.crc32(json.dumps([name, result]).encode())
-
-
 def identity_of(loaded: Model) -> Json:
     """Return what decides the numbers that a model gives, as JSON: its files, config, dtype, kernel and versions."""
     adapter = [loaded.adapter] if loaded.adapter else []
@@ -160,5 +141,5 @@ def identity_of(loaded: Model) -> Json:
         "autocast": loaded.autocast,
         "kernel": loaded.kernel,
         "device": loaded.model.device.type,
-        "versions": [importlib.metadata.version(name) for name in ("pi-lora", "torch", "transformers")],
+        "versions": versions(),
     }

@@ -6,14 +6,13 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from pi_lora.distributed import is_leader
 from pi_lora.drawing import figure_of, new_figure, save
 from pi_lora.errors import ModelError
 from pi_lora.evaluation.journal import Session
-from pi_lora.evaluation.measurement import Measurement, Scores
+from pi_lora.evaluation.measurement import Scores
 from pi_lora.evaluation.registry import CHANGE_NO_NUMBER, MEASUREMENTS, read_scores, write_scores
 from pi_lora.models.model import Model
 from pi_lora.recipe.evaluation import Evaluation, PasskeyOptions, PerplexityOptions
@@ -25,11 +24,6 @@ from pi_lora.writing import check_can_write
 
 # Options by measurement.
 Asked = Mapping[str, Section]
-NO_FILES: Mapping[str, Path] = MappingProxyType({})
-
-
-def _no_progress(title: str) -> AbstractContextManager[Progress]:
-    return nullcontext(silent)
 
 
 @dataclass(frozen=True)
@@ -38,7 +32,7 @@ class Display:
 
     say: Callable[[str], object] = str
     working: Callable[[str], AbstractContextManager[Any]] = nullcontext
-    progress: Callable[[str], AbstractContextManager[Progress]] = _no_progress
+    progress: Callable[[str], AbstractContextManager[Progress]] = lambda title: nullcontext(silent)
 
 
 SILENT = Display()
@@ -47,7 +41,7 @@ SILENT = Display()
 def evaluate(
     models: Sequence[Model],
     asked: Asked,
-    files: Mapping[str, Path] = NO_FILES,
+    files: Mapping[str, Path] | None = None,
     *,
     plot: Path | None = None,
     dtype: str | None = None,
@@ -58,11 +52,14 @@ def evaluate(
     Defaults of the options are the same for all models. Raise PiLoraError for what shows before weights are read, such
     as a file that cannot be written. What was measured is kept until it is written.
     """
+    files = files or {}
     check_can_write(plot, *files.values())
     if plot:
         new_figure(1, 1)  # fails here without matplotlib, not after the measurement
     with display.working("preparing the measurements"):
-        prepared = {name: _measurement(name).prepare(options, models) for name, options in asked.items()}
+        # Scores are named after their measurement: `perplexity`, or `perplexity-novels`.
+        kinds = {name: MEASUREMENTS[name.partition("-")[0]] for name in asked}
+        prepared = {name: kinds[name].prepare(options, models) for name, options in asked.items()}
 
     def load(model: Model) -> Model:
         if model.model is not None:
@@ -79,7 +76,7 @@ def evaluate(
             for model in models:
                 loaded = load(model)
                 with display.progress(f"{name} {model.name}") as session.progress:
-                    found.append(_measurement(name).run(loaded, options, session))
+                    found.append(kinds[name].run(loaded, options, session))
                 if options.longest and options.longest > model.window:
                     display.say(f"{model.name}: covers {model.window} tokens; measured with {options.longest} anyway")
                 del loaded  # before the next one is read
@@ -140,7 +137,7 @@ def asked_for(evaluation: Evaluation) -> dict[str, Any]:
 
 def asked_of(run: Run, data: str | None = None) -> dict[str, Any]:
     """Return the options that a run's recipe asks for, by the names of their files; perplexity and passkey if it names
-    none. Perplexity of other `data` than the run's has a file of its own.
+    none. With `data`, perplexity is measured on this text instead, into a file of its own unless it is the run's text.
     """
     check_finished(run.path)
     if not run.has_recipe:
@@ -148,14 +145,11 @@ def asked_of(run: Run, data: str | None = None) -> dict[str, Any]:
     asked = asked_for(run.recipe.evaluation) or {"perplexity": PerplexityOptions(), "passkey": PasskeyOptions()}
     if data is None:
         return asked
-    file = run.scores_file("perplexity")
-    kept = read_scores(file) if file.is_file() else None
-    [own, *_] = [each.data for each in (asked.get("perplexity"), kept and kept.options) if each and each.data] or [data]
-    before = asked.get("perplexity") or PerplexityOptions()
-    if own == data:
-        return {**asked, "perplexity": before.changed(data=data)}
-    other = PerplexityOptions(data=data, windows=before.windows, stride=before.stride, truncate=before.truncate)
-    return {**asked, "perplexity-" + re.sub(r"\W+", "-", Path(data).name).strip("-"): other}
+    own = asked.pop("perplexity", PerplexityOptions())
+    if own.data == data:
+        return {"perplexity": own, **asked}
+    other = PerplexityOptions(data=data, windows=own.windows, stride=own.stride, truncate=own.truncate)
+    return {"perplexity-" + re.sub(r"\W+", "-", Path(data).name).strip("-"): other, **asked}
 
 
 def draw(scores: Sequence[Scores], file: Path) -> None:
@@ -163,8 +157,3 @@ def draw(scores: Sequence[Scores], file: Path) -> None:
     by_model = {each.model: each for each in scores}
     measurement = MEASUREMENTS[scores[0].measurement]
     save(figure_of(partial(measurement.draw, scores=by_model), title=measurement.about(scores)), file)
-
-
-def _measurement(name: str) -> Measurement[Any, Any]:
-    """Return the measurement that scores are named after: `perplexity`, or `perplexity-novels`."""
-    return MEASUREMENTS[name.partition("-")[0]]

@@ -113,8 +113,8 @@ class ProbeOptions(Options):
     """L', the window to extend to; several to see how far"""
     scalings: Annotated[tuple[str, ...] | None, LIST] = None
     """by default those of pi, yarn, theta that suit, and the model's own"""
-    data: str = "builtin:stdlib"
-    """a file, folder, glob or hub id; `pg19` or `proof-pile`"""
+    data: str | None = None
+    """a file, folder, glob or hub id; `pg19` or `proof-pile`; of the built-in model builtin:stdlib"""
     documents: PositiveInt | None = None
     """how many; by default 1 to 12, by the target"""
     trials: PositiveInt | None = None

@@ -153,6 +153,7 @@ def _reach(base: Model, target: int, options: ProbeOptions, measure: Callable[..
         documents=options.documents or min(MOST_DOCUMENTS, sample),
         by_position=True,
     )
+    losses_of = MEASUREMENTS["perplexity"].prepare(losses_of, [base])  # asks for a text before weights are read
     depths, promising = (DEPTHS, PROMISING) if trials > 1 else (FEW_DEPTHS, 1.0)
     keys_of = PasskeyOptions(target=target, depths=depths, trials=trials, seed=options.seed)
     scalings = {

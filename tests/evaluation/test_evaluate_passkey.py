@@ -60,14 +60,6 @@ def scores(stretched: Model) -> PasskeyScores:
     return evaluate_passkey(stretched, ASKED)
 
 
-def test_progress_has_the_depths_so_far(stretched: Model) -> None:
-    notes: list[str] = []
-    scores = evaluate_passkey(
-        stretched, ASKED.changed(depths=2), Session(lambda done, total, note="": notes.append(note))
-    )
-    assert notes == [f"{depth.success_rate:.0%} at {depth.k} of 320 tokens" for depth in scores.depths]
-
-
 def test_the_result_says_what_was_measured_and_how(scores: PasskeyScores, tmp_path: Path) -> None:
     assert (scores.model, scores.scale, scores.target, scores.seed) == ("builtin:tiny", 1.25, 320, 0)
     assert (scores.kernel, scores.dtype, scores.decoding) == ("sdpa", "float32", "greedy")
@@ -180,14 +172,7 @@ def test_a_table_holds_what_was_measured(scores: PasskeyScores, stretched: Model
     assert "at most 3 trials" in printed(scores_table([only]))
     cut = scores.model_copy(update={"model": "cut", "depths": scores.depths[:2]})
     lines = printed(scores_table([scores, cut])).splitlines()
-    assert next(line for line in lines if "distance" in line and " 320 " in line).count("%") == 1
-
-
-def test_a_share_that_all_trials_agree_on_has_an_interval() -> None:
-    """Wilson's: of five of five 57 to 100 %, and no digits that five trials do not support."""
-    depth = {"k": 64, "success_rate": 1.0, "trials": 5, "outcomes": [True] * 5}
-    scores = PasskeyScores.model_validate({"model": "m", "target": 64, "k_max": 64, "depths": [depth]})
-    assert "100 % (57 to 100)" in printed(scores_table([scores]))
+    assert next(line for line in lines if "distance 320" in line).count("%") == 1
 
 
 def test_pictures_are_drawn_of_one_and_of_several(scores: PasskeyScores, tmp_path: Path) -> None:
@@ -200,13 +185,10 @@ def test_pictures_are_drawn_of_one_and_of_several(scores: PasskeyScores, tmp_pat
 
 
 def test_several_lengths_are_each_measured_by_itself(stretched: Model, scores: PasskeyScores, tmp_path: Path) -> None:
-    moves: list[tuple[int, int]] = []
-    session = Session(lambda done, total, note="": moves.append((done, total)))
-    both = evaluate_passkey(stretched, PasskeyOptions(targets=(320, 200), depths=4, trials=3), session)
+    both = evaluate_passkey(stretched, PasskeyOptions(targets=(320, 200), depths=4, trials=3))
     shorter = evaluate_passkey(stretched, ASKED.changed(target=200))
     assert [(each.target, each.depths) for each in both.by_length] == [(200, shorter.depths), (320, scores.depths)]
     assert (both.target, both.k_max) == (320, scores.k_max)
-    assert moves == [(done, 24) for done in range(3, 25, 3)]
     write_scores(both, tmp_path / "both.json")
     assert read_scores(tmp_path / "both.json") == both
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from oracle_perplexity import losses_by_token, perplexity
 from torch.nn.functional import cross_entropy
 
-from pi_lora.errors import DataError
+from pi_lora.evaluation.perplexity import losses as module
 from pi_lora.evaluation.perplexity.documents import choose_documents
 from pi_lora.evaluation.perplexity.losses import (
     Sweep,
@@ -42,10 +42,13 @@ def stretched_builtin() -> Model:
 
 
 @pytest.mark.parametrize("stride", [16, 24, 48, 64])
-def test_a_sweep_equals_the_oracle_at_every_window(small_model: Path, documents: list[list[int]], stride: int) -> None:
+def test_a_sweep_equals_the_oracle_at_every_window(
+    small_model: Path, documents: list[list[int]], stride: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "pass_tokens", lambda model: 300)
     model = load(str(small_model)).model
     sweep = Sweep((128, 64, 96), stride)
-    scores = window_scores([document_losses(model, each, sweep, batch_tokens=300) for each in documents])
+    scores = window_scores([document_losses(model, each, sweep) for each in documents])
     assert [score.window for score in scores] == [64, 96, 128]
     for score in scores:
         expected, tokens = perplexity(model, documents, score.window, stride)
@@ -57,8 +60,7 @@ def test_a_sweep_equals_the_oracle_at_every_window(small_model: Path, documents:
 
 def test_real_text_equals_the_oracle_to_1e_5(stretched_builtin: Model) -> None:
     asked = PerplexityOptions(data=str(BOOK), documents=1, truncate=2304)
-    chosen = choose_documents(stretched_builtin, asked, max(SWEEP))
-    [document] = [document.ids for document in chosen.documents]
+    [(_, document, _)], _ = choose_documents(stretched_builtin, asked, max(SWEEP))
     assert len(document) == 2304
     for score in window_scores([document_losses(stretched_builtin.model, document, Sweep(tuple(SWEEP), 128))]):
         expected, tokens = perplexity(stretched_builtin.model, [document], score.window, 128)
@@ -117,19 +119,8 @@ def test_a_sweep_reads_hardly_more_than_its_longest_window_alone() -> None:
     assert sum(read([window]) for window in SWEEP) > 1.8 * read(SWEEP)
 
 
-def test_logits_are_made_of_wanted_tokens_only(small_model: Path, documents: list[list[int]]) -> None:
-    model = load(str(small_model)).model
-    made: list[int] = []
-    hook = model.get_output_embeddings().register_forward_hook(
-        lambda _module, _inputs, logits: made.append(logits.shape[0] * logits.shape[1])
-    )
-    document_losses(model, documents[1], Sweep((64,), 16), batch_tokens=64)
-    hook.remove()
-    assert sum(made) == len(documents[1]) - 1
-
-
 @pytest.mark.parametrize("model_type", [*PROMISED, "modernbert-decoder"])
-def test_logits_in_parts_are_the_models_own(model_type: str) -> None:
+def test_logits_in_parts_are_the_models_own(model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever an architecture does to them: Gemma 2 caps them, Cohere and Granite scale them."""
     config = small_config(model_type)
     model = small_architecture(type(config), stretched(config)[1])
@@ -137,18 +128,20 @@ def test_logits_in_parts_are_the_models_own(model_type: str) -> None:
     with torch.no_grad():
         logits = model(input_ids=ids, use_cache=False).logits
     tokens = list(range(1, 48, 3))
-    for row, losses in enumerate(token_losses(model, ids, tokens, at_once=2 * 5 * logits.shape[-1])):
+    monkeypatch.setattr(module, "LOGITS_ON_CPU", 2 * 5 * logits.shape[-1])
+    for row, losses in enumerate(token_losses(model, ids, tokens)):
         expected = cross_entropy(logits[row, [token - 1 for token in tokens]], ids[row, tokens], reduction="none")
         torch.testing.assert_close(losses, expected, rtol=1e-4, atol=1e-4)
 
 
-def test_few_logits_are_in_memory_at_a_time(small_model: Path) -> None:
+def test_few_logits_are_in_memory_at_a_time(small_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = load(str(small_model)).model
+    monkeypatch.setattr(module, "LOGITS_ON_CPU", 10 * 1024)
     sizes: list[int] = []
     hook = model.get_output_embeddings().register_forward_hook(
         lambda _module, _inputs, logits: sizes.append(logits.numel())
     )
-    token_losses(model, torch.full((1, 60), 5), range(1, 60), at_once=10 * 1024)
+    token_losses(model, torch.full((1, 60), 5), range(1, 60))
     hook.remove()
     assert sizes == [10 * 1024] * 5 + [9 * 1024]
 
@@ -168,9 +161,3 @@ def test_losses_by_position_are_those_of_windows_that_do_not_overlap(
         assert each.tokens == len(expected) > 0
         assert each.loss == pytest.approx(sum(expected), rel=1e-5)
     assert sum(each.tokens for each in found.values()) == 4 * 63
-
-
-@pytest.mark.parametrize("stride", [0, 65])
-def test_a_stride_longer_than_a_window_is_refused(stride: int) -> None:
-    with pytest.raises(DataError, match="--stride"):
-        Sweep((64, 128), stride)

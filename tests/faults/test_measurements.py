@@ -80,18 +80,15 @@ def test_a_result_that_cannot_be_written_is_not_measured_again(
     assert not list(cache.glob("evaluations/*"))
 
 
-def test_without_a_cache_it_goes_on(cache: Path, measured: list[int], capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_cache_it_goes_on(cache: Path, measured: list[int]) -> None:
     cache.write_text("a file")
     assert run_command(*PASSKEY) == 0
     assert len(measured) == 2
-    said = capsys.readouterr().err
-    assert said.count("an interrupted measurement will begin anew") == said.count("\n") == 1
 
 
 LINES = {
     "of zeros": lambda line: bytes(len(line)),
     "cut off": lambda line: line[: len(line) // 2],
-    "with a flipped bit": lambda line: line.replace(b"1.0", b"0.0"),
     "no text": lambda line: b"\xff\xfe" + line,
 }
 

@@ -316,6 +316,6 @@ def test_a_text_of_the_users_own_is_compared_and_named(
     status, out, err = command(capsys, monkeypatch, *words)
     assert status == 0, err
     assert "1 documents of novel.txt" in " ".join(out.split())
-    assert "novel.txt" in json.loads(Path("compared.json").read_text())["settings"]["perplexity"]
+    assert "novel.txt" in json.loads(Path("compared.json").read_text())["settings"]["perplexity-novel-txt"]
     kept = {file.stem: json.loads(file.read_text()) for file in Path("run/scores").iterdir()}
-    assert kept["perplexity"]["options"] == kept["perplexity-base"]["options"]
+    assert kept["perplexity-novel-txt"]["options"] == kept["perplexity-novel-txt-base"]["options"]

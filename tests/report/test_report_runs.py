@@ -12,7 +12,6 @@ from huggingface_hub import ModelCard
 from reported import make_run, passkey, perplexity, ruler
 from test_cli import run as command
 
-from pi_lora.drawing import round_levels
 from pi_lora.errors import PiLoraError
 from pi_lora.evaluation.perplexity.measurement import Perplexity
 from pi_lora.report.card import refresh_scores
@@ -207,13 +206,6 @@ def test_a_failed_write_keeps_what_was_there(run: Path, monkeypatch: pytest.Monk
     with pytest.raises(OSError, match="No space"):
         refresh_scores(MeasuredRun(run))
     assert {file: file.read_bytes() for file in before} == before
-
-
-@pytest.mark.parametrize("bounds", [(7.1, 8.5), (6.9, 57.0), (2.0, 5000.0), (6.91, 6.94)])
-def test_a_logarithmic_axis_is_marked(bounds: tuple[float, float]) -> None:
-    levels = round_levels(*bounds)
-    assert len(levels) >= 3
-    assert all(bounds[0] <= level <= bounds[1] for level in levels)
 
 
 @pytest.mark.parametrize("adapter", sorted(RELEASED.iterdir()), ids=lambda path: path.name)

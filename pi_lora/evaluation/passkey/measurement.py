@@ -15,7 +15,7 @@ from pi_lora.evaluation.passkey.prompt import Grid, trials_at
 from pi_lora.evaluation.passkey.retrieval import PasskeyDepth, PasskeyTest, k_max, passkey_retrieval
 from pi_lora.models.model import Model
 from pi_lora.recipe.evaluation import PasskeyOptions
-from pi_lora.types import Json, Progress
+from pi_lora.types import Json
 
 # Rows of the table with the share at a distance, evenly spaced; all distances are in the JSON.
 MOST_ROWS = 8
@@ -85,16 +85,17 @@ class Passkey(Measurement[PasskeyOptions, PasskeyScores]):
                 metrics.append(share("passkeys retrieved", trials, hub_name="accuracy", **hub))
         apart = -(-len(scores.depths) // MOST_ROWS)
         for depth in [] if scores.lengths else scores.depths[apart - 1 :: apart]:
-            metrics.append(share_of_samples("retrieved at distance", depth.success_rate, depth.trials, at=depth.k))
+            label = f"retrieved at distance {depth.k:,}"
+            metrics.append(share_of_samples(label, depth.success_rate, depth.trials))
         return metrics
 
     def about(self, scores: Sequence[PasskeyScores]) -> str:
         """Return how many trials there were."""
         first = scores[0]
-        trials = ""
-        if options := first.options:
-            trials = f"{'at most ' * options.k_max_only}{options.trials} trials at each of {options.depths} depths, "
-        return f"{trials}seed {first.seed}, greedy decoding"
+        options, how = first.options, f"seed {first.seed}, greedy decoding"
+        if options is None:
+            return how
+        return f"{'at most ' * options.k_max_only}{options.trials} trials at each of {options.depths} depths, {how}"
 
     def draw(self, axes: Any, scores: Mapping[str, PasskeyScores]) -> None:
         """Draw success by distance; of one model in several lengths depth against length."""
@@ -119,30 +120,24 @@ def evaluate_passkey(model: Model, options: PasskeyOptions, session: Session | N
     session = session or Session()
     targets = sorted(options.targets or [options.target or model.window])
     options = options if options.targets else options.changed(target=targets[0])
-    lengths = []
-    for number, target in enumerate(targets):
-
-        def report(done: int, total: int, note: str = "", number: int = number) -> None:
-            session.progress(number * total + done, len(targets) * total, note)
-
-        grid = Grid(target, options.depths, options.trials, options.seed)
-        lengths.append(_measure(model, grid, options.k_max_only, session, report))
+    grids = [Grid(target, options.depths, options.trials, options.seed) for target in targets]
+    lengths = [_measure(model, grid, options.k_max_only, session) for grid in grids]
     longest = lengths[-1]
     several: Json = {"lengths": lengths} if options.targets else {}
     if options.k_max_only:
         trials = options.depths * options.trials - sum(depth.trials for depth in longest.depths)
-        several["left_out"] = {"depths": grid.ks[len(longest.depths) :], "trials": trials}
+        several["left_out"] = {"depths": grids[-1].ks[len(longest.depths) :], "trials": trials}
     return PasskeyScores(
         **described(model), **dict(longest), **several, options=options, seed=options.seed, decoding="greedy"
     )
 
 
-def _measure(model: Model, grid: Grid, k_max_only: bool, session: Session, progress: Progress) -> PasskeyLength:
+def _measure(model: Model, grid: Grid, k_max_only: bool, session: Session) -> PasskeyLength:
     [first] = trials_at(model.tokenizer, grid, 0, range(1))
     check_ids(model, [*first.prompt, *first.answer])
     # The first trial tells what the tokenizer makes of the prompt.
     decided_by = {"passkey": {**asdict(grid), "k_max_only": k_max_only, "first": [first.prompt, first.answer]}}
-    test = PasskeyTest(model.model, model.tokenizer, grid, depends_on_length(model.config), progress)
+    test = PasskeyTest(model.model, model.tokenizer, grid, depends_on_length(model.config), session.progress)
     depths = passkey_retrieval(test, k_max_only, session.journal(model, decided_by))
     return PasskeyLength(target=grid.target, k_max=k_max(depths), depths=depths)
 

@@ -10,12 +10,12 @@ import torch
 from pydantic import Field
 
 from pi_lora.distributed import number_of_processes
-from pi_lora.evaluation.forward import check_numbers, forget_lengths
+from pi_lora.evaluation.forward import HELD_TOKENS, check_numbers, forget_lengths, pass_tokens
 from pi_lora.evaluation.journal import Journal
 from pi_lora.evaluation.measurement import Result
 from pi_lora.evaluation.metrics import longest_passing
 from pi_lora.evaluation.passkey.prompt import Grid, Trial, trials_at
-from pi_lora.evaluation.passkey.shared_prefix import SharedPrefix, last_logits, rows_at_once, shared_prefix
+from pi_lora.evaluation.passkey.shared_prefix import SharedPrefix, last_logits, shared_prefix
 from pi_lora.models.finite import finite
 from pi_lora.types import Progress, silent
 
@@ -62,11 +62,11 @@ class PasskeyTest:
     def ask(self, depth: int, which: range) -> list[bool]:
         """Return whether each of some trials at one depth succeeds."""
         trials = trials_at(self.tokenizer, self.grid, depth, which)
-        size = 1 if self.apart else rows_at_once(self.model, max(trial.length for trial in trials), self._prefix)
+        size = HELD_TOKENS if self._prefix else pass_tokens(self.model)
+        size = 1 if self.apart else max(1, size // self.grid.target)
         batches = (trials[start : start + size] for start in range(0, len(trials), size))
         outcomes = [success for batch in batches for success in self._succeed(batch)]
-        note = f"{sum(outcomes) / len(outcomes):.0%} at {self.grid.ks[depth]:,} of {self.grid.target:,} tokens"
-        self.progress(depth * self.grid.trials + which.stop, self.grid.depths * self.grid.trials, note)
+        self.progress(depth * self.grid.trials + which.stop, self.grid.depths * self.grid.trials)
         return outcomes
 
     def distance(self, depth: int) -> int:

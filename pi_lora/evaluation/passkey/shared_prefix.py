@@ -112,8 +112,3 @@ def _lower_right(
 
 
 AttentionInterface.register(LOWER_RIGHT, _lower_right)
-
-
-def rows_at_once(model: Any, width: int, prefix: SharedPrefix | None) -> int:
-    """Return how many inputs of `width` tokens go through a model together."""
-    return max(1, (HELD_TOKENS if prefix else pass_tokens(model)) // width)

@@ -4,12 +4,11 @@ import random
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from itertools import accumulate, chain, groupby, islice, repeat
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from pi_lora.data.documents import Document
 from pi_lora.data.sources import STDLIB, evaluation_documents
-from pi_lora.data.tokens import CHARACTERS_AT_ONCE, PIECE, Tokens, in_batches, pieces, tokenized
+from pi_lora.data.tokens import Tokens, in_batches, tokenized
 from pi_lora.errors import DataError
 from pi_lora.evaluation.forward import check_ids
 from pi_lora.models.location import BUILTIN
@@ -28,20 +27,13 @@ DEFAULTS: dict[str, dict[str, int]] = {
 
 
 class TokenizedDocument(NamedTuple):
-    """A document as it is measured: its name, its token ids, truncated if asked, and the bytes of its text before each
-    token and in all of them.
+    """A document as it is measured: its name, its token ids, truncated if asked, and how many bytes of UTF-8 text one
+    of them other than BOS stands for on average.
     """
 
     name: str
     ids: "array[int]"
-    bytes_before: "array[float]"
-
-
-class Chosen(NamedTuple):
-    """The documents that are measured, and how many others were too short."""
-
-    documents: list[TokenizedDocument]
-    too_short: int
+    bytes_per_token: float
 
 
 def completed(options: PerplexityOptions, models: Sequence[Model]) -> PerplexityOptions:
@@ -60,80 +52,49 @@ def completed(options: PerplexityOptions, models: Sequence[Model]) -> Perplexity
     return options.changed(**default | options.model_dump(exclude_none=True))
 
 
-def choose_documents(model: Model, options: PerplexityOptions, longest: int) -> Chosen:
+def choose_documents(model: Model, options: PerplexityOptions, longest: int) -> tuple[list[TokenizedDocument], int]:
     """Return the first documents that the options ask for, or with a seed as many at random, for windows of up to
-    `longest` tokens. Raise DataError if there are none.
+    `longest` tokens; and how many others were too short. Raise DataError if none is long enough.
     """
-    if options.truncate is not None and options.truncate < longest:
-        raise DataError(f"--truncate: {options.truncate} tokens do not hold a window of {longest}; choose more")
-    needed, passed_over = max(longest, options.min_tokens or 0), 0
+    needed, too_short, longest_text = max(longest, options.min_tokens or 0), 0, 0
     read = partial(
         evaluation_documents, options.data or STDLIB, options.split, options.column, options.subset, options.hold_out
     )
     documents: Iterable[Document] = read()
     if options.seed is not None:
-        order, passed_over = _shuffled(documents, options.seed, needed)
+        sizes = [len(document.text.encode()) + FRAME_TOKENS for document in documents]
+        order = [number for number, size in enumerate(sizes) if size >= needed] or [sizes.index(max(sizes))]
+        random.Random(options.seed).shuffle(order)
+        too_short = len(sizes) - len(order)
         documents = _in_order(read, order, options.documents or len(order))
     chosen: list[TokenizedDocument] = []
-    lengths: list[int] = []
     for document, ids in _tokenized(model, documents):
-        lengths.append(len(ids))
-        if len(ids) >= needed:
-            chosen.append(_document(model, document, ids, options.truncate))
+        longest_text = max(longest_text, len(ids))
+        if len(ids) < needed:
+            too_short += 1
+            continue
+        check_ids(model, ids)
+        kept = array("i", ids[: options.truncate])
+        text = document.text if len(kept) == len(ids) else model.tokenizer.decode(kept, skip_special_tokens=True)
+        tokens = len(kept) - (kept[0] == model.tokenizer.bos_token_id)
+        chosen.append(TokenizedDocument(document.name, kept, len(text.encode()) / tokens))
         if len(chosen) == options.documents:
             break
     if not chosen:
-        shorter = f"{options.data}: the longest document has {max(lengths)} tokens, {needed} are needed"
+        shorter = f"{options.data}: the longest document has {longest_text} tokens, {needed} are needed"
         raise DataError(f"--data: {shorter}; name longer texts, or choose a shorter window")
-    return Chosen(chosen, passed_over + len(lengths) - len(chosen))
-
-
-def _shuffled(documents: Iterable[Document], seed: int, needed: int) -> tuple[list[int], int]:
-    """Return the numbers of what may have `needed` tokens by its bytes, or else of the longest, in random order, and
-    how many others there are.
-    """
-    sizes = [len(document.text.encode()) + FRAME_TOKENS for document in documents]
-    candidates = [number for number, size in enumerate(sizes) if size >= needed] or [sizes.index(max(sizes))]
-    random.Random(seed).shuffle(candidates)
-    return candidates, len(sizes) - len(candidates)
+    return chosen, too_short
 
 
 def _in_order(read: Callable[[], Iterable[Document]], order: Sequence[int], at_once: int) -> Iterator[Document]:
     """Yield documents by their numbers in `order`; every `at_once` of them are read anew, and no others are held."""
     for start in range(0, len(order), at_once):
-        wanted = set(order[start : start + at_once])
-        held = {number: document for number, document in enumerate(read()) if number in wanted}
-        yield from (held[number] for number in order[start : start + at_once])
+        wanted = order[start : start + at_once]
+        held = {number: document for number, document in enumerate(read()) if number in set(wanted)}
+        yield from map(held.__getitem__, wanted)
 
 
 def _tokenized(model: Model, documents: Iterable[Document]) -> Iterator[tuple[Document, Tokens]]:
     """Yield documents and token ids; without EOS, which the model would be asked to predict."""
-    for batch in in_batches(documents, lambda document: len(document.text), CHARACTERS_AT_ONCE):
+    for batch in in_batches(documents, lambda document: len(document.text)):
         yield from zip(batch, tokenized(model.tokenizer, [document.text for document in batch]), strict=True)
-
-
-def _document(model: Model, document: Document, ids: Tokens, truncate: int | None) -> TokenizedDocument:
-    check_ids(model, ids)
-    kept = array("i", ids[:truncate])
-    sizes = islice(chain(token_bytes(model.tokenizer, document.text, ids), repeat(0.0)), len(kept))
-    return TokenizedDocument(document.name, kept, array("d", accumulate(sizes, initial=0.0)))
-
-
-def token_bytes(tokenizer: Any, text: str, ids: Sequence[int]) -> Iterator[float]:
-    """Yield the bytes of UTF-8 that each token of a text stands for: those between the end of the token before it and
-    its own end. Tokens of one character share its bytes; BOS has none. A tokenizer that does not tell
-    where its tokens are gives each the same.
-    """
-    if not tokenizer.is_fast:
-        yield from [len(text.encode()) / len(ids)] * len(ids)
-        return
-    if ids and ids[0] == tokenizer.bos_token_id:
-        yield 0.0
-    for part in pieces(text) if len(text) > 2 * PIECE else [text]:
-        options = {"add_special_tokens": False, "split_special_tokens": True, "verbose": False}
-        spans = tokenizer(part, return_offsets_mapping=True, **options)["offset_mapping"]
-        done = 0
-        for (_, end), tokens in groupby(map(tuple, spans)):
-            number = len(list(tokens))
-            yield from [len(part[done:end].encode()) / number] * number
-            done = max(done, end)

@@ -14,7 +14,6 @@ from pydantic import BaseModel
 from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel
 
-from pi_lora.errors import DataError
 from pi_lora.evaluation.forward import forget_lengths, padded, pass_tokens
 
 # Logits in memory at a time; a window of 32k tokens over a vocabulary of 128k has 4 billion.
@@ -79,11 +78,9 @@ def batches(all_pieces: Iterable[Piece], size: int) -> Iterator[list[Piece]]:
 
 
 @torch.no_grad()
-def token_losses(model: Any, ids: torch.Tensor, tokens: Sequence[int], at_once: int | None = None) -> torch.Tensor:
-    """Return the losses in nats of the tokens at `tokens` of `ids` (rows, length): (rows, tokens), on the CPU.
-    `at_once` logits are in memory at a time, or those of one position of every row where that is more.
-    """
-    parts = in_parts(model, ids, tokens, at_once)
+def token_losses(model: Any, ids: torch.Tensor, tokens: Sequence[int]) -> torch.Tensor:
+    """Return the losses in nats of the tokens at `tokens` of `ids` (rows, length): (rows, tokens), on the CPU."""
+    parts = in_parts(model, ids, tokens)
     losses = [
         cross_entropy(logits.float().flatten(0, 1), ids[:, part].flatten(), reduction="none").view(len(ids), -1)
         for part, logits in zip(parts, logits_at(model, ids, parts), strict=True)
@@ -91,12 +88,10 @@ def token_losses(model: Any, ids: torch.Tensor, tokens: Sequence[int], at_once: 
     return torch.cat(losses, dim=1).cpu()
 
 
-def in_parts(
-    model: Any, ids: torch.Tensor, tokens: Sequence[int], at_once: int | None = None
-) -> Sequence[torch.Tensor]:
-    """Return places of `ids` (rows, length) in parts whose logits fit into memory together, `at_once` of them."""
+def in_parts(model: Any, ids: torch.Tensor, tokens: Sequence[int]) -> Sequence[torch.Tensor]:
+    """Return places of `ids` (rows, length) in parts whose logits fit into memory together."""
     places = torch.tensor(tokens, device=ids.device)
-    at_once = at_once or (LOGITS_ON_CPU if ids.device.type == "cpu" else LOGITS)
+    at_once = LOGITS_ON_CPU if ids.device.type == "cpu" else LOGITS
     size = max(1, at_once // (len(ids) * model.config.get_text_config().vocab_size))
     # What ModernBERT's decoder calls its decoder is its head (transformers 5.23).
     return torch.split(places, size if isinstance(model.get_decoder(), PreTrainedModel) else len(places))
@@ -132,11 +127,6 @@ class Sweep:
     bins: int = 0
     apart: bool = False
 
-    def __post_init__(self) -> None:
-        shortest = min(self.windows)
-        if not 1 <= self.stride <= shortest:
-            raise DataError(f"--stride: {self.stride} must be from 1 to the shortest window, {shortest}; lower it")
-
     def plan(self, length: int) -> list[list[Piece]]:
         """Return the pieces of a document that share forward passes; only the longest window counts by position."""
         sweeps = [(window,) for window in sorted(self.windows)] if self.apart else [self.windows]
@@ -145,11 +135,10 @@ class Sweep:
 
 
 class LossSum(BaseModel):
-    """Losses in nats added up over `tokens` tokens, which stand for `bytes` of UTF-8 text."""
+    """Losses in nats added up over `tokens` tokens."""
 
     loss: float = 0.0
     tokens: int = 0
-    bytes: float = 0.0
 
     @property
     def mean(self) -> float:
@@ -161,11 +150,10 @@ class LossSum(BaseModel):
         """Infinite if the mean loss is no number or overflows."""
         return math.exp(self.mean) if self.mean < MOST_LOSS else math.inf
 
-    def add(self, losses: torch.Tensor, size: float = 0.0) -> None:
-        """Add losses, in float64, of tokens that stand for `size` bytes."""
+    def add(self, losses: torch.Tensor) -> None:
+        """Add the losses of tokens, in float64."""
         self.loss += losses.double().sum().item()
         self.tokens += losses.numel()
-        self.bytes += size
 
 
 class DocumentLosses(BaseModel):
@@ -176,19 +164,13 @@ class DocumentLosses(BaseModel):
 
 
 def document_losses(
-    model: Any,
-    document: Sequence[int],
-    sweep: Sweep,
-    bytes_before: Sequence[float] = (),
-    batch_tokens: int | None = None,
-    done: Callable[[int, DocumentLosses], None] = lambda pieces, so_far: None,
+    model: Any, document: Sequence[int], sweep: Sweep, done: Callable[[int], None] = lambda pieces: None
 ) -> DocumentLosses:
-    """Measure a document that is at least as long as the longest window. `bytes_before` says how many bytes of text
-    come before each token and in all, if that is known. `done` is called with how many pieces passed, and what the
-    document has so far.
+    """Measure a document that is at least as long as the longest window. `done` is called with the number of pieces
+    after each forward pass.
     """
     longest = max(sweep.windows)
-    size = 1 if sweep.apart else max(1, (batch_tokens or pass_tokens(model)) // longest)
+    size = 1 if sweep.apart else max(1, pass_tokens(model) // longest)
     found = DocumentLosses(
         by_window={window: LossSum() for window in sorted(sweep.windows)},
         by_position={first: LossSum() for first in position_bounds(longest, sweep.bins)[:-1]},
@@ -197,14 +179,12 @@ def document_losses(
         for batch in batches(planned, size):
             if sweep.apart:
                 forget_lengths(model)
-            _measure(model, document, batch, bytes_before, found)
-            done(len(batch), found)
+            _measure(model, document, batch, found)
+            done(len(batch))
     return found
 
 
-def _measure(
-    model: Any, document: Sequence[int], batch: list[Piece], bytes_before: Sequence[float], found: DocumentLosses
-) -> None:
+def _measure(model: Any, document: Sequence[int], batch: list[Piece], found: DocumentLosses) -> None:
     ids = padded(model, [document[piece.start : piece.stop] for piece in batch])
     wanted = sorted(set[int]().union(*(piece.wanted for piece in batch)))
     column = {token: index for index, token in enumerate(wanted)}
@@ -213,8 +193,7 @@ def _measure(
             for key, tokens in ranges.items():
                 # Tokens that follow each other in the document do so here: all between them are wanted too.
                 first = column[tokens.start - piece.start]
-                size = bytes_before[tokens.stop] - bytes_before[tokens.start] if bytes_before else 0.0
-                sums[key].add(losses[first : first + len(tokens)], size)
+                sums[key].add(losses[first : first + len(tokens)])
 
 
 def position_bounds(window: int, bins: int) -> list[int]:
@@ -229,5 +208,5 @@ def position_bounds(window: int, bins: int) -> list[int]:
 
 def added(sums: Iterable[LossSum]) -> LossSum:
     """Return several sums as one, exact whatever their order."""
-    losses, tokens, sizes = zip(*((each.loss, each.tokens, each.bytes) for each in sums), strict=True)
-    return LossSum(loss=math.fsum(losses), tokens=sum(tokens), bytes=math.fsum(sizes))
+    losses, tokens = zip(*((each.loss, each.tokens) for each in sums), strict=True)
+    return LossSum(loss=math.fsum(losses), tokens=sum(tokens))

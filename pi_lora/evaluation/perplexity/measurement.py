@@ -8,24 +8,26 @@ from typing import Any
 
 from pydantic import Field
 
-from pi_lora.drawing import draw_curves, label_windows, round_levels
+from pi_lora.drawing import draw_curves, label_logarithmic, label_windows
 from pi_lora.evaluation.forward import check_numbers, depends_on_length, described
 from pi_lora.evaluation.journal import Journal, Session
 from pi_lora.evaluation.measurement import Measurement, Result, Scores
 from pi_lora.evaluation.metrics import Metric, Value
 from pi_lora.evaluation.perplexity import losses
 from pi_lora.evaluation.perplexity.documents import TokenizedDocument, choose_documents, completed
-from pi_lora.evaluation.perplexity.losses import DocumentLosses, LossSum, Sweep, added
+from pi_lora.evaluation.perplexity.losses import DocumentLosses, Sweep, added
 from pi_lora.models.model import Model
 from pi_lora.recipe.evaluation import PerplexityOptions
 from pi_lora.types import Progress
 
 BINS = 32
+# Options that choose a text and are named in the caption of a table where they are not as usual.
+CHOICE = {"subset", "split", "hold_out", "column", "seed", "truncate"}
 
 
 class WindowPerplexity(Result):
     """The perplexity at one window length (tokens) over `tokens` scored tokens, each weighted equally, and their loss
-    in bits over the `bytes` of UTF-8 text that they stand for.
+    in bits over the `bytes` of UTF-8 text that as many tokens of the same documents stand for on average.
     """
 
     window: int
@@ -92,7 +94,7 @@ class Perplexity(Measurement[PerplexityOptions, PerplexityScores]):
         return evaluate_perplexity(model, options, session)
 
     def metrics(self, scores: PerplexityScores) -> list[Metric]:
-        """Return perplexity and bits per byte by window, and the loss by position where it was measured."""
+        """Return perplexity and bits per byte by window."""
         lower: dict[str, Any] = {"higher_is_better": False}
         metrics = [
             Metric(
@@ -112,24 +114,14 @@ class Perplexity(Measurement[PerplexityOptions, PerplexityScores]):
         for row in scores.windows:
             if row.bits_per_byte is not None:
                 metrics.append(Metric("bits per byte", row.bits_per_byte, at=row.window, digits=4, **lower))
-        for bin_ in scores.by_position.bins if scores.by_position else ():
-            label = f"loss of tokens {bin_.first:,} to {bin_.last - 1:,} in a window"
-            metrics.append(Metric(label, bin_.loss, "nats", digits=3, samples=bin_.tokens, **lower))
         return metrics
 
     def about(self, scores: Sequence[PerplexityScores]) -> str:
         """Return the text, the documents, the stride and the weighting."""
         first, options = scores[0], scores[0].options or PerplexityOptions()
         least = max([row.window for row in first.windows] + [options.min_tokens or 0])
-        details = {
-            f"subset {options.subset}": options.subset is not None,
-            f"split {options.split}": options.split != "test",
-            f"the {options.hold_out or 0:.1%} held out of training": options.hold_out is not None,
-            f"column {options.column}": options.column != "text",
-            f"drawn with seed {options.seed}": options.seed is not None,
-            f"the first {options.truncate or 0:,} tokens of each": options.truncate is not None,
-        }
-        parts = [f"{first.documents} documents of {first.data}", *(text for text, said in details.items() if said)]
+        chosen = options.model_dump(include=CHOICE, exclude_defaults=True)
+        parts = [f"{first.documents} documents of {first.data}", *(f"{name} {value}" for name, value in chosen.items())]
         parts += [f"of at least {least:,} tokens", f"stride {first.stride}", "every token weighted equally"]
         about = ", ".join(parts)
         # Texts cut to the same number of tokens have different numbers of bytes if the tokenizers differ.
@@ -146,11 +138,8 @@ class Perplexity(Measurement[PerplexityOptions, PerplexityScores]):
             return
         curves = {label: [(row.window, row.perplexity) for row in each.windows] for label, each in scores.items()}
         draw_curves(axes, curves)
-        axes.set(yscale="log", ylabel="perplexity (lower is better)")
+        label_logarithmic(axes, "perplexity (lower is better)")
         label_windows(axes, [row.window for each in scores.values() for row in each.windows])
-        levels = round_levels(*axes.get_ylim())
-        axes.set_yticks(levels, [f"{level:g}" for level in levels])
-        axes.minorticks_off()
 
 
 def evaluate_perplexity(model: Model, options: PerplexityOptions, session: Session | None = None) -> PerplexityScores:
@@ -178,27 +167,27 @@ def evaluate_perplexity(model: Model, options: PerplexityOptions, session: Sessi
         bos=documents[0].ids[0] == model.tokenizer.bos_token_id,
         stride=stride,
         weighting="token",
-        windows=window_scores(measured),
+        windows=window_scores(measured, documents),
         per_document=[
-            DocumentPerplexity(name=document.name, tokens=len(document.ids), windows=window_scores([own]))
+            DocumentPerplexity(name=document.name, tokens=len(document.ids), windows=window_scores([own], [document]))
             for document, own in zip(documents, measured, strict=True)
         ],
         **({"by_position": _by_position(measured, longest)} if options.by_position else {}),
     )
 
 
-def window_scores(found: Sequence[DocumentLosses]) -> list[WindowPerplexity]:
+def window_scores(
+    found: Sequence[DocumentLosses], documents: Sequence[TokenizedDocument] = ()
+) -> list[WindowPerplexity]:
     """Return the token-weighted perplexities of all documents together, the shortest window first; and the bits per
-    byte if the bytes of the text are known.
+    byte if the documents are given.
     """
     scores = []
     for window in sorted(found[0].by_window):
         total = added(each.by_window[window] for each in found)
-        bits = (
-            {"bits_per_byte": total.loss / math.log(2) / total.bytes, "bytes": round(total.bytes)}
-            if total.bytes
-            else {}
-        )
+        pairs = zip(documents, found, strict=bool(documents))
+        size = sum(document.bytes_per_token * each.by_window[window].tokens for document, each in pairs)
+        bits = {"bits_per_byte": total.loss / math.log(2) / size, "bytes": round(size)} if documents else {}
         scores.append(WindowPerplexity(window=window, perplexity=total.perplexity, tokens=total.tokens, **bits))
     return scores
 
@@ -206,24 +195,18 @@ def window_scores(found: Sequence[DocumentLosses]) -> list[WindowPerplexity]:
 def _measure(
     model: Model, documents: Sequence[TokenizedDocument], sweep: Sweep, journal: Journal, progress: Progress
 ) -> list[DocumentLosses]:
-    # Named by their tokens, and by the text that these stand for.
-    names = [hashlib.sha256(bytes(document.ids) + bytes(document.bytes_before)).hexdigest() for document in documents]
+    names = [hashlib.sha256(document.ids).hexdigest() for document in documents]
     named = dict(zip(names, documents, strict=True))
     total = sum(len(piece) for name in journal.left(list(named)) for piece in sweep.plan(len(named[name].ids)))
-    done, before, longest = 0, [LossSum()], max(sweep.windows)
+    done = 0
 
-    def count(pieces: int, so_far: DocumentLosses) -> None:
+    def count(pieces: int) -> None:
         nonlocal done
         done += pieces
-        own = so_far.by_window[longest]
-        note = f"perplexity {added([*before, own]).perplexity:.2f} at {longest:,} so far" if own.tokens else ""
-        progress(done, total, note)
+        progress(done, total)
 
     def measure(name: str) -> DocumentLosses:
-        document = named[name]
-        own = losses.document_losses(model.model, document.ids, sweep, document.bytes_before, done=count)
-        before.append(own.by_window[longest])
-        return own
+        return losses.document_losses(model.model, named[name].ids, sweep, count)
 
     measured = journal.measure(DocumentLosses, list(named), measure)
     return [measured[name] for name in names]
