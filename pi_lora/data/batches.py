@@ -74,13 +74,11 @@ class LengthGroups(Sampler[int]):
 
     def __iter__(self) -> Iterator[int]:
         rng = random.Random(f"{self.seed} {self.epoch}")
-        near = [length * rng.uniform(1 - JITTER, 1 + JITTER) for length in self.lengths]
-        order = sorted(range(len(near)), key=near.__getitem__)
+        order = sorted(range(len(self)), key=lambda index: self.lengths[index] * rng.uniform(1 - JITTER, 1 + JITTER))
         groups = [order[start : start + self.at_once] for start in range(0, len(order), self.at_once)]
-        # A group that is not full comes last; it would shift those after it.
-        rest = groups.pop() if len(groups[-1]) < self.at_once else []
         rng.shuffle(groups)
-        return itertools.chain(*groups, rest)
+        # A group that is not full comes last; it would shift those after it.
+        return itertools.chain(*sorted(groups, key=len, reverse=True))
 
 
 @dataclass(frozen=True)
@@ -135,12 +133,8 @@ def training_data(
     messages.insert(0, f"{number * length:,} tokens at hand, as many as needed: {number:,} sequences of {length:,}")
     if not data.has_chats and tokenizer.chat_template is not None:
         messages.append(AT_STAKE)
-    if not data.keep_short:
-        return TrainingData(rows, length, messages, padding)
-    tokens = [int(sum(lengths)) for lengths in rows["lengths"]]
-    short = [count for count, lengths in zip(tokens, rows["lengths"], strict=True) if lengths[0] < length]
-    chats = f"{len(short):,} of the sequences are groups of short chats, with {sum(short):,} tokens in all"
-    return TrainingData(rows, tokens, [*messages, chats], padding)
+    tokens = [int(sum(lengths)) for lengths in rows["lengths"]] if data.keep_short else length
+    return TrainingData(rows, tokens, messages, padding)
 
 
 def _example_messages(data: Data, training: Training, account: Account) -> list[str]:

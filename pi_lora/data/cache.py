@@ -17,13 +17,10 @@ from pi_lora.writing import make_once, write_json
 
 ROWS_AT_ONCE = 32
 ROWS, ABOUT = "rows.arrow", "about.json"
+# Kinds of columns: a list in every row.
+INTEGERS, FLAGS = List(Value("int32")), List(Value("bool"))
 
 Row = Mapping[str, Sequence[int]]
-
-
-def columns_of(types: Mapping[str, str], length: int = -1) -> Features:
-    """Return columns of integer lists of these types, of `length` numbers each; -1: each row has its own length."""
-    return Features({name: List(Value(kind), length=length) for name, kind in types.items()})
 
 
 def cached(

@@ -7,13 +7,13 @@ from functools import partial
 from string import Formatter
 from typing import Any
 
-from datasets import Dataset
+from datasets import Dataset, Features
 from huggingface_hub.constants import HF_HUB_OFFLINE
 from pydantic import BaseModel
 
-from pi_lora.data.cache import Row, cached, columns_of
+from pi_lora.data.cache import FLAGS, INTEGERS, Row, cached
 from pi_lora.data.sources import NamedRow, characters, find_corpus, find_table
-from pi_lora.data.tokens import in_batches, token_type, tokenizer_identity
+from pi_lora.data.tokens import in_batches, tokenizer_identity
 from pi_lora.errors import DataError
 from pi_lora.recipe.schema import Data
 from pi_lora.types import Progress, silent
@@ -58,10 +58,9 @@ class Task:
             columns = task.prompt_columns
         except ValueError as error:
             raise DataError(f"data.template: {error}; write {{column}} for a column, {{{{ }}}} for braces") from None
-        if not columns or "" in columns:
-            raise DataError("data.template: names no column; write {column} where one goes")
-        if data.document not in (None, *columns):
-            raise DataError(f"data.template: has no {{{data.document}}}, which data.document names; put it in")
+        wanted = data.document or "column"
+        if not columns or "" in columns or data.document not in (None, *columns):
+            raise DataError(f"data.template: names no {{{wanted}}}; write {{{wanted}}} where the text of a row goes")
         return task
 
     @property
@@ -236,11 +235,10 @@ def training_examples(data: Data, tokenizer: Any, window: int, progress: Progres
                 yield {"input_ids": prompt.ids + completion, "learned": learned}
             progress(len(account.tokens) + len(account.too_long), 0, f"{len(account.tokens):,} examples")
         if not account.tokens:
-            names = ", ".join(source.name for source in data.source)
-            cause = f"data.completion_tokens: {data.completion_tokens} leave no room for a prompt of {names}"
-            raise account.nothing(f"data.source: {names}", f"{cause}; lower it, or choose a longer context.target")
+            cause = f"data.completion_tokens: {data.completion_tokens} leave no room for a prompt"
+            raise account.nothing("data.source", f"{cause}; lower it, or choose a longer context.target")
 
-    columns = columns_of({"input_ids": token_type(tokenizer), "learned": "bool"})
+    columns = Features({"input_ids": INTEGERS, "learned": FLAGS})
     examples, noted = cached(made_from, columns, rows, account.model_dump)
     return examples, Account(**noted)
 

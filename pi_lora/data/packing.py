@@ -7,13 +7,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from datasets import Dataset
+from datasets import Dataset, Features
 
-from pi_lora.data.cache import Row, cached, columns_of
+from pi_lora.data.cache import FLAGS, INTEGERS, Row, cached
 from pi_lora.data.chats import Chat, ChatTemplate, grouped, messages_of, packed
 from pi_lora.data.recall import recall_document
 from pi_lora.data.sources import RECALL, Table, find_corpus
-from pi_lora.data.tokens import Encode, Tokens, encoder, in_batches, padding_id, token_type, tokenizer_identity
+from pi_lora.data.tokens import Encode, Tokens, encoder, in_batches, padding_id, tokenizer_identity
 from pi_lora.errors import DataError
 from pi_lora.recipe.schema import Data, Source
 from pi_lora.types import Progress, silent
@@ -215,9 +215,9 @@ def training_sequences(
     def notes() -> list[str]:
         return [note for stream in streams for note in stream.notes]
 
-    columns = {"input_ids": token_type(tokenizer), **({"position_ids": "int32"} if pose else {})}
-    columns |= {"learned": "bool", "lengths": "int32"} if data.has_chats else {}
-    return cached(made_from, columns_of(columns, -1 if data.has_chats else length), rows, notes)
+    columns = {"input_ids": INTEGERS, **({"position_ids": INTEGERS} if pose else {})}
+    columns |= {"learned": FLAGS, "lengths": INTEGERS} if data.has_chats else {}
+    return cached(made_from, Features(columns), rows, notes)
 
 
 def _streams(data: Data, tokenizer: Any, length: int) -> list[Stream]:

@@ -88,11 +88,6 @@ def padding_id(tokenizer: Any) -> int:
     return int(tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id)
 
 
-def token_type(tokenizer: Any) -> str:
-    """Return the smallest integer type that holds all ids."""
-    return "uint16" if len(tokenizer) <= 2**16 else "int32"
-
-
 def tokenizer_identity(tokenizer: Any) -> str:
     """Return a digest of all that decides the ids of a text."""
     if tokenizer.is_fast:

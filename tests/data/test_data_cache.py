@@ -9,18 +9,20 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from datasets import Features
 
-from pi_lora.data.cache import ABOUT, ROWS_AT_ONCE, Row, cached, columns_of, read_rows, write_rows
+from pi_lora.data.cache import ABOUT, INTEGERS, ROWS_AT_ONCE, Row, cached, read_rows, write_rows
 from pi_lora.errors import DataError
 from pi_lora.recipe.places import cache_folder
 
-COLUMNS = columns_of({"input_ids": "uint16", "position_ids": "int32"}, length=4)
+COLUMNS = Features({"input_ids": INTEGERS, "position_ids": INTEGERS})
 NUMBER = 2 * ROWS_AT_ONCE + 1
-OTHER_COLUMNS = columns_of({"input_ids": "int32"}, length=4)
+OTHER_COLUMNS = Features({"input_ids": INTEGERS})
 MAKER = """
 import sys, time
 from pathlib import Path
-from pi_lora.data.cache import cached, columns_of
+from datasets import Features
+from pi_lora.data.cache import INTEGERS, cached
 
 def rows():
     Path(sys.argv[1], "making").touch()
@@ -28,7 +30,7 @@ def rows():
         time.sleep(0.01)
     yield from ({"input_ids": [index] * 4} for index in range(10))
 
-found, _ = cached({"of": "all"}, columns_of({"input_ids": "int32"}, 4), rows)
+found, _ = cached({"of": "all"}, Features({"input_ids": INTEGERS}), rows)
 print(found["input_ids"][9].tolist())
 """
 

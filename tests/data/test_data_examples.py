@@ -78,10 +78,10 @@ def test_the_papers_template_to_the_letter() -> None:
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"template": "{a}", "completion": "b", "document": "c"}, r"data.template: has no \{c\}"),
-        ({"template": "no column", "completion": "b"}, "data.template: names no column"),
+        ({"template": "{a}", "completion": "b", "document": "c"}, r"data.template: names no \{c\}"),
+        ({"template": "no column", "completion": "b"}, r"data.template: names no \{column\}"),
         ({"template": "{a", "completion": "b"}, "data.template: expected"),
-        ({"template": "{a!r} {}", "completion": "b"}, "data.template: names no column"),
+        ({"template": "{a!r} {}", "completion": "b"}, r"data.template: names no \{column\}"),
     ],
 )
 def test_a_template_that_is_none_is_refused(keys: dict[str, str], message: str) -> None:
