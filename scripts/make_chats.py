@@ -96,15 +96,15 @@ def main() -> None:
         for start in range(done, asked.chats, asked.batch_size):
             numbers = range(start, min(start + asked.batch_size, asked.chats))
             chats: list[list[Json]] = [[] for _ in numbers]
-            left = [questions(number, asked.turns, asked.seed) for number in numbers]
+            asks = [questions(number, asked.turns, asked.seed) for number in numbers]
             for turn in range(asked.turns):
-                pairs = [(chat, asks[turn]) for chat, asks in zip(chats, left, strict=True) if turn < len(asks)]
-                for chat, question in pairs:
-                    chat.append({"role": "user", "content": question})
-                talking = [chat for chat, _ in pairs]
-                replies = answer(model, talking, asked.seed + start + turn, asked.tokens) if talking else []
-                for chat, reply in zip(talking, replies, strict=True):
-                    chat.append({"role": "assistant", "content": reply})
+                talking = [number for number, each in enumerate(asks) if turn < len(each)]
+                for number in talking:
+                    chats[number].append({"role": "user", "content": asks[number][turn]})
+                seed = asked.seed + start + turn
+                replies = answer(model, [chats[number] for number in talking], seed, asked.tokens) if talking else []
+                for number, reply in zip(talking, replies, strict=True):
+                    chats[number].append({"role": "assistant", "content": reply})
             file.writelines(json.dumps({"messages": chat}, ensure_ascii=False) + "\n" for chat in chats)
             file.flush()
             bar.update(len(chats))

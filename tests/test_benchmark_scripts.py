@@ -1,9 +1,11 @@
 """The scripts in benchmarks/: what they run, what they keep, and that pages say what they kept."""
 
 import argparse
+import doctest
 import json
 import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -20,14 +22,14 @@ import reproduce  # noqa: E402
 import smollm2  # noqa: E402
 import tables  # noqa: E402
 import tables_gpu  # noqa: E402
-from on_gpu import parts  # noqa: E402
-from on_gpu.longest import CHANGES, next_length  # noqa: E402
+from on_gpu import longest, parts  # noqa: E402
 from on_gpu.setting import TINY, setting_of  # noqa: E402
 from pages import block  # noqa: E402
 
 from pi_lora.cli import app  # noqa: E402
 from pi_lora.models.model import find  # noqa: E402
 from pi_lora.planning.planning import CONFIGS  # noqa: E402
+from pi_lora.recipe.files import load_recipe  # noqa: E402
 from pi_lora.serving.reference import Reader  # noqa: E402
 
 HUB_IDS = [path.name.replace("--", "/") for path in sorted(CONFIGS.iterdir())]
@@ -40,7 +42,7 @@ def test_every_recipe_of_the_gpu_benchmark_is_valid(name: str, tmp_path: Path) -
     setting = setting_of(name)
     jobs = [job for part in parts.PARTS for job in parts.jobs(setting, part) if "method" in job]
     assert {job["tokens"] for job in jobs} == {*setting.lengths}
-    for job in [*jobs, *({**jobs[0], "changes": changes} for changes in (CHANGES, *parts.levers(tiny=False)))]:
+    for job in [*jobs, *({**jobs[0], "changes": changes} for changes in (longest.CHANGES, *parts.levers(tiny=False)))]:
         recipe = setting.recipe(tmp_path, job["method"], job["tokens"], job.get("changes"))
         assert recipe.context.target > setting.original
 
@@ -72,13 +74,19 @@ def test_every_part_becomes_a_table(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     assert len([line for line in lines if line.startswith("###")]) == len(parts.PARTS) - 1
 
 
-def test_the_exception_of_a_failed_process_is_kept() -> None:
-    said = "warning\nTraceback (most recent call last):\n  ...\npydantic_core.ValidationError: 1 error for Recipe\n"
-    said += "training.steps\n  must be positive\n    For further information visit https://errors.pydantic.dev\n"
-    failed = "pydantic_core.ValidationError: 1 error for Recipe training.steps must be positive For further"
-    assert parts.failure_of(said)["failed"].startswith(failed)
-    assert parts.failure_of("killed\n") == {"failed": "killed"}
-    assert parts.failure_of("torch.OutOfMemoryError: CUDA out of memory.") == {"out_of_memory": True}
+@pytest.mark.parametrize(
+    ("said", "row"),
+    [
+        (
+            "Traceback:\n  ...\na.b.SomeError: 1 error\nsteps\n  positive\n",
+            {"failed": "a.b.SomeError: 1 error steps positive"},
+        ),
+        ("killed\n", {"failed": "killed"}),
+        ("torch.OutOfMemoryError: CUDA out of memory.", {"out_of_memory": True}),
+    ],
+)
+def test_the_exception_of_a_failed_process_is_kept(said: str, row: dict[str, Any]) -> None:
+    assert parts.failure_of(said) == row
 
 
 class FakeBench:
@@ -104,18 +112,11 @@ def test_rows_are_kept_as_they_come_and_only_what_failed_is_done_again(tmp_path:
     rows = json.loads(file.read_text())["rows"]
     assert len(rows) == 6
     assert all("failed" not in row and row["machine"]["date"] for row in rows)
-    options.minutes = 0.1
-    options.again = True
-    with pytest.raises(SystemExit, match=r"--minutes 0\.1 are over before .*64"):
+    options.minutes, options.again = 0.1, True
+    with pytest.raises(SystemExit, match=r"--minutes 0\.1 are over"):
         gpu.measure(FakeBench(), gpu.Rows(file, TINY, None), options)
     with pytest.raises(SystemExit, match="holds rows of tiny on None"):
         gpu.Rows(file, TINY, "another card")
-
-
-def test_the_search_for_the_longest_sequence_ends_where_a_tenth_is_less_than_a_step() -> None:
-    assert next_length(128, 64, {}) == 128
-    assert next_length(128, 64, {128: True}) is None
-    assert [next_length(100, 1, ran) for ran in ({100: True}, {100: False}, {100: True, 110: False})] == [110, 90, None]
 
 
 def test_mfu_stands_beside_the_share_of_the_measured_product() -> None:
@@ -146,32 +147,18 @@ def test_a_row_has_its_own_date_and_others_keep_theirs(monkeypatch: pytest.Monke
     for day, name in (("monday", "a"), ("tuesday", "b")):
         monkeypatch.setattr(record, "machine", lambda day=day: {"date": day})
         record.write_row("it", ("rows", name), {"value": 1})
-    assert {name: row["machine"]["date"] for name, row in record.read("it")["rows"].items()} == {
-        "a": "monday",
-        "b": "tuesday",
-    }
+    assert [row["machine"]["date"] for row in record.read("it")["rows"].values()] == ["monday", "tuesday"]
 
 
-def test_the_table_of_methods_is_written_when_every_row_is_complete(monkeypatch: pytest.MonkeyPatch) -> None:
-    kept: dict[str, Any] = {}
+@pytest.mark.parametrize("module", [compare_methods, longest])
+def test_examples(module: ModuleType) -> None:
+    failed, tried = doctest.testmod(module)
+    assert tried > failed == 0
 
-    def measured(run: str, choice: Any, *_: Any) -> dict[str, Any]:
-        _, _, rate = run.rpartition("/")[2].rpartition("-")[0].rpartition("-")
-        return {"perplexity": {"1024": abs(float(rate) - 6e-4)}, "of": (run, choice.split)}
 
-    monkeypatch.setattr(compare_methods, "tuned", lambda name, rate, seed: Path(f"{name}-{rate}-{seed}"))
-    monkeypatch.setattr(compare_methods, "measured", measured)
-    monkeypatch.setattr(compare_methods, "untuned", lambda label: {"of": label})
-    monkeypatch.setattr(compare_methods, "write", lambda _, found: kept.update(found))
-    monkeypatch.setattr(compare_methods, "write_pages", lambda: None)
-    monkeypatch.setattr(sys, "argv", ["compare_methods.py", "full", "qlora"])
-    compare_methods.main()
-    assert not kept
-    monkeypatch.setattr(sys, "argv", ["compare_methods.py"])
-    compare_methods.main()
-    assert list(kept["rates"]["full"]) == ["0.0003125", "0.000625", "0.00125", "0.0025", "0.005"]
-    assert [run["of"] for run in kept["rows"]["qlora"]] == [(f"qlora-0.000625-{seed}", "test") for seed in range(3)]
-    assert set(kept["labels"]) == set(kept["rows"]) == {*compare_methods.UNTUNED, *compare_methods.METHODS}
+@pytest.mark.parametrize("words", [words for _, words in compare_methods.METHODS.values()], ids=" ".join)
+def test_every_method_that_is_compared_is_a_recipe(words: list[str]) -> None:
+    assert load_recipe(compare_methods.ROOT / "recipes" / "demo.yaml", words).recipe.paper is None
 
 
 def test_the_commands_of_the_experiments_parse(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
