@@ -36,7 +36,6 @@ from pi_lora.scaling.config import (
 PAGE = Path(__file__).parent.parent / "docs" / "models.md"
 MODEL_TYPES = tuple(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 WINDOW, SCALE, TOKENS = 64, 4, 48
-MOST_PARAMETERS = 8_000_000
 # Named by what pi-lora promises; the rest follows from what transformers has.
 PROMISED = "llama mistral qwen2 qwen3 gemma2 gemma3_text phi3 olmo2 granite gpt_neox stablelm cohere smollm3".split()
 NOT_SMALL = {
@@ -139,13 +138,6 @@ def small_model(kind: type[PreTrainedConfig], config: Mapping[str, Any]) -> PreT
     return found
 
 
-def is_small(config: PreTrainedConfig) -> bool:
-    """Whether a model of `config` has few enough parameters to be built here."""
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    return sum(weights.numel() for weights in model.parameters()) < MOST_PARAMETERS
-
-
 Angles = list[tuple[str | None, list[torch.Tensor]]]
 
 
@@ -218,18 +210,11 @@ def examine(model_type: str) -> Verdict:
         base, extended = stretched(config, method)
     except ScalingError as refusal:
         return Verdict(model_type, "refused", re.sub(r"^model of type \S+: ", "", str(refusal)))
-    assert is_small(config), f"{model_type}: too large to verify"
-    if method == "pi" and constant_factors(extended):
+    rope = full_attention_rope(extended)
+    # Not a longrope from a search: it divides each frequency by another number.
+    if method == "pi" and (rope["rope_type"] != "longrope" or constant_longrope(rope) is not None):
         verify(type(config), base, extended)
     return Verdict(model_type, "verified", rope_layout(model_type))
-
-
-def constant_factors(extended: Mapping[str, Any]) -> bool:
-    """Whether every frequency is divided by the same number: not in a `longrope` from a search."""
-    return (
-        full_attention_rope(extended)["rope_type"] != "longrope"
-        or constant_longrope(full_attention_rope(extended)) is not None
-    )
 
 
 def has_rope(model_type: str) -> bool:
@@ -272,24 +257,24 @@ def positions_matter_to_full_layers(model_type: str) -> bool:
 def page() -> str:
     """docs/models.md: what users choose a model by."""
     verdicts = [examine(model_type) for model_type in MODEL_TYPES]
-    verified = [each for each in verdicts if each.outcome == "verified"]
-    reasons: dict[str, list[str]] = defaultdict(list)
-    for each in verdicts:
-        if each.outcome == "refused":
-            reasons[each.note].append(each.model_type)
-    layouts: dict[str, list[str]] = defaultdict(list)
-    for each in verified:
-        layouts[each.note].append(each.model_type)
-    rows = [f"| {layout} | {', '.join(f'`{name}`' for name in names)} |" for layout, names in layouts.items()]
-    refused = [f"| {reason} | {', '.join(f'`{name}`' for name in names)} |" for reason, names in reasons.items()]
+    layouts, reasons = (rows_by_note(verdicts, outcome) for outcome in ("verified", "refused"))
     left = [f"- `{each.model_type}`: {each.note}." for each in verdicts if each.outcome == "not tried"]
     return TEXT.format(
         version=transformers.__version__,
-        count=len(verified),
-        verified="\n".join(rows),
-        refused="\n".join(refused),
+        count=sum(each.outcome == "verified" for each in verdicts),
+        verified=layouts,
+        refused=reasons,
         not_tried="\n".join(left),
     )
+
+
+def rows_by_note(verdicts: list[Verdict], outcome: str) -> str:
+    """The rows of a table: a note, and the architectures of that outcome that have it."""
+    names: dict[str, list[str]] = defaultdict(list)
+    for each in verdicts:
+        if each.outcome == outcome:
+            names[each.note].append(f"`{each.model_type}`")
+    return "\n".join(f"| {note} | {', '.join(those)} |" for note, those in names.items())
 
 
 TEXT = """\

@@ -14,7 +14,6 @@ from conftest import small_recipe
 from processes import without_progress
 
 from pi_lora import cli
-from pi_lora.errors import Interrupted
 from pi_lora.recipe.files import dump_recipe
 
 REPOSITORY = Path(__file__).parent.parent
@@ -63,12 +62,6 @@ def test_ctrl_c_while_it_starts_is_one_line(tmp_path: Path, delay: float) -> Non
     assert errors.startswith("interrupted; nothing was written") or "interrupted after step" in errors
 
 
-def test_env_prints_the_versions(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    status, out, err = run(capsys, monkeypatch, "env")
-    assert (status, err) == (0, "")
-    assert {"torch", "transformers", "precision", "GPUs"} < {line.split()[0] for line in out.splitlines()}
-
-
 def test_show_says_where_values_come_from(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(REPOSITORY)
     status, out, _ = run(capsys, monkeypatch, "show", "recipes/demo.yaml", "training.steps=7")
@@ -83,15 +76,12 @@ def test_shipped_recipes_have_names_and_a_folders_have_paths(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    status, out, _ = run(capsys, monkeypatch, "recipes")
-    assert status == 0
+    out = run(capsys, monkeypatch, "recipes")[1]
     assert {"demo", "7b_16k", "paper/65b_8k"} < {line.split()[0] for line in out.splitlines()}
     Path("own").mkdir()
     Path("own/mine.yaml").write_text("# Mine.\n")
-    status, out, _ = run(capsys, monkeypatch, "recipes", "own")
+    out = run(capsys, monkeypatch, "recipes", "own")[1]
     assert [line.split() for line in out.splitlines()[1:]] == [["own/mine.yaml", "Mine."]]
-    for name in ("demo", "paper/65b_8k", "demo.yaml"):
-        assert run(capsys, monkeypatch, "plan", name)[0] == 0
 
 
 @pytest.mark.parametrize(
@@ -101,7 +91,6 @@ def test_shipped_recipes_have_names_and_a_folders_have_paths(
         (["train", DEMO, "context.target=200"], "context.target: 200 is not longer than the model's own window of 256"),
         (["train", DEMO, "--output", "taken"], "taken: already exists and is not overwritten"),
         (["merge", "nowhere"], "nowhere: holds no adapter"),
-        (["eval", "perplexity", "builtin:huge"], "builtin:huge: no such built-in model; there is builtin:tiny"),
         (["eval", "perplexity", "builtin:tiny", "--windows", "a,b"], "--windows: input should be a valid integer"),
         (
             ["eval", "perplexity", "builtin:tiny", "--windows", "500000"],
@@ -110,7 +99,6 @@ def test_shipped_recipes_have_names_and_a_folders_have_paths(
         (["eval", "perplexity", "builtin:tiny", "--stride", "300"], "stride: 300 is longer than the shortest window"),
         (["eval", "passkey", "builtin:tiny", "--target", "40"], "--target: 40 tokens do not hold the passkey prompt"),
         (["trian"], 'pi-lora: Unknown command "trian". Did you mean "train"; see pi-lora --help'),
-        (["eval", "passkey", "builtin:tiny", "--depths", "0"], "--depths: input should be greater than 0"),
     ],
     ids=lambda value: " ".join(value)[-60:] if isinstance(value, list) else "",
 )
@@ -131,29 +119,6 @@ def test_a_mistake_is_one_line_and_status_2(
     assert [path.name for path in tmp_path.iterdir()] == ["taken"]
 
 
-def test_all_of_a_recipes_mistakes_come_at_once(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    status, _, err = run(capsys, monkeypatch, "show", DEMO, "tuning.rnk=3", "training.steps=-1", "scaling=yarm")
-    assert status == 2
-    assert len(err.splitlines()) == 3
-    assert "did you mean rank?" in err
-
-
-@pytest.mark.parametrize(("error", "message"), [(KeyboardInterrupt(), "interrupted"), (Interrupted("x: y"), "x: y")])
-def test_an_interruption_is_one_line_and_status_130(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, error: BaseException, message: str
-) -> None:
-    def interrupted(*_: object) -> None:
-        raise error
-
-    monkeypatch.setattr("pi_lora.recipe.files.load_recipe", interrupted)
-    status, _, err = run(capsys, monkeypatch, "show", DEMO)
-    assert status == 130
-    assert err.startswith(message)
-    assert err.count("\n") == 1
-
-
 def test_train_evaluate_merge(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, small_model: Path
 ) -> None:
@@ -165,22 +130,15 @@ def test_train_evaluate_merge(
     assert run(capsys, monkeypatch, "merge", "adapters/mine")[0] == 0
     measured = []
     for model in ("adapters/mine", "models/mine"):
-        file = f"{Path(model).parent}.json"
-        options = ["--data", "text.txt", "--windows", "64,256", "--stride", "32", "--json", file]
+        options = ["--data", "text.txt", "--windows", "64,256", "--stride", "32", "--json", "scores.json"]
         status, out, _ = run(capsys, monkeypatch, "eval", "perplexity", model, *options)
         assert status == 0
-        scores = json.loads(Path(file).read_text())
+        scores = json.loads(Path("scores.json").read_text())
         assert (scores["model"], scores["scale"], scores["stride"]) == (model, 4, 32)
         assert [row["window"] for row in scores["windows"]] == [64, 256]
         assert f"{scores['windows'][0]['perplexity']:,.3f}" in out
         measured.append([row["perplexity"] for row in scores["windows"]])
     assert measured[0] == pytest.approx(measured[1], rel=1e-5)
-
-    options = ["--depths", "2", "--trials", "1", "--json", "passkey.json"]
-    assert run(capsys, monkeypatch, "eval", "passkey", "adapters/mine", *options)[0] == 0
-    scores = json.loads(Path("passkey.json").read_text())
-    assert (scores["target"], scores["scale"], [row["k"] for row in scores["depths"]]) == (256, 4, [128, 256])
-    assert all(set(row) >= {"k", "success_rate", "trials"} for row in scores["depths"])
 
 
 def test_a_missing_package_of_an_extra_is_named_before_anything_is_measured(

@@ -52,32 +52,24 @@ def test_the_functions_do_what_the_commands_do(
     steps: list[int] = []
     pi_lora.train("mine", {"training.steps": 1}, output="adapters/one", progress=False)
     assert not capsys.readouterr().err
-    pi_lora.train("mine", {"training.steps": 1}, output="adapters/shown")
-    assert "training" in capsys.readouterr().err
     made = pi_lora.train("mine", "training.steps=2", progress=lambda done, total, note="": steps.append(total))
-    assert made == Path("adapters/mine")
-    assert steps[-1] == 2
-    assert json.loads((made / "training.jsonl").read_text().splitlines()[-1])["step"] == 2
+    assert (made, steps[-1]) == (Path("adapters/mine"), 2)
     assert pi_lora.merge(made) == Path("models/mine")
-    merged = pi_lora.load("models/mine")
-    assert merged.window == 128
-    assert str(merged) == "models/mine: 128 tokens, scale 2, torch.float32 on cpu"
+    assert str(pi_lora.load("models/mine")) == "models/mine: 128 tokens, scale 2, torch.float32 on cpu"
 
     perplexity = pi_lora.evaluate_perplexity(str(made), "builtin:stdlib", [64, 128], documents=1)
     passkey = pi_lora.evaluate_passkey(pi_lora.load(str(made)), depths=2, trials=1)
     plan = pi_lora.plan("mine", gpu="cpu")
-    assert str(plan).startswith("cpu: fits, ")
     options = {
         "perplexity": f"eval perplexity {made} --data builtin:stdlib --windows 64,128 --documents 1".split(),
         "passkey": ["eval", "passkey", str(made), "--depths", "2", "--trials", "1"],
         "plan": ["plan", "mine", "--gpu", "cpu"],
     }
-    told = {"perplexity": as_json(perplexity), "passkey": as_json(passkey)}
+    told = {"perplexity": as_json(perplexity), "passkey": as_json(passkey), "plan": plan.as_json()}
     for name, words in options.items():
         assert run(capsys, monkeypatch, *words, "--json", f"{name}.json")[0] == 0
         written = json.loads(Path(f"{name}.json").read_text())
-        expected = plan.as_json() if name == "plan" else told[name]
-        assert {key: expected[key] for key in written} == written
+        assert {key: told[name][key] for key in written} == written
 
 
 def test_train_starts_no_processes(tmp_path: Path) -> None:

@@ -34,18 +34,12 @@ def losses(run: Path) -> list[float]:
     return [json.loads(line)["loss"] for line in (run / "training.jsonl").read_text().splitlines()]
 
 
-def in_a_process(recipe: Recipe, folder: Path, launcher: list[str], **environment: str) -> Path:
-    """Train in processes of their own, through accelerate's launcher or `-m pi_lora`."""
-    (folder / "recipe.yaml").write_text(dump_recipe(recipe))
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", **environment}
-    subprocess.run([sys.executable, *launcher], cwd=folder, check=True, env=environment, timeout=500)
-    return folder / "run"
-
-
 def launched(recipe: Recipe, folder: Path) -> Path:
-    """Through accelerate's launcher, even where one process would do."""
-    arguments = launch_arguments(recipe, COMMAND)
-    return in_a_process(recipe, folder, ["-m", "accelerate.commands.launch", *arguments])
+    """Train through accelerate's launcher, even where one process would do."""
+    (folder / "recipe.yaml").write_text(dump_recipe(recipe))
+    launcher = [sys.executable, "-m", "accelerate.commands.launch", *launch_arguments(recipe, COMMAND)]
+    subprocess.run(launcher, cwd=folder, check=True, env={**os.environ, "HF_HUB_OFFLINE": "1"}, timeout=500)
+    return folder / "run"
 
 
 @pytest.mark.parametrize("gpus", [1, pytest.param(2, marks=TWO_GPUS)])

@@ -23,18 +23,6 @@ def steps(workflow: Any) -> list[Any]:
 
 
 @pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.name)
-def test_what_a_workflow_runs_is_there(path: Path) -> None:
-    makefile = (ROOT / "Makefile").read_text()
-    commands = "\n".join(step.get("run", "") for step in steps(read(path)))
-    targets, scripts = re.findall(r"make ([\w-]+)", commands), re.findall(r"scripts/[\w.]+", commands)
-    assert targets
-    for target in targets:
-        assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
-    for script in scripts:
-        assert (ROOT / script).is_file(), script
-
-
-@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.name)
 def test_a_workflow_reads_unless_it_publishes(path: Path) -> None:
     """The token that publishes goes to one job, which runs no code of the repository."""
     workflow = read(path)

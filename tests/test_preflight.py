@@ -66,64 +66,34 @@ def test_everything_wrong_is_said_at_once(small_model: Path, tmp_path: Path) -> 
     )
     with pytest.raises(RecipeError) as raised:
         check(recipe, taken)
-    said = [line.split(": ")[0] for line in str(raised.value).splitlines()]
-    for where in (
-        "./gone",
-        "data.source",
-        "evaluation.perplexity.data",
-        "evaluation.benchmarks.data",
-        "hardware.gpus",
-        "hardware.offload_activations",
-        "training.schedule_options",
-        str(taken),
-    ):
-        assert where in said, (where, str(raised.value))
+    said = {line.split(": ")[0] for line in str(raised.value).splitlines()}
+    wrong = "data.source evaluation.perplexity.data evaluation.benchmarks.data hardware.gpus"
+    wrong += " hardware.offload_activations training.schedule_options"
+    assert {"./gone", str(taken), *wrong.split()} <= said
 
 
-@pytest.mark.parametrize(
-    ("changes", "package", "line"),
-    [
-        ({"tuning": {"method": "qlora"}}, "bitsandbytes", "tuning.method: qlora: needs the package bitsandbytes"),
-        ({"training": {"tracking": ["wandb"]}}, "wandb", "training.tracking: wandb: needs the package wandb"),
-    ],
-)
-def test_a_missing_package_is_named(
-    small_model: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    changes: dict[str, dict[str, object]],
-    package: str,
-    line: str,
-) -> None:
-    monkeypatch.delitem(sys.modules, package, raising=False)
+def test_a_missing_package_is_named(small_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "bitsandbytes", raising=False)
     real = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == package else real(name))
-    with pytest.raises(RecipeError) as raised:
-        check(small_recipe(small_model, **changes), tmp_path / "run")
-    assert any(each.startswith(line) for each in str(raised.value).splitlines())
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "bitsandbytes" else real(name))
+    with pytest.raises(RecipeError, match=r"(?m)^tuning\.method: qlora: needs the package bitsandbytes"):
+        check(small_recipe(small_model, tuning={"method": "qlora"}), tmp_path / "run")
 
 
 @pytest.mark.parametrize(
-    ("changes", "line"),
+    ("changes", "where"),
     [
-        (
-            {"evaluation": {"perplexity": {"stride": 129}}},
-            "evaluation.perplexity.stride: 129 is longer than the target window of 128; lower it",
-        ),
+        ({"evaluation": {"perplexity": {"stride": 129}}}, "evaluation.perplexity.stride: 129"),
         (
             {"evaluation": {"perplexity": {}, "while_training": {"truncate": 127}}},
-            "evaluation.while_training.truncate: 127 tokens do not hold the target window of 128; raise it",
+            "evaluation.while_training.truncate: 127",
         ),
-        (
-            {"training": {"optimizer": "paged_adamw_8bit"}, "hardware": {"gpus": 2}},
-            "training.optimizer: paged_adamw_8bit cannot train weights that are sharded over GPUs; use adamw",
-        ),
+        ({"training": {"optimizer": "paged_adamw_8bit"}, "hardware": {"gpus": 2}}, "training.optimizer: paged"),
     ],
 )
 def test_what_would_fail_after_days_is_refused(
-    small_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], line: str
+    small_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], where: str
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
-    with pytest.raises(RecipeError) as raised:
+    with pytest.raises(RecipeError, match=rf"(?m)^{where}"):
         check(small_recipe(small_model, **changes), tmp_path / "run")
-    assert line in str(raised.value).splitlines()

@@ -7,25 +7,24 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import BUILTIN, run_command
+from conftest import run_command, small_recipe
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from pi_lora.recipe.files import dump_recipe
-from pi_lora.recipe.schema import Recipe
 
 READERS = {"config": AutoConfig, "tokenizer": AutoTokenizer, "weights": AutoModelForCausalLM}
 
 
 @contextmanager
-def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[tuple[str, str]]]:
+def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
     """Count what is read from which folder; what a reader reads on its own behalf counts once."""
-    found: Counter[tuple[str, str]] = Counter()
+    found: Counter[str] = Counter()
     inside: list[str] = []
 
     def counting(kind: str, read: Any) -> Any:
         def reader(path: Any, *arguments: Any, **options: Any) -> Any:
             if not inside:
-                found[kind, Path(path).name] += 1
+                found[f"{kind} {Path(path).name}"] += 1
             inside.append(kind)
             try:
                 return read(path, *arguments, **options)
@@ -40,54 +39,25 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[tuple[str, str]
         yield found
 
 
-def run(*words: str) -> None:
-    assert run_command(*words) == 0
-
-
-@pytest.fixture(scope="module")
-def recipe(small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    sections = {
-        "model": {"name": str(small_model)},
-        "context": {"target": 128},
-        "tuning": {"rank": 2},
-        "data": {"source": "builtin:stdlib"},
-        "training": {"steps": 1, "global_batch_size": 1},
-    }
-    file = tmp_path_factory.mktemp("recipe") / "small.yaml"
-    file.write_text(dump_recipe(Recipe.model_validate(sections)))
-    return file
-
-
-def test_train(recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with counted(monkeypatch) as reads:
-        run("train", str(recipe), "--output", str(tmp_path / "run"))
-    assert reads == {("config", "model"): 1, ("tokenizer", "model"): 1, ("weights", "model"): 1}
-
-
 @pytest.mark.parametrize(
-    "command",
+    ("command", "reads"),
     [
-        ["perplexity", "--windows", "64", "--documents", "1", "--truncate", "64"],
-        ["passkey", "--target", "320", "--depths", "1", "--trials", "1"],
+        ("train {recipe} --output {out}", ["config model", "tokenizer model", "weights model"]),
+        # The run's tokenizer is its own; its base is read for it, beside the base that is measured itself.
+        (
+            "eval passkey builtin:tiny {run} --target 320 --depths 1 --trials 1",
+            ["config tiny", "tokenizer tiny", "weights tiny", "config model", "tokenizer lora", "weights model"],
+        ),
+        # Tensors are merged and checked as files; no model is built.
+        ("merge {run} --output {out}", ["config model", "tokenizer lora"]),
     ],
-    ids=["perplexity", "passkey"],
+    ids=["train", "eval", "merge"],
 )
-def test_eval_of_a_base_and_a_run(
-    command: list[str], small_model: Path, lora_run: Path, monkeypatch: pytest.MonkeyPatch
+def test_reads(
+    command: str, reads: list[str], small_model: Path, lora_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The run's tokenizer is its own; its base is read for it, beside the base that is measured itself."""
-    with counted(monkeypatch) as reads:
-        run("eval", command[0], BUILTIN, str(lora_run), *command[1:])
-    assert reads == {
-        **{(kind, "tiny"): 1 for kind in READERS},
-        ("config", "model"): 1,
-        ("weights", "model"): 1,
-        ("tokenizer", "lora"): 1,
-    }
-
-
-def test_merge(lora_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tensors are merged and checked as files; no model is built."""
-    with counted(monkeypatch) as reads:
-        run("merge", str(lora_run), "--output", str(tmp_path / "merged"))
-    assert reads == {("config", "model"): 1, ("tokenizer", "lora"): 1}
+    recipe = tmp_path / "small.yaml"
+    recipe.write_text(dump_recipe(small_recipe(small_model)))
+    with counted(monkeypatch) as found:
+        assert run_command(*command.format(recipe=recipe, run=lora_run, out=tmp_path / "out").split()) == 0
+    assert sorted(found.elements()) == sorted(reads)

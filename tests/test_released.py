@@ -1,14 +1,12 @@
-"""The released adapters load and read their windows, and a short tuning beats interpolation without one."""
+"""The built-in model and the released adapters read their windows; a short tuning beats interpolation alone."""
 
 import json
 from pathlib import Path
 
-from conftest import train
+from conftest import small_recipe, train
 from safetensors.torch import load_file
 
 import pi_lora
-from pi_lora.recipe.files import load_recipe
-from pi_lora.recipe.schema import Recipe
 from pi_lora.run import Run
 from pi_lora.scaling.config import scale_of, window_of
 
@@ -30,28 +28,26 @@ def test_the_demo_reads_its_window() -> None:
     assert pi_lora.evaluate_passkey(demo, depths=2, trials=2).k_max == 1024
 
 
+def test_the_built_in_model_retrieves_every_passkey_inside_its_window() -> None:
+    scores = pi_lora.evaluate_passkey("builtin:tiny", target=256, depths=16, trials=4, seed=1)
+    assert scores.k_max == 256
+    assert all(depth.success_rate == 1 for depth in scores.depths)
+
+
 def test_smollm2_is_whole() -> None:
     """Its base is not in the repository."""
-    run = Run(FOLDER)
     config = json.loads((FOLDER / "config.json").read_text())
     assert (window_of(config), scale_of(config)) == (16384, 2)
-    recipe = load_recipe(FOLDER / "recipe.yaml").recipe
     tensors = load_file(FOLDER / "adapter_model.safetensors")
     assert len(tensors) == 2 * 7 * 30  # A and B of seven linear layers in each of thirty
     assert all(tensor.isfinite().all() for tensor in tensors.values())
-    assert {min(tensor.shape) for tensor in tensors.values()} == {recipe.tuning.rank}
-    assert run.provenance.tokens
+    assert Run(FOLDER).provenance.tokens
 
 
 def test_a_short_tuning_beats_step_0_at_the_target_window(tmp_path: Path) -> None:
-    tuning = {
-        "model": {"name": "builtin:tiny"},
-        "context": {"target": 512},
-        "tuning": {"rank": 8},
-        "data": {"source": "builtin:stdlib"},
-        "training": {"steps": 12, "learning_rate": 2.5e-3, "warmup_steps": 2, "global_batch_size": 2},
-    }
-    run = train(Recipe.model_validate(tuning), tmp_path / "run")
+    training = {"steps": 12, "learning_rate": 2.5e-3, "warmup_steps": 2, "global_batch_size": 2}
+    recipe = small_recipe("builtin:tiny", context={"target": 512}, data={"source": "builtin:stdlib"}, training=training)
+    run = train(recipe, tmp_path / "run")
     [before] = perplexities(pi_lora.load("builtin:tiny", pi_lora.Extension(target=512)), 512)
     [after] = perplexities(pi_lora.load(str(run)), 512)
     assert after < 0.8 * before
