@@ -273,13 +273,6 @@ def staged(output: Path, resume: bool = False) -> Iterator[Path]:
         raise RunExistsError(f"{output}: was created meanwhile, and is not overwritten; saved to {made}")
 
 
-def remove(output: Path) -> None:
-    """Remove what was made, so that at no time a part of it stands under the name of the whole."""
-    staging = staging_path(output)
-    os.replace(_place(output), staging)
-    shutil.rmtree(staging, ignore_errors=True)
-
-
 def _check_place(output: Path) -> None:
     place, problem = _place(output), ""
     if place.exists() and (not place.is_dir() or any(place.iterdir())):

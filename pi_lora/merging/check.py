@@ -3,6 +3,7 @@
 import argparse
 import inspect
 import json
+import math
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -19,7 +20,7 @@ from pi_lora.models.device import device, free_memory
 from pi_lora.models.model import Model, find
 from pi_lora.models.stored import CONFIG_FILE
 from pi_lora.models.weights import quiet_loading
-from pi_lora.scaling.config import full_attention_rope, window_of
+from pi_lora.scaling.config import window_of
 from pi_lora.scaling.verify import config_of, rotary_frequencies
 from pi_lora.types import Progress
 
@@ -28,20 +29,14 @@ FLOAT32_ERROR = 16 * torch.finfo(torch.float32).eps
 # How often the bound on a sum of errors a row's product may differ; rows of each block that are compared by number.
 DEVIATIONS, SAMPLED = 8, 2
 THREADS = 2
-# The logits that are compared, at the end of a text, where most context precedes them; and the longest text on a CPU.
-SCORED, LONGEST_ON_CPU = 256, 2048
+# The logits that are compared, at the end of a text, where most context precedes them; and the longest text.
+SCORED, LONGEST = 256, 2048
 # Logits of a sound merge differ by less than so many epsilons of its dtype, relative to their size; and by this in
 # float32, where they are sums in another order.
 ROUNDINGS, ANOTHER_ORDER = 10, 1e-3
 # Problems that a message names.
 SHOWN = 3
-
-
-class CheckFailed(ModelError):
-    """Merged weights that are not base + adapter."""
-
-    def __init__(self, found: Model, problem: str) -> None:
-        super().__init__(f"{found.adapter}: the merged weights failed the check and are not kept: {problem}")
+FAILED = "{}: the merged weights failed the check and are not kept: {}"
 
 
 def check_model(found: Model, expected: PreTrainedModel, tensors: Sequence[OutputTensor], folder: Path) -> None:
@@ -63,104 +58,93 @@ def check_model(found: Model, expected: PreTrainedModel, tensors: Sequence[Outpu
     problems += [f"{tensor.name} is tied" for tensor in tensors if tensor.name in built.all_tied_weights_keys]
     frequencies = rotary_frequencies(built)
     same = all(torch.equal(values, frequencies[name]) for name, values in rotary_frequencies(expected).items())
-    if not same or [full_attention_rope(config), window_of(config)] != [
-        full_attention_rope(found.config),
-        found.window,
-    ]:
+    if not same or window_of(config) != found.window:
         problems.append("its scaling is not the run's")
     if problems:
         shown = "; ".join(sorted(problems)[:SHOWN])
         raise ModelError(f"{found.base}: does not make the model of the config: {shown}; download all of its files")
 
 
-def check_tensors(found: Model, tensors: Sequence[OutputTensor], folder: Path, progress: Progress) -> list[str]:
+def check_tensors(found: Model, tensors: Sequence[OutputTensor], folder: Path, progress: Progress) -> str:
     """Compare the files in `folder` with the `tensors` that they should hold, read back a few rows at a time: copies
-    bit by bit, sums by their product with a random vector and in some rows number by number. Return what to tell the
-    user; raise CheckFailed with the first tensor that differs.
+    bit by bit, sums by their product with a random vector and in some rows number by number. Return a line for the
+    user; raise ModelError with the first tensor that differs.
     """
     shards = read_shards(str(folder), lambda name: path if (path := folder / name).is_file() else None)
     written = {tensor.name: tensor for shard in shards for tensor in shard}
-    squares, done = torch.zeros(3), 0
-    total, summed = sum(tensor.size for tensor in tensors), sum(tensor.delta is not None for tensor in tensors)
+    total, done = sum(tensor.size for tensor in tensors), 0
     # torch and the kernel release Python's lock.
     with ThreadPoolExecutor(THREADS) as readers:
-        results = readers.map(lambda tensor: _compare(tensor, written.get(tensor.name)), tensors)
-        for tensor, sums in zip(tensors, results, strict=True):
-            if sums is None:
+        results = readers.map(lambda tensor: _is_written(tensor, written.get(tensor.name)), tensors)
+        for tensor, sound in zip(tensors, results, strict=True):
+            if not sound:
                 readers.shutdown(cancel_futures=True)
-                raise CheckFailed(found, f"{tensor.name} is not that of base + adapter")
-            squares += sums
+                raise ModelError(FAILED.format(found.adapter, f"{tensor.name} is not that of base + adapter"))
             progress(done := done + tensor.size, total, "checking")
-    tuning, rounding = (squares[:2] / squares[2]).sqrt().tolist()
-    line = f"checked: {summed} tensors are base + adapter, {len(tensors) - summed} are copies"
-    effects = f"; tuning changes weights by {tuning:.1e} of their size, rounding by {rounding:.1e}"
-    lost = ["rounding undoes much of so small a tuning; --dtype float32 keeps it"] if tuning < 2 * rounding else []
-    return [line + effects * bool(summed), *lost]
+    summed = sum(tensor.delta is not None for tensor in tensors)
+    return f"checked: {summed} tensors are base + adapter, {len(tensors) - summed} are copies"
 
 
-def _compare(tensor: OutputTensor, stored: StoredTensor | None) -> torch.Tensor | None:
-    """Return sums of squares in the first row of each block (what tuning changed, rounding errors, weights); or None if
-    a tensor is not `W + scaling B A` (DoRA scales the rows), added in float32 and rounded once.
+def _is_written(tensor: OutputTensor, stored: StoredTensor | None) -> bool:
+    """Whether a stored tensor is `W + scaling B A` (DoRA scales the rows), added in float32 and rounded once, or the
+    same copy of a source.
     """
-    squares, source, delta = torch.zeros(3), tensor.source, tensor.delta
     if stored is None or (stored.dtype, stored.shape) != (tensor.dtype, tensor.shape):
-        return None
+        return False
+    source, delta = tensor.source, tensor.delta
     if not isinstance(delta, LowRank):
-        return squares if all(map(torch.equal, tensor.blocks(), stored.blocks())) else None
+        return all(map(torch.equal, tensor.blocks(), stored.blocks()))
     left, right = (matrix.double() for matrix in delta.matrices())
     left, factors = left * delta.scaling, delta.row_factors(source)[:, None]
     sizes = factors * (left.norm(dim=1, keepdim=True) * right.norm(dim=0).max()).float()
-    # Rows multiplied with random signs: errors of at most e_j in n numbers add up to more than 8 |e| once in 10^13
-    # rows (Hoeffding 1963, theorem 2). Products of 16-bit numbers are exact in float32.
+    # Products of 16-bit numbers are exact in float32.
     columns, wide = stored.shape[1], torch.float64 if stored.dtype.itemsize > 2 else torch.float32
     signs = torch.randint(2, (columns,), generator=torch.Generator().manual_seed(0)).mul(2).sub(1).to(wide)
-    added = (left @ (right @ signs.double())).to(wide)
-    kind = torch.finfo(stored.dtype)
-    rounded, smallest = kind.eps / 2 + FLOAT32_ERROR, kind.tiny * kind.eps
+    added, kind = (left @ (right @ signs.double())).to(wide), torch.finfo(stored.dtype)
     for start, stop in spans(stored.shape):
         base, written = source.rows(start, stop).to(wide), stored.rows(start, stop).to(wide)
-        scale = factors[start:stop, 0]
-        error = (written @ signs).sub_((base @ signs).add_(added[start:stop]).mul_(scale)).abs_()
-        bound = written.norm(dim=1).mul_(rounded).add_((sizes[start:stop, 0] * FLOAT32_ERROR + smallest) * columns**0.5)
-        if not (error <= DEVIATIONS * bound).all():
-            return None
+        # Rows multiplied with random signs: errors of at most e_j in n numbers add up to more than 8 |e| once in 10^13
+        # rows (Hoeffding 1963, theorem 2).
+        error = (written @ signs).sub_((base @ signs).add_(added[start:stop]).mul_(factors[start:stop, 0])).abs_()
+        rounded = written.norm(dim=1).mul_(kind.eps / 2 + FLOAT32_ERROR)
+        summed = (sizes[start:stop, 0] * FLOAT32_ERROR + kind.tiny * kind.eps) * columns**0.5
+        if not (error <= DEVIATIONS * (rounded + summed)).all():
+            return False
         # Rounding is monotone: a number lies between the rounded ends of the interval around its exact value.
         rows = slice(start, start + SAMPLED)
         exact = base[:SAMPLED].double().addmm(left[rows], right).float().mul_(factors[rows])
         slack = exact.abs().add_(sizes[rows]).mul_(FLOAT32_ERROR)
-        low, high = (part.to(stored.dtype).float() for part in (exact - slack, exact + slack))
+        low, high = (end.to(stored.dtype).float() for end in (exact - slack, exact + slack))
         value = written[:SAMPLED].float()
-        if not torch.maximum(low - value, value - high).max() <= 0:
-            return None
-        squares += torch.stack([exact[0] - base[0].float(), value[0] - exact[0], exact[0]]).square().sum(dim=1)
-    return squares
+        if not ((low <= value) & (value <= high)).all():
+            return False
+    return True
 
 
 def check_logits(found: Model, tensors: Sequence[OutputTensor], merged: Path) -> str:
     """Compare logits of the folder `merged`, loaded as a user would, with those of base + adapter, both in float32 and
-    whole. Return what to tell the user; raise CheckFailed if they differ by more than rounding explains.
+    whole. Return a line for the user; raise ModelError if they differ by more than rounding explains.
     """
-    needed = sum(tensor.size // tensor.dtype.itemsize for tensor in tensors) * torch.float32.itemsize
+    needed = sum(math.prod(tensor.shape) for tensor in tensors) * torch.float32.itemsize
     if needed > (free := free_memory(device())):
         return f"logits not compared: a model takes {needed / 1e9:.1f} GB in float32, {free / 1e9:.1f} GB are free"
     # Imported here: PEFT takes seconds, and merging does without.
     from pi_lora.models.adapter import load_adapter
 
     assert found.adapter
-    longest = found.window if device().type != "cpu" else min(found.window, LONGEST_ON_CPU)
-    ids = torch.tensor([found.tokenizer(inspect.getsource(argparse), verbose=False)["input_ids"][:longest]])
+    ids = found.tokenizer(inspect.getsource(argparse), verbose=False)["input_ids"][: min(found.window, LONGEST)]
     with quiet_loading():
         tuned = _logits(load_adapter(found.load_weights(torch.float32), found.adapter), ids)
         logits = _logits(find(str(merged), permissions=found.permissions).load("float32").model, ids)
     difference = float((logits - tuned).norm() / (tuned - tuned.mean(dim=-1, keepdim=True)).norm())
-    line = f"logits at {ids.shape[1]} tokens differ by {difference:.1e} of their size"
-    epsilons = [torch.finfo(tensor.dtype).eps for tensor in tensors if tensor.dtype.is_floating_point]
-    if not difference <= max(ANOTHER_ORDER, ROUNDINGS * max(epsilons)):
-        raise CheckFailed(found, line)
+    line = f"logits at {len(ids)} tokens differ by {difference:.1e} of their size"
+    epsilon = max(torch.finfo(tensor.dtype).eps for tensor in tensors if tensor.dtype.is_floating_point)
+    if not difference <= max(ANOTHER_ORDER, ROUNDINGS * epsilon):
+        raise ModelError(FAILED.format(found.adapter, line))
     return line
 
 
 @torch.no_grad()
-def _logits(model: Any, ids: torch.Tensor) -> torch.Tensor:
-    output = model.eval()(input_ids=ids.to(device()), logits_to_keep=SCORED, use_cache=False)
-    return torch.as_tensor(output.logits[0]).double().cpu()
+def _logits(model: Any, ids: list[int]) -> torch.Tensor:
+    tokens = torch.tensor([ids], device=device())
+    return torch.as_tensor(model.eval()(tokens, logits_to_keep=SCORED, use_cache=False).logits[0]).double().cpu()

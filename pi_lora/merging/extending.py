@@ -16,7 +16,7 @@ from pi_lora.report.card import CARD, extended_card
 from pi_lora.report.probe import Probe
 from pi_lora.report.run import MeasuredRun
 from pi_lora.run import BASE, STEP_0, check_room, staged
-from pi_lora.scaling.config import Method
+from pi_lora.scaling.config import Config, Method
 from pi_lora.scaling.verify import config_of
 from pi_lora.serving.commands import serving_lines
 from pi_lora.types import Progress, silent
@@ -43,11 +43,7 @@ def extend(model: Model, output: Path, probe: Probe | None = None, progress: Pro
     config = config_of(model.kind, model.config)
     with staged(output) as staging:
         folder = MeasuredRun(staging, staging, model.base)
-        save_config(model.config, staging)
-        if any(map(model.file, TOKENIZER_FILES)):
-            save_tokenizer(model.tokenizer, staging)
-        if generation := model.file(GENERATION_CONFIG_NAME):
-            shutil.copyfile(generation, staging / GENERATION_CONFIG_NAME)
+        save_without_weights(model, model.config, staging)
         for stage, name in stages.items():
             for measured in filter(None, (scores[name].perplexity, scores[name].passkey)):
                 write_scores(measured, folder.scores_file(measured.measurement, stage))
@@ -56,6 +52,15 @@ def extend(model: Model, output: Path, probe: Probe | None = None, progress: Pro
             progress(number, len(weights) + 1, file.name)
             _link_or_copy(file.resolve(), staging / file.name, output)
     return serving_lines(config, str(output), output.with_suffix(".gguf"))
+
+
+def save_without_weights(model: Model, config: Config, folder: Path) -> None:
+    """Write all files of a model but the weights and the card; it may have no tokenizer."""
+    save_config(config, folder)
+    if any(map(model.file, TOKENIZER_FILES)):
+        save_tokenizer(model.tokenizer, folder)
+    if generation := model.file(GENERATION_CONFIG_NAME):
+        shutil.copyfile(generation, folder / GENERATION_CONFIG_NAME)
 
 
 def _link_or_copy(file: Path, link: Path, output: Path) -> None:

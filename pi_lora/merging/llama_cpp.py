@@ -9,6 +9,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from huggingface_hub import snapshot_download
 
 from pi_lora.errors import ModelError, RunExistsError
@@ -89,21 +90,18 @@ def _finish(file: Path, name: str, found: Model) -> str:
     if (window := reader.get_field(f"{prefix}.context_length")) is not None:
         window.parts[window.data[0]][0] = found.window
         reader.data.flush()
-    kind, factor = (rope["rope_type"], rope["factor"]) if "factor" in rope else ("none", 1.0)
-    # By field: what it should say, and what an absent one means.
-    expected: dict[str, tuple[Any, Any]] = {
-        "rope.scaling.type": (kind, "none"),
-        "rope.scaling.factor": (factor, 1.0),
-        "rope.freq_base": (rope["rope_theta"], 10000.0),
-        "context_length": (found.window, 0),
-    }
+    expected = {"rope.freq_base": rope["rope_theta"], "context_length": found.window}
+    # `llama3` is a tensor of factors for the frequencies.
+    if rope["rope_type"] not in ("default", "llama3"):
+        expected = {"rope.scaling.type": rope["rope_type"], "rope.scaling.factor": rope["factor"], **expected}
     problems = [] if reader.tensors else ["no tensors"]
-    for key, (value, default) in expected.items():
-        field = reader.get_field(f"{prefix}.{key}")
-        written = default if field is None else field.contents()
+    if rope["rope_type"] == "llama3" and all(tensor.name != "rope_freqs.weight" for tensor in reader.tensors):
+        problems.append("no rope_freqs.weight")
+    for key, value in expected.items():
+        written = field.contents() if (field := reader.get_field(f"{prefix}.{key}")) else "missing"
         # The file has numbers in float32.
-        if written != value and (isinstance(value, str) or abs(written - value) > 1e-6 * value):
+        if written != (np.float32(value) if isinstance(written, float) else value):
             problems.append(f"{key} is {written} instead of {value}")
     if problems:
         raise ModelError(f"{name}: the converter wrote another model, which is not kept: {'; '.join(problems)}")
-    return "checked: " + ", ".join(f"{key} {value}" for key, (value, _) in expected.items())
+    return "checked: " + ", ".join(f"{key} {value}" for key, value in expected.items())

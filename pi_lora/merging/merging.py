@@ -1,6 +1,5 @@
 """The merge: base + adapter as full weights, written a few rows at a time, checked, whole or not at all."""
 
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -9,20 +8,19 @@ from typing import Any, Literal
 
 import torch
 from pydantic import BaseModel, Field
-from transformers.utils import GENERATION_CONFIG_NAME
 
 from pi_lora.errors import ModelError
-from pi_lora.merging.check import CheckFailed, check_logits, check_model, check_tensors
+from pi_lora.merging.check import check_logits, check_model, check_tensors
+from pi_lora.merging.extending import save_without_weights
 from pi_lora.merging.layout import plan_merge, write_shards
 from pi_lora.merging.tensors import read_shards
 from pi_lora.models.device import dtype_named
 from pi_lora.models.machine import versions
 from pi_lora.models.model import Extension, Model, adapter_folder, find_adapter, find_base_of
-from pi_lora.models.stored import CONFIG_FILE, save_config
-from pi_lora.models.tokenizer import TOKENIZER_FILES, save_tokenizer
+from pi_lora.models.stored import CONFIG_FILE
 from pi_lora.models.weights import quiet_loading
 from pi_lora.report.card import CARD, merged_card
-from pi_lora.run import Run, check_room, remove, staged
+from pi_lora.run import Run, check_room, staged
 from pi_lora.scaling.config import ORIGINAL_WINDOW, in_both_dialects
 from pi_lora.scaling.verify import build_on_meta, config_of
 from pi_lora.serving.commands import serving_lines
@@ -35,12 +33,12 @@ POSITIONS = ("rope_parameters", "max_position_embeddings", "original_max_positio
 
 
 class Merge(BaseModel):
-    """What was merged, as `merge.json` in `folder` says: `scale` is L'/L, `window` L' in tokens; `notes` by name what a
-    user would not expect; `checks` a line for each result; `config` is that of the merged model, of transformers.
+    """What was merged into `folder`, as `merge.json` there says: `scale` is L'/L, `window` L' in tokens; `notes` by
+    name what a user would not expect; `checks` a line for each result; `config` is that of the merged model, of
+    transformers.
     """
 
     folder: Path = Field(exclude=True)
-    adapter: Path = Field(exclude=True)
     base: str
     run: str
     dtype: str
@@ -58,13 +56,6 @@ class Merge(BaseModel):
     def serving(self) -> list[str]:
         """Return the commands that serve it, and check the server."""
         return serving_lines(self.config, str(self.folder), self.folder.with_suffix(".gguf"))
-
-    def save(self) -> None:
-        """Write `merge.json` and the model card."""
-        write_whole(self.folder / MERGE_FILE, self.model_dump_json(indent=2) + "\n")
-        serving = serving_lines(self.config, ".", Path("model.gguf"))
-        card = merged_card(self.adapter, self.folder, self.checks, self.notes, self.base, serving)
-        write_whole(self.folder / CARD, card)
 
 
 def merge(
@@ -88,42 +79,28 @@ def merge(
     Raise ModelError if `run` is no adapter, its base is missing, damaged or another one, they do not fit
     together, or a check failed, after which nothing is kept; RunExistsError if `output` exists, or there is no room.
     """
-    name, folder = str(run), adapter_folder(str(run))
-    if folder is None:
+    if (folder := adapter_folder(str(run))) is None:
         raise ModelError(f"{run}: holds no adapter; name a run of lora tuning (full tuning needs no merge)")
-    run = folder  # of the cache, if it is on the hub
-    if sibling and not base:
-        raise ModelError(f"{name}: --sibling: name the sibling of its base with --base")
-    found, notes = _find(run, base, extension, permissions, sibling)
-    before = find_base_of(run, permissions=permissions) if sibling else None
-    if before:
-        notes["sibling"] = f"tuned on {before.base}, and added to {found.base}, which has other weights"
+    found, before, notes = _find(folder, base, extension, permissions, sibling)
     if found.base_config.get("quantization_config"):
         raise ModelError(f"{found.base}: has quantized weights; name the model that it was made from with --base")
-    with staged(output) as staging, _one_thread():
+    with staged(output) as staging:
         with quiet_loading():
             model = build_on_meta(found.kind, found.config, permissions.remote_code)
-        own, others = read_shards(found.base, found.file), read_shards(before.base, before.file) if before else None
-        shards = plan_merge(model, own, run, dtype_named(dtype) if dtype else None, others)
+        own, others = read_shards(found.base, found.file), read_shards(before.base, before.file) if before else []
+        shards = plan_merge(model, own, folder, dtype_named(dtype) if dtype else None, others)
         tensors = [tensor for shard in shards for tensor in shard]
         check_room(output, sum(tensor.size for tensor in tensors))
-        largest = max(tensors, key=lambda tensor: tensor.size)
-        stored = str(largest.dtype).removeprefix("torch.")
+        stored = str(max(tensors, key=lambda tensor: tensor.size).dtype).removeprefix("torch.")
         config = {**found.config, "architectures": [type(model).__name__], "dtype": stored}
         if any(tensor.name in model.all_tied_weights_keys for tensor in tensors):
             config["tie_word_embeddings"] = False
             notes["head"] = "was tied to the embeddings, but they diverged in tuning: it is a tensor of its own now"
-        save_config(config, staging)
-        # A model may have no tokenizer.
-        if any((run / name).is_file() or found.file(name) for name in TOKENIZER_FILES):
-            save_tokenizer((replace(found, adapter=None) if sibling else found).tokenizer, staging)
-        if generation := found.file(GENERATION_CONFIG_NAME):
-            shutil.copyfile(generation, staging / GENERATION_CONFIG_NAME)
+        save_without_weights(replace(found, adapter=None) if before else found, config, staging)
         merged = Merge(
-            folder=staging,
-            adapter=run,
+            folder=output,
             base=found.base,
-            run=name,
+            run=str(run),
             dtype=stored,
             scale=found.scale,
             window=found.window,
@@ -133,45 +110,49 @@ def merge(
         )
         # What is wrong with the model or the card shows before the weights are written.
         check_model(found, model, tensors, staging)
-        merged.save()
-        write_shards(shards, staging, progress)
-        if check != "none":
-            merged.checks += check_tensors(found, tensors, staging, progress)
-            merged.save()
-    merged.folder = output
-    if check == "logits":
-        progress(0, 0, "comparing logits")
-        try:
-            merged.checks.append(check_logits(found, tensors, output))
-        except CheckFailed:
-            remove(output)
-            raise
-        merged.save()
+        _describe(merged, folder, staging)
+        with _one_thread():
+            write_shards(shards, staging, progress)
+            if check != "none":
+                merged.checks.append(check_tensors(found, tensors, staging, progress))
+        if check == "logits":
+            progress(0, 0, "comparing logits")
+            merged.checks.append(check_logits(found, tensors, staging))
+        _describe(merged, folder, staging)
     return merged
+
+
+def _describe(merged: Merge, adapter: Path, staging: Path) -> None:
+    """Write `merge.json` and the model card."""
+    write_whole(staging / MERGE_FILE, merged.model_dump_json(indent=2) + "\n")
+    serving = serving_lines(merged.config, ".", Path("model.gguf"))
+    write_whole(staging / CARD, merged_card(adapter, staging, merged.checks, merged.notes, merged.base, serving))
 
 
 def _find(
     run: Path, base: str | None, extension: Extension | None, permissions: Permissions, sibling: bool
-) -> tuple[Model, dict[str, str]]:
-    """Find the base of an adapter and the config that it was tuned under, and return them with notes on what a user
-    may not expect; raise ModelError if they cannot be merged.
+) -> tuple[Model, Model | None, dict[str, str]]:
+    """Find the base of an adapter with the config that it was tuned under, of a sibling also the base that it was tuned
+    on; and return them with notes on what a user may not expect. Raise ModelError if they cannot be merged.
     """
-    notes: dict[str, str] = {}
+    if sibling and not base:
+        raise ModelError(f"{run}: --sibling: name the sibling of its base with --base")
     if extension is None and (run / CONFIG_FILE).is_file():
         found = find_adapter(run, base, permissions)
         if sibling:
+            before = find_base_of(run, permissions=permissions)
             positions = {key: found.config[key] for key in POSITIONS if key in found.config}
-            return replace(found, config=in_both_dialects({**found.base_config, **positions})), notes
-    elif Run(run).has_recipe:
+            found = replace(found, config=in_both_dialects({**found.base_config, **positions}))
+            return found, before, {"sibling": f"tuned on {before.base}, and added to {found.base}"}
+        found.check_origin()
+        return found, None, {}
+    if Run(run).has_recipe:
         raise ModelError(f"{run}: brings its own scaling; leave out --original, --target and --scaling")
-    else:
-        plain = find_base_of(run, base, permissions)
-        found = (plain.extended(extension) if extension else plain).with_adapter(run)
-        scaling = f"under {extension.scaling}" if extension else f"under the scaling of {found.base}"
-        known = "as stated" if extension else "as it has no config.json; if not, state it with --target and --original"
-        notes["assumed"] = f"{run} was tuned {scaling} to {found.window} tokens, {known}"
-    found.check_origin()
-    return found, notes
+    plain = find_base_of(run, base, permissions)
+    found = (plain.extended(extension) if extension else plain).with_adapter(run)
+    scaling = f"under {extension.scaling}" if extension else f"under the scaling of {found.base}"
+    known = "as stated" if extension else "as it has no config.json; if not, state it with --target and --original"
+    return found, None, {"assumed": f"{run} was tuned {scaling} to {found.window} tokens, {known}"}
 
 
 @contextmanager

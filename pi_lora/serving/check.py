@@ -16,8 +16,10 @@ REFUSED, DIFFERENT = "refused", "different"
 TIE = 0.5
 # Without log probabilities, so many equal tokens are an agreement.
 ENOUGH = 4
-# A server that cuts a prompt keeps some tokens more or fewer than the number that is tried.
+# Tokens by which a server may count fewer than are computed here, and has not cut the prompt.
 CUT_SLACK = 5
+# The answer to a prompt in a reading, None if it is not known.
+Answers = Callable[[Prompt, str], Answer | None]
 
 
 class Verdict(BaseModel):
@@ -42,11 +44,7 @@ def verdicts_table(title: str, verdicts: list[Verdict]) -> Table:
 
 
 def check_server(
-    server: Server,
-    reference: Reference,
-    answer: Callable[[Prompt, str], Answer | None],
-    tolerance: float,
-    progress: Progress = silent,
+    server: Server, reference: Reference, answer: Answers, tolerance: float, progress: Progress = silent
 ) -> list[Verdict]:
     """Ask a server both prompts of a reference, and judge it by the `answer` to each reading, None where it is not
     known. Log probabilities may differ by `tolerance` nats on average.
@@ -63,29 +61,22 @@ def check_server(
     return verdicts
 
 
-def _judge(
-    reference: Reference,
-    prompt: Prompt,
-    said: Completion,
-    answer: Callable[[Prompt, str], Answer | None],
-    tolerance: float,
-) -> Verdict:
-    counted = said.seen or prompt.tokens
-    cut = [f"{CUT} {counted}"] if prompt.tokens - counted > CUT_SLACK else []
+def _judge(reference: Reference, prompt: Prompt, said: Completion, answer: Answers, tolerance: float) -> Verdict:
     compared: dict[str, tuple[float, int]] = {}
-    for reading in [*cut, *reference.readings(prompt)]:
+    for reading in reference.readings(prompt):
         if computed := answer(prompt, reading):
-            compared[reading] = _compare(computed, said)
-            if compared[reading][0] <= tolerance and reading not in cut:
+            compared[reading] = distance, agreed = _compare(computed, said)
+            if distance <= tolerance:
                 break
-    best, (distance, agreed) = min(compared.items(), key=lambda pair: pair[1])
-    verdict, _, size = best.partition(" ")
-    if distance > tolerance * (CUT_SLACK if size else 1):
-        verdict, agreed = DIFFERENT, compared[RIGHT][1]
+    else:
+        counted = said.seen or prompt.tokens
+        reading = f"{CUT} {counted}" if prompt.tokens - counted > CUT_SLACK else DIFFERENT
+        distance, agreed = compared[RIGHT]
+    verdict, _, size = reading.partition(" ")
     details = {
         UNSCALED: "it computes the model without the scaling in its config.json",
         CUT: f"it saw only the last {size} tokens; start it with a window of {reference.target:,}",
-        DIFFERENT: f"it computes another model; it counted {counted:,} tokens",
+        DIFFERENT: "it computes another model",
     }
     difference = distance if said.logprobs and isfinite(distance) else None
     return Verdict(

@@ -56,9 +56,5 @@ def _numbers_of_token(layer: PreTrainedConfig) -> int:
     if rank := getattr(layer, "kv_lora_rank", None):
         return int(rank + layer.qk_rope_head_dim)
     heads = layer.num_attention_heads
-    # Falcon has names of its own.
-    if getattr(layer, "multi_query", False) and not layer.new_decoder_architecture:
-        heads_kept = 1
-    else:
-        heads_kept = getattr(layer, "num_key_value_heads", None) or getattr(layer, "num_kv_heads", None) or heads
-    return 2 * int(heads_kept * (getattr(layer, "head_dim", None) or layer.hidden_size // heads))
+    width = getattr(layer, "head_dim", None) or layer.hidden_size // heads
+    return 2 * int((getattr(layer, "num_key_value_heads", None) or heads) * width)

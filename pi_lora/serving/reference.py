@@ -1,7 +1,6 @@
 """What a model answers to prompts longer than its original window: computed here, for a server to be compared with."""
 
 import random
-from bisect import bisect_right
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,18 +11,18 @@ from pydantic import BaseModel
 from pi_lora.data.recall import sentences
 from pi_lora.errors import DataError
 from pi_lora.models.model import Model
-from pi_lora.scaling.config import ORIGINAL_WINDOW, full_attention_rope, in_both_dialects, with_full_rope
+from pi_lora.scaling.config import full_attention_rope, in_both_dialects, with_full_rope
 from pi_lora.types import Progress, silent
 from pi_lora.writing import write_whole
 
 # Tokens that are written, and the last tokens of a prompt whose log probabilities are compared.
 WRITTEN, SCORED = 32, 64
-# Characters of the longest tokens of a text.
-LONGEST_TOKEN = 16
 # In a merged folder.
 REFERENCE_FILE = "server_reference.json"
 # How a server can read a prompt; `cut N` is its last N tokens.
 RIGHT, UNSCALED, CUT = "right", "unscaled", "cut"
+# What is left of a rope without its scaling.
+UNSCALED_ROPE = ("rope_theta", "partial_rotary_factor")
 
 
 class Answer(BaseModel):
@@ -76,27 +75,21 @@ class Reader:
         self.loaded: dict[bool, Model] = {}
         self.reference = Reference(model=found.name, original=found.original, target=found.window, own_text=text)
         self.text = self.reference.text
-        self.reference.prompts = [self._prompt(found.window * 9 // 10), self._prompt(found.original // 2)]
-        self.reference.own_text = text[: self.reference.prompts[0].characters]
+        ends = found.tokenizer(self.text, return_offsets_mapping=True, verbose=False)["offset_mapping"]
+        lengths = (found.window * 9 // 10, found.original // 2)
+        if len(ends) <= lengths[0]:
+            raise DataError(f"--text: has fewer than {lengths[0]:,} tokens; name a longer text")
+        self.reference.prompts = [Prompt(characters=ends[tokens][0], tokens=tokens) for tokens in lengths]
+        self.reference.own_text = text[: ends[lengths[0]][0]]
 
     def answer(self, prompt: Prompt, reading: str) -> Answer:
         """Return the answer to a prompt in one reading."""
         if reading not in prompt.answers:
             self.progress(0, 0, f"computing {prompt.tokens:,} tokens here: {reading}")
-            ids, (_, _, size) = self._ids(prompt.characters), reading.partition(" ")
-            prompt.answers[reading] = _answer(self._load(reading != UNSCALED), ids[-int(size or len(ids)) :])
+            ids = self.found.tokenizer(self.text[: prompt.characters], verbose=False)["input_ids"]
+            size = int(reading.removeprefix(CUT)) if reading.startswith(CUT) else len(ids)
+            prompt.answers[reading] = _answer(self._load(reading != UNSCALED), ids[-size:])
         return prompt.answers[reading]
-
-    def _prompt(self, tokens: int) -> Prompt:
-        longest = range(min(len(self.text), tokens * LONGEST_TOKEN))
-        end = bisect_right(longest, tokens, key=lambda end: len(self._ids(end)))
-        if end == len(longest):
-            raise DataError(f"--text: has fewer than {tokens:,} tokens; name a longer text")
-        return Prompt(characters=end - 1, tokens=len(self._ids(end - 1)))
-
-    def _ids(self, characters: int) -> list[int]:
-        ids: list[int] = self.found.tokenizer(self.text[:characters], verbose=False)["input_ids"]
-        return ids
 
     def _load(self, scaled: bool) -> Model:
         if scaled not in self.loaded:
@@ -115,14 +108,9 @@ def write_reference(reader: Reader, file: Path) -> None:
 
 
 def _unscaled(found: Model) -> Model:
-    """Return a model as engines compute it that drop the scaling from its config. Of the scaling `theta` they drop the
-    larger theta, and take the customary 10,000.
-    """
-    rope = full_attention_rope(found.config)
-    theta = 10_000.0 if found.config.get(ORIGINAL_WINDOW) else rope["rope_theta"]
-    kept = {key: rope[key] for key in ("partial_rotary_factor",) if key in rope}
-    plain = with_full_rope(found.config, {"rope_type": "default", "rope_theta": theta, **kept})
-    return replace(found, config=in_both_dialects(plain))
+    """Return a model as engines compute it that drop the scaling from its config."""
+    plain = {key: value for key, value in full_attention_rope(found.config).items() if key in UNSCALED_ROPE}
+    return replace(found, config=in_both_dialects(with_full_rope(found.config, {**plain, "rope_type": "default"})))
 
 
 @torch.no_grad()

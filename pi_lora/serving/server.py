@@ -39,9 +39,7 @@ class Server:
     """The server at `url`; `name` is the model that is asked, by default the only one that the server lists."""
 
     def __init__(self, url: str, name: str | None = None) -> None:
-        self.url = url.rstrip("/").removesuffix("/v1")
-        if not self.url.startswith(("http://", "https://")):
-            raise PiLoraError(f"{url}: is no address of a server; write http://host:port")
+        self.url = (url if "://" in url else f"http://{url}").rstrip("/").removesuffix("/v1")
         try:
             models = self._call("/v1/models").get("data") or []
         except (Refused, ValueError):  # mlx-lm without a cache of the hub lists none

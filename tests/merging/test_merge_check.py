@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from test_merge_peft import ALL, NEOX, NORMS, TIED, UNTIED, llama
 
 from pi_lora.errors import ModelError
-from pi_lora.merging import check, merging
+from pi_lora.merging import check, extending, merging
 from pi_lora.merging.merging import merge
 from pi_lora.models.device import dtype_named
 from pi_lora.types import Permissions
@@ -152,8 +152,8 @@ def test_a_config_of_another_model_is_refused(
     how: str, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     changes, message = CONFIGS[how]
-    save = merging.save_config
-    monkeypatch.setattr(merging, "save_config", lambda config, folder: save({**config, **changes}, folder))
+    save = extending.save_config
+    monkeypatch.setattr(extending, "save_config", lambda config, folder: save({**config, **changes}, folder))
     with pytest.raises(ModelError, match=message):
         merge(run, tmp_path / "merged")
     assert list(tmp_path.iterdir()) == []
@@ -168,44 +168,26 @@ def test_a_sound_merge_differs_by_rounding(
     config, settings = SETTINGS[case]
     run = save_run(save_base(config, tmp_path / "base", dtype_named(base)), tmp_path / "run", r=4, **settings)
     [line] = merge(run, tmp_path / "merged", dtype=dtype).checks
-    summed, copied, tuning, rounding = map(float, re.findall(r"\b\d[\d.e+-]*", line))
+    summed, copied = map(int, re.findall(r"\d+", line))
     assert summed >= 8
     assert copied >= 6
-    assert 0 < rounding < torch.finfo(dtype_named(dtype)).eps / 2
-    assert tuning > 0.01
 
 
-def test_it_is_printed_and_kept(run: Path, tmp_path: Path) -> None:
-    merged = merge(run, tmp_path / "merged")
-    [line] = merged.lines()
-    assert line.startswith("checked: 21 tensors are base + adapter, 9 are copies; tuning changes weights by ")
-    assert f"- {line}\n" in (merged.folder / "README.md").read_text()
-    assert json.loads((merged.folder / "merge.json").read_text())["checks"] == [line]
-
-
-@pytest.mark.parametrize(("size", "lost"), [(0.005, True), (0.0, False), (1.0, False)])
-def test_tuning_that_rounding_undoes_is_kept_and_named(size: float, lost: bool, tmp_path: Path) -> None:
-    run = save_run(save_base(UNTIED, tmp_path / "base", torch.bfloat16), tmp_path / "run", r=4, target_modules=ALL)
-    path = run / "adapter_model.safetensors"
-    save_file({name: tensor * size**0.5 for name, tensor in load_file(path).items()}, path, metadata={"format": "pt"})
-    lines = merge(run, tmp_path / "merged").lines()
-    assert lines[1:] == ["rounding undoes much of so small a tuning; --dtype float32 keeps it"] * lost
-    assert len(merge(run, tmp_path / "exact", dtype="float32").lines()) == 1
+@pytest.mark.parametrize("how", ["scaled wrongly", "no adapter in one tensor", "rows swapped"])
+def test_products_with_random_signs_suffice(
+    how: str, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(check, "SAMPLED", 0)
+    test_a_broken_merge_is_not_kept(how, run, tmp_path, monkeypatch)
 
 
 def test_logits_are_compared_on_request(run: Path, tmp_path: Path) -> None:
     merged = merge(run, tmp_path / "merged", check="logits")
-    _, line = merged.lines()
-    assert 0 < logits_in(line) < 0.02
-    assert f"- {line}\n" in (merged.folder / "README.md").read_text()
-    _, line = merge(run, tmp_path / "exact", dtype="float32", check="logits").lines()
-    assert logits_in(line) < 1e-5
-
-
-def logits_in(line: str) -> float:
-    found = re.fullmatch(r"logits at 128 tokens differ by (\S+) of their size", line)
-    assert found
-    return float(found[1])
+    checked, line = merged.lines()
+    assert checked == "checked: 21 tensors are base + adapter, 9 are copies"
+    assert 0 < float(line.split()[6]) < 0.02
+    assert f"- {checked}\n- {line}\n" in (merged.folder / "README.md").read_text()
+    assert json.loads((merged.folder / "merge.json").read_text())["checks"] == [checked, line]
 
 
 def test_logits_of_another_model_are_refused(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -45,7 +45,7 @@ def test_the_difference_is_added_to_the_sibling(case: str, tmp_path: Path) -> No
     assert (config_file["eos_token_id"], config_file["rope_parameters"]["factor"]) == (7, 2.0)
     settings_file = json.loads((merged.folder / "tokenizer_config.json").read_text())
     assert settings_file["model_max_length"] == 128
-    said = f"tuned on {base}, and added to {sibling}, which has other weights"
+    said = f"tuned on {base}, and added to {sibling}"
     assert merged.lines()[0] == f"sibling: {said}"
     assert merged.lines()[1].startswith("checked: ")
     assert f"| sibling | {said} |" in (merged.folder / "README.md").read_text()

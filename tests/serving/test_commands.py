@@ -17,8 +17,6 @@ CACHES = {
     "deepseek_v3": ({}, 61 * (512 + 64) * 16384),
     # Every layer slides.
     "mistral": ({"sliding_window": 4096}, 32 * 2 * 8 * 128 * 4096),
-    # One key for all heads.
-    "falcon": ({}, 32 * 2 * 64 * 16384),
     # 5 of 30 layers attend to everything, with larger heads.
     "gemma4_text": ({}, 2 * 4 * (5 * 512 * 16384 + 25 * 256 * 512)),
     # Every fourth of 48 layers; the others are linear.
