@@ -123,5 +123,5 @@ def test_progress_is_lines_where_there_is_no_terminal(
                 progress(done, 1011, note)
         be_the_second_process(monkeypatch)
     errors = capsys.readouterr().err
-    assert errors.splitlines() == ["training: 10 of 1,011, 1:54:50 left, loss 2"]
+    assert errors.splitlines() == ["training: 10 of 1,011, 1:55:07 left, loss 2"]
     assert without_progress(errors) == ""
