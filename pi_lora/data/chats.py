@@ -52,8 +52,6 @@ class ChatTemplate:
         if tokenizer.chat_template is None:
             no_template = "the tokenizer of the model has no chat template, which chats need"
             raise DataError(f"data.source: {no_template}; tune a model that has one, or leave chats out")
-        if not tokenizer.is_fast:
-            raise DataError("data.source: chats need a fast tokenizer; save tokenizer.json beside the model")
         self.tokenizer, self.learn_all = tokenizer, data.loss == "all"
         self.special = [] if data.special_tokens else tokenizer.all_special_tokens
         self.marks_turns = "{% generation" in tokenizer.get_chat_template().replace("{%-", "{%")

@@ -137,20 +137,6 @@ def test_what_is_left_out_is_counted_and_named(tmp_path: Path, tokenizer: Any) -
 
 
 @pytest.mark.parametrize(
-    ("rows", "keys", "message"),
-    [
-        ([{"text": "", "gist": "a"}] * 3, {}, "no row has text in every column"),
-        (ROWS, {"completion_tokens": 70}, "data.completion_tokens: 70 leave no room for a prompt"),
-    ],
-)
-def test_rows_without_an_example_are_refused(
-    tmp_path: Path, tokenizer: Any, rows: list[dict[str, Any]], keys: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(DataError, match=message):
-        training_examples(data_of(write(tmp_path / "rows.jsonl", rows), **keys), tokenizer, 90)
-
-
-@pytest.mark.parametrize(
     ("name", "content", "message"),
     [
         ("rows.csv", "text,gist\na,b,c\n", "rows.csv:1: cannot be read (it is not one value for each column)"),

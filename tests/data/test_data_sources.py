@@ -1,6 +1,6 @@
 import gzip
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pyarrow as pa
@@ -105,24 +105,6 @@ def test_what_is_not_text_is_refused(tmp_path: Path, name: str, content: bytes |
         list(evaluation_documents(str(tmp_path / name)))
     assert str(refused.value).startswith(str(tmp_path / name))
     assert "\n" not in str(refused.value)
-
-
-def test_the_identity_follows_the_files(shelf: Path) -> None:
-    def identity() -> object:
-        return find_corpus(Source(name=str(shelf))).identity()
-
-    before = identity()
-    assert identity() == before
-    changes: list[Callable[[], object]] = [
-        lambda: (shelf / "a.md").write_text("longer"),
-        lambda: (shelf / "new.txt").write_text("new"),
-        lambda: (shelf / "new.txt").unlink() or (shelf / "other.txt").write_text("new"),
-    ]
-    seen = [before]
-    for change in changes:
-        change()
-        assert identity() not in seen
-        seen.append(identity())
 
 
 def test_all_problems_of_the_sources_are_told_and_the_hub_is_left_alone(shelf: Path, tmp_path: Path) -> None:
