@@ -1,13 +1,12 @@
 """Make a folder of wheels for a GPU machine without network: what pi-lora needs and that machine lacks.
 
-    python scripts/gpu_wheels.py [--machine FILE] [--python 3.12] [--folder wheels]
+    python scripts/gpu_wheels.py [FOLDER]          # wheels/
 
-FILE is the `pip freeze` of that machine, scripts/gpu_machine.txt unless given; torch is always the machine's own. The
-wheels are those of constraints.txt for Linux on x86_64, with the extras for QLoRA and Liger's kernels. bitsandbytes
-comes with its libraries for CUDA 13.0 and for CPUs alone. docs/performance.md has the commands for that machine.
+scripts/gpu_machine.txt is the `pip freeze` of that machine; torch is always the machine's own. The wheels are those of
+constraints.txt for Python 3.12 and Linux on x86_64, with the extras for QLoRA and Liger's kernels. bitsandbytes comes
+with its libraries for CUDA 13.0 and for CPUs alone. docs/performance.md has the commands for that machine.
 """
 
-import argparse
 import shutil
 import subprocess
 import sys
@@ -22,7 +21,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parent.parent
-MACHINE = ROOT / "scripts" / "gpu_machine.txt"
+MACHINE, PYTHON = ROOT / "scripts" / "gpu_machine.txt", "3.12"
 EXTRAS = ("qlora", "liger")
 PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_24_x86_64", "manylinux2014_x86_64")
 KEPT_LIBRARIES = ("libbitsandbytes_cuda130.so", "libbitsandbytes_cpu.so")
@@ -107,13 +106,9 @@ def is_for_that_machine(name: str) -> bool:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--machine", type=Path, default=MACHINE, help="its `pip freeze`")
-    parser.add_argument("--python", default="3.12", help="its version of Python")
-    parser.add_argument("--folder", type=Path, default=ROOT / "wheels")
-    options = parser.parse_args()
-    make(options.folder, versions(options.machine), options.python)
-    print(f"{options.folder}: {sum(file.stat().st_size for file in options.folder.iterdir()) / 2**20:.1f} MiB")
+    folder = Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT / "wheels"
+    make(folder, versions(MACHINE), PYTHON)
+    print(f"{folder}: {sum(file.stat().st_size for file in folder.iterdir()) / 2**20:.1f} MiB")
 
 
 def make(folder: Path, machine: dict[str, str], python: str) -> dict[str, str]:

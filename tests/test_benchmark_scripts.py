@@ -142,14 +142,6 @@ def test_mfu_stands_beside_the_share_of_the_measured_product() -> None:
     ]
 
 
-def test_a_row_has_its_own_date_and_others_keep_theirs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(record, "RESULTS", tmp_path)
-    for day, name in (("monday", "a"), ("tuesday", "b")):
-        monkeypatch.setattr(record, "machine", lambda day=day: {"date": day})
-        record.write_row("it", ("rows", name), {"value": 1})
-    assert [row["machine"]["date"] for row in record.read("it")["rows"].values()] == ["monday", "tuesday"]
-
-
 @pytest.mark.parametrize("module", [compare_methods, longest])
 def test_examples(module: ModuleType) -> None:
     failed, tried = doctest.testmod(module)

@@ -62,16 +62,6 @@ def test_ctrl_c_while_it_starts_is_one_line(tmp_path: Path, delay: float) -> Non
     assert errors.startswith("interrupted; nothing was written") or "interrupted after step" in errors
 
 
-def test_show_says_where_values_come_from(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(REPOSITORY)
-    status, out, _ = run(capsys, monkeypatch, "show", "recipes/demo.yaml", "training.steps=7")
-    assert status == 0
-    rows = {line.split()[0]: line for line in out.splitlines() if line.strip()}
-    assert "command line" in rows["training.steps"]
-    assert "recipes/_demo.yaml:" in rows["context.target"]
-    assert "default" in rows["training.warmup_steps"]
-
-
 def test_shipped_recipes_have_names_and_a_folders_have_paths(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
