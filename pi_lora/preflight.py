@@ -117,11 +117,8 @@ def _evaluation_problems(recipe: Recipe, ask_hub: bool) -> Iterator[str]:
         target, short = recipe.context.target, recipe.evaluation.in_short().perplexity or measured
         asked = {"perplexity": measured} | ({} if short == measured else {"while_training": short})
         for where, each in asked.items() if measured.windows is None else ():
-            if (each.stride or 0) > target:
-                yield f"evaluation.{where}.stride: {each.stride} is longer than the target window of {target}; lower it"
-            if (each.truncate or target) < target:
-                no_room = f"{each.truncate} tokens do not hold the target window of {target}"
-                yield f"evaluation.{where}.truncate: {no_room}; raise it"
+            if (each.stride or 0) > target or (each.truncate or target) < target:
+                yield f"evaluation.{where}: the target window is {target}; lower stride to it, or raise truncate to it"
         if measured.data is None and not recipe.model.name.startswith(BUILTIN):
             yield "evaluation.perplexity.data: is missing; name a text that the model is not tuned on"
         named = Data.model_validate({"source": measured.data}) if measured.data else None

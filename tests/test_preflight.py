@@ -83,10 +83,10 @@ def test_a_missing_package_is_named(small_model: Path, tmp_path: Path, monkeypat
 @pytest.mark.parametrize(
     ("changes", "where"),
     [
-        ({"evaluation": {"perplexity": {"stride": 129}}}, "evaluation.perplexity.stride: 129"),
+        ({"evaluation": {"perplexity": {"stride": 129}}}, "evaluation.perplexity: the target window is 128"),
         (
             {"evaluation": {"perplexity": {}, "while_training": {"truncate": 127}}},
-            "evaluation.while_training.truncate: 127",
+            "evaluation.while_training: the target window is 128",
         ),
         ({"training": {"optimizer": "paged_adamw_8bit"}, "hardware": {"gpus": 2}}, "training.optimizer: paged"),
     ],

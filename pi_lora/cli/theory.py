@@ -18,7 +18,7 @@ def theory(
     *,
     model: Annotated[str | None, Parameter(help="Read d, c, L, L' from a hub id, folder, run or builtin:tiny.")] = None,
     text: Annotated[Path | None, Parameter(help="Also measure the model's queries and keys on this text.")] = None,
-    head_dim: Annotated[int | None, Parameter(help="d; 128 as in LLaMA-7B.", validator=Number(gte=2))] = None,
+    head_dim: Annotated[int | None, Parameter(help="d; 128 as in LLaMA-7B.", validator=Number(gte=2, modulo=2))] = None,
     theta: Annotated[float | None, Parameter(help="c; 10000 as in LLaMA.", validator=Number(gt=1))] = None,
     original: Annotated[Original, Parameter(help="L in tokens; the model's, or 2048.")] = None,
     target: Annotated[Target, Parameter(help="L' in tokens; the model's, or twice L.")] = None,
@@ -59,7 +59,7 @@ def theory(
         out.lines(
             f"{loaded.name}, {pairs} queries and keys a head from {attention['tokens']} tokens of {text}:",
             f"inside the window |a| reaches {largest['inside']:.1f}; beyond it {largest['beyond']:.1f}, "
-            f"{largest['beyond_share']:.0%} of its bound; of one pair, {largest['growth']:.1f} times as much as inside",
+            f"{largest['beyond_share']:.0%} of its bound",
             f"in between, |a - a_linear| reaches {largest['between_share']:.0%} of its bound, and "
             f"{largest['papers_share']:.0%} of the paper's",
         )

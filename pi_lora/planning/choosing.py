@@ -192,9 +192,7 @@ def recipe_text(plan: TrainingPlan, file: Path, probed: str | None = None) -> st
         lines=plan_lines(plan),
         short=short,
         sources=[source.model_dump(exclude_defaults=True) for source in plan.recipe.data.source],
-        perplexity=measured.model_dump(exclude_defaults=True)
-        if (measured := plan.recipe.evaluation.perplexity)
-        else {},
+        perplexity=plan.recipe.evaluation.model_dump(exclude_defaults=True)["perplexity"],
     )
 
 

@@ -119,7 +119,7 @@ class TrainingPlan:
 
 def plan_training(recipe: Recipe, gpu: Gpu | None = None, permissions: Permissions = NO_PERMISSIONS) -> TrainingPlan:
     """Find the model of `recipe` and plan its training on `gpu`, as `plan_recipe` does."""
-    return plan_recipe(recipe, target_of(recipe, permissions), gpu)
+    return plan_recipe(recipe, _target(recipe, *find_shape(recipe.model.name, recipe.model.revision, permissions)), gpu)
 
 
 def plan_here(recipe: Recipe, model: "Model") -> TrainingPlan | None:
@@ -134,12 +134,8 @@ def plan_here(recipe: Recipe, model: "Model") -> TrainingPlan | None:
         return None
 
 
-def target_of(recipe: Recipe, permissions: Permissions = NO_PERMISSIONS) -> Target:
-    """Find the model of `recipe`, build it on the meta device, and check that it can be extended as the recipe says."""
-    return _target(recipe, *find_shape(recipe.model.name, recipe.model.revision, permissions))
-
-
 def _target(recipe: Recipe, config: Config, shape: Shape) -> Target:
+    """Return the model of a plan; raise ScalingError if it cannot be extended as the recipe says."""
     window = window_of(config)
     if recipe.scaling == "keep":
         check_reach(recipe.model.name, config, recipe.context.target)

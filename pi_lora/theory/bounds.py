@@ -112,8 +112,6 @@ class Setting:
     target: int = 4096
 
     def __post_init__(self) -> None:
-        if self.head_dim < 2 or self.head_dim % 2:
-            raise ScalingError(f"--head-dim: {self.head_dim}: numbers rotate in pairs; give an even number from 2 on")
         if self.target <= self.original:
             raise ScalingError(f"--target: {self.target} is not longer than the window of {self.original}; give more")
 

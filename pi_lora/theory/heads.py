@@ -39,16 +39,15 @@ def measure_attention(loaded: Model, text: Path, setting: Setting) -> Json:
     pairs = queries, random.integers(0, queries + 1)
     found = layer_coefficients(loaded.model, ids, pairs, setting, loaded.scale)
     layers = {layer: largest_scores(h, setting) for layer, h in found.items()}
-    names = next(iter(layers.values()))
-    largest = {name: max(max(heads[name]) for heads in layers.values()) for name in names}
+    heads = next(iter(layers.values()))
+    largest = {name: max(max(each[name]) for each in layers.values()) for name in heads}
     return {"text": str(text), "tokens": len(ids), "pairs": PAIRS, "largest": largest, "layers": layers}
 
 
 def largest_scores(h: Complexes, setting: Setting) -> dict[str, list[float]]:
     """Return the largest numbers of each head over its pairs, of coefficients `h` [heads, pairs, d / 2]: `|a(s)|` in
     [0, L) and in [L, L'); as shares of the bounds for the same pair and distance, `|a(s)|` in [L, L') and
-    `|a - a_linear|` at the distances under PI, the latter also of the paper's bound (Eqn. 5); and the growth of one
-    pair, its largest score beyond over its largest inside.
+    `|a - a_linear|` at the distances under PI, the latter also of the paper's bound (Eqn. 5).
     """
     at_home, away, between = bounds.distances(setting)
     d, c = setting.head_dim, setting.theta
@@ -61,7 +60,6 @@ def largest_scores(h: Complexes, setting: Setting) -> dict[str, list[float]]:
         "beyond_share": beyond / bounds.extrapolation_bound(d, c, largest, away),
         "between_share": off / bounds.interpolation_bound(d, c, largest, between),
         "papers_share": off / bounds.interpolation_bound(d, c, largest, between, papers=True),
-        "growth": beyond.max(-1, keepdims=True) / inside.max(-1, keepdims=True),
     }
     return {name: values.max((1, 2)).tolist() for name, values in columns.items()}
 

@@ -22,7 +22,7 @@ from pi_lora.models.model import find_to_tune
 from pi_lora.planning import choosing, planning
 from pi_lora.planning.choosing import choose
 from pi_lora.planning.gpus import CPU, GPUS, device_for, find_gpu
-from pi_lora.planning.planning import TrainingPlan, find_shape, plan_recipe, plan_training, target_of
+from pi_lora.planning.planning import TrainingPlan, find_shape, plan_recipe, plan_training
 from pi_lora.planning.text import plan_lines
 from pi_lora.preflight import check_fits
 from pi_lora.recipe.files import load_recipe
@@ -252,4 +252,4 @@ def test_a_name_that_yaml_would_misread_is_quoted(small_model: Path, tmp_path: P
     tree = yaml.safe_load(file.read_text())
     assert tree["model"]["name"] == str(odd)
     assert load_recipe(file).recipe.data.source[0].name == 'no: "text"'
-    assert target_of(load_recipe(file).recipe) == plan.target
+    assert plan_training(load_recipe(file).recipe).target == plan.target
