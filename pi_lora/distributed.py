@@ -145,8 +145,8 @@ def launch_arguments(
         flags |= {"main_process_ip": address, "rdzv_conf": f"timeout={round(PROCESS_TIMEOUT.total_seconds())}"}
     if recipe.sharded:
         flags |= {"fsdp_version": 2, "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}
-        flags |= {"fsdp_reshard_after_forward": "true", "fsdp_state_dict_type": "SHARDED_STATE_DICT"}
-        flags |= {"fsdp_cpu_ram_efficient_loading": "true"}  # the first process sends them
+        # The first process sends the weights.
+        flags |= {"fsdp_state_dict_type": "SHARDED_STATE_DICT", "fsdp_cpu_ram_efficient_loading": "true"}
     if recipe.sharded and hardware.context_parallel > 1:
         flags |= {"use_parallelism_config": None, "parallelism_config_dp_shard_size": hardware.data_parallel}
         flags |= {"parallelism_config_cp_size": hardware.context_parallel}
@@ -156,11 +156,8 @@ def launch_arguments(
 
 def launch(command: Sequence[str]) -> int:
     """Run `accelerate launch COMMAND`; return the exit status. Signals of `STOP_SIGNALS` let the workers end their step
-    and write a checkpoint; a second Ctrl-C kills them. Raise RecipeError on Windows, which lacks what that takes.
+    and write a checkpoint; a second Ctrl-C kills them.
     """
-    if sys.platform == "win32":
-        where = "several processes are started on Linux and macOS only"
-        raise RecipeError([f"hardware: {where}; leave hardware.gpus out, or use the Windows Subsystem for Linux"])
     from accelerate.commands.launch import launch_command, launch_command_parser
     from accelerate.utils import patch_environment
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError

@@ -1,11 +1,6 @@
-"""What Windows lacks is not needed to import the package, nor to measure; several processes are refused there."""
+"""What Windows lacks is not needed to import the package, nor to measure."""
 
 import subprocess
-
-import pytest
-
-from pi_lora.distributed import launch
-from pi_lora.errors import RecipeError
 
 # Libraries have been imported before, each with what it needs here; the package is imported once more.
 WITHOUT_UNIX = """
@@ -48,9 +43,3 @@ def test_every_module_imports_without_what_windows_lacks(python: str) -> None:
     ended = subprocess.run([python, "-c", WITHOUT_UNIX], capture_output=True, text=True)
     assert (ended.stderr, ended.returncode) == ("", 0)
     assert int(ended.stdout.split()[0]) > 80
-
-
-def test_several_processes_are_refused_on_windows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sys.platform", "win32")
-    with pytest.raises(RecipeError, match=r"^hardware: several processes are started on Linux and macOS only; "):
-        launch([])

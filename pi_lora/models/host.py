@@ -24,18 +24,13 @@ def host_memory(root: Path = Path("/")) -> tuple[int, int]:
 
 
 def _cgroup_limits(root: Path) -> Iterator[tuple[int, int]]:
-    """Yield the limit of each cgroup that this process is in, and what is free of it; the cache of files is free."""
+    """Yield the limits of the cgroup that this process is in, and what is free of them; the cache of files is free."""
     groups = root / "proc/self/cgroup"
     for line in groups.read_text().splitlines() if groups.is_file() else ():
-        _, controllers, path = line.split(":", 2)
-        limit, used, cache = "memory.max", "memory.current", "inactive_file"
-        if controllers == "memory":  # version 1
-            limit, used, cache = "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
-        mounted = root / "sys/fs/cgroup" / controllers
-        own_group = mounted / path.lstrip("/")
+        own_group = root / "sys/fs/cgroup" / line.split(":", 2)[2].lstrip("/")
         # A limit may be set above. In a container, the path may be the host's, and the mounted folder its own group.
         for folder in (own_group, *own_group.parents):
             with suppress(OSError, ValueError, KeyError):  # no such file, or no limit ("max")
-                most = int((folder / limit).read_text())
+                most = int((folder / "memory.max").read_text())
                 counts = dict(row.split() for row in (folder / "memory.stat").read_text().splitlines())
-                yield most, most - int((folder / used).read_text()) + int(counts[cache])
+                yield most, most - int((folder / "memory.current").read_text()) + int(counts["inactive_file"])

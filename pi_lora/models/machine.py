@@ -8,7 +8,7 @@ from contextlib import suppress
 
 import torch
 from torch import nn
-from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available, is_flash_attn_4_available
+from transformers.utils import is_flash_attn_3_available, is_flash_attn_4_available
 
 from pi_lora.errors import ModelError
 from pi_lora.models.device import bfloat16_speed, device, dtype_named, has_fast_bfloat16
@@ -100,30 +100,24 @@ def hardware() -> str:
 
 def facts() -> dict[str, str]:
     """Return what a report of a bug needs, by name: libraries, system, processor, memory, GPUs, kernels."""
-    libraries, in_bfloat16 = versions(LIBRARIES + OPTIONAL), has_fast_bfloat16()
-    flash = {"flash_attention_2": is_flash_attn_2_available, **dict(_MADE_FOR.values())}
-    kernels = ", ".join([SDPA, "eager", *(name for name, is_present in flash.items() if is_present())])
-    instructions, without_it = "without bfloat16 instructions", "float32"
+    in_bfloat16, instructions, without_it = has_fast_bfloat16(), "without bfloat16 instructions", "float32"
     if device().type == "cuda":
         without_it = "float16 for adapters, float32 for all weights"
     if has_bfloat16_instructions():
         instructions = f"bfloat16 {bfloat16_speed():.1f} times as fast as float32"
     name = torch.cpu.get_capabilities().get("cpu_name") or platform.processor()
-    memory, available = host_memory()
     gpus = [
         f"{gpu.name}, {gpu.total_memory / 2**30:.1f} GiB, compute capability {gpu.major}.{gpu.minor}"
         for gpu in map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
     ]
     return {
-        **libraries,
+        **versions(LIBRARIES + OPTIONAL),
         "Python": platform.python_version(),
         "system": platform.platform(),
-        "processor": f"{name}, {hardware()}, {instructions}; torch uses "
-        f"{torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads",
-        "memory": f"{memory / 2**30:.1f} GiB, {available / 2**30:.1f} GiB available",
+        "processor": f"{name}, {hardware()}, {instructions}; torch uses {torch.get_num_threads()} threads",
+        "memory": "{:.1f} GiB, {:.1f} GiB available".format(*(size / 2**30 for size in host_memory())),
         "GPUs": "; ".join(gpus) or "none",
         "CUDA": torch.version.cuda or "none: torch is built for CPUs",
         "precision": f"training.precision: auto is {'bfloat16' if in_bfloat16 else without_it}",
-        "attention": f"model.attention: auto is {attention_kernel('auto', in_bfloat16)}; there are {kernels}",
-        "quantization": nf4_kernel(device().type) if "bitsandbytes" in libraries else "none: no bitsandbytes",
+        "attention": f"model.attention: auto is {attention_kernel('auto', in_bfloat16)}",
     }

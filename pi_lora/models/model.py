@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub.constants import HF_HUB_OFFLINE
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from pi_lora.errors import ModelError
@@ -217,7 +216,7 @@ class Model:
         """
         self.check_origin()
         recipe, on_cpu = self.recipe, device().type == "cpu"
-        quantized = self.tuned_quantized
+        quantized = self.adapter is not None and recipe is not None and recipe.tuning.method == "qlora"
         stored = "float32" if on_cpu else str(self.base_config.get("dtype") or "float32").removeprefix("torch.")
         of_weights = dtype_named(dtype or stored)
         if dtype is None and self.adapter and recipe and (quantized or not on_cpu):
@@ -235,11 +234,6 @@ class Model:
             # Without a cache, which would hold all weights a second time.
             model.forward = torch.autocast(model.device.type, torch.bfloat16, cache_enabled=False)(model.forward)
         return self._with(model=model, autocast=autocast)
-
-    @property
-    def tuned_quantized(self) -> bool:
-        """Whether it is an adapter that was tuned on an NF4 base; not known of one without a recipe."""
-        return self.adapter is not None and self.recipe is not None and self.recipe.tuning.method == "qlora"
 
     def load_weights(
         self, dtype: torch.dtype, attention: str = machine.SDPA, place: Placement = "device"
@@ -396,9 +390,6 @@ def _find_base(name: str, revision: str = "main", permissions: Permissions = NO_
     path = locate(name)
     if (Path(path) / CONFIG_FILE).exists():
         read_config(Path(path))
-    elif HF_HUB_OFFLINE and not Path(path).is_dir() and find_file(path, CONFIG_FILE, revision) is None:
-        absent = "is no folder here, and not in the cache of the hub, which HF_HUB_OFFLINE=1 forbids to ask"
-        raise ModelError(f"{name}: {absent}; correct the name, or download it first")
     with readable(name, CONFIG_FILE), quiet_loading():
         config = AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=permissions.remote_code)
     own: Config = own_entries(config)

@@ -1,17 +1,14 @@
 """What watches a training: its log, a clean end after a signal, and the measurements that its recipe asks for."""
 
 import json
-import shlex
 import signal
 import sys
 import time
 import types
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 from accelerate.big_modeling import _attach_context_parallel_hooks
 from torch.distributed.tensor import DTensor
@@ -26,7 +23,6 @@ from pi_lora.distributed import (
     number_of_processes,
     wait_for_all,
 )
-from pi_lora.drawing import sparkline
 from pi_lora.errors import Diverged, Interrupted
 from pi_lora.evaluation.registry import write_scores
 from pi_lora.evaluation.suite import asked_for, measure
@@ -34,7 +30,7 @@ from pi_lora.models import machine
 from pi_lora.models.finite import finite
 from pi_lora.models.model import Model
 from pi_lora.recipe.schema import Recipe
-from pi_lora.run import CHECKPOINTS, TRAINING_LOG, Run, resume_command
+from pi_lora.run import CHECKPOINTS, TRAINING_LOG, Run
 from pi_lora.types import Progress, silent
 from pi_lora.writing import write_whole
 
@@ -53,7 +49,6 @@ class TrainingLog(TrainerCallback):
         self.finite: torch.Tensor | bool = True
         self.last_tokens, self.line = 0, ""
         self.started = self.last_time = time.monotonic()
-        self.losses: list[float] = []
 
     def record_loss(self, loss: torch.Tensor) -> None:
         """Record whether a loss is finite, without waiting for the device."""
@@ -69,7 +64,6 @@ class TrainingLog(TrainerCallback):
         self.last_time, self.last_tokens = time.monotonic(), self._tokens(state)
         kept = [line for line in self.run.log if line["step"] <= state.global_step]
         self.started = self.last_time - (kept[-1].get("seconds", 0.0) if kept else 0.0)
-        self.losses = [line["loss"] for line in kept]
         if is_leader():
             write_whole(self.run.path / TRAINING_LOG, "".join(json.dumps(line) + "\n" for line in kept))
 
@@ -125,9 +119,7 @@ class TrainingLog(TrainerCallback):
         if is_leader():
             with (self.run.path / TRAINING_LOG).open("a", encoding="utf-8") as file:
                 file.write(json.dumps(line) + "\n")
-        self.losses.append(logs["loss"])
-        cost = f"{speed:,.0f} tokens/s {line['peak_memory'] / 2**30:.1f} GiB"
-        self.line = f"loss {logs['loss']:.3f} {sparkline(self.losses)} {cost}"
+        self.line = f"loss {logs['loss']:.3f} {speed:,.0f} tokens/s {line['peak_memory'] / 2**30:.1f} GiB"
 
     def _tokens(self, state: TrainerState) -> int:
         per_step = self.tokens_per_step
@@ -138,8 +130,6 @@ def peak_memory() -> int:
     """Return the peak memory of this process in bytes: of the GPU where there is one, else resident."""
     if torch.cuda.is_available():
         return int(torch.cuda.max_memory_allocated())
-    if sys.platform == "win32":
-        return int(psutil.Process().memory_info().peak_wset)
     import resource  # which Windows does not have
 
     unit = 1 if sys.platform == "darwin" else 1024
@@ -164,12 +154,6 @@ def stop_after_step(log: TrainingLog) -> Iterator[None]:
         yield
 
 
-def interrupted(model: Model, step: int) -> Interrupted:
-    """Return the exception that says how to resume the run of a model that is being tuned."""
-    how = resume_command(Path(model.name)) + " --trust-remote-code" * model.permissions.remote_code
-    return Interrupted(f"{model.name}: interrupted after step {step}, a checkpoint is kept; resume it with {how}")
-
-
 class TrainingScores(TrainerCallback):
     """Measure the model at step 0, every `evaluation.every` steps and the last, as in tables 3 and 4 of the paper, into
     `scores/NAME-step-N.json`. Each process measures its part; the first one writes. A checkpoint is written before.
@@ -178,45 +162,33 @@ class TrainingScores(TrainerCallback):
     def __init__(self, recipe: Recipe, model: Model, log: TrainingLog) -> None:
         self.asked, self.last, self.model, self.log = recipe.evaluation, recipe.training.steps, model, log
         # With the kernel of a model that is loaded.
-        in_bfloat16 = machine.dtype_of_base(recipe) == torch.bfloat16
-        self.attention = model.attention("auto", in_bfloat16) if self.asked.every else ""
+        self.attention = model.attention("auto", machine.dtype_of_base(recipe) == torch.bfloat16)
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Measure step 0, interpolated but not tuned, or the step of a checkpoint whose measuring was interrupted."""
-        missing = any(not file.is_file() for file in self._files(self.log.run, state.global_step))
-        if any_process(missing and is_leader())[0]:
-            self._measure_before_end(state.global_step)
+        step, run = state.global_step, self.log.run
+        files = [run.scores_file(name, f"step {step}") for name in asked_for(self.asked.in_short())]
+        missing = is_leader() and not all(file.is_file() for file in files)
+        if any_process(missing)[0] and self._is_due(step):
+            self.measure(run, step)
 
     def on_save(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Measure if it is time to."""
         if self._is_due(state.global_step) and not self.log.stopped:
-            self._measure_before_end(state.global_step)
-
-    def measure_last(self, run: Run) -> bool:
-        """Measure the last step into the finished `run`; return whether that was asked for."""
-        if self.asked.every:
-            whole = f"{run.path}: trained; the last step was not measured"
-            self._measure(run, self.last, Interrupted(f"{whole}: pi-lora eval all {shlex.quote(str(run.path))}"))
-        return bool(self.asked.every)
+            self.measure(self.log.run, state.global_step)
 
     def _is_due(self, step: int) -> bool:
-        return bool(self.asked.every) and step % (self.asked.every or 1) == 0 and step < self.last
+        return step % (self.asked.every or self.last) == 0 and step < self.last
 
-    def _files(self, run: Run, step: int) -> list[Path]:
-        due = asked_for(self.asked.in_short()) if self._is_due(step) else ()
-        return [run.scores_file(name, f"step {step}") for name in due]
-
-    def _measure_before_end(self, step: int) -> None:
-        before = f"{self.model.name}: interrupted before the first step; start it again"
-        self._measure(self.log.run, step, interrupted(self.model, step) if step else Interrupted(before))
-
-    def _measure(self, run: Run, step: int, interruption: Interrupted) -> None:
+    def measure(self, run: Run, step: int) -> None:
+        """Measure this step into `run`; raise Interrupted after a signal."""
         started = time.monotonic()
 
         def stop_if_signalled(done: int, total: int, note: str = "") -> None:
             # Of several processes each measures another part: all of them come to its end.
             if self.log.signalled and number_of_processes() == 1:
-                raise interruption
+                how = "continue with --resume, or measure a finished run by pi-lora eval all"
+                raise Interrupted(f"{self.model.name}: interrupted while step {step} was measured; {how}")
 
         with _as_when_loaded(self.model, self.attention):
             scores = measure(self.model, self.asked, stop_if_signalled)

@@ -14,6 +14,7 @@ from transformers import set_seed
 from pi_lora.data.batches import TrainingData, training_data
 from pi_lora.data.tokens import tokenizer_identity
 from pi_lora.distributed import from_all, is_leader, join_processes, number_of_processes, wait_for_all
+from pi_lora.errors import Interrupted
 from pi_lora.evaluation.suite import asked_for
 from pi_lora.models import adapter as adapters
 from pi_lora.models import machine
@@ -27,8 +28,8 @@ from pi_lora.planning.text import hours_in_words
 from pi_lora.recipe.files import RECIPE_FILE, dump_recipe
 from pi_lora.recipe.schema import Recipe
 from pi_lora.report.card import write_card
-from pi_lora.run import CHECKPOINTS, Run, staged, staging_path
-from pi_lora.training.callbacks import TrainingLog, TrainingScores, interrupted, stop_after_step
+from pi_lora.run import CHECKPOINTS, Run, resume_command, staged, staging_path
+from pi_lora.training.callbacks import TrainingLog, TrainingScores, stop_after_step
 from pi_lora.training.libraries import redirect_library_logs
 from pi_lora.training.trainer import Trainer
 from pi_lora.types import Progress, silent
@@ -54,17 +55,21 @@ def train(
             set_seed(recipe.training.seed)
             autocast = machine.measured_under_autocast(recipe)
             tuned = model.being_tuned(str(output), load_for_tuning(recipe, model), autocast)
-            scores = TrainingScores(recipe, tuned, log)
-            trainer = Trainer(recipe, tuned, data, run, log, [scores])
+            scores = [TrainingScores(recipe, tuned, log)] if recipe.evaluation.every else []
+            trainer = Trainer(recipe, tuned, data, run, log, scores)
             trainer.train(resume_from_checkpoint=_checkpoint_to_resume(run) if resume else None)
             if log.stopped:
-                raise interrupted(tuned, trainer.state.global_step)
+                step, how = trainer.state.global_step, resume_command(output)
+                kept = f"interrupted after step {step}, a checkpoint is kept; resume it with {how}"
+                raise Interrupted(f"{output}: {kept}")
             save(recipe, tuned, trainer, run)
         if is_leader():
             write_card(output)
         # The run is whole by now: a signal loses no more than these scores.
-        if scores.measure_last(Run(output)) and is_leader():
-            write_card(output)
+        for each in scores:
+            each.measure(Run(output), recipe.training.steps)
+            if is_leader():
+                write_card(output)
     return output
 
 

@@ -65,21 +65,21 @@ def test_a_signal_while_a_step_is_measured_ends_it_behind_a_checkpoint(small_mod
     recipe = small_recipe(small_model, evaluation={"every": 2, "passkey": {"depths": 2, "trials": 2}})
     measured: list[int] = []
 
-    def hang_up(self: TrainingScores, step: int) -> None:
+    def hang_up(self: TrainingScores, run: Run, step: int) -> None:
         measured.append(step)
         if measured == [0, 2]:
             os.kill(os.getpid(), signal.SIGHUP)
-        measure(self, step)
+        measure(self, run, step)
 
-    measure = TrainingScores._measure_before_end
+    measure = TrainingScores.measure
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(TrainingScores, "_measure_before_end", hang_up)
-        with pytest.raises(Interrupted, match="interrupted after step 2, a checkpoint is kept"):
+        patch.setattr(TrainingScores, "measure", hang_up)
+        with pytest.raises(Interrupted, match="interrupted while step 2 was measured; continue with --resume"):
             train(recipe, tmp_path / "run")
         staging = staging_path(tmp_path / "run")
         assert [path.name for path in Run(staging).checkpoints] == ["checkpoint-2"]
         assert Run(staging).last_checkpoint
         train(recipe, tmp_path / "run", resume=True)
-    assert measured == [0, 2, 2]
+    assert measured == [0, 2, 2, 4]
     assert (tmp_path / "run" / "scores" / "passkey-step-2.json").is_file()
     assert (tmp_path / "run" / "scores" / "passkey-step-4.json").is_file()

@@ -14,30 +14,22 @@ from pi_lora.run import Run
 from pi_lora.training.trainer import trainer_arguments
 
 GIB = 2**30
-NAMES = {
-    2: ("memory.max", "memory.current", "inactive_file"),
-    1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
-}
 
 
-def limited(root: Path, version: int, group: str, limits: dict[str, str]) -> None:
+def limited(root: Path, group: str, limits: dict[str, str]) -> None:
     """Write the files of a system whose process is in `group`: limits by folder, of which 3 GiB are used, 1 of them by
     the cache of files.
     """
-    mounted = root / "sys/fs/cgroup" / ("memory" if version == 1 else "")
     (root / "proc/self").mkdir(parents=True)
-    line = f"4:memory:{group}\n3:cpu:/\n" if version == 1 else f"0::{group}\n"
-    (root / "proc/self/cgroup").write_text(line)
-    limit_file, used_file, cache = NAMES[version]
+    (root / "proc/self/cgroup").write_text(f"0::{group}\n")
     for folder, limit in limits.items():
-        place = mounted / folder
+        place = root / "sys/fs/cgroup" / folder
         place.mkdir(parents=True, exist_ok=True)
-        (place / limit_file).write_text(f"{limit}\n")
-        (place / used_file).write_text(f"{3 * GIB}\n")
-        (place / "memory.stat").write_text(f"anon 5\n{cache} {GIB}\n")
+        (place / "memory.max").write_text(f"{limit}\n")
+        (place / "memory.current").write_text(f"{3 * GIB}\n")
+        (place / "memory.stat").write_text(f"anon 5\ninactive_file {GIB}\n")
 
 
-@pytest.mark.parametrize("version", [1, 2])
 @pytest.mark.parametrize(
     ("group", "limits"),
     [
@@ -48,13 +40,12 @@ def limited(root: Path, version: int, group: str, limits: dict[str, str]) -> Non
     ],
 )
 def test_a_limit_is_the_memory_that_there_is(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: int, group: str, limits: dict[str, str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, group: str, limits: dict[str, str]
 ) -> None:
     machine = type(psutil.virtual_memory())
     sizes = dict.fromkeys(machine._fields, 0) | {"total": 64 * GIB, "available": 32 * GIB}
     monkeypatch.setattr(psutil, "virtual_memory", lambda: machine(**sizes))
-    none = {1: str(2**63 - 4096), 2: "max"}[version]
-    limited(tmp_path, version, group, {folder: none if limit == "max" else limit for folder, limit in limits.items()})
+    limited(tmp_path, group, limits)
     assert host_memory(tmp_path) == (4 * GIB, 2 * GIB)
 
 

@@ -11,9 +11,6 @@ import torch
 from conftest import small_recipe, train
 
 from pi_lora.data.batches import collate
-from pi_lora.data.examples import training_examples
-from pi_lora.models.tokenizer import load_tokenizer
-from pi_lora.recipe.files import load_recipe
 
 PADDING = 1
 LENGTHS = ((30, 10), (15, 6), (20, 20))
@@ -67,11 +64,3 @@ def test_only_torchs_kernel_gets_no_mask(
     log = [json.loads(line) for line in (run / "training.jsonl").read_text().splitlines()]
     # Two steps are an epoch: what is counted is without the padding.
     assert log[1]["tokens"] == log[3]["tokens"] / 2 < 4 * 128
-    assert log[1]["tokens"] == sum(lengths(run, rows))
-
-
-def lengths(run: Path, rows: list[dict[str, str]]) -> list[int]:
-    recipe = load_recipe(run / "recipe.yaml").recipe
-    found, _ = training_examples(recipe.data, load_tokenizer(run, 128), 128)
-    assert len(found) == len(rows)
-    return [len(row["input_ids"]) for row in found]

@@ -59,11 +59,6 @@ def test_a_full_run_is_a_model(full_run: Path, small_model: Path) -> None:
     assert set(moved) == set(base)
 
 
-def test_direct_tuning_rescales_nothing(small_model: Path, tmp_path: Path) -> None:
-    loaded = load(str(train(small_recipe(small_model, scaling="direct"), tmp_path / "direct")))
-    assert (loaded.scale, loaded.window) == (1, 128)
-
-
 def test_the_same_seed_gives_the_same_weights(lora_run: Path, small_model: Path, tmp_path: Path) -> None:
     again = weights(train(small_recipe(small_model), tmp_path / "again"))
     for name, tensor in weights(lora_run).items():
@@ -82,28 +77,23 @@ def test_skipping_positions_train_short_sequences_for_the_long_window(small_mode
     assert log_of(run)[0]["loss"] != log_of(contiguous)[0]["loss"]
 
 
-@pytest.mark.parametrize("scaling", ["dynamic", "yarn"])
-def test_other_scalings_train_and_load_again(small_model: Path, tmp_path: Path, scaling: str) -> None:
-    run = train(small_recipe(small_model, scaling=scaling), tmp_path / scaling)
-    loaded = load(str(run))
+@pytest.mark.parametrize(("scaling", "rope_type"), [("dynamic", "dynamic"), ("yarn", "yarn"), ("direct", "default")])
+def test_other_scalings_train_and_load_again(small_model: Path, tmp_path: Path, scaling: str, rope_type: str) -> None:
+    loaded = load(str(train(small_recipe(small_model, scaling=scaling), tmp_path / scaling)))
     assert loaded.window == 128
-    assert loaded.model.config.rope_parameters["rope_type"] == scaling
+    assert loaded.model.config.rope_parameters["rope_type"] == rope_type
 
 
 @pytest.mark.parametrize(
-    ("tuning", "key"),
-    [({"rank_stabilized": True}, "use_rslora"), ({"dora": True}, "use_dora"), ({"dropout": 0.5}, None)],
+    ("key", "value", "name"),
+    [("rank_stabilized", True, "use_rslora"), ("dora", True, "use_dora"), ("dropout", 0.5, "lora_dropout")],
 )
 def test_kinds_of_lora_train_and_load_again(
-    small_model: Path, tmp_path: Path, tuning: dict[str, object], key: str | None
+    small_model: Path, tmp_path: Path, key: str, value: object, name: str
 ) -> None:
-    run = train(small_recipe(small_model, tuning={"rank": 4, **tuning}), tmp_path / "run")
-    config = json.loads((run / "adapter_config.json").read_text())
-    if key:
-        assert config[key] is True
-    else:
-        assert config["lora_dropout"] == 0.5
-    assert any("magnitude" in name for name in weights(run)) == ("dora" in tuning)
+    run = train(small_recipe(small_model, tuning={"rank": 4, key: value}), tmp_path / "run")
+    assert json.loads((run / "adapter_config.json").read_text())[name] == value
+    assert any("magnitude" in weight for weight in weights(run)) == (key == "dora")
     load(str(run))
 
 

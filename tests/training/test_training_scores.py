@@ -9,7 +9,6 @@ from conftest import small_recipe, train
 from safetensors.torch import load_file
 
 from pi_lora.evaluation.measurement import as_json
-from pi_lora.evaluation.perplexity.measurement import PerplexityScores
 from pi_lora.evaluation.suite import measure
 from pi_lora.models.adapter import prepare_for_tuning
 from pi_lora.models.model import Extension, Model, find, load
@@ -136,13 +135,3 @@ def test_measuring_changes_nothing_in_the_training(measured_run: Path, tmp_path:
     assert set(found) == set(expected)
     for name, tensor in found.items():
         assert torch.equal(tensor, expected[name]), name
-
-
-def test_what_is_not_said_follows_from_the_window(small_model: Path) -> None:
-    loaded = load(str(small_model), Extension(512))
-    wanted = small_recipe(small_model, evaluation={"perplexity": {"data": "builtin:stdlib", "documents": 1}}).evaluation
-    found = measure(loaded, wanted)
-    assert set(found) == {"perplexity"}
-    assert isinstance(found["perplexity"], PerplexityScores)
-    assert [row.window for row in found["perplexity"].windows] == [256, 512]
-    assert found["perplexity"].stride == 128

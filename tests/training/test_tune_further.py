@@ -102,11 +102,6 @@ def test_merged_weights_are_tuned_with_any_shape(
     assert json.loads((run / "run.json").read_text())["original"] == 64
 
 
-def test_a_full_run_is_tuned_further(full_run: Path, rows: Path, tmp_path: Path) -> None:
-    run = train(further(full_run, rows, tuning={"method": "full"}), tmp_path / "further")
-    assert load(str(run)).config["rope_parameters"] == load(str(full_run)).config["rope_parameters"]
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
