@@ -79,7 +79,8 @@ def check_shape(folder: Path, tuning: Tuning, base: PreTrainedModel) -> None:
         why = f"{folder} is an adapter, which tuning.method: full cannot tune"
         raise ModelError(f"model.name: {why}; {merge_it}, or use lora or qlora")
     saved = stored.read_adapter_settings(folder)
-    adapted = _last_parts(_adapted_names(folder))
+    names = (name.partition(".lora_") for name in stored.read_tensors(folder / stored.ADAPTER_WEIGHTS_FILE)[1])
+    adapted = _last_parts(module for module, matrix, _ in names if matrix)
     kind = "attention" if adapted <= _attention_names(base) else "all-linear"
     whole = _last_parts(saved.modules_to_save or [])
     beside = "embeddings_and_norms" if _embedding_name(base) in whole else "norms" if whole else "nothing"
@@ -173,17 +174,13 @@ def load_adapter(model: PreTrainedModel, folder: Path, dropout: float | None = N
     """Load the adapter in `folder` onto its base, whose scaling the caller has restored, to compute as in training;
     `options` are PEFT's. Raises ModelError if it is damaged or does not fit.
     """
-    settings = stored.read_adapter_settings(folder)
+    stored.read_adapter_settings(folder)  # which refuses other kinds than LoRA
     try:
         with without_known_warnings():
             config = peft.PeftConfig.from_pretrained(str(folder))
-        config.base_model_name_or_path, config.task_type = settings.base_model_name_or_path, "CAUSAL_LM"
+        config.task_type = "CAUSAL_LM"
         if dropout is not None:
             config.lora_dropout = dropout
-        if not settings.names_targets:
-            # PEFT would run a regular expression on every name of a module; what it chose is in the file of weights.
-            config.target_modules = _adapted_names(folder)
-            config.exclude_modules = config.layers_pattern = config.layers_to_transform = None
         options["config"] = config
         with without_known_warnings():
             adapted = PeftModel.from_pretrained(model, str(folder), **options)
@@ -197,13 +194,6 @@ def load_adapter(model: PreTrainedModel, folder: Path, dropout: float | None = N
     if missing := sorted(expected.keys() - stored.read_tensors(folder / stored.ADAPTER_WEIGHTS_FILE)[1].keys()):
         raise ModelError(f"{folder / stored.ADAPTER_WEIGHTS_FILE}: lacks {', '.join(missing)}; tune again")
     return adapted
-
-
-def _adapted_names(folder: Path) -> set[str]:
-    """Return the names of the modules that have matrices in an adapter's file; raise ModelError if it is damaged."""
-    names = stored.read_tensors(folder / stored.ADAPTER_WEIGHTS_FILE)[1]
-    parts = [name.removeprefix("base_model.model.").partition(".lora_") for name in names]
-    return {module for module, adapted, _ in parts if adapted}
 
 
 @contextmanager

@@ -57,18 +57,8 @@ class AdapterSettings(_Stored):
     use_rslora: bool | None = False
     use_dora: bool | None = False
     init_lora_weights: bool | str | None = True
-    target_modules: list[str] | str | None = None
-    exclude_modules: list[str] | str | None = None
-    layers_to_transform: list[int] | int | None = None
-    layers_pattern: list[str] | str | None = None
     modules_to_save: list[str] | None = None
     alpha_pattern: dict[str, float] | None = None
-
-    @property
-    def names_targets(self) -> bool:
-        """Whether target modules are names: those that regular expressions choose are taken from the weights."""
-        chosen = isinstance(self.target_modules, str) and self.target_modules != "all-linear"
-        return not (chosen or isinstance(self.exclude_modules, str) or self.layers_pattern)
 
     def scaling(self, module: str, rank: int) -> float:
         """Return the factor of `B A`: alpha / rank, or alpha / sqrt(rank) (rank-stabilized, Kalajdzievski 2023).
