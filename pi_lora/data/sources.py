@@ -290,6 +290,8 @@ def evaluation_documents(
     hub those of `split`, or of `PRESETS`; with `hold_out` only those that training leaves out. Raise DataError if there
     are none, or while reading.
     """
+    if source == RECALL:
+        raise DataError(f"{RECALL}: is for training; measure recall with `pi-lora eval passkey`")
     # The first of a large data set are measured without downloading all of it.
     streaming = hold_out is not None
     named = Source(name=source, split=split, column=column, subset=subset, hold_out=hold_out, streaming=streaming)

@@ -5,7 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pi_lora.data.recall import FORMS, recall_document
-from pi_lora.data.sources import STDLIB, evaluation_documents, split_of, standard_library
+from pi_lora.data.sources import RECALL, STDLIB, evaluation_documents, split_of, standard_library
+from pi_lora.errors import DataError
 from pi_lora.evaluation.passkey.prompt import FILLER, STATEMENT
 
 
@@ -24,6 +25,8 @@ def test_splits_are_disjoint_and_cover_the_library() -> None:
     assert not [name for name in train | held_out if "site-packages" in name or "/test/" in name]
     assert len(train) > 300
     assert {document.name for document in evaluation_documents(STDLIB, "validation")} == others[0]
+    with pytest.raises(DataError, match=r"^builtin:recall: is for training"):
+        evaluation_documents(RECALL)
     assert 0.05 < len(held_out) / len(train | held_out) < 0.2
 
 
