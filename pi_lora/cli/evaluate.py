@@ -32,7 +32,6 @@ from pi_lora.recipe.evaluation import (
 
 if TYPE_CHECKING:
     from pi_lora.evaluation.suite import Display
-    from pi_lora.models.model import Model
 
 
 @dataclass(frozen=True)
@@ -40,15 +39,27 @@ class Measuring(Loading):
     """How models are found, extended if they are plain bases, and loaded, and where their scores go."""
 
     original: Original = None
-    target: Target = None
     scaling: Scaling = None
     json: JsonFile = None
 
-    def report(self, name: str, models: list[str], options: Any, plot: Path | None = None) -> None:
-        """Measure models alike, and write, print and draw their scores."""
+    def report(self, name: str, models: list[str], options: Any, target: int | None, plot: Path | None = None) -> None:
+        """Measure models alike, plain bases extended to `target`, and write, print and draw their scores."""
         with working(LIBRARIES):
-            found = self.find(*models, extension=extension_of(self.target, self.original, self.scaling))
-        report(name, found, options, self.dtype, self.json, plot)
+            from pi_lora.evaluation.suite import evaluate
+            from pi_lora.evaluation.table import scores_table
+
+            found = self.find(*models, extension=extension_of(target, self.original, self.scaling))
+        files = {name: self.json} if self.json else {}
+        scores = evaluate(found, {name: options}, files, plot=plot, dtype=self.dtype, display=display())
+        if is_leader():
+            out.print(scores_table(scores[name]))
+
+
+@dataclass(frozen=True)
+class Extending(Measuring):
+    """How models are measured that `target` extends."""
+
+    target: Target = None
 
 
 @eval_app.command
@@ -57,11 +68,13 @@ def perplexity(
     /,
     *,
     options: Annotated[PerplexityOptions, GROUP] = PerplexityOptions(),
-    how: Annotated[Measuring, GROUP] = Measuring(),
+    how: Annotated[Extending, GROUP] = Extending(),
     plot: Plot = None,
 ) -> None:
     """Sliding-window perplexity (paper, section 3.2) of several models side by side; --plot draws it by position."""
-    how.report("perplexity", models, options.changed(by_position=options.by_position or plot is not None), plot)
+    how.report(
+        "perplexity", models, options.changed(by_position=options.by_position or plot is not None), how.target, plot
+    )
 
 
 @eval_app.command
@@ -70,20 +83,14 @@ def passkey(
     /,
     *,
     options: Annotated[PasskeyOptions, GROUP] = PasskeyOptions(),
-    how: Annotated[Loading, GROUP] = Loading(),
-    original: Original = None,
-    scaling: Scaling = None,
-    json: JsonFile = None,
+    how: Annotated[Measuring, GROUP] = Measuring(),
     plot: Plot = None,
 ) -> None:
     """Passkey retrieval and k_max (paper, section 3.3) in --target tokens of context, by default the longest window; of
     several models side by side. With --scaling or --original a plain base is extended to --target.
     """
     # A target alone is a length to measure: a base that is not extended is measured beyond its window.
-    extended = original is not None or scaling is not None
-    with working(LIBRARIES):
-        found = how.find(*models, extension=extension_of(options.longest if extended else None, original, scaling))
-    report("passkey", found, options, how.dtype, json, plot)
+    how.report("passkey", models, options, options.longest if how.original or how.scaling else None, plot)
 
 
 @eval_app.command
@@ -92,10 +99,10 @@ def benchmarks(
     /,
     *,
     options: Annotated[BenchmarksOptions, GROUP] = BenchmarksOptions(),
-    how: Annotated[Measuring, GROUP] = Measuring(),
+    how: Annotated[Extending, GROUP] = Extending(),
 ) -> None:
     """Short-context benchmarks (paper, table 5) through lm-eval, of several models side by side."""
-    how.report("benchmarks", models, options)
+    how.report("benchmarks", models, options, how.target)
 
 
 @eval_app.command
@@ -104,11 +111,11 @@ def ruler(
     /,
     *,
     options: Annotated[RulerOptions, GROUP] = RulerOptions(),
-    how: Annotated[Measuring, GROUP] = Measuring(),
+    how: Annotated[Extending, GROUP] = Extending(),
     plot: Plot = None,
 ) -> None:
     """RULER and the effective length (Hsieh et al. 2024) through lm-eval, of several models side by side."""
-    how.report("ruler", models, options, plot)
+    how.report("ruler", models, options, how.target, plot)
 
 
 @eval_app.command
@@ -117,18 +124,18 @@ def summarization(
     /,
     *,
     options: Annotated[SummarizationOptions, GROUP] = SummarizationOptions(),
-    how: Annotated[Measuring, GROUP] = Measuring(),
+    how: Annotated[Extending, GROUP] = Extending(),
 ) -> None:
     """Summaries of long documents, scored by ROUGE (paper, section 3.5): GovReport's, or as a run was tuned."""
-    how.report("summarization", models, options)
+    how.report("summarization", models, options, how.target)
 
 
 @eval_app.command
 def chat(
-    models: Models, /, *, options: Annotated[ChatOptions, GROUP], how: Annotated[Measuring, GROUP] = Measuring()
+    models: Models, /, *, options: Annotated[ChatOptions, GROUP], how: Annotated[Extending, GROUP] = Extending()
 ) -> None:
     """Perplexity of the assistant's turns in chats; against the base, KL divergence and the share of equal answers."""
-    how.report("chat", models, options)
+    how.report("chat", models, options, how.target)
 
 
 @eval_app.command(name="all")
@@ -152,19 +159,6 @@ def everything(
     scores = scores_of(folder, TUNED, asked_of(folder, data), lambda: how.find(run)[0], **options)
     for each in scores.values() if is_leader() else ():
         out.print(scores_table([each]))
-
-
-def report(
-    name: str, models: "list[Model]", options: Any, dtype: str | None, json: Path | None, plot: Path | None
-) -> None:
-    """Measure models alike, and write, print and draw their scores."""
-    from pi_lora.evaluation.suite import evaluate
-    from pi_lora.evaluation.table import scores_table
-
-    files = {name: json} if json else {}
-    scores = evaluate(models, {name: options}, files, plot=plot, dtype=dtype, display=display())
-    if is_leader():
-        out.print(scores_table(scores[name]))
 
 
 def display() -> "Display":

@@ -17,7 +17,7 @@ from pydantic import BaseModel
 from pi_lora.data.documents import fingerprint
 from pi_lora.distributed import any_process, from_all, is_leader, share_of, wait_for_all
 from pi_lora.errors import Interrupted
-from pi_lora.evaluation.forward import is_sharded
+from pi_lora.evaluation.forward import described, is_sharded
 from pi_lora.models.machine import versions
 from pi_lora.models.model import Model
 from pi_lora.recipe.places import cache_folder
@@ -134,12 +134,9 @@ def identity_of(loaded: Model) -> Json:
     adapter = [loaded.adapter] if loaded.adapter else []
     files = [file for folder in (*adapter, loaded.folder) for file in sorted(folder.iterdir()) if file.is_file()]
     return {
-        "name": loaded.name,
+        **described(loaded),
         "files": fingerprint([file for file in files if file.suffix not in WRITTEN_BY_REPORTS]),
         "config": dict(loaded.config),
-        "dtype": str(loaded.model.dtype),
-        "autocast": loaded.autocast,
-        "kernel": loaded.kernel,
         "device": loaded.model.device.type,
         "versions": versions(),
     }

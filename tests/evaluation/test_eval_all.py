@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 import yaml
 from conftest import small_recipe, train
+from random_runs import put_on_hub
 from test_cli import run
 
-from pi_lora.evaluation.suite import asked_of, measure
-from pi_lora.models.model import load
-from pi_lora.recipe.evaluation import BenchmarksOptions, Evaluation, PasskeyOptions, PerplexityOptions
+from pi_lora.evaluation.suite import asked_of
+from pi_lora.recipe.evaluation import BenchmarksOptions, PasskeyOptions, PerplexityOptions
 from pi_lora.recipe.files import RECIPE_FILE
 from pi_lora.run import Run
 
@@ -70,29 +70,19 @@ def test_what_is_there_is_measured_only_again(
     marked = own_run / "scores" / "perplexity.json"
     measured = json.loads(marked.read_text())
     marked.write_text(json.dumps({**measured, "marked": True}))
+    with monkeypatch.context() as patched:
+        patched.setattr("pi_lora.models.model.Model.load", loaded)
+        assert run(capsys, monkeypatch, "eval", "all", "run")[0] == 0
     (own_run / "scores" / "benchmarks.json").unlink()
-
     status, out, err = run(capsys, monkeypatch, "eval", "all", "run")
-    assert status == 0
-    assert err == ""
+    assert (status, err) == (0, "")
     assert json.loads(marked.read_text())["marked"]
     assert (own_run / "scores" / "benchmarks.json").is_file()
     assert "perplexity" in out
-    assert "BoolQ (0-shot)" in out
 
     status, _, err = run(capsys, monkeypatch, "eval", "all", "run", "--again")
     assert (status, err) == (0, "")
     assert json.loads(marked.read_text()) == measured
-
-
-def test_nothing_is_loaded_when_all_is_there(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, own_run: Path
-) -> None:
-    asks_for(own_run, {"perplexity": PERPLEXITY})
-    first = run(capsys, monkeypatch, "eval", "all", "run")
-    monkeypatch.setattr("pi_lora.models.model.Model.load", loaded)
-    again = run(capsys, monkeypatch, "eval", "all", "run")
-    assert (again[0], again[1]) == (0, first[1])
 
 
 def test_a_recipe_that_names_nothing_gets_perplexity_and_passkey(own_run: Path) -> None:
@@ -149,6 +139,22 @@ def test_a_mistake_is_one_line_before_the_model_is_loaded(
     assert err.count("\n") == 1
 
 
-def test_benchmarks_wait_for_the_finished_run(own_run: Path) -> None:
-    asked = Evaluation.model_validate({"passkey": PASSKEY, "benchmarks": BENCHMARKS})
-    assert set(measure(load(str(own_run)), asked)) == {"passkey"}
+def test_a_run_on_the_hub_is_measured_and_compared_by_its_name(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    own_run: Path,
+    small_model: Path,
+    tmp_path: Path,
+) -> None:
+    asks_for(own_run, {"perplexity": PERPLEXITY})
+    put_on_hub(own_run, "you/run", tmp_path / "hub", monkeypatch)
+    status, _, err = run(capsys, monkeypatch, "eval", "all", "you/run")
+    assert (status, err) == (0, "")
+    [file] = (tmp_path / "hub").glob("models--you--run/snapshots/*/scores/perplexity.json")
+    scores = json.loads(file.read_text())
+    assert scores["model"] == "you/run"
+    status, _, err = run(capsys, monkeypatch, "compare", str(small_model), "you/run", "--json", "compared.json")
+    assert status == 0, err
+    [short, long] = json.loads(Path("compared.json").read_text())["rows"]
+    assert [short["run"], long["run"]] == [row["perplexity"] for row in scores["windows"]]
+    assert short["run"] != short["base"]

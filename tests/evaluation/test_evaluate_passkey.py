@@ -11,8 +11,6 @@ from processes import without_progress
 from rich.console import Console
 
 from pi_lora import cli
-from pi_lora.errors import Interrupted
-from pi_lora.evaluation.journal import Session
 from pi_lora.evaluation.measurement import as_json
 from pi_lora.evaluation.passkey import shared_prefix
 from pi_lora.evaluation.passkey.measurement import PasskeyScores, evaluate_passkey
@@ -20,7 +18,6 @@ from pi_lora.evaluation.passkey.prompt import Grid
 from pi_lora.evaluation.passkey.retrieval import PasskeyTest
 from pi_lora.evaluation.passkey.shared_prefix import SharedPrefix
 from pi_lora.evaluation.registry import read_scores, write_scores
-from pi_lora.evaluation.suite import draw
 from pi_lora.evaluation.table import scores_table
 from pi_lora.models.model import Extension, Model, load
 from pi_lora.recipe.evaluation import PasskeyOptions
@@ -102,38 +99,6 @@ def test_k_max_only_says_what_was_left_out(stretched: Model) -> None:
     assert scores.k_max == 179
 
 
-def test_an_interrupted_evaluation_goes_on_where_it_stopped(
-    stretched: Model, scores: PasskeyScores, kept: Path
-) -> None:
-    def stop_in_the_third(done: int, total: int, note: str = "") -> None:
-        assert total == 12
-        if done > 6:
-            raise KeyboardInterrupt
-
-    session = Session(stop_in_the_third, shared=True)
-    with pytest.raises(Interrupted, match="what was measured is kept"), session:
-        evaluate_passkey(stretched, ASKED, session)
-    assert len(list(kept.glob("*/*.jsonl"))) == 1
-    made: list[int] = []
-    with Session(lambda done, total, note="": made.append(done), shared=True) as session:
-        assert evaluate_passkey(stretched, ASKED, session) == scores
-    assert made == [9, 12]
-    assert list(kept.iterdir()) == []
-
-
-def test_what_was_kept_is_of_the_same_measurement_only(stretched: Model, scores: PasskeyScores, kept: Path) -> None:
-    def stop(done: int, total: int, note: str = "") -> None:
-        if done > 3:
-            raise KeyboardInterrupt
-
-    for seed, k_max_only in ((1, False), (0, True)):
-        with pytest.raises(Interrupted), Session(stop, shared=True) as session:
-            evaluate_passkey(stretched, ASKED.changed(seed=seed, k_max_only=k_max_only), session)
-    assert len(list(kept.iterdir())) == 2
-    with Session(shared=True) as session:
-        assert evaluate_passkey(stretched, ASKED, session) == scores
-
-
 @pytest.mark.parametrize("extra", [[], ["--k-max-only"]], ids=["whole", "k-max-only"])
 def test_two_processes_write_what_one_writes(python: str, kept: Path, tmp_path: Path, extra: list[str]) -> None:
     options = ["builtin:tiny", "--original", "256", "--target", "336", "--depths", "5", "--trials", "4", *extra]
@@ -173,15 +138,6 @@ def test_a_table_holds_what_was_measured(scores: PasskeyScores, stretched: Model
     cut = scores.model_copy(update={"model": "cut", "depths": scores.depths[:2]})
     lines = printed(scores_table([scores, cut])).splitlines()
     assert next(line for line in lines if "distance 320" in line).count("%") == 1
-
-
-def test_pictures_are_drawn_of_one_and_of_several(scores: PasskeyScores, tmp_path: Path) -> None:
-    cut = scores.model_copy(update={"model": "cut", "depths": scores.depths[:2]})
-    for name, models in (("one", [scores]), ("two", [scores, cut])):
-        draw(models, tmp_path / f"{name}.png")
-    one, two = ((tmp_path / f"{name}.png").read_bytes() for name in ("one", "two"))
-    assert min(len(one), len(two)) > 10_000
-    assert one != two
 
 
 def test_several_lengths_are_each_measured_by_itself(stretched: Model, scores: PasskeyScores, tmp_path: Path) -> None:

@@ -5,15 +5,12 @@ import json
 import math
 import os
 import shutil
-import subprocess
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import huggingface_hub
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import torch
 from oracle_perplexity import losses_by_token
@@ -219,15 +216,6 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Path
     return place
 
 
-def test_pg19_is_every_book_of_the_test_split(loaded: Model, hub: Callable[[str], Path]) -> None:
-    books = [text(100 + index, index) for index in range(4)]
-    pq.write_table(pa.table({"short_book_title": list("abcd"), "text": books}), hub("pg19"))
-    chosen, _ = choose_documents(loaded, PerplexityOptions(data="pg19"), 64)
-    assert [each.name for each in chosen][::3] == [
-        f"emozilla/pg19-test/data/test-00000-of-00001-29a571947c0b5ccc.parquet:{row}" for row in (1, 4)
-    ]
-
-
 def test_proof_pile_is_subsampled_as_in_the_paper(loaded: Model, hub: Callable[[str], Path]) -> None:
     whole = len(loaded.tokenizer(text(40_000))["input_ids"])
     assert whole > 33_000
@@ -328,22 +316,6 @@ def test_a_changed_model_is_measured_anew_and_a_changed_card_is_not(
     os.utime(file, ns=(file.stat().st_atime_ns, file.stat().st_mtime_ns + 1))
     measure()
     assert len(interrupted) == 3 + documents
-
-
-def test_two_processes_write_what_one_does(python: str, small_model: Path, folder: Path) -> None:
-    options = ["--data", str(folder), "--windows", "32,64", "--stride", "16", "--by-position"]
-    command = ["-m", "pi_lora", "eval", "perplexity", str(small_model), *options, "--json"]
-    launcher = ["-m", "torch.distributed.run", "--nproc_per_node", "2"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    found = []
-    for several in ([], launcher):
-        file = folder / f"{len(several)}.json"
-        done = subprocess.run([python, *several, *command, str(file)], env=environment, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-        assert " ".join(done.stdout.split()).count("every token weighted equally") == 1
-        found.append(file.read_text())
-    assert found[0] == found[1]
-    assert json.loads(found[0])["documents"] == 5
 
 
 def test_several_models_stand_side_by_side(

@@ -10,7 +10,6 @@ from oracle_passkey import outcomes
 from pi_lora.errors import DataError
 from pi_lora.evaluation.passkey.prompt import Grid, make_trial, prompt, trials_at
 from pi_lora.evaluation.passkey.retrieval import (
-    PasskeyDepth,
     PasskeyTest,
     k_max,
     passkey_retrieval,
@@ -32,22 +31,8 @@ OUTCOMES = st.integers(1, 12).flatmap(
 )
 
 
-def score(k: int, outcomes: list[bool]) -> PasskeyDepth:
-    return PasskeyDepth(k=k, success_rate=sum(outcomes) / len(outcomes), trials=len(outcomes))
-
-
-def rate(successes: int) -> list[bool]:
-    return [True] * successes + [False] * (10 - successes)
-
-
 def test_the_prompt_is_the_papers() -> None:
     assert prompt("12345", 1, 2) == PAPER_PROMPT
-
-
-def test_k_max_ends_before_the_first_failure() -> None:
-    assert k_max([score(256, rate(10)), score(512, rate(2)), score(768, rate(1)), score(1024, rate(10))]) == 512
-    assert k_max([score(256, rate(1)), score(512, rate(10))]) == 0
-    assert k_max([score(512, rate(3)), score(256, rate(10))]) == 512
 
 
 @given(OUTCOMES, st.booleans())
@@ -80,14 +65,6 @@ def test_a_verdict_is_certain_when_no_further_trial_can_change_it(outcomes: list
         assert any(settled)
         assert trials_until_certain([*made, *[True] * (more - 1)], trials) > 0
         assert trials_until_certain([*made, *[False] * (more - 1)], trials) > 0
-
-
-@given(st.integers(1, 64), st.integers(64, 32768))
-def test_depths_are_uniform_and_reach_the_target(number: int, target: int) -> None:
-    found = Grid(target, number).ks
-    assert len(found) == number
-    assert found[-1] == target
-    assert all(abs(k - target * (i + 1) / number) <= 0.5 for i, k in enumerate(found))
 
 
 def test_trials_fill_the_window_and_put_the_key_where_asked() -> None:
@@ -154,16 +131,6 @@ def test_every_trial_of_a_grid_ends_as_generate_does(stretched: Model) -> None:
     assert k_max(found) == plain_k_max(320, expected)
 
 
-def test_k_max_only_asks_for_a_part_of_the_same_trials(stretched: Model) -> None:
-    grid = Grid(352, 8, 10, seed=3)
-    test = PasskeyTest(stretched.model, stretched.tokenizer, grid)
-    whole, only = passkey_retrieval(test), passkey_retrieval(test, k_max_only=True)
-    assert k_max(only) == k_max(whole)
-    for part, all_ in zip(only, whole, strict=False):
-        assert part.outcomes == all_.outcomes[: part.trials]
-    assert sum(depth.trials for depth in only) < 60
-
-
 def test_text_ahead_of_the_key_goes_through_the_model_once(stretched: Model) -> None:
     tokens = []
     hook = stretched.model.register_forward_pre_hook(
@@ -179,13 +146,6 @@ def test_text_ahead_of_the_key_goes_through_the_model_once(stretched: Model) -> 
     # What precedes the key, and up to a token a trial that is not the same in all of a batch.
     ahead = trials[0][0].length - trials[0][0].distance
     assert sum(tokens) == pytest.approx(ahead + behind, abs=4 * 8)
-
-
-def test_apart_is_the_same_where_the_length_of_an_input_changes_nothing(stretched: Model) -> None:
-    grid = Grid(320, 3, 3, seed=2)
-    tests = (PasskeyTest(stretched.model, stretched.tokenizer, grid, apart) for apart in (False, True))
-    together, apart = map(passkey_retrieval, tests)
-    assert together == apart
 
 
 def test_a_dynamic_model_gives_the_same_whatever_was_asked_before() -> None:

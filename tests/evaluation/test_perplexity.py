@@ -13,7 +13,6 @@ from oracle_perplexity import losses_by_token, perplexity
 from torch.nn.functional import cross_entropy
 
 from pi_lora.evaluation.perplexity import losses as module
-from pi_lora.evaluation.perplexity.documents import choose_documents
 from pi_lora.evaluation.perplexity.losses import (
     Sweep,
     batches,
@@ -23,22 +22,13 @@ from pi_lora.evaluation.perplexity.losses import (
     token_losses,
 )
 from pi_lora.evaluation.perplexity.measurement import window_scores
-from pi_lora.models.model import Extension, Model, load
-from pi_lora.recipe.evaluation import PerplexityOptions
-
-BOOK = Path(__file__).parents[1] / "data" / "texts" / "through_the_postern_gate.txt"
-SWEEP = [256, 512, 1024, 2048]
+from pi_lora.models.model import Extension, load
 
 
 @pytest.fixture(scope="module")
 def documents() -> list[list[int]]:
     generator = torch.Generator().manual_seed(1)
     return [torch.randint(2, 1024, (length,), generator=generator).tolist() for length in (128, 300, 131)]
-
-
-@pytest.fixture(scope="module")
-def stretched_builtin() -> Model:
-    return load("builtin:tiny", Extension(2048))
 
 
 @pytest.mark.parametrize("stride", [16, 24, 48, 64])
@@ -56,16 +46,6 @@ def test_a_sweep_equals_the_oracle_at_every_window(
         assert score.perplexity == pytest.approx(expected, rel=1e-5)
         if stride < score.window:
             assert tokens == sum(map(len, documents)) - len(documents)
-
-
-def test_real_text_equals_the_oracle_to_1e_5(stretched_builtin: Model) -> None:
-    asked = PerplexityOptions(data=str(BOOK), documents=1, truncate=2304)
-    [(_, document, _)], _ = choose_documents(stretched_builtin, asked, max(SWEEP))
-    assert len(document) == 2304
-    for score in window_scores([document_losses(stretched_builtin.model, document, Sweep(tuple(SWEEP), 128))]):
-        expected, tokens = perplexity(stretched_builtin.model, [document], score.window, 128)
-        assert score.perplexity == pytest.approx(expected, rel=1e-5)
-        assert score.tokens == tokens
 
 
 @pytest.mark.parametrize("window", [64, 100, 128])
@@ -109,14 +89,6 @@ def test_batches_hold_every_piece_once_and_do_not_mix(windows: list[int], more: 
     assert sorted(piece.start for batch in together for piece in batch) == [piece.start for piece in planned]
     assert all(0 < len(batch) <= size for batch in together)
     assert all(len({piece.start == 0 or bool(piece.positions) for piece in batch}) == 1 for batch in together)
-
-
-def test_a_sweep_reads_hardly_more_than_its_longest_window_alone() -> None:
-    def read(windows: list[int]) -> int:
-        return sum(piece.stop - piece.start for piece in pieces(50_000, windows, 128))
-
-    assert read(SWEEP) < 1.03 * read([2048])
-    assert sum(read([window]) for window in SWEEP) > 1.8 * read(SWEEP)
 
 
 @pytest.mark.parametrize("model_type", [*PROMISED, "modernbert-decoder"])

@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 
-from pi_lora.errors import DataError, ModelError
+from pi_lora.errors import ModelError
 from pi_lora.evaluation.benchmarks.measurement import BenchmarkScores, TaskScore
-from pi_lora.evaluation.chat import ChatScore, ChatScores
 from pi_lora.evaluation.measurement import Scores
 from pi_lora.evaluation.passkey.measurement import PasskeyScores
 from pi_lora.evaluation.passkey.retrieval import PasskeyDepth
@@ -20,9 +19,7 @@ from pi_lora.evaluation.perplexity.measurement import (
     WindowPerplexity,
 )
 from pi_lora.evaluation.registry import metrics_of, read_scores, write_scores
-from pi_lora.evaluation.ruler.measurement import RulerScores, RulerTask, RulerWindow
-from pi_lora.evaluation.summarization.measurement import SummarizationScores
-from pi_lora.recipe.evaluation import ChatOptions, PerplexityOptions
+from pi_lora.recipe.evaluation import PerplexityOptions
 from pi_lora.writing import write_json
 
 ADAPTERS = Path(__file__).parents[2] / "adapters"
@@ -60,44 +57,6 @@ RESULTS: list[Scores] = [
             "boolq": TaskScore(acc=1.0, stderr=None, examples=1),
             "niah": TaskScore(examples=3, metrics={"4096": 0.5}),
         },
-    ),
-    RulerScores(
-        **ABOUT,
-        seed=1,
-        samples=2,
-        data={"essays": "essays.txt"},
-        left_out={"ruler_qa_squad": "no questions"},
-        lengths=[
-            RulerWindow(
-                window=128,
-                score=0.9,
-                tasks={"niah_single_2": RulerTask(score=0.9, samples=2, length=120, tokens=127, outcomes=[1.0, 0.8])},
-            )
-        ],
-        effective_length=128,
-    ),
-    SummarizationScores(
-        **ABOUT,
-        data={"name": "tau/scrolls", "subset": "gov_report"},
-        task={"columns": ["input"], "completion": "output"},
-        sampling={"temperature": 0.5},
-        examples=2,
-        left_out={"empty": 0, "too_long": 1},
-        rouge1=40.0,
-        rouge2=20.0,
-        rougeL=30.0,
-        intervals={"rouge1": (39.0, 41.0)},
-    ),
-    ChatScores(
-        **ABOUT,
-        options=ChatOptions(data="chats.jsonl", base="b", window=64),
-        chats=1,
-        left_out=2,
-        tokens=30,
-        perplexity=4.0,
-        divergence=0.1,
-        equal_answers=0.5,
-        per_chat=[ChatScore(name="chats.jsonl:1", tokens=30, perplexity=4.0, divergence=0.1, equal_answers=0.5)],
     ),
     PasskeyScores.model_validate(
         {
@@ -161,12 +120,6 @@ def test_older_and_newer_files_are_read(tmp_path: Path) -> None:
     assert newer.model_dump(exclude_unset=True)["of_tomorrow"] == 1
 
 
-@pytest.mark.parametrize("content", [[], 3, None, {"model": "m"}, {"setting": {}}])
-def test_what_is_no_result_is_none(content: Any, tmp_path: Path) -> None:
-    write_json(tmp_path / "other.json", content)
-    assert read_scores(tmp_path / "other.json") is None
-
-
 @pytest.mark.parametrize(
     ("text", "line"),
     [
@@ -183,12 +136,6 @@ def test_a_broken_file_is_one_line(text: str, line: str, tmp_path: Path) -> None
     assert str(refusal.value).startswith(f"{file}: {line}")
     assert str(refusal.value).endswith("; measure again or remove it")
     assert "\n" not in str(refusal.value)
-
-
-def test_a_file_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    with pytest.raises(DataError, match=r"scores\.json: cannot be written \(.*\); choose another file"):
-        write_scores(RESULTS[0], tmp_path / "file" / "scores.json")
 
 
 @pytest.mark.parametrize("file", sorted(ADAPTERS.glob("*/scores/*.json")), ids=lambda file: file.stem)

@@ -49,18 +49,6 @@ def test_models_that_forget_share_nothing(model_type: str) -> None:
     assert (prefix.length_in(rows()) if prefix else 0) == (40 if model_type in SHARE else 0)
 
 
-def test_what_is_shared_is_compared_and_leaves_a_row_its_own_tail() -> None:
-    model = small("llama")
-    with torch.no_grad():
-        prefix = shared_prefix(model, rows()[0], LENGTH)
-    assert prefix is not None
-    assert prefix.length_in([[63, *rows()[0]]]) == 0
-    assert prefix.length_in([rows()[0]]) == LENGTH
-    with torch.no_grad():
-        expected = model(input_ids=torch.tensor([rows()[0]])).logits[:, -TAIL:]
-    torch.testing.assert_close(last_logits(model, [rows()[0]], TAIL, prefix), expected, rtol=1e-4, atol=1e-4)
-
-
 def test_keys_and_values_are_shared_only_where_there_is_room_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of the prefix and of the inputs beside it, in at most three quarters of what is free."""
     model, config = small("llama"), small_config("llama")

@@ -144,10 +144,8 @@ def _measure(model: Model, grid: Grid, k_max_only: bool, session: Session) -> Pa
 
 def _draw_map(axes: Any, lengths: Sequence[PasskeyLength]) -> None:
     """Draw depth, from the start of the text at the top, against length; every length is as wide as the others."""
-    depths = len(lengths[0].depths)
-    edges = [100 - 100 * index / depths for index in range(depths + 1)]
-    rates = zip(*([depth.success_rate for depth in length.depths] for length in lengths), strict=True)
-    drawn = axes.pcolormesh(range(len(lengths) + 1), edges, list(rates), **COLOURS)
+    columns = ([depth.success_rate for depth in reversed(length.depths)] for length in lengths)
+    drawn = axes.imshow([*zip(*columns, strict=True)], aspect="auto", extent=(0, len(lengths), 100, 0), **COLOURS)
     axes.set_xticks([index + 0.5 for index in range(len(lengths))], [f"{length.target:,}" for length in lengths])
-    axes.set(xlabel="length (tokens)", ylabel="depth of the passkey (%)", ylim=(100, 0))
+    axes.set(xlabel="length (tokens)", ylabel="depth of the passkey (%)")
     axes.figure.colorbar(drawn, ax=axes, label="retrieved", format=lambda part, _: f"{part:.0%}")

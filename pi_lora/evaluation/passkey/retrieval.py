@@ -3,6 +3,7 @@ digits.
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -47,16 +48,18 @@ def trials_until_certain(outcomes: Sequence[bool], trials: int) -> int:
     return max(0, min(required - sum(outcomes), trials - required + 1 - outcomes.count(False)))
 
 
+@dataclass
 class PasskeyTest:
     """Runs the trials of a grid. One forward pass over prompt and answer decides a trial: each digit must be the first
     choice given those before it, as greedy decoding gives them. Text ahead of the key is computed once where that pays
     and has room, unless trials go `apart`, where frequencies follow the length of the input.
     """
 
-    def __init__(
-        self, model: Any, tokenizer: Any, grid: Grid, apart: bool = False, progress: Progress = silent
-    ) -> None:
-        self.model, self.tokenizer, self.grid, self.apart, self.progress = model, tokenizer, grid, apart, progress
+    model: Any
+    tokenizer: Any
+    grid: Grid
+    apart: bool = False
+    progress: Progress = silent
 
     @torch.no_grad()
     def ask(self, depth: int, which: range) -> list[bool]:

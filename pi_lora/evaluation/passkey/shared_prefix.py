@@ -5,6 +5,7 @@ follow the length of the input, or layers keep something else (sliding windows, 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from copy import deepcopy
+from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any, cast
 
@@ -24,11 +25,12 @@ LOWER_RIGHT = "pi_lora_lower_right"
 MASKED_PAIRS = 2**27
 
 
+@dataclass
 class SharedPrefix:
     """The keys and values of `ids`, with which inputs may begin."""
 
-    def __init__(self, ids: Sequence[int], cache: DynamicCache) -> None:
-        self.ids, self.kept = ids, cache
+    ids: Sequence[int]
+    kept: DynamicCache
 
     def length_in(self, rows: Sequence[Sequence[int]]) -> int:
         """Return how many first tokens all rows share with `ids`: compared, as what follows may change tokens."""
