@@ -1,12 +1,14 @@
 """Chats to token ids: rendered by the model's chat template, with the turns of the assistant, and packed whole."""
 
 import json
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from itertools import islice
 from typing import Any, NamedTuple
 
 from jinja2 import TemplateError
 
+from pi_lora.data.sources import NamedRow
 from pi_lora.errors import DataError, first_line
 from pi_lora.recipe.schema import Data
 from pi_lora.types import Json
@@ -100,6 +102,18 @@ class ChatTemplate:
             if before is None or turn is None:
                 raise TemplateError("earlier turns change with later ones; mark turns with {% generation %}")
             yield start, start + len(turn)
+
+
+def read_chats(
+    rows: Iterable[NamedRow], column: str, template: ChatTemplate, longest: int, left_out: Counter[str]
+) -> Iterator[tuple[str, Chat]]:
+    """Yield the chats of at most `longest` tokens by the names of their rows, and count the others by reason."""
+    for where, row in rows:
+        chat = template.encode(messages_of(where, row[column]), longest)
+        if isinstance(chat, str):
+            left_out[chat] += 1
+        else:
+            yield where, chat
 
 
 def packed(chats: Iterable[Chat], length: int) -> Iterator[list[Chat]]:

@@ -10,7 +10,7 @@ from typing import Any
 from datasets import Dataset, Features
 
 from pi_lora.data.cache import FLAGS, INTEGERS, Row, cached
-from pi_lora.data.chats import Chat, ChatTemplate, grouped, messages_of, packed
+from pi_lora.data.chats import Chat, ChatTemplate, grouped, packed, read_chats
 from pi_lora.data.recall import recall_document
 from pi_lora.data.sources import RECALL, Table, find_corpus
 from pi_lora.data.tokens import Encode, Tokens, encoder, in_batches, padding_id, tokenizer_identity
@@ -142,13 +142,11 @@ class ChatStream(Stream):
 
     def _chats(self) -> Iterator[Chat]:
         for epoch in range(self.data.epochs):
-            for where, row in self.corpus.read([self.source.column], self.data.seed + epoch):
-                chat = self.template.encode(messages_of(where, row[self.source.column]), self.length)
-                if isinstance(chat, str):
-                    self.left_out[chat] += not epoch
-                else:
-                    self.tokens += len(chat.ids)
-                    yield chat
+            rows = self.corpus.read([self.source.column], self.data.seed + epoch)
+            left_out = self.left_out if not epoch else Counter[str]()
+            for _, chat in read_chats(rows, self.source.column, self.template, self.length, left_out):
+                self.tokens += len(chat.ids)
+                yield chat
 
 
 def _joined(chats: Sequence[Chat]) -> dict[str, list[int]]:

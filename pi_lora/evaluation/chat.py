@@ -5,13 +5,14 @@ next-token distributions on them, and how often greedy answers begin alike.
 import math
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
+from itertools import islice
+from statistics import fmean
 
 import numpy as np
 import torch
 from torch.nn.functional import kl_div
 
-from pi_lora.data.chats import Chat, ChatTemplate, messages_of
+from pi_lora.data.chats import Chat, ChatTemplate, read_chats
 from pi_lora.data.sources import find_table
 from pi_lora.errors import DataError
 from pi_lora.evaluation.forward import check_numbers, described, padded
@@ -24,21 +25,22 @@ from pi_lora.evaluation.perplexity.losses import in_parts, logits_at
 from pi_lora.models.model import Model, find
 from pi_lora.recipe.evaluation import ChatOptions, Sampling
 from pi_lora.recipe.schema import Data, Source
+from pi_lora.types import Json
 
 # Tokens of an answer that are compared.
 ANSWER = 32
 
 
 class ChatScore(Result):
-    """A chat: the perplexity of the `tokens` of the assistant's turns; against another model, KL(base || model) in nats
-    a token, and the share of turns of which the greedy answers of both begin with the same 32 tokens.
+    """A chat: the perplexity of the `tokens` of the assistant's turns; KL(base || model) in nats a token, and the share
+    of turns of which the greedy answers of both begin with the same 32 tokens.
     """
 
     name: str
     tokens: int
     perplexity: float
-    divergence: float = 0.0
-    equal_answers: float = 1.0
+    divergence: float
+    equal_answers: float
 
 
 class ChatScores(Scores):
@@ -64,10 +66,14 @@ class Chats(Measurement[ChatOptions, ChatScores]):
     scores = ChatScores
 
     def prepare(self, options: ChatOptions, models: Sequence[Model]) -> ChatOptions:
-        """Fill in the base, by default what the first run among the models was tuned from, and the shortest window."""
+        """Fill in the base, by default what the first run among the models was tuned from, and the shortest window.
+        Raise DataError if the base has another vocabulary.
+        """
         tuned_from = (model.recipe.model.name for model in models if model.recipe)
         base = options.base or next(tuned_from, None)
         known = [*models, find(base, permissions=models[0].permissions)] if base else models
+        if base and len({model.config["vocab_size"] for model in known}) > 1:
+            raise DataError(f"--base: {base}: has another vocabulary; name the model that was tuned")
         return options.changed(base=base, window=options.window or min(model.window for model in known))
 
     def run(self, model: Model, options: ChatOptions, session: Session) -> ChatScores:
@@ -75,16 +81,10 @@ class Chats(Measurement[ChatOptions, ChatScores]):
         options = self.prepare(options, [model])
         source = Source(name=options.data, column=options.column, split=options.split)
         table, template = find_table(source), ChatTemplate(model.tokenizer, Data.model_validate({"source": source}))
-        chats: dict[str, Chat] = {}
         left_out = Counter[str]()
-        for where, row in table.read([source.column], None):
-            chat = template.encode(messages_of(where, row[source.column]), options.window or model.window)
-            if isinstance(chat, str):
-                left_out[chat] += 1
-            else:
-                chats[where] = chat
-            if len(chats) == options.limit:
-                break
+        rows = table.read([source.column], None)
+        read = read_chats(rows, source.column, template, options.window or model.window, left_out)
+        chats = dict(islice(read, options.limit))
         for kind, number in left_out.items():
             session.say(f"{options.data}: {kind} left out: {number:,}")
         if not chats:
@@ -102,37 +102,36 @@ class Chats(Measurement[ChatOptions, ChatScores]):
             return chat_score(model, base, name, chats[name])
 
         found = list(journal.measure(ChatScore, list(chats), measure).values())
-        check_numbers(model.name, model.model.dtype, all(math.isfinite(each.perplexity) for each in found))
-        perplexities, divergences, answers, weights = np.array(
-            [(each.perplexity, each.divergence, each.equal_answers, each.tokens) for each in found]
-        ).T
-        against = {
-            "divergence": float(np.average(divergences, weights=weights)),
-            "equal_answers": float(answers.mean()),
-        }
+        weights = [each.tokens for each in found]
+        loss, divergence = (
+            float(np.average(values, weights=weights))
+            for values in ([math.log(each.perplexity) for each in found], [each.divergence for each in found])
+        )
+        check_numbers(model.name, model.model.dtype, math.isfinite(loss))
         return ChatScores(
             **described(model),
             options=options,
             chats=len(found),
             left_out=left_out.total(),
-            tokens=int(weights.sum()),
-            perplexity=float(np.exp(np.average(np.log(perplexities), weights=weights))),
-            **(against if options.base else {}),
+            tokens=sum(weights),
+            perplexity=math.exp(loss),
+            divergence=divergence if options.base else None,
+            equal_answers=fmean(each.equal_answers for each in found) if options.base else None,
             per_chat=found,
         )
 
     def metrics(self, scores: ChatScores) -> list[Metric]:
         """Return the perplexity, the divergence with its interval over chats, and the share of equal answers."""
         dataset = scores.options.data if scores.options else ""
-        about: dict[str, Any] = {"samples": scores.tokens, "digits": 3, "higher_is_better": False, "dataset": dataset}
+        about: Json = {"samples": scores.tokens, "digits": 3, "higher_is_better": False, "dataset": dataset}
         values = [Value(each.name, each.perplexity, each.tokens) for each in scores.per_chat]
-        found: dict[str, Any] = {"values": values, "is_ratio": True, "hub_name": "perplexity"}
-        metrics = [Metric("chat perplexity", scores.perplexity, **about, **found)]
+        hub: Json = {"hub_name": "perplexity", **about}
+        metrics = [Metric("chat perplexity", scores.perplexity, values=values, is_ratio=True, **hub)]
         if scores.divergence is not None:
             values = [Value(each.name, each.divergence, each.tokens) for each in scores.per_chat]
             interval = of_means([[(0.0, each.value, each.weight) for each in values]])
-            found = {"values": values, "interval": interval, "hub_name": "KL divergence"}
-            metrics.append(Metric("chat KL divergence from the base", scores.divergence, **about, **found))
+            hub = {"hub_name": "KL divergence", "interval": interval, **about}
+            metrics.append(Metric("chat KL divergence from the base", scores.divergence, values=values, **hub))
             answers = [Value(each.name, each.equal_answers) for each in scores.per_chat]
             label = f"chat answers with the base's first {ANSWER} tokens"
             metrics.append(share(label, answers, dataset=dataset, hub_name="equal answers"))
@@ -157,12 +156,10 @@ def chat_score(model: Model, base: Model | None, name: str, chat: Chat) -> ChatS
         logs = [each[0].float().log_softmax(dim=-1) for each in logits]  # (places, vocabulary)
         loss -= logs[0].gather(1, ids[0, part, None]).double().sum().item()
         divergence += kl_div(logs[0], logs[-1], log_target=True, reduction="none").sum(dim=1).double().sum().item()
-    against: dict[str, float] = {}
-    if base:
-        turns = [place for place in places if not chat.learned[place - 1]]
-        equal = [begins_alike(model, base, chat.ids[:turn]) for turn in turns]
-        against = {"divergence": divergence / len(places), "equal_answers": sum(equal) / len(equal)}
-    return ChatScore(name=name, tokens=len(places), perplexity=math.exp(loss / len(places)), **against)
+    turns = [place for place in places if not chat.learned[place - 1]]
+    equal = [begins_alike(model, base, chat.ids[:turn]) for turn in turns] if base else [True]
+    means = {"perplexity": math.exp(loss / len(places)), "divergence": divergence / len(places)}
+    return ChatScore(name=name, tokens=len(places), equal_answers=fmean(equal), **means)
 
 
 def begins_alike(model: Model, base: Model, prompt: list[int]) -> bool:

@@ -128,10 +128,7 @@ class Ruler(Measurement[RulerOptions, RulerScores]):
             points = [(length.window, 100 * length.score) for length in each.lengths]
             axes.plot(*zip(*points, strict=True), color=colour, marker=marker, markersize=5, label=label)
         axes.axhline(100 * PAPERS_THRESHOLD, color="0.55", linestyle=":", linewidth=1.2)
-        windows = sorted({length.window for each in scores.values() for length in each.lengths})
-        axes.set(xscale="log", ylim=(-4, 104), xlabel="window (tokens)", ylabel="RULER, mean of the tasks (%)")
-        axes.set_xticks(windows, [f"{window:,}" for window in windows])
-        axes.minorticks_off()
+        axes.set(ylim=(-4, 104), xlabel="window (tokens)", ylabel="RULER, mean of the tasks (%)")
 
 
 def _values(scores: RulerScores, task: str, each: RulerTask) -> list[Value]:
