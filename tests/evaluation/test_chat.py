@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ from pi_lora.evaluation.journal import Session
 from pi_lora.evaluation.perplexity import losses
 from pi_lora.models.model import Model, load
 from pi_lora.recipe.evaluation import ChatOptions
+from pi_lora.report.card import refresh_scores
+from pi_lora.report.run import MeasuredRun
 
 TEMPLATE = (
     "{% for each in messages %}[{{ each.role }}] {{ each.content }}{{ eos_token }}{% endfor %}"
@@ -34,9 +37,11 @@ def here(tmp_path: Path, small_model: Path, lora_run: Path, monkeypatch: pytest.
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PI_LORA_CACHE", str(tmp_path / "cache"))
     (tmp_path / "chats.jsonl").write_text("".join(f"{json.dumps(chat(turns))}\n" for turns in TURNS))
-    for name, folder in {"base": small_model, "run": lora_run}.items():
+    for name, folder in {"base": small_model, "wider": small_model, "run": lora_run}.items():
         shutil.copytree(folder, tmp_path / name)
         (tmp_path / name / "chat_template.jinja").write_text(TEMPLATE)
+    config = tmp_path / "wider" / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "vocab_size": 2048}))
     return tmp_path
 
 
@@ -89,6 +94,11 @@ def test_chats_are_measured_as_by_the_reference(here: Path, monkeypatch: pytest.
     assert len({each.equal_answers for each in scores.per_chat}) == (3 if name == "changed" else 1)
     assert scores.options is not None
     assert scores.options.window == base.window
+    divergence, pairs = Chats().metrics(scores)[1], [(each.divergence, each.tokens) for each in scores.per_chat]
+    mean = sum(value * weight for value, weight in pairs) / scores.tokens
+    spread = math.sqrt(sum((weight * (value - mean)) ** 2 for value, weight in pairs) * 3 / 2) / scores.tokens
+    assert divergence.value == pytest.approx(mean)
+    assert divergence.interval == pytest.approx((mean - 4.30 * spread, mean + 4.30 * spread))  # Student's t of three
 
 
 def test_a_model_is_equal_to_itself_and_needs_no_base(here: Path) -> None:
@@ -108,6 +118,10 @@ def test_the_comparison_has_a_row_for_each_cost(
     assert status == 0
     assert "chats.jsonl: chats of over 64 tokens left out: 1" in err
     found = json.loads((here / "run" / "scores" / "chat.json").read_text())
+    refresh_scores(MeasuredRun(here / "run"))
+    card = (here / "run" / "README.md").read_text()
+    for metric in Chats().metrics(ChatScores.model_validate(found)):
+        assert re.search(rf"\| {re.escape(metric.label)} .*{re.escape(metric.text.split()[0])}", card)
     (here / "text.txt").write_text("The door is open and the road is long. " * 60)
     asked = ("--data", "text.txt", "--chat", "chats.jsonl", "--json", "rows.json")
     status, _, err = run(capsys, monkeypatch, "compare", "base", "run", *asked)
@@ -125,6 +139,7 @@ def test_the_comparison_has_a_row_for_each_cost(
 @pytest.mark.parametrize(
     ("model", "rows", "line"),
     [
+        ("base --base wider", [], "--base: wider: has another vocabulary; name the model that was tuned"),
         ("base", [{"text": "a"}], "chats.jsonl:1: has no column messages; choose from its columns: text"),
         ("base", [chat(["a " * 300, "b"])], "--data: chats.jsonl: holds no chat to measure; name others"),
         ("builtin:tiny", [chat(["a", "b"])], "data.source: the tokenizer of the model has no chat template"),
@@ -139,6 +154,6 @@ def test_a_mistake_is_one_line(
     line: str,
 ) -> None:
     (here / "chats.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    status, out, err = run(capsys, monkeypatch, "eval", "chat", model, "--data", "chats.jsonl")
+    status, out, err = run(capsys, monkeypatch, "eval", "chat", *model.split(), "--data", "chats.jsonl")
     assert (status, out) == (2, "")
     assert err.splitlines()[-1].startswith(line)
