@@ -1,6 +1,5 @@
 """`pi-lora export gguf` with scripts that stand for llama.cpp's converter; test_engines.py has the real one."""
 
-import os
 from pathlib import Path
 
 import gguf
@@ -9,7 +8,7 @@ from random_runs import put_on_hub
 
 from pi_lora import cli
 from pi_lora.errors import ModelError, RunExistsError
-from pi_lora.merging.llama_cpp import CONVERTER, export_gguf, find_converter
+from pi_lora.merging.llama_cpp import CONVERTER, export_gguf
 
 # What llama.cpp's converter writes about positions, and one tensor; a case replaces some of it.
 STANDS_FOR = """
@@ -115,13 +114,3 @@ def test_a_missing_or_failing_converter_is_one_line(full_run: Path, tmp_path: Pa
         export_gguf(str(full_run), tmp_path / "model.gguf", script)
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "model.gguf").exists()
-
-
-def test_the_converter_is_found_on_the_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    script = converter(tmp_path / "bin")
-    script.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{script.parent}{os.pathsep}{os.environ['PATH']}")
-    assert find_converter() == script.resolve()
-    monkeypatch.setenv("LLAMA_CPP", str(tmp_path / "elsewhere"))
-    with pytest.raises(ModelError, match="elsewhere: no such converter"):
-        find_converter()
