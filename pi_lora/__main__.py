@@ -1,6 +1,5 @@
 """`pi-lora`, which is `python -m pi_lora`: Ctrl-C is answered in one line from the first moment on."""
 
-import gc
 import os
 import signal
 import types
@@ -17,7 +16,6 @@ def leave_at_once(number: int, frame: types.FrameType | None) -> None:
 
 def main() -> None:
     """Run the command line."""
-    gc.disable()  # until libraries are loaded, which leave nothing to collect: a sixth of what importing them takes
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, leave_at_once)
     try:

@@ -76,13 +76,6 @@ def test_a_command_prints_no_line_of_a_library(python: str, run: Path, command: 
     assert errors_of(run.parent, python, "-m", "pi_lora", *words) == ""
 
 
-def test_a_report_prints_only_how_to_measure_what_it_misses(python: str, run: Path) -> None:
-    measured = ["--depths", "1", "--trials", "1", "--json", "run/scores/passkey.json"]
-    assert errors_of(run.parent, python, "-m", "pi_lora", "eval", "passkey", "run", *measured) == ""
-    [line] = errors_of(run.parent, python, "-m", "pi_lora", "report", "run").splitlines()
-    assert line.startswith("run: the base was not measured")
-
-
 def test_the_demo_prints_no_line_of_a_library(python: str, folder: Path, run: Path) -> None:
     """Its steps, with fewer of each, beside another run in place of the released one."""
     less = "demo.SWEEP = '--windows 256,512,1024 --stride 256 --documents 1 --truncate 1024'.split(); "

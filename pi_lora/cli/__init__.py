@@ -12,7 +12,7 @@ from typing import NoReturn, cast
 from cyclopts import CycloptsError
 from pydantic import ValidationError
 
-from pi_lora.cli.app import LIBRARIES, OTHERS, app, out, printable, working
+from pi_lora.cli.app import LIBRARIES, OTHERS, app, out, working
 from pi_lora.distributed import let_segments_grow, worker_exit_status
 from pi_lora.errors import Interrupted, PiLoraError, RecipeError
 from pi_lora.writing import problem_text
@@ -24,9 +24,12 @@ for file in pkgutil.iter_modules(__path__, f"{__name__}."):
 
 INTERRUPTED = 130
 # Packages that only an extra of pi-lora installs.
-EXTRAS = {"matplotlib": "report", "markdown_it": "report"} | dict.fromkeys(
-    ("lm_eval", "rouge_score", "wonderwords"), "eval"
-)
+EXTRAS = {
+    **dict.fromkeys(("matplotlib", "markdown_it"), "report"),
+    **dict.fromkeys(("lm_eval", "wonderwords", "rouge_score"), "eval"),
+    "pypdf": "pdf",
+    "gguf": "gguf",
+}
 
 
 @app.command(group=OTHERS, sort_key=2)
@@ -96,5 +99,5 @@ def _in_a_line(message: str) -> str:
 
 def _fail(message: str, status: int) -> NoReturn:
     with contextlib.suppress(OSError):  # a reader that is gone does not change how it ended
-        print(printable(message), file=sys.stderr, flush=True)
+        print(message, file=sys.stderr, flush=True)
     sys.exit(status)

@@ -1,20 +1,18 @@
 """What all commands share: the application, its consoles and the progress bar."""
 
 import contextlib
-import gc
 import importlib.metadata
 import signal
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cyclopts import App, Group, Parameter
-from rich.console import Console, ConsoleOptions, RenderableType
-from rich.segment import Segment
+from rich.console import Console
 from rich.text import Text
 
 from pi_lora.distributed import is_leader
@@ -24,27 +22,12 @@ from pi_lora.types import Progress, silent
 if TYPE_CHECKING:
     from pi_lora.recipe.files import ResolvedRecipe
 
-# What a terminal obeys, other than a new line and a tab: control characters and changes of direction. Half a character,
-# as in the name of a file that is not UTF-8, cannot be printed at all.
-OBEYED = (*range(9), *range(11, 32), *range(127, 160), 0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x206A))
-PRINTED: dict[int, int | None] = {**dict.fromkeys(OBEYED), **dict.fromkeys(range(0xD800, 0xE000), 0xFFFD)}
-
-
-def printable(text: str) -> str:
-    """Return a text, which may come from elsewhere, without what a terminal would obey."""
-    return text.translate(PRINTED)
-
 
 class Terminal(Console):
-    """A console that prints names, texts and messages as they are: no markup, no colours, no control characters."""
+    """A console that prints names, texts and messages as they are: no markup, no colours."""
 
     def __init__(self, stderr: bool = False) -> None:
         super().__init__(stderr=stderr, markup=False, emoji=False, highlight=False)
-
-    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
-        """Yield the segments of anything that is printed; those that control the terminal are rich's own."""
-        for segment in super().render(renderable, options):
-            yield segment if segment.control else Segment(printable(segment.text), segment.style)
 
     def lines(self, *lines: object) -> None:
         """Print lines, which are not broken however long they are."""
@@ -150,7 +133,7 @@ def working(what: str) -> Iterator[None]:
         if err.is_terminal:
             signs.enter_context(err.status(Text(what)))
         elif is_leader():
-            line = threading.Timer(LONG, print, (printable(f"{what} ..."),), {"file": sys.stderr, "flush": True})
+            line = threading.Timer(LONG, print, (f"{what} ...",), {"file": sys.stderr, "flush": True})
             line.daemon = True
             line.start()
             signs.callback(line.cancel)
@@ -159,11 +142,6 @@ def working(what: str) -> Iterator[None]:
 
 
 def _work_begins() -> None:
-    """Let Ctrl-C unwind from here on, and garbage be collected: until libraries are loaded there is nothing to clean
-    up, and what they hold stays.
-    """
-    if not gc.isenabled():
-        gc.freeze()
-        gc.enable()
+    """Let Ctrl-C unwind from here on: until libraries are loaded there is nothing to clean up."""
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)

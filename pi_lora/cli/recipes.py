@@ -1,16 +1,14 @@
 """`pi-lora new`, `show`, `plan` and `recipes`: a recipe that fits, what one says, and what it takes."""
 
 import shlex
-import sys
 from pathlib import Path
 from typing import Annotated
 
 from cyclopts import Parameter
 from cyclopts.types import PositiveInt
-from rich.prompt import IntPrompt, Prompt
 from rich.table import Table
 
-from pi_lora.cli.app import RECIPES, app, err, out, printable, read_recipe, working
+from pi_lora.cli.app import RECIPES, app, err, out, read_recipe, working
 from pi_lora.cli.options import GpuName, JsonFile, ModelName, Override, Probe, RecipeFile, TrustRemoteCode, read_length
 from pi_lora.errors import PiLoraError, RunExistsError
 from pi_lora.recipe.places import shipped_recipes
@@ -47,15 +45,10 @@ def new(
         window = window_of(find_shape(model, permissions=permissions)[0])
         device = find_gpu(gpu) if gpu else device_here()
     if target is None:
-        if not asks():
-            raise PiLoraError(f"--target: missing; {model} reads {window} tokens, name more, as --target {4 * window}")
-        target = IntPrompt.ask(f"{model} reads {window} tokens; extend it to", console=err, default=4 * window)
+        raise PiLoraError(f"--target: missing; {model} reads {window} tokens, name more, as --target {4 * window}")
     file = output or file_for(model, target)
     if file.exists():
         raise RunExistsError(f"{file}: exists, and is not overwritten; remove it, or name another file with --output")
-    if asks() and not data:
-        given = Prompt.ask("Text to tune on (file, folder, glob or hub id; empty: a public corpus)", console=err)
-        data = [given] if given else None
     for name in data or ():
         if not looks_local(name) and not name.startswith("builtin:"):
             err.lines(f"--data: {name}: no such file or folder; it is taken for a data set on the hub")
@@ -74,11 +67,6 @@ def new(
     if has_chat_template(model):
         err.lines(f"data: {AT_STAKE}")
     out.lines(f"{file}: written; read it, then: pi-lora train {shlex.quote(str(file))}")
-
-
-def asks() -> bool:
-    """Whether somebody is there to answer."""
-    return sys.stdin.isatty() and err.is_terminal
 
 
 @app.command(group=RECIPES, sort_key=3)
@@ -144,7 +132,7 @@ def recipes(
     elif markdown:
         from pi_lora.planning.text import recipes_page
 
-        print(printable(recipes_page(place)), end="")
+        print(recipes_page(place), end="")
     else:
         table = Table("recipe", "what it makes", box=None)
         for path in recipe_paths(place):

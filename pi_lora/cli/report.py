@@ -1,15 +1,14 @@
 """`pi-lora compare`, `report` and `push`: a run beside its base, its card, and its way to the hub."""
 
-import shlex
 from pathlib import Path
 from typing import Annotated, Any
 
 from cyclopts import Parameter
 from cyclopts.types import PositiveInt
 
-from pi_lora.cli.app import LIBRARIES, MEASURE, app, err, out, working
+from pi_lora.cli.app import LIBRARIES, MEASURE, app, out, working
 from pi_lora.cli.evaluate import display
-from pi_lora.cli.options import GROUP, Again, JsonFile, Loading, ModelName, OtherText, Plot
+from pi_lora.cli.options import GROUP, Again, JsonFile, Loading, ModelName, OtherText
 from pi_lora.distributed import is_leader
 from pi_lora.recipe.evaluation import ProbeOptions
 
@@ -60,7 +59,6 @@ def probe(
     options: Annotated[ProbeOptions, GROUP],
     how: Annotated[Loading, GROUP] = Loading(),
     json: JsonFile = None,
-    plot: Plot = None,
 ) -> None:
     """Measure before any tuning which scaling suits MODEL: perplexity and passkeys, inside its window and at --target.
 
@@ -70,7 +68,7 @@ def probe(
         from pi_lora.report.probe import next_command, probe, probe_table
 
         [base] = how.find(model)
-    found = probe(base, options, json=json, plot=plot, dtype=how.dtype, display=display())
+    found = probe(base, options, json=json, dtype=how.dtype, display=display())
     for reach in found.targets if is_leader() else ():
         out.print(probe_table(found, reach))
         need = "no tuning is needed" if reach.enough else "tuning can add to it"
@@ -89,16 +87,9 @@ def report(
     with working("writing the report"):
         from pi_lora.report.pages import write_report
         from pi_lora.report.run import measured_run
-        from pi_lora.report.tables import groups_of
-        from pi_lora.run import BASE
 
-        measured = measured_run(run)
-        files = write_report(measured, output, html)
+        files = write_report(measured_run(run), output, html)
     out.lines(*files)
-    columns = measured.columns
-    if any(BASE not in groups_of(name, columns)[0] for name in measured.last_scores):
-        command = shlex.join(["pi-lora", "compare", measured.recipe.model.name, str(run)])
-        err.lines(f"{run}: the base was not measured on the same text; run {command}, then this command again")
 
 
 @app.command(group=MEASURE, sort_key=6)

@@ -8,13 +8,10 @@ from typing import Annotated
 from cyclopts import Parameter
 from cyclopts.types import NonNegativeInt, PositiveInt
 
-from pi_lora.cli.app import EXTEND, LIBRARIES, app, err, out, printable, progress_bar, read_recipe, working
+from pi_lora.cli.app import EXTEND, LIBRARIES, app, out, progress_bar, read_recipe, working
 from pi_lora.cli.options import GROUP, Override, RecipeFile, Trust, TrustRemoteCode
 from pi_lora.distributed import is_launched, is_leader, launch, launch_arguments
 from pi_lora.types import Permissions
-
-# Text that takes minutes to pack.
-MANY_TOKENS = 10**8
 
 
 @app.command(group=EXTEND, sort_key=1)
@@ -43,7 +40,7 @@ def train(
     worker += ["--trust-remote-code"] * permissions.remote_code + ["--allow-changed"] * permissions.changed
     where = (machine_rank, main_process_ip, main_process_port)
     if print_launch:
-        print(printable(shlex.join(["accelerate", "launch", *launch_arguments(resolved, worker, *where)])))
+        out.lines(shlex.join(["accelerate", "launch", *launch_arguments(resolved, worker, *where)]))
         return
     # Ctrl-C ends at once until all libraries are imported: some turn it into an error of their own.
     with working(LIBRARIES):
@@ -57,15 +54,7 @@ def train(
 
     preparing = "preparing examples" if resolved.data.has_examples else "packing tokens"
     with progress_bar(preparing) as progress:
-
-        def packed(done: int, total: int, note: str = "") -> None:
-            """Report progress; say before much text is packed how to pack it elsewhere."""
-            if not done and total >= MANY_TOKENS:
-                elsewhere = f"on a machine without a GPU: {shlex.join(['pi-lora', 'prepare', str(recipe)])}"
-                err.lines(f"data: {total:,} tokens are not in the cache and are packed now; {elsewhere}")
-            progress(done, total, note)
-
-        data = prepare_data(resolved, model, packed)
+        data = prepare_data(resolved, model, progress)
     out.lines(*lines, *(f"data: {line}" for line in data.messages if not launched))
     if resolved.hardware.processes > 1 and not launched:
         if status := launch(launch_arguments(resolved, worker, *where)):

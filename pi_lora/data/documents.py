@@ -4,7 +4,6 @@ import csv
 import glob
 import gzip
 import hashlib
-import importlib.util
 import json
 import sys
 import zipfile
@@ -15,7 +14,7 @@ from pathlib import Path
 
 import pyarrow.parquet
 
-from pi_lora.errors import DataError, PiLoraError, first_line
+from pi_lora.errors import DataError, first_line
 from pi_lora.types import Json
 
 TEXT_SUFFIXES = (".txt", ".md", ".tex", ".py", ".rst")
@@ -130,8 +129,6 @@ def read_document(name: str) -> str:
 
 
 def _pdf(file: Path) -> str:
-    if importlib.util.find_spec("pypdf") is None:
-        raise PiLoraError(f"{file}: PDF needs the package pypdf; pip install 'pi-lora[pdf]'")
     from pypdf import PdfReader
 
     return "\n\n".join(page.extract_text() for page in PdfReader(file).pages)

@@ -1,7 +1,6 @@
 """Model cards: written from `card.md` and what a run holds, with a section of scores that can be brought up to date."""
 
 import re
-import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,6 @@ from huggingface_hub import ModelCard, ModelCardData
 
 from pi_lora.models.stored import read_config
 from pi_lora.recipe.schema import Recipe
-from pi_lora.report.paper import paper_table
 from pi_lora.report.pictures import picture_lines
 from pi_lora.report.run import MeasuredRun
 from pi_lora.report.tables import eval_results, public_name, scores_sections
@@ -100,7 +98,6 @@ def _card(
         checks=checks,
         serving=serving,
         scores=_scores_section(run, pictures),
-        paper=paper_table(recipe) if recipe else "",
     )
     return card
 
@@ -125,7 +122,6 @@ def _metadata(run: MeasuredRun, full: bool, recipe: Recipe | None) -> ModelCardD
 
 def _scores_section(run: MeasuredRun, pictures: Path | None) -> str:
     introduction = "With the adapter, before it was merged:\n\n" if run.is_merged and run.columns else ""
-    compare = shlex.join(["pi-lora", "compare", public_name(run.base.name), run.name])
-    sections = list(scores_sections(run.columns, compare)) or ["Not measured yet."]
+    sections = list(scores_sections(run.columns)) or ["Not measured yet."]
     pictured = picture_lines(pictures) if pictures else []
     return f"{SCORES_BEGIN}\n{introduction}" + "\n\n".join([*sections, *pictured]) + f"\n{SCORES_END}"

@@ -15,7 +15,7 @@ from pi_lora.errors import ModelError
 from pi_lora.evaluation.intervals import Pairs, of_means, of_successes, of_two, pairs_needed
 from pi_lora.evaluation.measurement import Scores
 from pi_lora.evaluation.metrics import Interval, Metric, Value
-from pi_lora.evaluation.registry import MEASUREMENTS, differences, metrics_of, setting_of
+from pi_lora.evaluation.registry import differences, metrics_of, setting_of
 from pi_lora.evaluation.suite import SILENT, Asked, Display, asked_of, evaluate, scores_of
 from pi_lora.models.model import Model, run_folder
 from pi_lora.report.run import MeasuredRun
@@ -74,9 +74,7 @@ def compare_run(
     """
     folder = MeasuredRun(run_folder(run))
     kept = {name: scores.options for name, scores in folder.scores.get(TUNED, {}).items() if scores.options}
-    every: Asked = {**kept, **asked_of(folder, data), **(asked or {})}
-    order = list(MEASUREMENTS)
-    asked = {name: every[name] for name in sorted(every, key=lambda name: order.index(name.partition("-")[0]))}
+    asked = {**kept, **asked_of(folder, data), **(asked or {})}
     check_can_write(json)
     [model] = find(base)
     is_other = not model.is_base_of(folder)
@@ -180,14 +178,14 @@ def _too_few(change: float, interval: Interval | None, pairs: int, metric: Metri
     """Return how many documents would tell whether a change is more than noise, if there are too few of them."""
     if not metric.is_ratio or not change or not 0 < pairs < FEW or (interval and interval[0] * interval[1] > 0):
         return ""
-    documents, needed = "1 document is" if pairs == 1 else f"{pairs} documents are", FEW
+    needed = FEW
     if interval:
         low, high = (math.log1p(bound / 100) for bound in interval)
         needed = pairs_needed(math.log1p(change / 100), (high - low) / 2, pairs)
     if needed > MANY:
         return ""
     amount = verdict(change, None, "%", metric.higher_is_better).removesuffix(", no interval")
-    return f"{amount}, but {documents} too few to tell; about {needed} would do"
+    return f"{amount}, but too few documents to tell: {pairs}, about {needed} would do"
 
 
 def _paired_interval(pairs: Sequence[tuple[Value, Value]], metric: Metric) -> Interval | None:

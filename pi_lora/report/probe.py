@@ -14,7 +14,6 @@ from pi_lora.distributed import is_leader
 from pi_lora.drawing import sparkline
 from pi_lora.errors import ModelError
 from pi_lora.evaluation.journal import Session
-from pi_lora.evaluation.measurement import Scores
 from pi_lora.evaluation.metrics import Metric
 from pi_lora.evaluation.passkey.measurement import PasskeyScores
 from pi_lora.evaluation.perplexity.measurement import PerplexityScores
@@ -26,7 +25,6 @@ from pi_lora.models.model import Extension, Model
 from pi_lora.recipe.evaluation import PasskeyOptions, PerplexityOptions, ProbeOptions
 from pi_lora.recipe.places import cache_folder
 from pi_lora.report.comparison import change_of, verdict
-from pi_lora.report.pictures import comparison_picture
 from pi_lora.scaling.config import Method, methods_for
 from pi_lora.types import Json
 from pi_lora.writing import check_can_write, read_json, write_json
@@ -72,11 +70,6 @@ class Reach(BaseModel):
     summary: str
     scalings: dict[Method, Probed]
 
-    @property
-    def perplexities(self) -> dict[str, Scores]:
-        """The perplexity of every scaling."""
-        return {name: each.perplexity for name, each in self.scalings.items()}
-
 
 class Probe(BaseModel):
     """A probed model, its original window (L, tokens), a `Reach` for each target, and what it was measured on."""
@@ -105,7 +98,6 @@ def probe(
     options: ProbeOptions,
     *,
     json: Path | None = None,
-    plot: Path | None = None,
     dtype: str | None = None,
     display: Display = SILENT,
 ) -> Probe:
@@ -117,7 +109,7 @@ def probe(
     """
     if base.adapter:
         raise ModelError(f"{base.name}: brings its own scaling; probe its base, {base.base}")
-    check_can_write(json, plot)
+    check_can_write(json)
     dtype = dtype or ("bfloat16" if has_fast_bfloat16() else None)
     with Session(say=display.say, shared=True) as session:
 
@@ -132,8 +124,6 @@ def probe(
                 write_json(_kept_file(base.name, reach.target), reach.model_dump(include={"best", "summary"}))
             if json:
                 write_json(json, found.model_dump(mode="json", by_alias=True, exclude_unset=True))
-            if plot:
-                comparison_picture([reach.perplexities for reach in reaches], base.window, plot)
     return found
 
 

@@ -15,21 +15,15 @@ from pi_lora.evaluation.registry import differences, metrics_of, setting_of
 Columns = Mapping[str, Mapping[str, Scores]]
 
 
-def scores_sections(columns: Columns, compare: str = "") -> Iterator[str]:
+def scores_sections(columns: Columns) -> Iterator[str]:
     """Yield Markdown for the scores of several models or stages: for each measurement its text and settings, and a
-    table of the metrics. What was measured otherwise has a table of its own; a line before it says how it differs, and
-    names the command `compare` that measures what is missing.
+    table of the metrics. What was measured otherwise has a table of its own.
     """
     for name in sorted({name for results in columns.values() for name in results}):
-        first, *others = groups_of(name, columns)
-        yield f"**{literal(name)}**: {literal(public_setting(first))}"
-        yield _metrics_table(first)
-        for other in others:
-            labels, [scores, known] = ", ".join(other), [next(iter(each.values())) for each in (other, first)]
-            differs = " ".join(map(public_name, "; ".join(differences(scores, known)).split(" ")))
-            yield f"Measured otherwise, and not to be compared: {literal(f'{labels} ({differs})')}."
-            yield f"{literal(public_setting(other))}{compare and f'. `{compare}` measures the base as the run.'}"
-            yield _metrics_table(other)
+        for number, group in enumerate(groups_of(name, columns)):
+            otherwise = ", measured otherwise and not to be compared" if number else ""
+            yield f"**{literal(name)}**{otherwise}: {literal(public_setting(group))}"
+            yield _metrics_table(group)
 
 
 def groups_of(name: str, columns: Columns) -> list[dict[str, Scores]]:

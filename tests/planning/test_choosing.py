@@ -13,8 +13,6 @@ import yaml
 from conftest import train
 
 from pi_lora import cli
-from pi_lora.cli import recipes
-from pi_lora.cli.app import err
 from pi_lora.data.chats import AT_STAKE
 from pi_lora.data.sources import evaluation_documents, find_corpus
 from pi_lora.errors import DataError, PiLoraError
@@ -209,22 +207,11 @@ def test_a_file_is_not_overwritten(command: Command, tmp_path: Path) -> None:
     assert (tmp_path / "llama-7b_8k.yaml").read_text() == "mine"
 
 
-def test_on_a_terminal_it_asks(command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
-
-    def answer(text: str, console: Any, default: int = 0) -> Any:
-        asked.append(default)
-        return 4096 if default else "notes.txt"
-
-    (tmp_path / "notes.txt").write_text("Long documents serve best. " * 200_000)
-    monkeypatch.setattr(recipes, "asks", lambda: True)
-    monkeypatch.setattr(recipes.IntPrompt, "ask", answer)
-    monkeypatch.setattr(recipes.Prompt, "ask", answer)
-    assert command(LLAMA, "--gpu", "H100")[0] == 0
-    assert asked == [8192, 0]
-    recipe = load_recipe(tmp_path / "llama-7b_4k.yaml").recipe
-    assert (recipe.context.target, recipe.data.source[0].name) == (4096, "notes.txt")
-    assert not err.is_terminal
+def test_without_a_terminal_it_says_which_option_is_missing(command: Command, tmp_path: Path) -> None:
+    status, _, errors = command(LLAMA, "--gpu", "H100")
+    assert (status, errors.count("\n")) == (2, 1)
+    assert errors.startswith(f"--target: missing; {LLAMA} reads 2048 tokens, name more, as --target 8192")
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(

@@ -13,15 +13,12 @@ from typing import Any
 
 import huggingface_hub
 import pytest
-import torch
 import yaml
-from conftest import run_command, small_recipe
-from random_runs import put_on_hub
+from conftest import small_recipe
 from reported import make_run, passkey, perplexity
 
 from pi_lora import cli
 from pi_lora.errors import ModelError
-from pi_lora.models.model import load
 from pi_lora.report.pages import write_report
 from pi_lora.report.run import MeasuredRun
 from pi_lora.report.upload import PushError, push
@@ -140,32 +137,6 @@ def test_the_whole_folder_arrives(run: str, hub: Hub, small_model: Path, request
     assert hub.files == {"me/model@main": contents(folder, small_model)}
     assert hub.messages == [f"Upload {folder.name} with pi-lora"]
     assert hub.private == {"me/model": False}
-
-
-def test_what_was_pushed_is_loaded_and_measured_by_its_name(
-    lora_run: Path, small_model: Path, hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A run of a base on the hub, which is found there from a machine that never saw the run's folder."""
-    run = shutil.copytree(lora_run, tmp_path / "run")
-    for name in ("adapter_config.json", "recipe.yaml", "run.json", "README.md"):
-        text = (run / name).read_text().replace(f'"place": "{small_model}"', '"place": null')
-        (run / name).write_text(text.replace(str(small_model), "owner/base"))
-    push(run, "you/run")
-    pushed = tmp_path / "pushed"
-    for name, content in hub.files["you/run@main"].items():
-        (pushed / name).parent.mkdir(parents=True, exist_ok=True)
-        (pushed / name).write_bytes(content)
-    assert json.loads((pushed / "adapter_config.json").read_text())["base_model_name_or_path"] == "owner/base"
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    for folder, name in ((pushed, "you/run"), (small_model, "owner/base")):
-        put_on_hub(folder, name, tmp_path / "hub", monkeypatch)
-    ids = torch.arange(2, 100)[None]
-    own, found = (load(name).model(ids).logits for name in (str(lora_run), "you/run"))
-    torch.testing.assert_close(found, own, rtol=0, atol=0)
-    (tmp_path / "text.txt").write_text("The road is long and the door is open. " * 40)
-    words = ["--data", str(tmp_path / "text.txt"), "--windows", "64,128", "--json", str(tmp_path / "scores.json")]
-    assert run_command("eval", "perplexity", "you/run", *words) == 0
-    assert json.loads((tmp_path / "scores.json").read_text())["model"] == "you/run"
 
 
 def test_what_is_no_part_of_the_model_stays_at_home(

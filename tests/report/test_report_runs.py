@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import small_recipe
 from huggingface_hub import ModelCard
-from reported import make_run, passkey, perplexity, ruler
+from reported import make_run, passkey, perplexity
 from test_cli import run as command
 
 from pi_lora.errors import PiLoraError
@@ -17,11 +16,9 @@ from pi_lora.evaluation.perplexity.measurement import Perplexity
 from pi_lora.report.card import refresh_scores
 from pi_lora.report.comparison import compare
 from pi_lora.report.pages import html_page, write_report
-from pi_lora.report.paper import paper_table
 from pi_lora.report.run import MeasuredRun, measured_run
 
 RELEASED = Path(__file__).parents[2] / "adapters"
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-headless-shell", "google-chrome"))), None)
 
 
 @pytest.fixture
@@ -60,15 +57,6 @@ def test_the_card_holds_what_was_measured(run: Path) -> None:
     assert "1,024 tokens in 2 seconds, at most 1.0 GiB" in text
 
 
-def test_the_card_holds_ruler_and_its_picture(small_model: Path, tmp_path: Path) -> None:
-    tuned = {**ruler(0.9, 0.77), "window": 128, "scale": 2.0}
-    folder = make_run(small_model, tmp_path / "mine", {"ruler": tuned, "ruler-base": ruler(0.8, 0.1)})
-    assert folder / "pictures" / "ruler.png" in write_report(measured_run(folder))
-    text = (folder / "README.md").read_text()
-    assert "(pictures/ruler.png)" in text
-    assert "RULER at 128 | 10 % (2 to 44) | 77 % (" in text
-
-
 def test_the_hubs_library_takes_the_card(run: Path) -> None:
     write_report(measured_run(run))
     card = ModelCard.load(run / "README.md")
@@ -81,19 +69,6 @@ def test_the_hubs_library_takes_the_card(run: Path) -> None:
     assert card.data.model_name == "mine"
     again = ModelCard(str(card))
     assert again.data.to_dict() == card.data.to_dict()
-
-
-def test_what_was_written_into_the_card_stays(run: Path) -> None:
-    write_report(measured_run(run))
-    mine = (run / "README.md").read_text().replace("# model", "# Mine", 1).replace("---\n# ", "license: mit\n---\n# ")
-    (run / "README.md").write_text(mine)
-    (run / "scores" / "passkey.json").write_text(json.dumps(passkey(96)))
-    write_report(measured_run(run))
-    card = ModelCard.load(run / "README.md")
-    assert "# Mine" in card.content
-    assert card.data.license == "mit"
-    assert {each.metric_value for each in card.data.eval_results} == {9.0, 7.125, 96}
-    assert "| 32 tokens | 96 tokens |" in card.content
 
 
 def test_a_foreign_card_is_not_overwritten(run: Path) -> None:
@@ -132,15 +107,6 @@ def test_mistakes_are_one_line(
     assert line in errors
 
 
-def test_the_papers_results_of_the_same_setting_are_in_the_card(small_model: Path) -> None:
-    table = paper_table(small_recipe("huggyllama/llama-7b", context={"target": 16384}))
-    assert "| perplexity, PG-19, table 1 | 7.11 | 6.93 | 6.82 | 6.83 |" in table
-    assert "| perplexity, proof-pile, table 2 | 2.79 | 2.57 | 2.37 | 2.25 |" in table
-    assert "k_max after 1,000 steps, table 4: 16,384" in table
-    assert not paper_table(small_recipe(small_model))
-    assert not paper_table(small_recipe("huggyllama/llama-7b", context={"target": 10000}))
-
-
 def test_the_page_shows_html_as_text_and_loads_nothing_from_elsewhere(tmp_path: Path) -> None:
     (tmp_path / "pictures").mkdir()
     (tmp_path / "pictures" / "loss.png").write_bytes(b"png")
@@ -163,30 +129,6 @@ def test_a_name_in_scores_is_text_in_the_card(small_model: Path, tmp_path: Path)
     assert r"\!\[x\](http://evil/x.png)\<img src=//evil>\|" in text
     assert "\n# Title" not in text
     assert "<img src=//" not in (run / "report.html").read_text()
-
-
-@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on the path; apt-get install chromium")
-def test_a_browser_opens_the_page_and_shows_its_pictures(run: Path, tmp_path: Path) -> None:
-    """With nothing on the console, and nothing loaded over a network."""
-    playwright = pytest.importorskip(
-        "playwright.sync_api", reason="playwright is not installed; pip install playwright"
-    )
-    write_report(measured_run(run), tmp_path / "page", html=True)
-    assert not (run / "README.md").exists()
-    shutil.rmtree(tmp_path / "page" / "pictures")
-    messages: list[str] = []
-    with playwright.sync_playwright() as browsers:
-        browser = browsers.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        page = browser.new_page()
-        page.on("console", lambda message: messages.append(message.text))
-        page.on("pageerror", lambda error: messages.append(str(error)))
-        page.on("request", lambda request: messages.append(request.url) if request.url.startswith("http") else None)
-        page.goto((tmp_path / "page" / "report.html").as_uri())
-        pictures = page.evaluate("[...document.images].map(i => [i.complete && i.naturalWidth > 0, i.src])")
-        browser.close()
-    assert messages == []
-    assert len({source for _, source in pictures}) == 3
-    assert all(shown for shown, _ in pictures)
 
 
 def test_a_failed_write_keeps_what_was_there(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -233,15 +175,13 @@ def test_the_base_on_another_text_has_a_table_and_no_curve_of_its_own(
 
     monkeypatch.setattr(Perplexity, "draw", watched)
     monkeypatch.chdir(tmp_path)
-    status, _, errors = command(capsys, monkeypatch, "report", "mine", "--html")
+    status, *_ = command(capsys, monkeypatch, "report", "mine", "--html")
     assert (status, drawn) == (0, [["tuned"]])
-    assert "the base was not measured on the same text; run pi-lora compare" in errors
     for name in ("README.md", "report.html"):
         text = (tmp_path / "mine" / name).read_text()
         assert "3 documents of novels, of at least 128 tokens, stride 32" in text
         assert "3 documents of builtin:stdlib" in text
-        assert "not to be compared: base (data builtin:stdlib instead of" in text
-        assert "pi-lora compare model mine" in text
+        assert "measured otherwise and not to be compared" in text
         assert "/home/me" not in text
     text = (tmp_path / "mine" / "README.md").read_text()
     assert "| metric | tuned |\n|---|---|\n| perplexity at 64 | 9.000 |\n" in text
