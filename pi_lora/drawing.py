@@ -19,18 +19,18 @@ WIDTH, HEIGHT = 5.0, 3.7
 BARS = "▁▂▃▄▅▆▇█"
 
 
-def sparkline(values: Sequence[float], low: float | None = None, high: float | None = None, width: int = 10) -> str:
-    """Return a curve as a line of at most `width` characters from `low` to `high`, by default the lowest and highest
-    value. Each character is the mean of a group of values; it is blank if the mean is infinite or NaN.
+def sparkline(values: Sequence[float], width: int = 10) -> str:
+    """Return a curve as a line of at most `width` characters, from its lowest to its highest value. Each character is
+    the mean of a group of values; it is blank if the mean is infinite or NaN.
 
-    >>> sparkline([4, 2, 1, 1.5]), sparkline([0.0, 0.5, 1.0], 0, 1), sparkline([])
-    ('█▃▁▂', '▁▅█', '')
+    >>> sparkline([4, 2, 1, 1.5]), sparkline([])
+    ('█▃▁▂', '')
     """
     groups = min(width, len(values))
     bounds = [len(values) * index // groups for index in range(groups + 1)] if groups else []
     means = [sum(values[first:last]) / (last - first) for first, last in pairwise(bounds)]
     finite = [mean for mean in means if isfinite(mean)] or [0.0]
-    bottom, top = min(finite) if low is None else low, max(finite) if high is None else high
+    bottom, top = min(finite), max(finite)
     scale = (len(BARS) - 1) / (top - bottom) if top > bottom else 0.0
     return "".join(BARS[round((mean - bottom) * scale)] if isfinite(mean) else " " for mean in means)
 

@@ -27,27 +27,16 @@ from pi_lora.report.comparison import compare, verdict
 
 def read(windows: dict[int, list[float]], tokens: int = 1000) -> PerplexityScores:
     """Perplexities by window and document; documents of `tokens`, twice as many, ..."""
-    each = len(next(iter(windows.values())))
-    sizes = [tokens * (number + 1) for number in range(each)]
-    documents = [
-        {
-            "name": str(number),
-            "tokens": sizes[number],
-            "windows": [
-                {"window": window, "perplexity": found[number], "tokens": sizes[number]}
-                for window, found in windows.items()
-            ],
-        }
-        for number in range(each)
-    ]
-    whole = [
-        {
-            "window": window,
-            "perplexity": math.exp(sum(n * math.log(x) for n, x in zip(sizes, found, strict=True)) / sum(sizes)),
-            "tokens": sum(sizes),
-        }
-        for window, found in windows.items()
-    ]
+    sizes = [tokens * (number + 1) for number in range(len(next(iter(windows.values()))))]
+
+    def rows(number: int) -> list[dict[str, Any]]:
+        return [{"window": window, "perplexity": x[number], "tokens": sizes[number]} for window, x in windows.items()]
+
+    documents = [{"name": str(number), "tokens": size, "windows": rows(number)} for number, size in enumerate(sizes)]
+    whole = []
+    for window, found in windows.items():
+        loss = sum(size * math.log(x) for size, x in zip(sizes, found, strict=True)) / sum(sizes)
+        whole.append({"window": window, "perplexity": math.exp(loss), "tokens": sum(sizes)})
     return PerplexityScores.model_validate({"model": "m", "windows": whole, "per_document": documents})
 
 
@@ -167,7 +156,7 @@ def test_benchmarks_are_paired_where_examples_are_known() -> None:
     assert loose.interval[1] - loose.interval[0] == pytest.approx(2 * 196 * errors, rel=0.02)
 
 
-def ruler(windows: dict[int, dict[str, list[float]]], length: int = 0) -> RulerScores:
+def ruler(windows: dict[int, dict[str, list[float]]]) -> RulerScores:
     lengths = [
         {
             "window": window,
@@ -175,7 +164,7 @@ def ruler(windows: dict[int, dict[str, list[float]]], length: int = 0) -> RulerS
             "tasks": {
                 name: {
                     "samples": 4,
-                    "length": length or window,
+                    "length": window,
                     "tokens": window,
                     "score": fmean(found),
                     "outcomes": found,
@@ -199,10 +188,6 @@ def test_ruler_is_paired_by_prompt() -> None:
     assert beyond.verdict == "75.0 points better"
     assert beyond.interval is not None
     assert beyond.interval[0] < 75 < beyond.interval[1], "all differ alike, which is no certainty"
-    other = ruler({64: {"a": [1.0, 0.9, 0.5, 1.0], "b": [1.0, 0.75, 1.0, 0.75]}}, length=60)
-    row = one(base, other, 64)["RULER at 64 (old window), %"]
-    assert (row.pairs, row.verdict) == (None, "within noise")
-    assert "RULER at 64 (old window), %" not in one(base, ruler({64: {"a": [1.0, 0.9]}}), 64)
 
 
 def test_what_is_known_without_an_interval_says_so() -> None:

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from huggingface_hub import ModelCard
 from reported import make_run, passkey, perplexity
 from test_cli import run as command
 
@@ -55,20 +54,6 @@ def test_the_card_holds_what_was_measured(run: Path) -> None:
     for picture in re.findall(r"!\[[^]]+\]\(([^)]+)\)", text):
         assert (run / picture).read_bytes()[:4] == b"\x89PNG"
     assert "1,024 tokens in 2 seconds, at most 1.0 GiB" in text
-
-
-def test_the_hubs_library_takes_the_card(run: Path) -> None:
-    write_report(measured_run(run))
-    card = ModelCard.load(run / "README.md")
-    results = {(each.metric_name, each.metric_value) for each in card.data.eval_results}
-    assert results == {
-        ("perplexity at 64", 9.0),
-        ("perplexity at 128", 7.125),
-        ("k_max at 128, tokens", 128),
-    }
-    assert card.data.model_name == "mine"
-    again = ModelCard(str(card))
-    assert again.data.to_dict() == card.data.to_dict()
 
 
 def test_a_foreign_card_is_not_overwritten(run: Path) -> None:
