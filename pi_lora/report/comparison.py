@@ -74,7 +74,8 @@ def compare_run(
     """
     folder = MeasuredRun(run_folder(run))
     kept = {name: scores.options for name, scores in folder.scores.get(TUNED, {}).items() if scores.options}
-    asked = {**kept, **asked_of(folder, data), **(asked or {})}
+    named = asked_of(folder, data)
+    asked = {**named, **kept, **named, **(asked or {})}  # in the order of the recipe
     check_can_write(json)
     [model] = find(base)
     is_other = not model.is_base_of(folder)
