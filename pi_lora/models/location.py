@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from huggingface_hub import hf_hub_download
+from huggingface_hub.constants import HF_HUB_OFFLINE
 from huggingface_hub.errors import EntryNotFoundError
 
 from pi_lora.errors import ModelError, first_line
@@ -52,9 +53,10 @@ def readable(name: str | Path, what: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        problem = (
-            f"has no {what} that can be read ({first_line(error)}); give a hub id, a model folder or {BUILTIN}tiny"
-        )
+        cause = first_line(error)
+        if HF_HUB_OFFLINE and not Path(name).exists():
+            cause = "no folder here, nor in the cache of the hub, which HF_HUB_OFFLINE=1 forbids to ask"
+        problem = f"has no {what} that can be read ({cause}); give a hub id, a model folder or {BUILTIN}tiny"
         if isinstance(error, ValueError) and "trust_remote_code" in str(error):
             problem = REMOTE_CODE
         raise ModelError(f"{name}: {problem}") from None
