@@ -27,7 +27,7 @@ def pairs_needed(change: float, reach: float, pairs: int) -> int:
     do, whose interval reaches as far as `reach` to each side.
 
     >>> pairs_needed(-0.5, 1.2, 2), pairs_needed(0.01, 1.2, 2)
-    (4, 9107)
+    (3, 716)
     """
     spread = reach / quantile(pairs) * math.sqrt(pairs)
     return next(number for number in count(pairs + 1) if quantile(number) * spread < abs(change) * math.sqrt(number))

@@ -20,6 +20,8 @@ CONFIG_FILE = "config.json"
 # As PEFT names them.
 ADAPTER_CONFIG_FILE = "adapter_config.json"
 ADAPTER_WEIGHTS_FILE = "adapter_model.safetensors"
+# What follows the base's name in the adapters that are released with pi-lora.
+EXTENDED = " (extended by pi-lora: load it with pi_lora.load, or merge it)"
 # A key in the settings of an adapter of an extended base. `PeftModel.from_pretrained` takes any base, and nothing there
 # stops it or scales its positions; but PEFT warns of a key that it does not know, by its name, and ignores it.
 WARNING = "the base needs the config.json beside this file: load it with pi_lora.load, or merge it"
@@ -47,10 +49,12 @@ def save_config(config: Config, folder: Path) -> None:
 
 
 class AdapterSettings(_Stored):
-    """PEFT's settings of an adapter, as far as they are used here; PEFT itself reads the file again."""
+    """PEFT's settings of an adapter, as far as they are used here; PEFT itself reads the file again. The base's name is
+    without `EXTENDED`.
+    """
 
     peft_type: str
-    base_model_name_or_path: str | None = None
+    base_model_name_or_path: Annotated[str, AfterValidator(lambda name: name.removesuffix(EXTENDED))] | None = None
     revision: str | None = None
     r: Annotated[int, Field(gt=0)] = 8
     lora_alpha: Annotated[float, Field(allow_inf_nan=False)] = 8
