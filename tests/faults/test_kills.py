@@ -34,14 +34,13 @@ SHARES = {"train": 0.6, "merge": 0.2, "eval": 0.2}
 # Runs a command that is struck by signal argv[3] before its operation number argv[2] on a file below argv[1], and says
 # in the file argv[4] on which; 0: by none, and it says all. Files that are read count where argv[5] says so.
 STRUCK = """
-import os, sys
+import itertools, os, sys
 
 folder, at, number, said, reads, *command = sys.argv[1:]
-at, number, done, log = int(at), int(number), 0, open(said, "w")
+at, number, operations, log = int(at), int(number), itertools.count(1), open(said, "w")
 EVENTS = ("open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.chmod", "os.symlink", "shutil.rmtree")
 
 def strike(event, arguments):
-    global done
     if event not in EVENTS:
         return
     names = [os.fsdecode(each) for each in arguments[:2] if isinstance(each, (str, bytes, os.PathLike))]
@@ -49,11 +48,11 @@ def strike(event, arguments):
         return
     if event == "open" and reads == "no" and not arguments[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
         return
-    done += 1
-    if done == at or not at:
+    operation = next(operations)  # the check of a merge has two threads
+    if operation == at or not at:
         log.write(f"{event} {names[0].removeprefix(folder)}\\n")
         log.flush()
-    if done == at:
+    if operation == at:
         os.kill(os.getpid(), number)
 
 sys.argv = ["pi-lora", *command]
