@@ -74,7 +74,7 @@ def main() -> None:
         merge = [sys.executable, "-m", "pi_lora", "merge", run, "--output", merged]
         ways = {
             "pi-lora merge --check none": [*merge, "--check", "none"],
-            "of which imports": [sys.executable, "-c", IMPORTS],
+            "of it imports": [sys.executable, "-c", IMPORTS],
             "PEFT merge_and_unload + save_pretrained": [sys.executable, "-c", PEFT, base, run, merged],
             "cp": ["cp", "-r", base, merged],
             "pi-lora merge": merge,

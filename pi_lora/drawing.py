@@ -92,7 +92,7 @@ def label_logarithmic(axes: Any, label: str) -> None:
 
 
 def save(figure: Any, file: Path, kind: str = "png") -> Path:
-    """Write a figure whole or not at all, as a PNG whatever the file is called; raise DataError if it cannot be
+    """Write a figure whole or not at all, as a PNG under any file name; raise DataError if it cannot be
     written. The same figure gives the same bytes.
     """
     from matplotlib import rc_context
