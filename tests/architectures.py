@@ -334,7 +334,7 @@ models on the hub were not tried.** How well a model uses its new window is what
 |---|---|
 {refused}
 
-Refused as well, whatever the architecture:
+Refused for every architecture:
 
 - a scaling that does not suit the rope of a model; the message names those that do. A `dynamic` base has none;
 - a model that transformers builds without rotary embeddings, or that does not apply its config's scaling. The
