@@ -123,7 +123,7 @@ FIGURES: dict[str, Figure] = {
         "8; continues",
     ),
     "experiment": Figure(
-        "[which scaling to tune](../docs/results.md#planned-which-scaling-to-tune-against-a-control)",
+        "[which scaling to tune](../docs/results.md#which-scaling-to-tune-against-a-control)",
         (FETCH, f"benchmarks/experiment.py --books {NOVELS_HERE} --short short"),
         "`smollm2_16k/`",
         "the novels; the short benchmarks in `short/`",

@@ -6,7 +6,7 @@
 FOLDER of --books has one novel a file, named `AUTHOR_TITLE_YEAR.txt`; --split only links the novels into `books/`. The
 FOLDER of --short is written by convert_tasks.py. The rows are those of the `pi-lora eval` commands listed here, and are
 kept in benchmarks/results/smollm2.json: call the script again, in the root of the repository, to continue. The commands
-that tuned the runs are in docs/results.md.
+that tuned the runs are in docs/experiments.md.
 """
 
 import argparse

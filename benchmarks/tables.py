@@ -125,7 +125,7 @@ BLOCKS: list[tuple[Path, str, str, Callable[[Result], Iterable[str]]]] = [
     (DOCS / "results.md", "probe_builtin", "probe_builtin", probe),
     (DOCS / "results.md", "probe_smollm2", "probe_smollm2", probe),
     (DOCS / "results.md", "methods", "methods", methods),
-    (DOCS / "results.md", "rates", "methods", rates),
+    (DOCS / "experiments.md", "rates", "methods", rates),
     (DOCS / "engines.md", "engines", "engines", engines),
     (DOCS / "merging.md", "merge", "merge", merge),
     (record.ROOT / "README.md", "smollm2", "smollm2", table_of_perplexity),
