@@ -1,4 +1,4 @@
-"""SmolLM2-135M-Instruct from 8k to 16k tokens, as docs/experiments.md plans it: which scaling to tune, against a control.
+"""SmolLM2-135M-Instruct from 8k to 16k tokens as docs/experiments.md plans it: which scaling to tune, with a control.
 
     python scripts/fetch_smollm2.py
     python benchmarks/experiment.py --books FOLDER --short FOLDER [--dry-run]
