@@ -173,10 +173,10 @@ FIGURES: dict[str, Figure] = {
         "0.3",
     ),
     "theory": Figure(
-        "[bounds and figures](../docs/theory.md) of the paper, and the scores of the built-in model",
-        ("pi-lora theory", "pi-lora theory --model builtin:tiny --target 1024 --text LICENSE"),
+        "[bounds and figures](../docs/theory.md) of the paper",
+        ("pi-lora theory",),
         "`theory/`",
-        "LICENSE",
+        "",
         "0.1",
     ),
     "gpu": Figure(

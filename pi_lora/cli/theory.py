@@ -10,14 +10,13 @@ from cyclopts.validators import Number
 from pi_lora.cli.app import OTHERS, app, out, working
 from pi_lora.cli.options import GROUP, JsonFile, Original, Target, Trust
 from pi_lora.errors import PiLoraError
-from pi_lora.types import Json
+from pi_lora.writing import write_json
 
 
 @app.command(group=OTHERS, sort_key=1)
 def theory(
     *,
     model: Annotated[str | None, Parameter(help="Read d, c, L, L' from a hub id, folder, run or builtin:tiny.")] = None,
-    text: Annotated[Path | None, Parameter(help="Also measure the model's queries and keys on this text.")] = None,
     head_dim: Annotated[int | None, Parameter(help="d; 128 as in LLaMA-7B.", validator=Number(gte=2, modulo=2))] = None,
     theta: Annotated[float | None, Parameter(help="c; 10000 as in LLaMA.", validator=Number(gt=1))] = None,
     original: Annotated[Original, Parameter(help="L in tokens; the model's, or 2048.")] = None,
@@ -27,8 +26,6 @@ def theory(
     trust: Annotated[Trust, GROUP] = Trust(),
 ) -> None:
     """Compute the bounds and draw the figures of the paper (section 2), for any setting or a model."""
-    if text and not model:
-        raise PiLoraError("--text: is what a model reads; name one with --model")
     if model and (head_dim is not None or theta is not None):
         raise PiLoraError("--head-dim, --theta: come with --model; leave them out")
     with working("computing the bounds"):
@@ -38,34 +35,14 @@ def theory(
         if model:
             from pi_lora.models.model import find
 
-            found = find(model, permissions=trust.permissions)
-            setting = setting_of(found.config, original, target)
+            setting = setting_of(find(model, permissions=trust.permissions).config, original, target)
         else:
             window = original or Setting.original
             setting = Setting(head_dim or Setting.head_dim, theta or Setting.theta, window, target or 2 * window)
         bounds = bounds_of(setting)
     out.print(bounds_table(setting, bounds))
-    result: Json = {"setting": asdict(setting), "bounds": asdict(bounds)}
     with working("drawing"):
         files = draw_theory(setting, output)
-    if model and text:
-        from pi_lora.theory.heads import measure_attention
-
-        with working(f"loading {model}"):
-            loaded = found.load()
-        with working("measuring"):
-            attention = measure_attention(loaded, text, setting)
-        largest, pairs = attention["largest"], attention["pairs"]
-        out.lines(
-            f"{loaded.name}, {pairs} queries and keys a head from {attention['tokens']} tokens of {text}:",
-            f"inside the window |a| reaches {largest['inside']:.1f}; beyond it {largest['beyond']:.1f}, "
-            f"{largest['beyond_share']:.0%} of its bound",
-            f"in between, |a - a_linear| reaches {largest['between_share']:.0%} of its bound, and "
-            f"{largest['papers_share']:.0%} of the paper's",
-        )
-        result["measured"] = attention
     out.lines(*files)
     if json:
-        from pi_lora.writing import write_json
-
-        write_json(json, result)
+        write_json(json, {"setting": asdict(setting), "bounds": asdict(bounds)})

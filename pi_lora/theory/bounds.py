@@ -5,6 +5,7 @@ query and a key, before attention divides them by sqrt(d). `d` is how many numbe
 frequencies (configs: `rope_theta`). Arrays are float64: in float32 an angle of 100,000 radians is off by 0.004.
 """
 
+import math
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import TypeAlias
@@ -17,8 +18,6 @@ from pi_lora.scaling.config import Config, full_attention_rope, method_of, scale
 
 Reals: TypeAlias = NDArray[np.float64]
 Complexes: TypeAlias = NDArray[np.complex128]
-
-DISTANCES = 2048  # at most as many are looked at inside the window, beyond it and in between
 
 
 def frequencies(head_dim: int, theta: float) -> Reals:
@@ -42,31 +41,19 @@ def attention_score(h: ArrayLike, s: ArrayLike, theta: float) -> Reals:
     return (h @ np.exp(1j * np.outer(frequencies(2 * h.shape[-1], theta), np.asarray(s)))).real
 
 
-def linear_score(h: ArrayLike, s: ArrayLike, theta: float) -> Reals:
-    """Return `a_linear(s)`, the chord between the scores at the whole distances around `s` (Eqn. 6).
-
-    Shapes as `attention_score`. At whole distances it is the score itself.
-
-    >>> round(float(linear_score([1.0, 1.0], [0.5], theta=100.0)[0]), 4)  # (2 + cos(1) + cos(0.1)) / 2
-    1.7677
-    """
-    below = np.floor(s)
-    share = s - below
-    return np.asarray((1 - share) * attention_score(h, below, theta) + share * attention_score(h, below + 1, theta))
-
-
-def interpolation_bound(head_dim: int, theta: float, largest: ArrayLike, s: ArrayLike, papers: bool = False) -> Reals:
+def interpolation_bound(head_dim: int, theta: float, largest: float, s: float, papers: bool = False) -> float:
     """Return the bound on `|a - a_linear|` that holds, `max|h| sum_j theta_j^2 (s - s1) (s2 - s) / 2`, or the paper's.
 
-    `largest` is `max_j |h_j|`, `s1` and `s2` are the whole distances around `s`. The paper's, `d max|h| (s - s1)
-    (s2 - s) / (8 ln c)` (Eqn. 5; Eqn. 7 in the middle), is 13 % lower and exceeded: see `curvature`.
+    `a_linear` is the chord between the scores at the whole distances `s1` and `s2` around `s` (Eqn. 6), `largest` is
+    `max_j |h_j|`. The paper's, `d max|h| (s - s1) (s2 - s) / (8 ln c)` (Eqn. 5; Eqn. 7 in the middle), is 13 % lower
+    and exceeded: see `curvature`.
 
-    >>> [round(float(128 / interpolation_bound(128, 1e4, 1.0, 0.5, papers)), 2) for papers in (False, True)]
+    >>> [round(128 / interpolation_bound(128, 1e4, 1.0, 0.5, papers), 2) for papers in (False, True)]
     [256.11, 294.73]
     """
-    share = np.asarray(s) % 1.0
-    bend, divisor = (head_dim, 8 * float(np.log(theta))) if papers else (curvature(head_dim, theta), 2)
-    return np.asarray(largest) * bend * (share * (1 - share)) / divisor
+    share = s % 1.0
+    bend = head_dim / (4 * math.log(theta)) if papers else curvature(head_dim, theta)
+    return largest * bend * share * (1 - share) / 2
 
 
 def curvature(head_dim: int, theta: float) -> float:
@@ -84,22 +71,14 @@ def curvature(head_dim: int, theta: float) -> float:
 def partial_sums(head_dim: int, theta: float, s: ArrayLike) -> Reals:
     """Return `B(s) = sum_(k=1)^(d/2) |A_k(s)|`, `A_k(s) = sum_(j<k) e^(i s theta_j)` (Eqn. 8); shape as `s`.
 
+    The bound on `|a(s)|` at any distance is `2 max|h| B(s)`. Summation by parts: `a = Re sum_k (h_k-1 - h_k) A_k` with
+    `h_(d/2) = 0`, and each difference is at most `2 max|h|`.
+
     >>> float(partial_sums(128, 1e4, 0.0)), sum(range(1, 65))  # at distance 0 every A_k is k
     (2080.0, 2080)
     """
     waves = (np.exp(1j * np.asarray(s) * frequency) for frequency in frequencies(head_dim, theta))
     return np.asarray(sum(map(np.abs, accumulate(waves))))
-
-
-def extrapolation_bound(head_dim: int, theta: float, largest: ArrayLike, s: ArrayLike) -> Reals:
-    """Return the bound on `|a(s)|` at any distance: `2 max|h| B(s)` (Eqn. 8).
-
-    Summation by parts: `a = Re sum_k (h_k-1 - h_k) A_k` with `h_(d/2) = 0`, and each difference is at most `2 max|h|`.
-
-    >>> float(extrapolation_bound(4, 100.0, largest=3.0, s=0.0))  # B(0) = 1 + 2
-    18.0
-    """
-    return 2 * np.asarray(largest) * partial_sums(head_dim, theta, s)
 
 
 @dataclass(frozen=True)
@@ -130,19 +109,6 @@ def setting_of(config: Config, original: int | None = None, target: int | None =
     return Setting(int(head_dim * share), float(rope["rope_theta"]), own, target or extended)
 
 
-def distances(setting: Setting) -> tuple[Reals, Reals, Reals]:
-    """Return whole distances inside the window, beyond it, and the fractional ones that PI makes of whole ones; of each
-    at most `DISTANCES`, evenly spread.
-    """
-    original, target = setting.original, setting.target
-    inside, beyond, extended = (
-        np.unique(np.linspace(first, last - 1, DISTANCES).round())
-        for first, last in ((0, original), (original, target), (0, target))
-    )
-    # The remainder is exact where a division is not: it is 0 for a whole distance.
-    return inside, beyond, extended[extended * original % target != 0] * original / target
-
-
 @dataclass(frozen=True)
 class Bounds:
     """The bounds in numbers, for `max_j |h_j|` of 1 and the distances 0, 1, ... L'; `papers_` marks the paper's own."""
@@ -161,7 +127,7 @@ def bounds_of(setting: Setting) -> Bounds:
     (294.73, 256.11, 1.116)
     """
     d, c = setting.head_dim, setting.theta
-    papers_divisor, divisor = (d / float(interpolation_bound(d, c, 1.0, 0.5, each)) for each in (True, False))
+    papers_divisor, divisor = (d / interpolation_bound(d, c, 1.0, 0.5, papers) for papers in (True, False))
     sums = partial_sums(d, c, np.arange(setting.target + 1)) / d
     return Bounds(papers_divisor, divisor, float(sums.min()), int(sums.argmin()))
 

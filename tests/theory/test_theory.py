@@ -49,29 +49,31 @@ def test_the_sum_of_eqn_8_is_at_least_d_up_to_4096() -> None:
     assert bounds.partial_sums(128, 1e4, np.arange(32768)).min() < 0.63 * 128
 
 
-@given(dims, bases, reach, seeds)
-@settings(max_examples=60, deadline=None)
-def test_interpolation_stays_within_its_bound(head_dim: int, theta: float, s: float, seed: int) -> None:
-    for h in (random_h(head_dim, seed), aligned(head_dim, theta, s, seed)):
-        difference = abs(bounds.attention_score(h, [s], theta) - bounds.linear_score(h, [s], theta))[0]
-        assert difference <= bounds.interpolation_bound(head_dim, theta, abs(h).max(), s) + 1e-9 * head_dim
+def off_the_chord(h: bounds.Complexes, s: float, theta: float) -> float:
+    """The difference of a score from the chord between the whole distances around `s` (Eqn. 6)."""
+    below, share = math.floor(s), s % 1
+    score, left, right = bounds.attention_score(h, [s, below, below + 1], theta)
+    return float(abs(score - (1 - share) * left - share * right))
 
 
 @given(dims, bases, reach, seeds)
 @settings(max_examples=60, deadline=None)
-def test_no_score_exceeds_the_extrapolation_bound(head_dim: int, theta: float, s: float, seed: int) -> None:
+def test_no_score_exceeds_its_bounds(head_dim: int, theta: float, s: float, seed: int) -> None:
     for h in (random_h(head_dim, seed), aligned(head_dim, theta, s, seed)):
+        largest = abs(h).max()
+        within = bounds.interpolation_bound(head_dim, theta, largest, s)
+        assert off_the_chord(h, s, theta) <= within + 1e-9 * head_dim
         score = abs(bounds.attention_score(h, [s], theta))[0]
-        assert score <= bounds.extrapolation_bound(head_dim, theta, abs(h).max(), s) * (1 + 1e-9)
+        assert score <= 2 * largest * bounds.partial_sums(head_dim, theta, s) * (1 + 1e-9)
 
 
 @pytest.mark.parametrize(("head_dim", "theta"), [(128, 1e4), (64, 1e4), (128, 5e5), (32, 500.0)])
 def test_the_papers_interpolation_bound_is_exceeded(head_dim: int, theta: float) -> None:
     """By coefficients whose score bends most between the distances 0 and 1, with its peak half-way."""
     h = np.exp(-0.5j * bounds.frequencies(head_dim, theta))
-    difference = float(abs(bounds.attention_score(h, [0.5], theta) - bounds.linear_score(h, [0.5], theta))[0])
-    papers = float(bounds.interpolation_bound(head_dim, theta, abs(h).max(), 0.5, papers=True))
-    proven = float(bounds.interpolation_bound(head_dim, theta, abs(h).max(), 0.5))
+    difference = off_the_chord(h, 0.5, theta)
+    papers = bounds.interpolation_bound(head_dim, theta, abs(h).max(), 0.5, papers=True)
+    proven = bounds.interpolation_bound(head_dim, theta, abs(h).max(), 0.5)
     assert papers < difference < proven
     if (head_dim, theta) == (128, 1e4):
         assert (difference, papers, proven) == pytest.approx((0.4939, 0.4343, 0.4998), abs=5e-5)
@@ -137,12 +139,10 @@ def test_the_command_prints_and_draws(
 @pytest.mark.parametrize(
     ("options", "line"),
     [
-        (["--text", "README.md"], "--text: is what a model reads; name one with --model"),
         (["--target", "2048"], "--target: 2048 is not longer than the window of 2048"),
         (["--head-dim", "7"], "head-dim"),
         (["--model", "builtin:tiny", "--theta", "1e4"], "--head-dim, --theta: come with --model; leave them out"),
         (["--output", "README.md/figures"], ": cannot be written"),
-        (["--model", "builtin:tiny", "--text", "no/such.txt"], "no/such.txt: "),
     ],
 )
 def test_mistakes_are_one_line(
