@@ -25,7 +25,7 @@ from pi_lora.errors import PiLoraError
 from pi_lora.merging.extending import extend
 from pi_lora.merging.llama_cpp import CONVERTER, export_gguf
 from pi_lora.merging.merging import merge
-from pi_lora.models.location import BUILTIN_FOLDER
+from pi_lora.models.files import BUILTIN_FOLDER
 from pi_lora.models.model import Extension, find
 from pi_lora.recipe.places import cache_folder
 from pi_lora.scaling.config import Method

@@ -42,7 +42,7 @@ def make(folder: Path) -> None:
     from peft import LoraConfig, get_peft_model
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from pi_lora.models.location import BUILTIN_FOLDER
+    from pi_lora.models.files import BUILTIN_FOLDER
 
     base, run = folder / "base", folder / "run"
     torch.set_default_dtype(torch.bfloat16)

@@ -88,7 +88,7 @@ def prepare(folder: Path) -> dict[str, Path]:
 
     import pi_lora
     from pi_lora.evaluation.perplexity.documents import choose_documents
-    from pi_lora.models.location import BUILTIN_FOLDER
+    from pi_lora.models.files import BUILTIN_FOLDER
     from pi_lora.recipe.evaluation import PerplexityOptions
 
     loaded = pi_lora.load("builtin:tiny", pi_lora.Extension(target=WINDOWS[-1]))

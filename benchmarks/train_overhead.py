@@ -32,7 +32,7 @@ def bare(recipe: Recipe, warm: int) -> tuple[float, float]:
 
     from pi_lora.data.batches import collate
     from pi_lora.data.packing import training_sequences
-    from pi_lora.models.device import has_fast_bfloat16
+    from pi_lora.models.machine import has_fast_bfloat16
     from pi_lora.models.model import find
 
     transformers.logging.set_verbosity_error()

@@ -16,7 +16,7 @@ from pi_lora.data.sources import RECALL
 from pi_lora.errors import ModelError, PiLoraError, RecipeError, first_line
 from pi_lora.merging.tensors import read_shards
 from pi_lora.models.adapter import check_shape
-from pi_lora.models.location import BUILTIN
+from pi_lora.models.files import BUILTIN
 from pi_lora.models.machine import LIGER, check_liger
 from pi_lora.models.model import Model, adapter_folder, find_to_tune
 from pi_lora.planning.planning import plan_here

@@ -25,7 +25,7 @@ from processes import ImportedPython, settings_of_imports
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from pi_lora import cli
-from pi_lora.models.location import BUILTIN_FOLDER
+from pi_lora.models.files import BUILTIN_FOLDER
 from pi_lora.preflight import check
 from pi_lora.recipe.schema import Recipe
 from pi_lora.training import training

@@ -11,9 +11,8 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from pi_lora.models.adapter import without_known_warnings
-from pi_lora.models.location import BUILTIN_FOLDER
+from pi_lora.models.files import BUILTIN_FOLDER, save_config
 from pi_lora.models.model import Extension, find
-from pi_lora.models.stored import save_config
 
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
 

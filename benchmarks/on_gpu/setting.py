@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pi_lora
-from pi_lora.models.location import BUILTIN_FOLDER
+from pi_lora.models.files import BUILTIN_FOLDER
 from pi_lora.planning.planning import find_shape
 from pi_lora.recipe.files import dump_recipe
 from pi_lora.recipe.schema import Recipe
@@ -124,7 +124,7 @@ def add_weights(base: Path) -> None:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from pi_lora.models.device import device
+    from pi_lora.models.machine import device
 
     with torch.device(device()):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(base), dtype=torch.bfloat16)

@@ -75,7 +75,7 @@ class Loading(Trust):
 
     def find(self, *names: str, extension: "Extension | None" = None) -> "list[Model]":
         """Find every model, and meet the other processes of this command if a launcher started several."""
-        from pi_lora.models.device import device
+        from pi_lora.models.machine import device
         from pi_lora.models.model import find
 
         models = [find(name, extension, self.permissions, base=self.base) for name in names]

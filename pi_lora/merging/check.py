@@ -16,9 +16,9 @@ from pi_lora.errors import ModelError
 from pi_lora.merging.deltas import LowRank
 from pi_lora.merging.layout import OutputTensor
 from pi_lora.merging.tensors import StoredTensor, read_shards, spans
-from pi_lora.models.device import device, free_memory
+from pi_lora.models.files import CONFIG_FILE
+from pi_lora.models.machine import device, free_memory
 from pi_lora.models.model import Model, find
-from pi_lora.models.stored import CONFIG_FILE
 from pi_lora.models.weights import quiet_loading
 from pi_lora.scaling.config import window_of
 from pi_lora.scaling.verify import config_of, rotary_frequencies

@@ -8,7 +8,7 @@ import torch
 
 from pi_lora.errors import ModelError
 from pi_lora.merging.tensors import StoredTensor, read_header, spans
-from pi_lora.models.stored import ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILE, read_adapter_settings
+from pi_lora.models.files import ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILE, read_adapter_settings
 
 PREFIX = "base_model.model."
 # Initializations that do not change the base; PiSSA, OLoRA, CorDA and LoftQ subtract theirs from it.

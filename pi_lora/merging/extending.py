@@ -9,8 +9,8 @@ from transformers.utils import GENERATION_CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME
 from pi_lora.errors import ModelError
 from pi_lora.evaluation.registry import write_scores
 from pi_lora.merging.tensors import read_shards
+from pi_lora.models.files import save_config
 from pi_lora.models.model import Model
-from pi_lora.models.stored import save_config
 from pi_lora.models.tokenizer import TOKENIZER_FILES, save_tokenizer
 from pi_lora.report.card import CARD, extended_card
 from pi_lora.report.probe import Probe

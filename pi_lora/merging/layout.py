@@ -17,8 +17,8 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from pi_lora.errors import ModelError
 from pi_lora.merging.deltas import Change, Difference, LowRank, read_adapter
 from pi_lora.merging.tensors import DTYPES, StoredTensor
-from pi_lora.models.finite import finite
-from pi_lora.models.stored import ADAPTER_WEIGHTS_FILE, LENGTH_BYTES, METADATA
+from pi_lora.models.files import ADAPTER_WEIGHTS_FILE, LENGTH_BYTES, METADATA
+from pi_lora.models.weights import finite
 from pi_lora.types import Progress
 from pi_lora.writing import write_json
 

@@ -14,10 +14,9 @@ from pi_lora.merging.check import check_logits, check_model, check_tensors
 from pi_lora.merging.extending import save_without_weights
 from pi_lora.merging.layout import plan_merge, write_shards
 from pi_lora.merging.tensors import read_shards
-from pi_lora.models.device import dtype_named
-from pi_lora.models.machine import versions
+from pi_lora.models.files import CONFIG_FILE
+from pi_lora.models.machine import dtype_named, versions
 from pi_lora.models.model import Extension, Model, adapter_folder, find_adapter, find_base_of
-from pi_lora.models.stored import CONFIG_FILE
 from pi_lora.models.weights import quiet_loading
 from pi_lora.report.card import CARD, merged_card
 from pi_lora.run import Run, check_room, staged

@@ -14,7 +14,7 @@ import torch
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from pi_lora.errors import ModelError
-from pi_lora.models.stored import read_index, read_tensors
+from pi_lora.models.files import read_index, read_tensors
 
 # The numbers in a block: 1 MB in float32 and 2 MB in float64 stay in a processor's cache, and the allocator keeps their
 # memory, instead of giving it back to the system each time (half of the time with blocks twice as large).

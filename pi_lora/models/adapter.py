@@ -20,8 +20,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from pi_lora.errors import ModelError
-from pi_lora.models import stored
-from pi_lora.models.finite import check_finite
+from pi_lora.models import files
+from pi_lora.models.weights import check_finite
 from pi_lora.recipe.schema import Tuning
 
 
@@ -78,8 +78,8 @@ def check_shape(folder: Path, tuning: Tuning, base: PreTrainedModel) -> None:
     if tuning.method == "full":
         why = f"{folder} is an adapter, which tuning.method: full cannot tune"
         raise ModelError(f"model.name: {why}; {merge_it}, or use lora or qlora")
-    saved = stored.read_adapter_settings(folder)
-    names = (name.partition(".lora_") for name in stored.read_tensors(folder / stored.ADAPTER_WEIGHTS_FILE)[1])
+    saved = files.read_adapter_settings(folder)
+    names = (name.partition(".lora_") for name in files.read_tensors(folder / files.ADAPTER_WEIGHTS_FILE)[1])
     adapted = _last_parts(module for module, matrix, _ in names if matrix)
     kind = "attention" if adapted <= _attention_names(base) else "all-linear"
     whole = _last_parts(saved.modules_to_save or [])
@@ -138,7 +138,7 @@ def save_adapter(model: PeftModel, folder: Path, weights: Mapping[str, torch.Ten
     """Write the adapter and check that the trained parameters were saved; `weights` are those gathered from FSDP."""
     # Trained embeddings are in modules_to_save; to decide whether to add them PEFT would ask the hub for the base.
     model.save_pretrained(folder, save_embedding_layers=False, state_dict=weights)
-    saved = stored.read_tensors(folder / stored.ADAPTER_WEIGHTS_FILE)[1].keys()
+    saved = files.read_tensors(folder / files.ADAPTER_WEIGHTS_FILE)[1].keys()
     trained = {_saved_name(name) for name, weight in model.named_parameters() if weight.requires_grad}
     if missing := sorted(trained - saved):
         raise ModelError(f"{folder}: trained but not saved: {', '.join(missing)}")
@@ -149,11 +149,11 @@ def mark_adapter_extended(folder: Path) -> None:
     `AutoPeftModelForCausalLM` fails for a library that it does not import, and `PeftModel` warns of a key that it does
     not know (see `WARNING`). transformers' `AutoModelForCausalLM` fails for want of full weights beside `config.json`.
     """
-    file = folder / stored.ADAPTER_CONFIG_FILE
+    file = folder / files.ADAPTER_CONFIG_FILE
     settings = json.loads(file.read_text(encoding="utf-8"))
     # Without a task PEFT asks the mapping.
     settings |= {"task_type": None, "auto_mapping": {"base_model_class": "load", "parent_library": "pi_lora"}}
-    settings[stored.WARNING] = True
+    settings[files.WARNING] = True
     file.write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
@@ -164,7 +164,7 @@ def save_full(model: PreTrainedModel, folder: Path, weights: Mapping[str, torch.
     if weights is not None:
         weights = {name: weight for name, weight in weights.items() if name not in model.all_tied_weights_keys}
     model.save_pretrained(folder, state_dict=weights)
-    entries = (entry for file in folder.glob("*.safetensors") for entry in stored.read_tensors(file)[1].values())
+    entries = (entry for file in folder.glob("*.safetensors") for entry in files.read_tensors(file)[1].values())
     saved = sum(math.prod(entry.shape) for entry in entries)
     if saved != (trained := model.num_parameters(only_trainable=True)):
         raise ModelError(f"{folder}: {trained:,} numbers were trained, but {saved:,} saved")
@@ -174,7 +174,7 @@ def load_adapter(model: PreTrainedModel, folder: Path, dropout: float | None = N
     """Load the adapter in `folder` onto its base, whose scaling the caller has restored, to compute as in training;
     `options` are PEFT's. Raises ModelError if it is damaged or does not fit.
     """
-    stored.read_adapter_settings(folder)  # which refuses other kinds than LoRA
+    files.read_adapter_settings(folder)  # which refuses other kinds than LoRA
     try:
         with without_known_warnings():
             config = peft.PeftConfig.from_pretrained(str(folder))
@@ -191,8 +191,8 @@ def load_adapter(model: PreTrainedModel, folder: Path, dropout: float | None = N
     _keep_the_dtype_of_activations(adapted)
     expected = peft.get_peft_model_state_dict(adapted, save_embedding_layers=False)
     check_finite(str(folder), expected.items())
-    if missing := sorted(expected.keys() - stored.read_tensors(folder / stored.ADAPTER_WEIGHTS_FILE)[1].keys()):
-        raise ModelError(f"{folder / stored.ADAPTER_WEIGHTS_FILE}: lacks {', '.join(missing)}; tune again")
+    if missing := sorted(expected.keys() - files.read_tensors(folder / files.ADAPTER_WEIGHTS_FILE)[1].keys()):
+        raise ModelError(f"{folder / files.ADAPTER_WEIGHTS_FILE}: lacks {', '.join(missing)}; tune again")
     return adapted
 
 
@@ -204,7 +204,7 @@ def without_known_warnings() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*gradient_checkpointing(_kwargs|_enable)?` is deprecated", FutureWarning)
         warnings.filterwarnings("ignore", r"Could not find a config file in builtin:", UserWarning)
-        warnings.filterwarnings("ignore", rf"Unexpected keyword arguments \['{stored.WARNING}'\]", UserWarning)
+        warnings.filterwarnings("ignore", rf"Unexpected keyword arguments \['{files.WARNING}'\]", UserWarning)
         yield
 
 

@@ -1,35 +1,79 @@
-"""The machine that a model is computed with: kernels, versions, and what a report of a bug needs."""
+"""The machine that a model is computed with: device, dtypes, kernels, versions, and what a report of a bug needs."""
 
+import functools
 import importlib
 import importlib.metadata
+import math
 import os
 import platform
+import time
 from contextlib import suppress
 
 import torch
 from torch import nn
-from transformers.utils import is_flash_attn_3_available, is_flash_attn_4_available
 
 from pi_lora.errors import ModelError
-from pi_lora.models.device import bfloat16_speed, device, dtype_named, has_fast_bfloat16
 from pi_lora.models.host import has_bfloat16_instructions, host_memory
 from pi_lora.recipe.schema import Recipe
 
 SDPA = "sdpa"
 LIBRARIES = ("pi-lora", "torch", "transformers", "trl", "peft", "accelerate", "datasets", "safetensors")
 OPTIONAL = ("bitsandbytes", "flash-attn", "liger-kernel", "lm-eval", "kernels", "vllm")
-# By the major number of the GPU's compute capability. FlashAttention 3 and 4 each support one generation (Shah et al.
-# 2024 for Hopper). torch's own flash kernel is FlashAttention 2, so installing that package gains nothing.
-_MADE_FOR = {
-    9: ("flash_attention_3", is_flash_attn_3_available),
-    10: ("flash_attention_4", is_flash_attn_4_available),
-}
-
-
 # Liger's Triton kernels of rotary embeddings, norms and gated MLPs (Hsu et al. 2024), an optional package; without its
 # loss, which would replace TRL's, that is computed in chunks, together with the model's forward.
 LIGER, LIGER_PATCHES = "liger_kernel", "liger_kernel.transformers.monkey_patch"
 OWN_LOSS = {"cross_entropy": False, "fused_linear_cross_entropy": False}
+# Autocast converts what it multiplies, so bfloat16 has to be this many times as fast to gain anything.
+ENOUGH = 1.2
+
+
+def device() -> torch.device:
+    """Return the accelerator if there is one, else the CPU."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def has_fast_bfloat16() -> bool:
+    """Return whether bfloat16 arithmetic is faster than float32: on a GPU with instructions for it (those before Ampere
+    emulate it), and on a CPU that has them and is measured to be faster. AVX512-BF16 alone is no proof: an AMD EPYC
+    multiplies four times as fast in bfloat16, an Intel Xeon whose AMX is not to be had at half the speed.
+    """
+    if device().type == "cuda":
+        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
+    return has_bfloat16_instructions() and bfloat16_speed() > ENOUGH
+
+
+@functools.cache
+def bfloat16_speed() -> float:
+    """Measure how many times as fast as in float32 this processor multiplies matrices in bfloat16: once, in 20 ms.
+
+    The best of twenty short rounds each, in turns and on one thread, is the same beside other work, which would delay
+    one of several threads: a run that is resumed has to compute as it did before.
+    """
+    best = {torch.float32: math.inf, torch.bfloat16: math.inf}
+    pairs = {dtype: torch.ones(2, 256, 256, dtype=dtype) for dtype in best}
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    for _ in range(20):
+        for dtype, (left, right) in pairs.items():
+            begin = time.perf_counter()
+            left @ right
+            best[dtype] = min(best[dtype], time.perf_counter() - begin)
+    torch.set_num_threads(threads)
+    return best[torch.float32] / best[torch.bfloat16]
+
+
+def dtype_named(name: str) -> torch.dtype:
+    """Return torch's dtype of that name, such as `bfloat16`."""
+    found: torch.dtype = getattr(torch, name)
+    return found
+
+
+def free_memory(place: torch.device) -> int:
+    """Return the bytes that this process can still take on a device; on a GPU also those that torch holds unused."""
+    if place.type == "cpu":
+        return host_memory()[1]
+    free, _ = torch.cuda.mem_get_info(place)
+    return free + torch.cuda.memory_reserved(place) - torch.cuda.memory_allocated(place)
 
 
 def computes_in(recipe: Recipe) -> str:
@@ -57,8 +101,16 @@ def attention_kernel(asked: str, in_bfloat16: bool, context_parallel: int = 1) -
         return asked
     if device().type == "cpu" or not in_bfloat16 or context_parallel > 1:
         return SDPA
-    generation, _ = torch.cuda.get_device_capability()
-    name, is_present = _MADE_FOR.get(generation, (SDPA, lambda: True))
+    # Imported here: it takes a second, and plans do without.
+    from transformers.utils import is_flash_attn_3_available, is_flash_attn_4_available
+
+    # By the major number of the GPU's compute capability. FlashAttention 3 and 4 each support one generation (Shah et
+    # al. 2024 for Hopper). torch's own flash kernel is FlashAttention 2, so installing that package gains nothing.
+    made_for = {
+        9: ("flash_attention_3", is_flash_attn_3_available),
+        10: ("flash_attention_4", is_flash_attn_4_available),
+    }
+    name, is_present = made_for.get(torch.cuda.get_device_capability()[0], (SDPA, lambda: True))
     return name if is_present() else SDPA
 
 

@@ -12,16 +12,20 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from pi_lora.errors import ModelError
 from pi_lora.models import machine
-from pi_lora.models.device import device, dtype_named
-from pi_lora.models.location import BUILTIN, find_file, is_local, locate, readable
-from pi_lora.models.origin import weights_digest
-from pi_lora.models.stored import (
+from pi_lora.models.files import (
     ADAPTER_CONFIG_FILE,
     ADAPTER_WEIGHTS_FILE,
+    BUILTIN,
     CONFIG_FILE,
+    find_file,
+    is_local,
+    locate,
     read_adapter_settings,
     read_config,
+    readable,
+    weights_digest,
 )
+from pi_lora.models.machine import device, dtype_named
 from pi_lora.models.tokenizer import SETTINGS_FILE, TOKENIZER_FILES, load_tokenizer
 from pi_lora.models.weights import Placement, empty_weights, quiet_loading, read_weights
 from pi_lora.recipe.evaluation import Evaluation

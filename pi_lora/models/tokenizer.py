@@ -9,7 +9,7 @@ from tokenizers.models import Unigram
 from transformers import AutoTokenizer
 
 from pi_lora.errors import ModelError
-from pi_lora.models.location import find_file, locate, readable
+from pi_lora.models.files import find_file, locate, readable
 
 SETTINGS_FILE = "tokenizer_config.json"
 CHAT_TEMPLATE = "chat_template.jinja"

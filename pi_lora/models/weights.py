@@ -1,7 +1,8 @@
 """The weights of a base model, read on the accelerator, quantized, in host memory, or left out."""
 
 import contextlib
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Literal
 
 import torch
@@ -12,8 +13,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers import logging as transformers_logging
 
 from pi_lora.errors import ModelError, first_line
-from pi_lora.models.device import device
-from pi_lora.models.finite import check_finite
+from pi_lora.models.machine import device
 
 # `device`: the accelerator if there is one. `quantized`: the same, as NF4 with double quantization (QLoRA, Dettmers et
 # al. 2023). `host`: from where FSDP spreads them over several GPUs. `empty`: no weights are read, for the processes
@@ -131,3 +131,19 @@ def _compute_in(dtype: torch.dtype, model: PreTrainedModel) -> None:
         if weight.is_floating_point():
             weight.data = weight.data.to(dtype)
     model.config.dtype = dtype
+
+
+def finite(values: torch.Tensor) -> bool:
+    """Return whether all numbers are finite; their sum tells in one pass, unless it overflows itself."""
+    total = values.sum(dtype=torch.float32 if values.dtype == torch.float16 else None)
+    return math.isfinite(total.item()) or bool(values.isfinite().all())
+
+
+def check_finite(name: str, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Raise ModelError if the model `name` has infinite or NaN weights, also in the scales of NF4 ones."""
+    for key, weight in weights:
+        state = getattr(weight, "quant_state", None)
+        # The mean of the scales, which double quantization subtracts from them, is NaN if one of them is.
+        values = weight.detach() if state is None else state.offset
+        if values.itemsize > 1 and not finite(values):
+            raise ModelError(f"{name}: {key} has infinite or NaN values; it is damaged, download or tune it again")

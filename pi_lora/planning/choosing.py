@@ -12,7 +12,7 @@ from pathlib import Path
 from pi_lora.data.examples import data_problems
 from pi_lora.data.sources import find_corpus, held_out_text, share_to_hold_out
 from pi_lora.errors import DataError, PiLoraError, RecipeError
-from pi_lora.models.location import BUILTIN
+from pi_lora.models.files import BUILTIN
 from pi_lora.planning.gpus import CPU, GPUS, Gpu
 from pi_lora.planning.planning import TrainingPlan, find_shape, plan_recipe, plan_training
 from pi_lora.planning.text import Changes, plan_lines, render, replanned, slower

@@ -107,7 +107,7 @@ def device_here(precision: str = "auto") -> Gpu:
     if may_have_gpu() or (precision == "auto" and has_bfloat16_instructions()):
         import torch
 
-        from pi_lora.models.device import has_fast_bfloat16
+        from pi_lora.models.machine import has_fast_bfloat16
 
         if torch.cuda.is_available():
             gpu = torch.cuda.get_device_properties(0)

@@ -12,8 +12,7 @@ from pydantic import TypeAdapter
 from pi_lora.errors import ModelError, PiLoraError
 from pi_lora.planning.gpus import CPU, GPUS, Gpu, device_for, find_gpu
 from pi_lora.planning.memory import MARGIN, DeviceMemory, memory
-from pi_lora.planning.operations import Flops, flops_of_sequences
-from pi_lora.planning.shape import Shape, trained_parameters
+from pi_lora.planning.shape import Flops, Shape, flops_of_sequences, trained_parameters
 from pi_lora.recipe.schema import Recipe
 from pi_lora.scaling.config import Config, Interpolation, check_extendable, check_reach, window_of
 from pi_lora.types import NO_PERMISSIONS, Json, Permissions

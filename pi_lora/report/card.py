@@ -7,7 +7,7 @@ from typing import Any
 
 from huggingface_hub import ModelCard, ModelCardData
 
-from pi_lora.models.stored import read_config
+from pi_lora.models.files import read_config
 from pi_lora.recipe.schema import Recipe
 from pi_lora.report.pictures import picture_lines
 from pi_lora.report.run import MeasuredRun

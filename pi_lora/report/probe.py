@@ -19,8 +19,7 @@ from pi_lora.evaluation.passkey.measurement import PasskeyScores
 from pi_lora.evaluation.perplexity.measurement import PerplexityScores
 from pi_lora.evaluation.registry import MEASUREMENTS, metrics_of, setting_of
 from pi_lora.evaluation.suite import SILENT, Display
-from pi_lora.models.device import device, has_fast_bfloat16
-from pi_lora.models.machine import hardware, versions
+from pi_lora.models.machine import device, hardware, has_fast_bfloat16, versions
 from pi_lora.models.model import Extension, Model
 from pi_lora.recipe.evaluation import PasskeyOptions, PerplexityOptions, ProbeOptions
 from pi_lora.recipe.places import cache_folder

@@ -9,7 +9,7 @@ from typing import Any
 from pi_lora.errors import ModelError
 from pi_lora.evaluation.measurement import Scores
 from pi_lora.evaluation.registry import read_scores
-from pi_lora.models.stored import ADAPTER_CONFIG_FILE, read_adapter_settings, read_config
+from pi_lora.models.files import ADAPTER_CONFIG_FILE, read_adapter_settings, read_config
 from pi_lora.recipe.files import RECIPE_FILE
 from pi_lora.recipe.schema import Model
 from pi_lora.run import BASE, STEP_0, Run, check_finished

@@ -9,7 +9,7 @@ from huggingface_hub.constants import SAFETENSORS_INDEX_FILE, SAFETENSORS_SINGLE
 from huggingface_hub.errors import HfHubHTTPError
 
 from pi_lora.errors import ModelError, PiLoraError
-from pi_lora.models.stored import ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILE, CONFIG_FILE, read_index
+from pi_lora.models.files import ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILE, CONFIG_FILE, read_index
 from pi_lora.recipe.files import RECIPE_FILE, dump_recipe, load_recipe
 from pi_lora.recipe.schema import Recipe
 from pi_lora.report.card import CARD, refresh_scores

@@ -6,7 +6,7 @@ from pathlib import Path
 from transformers import DynamicCache, PreTrainedConfig
 from transformers.cache_utils import DynamicLayer
 
-from pi_lora.models.device import dtype_named
+from pi_lora.models.machine import dtype_named
 from pi_lora.scaling.config import window_of
 
 # Where vLLM and llama-server listen by default.

@@ -1,18 +1,21 @@
-"""What watches a training: its log, a clean end after a signal, and the measurements that its recipe asks for."""
+"""What watches a training: its log and that of libraries, a clean end after a signal, and the measurements."""
 
 import json
+import logging
 import signal
 import sys
 import time
 import types
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate.big_modeling import _attach_context_parallel_hooks
 from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback, TrainerControl, TrainerState
+from transformers import logging as transformers_logging
 
 from pi_lora.distributed import (
     HANG_UP,
@@ -27,12 +30,16 @@ from pi_lora.errors import Diverged, Interrupted
 from pi_lora.evaluation.registry import write_scores
 from pi_lora.evaluation.suite import asked_for, measure
 from pi_lora.models import machine
-from pi_lora.models.finite import finite
 from pi_lora.models.model import Model
+from pi_lora.models.weights import finite
 from pi_lora.recipe.schema import Recipe
 from pi_lora.run import CHECKPOINTS, TRAINING_LOG, Run
 from pi_lora.types import Progress, silent
 from pi_lora.writing import write_whole
+
+LIBRARY_LOG = "libraries.log"
+# Their loggers have handlers of their own, which write to the terminal, and pass nothing on.
+NON_PROPAGATING_LOGGERS = ("transformers", "datasets", "huggingface_hub")
 
 
 class TrainingLog(TrainerCallback):
@@ -229,3 +236,29 @@ def _as_when_loaded(tuned: Model, kernel: str) -> Iterator[None]:
             model.forward = wrapped
         model.set_attn_implementation(attention)
         model.train(training)
+
+
+@contextmanager
+def redirect_library_logs(folder: Path) -> Iterator[None]:
+    """Append warnings and what is logged from WARNING on to `libraries.log` in a folder, and show no progress bar but
+    ours.
+    """
+    handler = logging.FileHandler(folder / LIBRARY_LOG, encoding="utf-8", delay=True)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(name)s: %(message)s"))
+    root, *others = loggers = [logging.getLogger(name) for name in (None, *NON_PROPAGATING_LOGGERS)]
+    before = [(logger, logger.handlers[:], logger.level) for logger in loggers]
+    transformers_logging.disable_progress_bar()
+    # What a program that calls `train` wants to hear as well goes through the root.
+    root.addHandler(handler)
+    for logger in others:
+        logger.handlers[:] = [] if logger.propagate else [handler]
+        logger.setLevel(logging.WARNING)
+    logging.captureWarnings(True)
+    try:
+        yield
+    finally:
+        logging.captureWarnings(False)
+        for logger, handlers, level in before:
+            logger.handlers[:] = handlers
+            logger.setLevel(level)
+        handler.close()

@@ -1,13 +1,15 @@
 """TRL's SFTTrainer with our schedule, batches of similar lengths, and checked losses; the only home of TRL."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from accelerate.utils import patch_environment
+from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import Sampler
 from transformers import PrinterCallback, TrainerCallback
 from transformers import Trainer as PlainTrainer
@@ -18,14 +20,14 @@ from trl import SFTConfig, SFTTrainer
 from trl.models import enable_selective_activation_checkpointing
 
 from pi_lora.data.batches import TrainingData
+from pi_lora.errors import ModelError
 from pi_lora.models import adapter as adapters
 from pi_lora.models import machine
-from pi_lora.models.device import device
+from pi_lora.models.machine import device
 from pi_lora.models.model import Model
 from pi_lora.recipe.schema import Recipe
 from pi_lora.run import CHECKPOINTS, Run
 from pi_lora.training.callbacks import TrainingLog
-from pi_lora.training.chunked_mlp import chunk_mlps
 from pi_lora.training.schedule import rate_share
 
 
@@ -165,3 +167,37 @@ class Trainer(SFTTrainer):
             loss: torch.Tensor = super().training_step(model, inputs, *others)
         self.log_of_losses.record_loss(loss)
         return loss
+
+
+def chunk_mlps(model: nn.Module, tokens: int) -> None:
+    """Make the MLPs of `model` compute at most `tokens` tokens at a time, forward and backward. The four tensors of
+    tokens x intermediate of an MLP, the largest of a layer under activation checkpointing, then exist for one piece of
+    the sequence only.
+    """
+    mlps = [module for name, module in model.named_modules() if name.rpartition(".")[2] in ("mlp", "feed_forward")]
+    dense = [mlp for mlp in mlps if not any(name.rpartition(".")[2] == "experts" for name, _ in mlp.named_modules())]
+    if not dense:
+        raise ModelError("training.mlp_chunk_tokens: the model has no dense MLP; leave the key out")
+    for mlp in dense:
+        mlp.forward = _in_pieces(mlp.forward, tokens)
+
+
+def _in_pieces(run: Callable[[torch.Tensor], torch.Tensor], tokens: int) -> Callable[[torch.Tensor], torch.Tensor]:
+    def forward(hidden: torch.Tensor) -> torch.Tensor:
+        pieces = torch.split(hidden.reshape(1, -1, hidden.shape[-1]), tokens, dim=1)
+        if len(pieces) == 1:
+            return run(hidden)
+        if torch.is_grad_enabled():
+            outputs = [checkpoint(alone, piece, use_reentrant=False, preserve_rng_state=False) for piece in pieces]
+        else:
+            outputs = [run(piece) for piece in pieces]
+        return torch.cat(outputs, dim=1).view(hidden.shape)
+
+    def alone(piece: torch.Tensor) -> torch.Tensor:
+        # With one cast of a weight for all pieces, its gradients would be summed in bfloat16.
+        device = piece.device.type
+        enabled, dtype = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
+        with torch.autocast(device, dtype, enabled=enabled, cache_enabled=False):
+            return run(piece)
+
+    return forward

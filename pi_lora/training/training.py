@@ -18,9 +18,9 @@ from pi_lora.errors import Interrupted
 from pi_lora.evaluation.suite import asked_for
 from pi_lora.models import adapter as adapters
 from pi_lora.models import machine
-from pi_lora.models.device import device
+from pi_lora.models.files import save_config
+from pi_lora.models.machine import device
 from pi_lora.models.model import Model
-from pi_lora.models.stored import save_config
 from pi_lora.models.tokenizer import save_tokenizer
 from pi_lora.models.weights import Placement
 from pi_lora.planning.planning import plan_here
@@ -29,8 +29,7 @@ from pi_lora.recipe.files import RECIPE_FILE, dump_recipe
 from pi_lora.recipe.schema import Recipe
 from pi_lora.report.card import write_card
 from pi_lora.run import CHECKPOINTS, Run, resume_command, staged, staging_path
-from pi_lora.training.callbacks import TrainingLog, TrainingScores, stop_after_step
-from pi_lora.training.libraries import redirect_library_logs
+from pi_lora.training.callbacks import TrainingLog, TrainingScores, redirect_library_logs, stop_after_step
 from pi_lora.training.trainer import Trainer
 from pi_lora.types import Progress, silent
 from pi_lora.writing import write_whole

@@ -12,7 +12,7 @@ from pi_lora.data.packing import encoder, training_sequences
 from pi_lora.data.recall import WORDS
 from pi_lora.data.sources import RECALL, STDLIB
 from pi_lora.errors import DataError
-from pi_lora.models.location import BUILTIN_FOLDER
+from pi_lora.models.files import BUILTIN_FOLDER
 from pi_lora.models.tokenizer import load_tokenizer
 from pi_lora.recipe.files import load_recipe
 from pi_lora.recipe.places import cache_folder

@@ -16,7 +16,7 @@ from pi_lora.data.packing import training_sequences
 from pi_lora.data.sources import standard_library
 from pi_lora.data.tokens import in_batches, pieces, tokenized, tokenizer_identity
 from pi_lora.errors import DataError
-from pi_lora.models.location import BUILTIN_FOLDER
+from pi_lora.models.files import BUILTIN_FOLDER
 from pi_lora.models.tokenizer import load_tokenizer, save_tokenizer
 from pi_lora.recipe.schema import Data
 

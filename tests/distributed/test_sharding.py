@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from pi_lora.distributed import launch_arguments
-from pi_lora.models.location import BUILTIN_FOLDER
+from pi_lora.models.files import BUILTIN_FOLDER
 from pi_lora.recipe.schema import Recipe
 
 WORKER = Path(__file__).with_name("worker.py")

@@ -16,7 +16,7 @@ from test_merge_peft import ALL, NEOX, NORMS, TIED, UNTIED, llama
 from pi_lora.errors import ModelError
 from pi_lora.merging import check, extending, merging
 from pi_lora.merging.merging import merge
-from pi_lora.models.device import dtype_named
+from pi_lora.models.machine import dtype_named
 from pi_lora.types import Permissions
 
 SETTINGS = {

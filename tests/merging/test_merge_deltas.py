@@ -11,8 +11,8 @@ from safetensors.torch import save
 
 from pi_lora.merging.deltas import LowRank
 from pi_lora.merging.tensors import StoredTensor, read_header
-from pi_lora.models.finite import finite
-from pi_lora.models.stored import AdapterSettings
+from pi_lora.models.files import AdapterSettings
+from pi_lora.models.weights import finite
 
 SIDES = st.integers(1, 9)
 

@@ -15,8 +15,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from pi_lora.errors import ModelError, ScalingError
 from pi_lora.evaluation.perplexity.measurement import evaluate_perplexity
 from pi_lora.merging.merging import merge
+from pi_lora.models.files import read_adapter_settings, read_config, save_config
 from pi_lora.models.model import Extension, find, find_adapter, load
-from pi_lora.models.stored import read_adapter_settings, read_config, save_config
 from pi_lora.models.weights import Placement
 from pi_lora.recipe.evaluation import PerplexityOptions
 from pi_lora.recipe.files import RECIPE_FILE, load_recipe

@@ -22,7 +22,6 @@ from pi_lora.models.model import find
 from pi_lora.planning.counting import shape_of
 from pi_lora.planning.gpus import CPU, GIB, GPUS, MIB, find_gpu, gpu_of_device
 from pi_lora.planning.memory import ADAMW_8BIT
-from pi_lora.planning.operations import flops_of_sequences
 from pi_lora.planning.planning import (
     BUILTIN_MODELS,
     CONFIGS,
@@ -32,7 +31,7 @@ from pi_lora.planning.planning import (
     plan_training,
     shipped_config,
 )
-from pi_lora.planning.shape import Shape
+from pi_lora.planning.shape import Shape, flops_of_sequences
 from pi_lora.planning.text import advice, plan_lines
 from pi_lora.recipe.schema import Recipe, Tuning
 

@@ -26,7 +26,7 @@ from pi_lora.planning.memory import (
 from pi_lora.planning.planning import find_shape
 from pi_lora.planning.shape import trained_parameters
 from pi_lora.recipe.schema import Tuning
-from pi_lora.training.chunked_mlp import chunk_mlps
+from pi_lora.training.trainer import chunk_mlps
 
 
 def trained_by_peft(kind: str, tuning: Tuning) -> int:

@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from pi_lora.errors import ModelError
 from pi_lora.models.adapter import prepare_for_tuning
 from pi_lora.recipe.schema import Tuning
-from pi_lora.training.chunked_mlp import chunk_mlps
+from pi_lora.training.trainer import chunk_mlps
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 96,

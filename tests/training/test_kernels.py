@@ -39,8 +39,9 @@ def test_auto_takes_what_is_made_for_the_gpu(
 ) -> None:
     monkeypatch.setattr(kernels, "device", lambda: torch.device("cuda" if generation else "cpu"))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (generation, 0))
-    present = {9: ("flash_attention_3", lambda: 3 in installed), 10: ("flash_attention_4", lambda: 4 in installed)}
-    monkeypatch.setattr(kernels, "_MADE_FOR", present)
+    for version in (3, 4):
+        present = version in installed
+        monkeypatch.setattr(f"transformers.utils.is_flash_attn_{version}_available", lambda present=present: present)
     supports = settings.pop("supports", True)
     model = find("builtin:tiny")
     model.skeleton._compatible_flash_implementations = None

@@ -9,7 +9,7 @@ from conftest import BUILTIN, small_recipe, train
 from transformers import logging as transformers_logging
 
 from pi_lora.training import training
-from pi_lora.training.libraries import LIBRARY_LOG, redirect_library_logs
+from pi_lora.training.callbacks import LIBRARY_LOG, redirect_library_logs
 
 
 def test_warnings_and_logs_go_to_the_file(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -17,7 +17,7 @@ from pi_lora.evaluation.measurement import Result
 from pi_lora.evaluation.metrics import longest_passing
 from pi_lora.evaluation.passkey.prompt import Grid, Trial, trials_at
 from pi_lora.evaluation.passkey.shared_prefix import SharedPrefix, last_logits, shared_prefix
-from pi_lora.models.finite import finite
+from pi_lora.models.weights import finite
 from pi_lora.types import Progress, silent
 
 REQUIRED_SUCCESS = 0.2

@@ -16,7 +16,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from pi_lora.evaluation.forward import HELD_TOKENS, is_sharded, padded, pass_tokens
-from pi_lora.models.device import free_memory
+from pi_lora.models.machine import free_memory
 
 # Of the memory that is free, the most that keys and values may take; the rest is for the forward pass.
 SHARE_OF_MEMORY = 0.75

@@ -11,7 +11,7 @@ from pi_lora.data.sources import STDLIB, evaluation_documents
 from pi_lora.data.tokens import Tokens, in_batches, tokenized
 from pi_lora.errors import DataError
 from pi_lora.evaluation.forward import check_ids
-from pi_lora.models.location import BUILTIN
+from pi_lora.models.files import BUILTIN
 from pi_lora.models.model import Model
 from pi_lora.recipe.evaluation import PerplexityOptions
 from pi_lora.types import Json

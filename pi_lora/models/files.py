@@ -1,13 +1,20 @@
-"""What model and adapter folders hold beside weights, one checked reader for each file: `config.json`, the adapter's
-settings, the index of the weights. No torch.
+"""The files of models: where they are (a folder, the cache of the hub, or the package itself), one checked reader for
+each small one, and a digest of weights. No torch.
 """
 
+import hashlib
 import json
 import math
+import os
 import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
+from huggingface_hub import hf_hub_download
+from huggingface_hub.constants import HF_HUB_OFFLINE
+from huggingface_hub.errors import EntryNotFoundError
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from safetensors import SafetensorError, safe_open
 
@@ -16,7 +23,7 @@ from pi_lora.scaling.config import Config, in_both_dialects
 from pi_lora.types import Json
 from pi_lora.writing import read_json
 
-CONFIG_FILE = "config.json"
+CONFIG_FILE, WEIGHTS_FILE, INDEX_FILE = "config.json", "model.safetensors", "model.safetensors.index.json"
 # As PEFT names them.
 ADAPTER_CONFIG_FILE = "adapter_config.json"
 ADAPTER_WEIGHTS_FILE = "adapter_model.safetensors"
@@ -25,6 +32,57 @@ EXTENDED = " (extended by pi-lora: load it with pi_lora.load, or merge it)"
 # A key in the settings of an adapter of an extended base. `PeftModel.from_pretrained` takes any base, and nothing there
 # stops it or scales its positions; but PEFT warns of a key that it does not know, by its name, and ignores it.
 WARNING = "the base needs the config.json beside this file: load it with pi_lora.load, or merge it"
+BUILTIN = "builtin:"
+BUILTIN_FOLDER = Path(__file__).parents[1] / "builtin"
+REMOTE_CODE = "runs Python code of its own; read that code, and if you trust it give --trust-remote-code"
+# Of each tensor its first, middle and last bytes are read: other weights differ everywhere.
+SAMPLE_BYTES = 4096
+
+
+def locate(name: str) -> str:
+    """Return the folder or hub id that `name` means; raise ModelError if it is a folder that does not exist."""
+    if name.startswith(BUILTIN):
+        folders = {BUILTIN + path.name: path for path in sorted(BUILTIN_FOLDER.iterdir()) if path.is_dir()}
+        if name not in folders:
+            raise ModelError(f"{name}: no such built-in model; there is {', '.join(folders)}")
+        return str(folders[name])
+    if not is_local(name):
+        return name
+    if not (folder := Path(os.path.expanduser(name))).is_dir():
+        raise ModelError(f"{name}: no such folder; give a model folder, a hub id or {BUILTIN}tiny")
+    return str(folder)
+
+
+def is_local(name: str) -> bool:
+    """Whether a name cannot be a hub id, or is that of a file or folder."""
+    return name.startswith((".", "/", "~")) or name.count("/") > 1 or Path(name).exists()
+
+
+def find_file(path: str, name: str, revision: str = "main") -> Path | None:
+    """Return a file of the folder or hub id `path`, downloaded if necessary, or None if there is none."""
+    if os.path.isdir(path):
+        return file if (file := Path(path, name)).is_file() else None
+    try:
+        return Path(hf_hub_download(path, name, revision=revision))
+    except EntryNotFoundError:  # or not in the cache, without a network
+        return None
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path}: {name} cannot be downloaded ({first_line(error)}); check name and network") from None
+
+
+@contextmanager
+def readable(name: str | Path, what: str) -> Iterator[None]:
+    """Raise ModelError if transformers cannot read `what` of a model; its classes raise exceptions of any kind."""
+    try:
+        yield
+    except Exception as error:
+        cause = first_line(error)
+        if HF_HUB_OFFLINE and not Path(name).exists():
+            cause = "no folder here, nor in the cache of the hub, which HF_HUB_OFFLINE=1 forbids to ask"
+        problem = f"has no {what} that can be read ({cause}); give a hub id, a model folder or {BUILTIN}tiny"
+        if isinstance(error, ValueError) and "trust_remote_code" in str(error):
+            problem = REMOTE_CODE
+        raise ModelError(f"{name}: {problem}") from None
 
 
 class _Stored(BaseModel):
@@ -128,3 +186,28 @@ class _Index(_Stored):
 def read_index(file: Path) -> dict[str, str]:
     """Read which file of a model's folder holds which tensor; raise ModelError if the index is damaged."""
     return read_json(file, _Index, "download it again").weight_map
+
+
+def weights_digest(find_file: Callable[[str], Path | None]) -> str:
+    """Return a SHA-256 of the names, types, shapes and sampled bytes of all tensors, however they share files;
+    `find_file` gives the file of a name.
+    """
+    index = find_file(INDEX_FILE)
+    files = map(find_file, sorted({*read_index(index).values()}) if index else [WEIGHTS_FILE])
+    found = dict(tensor for file in files if file for tensor in _tensors(file))
+    return hashlib.sha256(json.dumps(sorted(found.items())).encode()).hexdigest()
+
+
+def _tensors(file: Path) -> list[tuple[str, list[object]]]:
+    """Return each tensor's name with its type, shape and a digest of sampled bytes."""
+    start_of_data, entries = read_tensors(file)
+    found: list[tuple[str, list[object]]] = []
+    with file.open("rb", buffering=0) as stream:
+        for name, entry in entries.items():
+            first, last = (start_of_data + offset for offset in entry.data_offsets)
+            digest = hashlib.sha256()
+            for start in sorted({first, max(first, (first + last) // 2), max(first, last - SAMPLE_BYTES)}):
+                stream.seek(start)
+                digest.update(stream.read(min(SAMPLE_BYTES, last - start)))
+            found.append((name, [entry.dtype, entry.shape, digest.hexdigest()]))
+    return found
