@@ -1,7 +1,6 @@
 """Every mistake of a recipe that shows before anything is downloaded, tokenized or loaded, reported together."""
 
 import importlib.util
-import os
 import shlex
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -12,12 +11,10 @@ from huggingface_hub import constants, get_safetensors_metadata
 from huggingface_hub.errors import HfHubHTTPError, NotASafetensorsRepoError, SafetensorsParsingError
 
 from pi_lora.data.examples import data_problems
-from pi_lora.data.sources import RECALL
 from pi_lora.errors import ModelError, PiLoraError, RecipeError, first_line
 from pi_lora.merging.tensors import read_shards
 from pi_lora.models.adapter import check_shape
 from pi_lora.models.files import BUILTIN
-from pi_lora.models.machine import LIGER, check_liger
 from pi_lora.models.model import Model, adapter_folder, find_to_tune
 from pi_lora.planning.planning import plan_here
 from pi_lora.planning.text import plan_lines
@@ -56,9 +53,7 @@ def check(
         attempt(lambda: model.tokenizer)
         attempt(_check_weights, model, ask_hub)
     attempt(lambda: _raise_all(data_problems(recipe.data, ask_hub), _evaluation_problems(recipe, ask_hub)))
-    attempt(_raise_all, _hardware_problems(recipe), _missing_packages(recipe))
-    if model and recipe.model.kernels == "liger" and importlib.util.find_spec(LIGER):
-        attempt(check_liger, model.config["model_type"])
+    attempt(_raise_all, _machine_problems(recipe))
     attempt(rate_share, recipe.training)
     attempt(check_output, output, resume)
     if resume:
@@ -113,61 +108,42 @@ def _check_weights(model: Model, ask_hub: bool) -> None:
 
 
 def _evaluation_problems(recipe: Recipe, ask_hub: bool) -> Iterator[str]:
-    if measured := recipe.evaluation.perplexity:
-        target, short = recipe.context.target, recipe.evaluation.in_short().perplexity or measured
-        asked = {"perplexity": measured} | ({} if short == measured else {"while_training": short})
-        for where, each in asked.items() if measured.windows is None else ():
-            if (each.stride or 0) > target or (each.truncate or target) < target:
-                yield f"evaluation.{where}: the target window is {target}; lower stride to it, or raise truncate to it"
-        if measured.data is None and not recipe.model.name.startswith(BUILTIN):
-            yield "evaluation.perplexity.data: is missing; name a text that the model is not tuned on"
-        named = Data.model_validate({"source": measured.data}) if measured.data else None
-        for problem in data_problems(named, ask_hub) if named else ():
+    measured, target = recipe.evaluation.perplexity, recipe.context.target
+    if measured is None:
+        return
+    for asked in (measured, recipe.evaluation.in_short().perplexity or measured):
+        if asked.windows is None and ((asked.stride or 0) > target or (asked.truncate or target) < target):
+            yield f"evaluation: the target window is {target}; lower stride to it, or raise truncate to it"
+            break
+    if measured.data is None and not recipe.model.name.startswith(BUILTIN):
+        yield "evaluation.perplexity.data: is missing; name a text that the model is not tuned on"
+    if measured.data:
+        for problem in data_problems(Data.model_validate({"source": measured.data}), ask_hub):
             yield problem.replace("data.source", "evaluation.perplexity.data", 1)
-        if measured.data == RECALL:
-            yield f"evaluation.perplexity.data: {RECALL} is for training; measure recall with evaluation.passkey"
-    for entry in recipe.evaluation.benchmarks.data if recipe.evaluation.benchmarks else ():
-        if not os.path.exists(os.path.expanduser(entry.partition("=")[2] or entry)):
-            yield f"evaluation.benchmarks.data: {entry}: no such file or folder; correct it, or leave it out"
 
 
-def _hardware_problems(recipe: Recipe) -> Iterator[str]:
-    hardware, here = recipe.hardware, torch.cuda.device_count()
+def _machine_problems(recipe: Recipe) -> Iterator[str]:
+    """Yield what the machine lacks and no library would say in a line before the training starts."""
+    hardware, kernel, here = recipe.hardware, recipe.model.attention, torch.cuda.device_count()
     if hardware.gpus and hardware.gpus > here:
         what = f"{hardware.gpus} needed on each machine, {here} here"
         yield f"hardware.gpus: {what}; run it on such machines, or change hardware.gpus (pi-lora plan shows what fits)"
-    paged, kernel = recipe.training.optimizer == "paged_adamw_8bit", recipe.model.attention
-    parallel, other_kernel = hardware.context_parallel > 1, kernel not in ("auto", "sdpa")
-    # bitsandbytes 0.50 takes the local part of no sharded tensor (DTensor).
-    cannot_page = paged and recipe.sharded and hardware.processes > 1
-    problems = {
-        "hardware.context_parallel: needs GPUs; set hardware.gpus": parallel and not hardware.gpus,
-        f"model.attention: {kernel} cannot share a sequence between GPUs; use sdpa": parallel and other_kernel,
-        "training.optimizer: paged_adamw_8bit needs a GPU; use adamw": paged and not here,
-        "training.optimizer: paged_adamw_8bit cannot train weights that are sharded over GPUs; use adamw": cannot_page,
-        "hardware.offload_activations: needs a GPU; leave it out": hardware.offload_activations and not here,
-        "training.precision: float16 needs a GPU; use bfloat16 or float32": recipe.training.precision == "float16"
-        and not here,
-        "model.kernels: liger needs a GPU; leave it out": recipe.model.kernels == "liger" and not here,
-        "model.attention: flash_attention_2 needs a GPU; use sdpa": kernel == "flash_attention_2" and not here,
+    paged = recipe.training.optimizer == "paged_adamw_8bit"
+    gpu_only = {
+        "training.optimizer: paged_adamw_8bit": paged,
+        "training.precision: float16": recipe.training.precision == "float16",
+        "hardware.offload_activations": hardware.offload_activations,
+        "model.kernels: liger": recipe.model.kernels == "liger",
+        "model.attention: flash_attention_2": kernel == "flash_attention_2",
     }
-    yield from (problem for problem, holds in problems.items() if holds)
-
-
-def _missing_packages(recipe: Recipe) -> Iterator[str]:
-    qlora, benchmarks = recipe.tuning.method == "qlora", recipe.evaluation.benchmarks is not None
-    paged, flash = recipe.training.optimizer == "paged_adamw_8bit", recipe.model.attention == "flash_attention_2"
-    wanted = [
-        (qlora, "bitsandbytes", "tuning.method: qlora", "'pi-lora[qlora]'"),
-        (paged and not qlora, "bitsandbytes", "training.optimizer: paged_adamw_8bit", "'pi-lora[qlora]'"),
-        (flash, "flash_attn", "model.attention: flash_attention_2", "'pi-lora[flash-attn]'"),
-        (recipe.model.kernels == "liger", LIGER, "model.kernels: liger", "'pi-lora[liger]'"),
-        (benchmarks, "lm_eval", "evaluation.benchmarks", "'pi-lora[eval]'"),
-    ]
-    wanted += [(True, tracker, f"training.tracking: {tracker}", tracker) for tracker in recipe.training.tracking]
-    for asked, package, where, install in wanted:
-        if asked and importlib.util.find_spec(package) is None:
-            yield f"{where}: needs the package {package}; pip install {install}"
+    yield from (f"{key}: needs a GPU; leave it out" for key, asked in gpu_only.items() if asked and not here)
+    if hardware.context_parallel > 1 and (not hardware.gpus or kernel not in ("auto", "sdpa")):
+        yield "hardware.context_parallel: needs hardware.gpus, and model.attention: sdpa"
+    if paged and recipe.sharded and hardware.processes > 1:
+        # bitsandbytes 0.50 takes the local part of no sharded tensor (DTensor).
+        yield "training.optimizer: paged_adamw_8bit cannot train weights that are sharded over GPUs; use adamw"
+    if recipe.tuning.method == "qlora" and importlib.util.find_spec("bitsandbytes") is None:
+        yield "tuning.method: qlora: needs the package bitsandbytes; pip install 'pi-lora[qlora]'"
 
 
 def _raise_all(*kinds: Iterable[str]) -> None:

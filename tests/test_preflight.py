@@ -1,6 +1,4 @@
-import importlib.util
 import shutil
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -62,31 +60,23 @@ def test_everything_wrong_is_said_at_once(small_model: Path, tmp_path: Path) -> 
         data={"source": "nowhere.txt"},
         training={"schedule": "linear", "schedule_options": {"min_lr": 1}, "optimizer": "paged_adamw_8bit"},
         hardware={"gpus": 64, "offload_activations": True},
-        evaluation={"perplexity": {"data": "./no-such"}, "benchmarks": {"data": ["boolq=gone.jsonl"]}},
+        evaluation={"perplexity": {"data": "./no-such"}},
     )
     with pytest.raises(RecipeError) as raised:
         check(recipe, taken)
     said = {line.split(": ")[0] for line in str(raised.value).splitlines()}
-    wrong = "data.source evaluation.perplexity.data evaluation.benchmarks.data hardware.gpus"
+    wrong = "data.source evaluation.perplexity.data hardware.gpus"
     wrong += " hardware.offload_activations training.schedule_options"
     assert {"./gone", str(taken), *wrong.split()} <= said
-
-
-def test_a_missing_package_is_named(small_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "bitsandbytes", raising=False)
-    real = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "bitsandbytes" else real(name))
-    with pytest.raises(RecipeError, match=r"(?m)^tuning\.method: qlora: needs the package bitsandbytes"):
-        check(small_recipe(small_model, tuning={"method": "qlora"}), tmp_path / "run")
 
 
 @pytest.mark.parametrize(
     ("changes", "where"),
     [
-        ({"evaluation": {"perplexity": {"stride": 129}}}, "evaluation.perplexity: the target window is 128"),
+        ({"evaluation": {"perplexity": {"stride": 129}}}, "evaluation: the target window is 128"),
         (
             {"evaluation": {"perplexity": {}, "while_training": {"truncate": 127}}},
-            "evaluation.while_training: the target window is 128",
+            "evaluation: the target window is 128",
         ),
         ({"training": {"optimizer": "paged_adamw_8bit"}, "hardware": {"gpus": 2}}, "training.optimizer: paged"),
     ],

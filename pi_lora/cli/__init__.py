@@ -29,6 +29,7 @@ EXTRAS = {
     **dict.fromkeys(("lm_eval", "wonderwords", "rouge_score"), "eval"),
     "pypdf": "pdf",
     "gguf": "gguf",
+    "liger_kernel": "liger",
 }
 
 

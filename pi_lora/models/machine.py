@@ -8,9 +8,9 @@ import os
 import platform
 import time
 from contextlib import suppress
+from typing import Any
 
 import torch
-from torch import nn
 
 from pi_lora.errors import ModelError
 from pi_lora.models.host import has_bfloat16_instructions, host_memory
@@ -19,10 +19,6 @@ from pi_lora.recipe.schema import Recipe
 SDPA = "sdpa"
 LIBRARIES = ("pi-lora", "torch", "transformers", "trl", "peft", "accelerate", "datasets", "safetensors")
 OPTIONAL = ("bitsandbytes", "flash-attn", "liger-kernel", "lm-eval", "kernels", "vllm")
-# Liger's Triton kernels of rotary embeddings, norms and gated MLPs (Hsu et al. 2024), an optional package; without its
-# loss, which would replace TRL's, that is computed in chunks, together with the model's forward.
-LIGER, LIGER_PATCHES = "liger_kernel", "liger_kernel.transformers.monkey_patch"
-OWN_LOSS = {"cross_entropy": False, "fused_linear_cross_entropy": False}
 # Autocast converts what it multiplies, so bfloat16 has to be this many times as fast to gain anything.
 ENOUGH = 1.2
 
@@ -114,20 +110,19 @@ def attention_kernel(asked: str, in_bfloat16: bool, context_parallel: int = 1) -
     return name if is_present() else SDPA
 
 
-def check_liger(model_type: str) -> None:
-    """Raise ModelError if Liger, which is installed, has no kernels for models of that type."""
-    if model_type not in importlib.import_module(LIGER_PATCHES).MODEL_TYPE_TO_APPLY_LIGER_FN:
-        raise ModelError(f"model.kernels: liger has none for models of type {model_type}; leave the key out")
-
-
-def use_liger(model: nn.Module) -> None:
-    """Compute the layers of `model`, with or without an adapter, by Liger's kernels; its weights stay as they are. The
-    classes and functions of its architecture are replaced for this process, too (liger-kernel 0.8).
+def use_liger(model: Any) -> None:
+    """Compute the layers of `model`, with or without an adapter, by Liger's Triton kernels of rotary embeddings, norms
+    and gated MLPs (Hsu et al. 2024), an optional package; its weights stay as they are. The classes and functions of
+    its architecture are replaced for this process, too (liger-kernel 0.8). Raise ModelError if it has no kernels.
     """
+    patches = importlib.import_module("liger_kernel.transformers.monkey_patch")
     # Imported here: it imports PEFT, which takes seconds, and merging does without.
     from transformers.integrations.liger import apply_liger_kernel
 
-    apply_liger_kernel(model, OWN_LOSS)
+    if (kind := model.config.model_type) not in patches.MODEL_TYPE_TO_APPLY_LIGER_FN:
+        raise ModelError(f"model.kernels: liger has none for models of type {kind}; leave the key out")
+    # Without its loss, which would replace TRL's, that is computed in chunks, together with the model's forward.
+    apply_liger_kernel(model, {"cross_entropy": False, "fused_linear_cross_entropy": False})
 
 
 def nf4_kernel(device_type: str) -> str:

@@ -115,7 +115,8 @@ def advice(plan: TrainingPlan) -> str | None:
         for gpus in MORE_GPUS:
             # First the weights are spread over them, then the sequence too.
             if recipe.hardware.gpus and gpus > recipe.hardware.gpus:
-                changes += [{"hardware.gpus": gpus}, {"hardware.gpus": gpus, "hardware.context_parallel": gpus}]
+                shared = {"hardware.context_parallel": gpus, "evaluation.every": None}
+                changes += [{"hardware.gpus": gpus}, {"hardware.gpus": gpus, **shared}]
     while shorter > plan.target.original:
         changes.append({"context.target": shorter})
         shorter //= 2

@@ -372,6 +372,8 @@ class Recipe(Section):
         if parallel > 1 and (self.data.has_examples or pose or self.data.keep_short):
             what = "examples differ in length, and positions: skip and keep_short have short sequences"
             raise ValueError(f"hardware.context_parallel: {what}; set it to 1")
+        if parallel > 1 and self.evaluation.every:
+            raise ValueError("evaluation.every: cannot measure while GPUs share a sequence; measure the finished run")
         if parallel > 1 and target % (2 * parallel):
             multiple = f"{2 * parallel}, twice hardware.context_parallel"
             raise ValueError(f"context.target: {target} is not a multiple of {multiple}")

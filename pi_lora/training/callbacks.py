@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.big_modeling import _attach_context_parallel_hooks
 from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback, TrainerControl, TrainerState
 from transformers import logging as transformers_logging
@@ -210,7 +209,7 @@ def _as_when_loaded(tuned: Model, kernel: str) -> Iterator[None]:
     """Let a model that trains compute as it will when `load` reads it back: with that kernel, in its weights' dtype
     unless under autocast. accelerate 1.15 puts it around the forward of the model that it prepares, and keeps the
     model's own beside it as `_original_forward`. Under FSDP2 there is none: the sharded layers compute as their policy
-    says. For context parallelism it drops attention masks by hooks, which only training can do without.
+    says.
     """
     model: Any = tuned.model
     training, attention, wrapped = model.training, tuned.kernel, vars(model).get("forward")
@@ -219,19 +218,9 @@ def _as_when_loaded(tuned: Model, kernel: str) -> Iterator[None]:
     model.set_attn_implementation(kernel)
     if own is not None:
         model.forward = own
-    hooks = [
-        (module._forward_pre_hooks, key, hook)
-        for module in model.modules()
-        for key, hook in module._forward_pre_hooks.items()
-        if hook.__module__ == _attach_context_parallel_hooks.__module__
-    ]
-    for registered, key, _ in hooks:
-        registered[key] = lambda _module, _arguments, _options: None
     try:
         yield
     finally:
-        for registered, key, hook in hooks:
-            registered[key] = hook
         if own is not None:
             model.forward = wrapped
         model.set_attn_implementation(attention)

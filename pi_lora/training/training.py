@@ -50,7 +50,9 @@ def train(
     log = TrainingLog(data.tokens_per_step(recipe.training.global_batch_size), recipe.evaluation.every, progress)
     with stop_after_step(log), adapters.without_known_warnings():
         with create_run(recipe, model, data, output, resume) as run, redirect_library_logs(run.path):
-            log.run, recipe = run, with_known_precision(recipe, run)
+            # The precision that the run has from its start, instead of `auto`.
+            training = recipe.training.changed(precision=run.provenance.precision)
+            log.run, recipe = run, recipe.model_copy(update={"training": training})
             set_seed(recipe.training.seed)
             autocast = machine.measured_under_autocast(recipe)
             tuned = model.being_tuned(str(output), load_for_tuning(recipe, model), autocast)
@@ -101,12 +103,6 @@ def create_run(recipe: Recipe, model: Model, data: TrainingData, output: Path, r
     if is_leader():
         # Only now: until the run stands under its name, they are all that is left of it if the process is killed.
         shutil.rmtree(output / CHECKPOINTS, ignore_errors=True)
-
-
-def with_known_precision(recipe: Recipe, run: Run) -> Recipe:
-    """Return `recipe` with the precision that the run has from its start, instead of `auto`."""
-    precision = run.provenance.precision
-    return recipe.model_copy(update={"training": recipe.training.model_copy(update={"precision": precision})})
 
 
 def load_for_tuning(recipe: Recipe, model: Model) -> Any:

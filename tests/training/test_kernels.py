@@ -10,6 +10,11 @@ from pi_lora.models import machine as kernels
 from pi_lora.models.model import find
 
 
+def test_liger_has_the_table_that_is_read() -> None:
+    patches = pytest.importorskip("liger_kernel.transformers.monkey_patch", reason="pip install pi-lora[liger]")
+    assert {"llama", "mistral", "qwen3"} < set(patches.MODEL_TYPE_TO_APPLY_LIGER_FN)
+
+
 def supported(model: PreTrainedModel, kernel: str) -> str:
     return kernel
 

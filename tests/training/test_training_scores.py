@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from accelerate.big_modeling import _attach_context_parallel_hooks
 from conftest import small_recipe, train
 from safetensors.torch import load_file
 
@@ -14,7 +13,6 @@ from pi_lora.models.adapter import prepare_for_tuning
 from pi_lora.models.model import Extension, Model, find, load
 from pi_lora.recipe.evaluation import Evaluation
 from pi_lora.recipe.files import load_recipe
-from pi_lora.training.callbacks import _as_when_loaded
 
 EVALUATION = {
     "every": 2,
@@ -105,26 +103,6 @@ def test_float32_weights_are_measured_as_they_are_tuned_where_that_is_faster(
     assert found == pytest.approx(after, rel=1e-6)
     assert found != pytest.approx(in_float32, rel=1e-6)
     assert scores(run, "perplexity", 4)["dtype"] == "float32, computed in bfloat16"
-
-
-@torch.no_grad()
-def test_a_model_is_measured_without_the_hooks_of_context_parallelism(small_model: Path) -> None:
-    """They drop the mask, without which tokens that continue a cache attend to the beginning alone."""
-    loaded = load(str(small_model), Extension(512))
-    grid = {"passkey": {"target": 256, "depths": 2, "trials": 2}}
-    evaluation = small_recipe(small_model, evaluation=grid).evaluation
-    ids = torch.arange(2, 62)[None]
-
-    def logits() -> torch.Tensor:
-        cache = loaded.model(ids[:, :40], use_cache=True).past_key_values
-        return loaded.model(ids[:, 40:], past_key_values=cache).logits
-
-    expected, asked = logits(), measure(loaded, evaluation)["passkey"]
-    _attach_context_parallel_hooks(loaded.model)
-    with _as_when_loaded(loaded, "sdpa"):
-        torch.testing.assert_close(logits(), expected)
-        assert measure(loaded, evaluation)["passkey"] == asked
-    assert (logits() - expected).abs().max() > 0.1
 
 
 def test_measuring_changes_nothing_in_the_training(measured_run: Path, tmp_path: Path) -> None:
