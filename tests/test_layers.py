@@ -34,7 +34,7 @@ HOMES = {
     "peft": {"models/adapter.py"},
     "datasets": {"data"},
     "matplotlib": {"drawing.py"},
-    "lm_eval": {"evaluation/harness.py", "evaluation/benchmarks", "evaluation/ruler"},
+    "lm_eval": {"evaluation/harness.py"},
     "cyclopts": {"cli"},
 }
 # The package's own door re-exports; it belongs to no floor.

@@ -112,10 +112,9 @@ def ruler(
     *,
     options: Annotated[RulerOptions, GROUP] = RulerOptions(),
     how: Annotated[Extending, GROUP] = Extending(),
-    plot: Plot = None,
 ) -> None:
     """RULER and the effective length (Hsieh et al. 2024) through lm-eval, of several models side by side."""
-    how.report("ruler", models, options, how.target, plot)
+    how.report("ruler", models, options, how.target)
 
 
 @eval_app.command

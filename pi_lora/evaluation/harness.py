@@ -1,5 +1,5 @@
 """lm-eval, as benchmarks and RULER use it: a loaded model as lm-eval takes one, with the processes of this run as ranks
-and lm-eval's cache of answers, and lm-eval's tasks by name.
+and a cache of answers; and the tasks of the installed lm-eval with their examples.
 """
 
 import contextlib
@@ -8,10 +8,12 @@ import io
 import math
 import random
 import sys
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
+from functools import cache
+from pathlib import Path
 from typing import IO, Any, cast
 
-import lm_eval
+import lm_eval.tasks
 import numpy as np
 import torch
 from accelerate import Accelerator
@@ -24,15 +26,28 @@ from rich.console import Console
 from rich.file_proxy import FileProxy
 
 from pi_lora.distributed import from_all, number_of_processes, share_of
-from pi_lora.errors import DataError
+from pi_lora.errors import DataError, first_line
 from pi_lora.evaluation.forward import check_numbers
 from pi_lora.evaluation.journal import Session
 from pi_lora.models.model import Model
 from pi_lora.models.weights import quiet_loading
-from pi_lora.recipe.evaluation import BenchmarksOptions, RulerOptions
+from pi_lora.recipe.evaluation import Options, RulerOptions
 from pi_lora.types import Json
 
 VERSION = lm_eval.__version__
+FOLDER = Path(lm_eval.tasks.__file__).parent
+# lm-eval's folders and names of the paper's tasks. Its `race` is RACE-H, and its data set has no other part. RACE-M is
+# the same task on the authors' middle school part, whose rows hold a question each and not an article.
+FOLDERS = ("super_glue/boolq", "piqa", "race", "winogrande")
+PAPERS = {"boolq": "boolq", "piqa": "piqa", "race_middle": "race", "race_high": "race", "winogrande": "winogrande"}
+# In tokens. RULER's beginnings of answers, chat templates, and the answers of `ruler_fwe` are not in lm-eval's count.
+ROOM = 128
+# In tokens. In shorter windows lm-eval (0.4.13, issue 2963) may look for a shorter prompt forever.
+SHORTEST = {"ruler_vt": 1536, "ruler_cwe": 1536, "ruler_fwe": 768}
+# `ruler_cwe` draws from a generator of its own, which is seeded when lm-eval executes this module.
+WORDS_MODULE = "lm_eval.tasks.ruler.cwe_utils"
+# Tasks of RULER whose prompts need not hold the answer.
+QUESTIONS = ("ruler_qa_squad", "ruler_qa_hotpot")
 
 
 class ModelCalls:
@@ -51,19 +66,19 @@ class ModelCalls:
 
 class RankedLM(HFLM):
     """lm-eval's model for transformers, given a model that is loaded, in every process of this run. Inputs are cut to
-    `window` tokens. Special tokens in texts are text, unless a chat template writes them.
+    `window` tokens. Special tokens in texts are text, unless `chats`: there the chat template writes them.
     """
 
     def __init__(
-        self, loaded: Model, window: int, batch_size: int, options: BenchmarksOptions | RulerOptions, session: Session
+        self, loaded: Model, window: int, batch_size: int, options: Options, session: Session, chats: bool = False
     ) -> None:
         tokenizer = copy.deepcopy(loaded.tokenizer)  # lm-eval adds a padding token where there is none
         tokenizer.model_max_length = sys.maxsize  # and cuts inputs itself
-        tokenizer.split_special_tokens = not (isinstance(options, RulerOptions) and options.chat_template)
+        tokenizer.split_special_tokens = not chats
         calls: Any = ModelCalls(loaded.model)
         with quiet():
             super().__init__(calls, tokenizer=tokenizer, max_length=window, batch_size=batch_size)
-        self.loaded, self.session = loaded, session
+        self.loaded, self.session, self.chats = loaded, session, chats
         decided_by = {**options.model_dump(exclude={"batch_size", "tasks"}), "lm_eval": VERSION}
         folder = session.journal(loaded, decided_by).folder
         self.answers = str(folder / f"answers-{self.rank}.db") if folder else ":memory:"
@@ -80,7 +95,7 @@ class RankedLM(HFLM):
         """How many processes there are."""
         return number_of_processes()
 
-    def evaluate(self, name: str, task: Any, limit: int | None, note: str, **options: Any) -> tuple[Json, list[Json]]:
+    def evaluate(self, name: str, task: Any, limit: int | None) -> tuple[Json, list[Json]]:
         """Return lm-eval's scores of a task on the first `limit` examples, and every example with its metrics; all
         processes call it. Answers are kept as soon as they are known, and not computed again. Raise DataError if there
         are fewer examples than processes: lm-eval (0.4.13) would wait forever.
@@ -90,14 +105,14 @@ class RankedLM(HFLM):
             raise DataError(f"{name}: fewer examples than processes; start fewer processes")
 
         def answered(done: int) -> None:
-            self.session.progress(done, len(task.instances), note)
+            self.session.progress(done, len(task.instances), f"{name} at {self.max_length:,}")
 
         torch.manual_seed(DEFAULT_OTHER_SEED)
         lm: Any = CachingLM(self, self.answers)
         self.set_cache_hook(Answers(lm, self.loaded, answered))
         tasks: Any = {"tasks": {name: task}}
         with contextlib.closing(lm.dbdict), quiet():
-            results: Any = evaluate(lm, tasks, limit=limit, **options)
+            results: Any = evaluate(lm, tasks, limit=limit, apply_chat_template=self.chats)
         found = []
         if results:  # in the first process
             samples = sorted(results["samples"][name], key=lambda sample: int(sample["doc_id"]))
@@ -137,10 +152,103 @@ def load_tasks(manager: TaskManager, spec: Any, seed: int = 0) -> dict[str, Any]
     return tasks
 
 
+@cache
+def manager(paper: bool) -> TaskManager:
+    """Return lm-eval's tasks: with `paper` those of the paper, since the index of all 14,000 takes ten seconds."""
+    folders: list[str | Path] = [FOLDER / folder for folder in FOLDERS]
+    return TaskManager(include_path=folders if paper else None, include_defaults=not paper)
+
+
+def find_benchmarks(names: Sequence[str], data: Sequence[str] = ()) -> dict[str, Any]:
+    """Return lm-eval's tasks by name, and every task of a group, on the examples of the hub or of `data`, which are
+    TASK=FILE. Raise DataError if there is no such task, group or tag, or its examples are missing or of another schema.
+    """
+    check_names(names, PAPERS if PAPERS.keys() >= set(names) else {*PAPERS, *manager(paper=False).all_tasks})
+    files = dict(given.partition("=")[::2] for given in data)
+    if unknown := ", ".join(files.keys() - set(names)):
+        raise DataError(f"--data: {unknown}: is not TASK=FILE with one of the --tasks; correct it")
+    return {part: task for name in names for part, task in _benchmark(name, files.get(name)).items()}
+
+
+def _benchmark(name: str, file: str | None) -> dict[str, Any]:
+    base = PAPERS.get(name, name)
+    changes: Json = {}
+    if name == "race_middle":
+        changes = {"dataset_path": "ehovy/race", "dataset_name": "middle", "process_docs": articles}
+    if file:
+        path = Path(file).expanduser()
+        reader = path.suffix.removeprefix(".").replace("jsonl", "json")
+        splits = dict.fromkeys(("training_split", "validation_split", "fewshot_split")) | {"test_split": "test"}
+        files = {"data_files": {"test": str(path)}}
+        changes |= {"dataset_path": reader, "dataset_name": None, "dataset_kwargs": files} | splits
+    spec = {"group": name, "task": [{"task": base, **changes}]} if changes else base
+    try:
+        tasks = load_tasks(manager(paper=name in PAPERS), spec)
+    except Exception as error:  # `datasets` and jinja raise a dozen kinds for what a user can correct
+        cause = f"{file or name}: cannot be read as examples of {name} ({first_line(error)})"
+        raise DataError(f"{cause}; correct the file, or check the network") from error
+    return {name if part == base else part: task for part, task in tasks.items()}
+
+
+def articles(questions: Any) -> Any:
+    """Put RACE's questions together as lm-eval's task reads them: a row per article, problems as a Python literal.
+
+    >>> from datasets import Dataset
+    >>> rows = [{"article": "A", "question": q, "options": list("wxyz"), "answer": "B"} for q in ("1?", "2?")]
+    >>> [(row["article"], row["problems"].count("question")) for row in articles(Dataset.from_list(rows))]
+    [('A', 2)]
+    """
+    problems: dict[str, list[Json]] = {}
+    for row in questions:
+        problems.setdefault(row["article"], []).append({key: row[key] for key in ("question", "answer", "options")})
+    return questions.from_list([{"article": name, "problems": repr(asked)} for name, asked in problems.items()])
+
+
 def check_names(names: Collection[str], known: Collection[str]) -> None:
     """Raise DataError if there is no task of a name."""
     if unknown := ", ".join(set(names).difference(known)):
         raise DataError(f"--tasks: {unknown}: no such task in lm-eval {VERSION}; choose from lm-eval ls tasks")
+
+
+def save_tokenizer(tokenizer: Any, folder: str) -> None:
+    """Save a tokenizer where lm-eval loads it, without the code that its config may name: lm-eval would execute it."""
+    plain = copy.deepcopy(tokenizer)
+    plain.init_kwargs.pop("auto_map", None)
+    plain.save_pretrained(folder)
+
+
+def ruler_task(name: str, options: RulerOptions, lm: RankedLM, tokenizer: str) -> tuple[Any, int]:
+    """Return a task of RULER as lm-eval makes it: 500 prompts for the window of `lm`, counted by the `tokenizer` in a
+    folder; and the tokens of its longest prompt with what is generated after it. Raise DataError if its texts are
+    missing, or one of its first prompts does not fit the window with that, or lacks its answer.
+
+    The prompts are those of `lm_eval run --seed SEED,SEED+1234,SEED --metadata '{"max_seq_lengths": [window - ROOM]}'`.
+    """
+    window = lm.max_length
+
+    def unsuitable(reason: str) -> DataError:
+        return DataError(f"--tasks: {name} in {window} tokens: {reason}; leave it out, or choose another window")
+
+    if window < SHORTEST.get(name, 0):
+        raise unsuitable(f"needs {SHORTEST[name]}")
+    metadata: Any = {"max_seq_lengths": [window - ROOM], "tokenizer": tokenizer}
+    tasks = TaskManager(include_path=FOLDER / "ruler", include_defaults=False, metadata=metadata)
+    chats: Any = {"apply_chat_template": True, "chat_template": lm.apply_chat_template} if lm.chats else {}
+    sys.modules.pop(WORDS_MODULE, None)
+    try:
+        task = load_tasks(tasks, name, options.seed)[name]
+        with quiet():
+            task.build_all_requests(limit=options.samples, rank=0, world_size=1, **chats)
+    except (LookupError, OSError, ValueError) as error:  # no example fits, or no network
+        raise unsuitable(first_line(error)) from error
+    longest = max(len(lm.tok_encode(each.args[0])) + each.args[1]["max_gen_toks"] for each in task.instances)
+    if not window / 2 <= longest <= window:
+        raise unsuitable(f"the longest prompt and its answer take {longest}")
+    for each in task.instances:
+        answers = [] if name in QUESTIONS else each.doc["outputs"]
+        if not each.doc["outputs"] or not all(str(answer) in each.args[0] for answer in answers):
+            raise unsuitable("a prompt lacks its answer")
+    return task, longest
 
 
 @contextlib.contextmanager

@@ -7,13 +7,13 @@ from typing import Any
 from pydantic import ValidationError
 
 from pi_lora.errors import ModelError
-from pi_lora.evaluation.benchmarks.measurement import Benchmarks
+from pi_lora.evaluation.benchmarks import Benchmarks
 from pi_lora.evaluation.chat import Chats
 from pi_lora.evaluation.measurement import Measurement, Scores, as_json
 from pi_lora.evaluation.metrics import Metric
 from pi_lora.evaluation.passkey.measurement import Passkey
 from pi_lora.evaluation.perplexity.measurement import Perplexity
-from pi_lora.evaluation.ruler.measurement import Ruler
+from pi_lora.evaluation.ruler import Ruler
 from pi_lora.evaluation.summarization.measurement import Summarization
 from pi_lora.writing import first_problem, read_json, write_json
 

@@ -15,9 +15,8 @@ from lm_eval.models.huggingface import HFLM
 from test_cli import run
 
 from pi_lora.errors import DataError, Interrupted, ModelError
-from pi_lora.evaluation.benchmarks.measurement import TITLES, Benchmarks, BenchmarkScores
-from pi_lora.evaluation.benchmarks.tasks import FOLDERS, articles, find_tasks, manager
-from pi_lora.evaluation.harness import RankedLM
+from pi_lora.evaluation.benchmarks import TITLES, Benchmarks, BenchmarkScores
+from pi_lora.evaluation.harness import FOLDER, FOLDERS, RankedLM, articles, find_benchmarks, manager
 from pi_lora.evaluation.journal import Session
 from pi_lora.evaluation.table import scores_table
 from pi_lora.models.model import Extension, Model, load
@@ -27,7 +26,6 @@ ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import convert_tasks  # noqa: E402
 
-LM_EVAL_TASKS = Path(lm_eval.tasks.__file__).parent
 BATCH = 4
 RACE = [
     {
@@ -113,7 +111,7 @@ def test_the_papers_folders_hold_what_lm_eval_finds() -> None:
     assert BenchmarksOptions().tasks == tuple(TITLES)
     for name in ("boolq", "piqa", "race", "winogrande"):
         assert few[name].yaml_path == all_of_them[name].yaml_path
-        assert few[name].yaml_path.parent in [LM_EVAL_TASKS / folder for folder in FOLDERS]
+        assert few[name].yaml_path.parent in [FOLDER / folder for folder in FOLDERS]
 
 
 @pytest.fixture
@@ -125,7 +123,7 @@ def their_tasks(files: dict[str, str], tmp_path: Path, monkeypatch: pytest.Monke
     for name, base in BASES.items():
         data = {"data_files": {"test": str(tmp_path / f"{name}.jsonl")}, "cache_dir": str(tmp_path / "tasks" / "cache")}
         task = {
-            "include": str(LM_EVAL_TASKS / base),
+            "include": str(FOLDER / base),
             "task": f"own_{name}",
             "dataset_path": "json",
             "dataset_name": None,
@@ -195,17 +193,17 @@ def test_answers_are_kept_when_interrupted(
         again = Benchmarks().run(tiny, asked, session)
     assert again == whole
     assert len(calls) == needed + needed + 1
-    assert at == [(1, 3, "triviaqa"), (2, 3, "triviaqa")]
+    assert at == [(1, 3, "triviaqa at 300"), (2, 3, "triviaqa at 300")]
     assert not list((tmp_path / "cache").glob("evaluations/*"))
 
 
 def test_sampled_text_is_that_of_lm_evals_seed(tiny: Model, files: dict[str, str]) -> None:
     def texts(seed: int) -> list[str]:
         random.seed(seed), torch.manual_seed(seed)
-        task = find_tasks(["triviaqa"], [files["triviaqa"]])["triviaqa"]
+        task = find_benchmarks(["triviaqa"], [files["triviaqa"]])["triviaqa"]
         settings = {"do_sample": True, "temperature": 1.0, "max_gen_toks": 5}
         task.set_config(key="generation_kwargs", value=settings, update=True)
-        ranked(tiny).evaluate("triviaqa", task, None, "")
+        ranked(tiny).evaluate("triviaqa", task, None)
         return [instance.resps[0] for instance in task.instances]
 
     assert texts(1) == texts(2)
@@ -249,7 +247,7 @@ def test_one_example_has_no_standard_error(tiny: Model, files: dict[str, str]) -
 
 def test_race_middle_is_race_high_on_other_articles(files: dict[str, str]) -> None:
     names = ["race_middle", "race_high"]
-    middle, high = find_tasks(names, [files[name] for name in names]).values()
+    middle, high = find_benchmarks(names, [files[name] for name in names]).values()
     assert len(middle.eval_docs) == len(high.eval_docs) == 2
     for ours, theirs in zip(middle.eval_docs, high.eval_docs, strict=True):
         assert middle.doc_to_text(ours) == high.doc_to_text(theirs)
@@ -270,7 +268,7 @@ def test_race_middle_from_the_hub_is_put_together_by_article(monkeypatch: pytest
         return {"test": datasets.Dataset.from_list(RACE)}
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    task = find_tasks(["race_middle"])["race_middle"]
+    task = find_benchmarks(["race_middle"])["race_middle"]
     assert asked == [{"path": "ehovy/race", "name": "middle"}]
     assert list(task.eval_docs) == ROWS["race_high"]
 

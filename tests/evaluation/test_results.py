@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from pi_lora.errors import ModelError
-from pi_lora.evaluation.benchmarks.measurement import BenchmarkScores, TaskScore
+from pi_lora.evaluation.benchmarks import BenchmarkScores, TaskScore
 from pi_lora.evaluation.measurement import Scores
 from pi_lora.evaluation.passkey.measurement import PasskeyScores
 from pi_lora.evaluation.passkey.retrieval import PasskeyDepth

@@ -1,4 +1,3 @@
-import importlib
 import json
 import random
 import re
@@ -17,22 +16,14 @@ from test_cli import run
 from transformers import AutoTokenizer
 
 from pi_lora.errors import DataError, Interrupted
+from pi_lora.evaluation import harness
+from pi_lora.evaluation.harness import FOLDER, QUESTIONS, WORDS_MODULE, RankedLM, ruler_task, save_tokenizer
 from pi_lora.evaluation.journal import Session
-from pi_lora.evaluation.ruler.measurement import Ruler, RulerTask
+from pi_lora.evaluation.ruler import TASKS, Ruler, RulerTask
 from pi_lora.models.model import Model, load
 from pi_lora.recipe.evaluation import RulerOptions
 
 wonderwords = pytest.importorskip("wonderwords", reason="RULER of lm-eval draws its words from it")
-
-from pi_lora.evaluation.harness import RankedLM  # noqa: E402
-from pi_lora.evaluation.ruler import prompts  # noqa: E402
-from pi_lora.evaluation.ruler.prompts import (  # noqa: E402
-    FOLDER,
-    QUESTIONS,
-    TASKS,
-    make_task,
-    saved_tokenizer,
-)
 
 ESSAYS = ("niah_single_2", "niah_single_3", "niah_multikey_1", "niah_multiquery", "niah_multivalue")
 OFFLINE = [name for name in TASKS if name not in (*ESSAYS, *QUESTIONS)]
@@ -50,16 +41,9 @@ def few_words() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(wonderwords, "RandomWord", Few)
-        import_again()
         yield
-    import_again()
-
-
-def import_again() -> None:
-    """Import lm-eval's modules again, as a new process does."""
     for name in [name for name in sys.modules if name.startswith("lm_eval.tasks.ruler")]:
         del sys.modules[name]
-    importlib.reload(prompts)
 
 
 @pytest.fixture(scope="module")
@@ -120,9 +104,9 @@ def half(answers: list[str]) -> list[str]:
 
 def theirs(model: Model, name: str, length: int) -> tuple[float, list[float]]:
     """What lm-eval gives a model for a task in a new process, and each sample of it."""
-    importlib.import_module(prompts.cwe.__name__).RNG.setstate(prompts.CWE_STATE)
+    sys.modules.pop(WORDS_MODULE, None)
     metadata: dict[str, Any] = {"max_seq_lengths": [length], "tokenizer": str(model.path)}
-    tasks = lm_eval.tasks.TaskManager(include_path=FOLDER, include_defaults=False, metadata=metadata)
+    tasks = lm_eval.tasks.TaskManager(include_path=FOLDER / "ruler", include_defaults=False, metadata=metadata)
     lm = HFLM(model.model, tokenizer=load(model.name).tokenizer, max_length=WINDOW, batch_size=2)
     seeds = {"random_seed": SEED, "numpy_random_seed": 1234 + SEED}
     found: Any = simple_evaluate(lm, tasks=[name], task_manager=tasks, limit=SAMPLES, **seeds)
@@ -169,30 +153,29 @@ def test_prompts_that_cannot_be_made_are_refused(small: Model, name: str, window
 
 
 def test_a_prompt_that_does_not_fit_or_lacks_its_answer_is_refused(
-    small: Model, monkeypatch: pytest.MonkeyPatch
+    small: Model, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    save_tokenizer(small.tokenizer, str(tmp_path))
     lm = RankedLM(small, WINDOW, 1, RulerOptions(), Session())
-    with saved_tokenizer(small.tokenizer) as tokenizer:
-        monkeypatch.setattr(prompts, "ROOM", -100)
-        with pytest.raises(
-            DataError, match=rf"ruler_fwe in {WINDOW} tokens: the longest prompt and its answer take 1[56]"
-        ):
-            make_task("ruler_fwe", WINDOW, options("ruler_fwe"), lm, tokenizer)
-        monkeypatch.setattr(prompts, "ROOM", 900)
-        with pytest.raises(DataError, match=rf"niah_single_1 in {WINDOW} tokens: the longest prompt and"):
-            make_task("niah_single_1", WINDOW, options("niah_single_1"), lm, tokenizer)
-        monkeypatch.setattr(prompts, "ROOM", 128)
-        monkeypatch.setattr(lm, "apply_chat_template", lambda chat, **_: re.sub(r"\d", "0", chat[0]["content"]))
-        with pytest.raises(DataError, match=r"niah_single_1 in .*: a prompt lacks its answer; leave"):
-            make_task("niah_single_1", WINDOW, options("niah_single_1", chat_template=True), lm, tokenizer)
+
+    def refused(name: str, room: int, reason: str) -> None:
+        monkeypatch.setattr(harness, "ROOM", room)
+        with pytest.raises(DataError, match=f"^--tasks: {name} in {WINDOW} tokens: {reason}"):
+            ruler_task(name, options(name), lm, str(tmp_path))
+
+    refused("ruler_fwe", -100, "the longest prompt and its answer take 1[56]")
+    refused("niah_single_1", 900, "the longest prompt and")
+    lm.chats = True
+    monkeypatch.setattr(lm, "apply_chat_template", lambda chat, **_: re.sub(r"\d", "0", chat[0]["content"]))
+    refused("niah_single_1", 128, "a prompt lacks its answer; leave")
 
 
-def test_lm_eval_executes_no_code_that_a_tokenizer_names(small: Model) -> None:
+def test_lm_eval_executes_no_code_that_a_tokenizer_names(small: Model, tmp_path: Path) -> None:
     tokenizer = load(small.name).tokenizer
     tokenizer.init_kwargs["auto_map"] = {"AutoTokenizer": ["stranger/model--code.Tokenizer", None]}
-    with saved_tokenizer(tokenizer) as folder:
-        assert "stranger" not in "".join(file.read_text() for file in folder.iterdir())
-        again = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
+    save_tokenizer(tokenizer, str(tmp_path))
+    assert "stranger" not in "".join(file.read_text() for file in tmp_path.iterdir())
+    again = AutoTokenizer.from_pretrained(tmp_path, trust_remote_code=True)
     assert again("a sea of words").input_ids == small.tokenizer("a sea of words").input_ids
 
 
@@ -247,7 +230,7 @@ def test_the_command(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "model").symlink_to(small_model)
-    asked = ("--windows", "1024,768", "--tasks", "ruler_fwe", "--samples", "2", "--plot", "ruler.png")
+    asked = ("--windows", "1024,768", "--tasks", "ruler_fwe", "--samples", "2")
     status, out, err = run(capsys, monkeypatch, "eval", "ruler", "model", "builtin:tiny", *asked, "--json", "r.json")
     assert status == 0
     assert "model: covers 64 tokens; measured with 1024 anyway" in err
@@ -256,7 +239,6 @@ def test_the_command(
     assert [each["model"] for each in written] == ["model", "builtin:tiny"]
     assert written[0]["lengths"][0]["tasks"]["ruler_fwe"]["samples"] == 2
     assert [each["window"] for each in written[0]["lengths"]] == [768, 1024]
-    assert (tmp_path / "ruler.png").read_bytes().startswith(b"\x89PNG")
     status, out, err = run(capsys, monkeypatch, "eval", "ruler", "model", "--tasks", "ruler")
     assert (status, out) == (2, "")
     assert err.startswith("--tasks: ruler: no such task in lm-eval")

@@ -1,9 +1,8 @@
-"""Short-context benchmarks as a measurement, at a model's original window, with lm-eval's prompts, truncation and
+"""Short-context benchmarks (paper.tex, table 5) at a model's original window, with lm-eval's prompts, truncation and
 metrics.
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 from pi_lora.evaluation.forward import described
 from pi_lora.evaluation.journal import Session
@@ -48,23 +47,29 @@ class Benchmarks(Measurement[BenchmarksOptions, BenchmarkScores]):
 
     def prepare(self, options: BenchmarksOptions, models: Sequence[Model]) -> BenchmarksOptions:
         """Read the examples of the tasks."""
-        from pi_lora.evaluation.benchmarks.tasks import find_tasks
+        from pi_lora.evaluation.harness import find_benchmarks
 
-        find_tasks(options.tasks, options.data)
+        find_benchmarks(options.tasks, options.data)
         return options
 
     def run(self, model: Model, options: BenchmarksOptions, session: Session) -> BenchmarkScores:
         """Measure every task with inputs cut to a window, by default the original one; lm-eval divides the examples
         among the processes. Raise Interrupted on Ctrl-C.
         """
-        from pi_lora.evaluation.benchmarks.tasks import find_tasks
-        from pi_lora.evaluation.harness import VERSION, RankedLM
+        from pi_lora.evaluation.harness import VERSION, RankedLM, find_benchmarks
 
         window = options.window or model.original
         options = options.changed(window=window)
         lm = RankedLM(model, window, options.batch_size, options, session)
-        found = find_tasks(options.tasks, options.data).items()
-        tasks = {name: task_score(*lm.evaluate(name, task, options.limit, name)) for name, task in found}
+        tasks = {}
+        for name, task in find_benchmarks(options.tasks, options.data).items():
+            found, samples = lm.evaluate(name, task, options.limit)
+            numbers = {key.removesuffix(",none"): float(x) for key, x in found.items() if "," in key and x != "N/A"}
+            measured: Json = {"metrics": numbers}
+            if "acc" in numbers:
+                outcomes = [float(sample["acc"]) for sample in samples]
+                measured = {"acc": numbers["acc"], "stderr": numbers.get("acc_stderr"), "outcomes": outcomes}
+            tasks[name] = TaskScore(examples=found["sample_len"], shots=found["shots"], **measured)
         return BenchmarkScores(**described(model) | {"window": window}, options=options, lm_eval=VERSION, tasks=tasks)
 
     def metrics(self, scores: BenchmarkScores) -> list[Metric]:
@@ -74,13 +79,13 @@ class Benchmarks(Measurement[BenchmarksOptions, BenchmarkScores]):
             label = f"{TITLES.get(task, task)} ({score.shots or 0}-shot)"
             if score.acc is not None:
                 values = [Value(f"{task} {number}", value) for number, value in enumerate(score.outcomes or ())]
-                hub: dict[str, Any] = {"dataset": task, "hub_name": "accuracy"}
+                hub: Json = {"dataset": task, "hub_name": "accuracy"}
                 metrics.append(share_of_samples(label, score.acc, score.examples, values=values, **hub))
             for name, value in (score.metrics or {}).items():
                 if "_stderr" not in name:
-                    lower = name.endswith(("perplexity", "bits_per_byte"))
-                    others: dict[str, Any] = {"digits": 3, "dataset": task, "hub_name": name}
-                    metrics.append(Metric(f"{label} {name}", value, higher_is_better=not lower, **others))
+                    higher = not name.endswith(("perplexity", "bits_per_byte"))
+                    hub = {"dataset": task, "hub_name": name}
+                    metrics.append(Metric(f"{label} {name}", value, higher_is_better=higher, digits=3, **hub))
         return metrics
 
     def about(self, scores: Sequence[BenchmarkScores]) -> str:
@@ -89,13 +94,3 @@ class Benchmarks(Measurement[BenchmarksOptions, BenchmarkScores]):
         limit = scores[0].options.limit if scores[0].options else None
         examples = f", the first {limit} examples" if limit else ""
         return f"accuracy{examples}, inputs cut to {windows} tokens, lm-eval {scores[0].lm_eval}"
-
-
-def task_score(scores: Json, samples: Sequence[Json]) -> TaskScore:
-    """Return lm-eval's scores of a task, and the metrics of its examples, as a result."""
-    numbers = {key.removesuffix(",none"): float(x) for key, x in scores.items() if "," in key and x != "N/A"}
-    found: Json = {"examples": scores["sample_len"], "shots": scores["shots"]}
-    if "acc" not in numbers:
-        return TaskScore(**found, metrics=numbers)
-    outcomes = [float(sample["acc"]) for sample in samples]
-    return TaskScore(**found, acc=numbers["acc"], stderr=numbers.get("acc_stderr"), outcomes=outcomes)

@@ -1,1 +1,0 @@
-"""Short-context benchmarks (paper.tex, table 5) through lm-eval."""
