@@ -12,8 +12,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import pyarrow.parquet
-
 from pi_lora.errors import DataError, first_line
 from pi_lora.types import Json
 
@@ -97,6 +95,8 @@ def _json_rows(file: File, columns: Sequence[str]) -> Iterator[Json]:
 
 
 def _parquet_rows(file: File, columns: Sequence[str]) -> Iterator[Json]:
+    import pyarrow.parquet  # takes a second, and journals import this file
+
     with pyarrow.parquet.ParquetFile(file) as table:
         # Where a column is missing all are read, so that a message can name them.
         known = set(columns) <= set(table.schema_arrow.names)

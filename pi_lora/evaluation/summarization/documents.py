@@ -8,7 +8,6 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from pi_lora.data.examples import Prompter, Task
 from pi_lora.data.sources import SCROLLS
 from pi_lora.errors import DataError
 from pi_lora.evaluation.generation import Write, generate
@@ -61,6 +60,9 @@ def summarize(
     """Write a summary of `text` as it is generated, by the prompt that the model was tuned on or the paper's, and `say`
     what was cut off; raise DataError if the prompt needs more than a document, or the window has no room for one.
     """
+    # Imported here, as in the measurement.
+    from pi_lora.data.examples import Prompter, Task
+
     data = evaluation_data(loaded.name, SummarizationOptions(**sampling.model_dump()))
     # All that fits is read, also where examples of training were cut shorter.
     task = replace(Task.of(data), document_tokens=loaded.window)
@@ -71,14 +73,14 @@ def summarize(
         )
     [prompt] = Prompter(task, loaded.tokenizer, loaded.window).prompts([{task.document: text}])
     if not prompt.fits:
-        raise DataError(no_room(loaded, task))
+        raise DataError(no_room(loaded, task.completion_tokens))
     if prompt.kept < prompt.document_tokens:
         cut = f"{prompt.document_tokens:,} tokens are longer than the window of {loaded.name}"
         say(f"{name}: {cut}; truncated to the first {prompt.kept:,}")
     generate(loaded, [prompt.ids], sampling.changed(max_new_tokens=task.completion_tokens), sampling.seed, write)
 
 
-def no_room(loaded: Model, task: Task) -> str:
+def no_room(loaded: Model, completion_tokens: int) -> str:
     """Return that the window holds no document beside its summary."""
-    left = f"{task.completion_tokens} leave no room for a document in the {loaded.window} tokens"
+    left = f"{completion_tokens} leave no room for a document in the {loaded.window} tokens"
     return f"--max-new-tokens: {left} that {loaded.name} reads; choose fewer, or a model that reads more"

@@ -10,7 +10,6 @@ from pathlib import Path
 import numpy as np
 from pydantic import BaseModel
 
-from pi_lora.data.examples import Account, Prompter, Task, prompted
 from pi_lora.data.sources import find_table
 from pi_lora.distributed import is_leader
 from pi_lora.errors import DataError
@@ -70,6 +69,9 @@ class Summarization(Measurement[SummarizationOptions, SummarizationScores]):
         """Score what a model writes. Raise DataError if the data cannot be read, lacks a column or holds nothing, or
         the window is too short.
         """
+        # Imported here: `datasets` takes a second and 0.1 GB, and merges and cards only read scores.
+        from pi_lora.data.examples import Account, Prompter, Task, prompted
+
         data = evaluation_data(model.name, options)
         options = complete(options, data)
         task, table, account = Task.of(data), find_table(data.source[0]), Account()
@@ -77,7 +79,7 @@ class Summarization(Measurement[SummarizationOptions, SummarizationScores]):
         batches = prompted(table.read(task.columns, None), prompter, account, options.limit)
         examples = [example for batch in batches for example in batch]
         if not examples:
-            raise account.nothing(table.name, no_room(model, task))
+            raise account.nothing(table.name, no_room(model, task.completion_tokens))
         for line in account.left_out:
             session.say(line)
         references = [row[task.completion] for _, row, _ in examples]
