@@ -16,6 +16,9 @@ DOTS_PER_INCH = 120
 # Inches of a panel; narrow enough that the letters can be read on a phone.
 WIDTH, HEIGHT = 5.0, 3.7
 
+# What draws on matplotlib axes.
+Panel = Callable[[Any], None]
+
 BARS = "▁▂▃▄▅▆▇█"
 
 
@@ -42,14 +45,15 @@ def new_figure(width: float, height: float) -> Any:
     return Figure(figsize=(width, height), layout="constrained")
 
 
-def figure_of(*panels: Callable[[Any], None], title: str = "") -> Any:
-    """Return a figure of panels side by side, each with its legend above it, where it hides no curve, and a title in
-    small letters below.
+def figure_of(*panels: Panel, title: str = "") -> Any:
+    """Return a figure of panels, two side by side, each with its legend above it, where it hides no curve, and a title
+    in small letters below.
     """
-    figure = new_figure(WIDTH * len(panels), HEIGHT)
+    rows, columns = -(-len(panels) // 2), min(2, len(panels))
+    figure = new_figure(WIDTH * columns, HEIGHT * rows)
     if title:
-        figure.supxlabel(fill(title, 80), fontsize=7)
-    for part, panel in zip(figure.subfigures(1, len(panels), squeeze=False)[0], panels, strict=True):
+        figure.supxlabel(fill(title, 80 * columns), fontsize=7)
+    for part, panel in zip(figure.subfigures(rows, columns, squeeze=False).flat, panels, strict=False):
         axes = part.subplots()
         panel(axes)
         plain(axes)

@@ -71,10 +71,8 @@ def perplexity(
     how: Annotated[Extending, GROUP] = Extending(),
     plot: Plot = None,
 ) -> None:
-    """Sliding-window perplexity (paper, section 3.2) of several models side by side; --plot draws it by position."""
-    how.report(
-        "perplexity", models, options.changed(by_position=options.by_position or plot is not None), how.target, plot
-    )
+    """Sliding-window perplexity (paper, section 3.2) of several models; --plot also draws the loss by position."""
+    how.report("perplexity", models, options, how.target, plot)
 
 
 @eval_app.command

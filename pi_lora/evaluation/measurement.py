@@ -7,6 +7,7 @@ from typing import Any, ClassVar, Protocol, TypeVar
 
 from pydantic import BaseModel, ConfigDict
 
+from pi_lora.drawing import Panel
 from pi_lora.evaluation.journal import Session
 from pi_lora.evaluation.metrics import Metric
 from pi_lora.models.model import Model
@@ -68,9 +69,9 @@ class Measurement(Protocol[Asked, Found]):
     def about(self, scores: Sequence[Found]) -> str:
         """Return how several models were measured, for the caption of their table."""
 
-    def draw(self, axes: Any, scores: Mapping[str, Found]) -> None:
-        """Draw the scores of several models by label on matplotlib axes, if they form a curve."""
-        return
+    def panels(self, scores: Mapping[str, Found]) -> list[Panel]:
+        """Return the functions that draw the scores of several models by label, each on matplotlib axes of its own."""
+        return []
 
 
 def as_json(result: BaseModel) -> Json:

@@ -4,7 +4,6 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -156,4 +155,4 @@ def draw(scores: Sequence[Scores], file: Path) -> None:
     """Draw the scores of several models as a PNG that names their text."""
     by_model = {each.model: each for each in scores}
     measurement = MEASUREMENTS[scores[0].measurement]
-    save(figure_of(partial(measurement.draw, scores=by_model), title=measurement.about(scores)), file)
+    save(figure_of(*measurement.panels(by_model), title=measurement.about(scores)), file)

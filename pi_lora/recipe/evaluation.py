@@ -56,7 +56,7 @@ class PerplexityOptions(Options):
     """of a hub data set that has several"""
     hold_out: float | None = Field(None, gt=0, lt=1)
     """only the share that a source with the same `hold_out` keeps out of training"""
-    by_position: bool = False
+    by_position: bool = True
     """also the loss by position in the longest window"""
 
     @model_validator(mode="after")

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from pi_lora.drawing import VERMILION, figure_of, save
+from pi_lora.drawing import VERMILION, Panel, figure_of, save
 from pi_lora.evaluation.measurement import Scores
 from pi_lora.evaluation.registry import MEASUREMENTS
 from pi_lora.report.run import MeasuredRun
@@ -20,16 +20,15 @@ def draw_run(run: MeasuredRun, folder: Path) -> Iterator[Path]:
     columns = run.columns
     for name in sorted({name for results in columns.values() for name in results}):
         scores, *_ = groups_of(name, columns)  # what was measured otherwise is not drawn on the same axis
-        figure = figure_of(partial(_curves, scores, run.original), title=public_setting(scores))
-        if figure.axes[0].has_data():
-            yield save(figure, folder / PICTURES / f"{name}.png")
+        if panels := _panels(scores, run.original):
+            yield save(figure_of(*panels, title=public_setting(scores)), folder / PICTURES / f"{name}.png")
     if run.log:
         yield save(figure_of(partial(_loss, run.log)), folder / PICTURES / "loss.png")
 
 
 def comparison_picture(measurements: Sequence[Mapping[str, Scores]], original: int, file: Path) -> None:
-    """Draw several models, a panel for each measurement; raise DataError if the file cannot be written."""
-    save(figure_of(*(partial(_curves, scores, original) for scores in measurements)), file)
+    """Draw several models, the first panel of each measurement; raise DataError if the file cannot be written."""
+    save(figure_of(*(_panels(scores, original)[0] for scores in measurements)), file)
 
 
 def picture_lines(folder: Path) -> Iterator[str]:
@@ -38,8 +37,13 @@ def picture_lines(folder: Path) -> Iterator[str]:
         yield f"![{literal(file.stem)}]({PICTURES}/{quote(file.name)})"
 
 
-def _curves(scores: Mapping[str, Scores], original: int | None, axes: Any) -> None:
-    MEASUREMENTS[next(iter(scores.values())).measurement].draw(axes, scores)
+def _panels(scores: Mapping[str, Scores], original: int | None) -> list[Panel]:
+    panels = MEASUREMENTS[next(iter(scores.values())).measurement].panels(scores)
+    return [partial(_with_window, panel, original) for panel in panels]
+
+
+def _with_window(panel: Panel, original: int | None, axes: Any) -> None:
+    panel(axes)
     if axes.lines and original:
         axes.axvline(original, color="0.55", linestyle=":", linewidth=1.2, label="original window")
 

@@ -140,7 +140,6 @@ def _reach(base: Model, target: int, options: ProbeOptions, measure: Callable[..
         stride=base.window,
         truncate=target,
         documents=options.documents or min(MOST_DOCUMENTS, sample),
-        by_position=True,
     )
     losses_of = MEASUREMENTS["perplexity"].prepare(losses_of, [base])  # asks for a text before weights are read
     depths, promising = (DEPTHS, PROMISING) if trials > 1 else (FEW_DEPTHS, 1.0)

@@ -152,13 +152,13 @@ def test_the_base_on_another_text_has_a_table_and_no_curve_of_its_own(
     scores = {"perplexity-base": perplexity(2.5, 3.5), "perplexity": perplexity(9.0, 7.125, "/home/me/novels")}
     make_run(small_model, tmp_path / "mine", scores)
     drawn: list[list[str]] = []
-    draw = Perplexity.draw
+    panels = Perplexity.panels
 
-    def watched(self: Perplexity, axes: Any, scores: Any) -> None:
+    def watched(self: Perplexity, scores: Any) -> Any:
         drawn.append(list(scores))
-        draw(self, axes, scores)
+        return panels(self, scores)
 
-    monkeypatch.setattr(Perplexity, "draw", watched)
+    monkeypatch.setattr(Perplexity, "panels", watched)
     monkeypatch.chdir(tmp_path)
     status, *_ = command(capsys, monkeypatch, "report", "mine", "--html")
     assert (status, drawn) == (0, [["tuned"]])

@@ -2,17 +2,18 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 from pydantic import Field
 
-from pi_lora.drawing import draw_curves
+from pi_lora.drawing import Panel, draw_curves
 from pi_lora.evaluation.forward import check_ids, depends_on_length, described
 from pi_lora.evaluation.journal import Session
 from pi_lora.evaluation.measurement import Measurement, Result, Scores
 from pi_lora.evaluation.metrics import Metric, Value, share, share_of_samples
 from pi_lora.evaluation.passkey.prompt import Grid, trials_at
-from pi_lora.evaluation.passkey.retrieval import PasskeyDepth, PasskeyTest, k_max, passkey_retrieval
+from pi_lora.evaluation.passkey.retrieval import REQUIRED_SUCCESS, PasskeyDepth, PasskeyTest, k_max, passkey_retrieval
 from pi_lora.models.model import Model
 from pi_lora.recipe.evaluation import PasskeyOptions
 from pi_lora.types import Json
@@ -97,20 +98,10 @@ class Passkey(Measurement[PasskeyOptions, PasskeyScores]):
             return how
         return f"{'at most ' * options.k_max_only}{options.trials} trials at each of {options.depths} depths, {how}"
 
-    def draw(self, axes: Any, scores: Mapping[str, PasskeyScores]) -> None:
-        """Draw success by distance; of one model in several lengths depth against length."""
-        [first, *others] = scores.values()
-        if first.lengths and not others:
-            _draw_map(axes, first.lengths)
-            return
-        draw_curves(
-            axes,
-            {
-                f"{label}: k_max {each.k_max:,}": [(depth.k, 100 * depth.success_rate) for depth in each.depths]
-                for label, each in scores.items()
-            },
-        )
-        axes.set(xlabel="distance of the passkey (tokens)", ylabel="retrieved (%)", ylim=(-4, 104))
+    def panels(self, scores: Mapping[str, PasskeyScores]) -> list[Panel]:
+        """Return success by distance, and for a model in several lengths depth against length."""
+        maps = [partial(_draw_map, label, each.lengths) for label, each in scores.items() if each.lengths]
+        return [partial(_draw_distances, scores), *maps]
 
 
 def evaluate_passkey(model: Model, options: PasskeyOptions, session: Session | None = None) -> PasskeyScores:
@@ -142,10 +133,20 @@ def _measure(model: Model, grid: Grid, k_max_only: bool, session: Session) -> Pa
     return PasskeyLength(target=grid.target, k_max=k_max(depths), depths=depths)
 
 
-def _draw_map(axes: Any, lengths: Sequence[PasskeyLength]) -> None:
+def _draw_distances(scores: Mapping[str, PasskeyScores], axes: Any) -> None:
+    curves = {
+        f"{label}: k_max {each.k_max:,}": [(depth.k, 100 * depth.success_rate) for depth in each.depths]
+        for label, each in scores.items()
+    }
+    draw_curves(axes, curves)
+    axes.axhline(100 * REQUIRED_SUCCESS, color="0.55", linestyle="--", linewidth=1.2, label="required for k_max")
+    axes.set(xlabel="distance of the passkey (tokens)", ylabel="retrieved (%)", ylim=(-4, 104))
+
+
+def _draw_map(label: str, lengths: Sequence[PasskeyLength], axes: Any) -> None:
     """Draw depth, from the start of the text at the top, against length; every length is as wide as the others."""
     columns = ([depth.success_rate for depth in reversed(length.depths)] for length in lengths)
     drawn = axes.imshow([*zip(*columns, strict=True)], aspect="auto", extent=(0, len(lengths), 100, 0), **COLOURS)
     axes.set_xticks([index + 0.5 for index in range(len(lengths))], [f"{length.target:,}" for length in lengths])
     axes.set(xlabel="length (tokens)", ylabel="depth of the passkey (%)")
-    axes.figure.colorbar(drawn, ax=axes, label="retrieved", format=lambda part, _: f"{part:.0%}")
+    axes.figure.colorbar(drawn, ax=axes, label=f"retrieved by {label}", format=lambda part, _: f"{part:.0%}")

@@ -4,11 +4,12 @@ import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 from pydantic import Field
 
-from pi_lora.drawing import draw_curves, label_logarithmic, label_windows
+from pi_lora.drawing import Panel, draw_curves, label_logarithmic, label_windows
 from pi_lora.evaluation.forward import check_numbers, depends_on_length, described
 from pi_lora.evaluation.journal import Journal, Session
 from pi_lora.evaluation.measurement import Measurement, Result, Scores
@@ -129,17 +130,15 @@ class Perplexity(Measurement[PerplexityOptions, PerplexityScores]):
             about += "; the tokenizers differ: perplexities by token do not compare, bits per byte do"
         return about
 
-    def draw(self, axes: Any, scores: Mapping[str, PerplexityScores]) -> None:
-        """Draw the loss by position where all have it, and else perplexity by window."""
+    def panels(self, scores: Mapping[str, PerplexityScores]) -> list[Panel]:
+        """Return perplexity by window if there are several, and the loss by position where all have it."""
+        panels: list[Panel] = []
+        if any(len(each.windows) > 1 for each in scores.values()):
+            panels.append(partial(_draw_windows, scores))
         bins = {label: each.by_position.bins for label, each in scores.items() if each.by_position}
         if len(bins) == len(scores):
-            draw_curves(axes, {label: [(bin_.first, bin_.loss) for bin_ in each] for label, each in bins.items()})
-            axes.set(xlabel="tokens before, in the window", ylabel="loss (nats a token)")
-            return
-        curves = {label: [(row.window, row.perplexity) for row in each.windows] for label, each in scores.items()}
-        draw_curves(axes, curves)
-        label_logarithmic(axes, "perplexity (lower is better)")
-        label_windows(axes, [row.window for each in scores.values() for row in each.windows])
+            panels.append(partial(_draw_positions, bins))
+        return panels
 
 
 def evaluate_perplexity(model: Model, options: PerplexityOptions, session: Session | None = None) -> PerplexityScores:
@@ -228,3 +227,15 @@ def _by_document(scores: PerplexityScores, window: int) -> list[Value]:
         for part in document.windows
         if part.window == window
     ]
+
+
+def _draw_windows(scores: Mapping[str, PerplexityScores], axes: Any) -> None:
+    curves = {label: [(row.window, row.perplexity) for row in each.windows] for label, each in scores.items()}
+    draw_curves(axes, curves)
+    label_logarithmic(axes, "perplexity (lower is better)")
+    label_windows(axes, [row.window for each in scores.values() for row in each.windows])
+
+
+def _draw_positions(bins: Mapping[str, Sequence[PositionLoss]], axes: Any) -> None:
+    draw_curves(axes, {label: [(part.first, part.loss) for part in each] for label, each in bins.items()})
+    axes.set(xlabel="tokens before, in the window", ylabel="loss (nats a token)")
