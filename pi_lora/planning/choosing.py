@@ -61,12 +61,9 @@ def choose(
     there is too little text.
     """
     first = first_plan(model, target, gpu, given, permissions)
-    if found := best(first):
-        # A mixture ends when one of its sources is used up.
-        source = first.recipe.data.source
-        whole = sum(each.weight for each in source)
-        return _sized(found, min(tokens_of(each) * (1 - (each.hold_out or 0)) * whole / each.weight for each in source))
-    larger = (each for each in GPUS.values() if each.memory > gpu.memory and each.bfloat16 and each.name != CPU)
+    if plan := best(first):
+        return _sized(plan)
+    larger = (each for each in GPUS.values() if each.memory > gpu.memory and each.bfloat16)
     enough = next((each.name for each in larger if best(plan_recipe(first.recipe, first.target, each))), None)
     advice = f"the smallest device that does: {enough}" if enough else "several GPUs may: recipes/paper has examples"
     raise PiLoraError(f"--gpu: {gpu.name}: holds no tuning of {model}, even QLoRA with PoSE; {advice}")
@@ -129,7 +126,7 @@ def best(first: TrainingPlan) -> TrainingPlan | None:
     """Return the plan of the best candidate with memory to spare that ends in time, else of the best with memory to
     spare; None if there is none.
     """
-    roomy = [plan for _, plan in replanned(first, candidates(first)) if plan.roomy]
+    roomy = [plan for _, plan in replanned(first, candidates(first)) if plan.has_room()]
     return next((plan for plan in roomy if _share_of_time(plan) <= 1), roomy[0] if roomy else None)
 
 
@@ -153,12 +150,16 @@ def _share_of_time(plan: TrainingPlan) -> float:
     return (plan.hours or 0) / (MOST_HOURS_ON_CPU if plan.gpu.name == CPU else MOST_HOURS)
 
 
-def _sized(plan: TrainingPlan, tokens: float) -> TrainingPlan:
-    """Return the plan of a worthwhile size with as many steps and sequences as time and `tokens` of text allow, a rate
-    for the model's size, and several sequences at once where they keep the device busy and there is room; raise
-    DataError if the text is too short.
+def _sized(plan: TrainingPlan) -> TrainingPlan:
+    """Return the plan of a worthwhile size with as many steps and sequences as time and text allow, a rate for the
+    model's size, and several sequences at once where they keep the device busy and there is room; raise DataError if
+    the text is too short.
     """
     length = plan.tokens_per_step // plan.recipe.training.global_batch_size
+    # A mixture ends when one of its sources is used up.
+    texts = plan.recipe.data.source
+    whole = sum(text.weight for text in texts)
+    tokens = min(tokens_of(text) * (1 - (text.hold_out or 0)) * whole / text.weight for text in texts)
     # A longer run than the worthwhile one has to end in time.
     share = _share_of_time(plan)
     in_time = plan.tokens / min(share, 1.0) if share else math.inf
@@ -166,7 +167,7 @@ def _sized(plan: TrainingPlan, tokens: float) -> TrainingPlan:
     most = CONTIGUOUS_SEQUENCES if plan.recipe.data.positions == "contiguous" else BATCHES[0][0]
     enough = [batch for batch, fewest in BATCHES if batch <= most and batch * fewest <= sequences]
     if not enough:
-        names = ", ".join(source.name for source in plan.recipe.data.source)
+        names = ", ".join(text.name for text in texts)
         takes = f"{FEWEST_STEPS} steps take {FEWEST_STEPS * BATCHES[-1][0] * length:,}"
         raise DataError(f"--data: {names}: holds about {tokens:,.0f} tokens, and {takes}; give more text")
     steps = int(min(STEPS, sequences / enough[0])) // 10 * 10
@@ -176,24 +177,16 @@ def _sized(plan: TrainingPlan, tokens: float) -> TrainingPlan:
     busy = BUSY_TOKENS_ON_CPU if plan.gpu.name == CPU else BUSY_TOKENS
     at_once = [number for number in (8, 4, 2, 1) if number == 1 or number * length <= busy]
     plans = replanned(plan, (changes | {"training.per_device_batch_size": number} for number in at_once))
-    return next(sized for _, sized in plans if sized.roomy or sized.recipe.training.per_device_batch_size == 1)
+    return next(sized for _, sized in plans if sized.has_room() or sized.recipe.training.per_device_batch_size == 1)
 
 
 def recipe_text(plan: TrainingPlan, file: Path, probed: str | None = None) -> str:
     """Return the recipe of a plan as a file with comments, and the plan as its header; `probed` is what a probe says of
     the scaling.
     """
-    return render(
-        "recipe.yaml",
-        recipe=plan.recipe,
-        target=plan.target,
-        file=shlex.quote(str(file)),
-        probed=probed,
-        lines=plan_lines(plan),
-        short=short,
-        sources=[source.model_dump(exclude_defaults=True) for source in plan.recipe.data.source],
-        perplexity=plan.recipe.evaluation.model_dump(exclude_defaults=True)["perplexity"],
-    )
+    named = {"file": shlex.quote(str(file)), "probed": probed, "short": short, "lines": plan_lines(plan)}
+    tree = plan.recipe.model_dump(exclude_defaults=True)
+    return render("recipe.yaml", recipe=plan.recipe, target=plan.target, tree=tree, **named)
 
 
 def short(tokens: int) -> str:

@@ -97,14 +97,15 @@ def may_have_gpu() -> bool:
     return sys.platform != "linux" or any(map(os.path.exists, GPU_NODES))
 
 
-def device_here(precision: str = "auto") -> Gpu:
+def device_here(recipe: Recipe | None = None) -> Gpu:
     """Return this machine's accelerator with its memory, or its CPU with the memory that this process may use. torch,
     which takes seconds, is imported where there may be a GPU, or where the CPU's arithmetic in bfloat16 is measured,
-    which decides the `precision` auto.
+    which decides `training.precision: auto`.
     """
     host = host_memory()[0]
     here = replace(GPUS[CPU], memory=host)
-    if may_have_gpu() or (precision == "auto" and has_bfloat16_instructions()):
+    measured = recipe is None or recipe.training.precision == "auto"
+    if may_have_gpu() or (measured and has_bfloat16_instructions()):
         import torch
 
         from pi_lora.models.machine import has_fast_bfloat16
@@ -123,6 +124,6 @@ def device_for(recipe: Recipe, option: str | None = None) -> Gpu | None:
         return find_gpu(option)
     if hardware.gpus and not may_have_gpu():
         return None
-    here = device_here(recipe.training.precision)
+    here = device_here(recipe)
     is_another = hardware.gpu is not None and find_gpu(hardware.gpu, "hardware.gpu").name != here.name
     return None if is_another or (hardware.gpus and here.name == CPU) else here

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from pydantic import TypeAdapter
 
 from pi_lora.errors import ModelError, PiLoraError
-from pi_lora.planning.gpus import CPU, GPUS, Gpu, device_for, find_gpu
+from pi_lora.planning.gpus import CPU, GPUS, Gpu, device_here, find_gpu
 from pi_lora.planning.memory import MARGIN, DeviceMemory, memory
 from pi_lora.planning.shape import Flops, Shape, flops_of_sequences, trained_parameters
 from pi_lora.recipe.schema import Recipe
@@ -63,22 +63,12 @@ class TrainingPlan:
     @property
     def fits(self) -> bool:
         """Whether each device has the memory, and its host, if that is known, what all devices pin."""
-        return self.fits_device and self._fits_host
+        return self.has_room(1)
 
-    @property
-    def fits_device(self) -> bool:
-        """Whether each device has the memory."""
-        return self.memory.peak <= self.gpu.memory
-
-    @property
-    def _fits_host(self) -> bool:
+    def has_room(self, margin: float = MARGIN) -> bool:
+        """Return whether it fits with a `margin` of the memory of each device to spare."""
         pinned = self.memory.host * self.recipe.hardware.processes_per_machine
-        return self.gpu.host is None or pinned <= self.gpu.host
-
-    @property
-    def roomy(self) -> bool:
-        """Whether each device has the memory with `MARGIN` to spare."""
-        return self.memory.peak * MARGIN <= self.gpu.memory and self._fits_host
+        return self.memory.peak * margin <= self.gpu.memory and (self.gpu.host is None or pinned <= self.gpu.host)
 
     @property
     def tokens(self) -> int:
@@ -125,10 +115,9 @@ def plan_here(recipe: Recipe, model: "Model") -> TrainingPlan | None:
     """Plan a training on this machine, whichever GPU the recipe names; None for a model that has no plan."""
     from pi_lora.planning.counting import shape_of  # imports torch
 
-    here = device_for(recipe.model_copy(update={"hardware": recipe.hardware.changed(gpu=None)}))
     try:
         config = model.config if recipe.scaling == "keep" else model.base_config
-        return plan_recipe(recipe, _target(recipe, config, shape_of(model.skeleton)), here)
+        return plan_recipe(recipe, _target(recipe, config, shape_of(model.skeleton)), device_here(recipe))
     except ModelError:
         return None
 

@@ -58,7 +58,7 @@ def plan_lines(plan: TrainingPlan) -> list[str]:
         said = f"{target.original} tokens, and the config of {name} says {target.declared}"
         lines.append(f"context.original: {said}; leave it out if that is right")
     if not plan.fits:
-        place = "in the memory of the host" if plan.fits_device else f"on {plan.gpu.name}"
+        place = f"on {plan.gpu.name}" if plan.memory.peak > plan.gpu.memory else "in the memory of the host"
         change = advice(plan)
         remedy = f"the cheapest change that fits: {change}" if change else "no suggested change fits"
         lines.append(f"it does not fit {place}; {remedy}")
@@ -150,24 +150,23 @@ def replanned(plan: TrainingPlan, alternatives: Iterable[Changes]) -> Iterator[t
 
 def recipes_page(folder: Path) -> str:
     """Return the Markdown page of a folder of recipes: a table for each folder, and what its figures rest on."""
-    plans = [(path, plan_training(load_recipe(path).recipe)) for path in recipe_paths(folder)]
-    rows = [(path.relative_to(folder), recipe_summary(path), plan, plan.recipe.paper or "") for path, plan in plans]
-    return render(
-        "recipes.md",
-        name=Path(folder.name),
-        recipes=[dict(zip(("path", "summary", "plan", "paper"), row, strict=True)) for row in rows],
-        machinery=machinery,
-        hours_in_words=hours_in_words,
-        gib=GIB,
-        overhead=OVERHEAD,
-        cpu=OVERHEAD_ON_CPU,
-        shares=ASSUMED_UTILIZATION,
-    )
+    plans = {path: plan_training(load_recipe(path).recipe) for path in recipe_paths(folder)}
+    recipes = [
+        {
+            "path": path.relative_to(folder),
+            "summary": recipe_summary(path),
+            "plan": plan,
+            "paper": plan.recipe.paper or "",
+        }
+        for path, plan in plans.items()
+    ]
+    functions = {"machinery": machinery, "hours_in_words": hours_in_words}
+    figures = {"gib": GIB, "overhead": OVERHEAD, "cpu": OVERHEAD_ON_CPU, "shares": ASSUMED_UTILIZATION}
+    return render("recipes.md", name=Path(folder.name), recipes=recipes, **functions, **figures)
 
 
 def render(template: str, **values: Any) -> str:
     """Return a page or recipe from a template of this folder."""
     folder = FileSystemLoader(Path(__file__).parent)
-    return (
-        Environment(loader=folder, keep_trailing_newline=True, trim_blocks=True).get_template(template).render(values)
-    )
+    environment = Environment(loader=folder, keep_trailing_newline=True, trim_blocks=True)
+    return environment.get_template(template).render(values)

@@ -163,7 +163,7 @@ def test_pinned_memory_is_rounded_up_and_has_to_fit_the_host() -> None:
     assert "128.0 GiB of its host, pinned" in plan_lines(plan)[1]
     small_host = plan_recipe(plan.recipe, plan.target, replace(plan.gpu, host=127 * GIB))
     assert not small_host.fits
-    assert not small_host.roomy
+    assert not small_host.has_room()
     assert plan_lines(small_host)[-1].startswith("it does not fit in the memory of the host; the cheapest change")
 
 
