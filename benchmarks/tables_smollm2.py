@@ -8,7 +8,7 @@ from pages import made_on, table
 
 from pi_lora.evaluation.metrics import wilson
 from pi_lora.evaluation.registry import MEASUREMENTS
-from pi_lora.report.pictures import comparison_picture
+from pi_lora.report.card import comparison_picture
 
 MODELS = {"base": "base", "pi": "PI, step 0", "tuned": "PI, tuned"}
 SAME_BUDGET = {"direct": "direct", "yarn": "YaRN", "pi": "PI"}

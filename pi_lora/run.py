@@ -5,6 +5,7 @@ import json
 import math
 import os
 import platform
+import re
 import shlex
 import shutil
 import subprocess
@@ -29,6 +30,8 @@ from pi_lora.writing import read_json, write_json, write_whole
 RUN_FILE, TRAINING_LOG, SCORES = "run.json", "training.jsonl", "scores"
 CHECKPOINTS, COMPLETE, LOCK = "checkpoints", "complete", "lock"
 BASE, STEP_0, TUNED = "base", "step 0", "tuned"
+# How a file of scores ends that is not of the finished run.
+STAGE = re.compile(r"-(base|step-\d+)$")
 SPARE_BYTES = 50_000_000  # for tokenizer, card, and other programs
 # Keys that a resumed run may change: they affect where it runs and what it logs, not its result.
 MAY_CHANGE = ("hardware.", "evaluation.", "training.save_every", "training.log_every", "training.tracking", "paper")
@@ -117,8 +120,8 @@ class Run:
         """Return stage, measurement and file of all scores, the stages in order: base, step 0, 200, ..., tuned."""
         found = []
         for file in sorted((self.path / SCORES).glob("*.json")):
-            name, _, stage = file.stem.partition("-")
-            found.append((stage.replace("-", " ") or TUNED, name, file))
+            stage = STAGE.search(file.stem)
+            found.append((stage[1].replace("-", " ") if stage else TUNED, STAGE.sub("", file.stem), file))
         return sorted(found, key=lambda each: _order(each[0]))
 
     @property

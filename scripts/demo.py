@@ -24,8 +24,8 @@ from pi_lora.evaluation.measurement import Scores
 from pi_lora.evaluation.registry import read_scores
 from pi_lora.models.machine import has_fast_bfloat16
 from pi_lora.recipe.files import load_recipe
-from pi_lora.report.pictures import comparison_picture
-from pi_lora.report.tables import markdown_table
+from pi_lora.report.card import comparison_picture
+from pi_lora.report.scores import markdown_table
 from pi_lora.run import staging_path
 
 ROOT = Path(__file__).parent.parent

@@ -11,6 +11,7 @@ from pi_lora.cli.evaluate import display
 from pi_lora.cli.options import GROUP, Again, JsonFile, Loading, ModelName, OtherText
 from pi_lora.distributed import is_leader
 from pi_lora.recipe.evaluation import ProbeOptions
+from pi_lora.writing import check_can_write, write_json
 
 
 @app.command(group=MEASURE, sort_key=2)
@@ -46,9 +47,12 @@ def compare(
     if chat:
         asked["chat"] = ChatOptions(data=chat)
     allowed: dict[str, Any] = {"data": data, "another": another, "again": again, "dtype": how.dtype}
-    comparison = compare_run(base, run, how.find, asked, **allowed, json=json, display=display())
+    check_can_write(json)
+    comparison = compare_run(base, run, how.find, asked, **allowed, display=display())
     if is_leader():
         out.print(comparison_table(comparison))
+    if json and is_leader():
+        write_json(json, comparison.model_dump())
 
 
 @app.command(group=MEASURE, sort_key=6)
@@ -85,10 +89,9 @@ def report(
 ) -> None:
     """Write the model card of a run, with pictures of its scores and its loss."""
     with working("writing the report"):
-        from pi_lora.report.pages import write_report
-        from pi_lora.report.run import measured_run
+        from pi_lora.report.card import write_report
 
-        files = write_report(measured_run(run), output, html)
+        files = write_report(run, output, html)
     out.lines(*files)
 
 
@@ -99,12 +102,10 @@ def push(
     /,
     *,
     private: Annotated[bool, Parameter(help="Create a private repository.")] = False,
-    revision: Annotated[str | None, Parameter(help="A branch, created if it does not exist.")] = None,
-    message: Annotated[str | None, Parameter(help="The commit message.")] = None,
 ) -> None:
     """Upload a run or a merged model to the Hugging Face hub, with its card but without checkpoints."""
     with working(f"uploading {model}"):
         from pi_lora.report.upload import push
 
-        url = push(model, repo, private, revision, message)
+        url = push(model, repo, private)
     out.lines(url)

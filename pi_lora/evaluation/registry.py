@@ -43,22 +43,14 @@ def setting_of(scores: Scores) -> str:
 
 
 def differences(scores: Scores, other: Scores) -> list[str]:
-    """Return in what `scores` were measured otherwise than `other`, a text for each; scores compare where it is empty.
+    """Return the options in which two scores were measured otherwise; they compare where there are none.
 
     Options that change no number are left out. Older scores without options differ by what is known of them.
     """
     if scores.options is None or other.options is None:
-        texts = setting_of(scores), setting_of(other)
-        return [] if texts[0] == texts[1] else [f"{texts[0]} instead of {texts[1]}"]
+        return [] if setting_of(scores) == setting_of(other) else ["settings"]
     mine, others = (each.options.model_dump(exclude=CHANGE_NO_NUMBER) for each in (scores, other))
-    names = {key: [_as_text(values.get(key)) for values in (mine, others)] for key in mine | others}
-    return [f"{key} {value} instead of {another}" for key, (value, another) in names.items() if value != another]
-
-
-def _as_text(value: Any) -> str:
-    if isinstance(value, tuple | list):
-        return ",".join(map(str, value))
-    return "none" if value is None else str(value)
+    return [key.replace("_", " ") for key in mine | others if mine.get(key) != others.get(key)]
 
 
 def read_scores(file: Path) -> Scores | None:

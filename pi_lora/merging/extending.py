@@ -12,9 +12,9 @@ from pi_lora.merging.tensors import read_shards
 from pi_lora.models.files import save_config
 from pi_lora.models.model import Model
 from pi_lora.models.tokenizer import TOKENIZER_FILES, save_tokenizer
-from pi_lora.report.card import CARD, extended_card
+from pi_lora.report.card import CARD, card_of
 from pi_lora.report.probe import Probe
-from pi_lora.report.run import MeasuredRun
+from pi_lora.report.scores import MeasuredRun
 from pi_lora.run import BASE, STEP_0, check_room, staged
 from pi_lora.scaling.config import Config, Method
 from pi_lora.scaling.verify import config_of
@@ -47,7 +47,7 @@ def extend(model: Model, output: Path, probe: Probe | None = None, progress: Pro
         for stage, name in stages.items():
             for measured in filter(None, (scores[name].perplexity, scores[name].passkey)):
                 write_scores(measured, folder.scores_file(measured.measurement, stage))
-        write_whole(staging / CARD, extended_card(folder, serving_lines(config, ".", Path("model.gguf"))))
+        write_whole(staging / CARD, card_of(folder, serving=serving_lines(config, ".", Path("model.gguf"))))
         for number, file in enumerate(filter(None, (index, *weights))):
             progress(number, len(weights) + 1, file.name)
             _link_or_copy(file.resolve(), staging / file.name, output)

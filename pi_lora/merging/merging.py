@@ -18,7 +18,8 @@ from pi_lora.models.files import CONFIG_FILE
 from pi_lora.models.machine import dtype_named, versions
 from pi_lora.models.model import Extension, Model, adapter_folder, find_adapter, find_base_of
 from pi_lora.models.weights import quiet_loading
-from pi_lora.report.card import CARD, merged_card
+from pi_lora.report.card import CARD, card_of
+from pi_lora.report.scores import MeasuredRun
 from pi_lora.run import Run, check_room, staged
 from pi_lora.scaling.config import ORIGINAL_WINDOW, in_both_dialects
 from pi_lora.scaling.verify import build_on_meta, config_of
@@ -125,7 +126,8 @@ def _describe(merged: Merge, adapter: Path, staging: Path) -> None:
     """Write `merge.json` and the model card."""
     write_whole(staging / MERGE_FILE, merged.model_dump_json(indent=2) + "\n")
     serving = serving_lines(merged.config, ".", Path("model.gguf"))
-    write_whole(staging / CARD, merged_card(adapter, staging, merged.checks, merged.notes, merged.base, serving))
+    run = MeasuredRun(adapter, staging, merged.base)
+    write_whole(staging / CARD, card_of(run, checks=merged.checks, facts=merged.notes, serving=serving))
 
 
 def _find(

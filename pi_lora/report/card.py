@@ -1,54 +1,111 @@
-"""Model cards: written from `card.md` and what a run holds, with a section of scores that can be brought up to date."""
+"""Model cards: written from `card.md` and what a run holds, with pictures, and as an HTML page for `pi-lora report`."""
 
+import base64
 import re
-from collections.abc import Mapping, Sequence
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from html import escape
 from pathlib import Path
+from string import Template
 from typing import Any
+from urllib.parse import quote
 
 from huggingface_hub import ModelCard, ModelCardData
 
-from pi_lora.models.files import read_config
+from pi_lora.drawing import VERMILION, Panel, figure_of, save
+from pi_lora.errors import ModelError
+from pi_lora.evaluation.measurement import Scores
+from pi_lora.evaluation.registry import MEASUREMENTS
+from pi_lora.recipe.files import RECIPE_FILE
 from pi_lora.recipe.schema import Recipe
-from pi_lora.report.pictures import picture_lines
-from pi_lora.report.run import MeasuredRun
-from pi_lora.report.tables import eval_results, public_name, scores_sections
-from pi_lora.run import SCORES
+from pi_lora.report.scores import (
+    MeasuredRun,
+    eval_results,
+    groups_of,
+    literal,
+    public_name,
+    public_setting,
+    scores_sections,
+)
+from pi_lora.run import SCORES, check_finished
 from pi_lora.scaling.config import full_attention_rope, method_of, scale_of, window_of
 from pi_lora.writing import write_whole
 
-CARD = "README.md"
+CARD, PICTURES = "README.md", "pictures"
+PAGE = Path(__file__).with_name("page.html")
 SCORES_BEGIN, SCORES_END = "<!-- scores -->", "<!-- end of scores -->"
+METADATA_OR_COMMENT = re.compile(r"\A---\n.*?\n---\n|<!--.*?-->", re.DOTALL)
+# What Markdown makes of an image of the card where images are disabled.
+PICTURE = re.compile(rf'!<a href="{PICTURES}/(?P<file>[\w-]+\.png)">(?P<caption>[^<"]*)</a>')
 
 
-def write_card(folder: Path, run: MeasuredRun | None = None) -> None:
-    """Write into `folder` the card of `run`, by default its own, with the pictures there; raise ModelError."""
-    write_whole(folder / CARD, str(_card(run or MeasuredRun(folder), folder)))
+def write_report(path: Path, output: Path | None = None, html: bool = False) -> list[Path]:
+    """Write the card of a run into its folder, or into `output`, with pictures, and as an HTML page if asked; return
+    the files. Raise ModelError if the folder is no run that was measured, if a result cannot be read, or if pi-lora did
+    not write the card that is there; OSError if nothing can be written.
+    """
+    check_finished(path)
+    run, folder = MeasuredRun(path), output or path
+    if not run.has_recipe:
+        raise ModelError(f"{path}: holds no {RECIPE_FILE}; name a run folder that pi-lora train made")
+    if not run.last_scores:
+        raise ModelError(f"{path}: was not measured yet; measure it with: pi-lora eval all {shlex.quote(str(path))}")
+    card, page = folder / CARD, folder / "report.html"
+    refreshed = folder == path and card.is_file()
+    if refreshed and SCORES_BEGIN not in card.read_text(encoding="utf-8"):
+        raise ModelError(f"{card}: has no section for scores, so pi-lora did not write it; move it away")
+    folder.mkdir(parents=True, exist_ok=True)
+    files = [*draw_run(run, folder), card]
+    if refreshed:
+        refresh_scores(run)
+    else:
+        write_whole(card, card_of(run, folder))
+    if html:
+        write_whole(page, html_page(card.read_text(encoding="utf-8"), folder, run.name))
+        files.append(page)
+    return files
 
 
-def merged_card(
-    run: Path,
-    merged: Path,
-    checks: Sequence[str],
+def write_card(folder: Path) -> None:
+    """Write the card of the run in a folder, with the pictures there; raise ModelError if a file is damaged."""
+    write_whole(folder / CARD, card_of(MeasuredRun(folder), folder))
+
+
+def card_of(
+    run: MeasuredRun,
+    pictures: Path | None = None,
+    checks: Sequence[str] = (),
     facts: Mapping[str, str] | None = None,
-    base: str = "",
     serving: Sequence[str] = (),
 ) -> str:
-    """Return the card of `merged`, full weights made from the adapter folder `run`, which may hold nothing else.
-    `checks` says what was checked, `facts` are further rows, `serving` the commands that serve it, and `base` is named
-    if the adapter names none. Raise ModelError as `write_card`.
+    """Return the card of a run with the pictures in a folder. Of merged weights, `checks` says what was checked,
+    `facts` are further rows, and `serving` the commands that serve them. Raise ModelError if a file is damaged.
     """
-    dtype = read_config(merged).get("dtype", "float32")
-    rows = {"weights": f"base and adapter added in float32, stored in {dtype}", **(facts or {})}
-    return str(_card(MeasuredRun(run, merged, base), None, checks, rows, serving))
-
-
-def extended_card(run: MeasuredRun, serving: Sequence[str]) -> str:
-    """Return the card of a base that was extended without tuning, with the scores of a probe that its folder holds."""
-    return str(_card(run, None, facts={"weights": "those of the base, not tuned"}, serving=serving))
+    recipe = run.recipe if run.has_recipe else None
+    full = run.merged is not None or run.recipe.tuning.method == "full"
+    card = ModelCard.from_template(
+        _metadata(run, full, recipe),
+        template_path=str(Path(__file__).with_name("card.md")),
+        run=run,
+        recipe=recipe,
+        full=full,
+        public_name=public_name,
+        base_on_hub=is_hub_id(run.base.name),
+        window=window_of(run.config),
+        method=method_of(run.config),
+        scale=scale_of(run.config),
+        theta=full_attention_rope(run.config)["rope_theta"],
+        facts=facts or {},
+        checks=checks,
+        serving=serving,
+        scores=_scores_section(run, pictures),
+    )
+    return str(card)
 
 
 def refresh_scores(run: MeasuredRun) -> None:
-    """Bring the scores in a card and its metadata up to date and keep the rest; raise ModelError as `write_card`."""
+    """Bring the scores in a card and its metadata up to date and keep the rest; raise ModelError as `card_of`."""
     if not (run.path / SCORES).is_dir():
         return
     file = run.path / CARD
@@ -72,56 +129,77 @@ def is_hub_id(name: str) -> bool:
     return public_name(name) == name and re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", name) is not None
 
 
-def _card(
-    run: MeasuredRun,
-    pictures: Path | None,
-    checks: Sequence[str] = (),
-    facts: Mapping[str, str] | None = None,
-    serving: Sequence[str] = (),
-) -> ModelCard:
-    """The card of a run, or of the weights merged from it."""
-    recipe = run.recipe if run.has_recipe else None
-    full = run.merged is not None or run.recipe.tuning.method == "full"
-    card: ModelCard = ModelCard.from_template(
-        _metadata(run, full, recipe),
-        template_path=str(Path(__file__).with_name("card.md")),
-        run=run,
-        recipe=recipe,
-        full=full,
-        public_name=public_name,
-        base_on_hub=is_hub_id(run.base.name),
-        window=window_of(run.config),
-        method=method_of(run.config),
-        scale=scale_of(run.config),
-        theta=full_attention_rope(run.config)["rope_theta"],
-        facts=facts or {},
-        checks=checks,
-        serving=serving,
-        scores=_scores_section(run, pictures),
-    )
-    return card
-
-
 def _metadata(run: MeasuredRun, full: bool, recipe: Recipe | None) -> ModelCardData:
     """The YAML block that the hub reads, which must not name a base or data that are not on the hub."""
-    method = method_of(run.config)
-    scaling = "position-interpolation" if method == "pi" else method or "direct"
-    fields: dict[str, Any] = {
-        "library_name": "transformers" if full else "peft",
-        "pipeline_tag": "text-generation",
-        "tags": ["long-context", scaling, *[recipe.tuning.method if recipe else "lora"][run.untuned :], "pi-lora"],
-        "datasets": [each.name for each in recipe.data.source if is_hub_id(each.name)] or None if recipe else None,
-    }
+    method = method_of(run.config) or "direct"
+    tags = ["long-context", "position-interpolation" if method == "pi" else method]
+    if not run.untuned:
+        tags.append(recipe.tuning.method if recipe else "lora")
+    sources = recipe.data.source if recipe else ()
+    fields: dict[str, Any] = {"datasets": [source.name for source in sources if is_hub_id(source.name)] or None}
     if results := eval_results(run.last_scores):
         name = public_name(run.base.name) if run.untuned else run.name
         fields |= {"model_name": name, "eval_results": results}
     if is_hub_id(run.base.name):
         fields |= {"base_model": run.base.name, "base_model_relation": "finetune" if full else "adapter"}
-    return ModelCardData(**fields)
+    library = "transformers" if full else "peft"
+    return ModelCardData(library_name=library, pipeline_tag="text-generation", tags=[*tags, "pi-lora"], **fields)
 
 
 def _scores_section(run: MeasuredRun, pictures: Path | None) -> str:
     introduction = "With the adapter, before it was merged:\n\n" if run.is_merged and run.columns else ""
-    sections = list(scores_sections(run.columns)) or ["Not measured yet."]
-    pictured = picture_lines(pictures) if pictures else []
-    return f"{SCORES_BEGIN}\n{introduction}" + "\n\n".join([*sections, *pictured]) + f"\n{SCORES_END}"
+    lines = list(scores_sections(run)) or ["Not measured yet."]
+    for file in sorted((pictures / PICTURES).glob("*.png")) if pictures else ():
+        lines.append(f"![{literal(file.stem)}]({PICTURES}/{quote(file.name)})")
+    return f"{SCORES_BEGIN}\n{introduction}" + "\n\n".join(lines) + f"\n{SCORES_END}"
+
+
+def draw_run(run: MeasuredRun, folder: Path) -> Iterator[Path]:
+    """Draw the scores of a run and its base, and the loss of its training, into `folder`; yield each file."""
+    columns = run.columns
+    for name in sorted({name for results in columns.values() for name in results}):
+        scores, *_ = groups_of(name, columns)  # what was measured otherwise is not drawn on the same axis
+        if panels := _panels(scores, run.original):
+            yield save(figure_of(*panels, title=public_setting(scores)), folder / PICTURES / f"{name}.png")
+    if run.log:
+        yield save(figure_of(partial(_loss, run.log)), folder / PICTURES / "loss.png")
+
+
+def comparison_picture(measurements: Sequence[Mapping[str, Scores]], original: int, file: Path) -> None:
+    """Draw several models, the first panel of each measurement; raise DataError if the file cannot be written."""
+    save(figure_of(*(_panels(scores, original)[0] for scores in measurements)), file)
+
+
+def _panels(scores: Mapping[str, Scores], original: int | None) -> list[Panel]:
+    panels = MEASUREMENTS[next(iter(scores.values())).measurement].panels(scores)
+    return [partial(_with_window, panel, original) for panel in panels]
+
+
+def _with_window(panel: Panel, original: int | None, axes: Any) -> None:
+    panel(axes)
+    if axes.lines and original:
+        axes.axvline(original, color="0.55", linestyle=":", linewidth=1.2, label="original window")
+
+
+def _loss(log: Sequence[Mapping[str, Any]], axes: Any) -> None:
+    axes.plot([line["step"] for line in log], [line["loss"] for line in log], color=VERMILION)
+    axes.set(xlabel="step", ylabel="training loss (nats per token)")
+
+
+def html_page(card: str, folder: Path, title: str) -> str:
+    """Return a card as one HTML page that needs no other file: the pictures in `folder` are inside. Names in a card
+    come from elsewhere: its HTML is shown as text, and an image from another place, whose server would learn who reads
+    the page, is a link.
+    """
+    from markdown_it import MarkdownIt
+
+    def picture(link: re.Match[str]) -> str:
+        file = folder / PICTURES / link["file"]
+        if not file.is_file():
+            return link[0]
+        encoded = base64.b64encode(file.read_bytes()).decode()
+        return f'<img src="data:image/png;base64,{encoded}" alt="{link["caption"]}">'
+
+    markdown = MarkdownIt("commonmark", {"html": False}).enable("table").disable("image")
+    body = PICTURE.sub(picture, markdown.render(METADATA_OR_COMMENT.sub("", card)))
+    return Template(PAGE.read_text(encoding="utf-8")).substitute(title=escape(title), body=body)

@@ -4,13 +4,11 @@ Both models read the same documents, prompts and examples: where both results ho
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel
 from rich.table import Table
 
-from pi_lora.distributed import is_leader
 from pi_lora.errors import ModelError
 from pi_lora.evaluation.intervals import Pairs, of_means, of_successes, of_two, pairs_needed
 from pi_lora.evaluation.measurement import Scores
@@ -18,12 +16,13 @@ from pi_lora.evaluation.metrics import Interval, Metric, Value
 from pi_lora.evaluation.registry import differences, metrics_of, setting_of
 from pi_lora.evaluation.suite import SILENT, Asked, Display, asked_of, evaluate, scores_of
 from pi_lora.models.model import Model, run_folder
-from pi_lora.report.run import MeasuredRun
+from pi_lora.report.scores import MeasuredRun
 from pi_lora.run import BASE, TUNED
-from pi_lora.writing import check_can_write, write_json
 
 # Fewer documents than these may tell nothing even of a large change; a change that needs more than these is noise.
 FEW, MANY = 5, 100
+# Digits after the point of a change, by unit; else one.
+DIGITS = {"tokens": 0, "": 3}
 
 
 class Row(BaseModel):
@@ -50,7 +49,7 @@ class Comparison(BaseModel):
     run: str
     original: int | None
     another: bool = False
-    settings: dict[str, str] = {}
+    settings: dict[str, str]
     rows: list[Row]
 
 
@@ -64,7 +63,6 @@ def compare_run(
     another: bool = False,
     again: bool = False,
     dtype: str | None = None,
-    json: Path | None = None,
     display: Display = SILENT,
 ) -> Comparison:
     """Compare a run with its base, or if allowed with `another` model, in what was measured of it, what its recipe
@@ -76,7 +74,6 @@ def compare_run(
     kept = {name: scores.options for name, scores in folder.scores.get(TUNED, {}).items() if scores.options}
     named = asked_of(folder, data)
     asked = {**named, **kept, **named, **(asked or {})}  # in the order of the recipe
-    check_can_write(json)
     [model] = find(base)
     is_other = not model.is_base_of(folder)
     if is_other and not another:
@@ -84,34 +81,26 @@ def compare_run(
         raise ModelError(f"{run}: {own} than {base}; name its own base, or compare it all the same with --another")
     how: Any = {"again": again, "dtype": dtype, "display": display}
     tuned = scores_of(folder, TUNED, asked, lambda: find(run)[0], **how)
-    options = {name: scores.options for name, scores in tuned.items()}
+    options = {name: scores.options or asked[name] for name, scores in tuned.items()}
     if is_other:
-        measured = evaluate([model], options, dtype=dtype, display=display)
-        before = {name: scores for name, [scores] in measured.items()}
+        before = {name: each for name, [each] in evaluate([model], options, dtype=dtype, display=display).items()}
     else:
         before = scores_of(folder, BASE, options, lambda: model, **how)
-    comparison = Comparison(
-        base=base,
-        run=run,
-        original=folder.original,
-        another=is_other,
-        settings={name: setting_of(scores) for name, scores in tuned.items()},
-        rows=[row for name, scores in tuned.items() for row in compare(before[name], scores, folder.original)],
-    )
-    if json and is_leader():
-        write_json(json, comparison.model_dump())
+    comparison = Comparison(base=base, run=run, original=folder.original, another=is_other, settings={}, rows=[])
+    for name, scores in tuned.items():
+        rows = list(compare(before[name], scores))
+        comparison.rows.extend(rows)
+        comparison.settings[name] = setting_of(scores) + ("" if rows else "; not compared: the base reads other tokens")
     return comparison
 
 
-def compare(base: Scores, run: Scores, original: int | None = None) -> Iterator[Row]:
-    """Yield rows of the metrics that two results share, if both were measured on the same text in the same way;
-    `original` (L, tokens) tells the old window from what is beyond it.
-    """
+def compare(base: Scores, run: Scores) -> Iterator[Row]:
+    """Yield rows of the metrics that two results share, if both were measured on the same text in the same way."""
     before = {} if differences(base, run) else {metric.heading: metric for metric in metrics_of(base)}
     for metric in metrics_of(run):
         # Perplexities of other tokens do not compare: another tokenizer, or documents that were changed.
         if not metric.is_detail and (other := before.get(metric.heading)) and metric.compares_with(other):
-            yield change_of(other, metric, original)
+            yield change_of(other, metric)
 
 
 def verdict(change: float, interval: Interval | None, unit: str, higher_is_better: bool = True) -> str:
@@ -124,35 +113,30 @@ def verdict(change: float, interval: Interval | None, unit: str, higher_is_bette
         return "within noise"
     if change == 0:
         return "the same"
+    amount = f"{abs(change):,.{DIGITS.get(unit, 1)}f} {unit}".rstrip()
     if unit == "tokens":
-        return f"{_amount(abs(change), unit)} {'longer' if change > 0 else 'shorter'}"
+        return f"{amount} {'longer' if change > 0 else 'shorter'}"
     word = "better" if (change > 0) == higher_is_better else "worse"
-    return f"{_amount(abs(change), unit)} {word}" + (", no interval" if interval is None else "")
+    return f"{amount} {word}" + (", no interval" if interval is None else "")
 
 
 def comparison_table(comparison: Comparison) -> Table:
     """Return the rows as a table."""
-    table = Table("", title=f"{comparison.base} and {comparison.run}")
-    for heading in ("another model" if comparison.another else "base", "run", "change", "95 % interval"):
+    table = Table("", title=f"{comparison.base} and {comparison.run}", box=None)
+    for heading in ("another model" if comparison.another else "base", "run", "verdict", "95 % interval"):
         table.add_column(heading, justify="right")
-    table.add_column("verdict")
     for row in comparison.rows:
         digits = {"tokens": 0, "points": 1}.get(row.unit, 3)
         values = [f"{value:,.{digits}f}" for value in (row.base, row.run)]
-        low_high = " to ".join(_amount(end, row.unit, "+") for end in row.interval or ())
-        table.add_row(row.measurement, *values, _amount(row.change, row.unit, "+"), low_high, row.verdict)
+        interval = " to ".join(f"{end:+,.{DIGITS.get(row.unit, 1)}f}" for end in row.interval or ())
+        table.add_row(row.measurement, *values, row.verdict, interval)
     settings = [f"{name}: {setting}" for name, setting in comparison.settings.items()]
-    paired = "intervals of differences paired by document, trial or example, or else of two single intervals"
-    table.caption = "\n".join([*settings, paired])
+    window = f"the original window has {comparison.original:,} tokens; " if comparison.original else ""
+    table.caption = "\n".join([*settings, f"{window}intervals are of the change, in the unit of the verdict"])
     return table
 
 
-def _amount(change: float, unit: str, sign: str = "") -> str:
-    digits = {"tokens": 0, "": 3}.get(unit, 1)
-    return f"{change:{sign},.{digits}f} {unit}".rstrip()
-
-
-def change_of(base: Metric, run: Metric, original: int | None = None) -> Row:
+def change_of(base: Metric, run: Metric) -> Row:
     """Return the change from one metric to another, of the same model or of two; paired if both hold the same values.
     The windows of both may differ.
     """
@@ -162,9 +146,8 @@ def change_of(base: Metric, run: Metric, original: int | None = None) -> Row:
     pairs = [(before[name], value) for name, value in after.items()] if before.keys() == after.keys() else []
     paired = _paired_interval(pairs, run) if pairs else None
     interval = paired or of_two(base, run)
-    place = "" if run.at is None or original is None else " (old window)" if run.at <= original else " (beyond)"
     return Row(
-        measurement=run.heading + place + (f", {run.unit}" if run.unit == "%" else ""),
+        measurement=run.heading + (", %" if run.unit == "%" else ""),
         base=base.value,
         run=run.value,
         unit=unit,

@@ -22,7 +22,6 @@ from pi_lora.evaluation.suite import SILENT, Display
 from pi_lora.models.machine import device, hardware, has_fast_bfloat16, versions
 from pi_lora.models.model import Extension, Model
 from pi_lora.recipe.evaluation import PasskeyOptions, PerplexityOptions, ProbeOptions
-from pi_lora.recipe.places import cache_folder
 from pi_lora.report.comparison import change_of, verdict
 from pi_lora.scaling.config import Method, methods_for
 from pi_lora.types import Json
@@ -102,9 +101,9 @@ def probe(
 ) -> Probe:
     """Measure a plain base as it is and under each scaling, untuned, at each target; all in the same arithmetic.
 
-    What was measured is kept until the end, so that an interrupted probe continues. The best scalings are also kept in
-    the cache, where `pi-lora train` reads them. Raise ScalingError if a scaling does not suit the model, ModelError if
-    it is a run, DataError if a file cannot be written or no document is long enough.
+    What was measured is kept until the end, so that an interrupted probe continues. Raise ScalingError if a scaling
+    does not suit the model, ModelError if it is a run, DataError if a file cannot be written or no document is long
+    enough.
     """
     if base.adapter:
         raise ModelError(f"{base.name}: brings its own scaling; probe its base, {base.base}")
@@ -118,11 +117,8 @@ def probe(
 
         reaches = [_reach(base, target, options, measure) for target in sorted(options.target)]
         found = Probe(model=base.name, original=base.window, hardware=hardware(), versions=versions(), targets=reaches)
-        if is_leader():
-            for reach in reaches:
-                write_json(_kept_file(base.name, reach.target), reach.model_dump(include={"best", "summary"}))
-            if json:
-                write_json(json, found.model_dump(mode="json", by_alias=True, exclude_unset=True))
+        if json and is_leader():
+            write_json(json, found.model_dump(mode="json", by_alias=True, exclude_unset=True))
     return found
 
 
@@ -201,16 +197,3 @@ def next_command(found: Probe, reach: Reach, json: Path | None) -> str:
         return shlex.join(["pi-lora", "new", *words])
     folder = f"models/{reach.best}_{reach.target}"
     return shlex.join(["pi-lora", "extend", *words, "--scaling", reach.best, "--output", folder])
-
-
-def better_scaling(model: str, target: int, scaling: str) -> str | None:
-    """Return a line if the last probe of this model found another scaling better than the one of a recipe."""
-    file = _kept_file(model, target)
-    if not file.is_file() or (kept := read_json(file, Json, "probe again"))["best"] == scaling:
-        return None
-    return f"scaling: {scaling}: in a probe, {kept['summary']}; scaling={kept['best']} tunes from there"
-
-
-def _kept_file(model: str, target: int) -> Path:
-    """Return the file of the cache that holds the best scaling by the last probe of a model at a target."""
-    return cache_folder() / "probes" / f"{model.strip('/').replace('/', '--')}-{target}.json"

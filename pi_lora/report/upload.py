@@ -13,8 +13,7 @@ from pi_lora.models.files import ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILE, CONF
 from pi_lora.recipe.files import RECIPE_FILE, dump_recipe, load_recipe
 from pi_lora.recipe.schema import Recipe
 from pi_lora.report.card import CARD, refresh_scores
-from pi_lora.report.run import MeasuredRun
-from pi_lora.report.tables import public_name
+from pi_lora.report.scores import MeasuredRun, public_name
 from pi_lora.run import CHECKPOINTS, check_finished
 
 # The files of runs, merges and tokenizers. Anything else stays: checkpoints, pickles, and what a user keeps there.
@@ -35,12 +34,10 @@ class PushError(PiLoraError):
     """An upload that cannot begin, or that the hub refused, and what to do about it."""
 
 
-def push(
-    folder: Path, repo: str, private: bool = False, revision: str | None = None, message: str | None = None
-) -> str:
-    """Upload the files in `UPLOADED` of a run or model, without paths of this machine, to `repo` on the hub and its
-    branch `revision`, which are created if they do not exist; return the address. Raise ModelError if the folder is
-    unfinished, lacks a file or has links to files elsewhere; PushError if nobody is logged in or the hub refuses.
+def push(folder: Path, repo: str, private: bool = False) -> str:
+    """Upload the files in `UPLOADED` of a run or model, without paths of this machine, to `repo` on the hub, which is
+    created if it does not exist; return the address. Raise ModelError if the folder is unfinished, lacks a file or has
+    links to files elsewhere; PushError if nobody is logged in or the hub refuses.
     """
     names = _uploaded(folder)
     if get_token() is None:
@@ -52,10 +49,7 @@ def push(
         url = hub.create_repo(repo, private=private or None, exist_ok=True)
         if private and not hub.model_info(url.repo_id).private:
             raise PushError(f"{url}: is public already; make it private in its settings, or leave out --private")
-        if revision:
-            hub.create_branch(url.repo_id, branch=revision, exist_ok=True)
-        summary = message or f"Upload {folder.resolve().name} with pi-lora"
-        hub.create_commit(url.repo_id, operations, commit_message=summary, revision=revision)
+        hub.create_commit(url.repo_id, operations, commit_message=f"Upload {folder.resolve().name} with pi-lora")
     except (HfHubHTTPError, ValueError) as error:  # ValueError: the name of the repository, or the card's metadata
         reason = " ".join(str(error).split())
         remedy = "check the name, your rights there, and your token (`hf auth login`)"

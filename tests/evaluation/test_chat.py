@@ -17,7 +17,7 @@ from pi_lora.evaluation.perplexity import losses
 from pi_lora.models.model import Model, load
 from pi_lora.recipe.evaluation import ChatOptions
 from pi_lora.report.card import refresh_scores
-from pi_lora.report.run import MeasuredRun
+from pi_lora.report.scores import MeasuredRun
 
 TEMPLATE = (
     "{% for each in messages %}[{{ each.role }}] {{ each.content }}{{ eos_token }}{% endfor %}"

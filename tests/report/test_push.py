@@ -19,8 +19,7 @@ from reported import make_run, passkey, perplexity
 
 from pi_lora import cli
 from pi_lora.errors import ModelError
-from pi_lora.report.pages import write_report
-from pi_lora.report.run import MeasuredRun
+from pi_lora.report.card import write_report
 from pi_lora.report.upload import PushError, push
 
 TOKEN = "hf_standin"
@@ -35,9 +34,7 @@ class Hub(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self.server_address[1]}"
         self.private: dict[str, bool] = {}
-        self.branches: set[str] = set()
         self.files: dict[str, dict[str, bytes]] = {}
-        self.messages: list[str] = []
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -69,9 +66,6 @@ class Handler(BaseHTTPRequestHandler):
             self.answer({"error": "Invalid credentials in Authorization header"}, 401)
         elif self.path == "/api/repos/create":
             self.create(json.loads(body))
-        elif found := re.fullmatch(r"/api/models/\w+/\w+/branch/(\w+)", self.path):
-            self.server.branches.add(found[1])
-            self.answer({})
         elif "/preupload/" in self.path:
             paths = [file["path"] for file in json.loads(body)["files"]]
             self.answer({"files": [{"path": path, "uploadMode": "regular", "shouldIgnore": False} for path in paths]})
@@ -100,9 +94,7 @@ class Handler(BaseHTTPRequestHandler):
         files = self.server.files.setdefault(f"{repo}@{branch}", {})
         for line in lines:
             value = line["value"]
-            if line["key"] == "header":
-                self.server.messages.append(value["summary"])
-            else:
+            if line["key"] != "header":
                 files[value["path"]] = base64.b64decode(value["content"])
         self.answer({"commitUrl": f"{self.server.url}/{repo}/commit/{'0' * 40}", "commitOid": "0" * 40})
 
@@ -147,7 +139,6 @@ def test_the_whole_folder_arrives_and_nothing_else(
         (folder / name).write_bytes(b"secret")
     assert push(folder, "me/model") == f"{hub.url}/me/model"
     assert hub.files == {"me/model@main": wanted}
-    assert hub.messages == ["Upload run with pi-lora"]
     assert hub.private == {"me/model": False}
 
 
@@ -162,7 +153,7 @@ def test_no_path_of_this_machine_goes_up(small_model: Path, hub: Hub, tmp_path: 
     scores = {"model": f"{PRIVATE}/run", "predictions": "/mnt/x/p.jsonl"}
     swept = perplexity(9.0, 8.0, data=f"{PRIVATE}/novels.txt")
     run = make_run(small_model, tmp_path / "run", {"passkey": {**passkey(96), **scores}, "perplexity": swept}, recipe)
-    write_report(MeasuredRun(run), html=True)
+    write_report(run, html=True)
     facts = {"base": str(small_model), "run": f"{PRIVATE}/run", "assumed": f"{PRIVATE}/run was tuned under pi"}
     (run / "merge.json").write_text(json.dumps(facts))
     before = contents(run)
@@ -202,16 +193,14 @@ def test_the_card_goes_up_with_the_newest_scores(lora_run: Path, hub: Hub, tmp_p
 def test_the_command_says_where_it_went_and_nothing_of_the_token(
     lora_run: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    options = ["--private", "--revision", "dev", "--message", "First"]
-    monkeypatch.setattr(sys, "argv", ["pi-lora", "push", str(lora_run), "model", *options])
+    monkeypatch.setattr(sys, "argv", ["pi-lora", "push", str(lora_run), "model", "--private"])
     with pytest.raises(SystemExit) as exit_:
         cli.main()
     assert not exit_.value.code
     captured = capfd.readouterr()
     assert captured.out == f"{hub.url}/me/model\n"
     assert TOKEN not in captured.out + captured.err
-    assert set(hub.files) == {"me/model@dev"}
-    assert (hub.private, hub.branches, hub.messages) == ({"me/model": True}, {"dev"}, ["First"])
+    assert hub.private == {"me/model": True}
 
 
 def test_private_is_not_quietly_public(lora_run: Path, hub: Hub) -> None:
