@@ -45,7 +45,7 @@ def compare(
     if ruler:
         asked["ruler"] = RulerOptions(samples=ruler)
     if chat:
-        asked["chat"] = ChatOptions(data=chat)
+        asked["chat"] = ChatOptions(data=chat, base=base)
     allowed: dict[str, Any] = {"data": data, "another": another, "again": again, "dtype": how.dtype}
     check_can_write(json)
     comparison = compare_run(base, run, how.find, asked, **allowed, display=display())

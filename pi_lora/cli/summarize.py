@@ -47,7 +47,7 @@ def summarize(
     how: Annotated[Loading, GROUP] = Loading(),
 ) -> None:
     """Summarize a document with a model that was tuned for it."""
-    from pi_lora.evaluation.summarization.documents import summarize
+    from pi_lora.evaluation.summarization import summarize
 
     text, loaded = read_and_load(file, None, model, how)
     summarize(loaded, file, text, sampling, say, written)

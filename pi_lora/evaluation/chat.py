@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from itertools import islice
 from statistics import fmean
 
-import numpy as np
 import torch
 from torch.nn.functional import kl_div
 
@@ -66,15 +65,11 @@ class Chats(Measurement[ChatOptions, ChatScores]):
     scores = ChatScores
 
     def prepare(self, options: ChatOptions, models: Sequence[Model]) -> ChatOptions:
-        """Fill in the base, by default what the first run among the models was tuned from, and the shortest window.
-        Raise DataError if the base has another vocabulary.
-        """
-        tuned_from = (model.recipe.model.name for model in models if model.recipe)
-        base = options.base or next(tuned_from, None)
-        known = [*models, find(base, permissions=models[0].permissions)] if base else models
-        if base and len({model.config["vocab_size"] for model in known}) > 1:
-            raise DataError(f"--base: {base}: has another vocabulary; name the model that was tuned")
-        return options.changed(base=base, window=options.window or min(model.window for model in known))
+        """Fill in the shortest window of the models and the base. Raise DataError if they have several vocabularies."""
+        known = [*models, find(options.base, permissions=models[0].permissions)] if options.base else models
+        if options.base and len({model.config["vocab_size"] for model in known}) > 1:
+            raise DataError(f"--base: {options.base}: has another vocabulary; name the model that was tuned")
+        return options.changed(window=options.window or min(model.window for model in known))
 
     def run(self, model: Model, options: ChatOptions, session: Session) -> ChatScores:
         """Measure a model, with the base beside it. Raise DataError if the data cannot be read, or no chat fits."""
@@ -89,34 +84,36 @@ class Chats(Measurement[ChatOptions, ChatScores]):
             session.say(f"{options.data}: {kind} left out: {number:,}")
         if not chats:
             raise DataError(f"--data: {options.data}: holds no chat to measure; name others, or a longer --window")
-        base = None
+        base = None  # of a base that is measured against itself
         if options.base and (options.base != model.name or model.extension):
             dtype = str(model.model.dtype).removeprefix("torch.")
             base = find(options.base, permissions=model.permissions).load(dtype)
         asked = options.model_dump(exclude={"limit"})
         journal = session.journal(model, {**asked, "rows": table.identity(), "base": base and identity_of(base)})
-        mine = list(journal.share(list(chats)))
+        names = list(chats)
+        mine = list(journal.share(names))
 
         def measure(name: str) -> ChatScore:
             session.progress(mine.index(name), len(mine))
             return chat_score(model, base, name, chats[name])
 
-        found = list(journal.measure(ChatScore, list(chats), measure).values())
-        weights = [each.tokens for each in found]
-        loss, divergence = (
-            float(np.average(values, weights=weights))
-            for values in ([math.log(each.perplexity) for each in found], [each.divergence for each in found])
-        )
+        found = list(journal.measure(ChatScore, names, measure).values())
+        tokens = [each.tokens for each in found]
+        loss = fmean([math.log(each.perplexity) for each in found], tokens)
         check_numbers(model.name, model.model.dtype, math.isfinite(loss))
+        against_base: Json = {}
+        if options.base:
+            divergence = fmean([each.divergence for each in found], tokens)
+            equal_answers = fmean(each.equal_answers for each in found)
+            against_base = {"divergence": divergence, "equal_answers": equal_answers}
         return ChatScores(
             **described(model),
             options=options,
             chats=len(found),
             left_out=left_out.total(),
-            tokens=sum(weights),
+            tokens=sum(tokens),
             perplexity=math.exp(loss),
-            divergence=divergence if options.base else None,
-            equal_answers=fmean(each.equal_answers for each in found) if options.base else None,
+            **against_base,
             per_chat=found,
         )
 

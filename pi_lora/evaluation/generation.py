@@ -28,40 +28,38 @@ class Stream(TextStreamer):
 
 
 def generate(
-    loaded: Model, prompts: Sequence[Sequence[int]], sampling: Sampling, seed: int, write: Write | None = None
+    loaded: Model, prompts: Sequence[Sequence[int]], sampling: Sampling, write: Write | None = None
 ) -> list[str]:
     """Return the text that is written after each of `prompts` (token ids), as `written_ids` does."""
-    ids = written_ids(loaded, prompts, sampling, seed, write)
+    ids = written_ids(loaded, prompts, sampling, write)
     return [text.strip() for text in loaded.tokenizer.batch_decode(ids, skip_special_tokens=True)]
 
 
-def written_ids(
-    loaded: Model, prompts: Sequence[Sequence[int]], sampling: Sampling, seed: int = 0, write: Write | None = None
-) -> Any:
-    """Return the token ids that are written after each of `prompts`, which go through the model together: a tensor
-    (prompts, tokens), padded. Of the model's own generation config only the tokens that end a text count. `write` gets
-    the text after a single prompt.
+def written_ids(loaded: Model, prompts: Sequence[Sequence[int]], sampling: Sampling, write: Write | None = None) -> Any:
+    """Return the token ids that are written after each of `prompts`, which go through the model together: (prompts,
+    tokens), padded. Of the model's own generation config only the tokens that end a text count. `write` gets the text
+    after a single prompt.
     """
     model: Any = loaded.model
     own, longest = model.generation_config, max(map(len, prompts))
     named = own.eos_token_id if isinstance(own.eos_token_id, list) else [own.eos_token_id]
     ends = [end for end in (loaded.tokenizer.eos_token_id, *named) if end is not None]
-    config = GenerationConfig(
-        max_new_tokens=sampling.max_new_tokens, eos_token_id=ends or None, pad_token_id=ends[0] if ends else 0
-    )
+    padding = ends[0] if ends else 0
+    config = GenerationConfig(max_new_tokens=sampling.max_new_tokens, eos_token_id=ends or None, pad_token_id=padding)
     if sampling.temperature:
         config.update(do_sample=True, temperature=sampling.temperature, top_p=sampling.top_p, top_k=0)
-    rows = [[config.pad_token_id] * (longest - len(prompt)) + list(prompt) for prompt in prompts]
+    rows = [[padding] * (longest - len(prompt)) + list(prompt) for prompt in prompts]
     masks = [[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts]
     ids, mask = (torch.tensor(each, device=model.device) for each in (rows, masks))
-    torch.manual_seed(seed % 2**32)
+    streamer = Stream(loaded.tokenizer, write) if write else None
+    torch.manual_seed(sampling.seed)
     model.generation_config = config  # transformers 5 takes from the model's what the given config leaves open
-    inputs = {"input_ids": ids, "attention_mask": mask, "streamer": Stream(loaded.tokenizer, write) if write else None}
     try:
         with quiet_loading():  # it takes max_position_embeddings for the longest input, which is L under `pi`
-            return model.generate(**inputs, generation_config=config)[:, longest:]
+            written = model.generate(input_ids=ids, attention_mask=mask, generation_config=config, streamer=streamer)
     finally:
         model.generation_config = own
+    return written[:, longest:]
 
 
 def answer(loaded: Model, prompt: str, sampling: Sampling, chat: bool = True, write: Write | None = None) -> str:
@@ -79,4 +77,4 @@ def answer(loaded: Model, prompt: str, sampling: Sampling, chat: bool = True, wr
         tokens = f"{len(ids):,} tokens do not suit {loaded.name}, which reads {loaded.window:,}"
         raise DataError(f"--prompt: {tokens}; give a text that leaves room for the answer")
     fitting = sampling.changed(max_new_tokens=min(room, sampling.max_new_tokens or room))
-    return generate(loaded, [ids], fitting, sampling.seed, write)[0]
+    return generate(loaded, [ids], fitting, write)[0]

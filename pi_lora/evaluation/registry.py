@@ -14,7 +14,7 @@ from pi_lora.evaluation.metrics import Metric
 from pi_lora.evaluation.passkey.measurement import Passkey
 from pi_lora.evaluation.perplexity.measurement import Perplexity
 from pi_lora.evaluation.ruler import Ruler
-from pi_lora.evaluation.summarization.measurement import Summarization
+from pi_lora.evaluation.summarization import Summarization
 from pi_lora.writing import first_problem, read_json, write_json
 
 # Named as the sections of a recipe's `evaluation` and the files in a run's scores; the paper's are first, in its order.

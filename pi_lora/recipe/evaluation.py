@@ -212,7 +212,7 @@ class ChatOptions(Options):
     split: str = "train"
     """of a hub data set"""
     base: str | None = None
-    """the model to compare with; by default the run's base"""
+    """the model to compare with, as the one that was tuned; by default none"""
     window: int | None = Field(None, gt=1)
     """tokens; longer chats are left out; by default the shortest window of the models"""
     limit: PositiveInt | None = None

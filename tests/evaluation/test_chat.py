@@ -113,7 +113,8 @@ def test_the_comparison_has_a_row_for_each_cost(
     here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     status, _, err = run(
-        capsys, monkeypatch, "eval", "chat", "run", "--data", "chats.jsonl", "--json", "run/scores/chat.json"
+        *(capsys, monkeypatch, "eval", "chat", "run", "--data", "chats.jsonl", "--base", "base"),
+        *("--json", "run/scores/chat.json"),
     )
     assert status == 0
     assert "chats.jsonl: chats of over 64 tokens left out: 1" in err

@@ -18,8 +18,7 @@ from pi_lora.data.batches import training_data
 from pi_lora.errors import Interrupted
 from pi_lora.evaluation.generation import generate
 from pi_lora.evaluation.journal import Session
-from pi_lora.evaluation.summarization.documents import evaluation_data
-from pi_lora.evaluation.summarization.measurement import Summarization, rouge
+from pi_lora.evaluation.summarization import Summarization, complete, rouge, rows_and_task
 from pi_lora.models.model import load
 from pi_lora.recipe.evaluation import Sampling, SummarizationOptions
 from pi_lora.recipe.schema import Recipe
@@ -66,8 +65,13 @@ def test_from_raw_reports_to_rouge_with_an_interruption(
 ) -> None:
     monkeypatch.setenv("PI_LORA_CACHE", str(tmp_path / "cache"))
     loaded = load(str(tuned))
-    data = evaluation_data(str(tuned), SummarizationOptions())
-    assert (data.source[0].name, data.document, data.completion_tokens) == (str(REPORTS), "report", 40)
+    asked = complete(SummarizationOptions(), str(tuned))
+    assert (asked.data, asked.document, asked.max_new_tokens, asked.document_tokens) == (
+        str(REPORTS),
+        "report",
+        40,
+        100,
+    )
     file, examples = tmp_path / "predictions.jsonl", 6
     options = SummarizationOptions(max_new_tokens=12, limit=examples, batch_size=2, predictions=str(file))
     whole = Summarization().run(loaded, options, Session())
@@ -146,28 +150,39 @@ def test_writing_is_seeded_and_a_batch_is_greedy_as_each_prompt_alone(tuned: Pat
     loaded = load(str(tuned))
     prompts = [loaded.tokenizer("The report says " * n)["input_ids"] for n in (1, 7, 30)]
     drawn = Sampling(temperature=0.9, max_new_tokens=8)
-    first, again, other = (generate(loaded, prompts, drawn, seed) for seed in (0, 0, 1))
+    first, again, other = (generate(loaded, prompts, drawn.changed(seed=seed)) for seed in (0, 0, 1))
     assert first == again != other
     greedy = Sampling(temperature=0.0, max_new_tokens=8)
-    for prompt, text in zip(prompts, generate(loaded, prompts, greedy, 0), strict=True):
+    for prompt, text in zip(prompts, generate(loaded, prompts, greedy), strict=True):
         ids = torch.tensor([prompt])
         expected = loaded.model.generate(input_ids=ids, max_new_tokens=8, do_sample=False)[0, len(prompt) :]
         assert text == loaded.tokenizer.decode(expected, skip_special_tokens=True).strip()
 
 
 def test_a_run_without_a_task_is_measured_on_govreport(extended: Path) -> None:
-    data = evaluation_data(str(extended), SummarizationOptions())
-    assert data.source[0].model_dump(include={"name", "subset", "split"}) == {
-        "name": "tau/scrolls",
-        "subset": "gov_report",
-        "split": "validation",
-    }
-    assert (data.document, data.summary, data.document_tokens) == ("input", "output", 15000)
-    own = evaluation_data("builtin:tiny", SummarizationOptions(data="x.csv", document="a", summary="b"))
-    assert (own.source[0].name, own.document, own.summary) == ("x.csv", "a", "b")
-    asked = SummarizationOptions(data="x.csv", template="{q}?", completion="a")
-    other = evaluation_data("builtin:tiny", asked)
-    assert (other.template, other.completion, other.summary) == ("{q}?", "a", None)
+    asked = complete(SummarizationOptions(), str(extended))
+    source, task = rows_and_task(asked)
+    assert (source.name, source.subset, source.split) == ("tau/scrolls", "gov_report", "validation")
+    assert (asked.document, asked.summary, task.document_tokens) == ("input", "output", 15000)
+    assert complete(asked, "builtin:tiny") == asked
+    other = SummarizationOptions(data="x.csv", template="{q}?", completion="a")
+    source, task = rows_and_task(complete(other, "builtin:tiny"))
+    assert (source.name, source.subset, task.template, task.completion, task.document) == (
+        "x.csv",
+        None,
+        "{q}?",
+        "a",
+        None,
+    )
+
+
+def test_a_hub_data_set_is_measured_on_its_validation_split(extended: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that was tuned on the split `train` is not measured on it."""
+    tuned = small_recipe(extended, scaling="keep", data={"source": {"name": "me/reports", "split": "train"}, **COLUMNS})
+    monkeypatch.setattr("pi_lora.run.Run.recipe", tuned)
+    asked = complete(SummarizationOptions(), str(extended))
+    assert (asked.data, asked.split, asked.document) == ("me/reports", "validation", "report")
+    assert complete(SummarizationOptions(split="test"), str(extended)).split == "test"
 
 
 def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *arguments: str) -> tuple[int, str, str]:
@@ -231,14 +246,14 @@ def test_a_pdf_is_read(tmp_path: Path) -> None:
         (["summarize", "builtin:tiny", "gone.txt"], "gone.txt: cannot be read ([Errno 2] No such file or directory"),
         (["summarize", "builtin:tiny", "empty.txt"], "empty.txt: holds no text"),
         (["summarize", "builtin:tiny", "some.txt"], "--max-new-tokens: 1000 leave no room for a document in the 256"),
-        (["eval", "summarization", "builtin:tiny", "--data", "rows.jsonl"], "rows.jsonl:1: has no column document"),
+        (["eval", "summarization", "builtin:tiny", "--data", "rows.jsonl"], "rows.jsonl:1: has no column input"),
         (
             ["eval", "summarization", "builtin:tiny", "--data", "rows.jsonl", "--document", "a", "--summary", "b"],
             "--max-new-tokens: 1000 leave no room for a document in the 256",
         ),
         (
             ["eval", "summarization", "builtin:tiny", "--data", "rows.jsonl", "--template", "{a}"],
-            "--data: template, completion: go together",
+            "template, completion: go together",
         ),
         (
             ["eval", "summarization", "builtin:tiny", "--data", "empty.jsonl", "--document", "a", "--summary", "b"],

@@ -1,29 +1,34 @@
-"""Summarization as a measurement: what a model writes is scored by ROUGE, and kept batch by batch, so that an
-interrupted measurement continues.
+"""Summaries of long documents (paper.tex, section 3.5), of the rows that a run was tuned on, of GovReport, or of a
+user's own: scored by ROUGE, and kept batch by batch; and the summary of one document.
 """
 
-import importlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 from pydantic import BaseModel
 
-from pi_lora.data.sources import find_table
+from pi_lora.data.examples import Account, Prompter, Task, prompted
+from pi_lora.data.sources import SCROLLS, find_table
 from pi_lora.distributed import is_leader
 from pi_lora.errors import DataError
 from pi_lora.evaluation.forward import described, prompts_at_once
-from pi_lora.evaluation.generation import generate
+from pi_lora.evaluation.generation import Write, generate
 from pi_lora.evaluation.journal import Session
 from pi_lora.evaluation.measurement import Measurement, Scores
 from pi_lora.evaluation.metrics import Interval, Metric
-from pi_lora.evaluation.summarization.documents import complete, evaluation_data, no_room
 from pi_lora.models.model import Model
-from pi_lora.recipe.evaluation import SummarizationOptions
+from pi_lora.recipe.evaluation import Sampling, SummarizationOptions
+from pi_lora.recipe.schema import Data, Source
+from pi_lora.run import Run
 from pi_lora.types import Json
 from pi_lora.writing import check_can_write, write_whole
 
+SOURCE: Json = {"name": SCROLLS, "subset": "gov_report"}
+GOVREPORT = Data.model_validate({"source": SOURCE, "document": "input", "summary": "output"})
+PROMPT_KEYS = {"document", "summary", "template", "completion", "document_tokens", "special_tokens"}
 ROUGES = ("rouge1", "rouge2", "rougeL")
 RESAMPLES = 1000
 
@@ -57,33 +62,33 @@ class Summarization(Measurement[SummarizationOptions, SummarizationScores]):
     scores = SummarizationScores
 
     def prepare(self, options: SummarizationOptions, models: Sequence[Model]) -> SummarizationOptions:
-        """Fill in the rows, by default what the first model was tuned on, or GovReport."""
-        importlib.import_module("rouge_score")  # fails here without it, not after the measurement
+        """Fill in the rows, by default those that the first model was tuned on, or GovReport."""
+        import rouge_score  # noqa: F401  fails here without it, not after the measurement
+
         if options.predictions:
             check_can_write(Path(options.predictions))
             if len(models) > 1:
                 raise DataError("--predictions: holds the summaries of one model; name one, or leave it out")
-        return complete(options, evaluation_data(models[0].name, options))
+        options = complete(options, models[0].name)
+        rows_and_task(options)
+        return options
 
     def run(self, model: Model, options: SummarizationOptions, session: Session) -> SummarizationScores:
-        """Score what a model writes. Raise DataError if the data cannot be read, lacks a column or holds nothing, or
-        the window is too short.
+        """Score the summaries of a model. Raise DataError if the data cannot be read, lacks a column or holds nothing,
+        or the window is too short.
         """
-        # Imported here: `datasets` takes a second and 0.1 GB, and merges and cards only read scores.
-        from pi_lora.data.examples import Account, Prompter, Task, prompted
-
-        data = evaluation_data(model.name, options)
-        options = complete(options, data)
-        task, table, account = Task.of(data), find_table(data.source[0]), Account()
+        options = complete(options, model.name)
+        source, task = rows_and_task(options)
+        table, account = find_table(source), Account()
         prompter = Prompter(task, model.tokenizer, model.window)
         batches = prompted(table.read(task.columns, None), prompter, account, options.limit)
         examples = [example for batch in batches for example in batch]
         if not examples:
-            raise account.nothing(table.name, no_room(model, task.completion_tokens))
+            raise account.nothing(table.name, no_room(model, task))
         for line in account.left_out:
             session.say(line)
-        references = [row[task.completion] for _, row, _ in examples]
         texts = written(model, [prompt.ids for _, _, prompt in examples], options, session, table.identity())
+        references = [row[task.completion] for _, row, _ in examples]
         if options.predictions and is_leader():
             lines = [
                 json.dumps({"id": name, "prediction": text, "reference": reference}) + "\n"
@@ -118,6 +123,29 @@ class Summarization(Measurement[SummarizationOptions, SummarizationScores]):
         return f"{first.examples:,} examples, {cut} documents cut; {sampling}; rouge-score's F1 x 100 with stemming"
 
 
+def complete(options: SummarizationOptions, model: str) -> SummarizationOptions:
+    """Return the options with all that decides the rows and their prompts, so that another model is measured on the
+    same: what is left open is as a run was tuned, or as for GovReport; of a hub data set the validation split.
+    """
+    run = Run(Path(model))
+    usual = run.recipe.data if run.has_recipe and run.recipe.data.has_examples else GOVREPORT
+    defaults = {**usual.model_dump(include=PROMPT_KEYS), "split": "validation"}
+    if options.data is None:
+        defaults |= {"data": usual.source[0].name, "subset": usual.source[0].subset}
+    if options.template:
+        defaults |= {"document": None, "summary": None}
+    given = options.model_dump(exclude_defaults=True)
+    return options.changed(**{"max_new_tokens": usual.completion_tokens, **defaults, **given})
+
+
+def rows_and_task(options: SummarizationOptions) -> tuple[Source, Task]:
+    """Return the rows and the prompts of complete options; raise PiLoraError if keys do not go together."""
+    source = {"name": options.data, "subset": options.subset, "split": options.split}
+    prompts = options.model_dump(include=PROMPT_KEYS)
+    data = GOVREPORT.changed(**prompts, source=source, completion_tokens=options.max_new_tokens)
+    return data.source[0], Task.of(data)
+
+
 def written(
     loaded: Model, prompts: Sequence[list[int]], options: SummarizationOptions, session: Session, identity: Json
 ) -> list[str]:
@@ -131,7 +159,8 @@ def written(
     mine = list(journal.share(starts))
 
     def write(start: str) -> Summaries:
-        texts = generate(loaded, prompts[int(start) : int(start) + size], options, options.seed + int(start))
+        seeded = options.changed(seed=(options.seed + int(start)) % 2**32)
+        texts = generate(loaded, prompts[int(start) : int(start) + size], seeded)
         session.progress(mine.index(start) + 1, len(mine))
         return Summaries(texts=texts)
 
@@ -155,3 +184,32 @@ def rouge(predictions: Sequence[str], references: Sequence[str]) -> tuple[dict[s
     bounds = np.percentile(values[samples].mean(axis=1), [2.5, 97.5], axis=0).T  # (3, 2)
     means = dict(zip(ROUGES, values.mean(axis=0).tolist(), strict=True))
     return means, {name: (low, high) for name, (low, high) in zip(ROUGES, bounds.tolist(), strict=True)}
+
+
+def summarize(
+    loaded: Model, name: str, text: str, sampling: Sampling, say: Callable[[str], object], write: Write
+) -> None:
+    """Write a summary of `text` as it is generated, by the prompt that the model was tuned on or the paper's, and `say`
+    how much was cut off. Raise DataError if the prompt needs more than a document, or the window has no room for one.
+    """
+    options = complete(SummarizationOptions(**sampling.model_dump()), loaded.name)
+    # All that fits is read, also where examples of training were cut shorter.
+    task = replace(rows_and_task(options)[1], document_tokens=loaded.window)
+    if task.document is None or task.prompt_columns != [task.document]:
+        columns = " and ".join(task.prompt_columns)
+        raise DataError(
+            f"{loaded.name}: was tuned on prompts of {columns}; try pi-lora eval summarization on such rows"
+        )
+    [prompt] = Prompter(task, loaded.tokenizer, loaded.window).prompts([{task.document: text}])
+    if not prompt.fits:
+        raise DataError(no_room(loaded, task))
+    if prompt.kept < prompt.document_tokens:
+        cut = f"{prompt.document_tokens:,} tokens are longer than the window of {loaded.name}"
+        say(f"{name}: {cut}; truncated to the first {prompt.kept:,}")
+    generate(loaded, [prompt.ids], options, write)
+
+
+def no_room(loaded: Model, task: Task) -> str:
+    """Return that the window holds no document beside its summary."""
+    left = f"{task.completion_tokens} leave no room for a document in the {loaded.window} tokens"
+    return f"--max-new-tokens: {left} that {loaded.name} reads; choose fewer, or a model that reads more"
