@@ -8,7 +8,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
 from pathlib import Path
-from typing import Any
 
 import peft
 import torch
@@ -67,7 +66,7 @@ def tune_further(model: PreTrainedModel, folder: Path, tuning: Tuning) -> PeftMo
     """Load the adapter in `folder` onto its base `model` to train it further; the result is one adapter of that base.
     A second one would need both to be loaded, and merging the first into a quantized base would round it.
     """
-    tuned = load_adapter(model, folder, is_trainable=True, dropout=tuning.dropout)
+    tuned = load_adapter(model, folder, tuning.dropout, trainable=True)
     train_in_float32(tuned)
     return tuned
 
@@ -170,20 +169,16 @@ def save_full(model: PreTrainedModel, folder: Path, weights: Mapping[str, torch.
         raise ModelError(f"{folder}: {trained:,} numbers were trained, but {saved:,} saved")
 
 
-def load_adapter(model: PreTrainedModel, folder: Path, dropout: float | None = None, **options: Any) -> PeftModel:
-    """Load the adapter in `folder` onto its base, whose scaling the caller has restored, to compute as in training;
-    `options` are PEFT's. Raises ModelError if it is damaged or does not fit.
+def load_adapter(model: PreTrainedModel, folder: Path, dropout: float = 0.0, trainable: bool = False) -> PeftModel:
+    """Load the adapter in `folder` onto its base, whose scaling the caller has restored, to compute as in training.
+    Raises ModelError if it is damaged or does not fit.
     """
     files.read_adapter_settings(folder)  # which refuses other kinds than LoRA
     try:
         with without_known_warnings():
-            config = peft.PeftConfig.from_pretrained(str(folder))
-        config.task_type = "CAUSAL_LM"
-        if dropout is not None:
-            config.lora_dropout = dropout
-        options["config"] = config
-        with without_known_warnings():
-            adapted = PeftModel.from_pretrained(model, str(folder), **options)
+            config = peft.LoraConfig.from_pretrained(str(folder))
+            config.task_type, config.lora_dropout = "CAUSAL_LM", dropout
+            adapted = PeftModel.from_pretrained(model, str(folder), config=config, is_trainable=trainable)
             _keep_whole_modules_in_float32(adapted, folder)
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         reason = (str(error).strip() or repr(error)).splitlines()[-1]

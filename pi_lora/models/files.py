@@ -173,14 +173,8 @@ def read_tensors(file: Path) -> tuple[int, dict[str, TensorEntry]]:
     return LENGTH_BYTES + size, entries
 
 
-def _check_file_name(name: str) -> str:
-    if not re.fullmatch(r"[\w.-]+\.safetensors", name):
-        raise ValueError(f"{name[:60]!r} is not the name of a safetensors file")
-    return name
-
-
 class _Index(_Stored):
-    weight_map: dict[str, Annotated[str, AfterValidator(_check_file_name)]] = Field(min_length=1)
+    weight_map: dict[str, Annotated[str, Field(pattern=r"^[\w.-]+\.safetensors$")]] = Field(min_length=1)
 
 
 def read_index(file: Path) -> dict[str, str]:

@@ -187,17 +187,14 @@ class Model:
 
     def is_base_of(self, run: Run) -> bool:
         """Whether a run was tuned from these weights, as far as it says from which."""
-        return (known := run.provenance.origin) is None or self._is(known)
-
-    def _is(self, known: Origin) -> bool:
+        if (known := run.provenance.origin) is None:
+            return True
         same_commit = known.commit and not Path(self.path).is_dir() and known.commit == self.folder.name
         return bool(same_commit) or known.weights == self.weights_digest
 
     def check_origin(self) -> None:
         """Raise ModelError if the weights of the base are not those that the adapter was tuned on."""
-        if self.adapter is None or self.permissions.changed or (known := Run(self.adapter).provenance.origin) is None:
-            return
-        if not self._is(known):
+        if self.adapter and not self.permissions.changed and not self.is_base_of(Run(self.adapter)):
             other = f"{self.base} ({self.folder}) has other weights than those that it was tuned on"
             raise ModelError(f"{self.adapter}: {other}; bring them back, or use these with --allow-changed")
 
@@ -332,10 +329,11 @@ def adapter_folder(name: str, revision: str = "main") -> Path | None:
         settings = find_file(name, ADAPTER_CONFIG_FILE, revision)
     except ModelError:  # which says of a base what is wrong
         return None
-    files = (CONFIG_FILE, ADAPTER_WEIGHTS_FILE, RUN_FILE, RECIPE_FILE, *TOKENIZER_FILES)
-    for file in files if settings else ():
+    if settings is None:
+        return None
+    for file in (CONFIG_FILE, ADAPTER_WEIGHTS_FILE, RUN_FILE, RECIPE_FILE, *TOKENIZER_FILES):
         find_file(name, file, revision)
-    return settings.parent if settings else None
+    return settings.parent
 
 
 def run_folder(name: str) -> Path:
@@ -384,10 +382,10 @@ def find_base_of(folder: Path, base: str | None = None, permissions: Permissions
     return _find_base(name, revision, permissions)
 
 
-def own_entries(config: PreTrainedConfig) -> dict[str, Any]:
+def own_entries(config: PreTrainedConfig) -> Config:
     """Return a config as a dictionary, without common defaults and the path it was read from."""
-    common, own = PreTrainedConfig(name_or_path=config.name_or_path).to_dict(), config.to_dict()
-    return {key: own[key] for key in own if key not in common or common[key] != own[key]}
+    common = PreTrainedConfig(name_or_path=config.name_or_path).to_dict()
+    return {key: value for key, value in config.to_dict().items() if key not in common or common[key] != value}
 
 
 def _find_base(name: str, revision: str = "main", permissions: Permissions = NO_PERMISSIONS) -> Model:
@@ -396,7 +394,7 @@ def _find_base(name: str, revision: str = "main", permissions: Permissions = NO_
         read_config(Path(path))
     with readable(name, CONFIG_FILE), quiet_loading():
         config = AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=permissions.remote_code)
-    own: Config = own_entries(config)
+    own = own_entries(config)
     if full_attention_rope(own).get("rope_type") == "linear":
         settings = find_file(path, SETTINGS_FILE, revision)
         own = declaring_original(
