@@ -64,7 +64,6 @@ class Provenance(BaseModel, extra="allow", strict=True, frozen=True):
     commit: str | None = None
     hardware: str | None = None
     original: int | None = None
-    trainable_parameters: int | None = None
 
 
 @dataclass(frozen=True)
@@ -278,10 +277,8 @@ def staged(output: Path, resume: bool = False) -> Iterator[Path]:
 
 def _check_place(output: Path) -> None:
     place, problem = _place(output), ""
-    if place.exists() and (not place.is_dir() or any(place.iterdir())):
+    if place == Path.cwd() or (place.exists() and (not place.is_dir() or any(place.iterdir()))):
         problem = "already exists and is not overwritten; choose another --output or remove it"
-    elif os.path.ismount(place) or place == Path.cwd():
-        problem = "is a mount point or the current folder, which cannot be replaced; name one in it: --output run"
     # Of a file, "file/." cannot be accessed either.
     elif not os.access(f"{next(parent for parent in place.parents if parent.exists())}/.", os.W_OK):
         problem = "is in a place that cannot be written; choose another --output"
@@ -312,7 +309,7 @@ def _locked(output: Path) -> Iterator[None]:
 def _publish(staging: Path, output: Path) -> Path:
     """Rename what is finished to `output`, or beside it if that was created meanwhile; return the new folder."""
     for weights in staging.glob("*.safetensors"):
-        weights.chmod(0o666 & ~_umask())  # safetensors 0.8 writes them for their owner alone
+        weights.chmod((staging / LOCK).stat().st_mode)  # safetensors 0.8 writes them for their owner alone
     place = _place(output)
     try:
         os.replace(staging, place)  # takes the place of an empty folder
@@ -322,12 +319,6 @@ def _publish(staging: Path, output: Path) -> Path:
         place = place.with_name(f"{place.name}-2")
         os.replace(staging, place)
     return place
-
-
-def _umask() -> int:
-    umask = os.umask(0o077)
-    os.umask(umask)
-    return umask
 
 
 def _step(checkpoint: Path) -> str:
@@ -343,13 +334,10 @@ def _sizes(checkpoint: Path) -> dict[str, int]:
 def _damage(checkpoint: Path) -> str | None:
     """Return what is wrong with a complete checkpoint, or None."""
     try:
-        expected = json.loads((checkpoint / COMPLETE).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        expected = None
-    if not isinstance(expected, dict) or TRAINING_LOG not in expected:
+        expected = read_json(checkpoint / COMPLETE, dict[str, int], "start again")
+    except ModelError:
         return f"{COMPLETE} is damaged"
-    sizes = _sizes(checkpoint)
-    differing = sorted(name for name in expected.keys() | sizes.keys() if sizes.get(name) != expected.get(name))
+    differing = sorted({name for name, _ in expected.items() ^ _sizes(checkpoint).items()})
     return f"{', '.join(differing)} changed since they were written" if differing else None
 
 
