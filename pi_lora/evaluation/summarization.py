@@ -10,7 +10,6 @@ from pathlib import Path
 import numpy as np
 from pydantic import BaseModel
 
-from pi_lora.data.examples import Account, Prompter, Task, prompted
 from pi_lora.data.sources import SCROLLS, find_table
 from pi_lora.distributed import is_leader
 from pi_lora.errors import DataError
@@ -21,7 +20,7 @@ from pi_lora.evaluation.measurement import Measurement, Scores
 from pi_lora.evaluation.metrics import Interval, Metric
 from pi_lora.models.model import Model
 from pi_lora.recipe.evaluation import Sampling, SummarizationOptions
-from pi_lora.recipe.schema import Data, Source
+from pi_lora.recipe.schema import Data
 from pi_lora.run import Run
 from pi_lora.types import Json
 from pi_lora.writing import check_can_write, write_whole
@@ -70,21 +69,24 @@ class Summarization(Measurement[SummarizationOptions, SummarizationScores]):
             if len(models) > 1:
                 raise DataError("--predictions: holds the summaries of one model; name one, or leave it out")
         options = complete(options, models[0].name)
-        rows_and_task(options)
+        data_of(options)
         return options
 
     def run(self, model: Model, options: SummarizationOptions, session: Session) -> SummarizationScores:
         """Score the summaries of a model. Raise DataError if the data cannot be read, lacks a column or holds nothing,
         or the window is too short.
         """
+        # Imported here: `datasets` takes a second and 0.1 GB, and merges and cards only read scores.
+        from pi_lora.data.examples import Account, Prompter, Task, prompted
+
         options = complete(options, model.name)
-        source, task = rows_and_task(options)
-        table, account = find_table(source), Account()
+        data = data_of(options)
+        task, table, account = Task.of(data), find_table(data.source[0]), Account()
         prompter = Prompter(task, model.tokenizer, model.window)
         batches = prompted(table.read(task.columns, None), prompter, account, options.limit)
         examples = [example for batch in batches for example in batch]
         if not examples:
-            raise account.nothing(table.name, no_room(model, task))
+            raise account.nothing(table.name, no_room(model, task.completion_tokens))
         for line in account.left_out:
             session.say(line)
         texts = written(model, [prompt.ids for _, _, prompt in examples], options, session, table.identity())
@@ -138,12 +140,11 @@ def complete(options: SummarizationOptions, model: str) -> SummarizationOptions:
     return options.changed(**{"max_new_tokens": usual.completion_tokens, **defaults, **given})
 
 
-def rows_and_task(options: SummarizationOptions) -> tuple[Source, Task]:
-    """Return the rows and the prompts of complete options; raise PiLoraError if keys do not go together."""
+def data_of(options: SummarizationOptions) -> Data:
+    """Return the rows and prompts of complete options as in a recipe; raise RecipeError if keys do not go together."""
     source = {"name": options.data, "subset": options.subset, "split": options.split}
     prompts = options.model_dump(include=PROMPT_KEYS)
-    data = GOVREPORT.changed(**prompts, source=source, completion_tokens=options.max_new_tokens)
-    return data.source[0], Task.of(data)
+    return GOVREPORT.changed(**prompts, source=source, completion_tokens=options.max_new_tokens)
 
 
 def written(
@@ -192,9 +193,11 @@ def summarize(
     """Write a summary of `text` as it is generated, by the prompt that the model was tuned on or the paper's, and `say`
     how much was cut off. Raise DataError if the prompt needs more than a document, or the window has no room for one.
     """
+    from pi_lora.data.examples import Prompter, Task
+
     options = complete(SummarizationOptions(**sampling.model_dump()), loaded.name)
     # All that fits is read, also where examples of training were cut shorter.
-    task = replace(rows_and_task(options)[1], document_tokens=loaded.window)
+    task = replace(Task.of(data_of(options)), document_tokens=loaded.window)
     if task.document is None or task.prompt_columns != [task.document]:
         columns = " and ".join(task.prompt_columns)
         raise DataError(
@@ -202,14 +205,14 @@ def summarize(
         )
     [prompt] = Prompter(task, loaded.tokenizer, loaded.window).prompts([{task.document: text}])
     if not prompt.fits:
-        raise DataError(no_room(loaded, task))
+        raise DataError(no_room(loaded, task.completion_tokens))
     if prompt.kept < prompt.document_tokens:
         cut = f"{prompt.document_tokens:,} tokens are longer than the window of {loaded.name}"
         say(f"{name}: {cut}; truncated to the first {prompt.kept:,}")
     generate(loaded, [prompt.ids], options, write)
 
 
-def no_room(loaded: Model, task: Task) -> str:
+def no_room(loaded: Model, completion_tokens: int) -> str:
     """Return that the window holds no document beside its summary."""
-    left = f"{task.completion_tokens} leave no room for a document in the {loaded.window} tokens"
+    left = f"{completion_tokens} leave no room for a document in the {loaded.window} tokens"
     return f"--max-new-tokens: {left} that {loaded.name} reads; choose fewer, or a model that reads more"

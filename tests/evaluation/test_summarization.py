@@ -18,7 +18,7 @@ from pi_lora.data.batches import training_data
 from pi_lora.errors import Interrupted
 from pi_lora.evaluation.generation import generate
 from pi_lora.evaluation.journal import Session
-from pi_lora.evaluation.summarization import Summarization, complete, rouge, rows_and_task
+from pi_lora.evaluation.summarization import Summarization, complete, data_of, rouge
 from pi_lora.models.model import load
 from pi_lora.recipe.evaluation import Sampling, SummarizationOptions
 from pi_lora.recipe.schema import Recipe
@@ -161,19 +161,14 @@ def test_writing_is_seeded_and_a_batch_is_greedy_as_each_prompt_alone(tuned: Pat
 
 def test_a_run_without_a_task_is_measured_on_govreport(extended: Path) -> None:
     asked = complete(SummarizationOptions(), str(extended))
-    source, task = rows_and_task(asked)
-    assert (source.name, source.subset, source.split) == ("tau/scrolls", "gov_report", "validation")
-    assert (asked.document, asked.summary, task.document_tokens) == ("input", "output", 15000)
+    data = data_of(asked)
+    assert (asked.data, asked.subset, asked.split) == ("tau/scrolls", "gov_report", "validation")
+    assert (data.document, data.summary, data.document_tokens) == ("input", "output", 15000)
     assert complete(asked, "builtin:tiny") == asked
     other = SummarizationOptions(data="x.csv", template="{q}?", completion="a")
-    source, task = rows_and_task(complete(other, "builtin:tiny"))
-    assert (source.name, source.subset, task.template, task.completion, task.document) == (
-        "x.csv",
-        None,
-        "{q}?",
-        "a",
-        None,
-    )
+    data = data_of(complete(other, "builtin:tiny"))
+    assert (data.source[0].name, data.source[0].subset) == ("x.csv", None)
+    assert (data.template, data.completion, data.document) == ("{q}?", "a", None)
 
 
 def test_a_hub_data_set_is_measured_on_its_validation_split(extended: Path, monkeypatch: pytest.MonkeyPatch) -> None:
