@@ -12,6 +12,7 @@ import logging
 import shutil
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from machine import machine
@@ -41,6 +42,7 @@ SWEEP = f"--windows {','.join(map(str, WINDOWS))} --stride 128 --documents {DOCU
 PASSKEYS = f"--depths {DEPTHS} --trials {TRIALS} --seed 2".split()
 TO_TARGET = ["--target", str(TARGET)]
 STEP_0 = ["--original", str(ORIGINAL), *TO_TARGET]
+MAP = ["--targets", "256,512,768,1024"]  # lengths of the heat map
 
 Measured = tuple[Scores, Scores]
 
@@ -69,13 +71,13 @@ def tuned(name: str, *overrides: str) -> str:
     return str(output)
 
 
-def measured(name: str, model: str, extension: list[str] | None = None) -> Measured:
+def measured(name: str, model: str, lengths: list[str] = TO_TARGET, extension: Sequence[str] = ()) -> Measured:
     """Measure perplexity and passkeys; return the scores, which stay in demo/scores."""
     scores = []
-    for measurement, options in (("perplexity", SWEEP), ("passkey", PASSKEYS + ([] if extension else TO_TARGET))):
+    for measurement, options in (("perplexity", SWEEP), ("passkey", PASSKEYS + lengths)):
         file = DEMO / "scores" / f"{name}-{measurement}.json"
         file.parent.mkdir(parents=True, exist_ok=True)
-        run("eval", measurement, model, *(extension or []), *options, "--json", str(file))
+        run("eval", measurement, model, *extension, *options, "--json", str(file))
         scores.append(read_scores(file))
     return tuple(scores)
 
@@ -118,8 +120,8 @@ def main() -> None:
     steps = load_recipe(RELEASED / "recipe.yaml").recipe.training.steps
     rows = {
         "base, extrapolating": [measured("base", "builtin:tiny")],
-        "PI, step 0": [measured("step-0", "builtin:tiny", STEP_0)],
-        f"PI, {STEPS} steps": [measured("live", live)],
+        "PI, step 0": [measured("step-0", "builtin:tiny", [], STEP_0)],
+        f"PI, {STEPS} steps": [measured("live", live, MAP)],
         f"PI, released, {steps} steps": [measured("released", str(RELEASED))],
     }
     merged = DEMO / "merged"

@@ -166,8 +166,8 @@ def draw_run(run: MeasuredRun, folder: Path) -> Iterator[Path]:
 
 
 def comparison_picture(measurements: Sequence[Mapping[str, Scores]], original: int, file: Path) -> None:
-    """Draw several models, the first panel of each measurement; raise DataError if the file cannot be written."""
-    save(figure_of(*(_panels(scores, original)[0] for scores in measurements)), file)
+    """Draw several models, the panels of each measurement; raise DataError if the file cannot be written."""
+    save(figure_of(*(panel for scores in measurements for panel in _panels(scores, original))), file)
 
 
 def _panels(scores: Mapping[str, Scores], original: int | None) -> list[Panel]:
