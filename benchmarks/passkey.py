@@ -17,13 +17,11 @@ from typing import Any
 from record import seconds_of, write_run
 
 import pi_lora
-from pi_lora.evaluation.passkey.measurement import evaluate_passkey
-from pi_lora.evaluation.passkey.prompt import Grid, trials_at
+from pi_lora.evaluation.passkey import Grid, evaluate_passkey
 from pi_lora.recipe.evaluation import PasskeyOptions
 
 GRID = Grid(target=1024, depths=32, trials=10, seed=0)
 ASKED = PasskeyOptions(target=GRID.target, depths=GRID.depths, trials=GRID.trials, seed=GRID.seed)
-K_MAX_ONLY = ASKED.changed(k_max_only=True)
 ROUNDS = 3
 # Trials at each distance that `generate` is timed on.
 TIMED = {"generate_with_cache": 2, "generate_without_cache": 1}
@@ -34,7 +32,8 @@ def generate(loaded: Any, outcomes: list[list[bool]], trials: int, use_cache: bo
     from oracle_passkey import generated
 
     for depth in range(GRID.depths):
-        for number, trial in enumerate(trials_at(loaded.tokenizer, GRID, depth, range(trials))):
+        for number in range(trials):
+            trial = GRID.trial(loaded.tokenizer, depth, number)
             answer = generated(loaded.model, loaded.tokenizer, trial, use_cache)
             if (answer == GRID.keys[depth][number]) != outcomes[depth][number]:
                 raise SystemExit(f"generate disagrees at k {GRID.ks[depth]}, trial {number}: {answer}")
@@ -45,14 +44,11 @@ def main() -> None:
     tuned = Path("demo/live").exists()
     extension = pi_lora.Extension(target=GRID.target)
     loaded = pi_lora.load("demo/live") if tuned else pi_lora.load("builtin:tiny", extension)
-    scores, only = (evaluate_passkey(loaded, each) for each in (ASKED, K_MAX_ONLY))
+    scores = evaluate_passkey(loaded, ASKED)
     outcomes = [row.outcomes for row in scores.depths]
     rounds = []
     for _ in range(ROUNDS):
-        seconds = {
-            "pi_lora": seconds_of(lambda: evaluate_passkey(loaded, ASKED)),
-            "pi_lora_k_max_only": seconds_of(lambda: evaluate_passkey(loaded, K_MAX_ONLY)),
-        }
+        seconds = {"pi_lora": seconds_of(lambda: evaluate_passkey(loaded, ASKED))}
         for way, trials in TIMED.items():
             cached = way == "generate_with_cache"
             timed = seconds_of(lambda trials=trials, cached=cached: generate(loaded, outcomes, trials, cached))
@@ -61,13 +57,11 @@ def main() -> None:
         print(rounds[-1], flush=True)
     median = {way: statistics.median(each[way] for each in rounds) for way in rounds[0]}
     faster = {f"than_{way}": round(median[way] / median["pi_lora"], 2) for way in TIMED}
-    faster["k_max_only_than_whole"] = round(median["pi_lora"] / median["pi_lora_k_max_only"], 2)
     result = {
         "model": loaded.name,
         "tuned": tuned,
         "grid": {"target": GRID.target, "depths": GRID.depths, "trials": GRID.trials, "seed": GRID.seed},
-        "k_max": {"whole": scores.k_max, "k_max_only": only.k_max},
-        "trials_made": {"whole": GRID.depths * GRID.trials, "k_max_only": sum(row.trials for row in only.depths)},
+        "k_max": scores.k_max,
         "seconds": median,
         "times_faster": faster,
         "rounds": rounds,

@@ -51,8 +51,8 @@ def straightforward(
 
 def ours(model: Any, documents: list[list[int]], windows: list[int]) -> dict[int, float]:
     """Perplexity by window, as `pi-lora eval perplexity` measures it."""
-    from pi_lora.evaluation.perplexity.losses import Sweep, document_losses
-    from pi_lora.evaluation.perplexity.measurement import window_scores
+    from pi_lora.evaluation.perplexity import window_scores
+    from pi_lora.evaluation.sliding_windows import Sweep, document_losses
 
     sweep = Sweep(tuple(windows), STRIDE)
     scores = window_scores([document_losses(model, document, sweep) for document in documents])
@@ -87,7 +87,7 @@ def prepare(folder: Path) -> dict[str, Path]:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     import pi_lora
-    from pi_lora.evaluation.perplexity.documents import choose_documents
+    from pi_lora.evaluation.perplexity import choose_documents
     from pi_lora.models.files import BUILTIN_FOLDER
     from pi_lora.recipe.evaluation import PerplexityOptions
 

@@ -14,7 +14,7 @@ from pages import machines_of, made_on, mean_and_range, table, write_block
 from reproduce import index
 from tables_smollm2 import table_of_perplexity
 
-from pi_lora.evaluation.metrics import wilson
+from pi_lora.evaluation.intervals import wilson
 
 HERE = Path(__file__).parent
 DOCS = record.ROOT / "docs"

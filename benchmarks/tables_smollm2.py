@@ -6,8 +6,8 @@ from typing import Any
 
 from pages import made_on, table
 
-from pi_lora.evaluation.metrics import wilson
-from pi_lora.evaluation.registry import MEASUREMENTS
+from pi_lora.evaluation.intervals import wilson
+from pi_lora.evaluation.suite import MEASUREMENTS
 from pi_lora.report.card import comparison_picture
 
 MODELS = {"base": "base", "pi": "PI, step 0", "tuned": "PI, tuned"}

@@ -11,8 +11,8 @@ from pi_lora.recipe.places import find_recipe
 from pi_lora.types import NO_PERMISSIONS, Permissions, Progress, silent
 
 if TYPE_CHECKING:
-    from pi_lora.evaluation.passkey.measurement import PasskeyScores
-    from pi_lora.evaluation.perplexity.measurement import PerplexityScores
+    from pi_lora.evaluation.passkey import PasskeyScores
+    from pi_lora.evaluation.perplexity import PerplexityScores
     from pi_lora.models.model import Model
     from pi_lora.planning.planning import TrainingPlan
     from pi_lora.recipe.schema import Recipe
@@ -161,7 +161,7 @@ def evaluate_perplexity(
         ModelError: The model cannot be found or loaded.
     """
     from pi_lora.evaluation.journal import Session
-    from pi_lora.evaluation.perplexity.measurement import evaluate_perplexity
+    from pi_lora.evaluation.perplexity import evaluate_perplexity
     from pi_lora.recipe.evaluation import PerplexityOptions
 
     lengths = tuple(windows) if windows else None
@@ -196,7 +196,7 @@ def evaluate_passkey(
         ModelError: The model cannot be found or loaded.
     """
     from pi_lora.evaluation.journal import Session
-    from pi_lora.evaluation.passkey.measurement import evaluate_passkey
+    from pi_lora.evaluation.passkey import evaluate_passkey
     from pi_lora.recipe.evaluation import PasskeyOptions
 
     options = PasskeyOptions(target=target, depths=depths, trials=trials, seed=seed)

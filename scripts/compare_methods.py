@@ -16,8 +16,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from pi_lora.evaluation.passkey.measurement import evaluate_passkey
-from pi_lora.evaluation.perplexity.measurement import evaluate_perplexity
+from pi_lora.evaluation.passkey import evaluate_passkey
+from pi_lora.evaluation.perplexity import evaluate_perplexity
 from pi_lora.models.model import Extension, load
 from pi_lora.recipe.evaluation import PasskeyOptions, PerplexityOptions
 from pi_lora.run import staging_path

@@ -22,7 +22,7 @@ from rich.table import Table
 
 from pi_lora.cli import main as pi_lora
 from pi_lora.evaluation.measurement import Scores
-from pi_lora.evaluation.registry import read_scores
+from pi_lora.evaluation.suite import read_scores
 from pi_lora.models.machine import has_fast_bfloat16
 from pi_lora.recipe.files import load_recipe
 from pi_lora.report.card import comparison_picture

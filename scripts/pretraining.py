@@ -11,7 +11,7 @@ from torch.nn.functional import cross_entropy
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from pi_lora.data.recall import recall_document
-from pi_lora.evaluation.passkey.prompt import FILLER, prompt
+from pi_lora.evaluation.passkey import FILLER, prompt
 from pi_lora.models.tokenizer import save_tokenizer
 
 BOS, EOS = "<s>", "</s>"

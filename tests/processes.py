@@ -35,7 +35,7 @@ PROGRESS = re.compile(r"^(.+: [\d,]+ of [\d,]+, \d.* left(, .*)?|[\w ./:-]+ \.\.
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 HEAVY = (
     "pi_lora.training.training pi_lora.preflight pi_lora.merging.merging pi_lora.planning.text "
-    "pi_lora.evaluation.suite pi_lora.evaluation.perplexity.measurement pi_lora.evaluation.passkey.measurement "
+    "pi_lora.evaluation.suite "
     "accelerate.commands.launch torch.distributed.run transformers.models.llama.modeling_llama "
     "peft.tuners.lora torch._dynamo torch.distributed.fsdp"
 ).split()

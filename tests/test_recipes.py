@@ -9,7 +9,7 @@ import pytest
 from pydantic import BaseModel
 
 import pi_lora
-from pi_lora.evaluation.registry import MEASUREMENTS
+from pi_lora.evaluation.suite import MEASUREMENTS
 from pi_lora.planning.planning import CONFIGS, TrainingPlan, plan_training, shipped_config
 from pi_lora.planning.text import recipes_page
 from pi_lora.recipe.files import load_recipe, recipe_paths, recipe_summary

@@ -17,9 +17,8 @@ from perplexity import straightforward
 from record import seconds_of
 
 import pi_lora
-from pi_lora.evaluation.passkey.measurement import evaluate_passkey
-from pi_lora.evaluation.passkey.prompt import Grid, trials_at
-from pi_lora.evaluation.perplexity.losses import Sweep, document_losses
+from pi_lora.evaluation.passkey import Grid, evaluate_passkey
+from pi_lora.evaluation.sliding_windows import Sweep, document_losses
 from pi_lora.recipe.evaluation import PasskeyOptions
 
 # Windows beyond the first one: enough to time.
@@ -47,7 +46,7 @@ def passkey(loaded: Any, grid: Grid, compared: int) -> dict[str, Any]:
             generated(loaded.model, loaded.tokenizer, trial, use_cache=False)
 
     row: dict[str, Any] = {"depths": grid.depths, "trials": grid.trials}
-    trials = [trials_at(loaded.tokenizer, grid, depth, range(1))[0] for depth in range(compared)]
+    trials = [grid.trial(loaded.tokenizer, depth, 0) for depth in range(compared)]
     if trials:
         plain(trials[:1])
         row["longlora"] = seconds_of(lambda: plain(trials)) / compared * grid.depths * grid.trials

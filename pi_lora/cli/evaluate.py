@@ -45,8 +45,7 @@ class Measuring(Loading):
     def report(self, name: str, models: list[str], options: Any, target: int | None, plot: Path | None = None) -> None:
         """Measure models alike, plain bases extended to `target`, and write, print and draw their scores."""
         with working(LIBRARIES):
-            from pi_lora.evaluation.suite import evaluate
-            from pi_lora.evaluation.table import scores_table
+            from pi_lora.evaluation.suite import evaluate, scores_table
 
             found = self.find(*models, extension=extension_of(target, self.original, self.scaling))
         files = {name: self.json} if self.json else {}
@@ -146,8 +145,7 @@ def everything(
 ) -> None:
     """Measure what RUN's recipe names under `evaluation`, and keep it in RUN/scores."""
     with working(LIBRARIES):
-        from pi_lora.evaluation.suite import asked_of, scores_of
-        from pi_lora.evaluation.table import scores_table
+        from pi_lora.evaluation.suite import asked_of, scores_of, scores_table
         from pi_lora.models.model import run_folder
         from pi_lora.run import TUNED, Run
 

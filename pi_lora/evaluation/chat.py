@@ -14,13 +14,11 @@ from torch.nn.functional import kl_div
 from pi_lora.data.chats import Chat, ChatTemplate, read_chats
 from pi_lora.data.sources import find_table
 from pi_lora.errors import DataError
-from pi_lora.evaluation.forward import check_numbers, described, padded
+from pi_lora.evaluation.forward import check_numbers, described, in_parts, logits_at, padded
 from pi_lora.evaluation.generation import written_ids
 from pi_lora.evaluation.intervals import of_means
 from pi_lora.evaluation.journal import Session, identity_of
-from pi_lora.evaluation.measurement import Measurement, Result, Scores
-from pi_lora.evaluation.metrics import Metric, Value, share
-from pi_lora.evaluation.perplexity.losses import in_parts, logits_at
+from pi_lora.evaluation.measurement import Measurement, Metric, Result, Scores, Value, share
 from pi_lora.models.model import Model, find
 from pi_lora.recipe.evaluation import ChatOptions, Sampling
 from pi_lora.recipe.schema import Data, Source
@@ -91,16 +89,14 @@ class Chats(Measurement[ChatOptions, ChatScores]):
         asked = options.model_dump(exclude={"limit"})
         journal = session.journal(model, {**asked, "rows": table.identity(), "base": base and identity_of(base)})
         names = list(chats)
-        mine = list(journal.share(names))
 
         def measure(name: str) -> ChatScore:
-            session.progress(mine.index(name), len(mine))
             return chat_score(model, base, name, chats[name])
 
-        found = list(journal.measure(ChatScore, names, measure).values())
+        found = list(journal.measure(ChatScore, names, measure, session.progress).values())
         tokens = [each.tokens for each in found]
         loss = fmean([math.log(each.perplexity) for each in found], tokens)
-        check_numbers(model.name, model.model.dtype, math.isfinite(loss))
+        check_numbers(model, math.isfinite(loss))
         against_base: Json = {}
         if options.base:
             divergence = fmean([each.divergence for each in found], tokens)

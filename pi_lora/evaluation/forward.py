@@ -1,13 +1,24 @@
-"""What all measurements know of a model: what results say of it, how many tokens at a time, padding, input lengths."""
+"""Forward passes of long inputs in bounded memory: padding, logits in parts, and prefixes that inputs share; and what
+results say of the model that makes them.
+"""
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from copy import deepcopy
+from dataclasses import dataclass
+from itertools import takewhile
+from typing import Any, cast
 
 import torch
 from torch.distributed.fsdp import FSDPModule
+from torch.nn.attention.bias import causal_lower_right
+from torch.nn.functional import cross_entropy
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.cache_utils import DynamicCache, DynamicLayer
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from pi_lora.errors import ModelError
-from pi_lora.models.machine import nf4_kernel
+from pi_lora.models.machine import free_memory, nf4_kernel
 from pi_lora.models.model import Model
 from pi_lora.scaling.config import Config, constant_longrope, full_attention_rope
 from pi_lora.types import Json
@@ -16,6 +27,13 @@ from pi_lora.types import Json
 PASS_TOKENS, PASS_TOKENS_ON_CPU = 16384, 2048
 # Tokens, shared ones included, of the inputs that go through a model together: this bounds the memory of their keys.
 HELD_TOKENS = 16384
+# Logits in memory at a time; a window of 32k tokens over a vocabulary of 128k has 4 billion.
+LOGITS, LOGITS_ON_CPU = 2**28, 2**25
+# Of the memory that is free, the most that keys and values may take; the rest is for the forward pass.
+SHARE_OF_MEMORY = 0.75
+# Pairs of tokens in the mask of a pass that continues a cache, at most; a byte each, or two where a kernel adds it.
+MASKED_PAIRS = 2**27
+LOWER_RIGHT = "pi_lora_lower_right"
 
 
 def described(loaded: Model) -> Json:
@@ -29,6 +47,21 @@ def described(loaded: Model) -> Json:
         **({"quantized_kernel": nf4_kernel(loaded.model.device.type)} if quantized else {}),
         "window": loaded.window,
     }
+
+
+def check_numbers(loaded: Model, finite: bool) -> None:
+    """Raise ModelError unless what was measured of a model is `finite`."""
+    if not finite:
+        gives = f"gives infinite or NaN numbers in {str(loaded.model.dtype).removeprefix('torch.')}"
+        raise ModelError(f"{loaded.name}: {gives}; try another --dtype")
+
+
+def check_ids(loaded: Model, ids: Sequence[int]) -> None:
+    """Raise ModelError if the tokenizer gives ids that the model does not have."""
+    known: Any = loaded.model.config.get_text_config().vocab_size
+    if max(ids) >= known:
+        given = f"its tokenizer gives the id {max(ids)}, and the model knows {known} tokens"
+        raise ModelError(f"{loaded.name}: {given}; put the tokenizer beside it that it was trained with")
 
 
 def pass_tokens(model: Any) -> int:
@@ -64,16 +97,133 @@ def forget_lengths(model: Any) -> None:
     model(input_ids=torch.zeros((1, 1), dtype=torch.long, device=model.device), use_cache=False)
 
 
-def check_numbers(name: str, dtype: torch.dtype, finite: bool) -> None:
-    """Raise ModelError unless what was measured of a model is `finite`."""
-    if not finite:
-        gives = f"gives infinite or NaN numbers in {str(dtype).removeprefix('torch.')}"
-        raise ModelError(f"{name}: {gives}; try another --dtype")
+@torch.no_grad()
+def token_losses(model: Any, ids: torch.Tensor, tokens: Sequence[int]) -> torch.Tensor:
+    """Return the losses in nats of the tokens at `tokens` of `ids` (rows, length): (rows, tokens), on the CPU."""
+    parts = in_parts(model, ids, tokens)
+    losses = [
+        cross_entropy(logits.float().flatten(0, 1), ids[:, part].flatten(), reduction="none").view(len(ids), -1)
+        for part, logits in zip(parts, logits_at(model, ids, parts), strict=True)
+    ]
+    return torch.cat(losses, dim=1).cpu()
 
 
-def check_ids(loaded: Model, ids: Sequence[int]) -> None:
-    """Raise ModelError if the tokenizer gives ids that the model does not have."""
-    known: Any = loaded.model.config.get_text_config().vocab_size
-    if max(ids) >= known:
-        given = f"its tokenizer gives the id {max(ids)}, and the model knows {known} tokens"
-        raise ModelError(f"{loaded.name}: {given}; put the tokenizer beside it that it was trained with")
+def in_parts(model: Any, ids: torch.Tensor, tokens: Sequence[int]) -> Sequence[torch.Tensor]:
+    """Return places of `ids` (rows, length) in parts whose logits fit into memory together."""
+    places = torch.tensor(tokens, device=ids.device)
+    at_once = LOGITS_ON_CPU if ids.device.type == "cpu" else LOGITS
+    size = max(1, at_once // (len(ids) * model.config.get_text_config().vocab_size))
+    # What ModernBERT's decoder calls its decoder is its head (transformers 5.23).
+    return torch.split(places, size if isinstance(model.get_decoder(), PreTrainedModel) else len(places))
+
+
+def logits_at(model: Any, ids: torch.Tensor, parts: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """Yield the logits that predict the tokens at each of `parts`: those of the positions before them. The first call
+    runs the layers. Each later one gives the model a single token and replaces the decoder's output by that of the
+    first: the head, with any scaling and capping, stays the model's own.
+    """
+    made: list[torch.Tensor] = []
+
+    def reuse_output(_module: Any, _inputs: Any, output: Any) -> Any:
+        if not made:
+            made.append(output.last_hidden_state)
+        output.last_hidden_state = made[0]
+        return output
+
+    hook = model.get_decoder().register_forward_hook(reuse_output) if len(parts) > 1 else nullcontext()
+    with hook:
+        for part in parts:
+            yield model(input_ids=ids[:, :1] if made else ids, use_cache=False, logits_to_keep=part - 1).logits
+
+
+@dataclass
+class SharedPrefix:
+    """The keys and values of `ids`, with which inputs may begin: as attention is causal, what follows changes none."""
+
+    ids: Sequence[int]
+    kept: DynamicCache
+
+    def length_in(self, rows: Sequence[Sequence[int]]) -> int:
+        """Return how many first tokens all rows share with `ids`: compared, as what follows may change tokens."""
+        same = takewhile(lambda column: len(set(column)) == 1, zip(self.ids, *rows, strict=False))
+        return sum(1 for _ in same)
+
+    def cache(self, length: int, rows: int) -> DynamicCache:
+        """Return a cache for `rows` inputs that begin with the first `length` tokens."""
+        cache = deepcopy(self.kept)
+        cache.crop(length - len(self.ids))
+        for layer in cache.layers:  # `batch_repeat_interleave` would copy what each layer copies again
+            layer.keys, layer.values = (each.expand(rows, -1, -1, -1) for each in (layer.keys, layer.values))
+        return cache
+
+
+@torch.no_grad()
+def shared_prefix(model: Any, ids: Sequence[int], length: int) -> SharedPrefix | None:
+    """Return what inputs of up to `length` tokens share; None for a model that cannot share it, without room for its
+    keys and values beside those of the inputs, and for a sharded model, whose plan leaves none.
+    """
+    if is_sharded(model) or (first := _cache_of(model, ids[:1])) is None:
+        return None
+    per_token = sum(layer.keys.nbytes + layer.values.nbytes for layer in first.layers)
+    needed = per_token * (len(ids) + max(length, HELD_TOKENS))
+    if needed > SHARE_OF_MEMORY * free_memory(model.device):
+        return None
+    cache = _cache_of(model, ids)
+    return SharedPrefix(ids, cache) if cache else None
+
+
+def _cache_of(model: Any, ids: Sequence[int]) -> DynamicCache | None:
+    """The cache after `ids`; None if a layer keeps something else than the keys and values of all tokens, as sliding
+    windows and state spaces do.
+    """
+    tokens = torch.tensor([ids], device=model.device)
+    cache = model(input_ids=tokens, use_cache=True, logits_to_keep=1).past_key_values
+    plain = type(cache) is DynamicCache and all(
+        type(layer) is DynamicLayer and layer.is_initialized for layer in cache.layers
+    )
+    return cache if plain else None
+
+
+@torch.no_grad()
+def last_logits(model: Any, rows: Sequence[Sequence[int]], tail: int, prefix: SharedPrefix | None) -> torch.Tensor:
+    """Return the logits of the last `tail` positions of token ids: (rows, tail, vocabulary). Short rows are padded.
+    Every row must have a token of its own before its last `tail - 1`.
+    """
+    ids = padded(model, rows)
+    shared = min(prefix.length_in(rows), ids.shape[1] - tail) if prefix else 0
+    if prefix is None or not shared:
+        return cast(torch.Tensor, model(input_ids=ids, use_cache=False, logits_to_keep=tail).logits)
+    cache, own = prefix.cache(shared, len(rows)), ids[:, shared:]
+    # Pieces of about equal length: each attends to all before it.
+    size = max(2 * tail, min(pass_tokens(model), MASKED_PAIRS // ids.shape[1]) // len(rows))
+    *others, last = own.tensor_split(-(-own.shape[1] // size), dim=1)
+    with without_mask(model) if model.device.type == "cuda" else nullcontext():
+        for piece in others:
+            model(input_ids=piece, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        made = model(input_ids=last, past_key_values=cache, use_cache=True, logits_to_keep=tail)
+    return cast(torch.Tensor, made.logits)
+
+
+@contextmanager
+def without_mask(model: Any) -> Iterator[None]:
+    """Let a model continue a cache by torch's kernels that need no mask of all pairs of tokens (`causal_lower_right`);
+    a mask rules out the fastest ones on a GPU, and a CPU would make it anew in every layer.
+    """
+    kernel = model.config._attn_implementation
+    if kernel == "sdpa":
+        model.set_attn_implementation(LOWER_RIGHT)
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(kernel)
+
+
+def _lower_right(
+    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, _mask: torch.Tensor | None, **others: Any
+) -> tuple[torch.Tensor, None]:
+    bias = causal_lower_right(query.shape[2], key.shape[2])
+    output: torch.Tensor = sdpa_attention_forward(module, query, key, value, bias, **{**others, "is_causal": False})[0]
+    return output, None
+
+
+AttentionInterface.register(LOWER_RIGHT, _lower_right)

@@ -131,7 +131,7 @@ class Answers(CacheHook):
         """Keep the answer `res` to the request `req` of the method `attr`."""
         number = res[0] if isinstance(res, tuple) else res
         finite = isinstance(number, str) or math.isfinite(number)
-        check_numbers(self.loaded.name, self.loaded.model.dtype, finite)
+        check_numbers(self.loaded, finite)
         self.done += 1
         self.answered(self.done)
         super().add_partial(attr, req, res)

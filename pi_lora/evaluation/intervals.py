@@ -1,19 +1,34 @@
-"""95 % intervals of the change between two models that were measured on the same documents, trials or examples."""
+"""95 % intervals: of shares, and of the change between two models that were measured on the same documents, trials or
+examples.
+"""
 
 import math
 from collections.abc import Sequence
 from itertools import count
 
-from pi_lora.evaluation.metrics import NORMAL_95, Interval, Metric
-
-# Student's t for 95 % by degrees of freedom, from 1.
-T_95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23)
+Interval = tuple[float, float]
 # What was measured of both models, and the weight.
 Pairs = list[tuple[float, float, float]]
+# Standard errors to each side of a 95 % interval.
+NORMAL_95 = 1.96
+# Student's t for 95 % by degrees of freedom, from 1.
+T_95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23)
+
+
+def wilson(mean: float, samples: int) -> Interval:
+    """Return the interval of a share (Wilson 1927), which has a width also where all samples agree.
+
+    >>> [round(bound, 3) for bound in wilson(1.0, 5)], [round(bound, 3) for bound in wilson(0.5, 100)]
+    ([0.566, 1.0], [0.404, 0.596])
+    """
+    squared = NORMAL_95**2
+    center = (mean + squared / (2 * samples)) / (1 + squared / samples)
+    reach = NORMAL_95 * math.sqrt(mean * (1 - mean) / samples + squared / (4 * samples**2)) / (1 + squared / samples)
+    return max(0.0, center - reach), min(1.0, center + reach)
 
 
 def quantile(pairs: int) -> float:
-    """Return how many standard errors a 95 % interval of the mean of `pairs` differences reaches to each side.
+    """Return how many standard errors an interval of the mean of `pairs` differences reaches to each side.
 
     >>> [round(quantile(pairs), 2) for pairs in (2, 3, 11, 24, 1000)]
     [12.71, 4.3, 2.23, 2.1, 2.0]
@@ -60,20 +75,8 @@ def of_successes(pairs: Pairs) -> Interval:
     >>> [round(bound, 2) for bound in of_successes([(0, 1, 1)] * 8)]
     [0.43, 1]
     """
-    number = len(pairs)
-    more = (sum(before < after for before, after, _ in pairs) + 1) / (number + 2)
-    less = (sum(before > after for before, after, _ in pairs) + 1) / (number + 2)
-    reach = NORMAL_95 * math.sqrt((more + less - (more - less) ** 2) / (number + 2))
+    number = len(pairs) + 2
+    more = (sum(before < after for before, after, _ in pairs) + 1) / number
+    less = (sum(before > after for before, after, _ in pairs) + 1) / number
+    reach = NORMAL_95 * math.sqrt((more + less - (more - less) ** 2) / number)
     return max(-1, more - less - reach), min(1, more - less + reach)
-
-
-def of_two(before: Metric, after: Metric) -> Interval | None:
-    """Return the interval of the difference of two metrics from their own intervals (Newcombe 1998, method 10); None if
-    one of them has none.
-    """
-    if before.interval is None or after.interval is None:
-        return None
-    change = after.value - before.value
-    down = math.hypot(after.value - after.interval[0], before.interval[1] - before.value)
-    up = math.hypot(after.interval[1] - after.value, before.value - before.interval[0])
-    return change - down, change + up

@@ -4,18 +4,17 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-import torch
 from pydantic import BaseModel
 
 from pi_lora.data.documents import fingerprint
-from pi_lora.distributed import any_process, from_all, is_leader, share_of, wait_for_all
+from pi_lora.distributed import from_all, is_leader, share_of, wait_for_all
 from pi_lora.errors import Interrupted
 from pi_lora.evaluation.forward import described, is_sharded
 from pi_lora.models.machine import versions
@@ -31,12 +30,11 @@ WRITTEN_BY_REPORTS = (".md", ".html", ".png")
 class Journal:
     """Results by name, in a folder named after what decides them, one file per process, a line as soon as a result is
     known; what was cut off is measured again. Without a folder, or if it cannot be written, nothing is kept.
-    If `shared`, the processes of this run measure together, each its share; else this process measures all. A `model`
-    may be sharded over them.
+    If `shared`, the processes of this run measure together, each its share; else this process measures all.
     """
 
-    def __init__(self, folder: Path | None = None, shared: bool = False, model: Any = None) -> None:
-        self.folder, self.shared, self.model = folder, shared, model
+    def __init__(self, folder: Path | None = None, shared: bool = False) -> None:
+        self.folder, self.shared = folder, shared
         self.results: dict[str, Any] = {}
         for file in sorted(folder.glob("*.jsonl")) if folder else ():
             for line in file.read_bytes().splitlines():
@@ -44,8 +42,29 @@ class Journal:
                     name, result = json.loads(line)
                     self.results[name] = result
 
-    def add(self, name: str, result: Any) -> None:
-        """Keep a result, a JSON value."""
+    def left(self, names: Iterable[str]) -> list[str]:
+        """Return those of `names` that this process has to measure."""
+        return [name for name in self._share(list(names)) if name not in self.results]
+
+    def measure(
+        self, kind: type[R], names: Sequence[str], measure: Callable[[str], R], progress: Progress = silent
+    ) -> dict[str, R]:
+        """Return the results of `names`: each process measures what is left of its share, and all return the same.
+        `progress` is told after each.
+        """
+        own = self._share(names)
+        for done, name in enumerate(own, 1):
+            if name not in self.results:
+                self._keep(name, measure(name).model_dump())
+                progress(done, len(own))
+        mine = [(name, self.results[name]) for name in own]
+        every = dict(from_all(mine) if self.shared else mine)
+        return {name: kind.model_validate(every[name]) for name in names}
+
+    def _share(self, names: Sequence[str]) -> Sequence[str]:
+        return share_of(names) if self.shared else names
+
+    def _keep(self, name: str, result: Any) -> None:
         self.results[name] = result
         if self.folder is None:
             return
@@ -54,23 +73,6 @@ class Journal:
             own = self.folder / f"{os.environ.get('RANK', '0')}-{os.getpid()}.jsonl"
             with own.open("a", encoding="utf-8") as file:
                 file.write(json.dumps([name, result]) + "\n")
-
-    def left(self, names: Sequence[str]) -> list[str]:
-        """Return those of `names` that this process has to measure."""
-        return [name for name in self.share(names) if name not in self.results]
-
-    def share(self, names: Sequence[str]) -> Sequence[str]:
-        """Return those of `names` that this process measures, or has measured."""
-        return share_of(names) if self.shared else names
-
-    def measure(self, kind: type[R], names: Sequence[str], measure: Callable[[str], R]) -> dict[str, R]:
-        """Return the results of `names`: each process measures what is left of its share, and all return the same."""
-        with _as_many_passes(self.model):
-            for name in self.left(names):
-                self.add(name, measure(name).model_dump())
-        mine = [(name, self.results[name]) for name in self.share(names)]
-        every = dict(from_all(mine) if self.shared else mine)
-        return {name: kind.model_validate(every[name]) for name in names}
 
 
 @dataclass
@@ -87,14 +89,15 @@ class Session:
 
     def journal(self, loaded: Model, decided_by: Mapping[str, Any]) -> Journal:
         """Return a journal of what is measured of a model; `decided_by` is JSON that, with the model, decides it. A
-        model that trains has no files to tell it apart: nothing is kept of it.
+        model that trains has no files to tell it apart: nothing is kept of it. Every process measures all of a sharded
+        model: its forward passes gather the weights from all processes, so all make the same ones.
         """
         if not self.shared or loaded.in_training:
-            return Journal(shared=self.shared, model=loaded.model)
+            return Journal(shared=self.shared and not is_sharded(loaded.model))
         key = json.dumps({**decided_by, "model": identity_of(loaded)}, sort_keys=True)
         folder = cache_folder() / "evaluations" / hashlib.sha256(key.encode()).hexdigest()
         self.folders.append(folder)
-        return Journal(folder, shared=True, model=loaded.model)
+        return Journal(folder, shared=True)
 
     def __enter__(self) -> Self:
         return self
@@ -106,27 +109,6 @@ class Session:
                 shutil.rmtree(folder, ignore_errors=True)
         if isinstance(error, KeyboardInterrupt) and any(folder.exists() for folder in self.folders):
             raise Interrupted("interrupted; what was measured is kept, the same command goes on from there") from None
-
-
-@contextmanager
-def _as_many_passes(model: Any) -> Iterator[None]:
-    """Have all processes make as many forward passes of a sharded model, each of which gathers its weights from all:
-    who is done repeats a pass over one token.
-    """
-    if not is_sharded(model):
-        yield
-        return
-
-    def ask(*_: Any) -> None:
-        any_process(True)
-
-    # Before FSDP's own hook: all processes ask, and then gather.
-    with model.register_forward_pre_hook(ask, prepend=True):
-        yield
-    one = torch.zeros((1, 1), dtype=torch.long, device=model.device)
-    with torch.no_grad():
-        while any(any_process(False)):
-            model(input_ids=one, use_cache=False)
 
 
 def identity_of(loaded: Model) -> Json:

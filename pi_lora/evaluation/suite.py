@@ -1,4 +1,4 @@
-"""Models measured as a command or the `evaluation` section of a recipe asks, and their scores written and drawn."""
+"""Every measurement, models measured as asked, and the files, tables and pictures of their scores."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -7,20 +7,39 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+from rich.table import Table
+
 from pi_lora.distributed import is_leader
 from pi_lora.drawing import figure_of, new_figure, save
 from pi_lora.errors import ModelError
+from pi_lora.evaluation.benchmarks import Benchmarks
+from pi_lora.evaluation.chat import Chats
 from pi_lora.evaluation.journal import Session
-from pi_lora.evaluation.measurement import Scores
-from pi_lora.evaluation.registry import CHANGE_NO_NUMBER, MEASUREMENTS, read_scores, write_scores
+from pi_lora.evaluation.measurement import Measurement, Metric, Scores, as_json
+from pi_lora.evaluation.passkey import Passkey
+from pi_lora.evaluation.perplexity import Perplexity
+from pi_lora.evaluation.ruler import Ruler
+from pi_lora.evaluation.summarization import Summarization
 from pi_lora.models.model import Model
 from pi_lora.recipe.evaluation import Evaluation, PasskeyOptions, PerplexityOptions
 from pi_lora.recipe.files import RECIPE_FILE
 from pi_lora.recipe.section import Section
 from pi_lora.run import BASE, Run, check_finished
 from pi_lora.types import Progress, silent
-from pi_lora.writing import check_can_write
+from pi_lora.writing import check_can_write, first_problem, read_json, write_json
 
+# Named as the sections of a recipe's `evaluation` and the files in a run's scores; the paper's are first, in its order.
+MEASUREMENTS: Mapping[str, Measurement[Any, Any]] = {
+    "perplexity": Perplexity(),
+    "passkey": Passkey(),
+    "benchmarks": Benchmarks(),
+    "ruler": Ruler(),
+    "summarization": Summarization(),
+    "chat": Chats(),
+}
+# Options that change how long a measurement takes or what it writes besides, but no metric that is compared.
+CHANGE_NO_NUMBER = {"batch_size", "predictions", "by_position"}
 # Options by measurement.
 Asked = Mapping[str, Section]
 
@@ -149,6 +168,71 @@ def asked_of(run: Run, data: str | None = None) -> dict[str, Any]:
         return {"perplexity": own, **asked}
     other = PerplexityOptions(data=data, windows=own.windows, stride=own.stride, truncate=own.truncate)
     return {"perplexity-" + re.sub(r"\W+", "-", Path(data).name).strip("-"): other, **asked}
+
+
+def metrics_of(scores: Scores) -> list[Metric]:
+    """Return the metrics of any scores."""
+    return MEASUREMENTS[scores.measurement].metrics(scores)
+
+
+def setting_of(scores: Scores) -> str:
+    """Return on which text and how scores were measured."""
+    return MEASUREMENTS[scores.measurement].about([scores])
+
+
+def differences(scores: Scores, other: Scores) -> list[str]:
+    """Return the options in which two scores were measured otherwise; they compare where there are none.
+
+    Options that change no number are left out. Older scores without options differ by what is known of them.
+    """
+    if scores.options is None or other.options is None:
+        return [] if setting_of(scores) == setting_of(other) else ["settings"]
+    mine, others = (each.options.model_dump(exclude=CHANGE_NO_NUMBER) for each in (scores, other))
+    return [key.replace("_", " ") for key in mine | others if mine.get(key) != others.get(key)]
+
+
+def read_scores(file: Path) -> Scores | None:
+    """Return the scores in a file, or None if it holds none; raise ModelError if it is no JSON or a field is wrong.
+    Files that do not name their measurement are named after it: `perplexity-base.json`.
+    """
+    again = "measure again or remove it"
+    content: Any = read_json(file, object, again)
+    if not isinstance(content, dict):
+        return None
+    name = content.pop("measurement", file.stem.partition("-")[0])
+    if name not in MEASUREMENTS:
+        return None
+    try:
+        scores: Scores = MEASUREMENTS[name].scores.model_validate(content)
+        return scores
+    except ValidationError as error:
+        raise ModelError(f"{file}: {first_problem(error)}; {again}") from None
+
+
+def write_scores(scores: Scores | Sequence[Scores], file: Path) -> None:
+    """Write scores, of several models as a list; raise DataError if the file cannot be written."""
+    every = [as_json(each) for each in ([scores] if isinstance(scores, Scores) else scores)]
+    write_json(file, every if len(every) > 1 else every[0])
+
+
+def scores_table(scores: Sequence[Scores]) -> Table:
+    """Return a row for each metric and a column for each model, with the number of samples; all of one measurement."""
+    measurement, alone = MEASUREMENTS[scores[0].measurement], len(scores) == 1
+    columns = [{metric.heading: metric for metric in measurement.metrics(one)} for one in scores]
+    table = Table("", title=f"{scores[0].model}: {measurement.name}" if alone else measurement.name)
+    for one in scores:
+        table.add_column("value" if alone else one.model, justify="right", overflow="fold")
+    table.add_column("samples", justify="right")
+    for heading in dict.fromkeys(heading for column in columns for heading in column):
+        row = [column.get(heading) for column in columns]
+        samples = dict.fromkeys(f"{each.samples:,}" for each in row if each and each.samples)
+        table.add_row(heading, *(each.text if each else "" for each in row), " / ".join(samples))
+    scales = " / ".join(f"{one.scale:g}" for one in scores)
+    dtypes = ", ".join(dict.fromkeys(str(one.dtype) for one in scores))
+    table.caption = f"scale {scales}, {dtypes}, {measurement.about(scores)}"
+    if any(metric.interval for column in columns for metric in column.values()):
+        table.caption += "; 95 % intervals"
+    return table
 
 
 def draw(scores: Sequence[Scores], file: Path) -> None:

@@ -15,9 +15,9 @@ from pi_lora.distributed import is_leader
 from pi_lora.errors import DataError
 from pi_lora.evaluation.forward import described, prompts_at_once
 from pi_lora.evaluation.generation import Write, generate
+from pi_lora.evaluation.intervals import Interval
 from pi_lora.evaluation.journal import Session
-from pi_lora.evaluation.measurement import Measurement, Scores
-from pi_lora.evaluation.metrics import Interval, Metric
+from pi_lora.evaluation.measurement import Measurement, Metric, Scores
 from pi_lora.models.model import Model
 from pi_lora.recipe.evaluation import Sampling, SummarizationOptions
 from pi_lora.recipe.schema import Data
@@ -157,15 +157,13 @@ def written(
     decided_by = {**options.model_dump(exclude={"predictions"}), "rows": identity, "batch_size": size}
     journal = session.journal(loaded, decided_by)
     starts = [str(start) for start in range(0, len(prompts), size)]
-    mine = list(journal.share(starts))
 
     def write(start: str) -> Summaries:
         seeded = options.changed(seed=(options.seed + int(start)) % 2**32)
         texts = generate(loaded, prompts[int(start) : int(start) + size], seeded)
-        session.progress(mine.index(start) + 1, len(mine))
         return Summaries(texts=texts)
 
-    found = journal.measure(Summaries, starts, write)
+    found = journal.measure(Summaries, starts, write, session.progress)
     return [text for start in starts for text in found[start].texts]
 
 

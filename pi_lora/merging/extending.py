@@ -7,7 +7,7 @@ from pathlib import Path
 from transformers.utils import GENERATION_CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME
 
 from pi_lora.errors import ModelError
-from pi_lora.evaluation.registry import write_scores
+from pi_lora.evaluation.suite import write_scores
 from pi_lora.merging.tensors import read_shards
 from pi_lora.models.files import save_config
 from pi_lora.models.model import Model

@@ -91,13 +91,19 @@ class PasskeyOptions(Options):
     """random keys at each distance"""
     seed: Seed = 0
     """of the random keys"""
-    k_max_only: bool = False
-    """measure no more than decides k_max"""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_former_keys(cls, values: Any) -> Any:
+        """Ignore `k_max_only` of older recipes and results."""
+        if not isinstance(values, dict):
+            return values
+        return {key: value for key, value in values.items() if key != "k_max_only"}
 
     @model_validator(mode="after")
     def _one_kind(self) -> Self:
-        if self.targets and (self.target or self.k_max_only):
-            raise ValueError("targets: measures every depth of each length; leave out target and k_max_only")
+        if self.targets and self.target:
+            raise ValueError("targets: measures every depth of each length; leave out target")
         return self
 
     @property

@@ -16,7 +16,7 @@ from huggingface_hub import ModelCard, ModelCardData
 from pi_lora.drawing import VERMILION, Panel, figure_of, save
 from pi_lora.errors import ModelError
 from pi_lora.evaluation.measurement import Scores
-from pi_lora.evaluation.registry import MEASUREMENTS
+from pi_lora.evaluation.suite import MEASUREMENTS
 from pi_lora.recipe.files import RECIPE_FILE
 from pi_lora.recipe.schema import Recipe
 from pi_lora.report.scores import (

@@ -10,11 +10,19 @@ from pydantic import BaseModel
 from rich.table import Table
 
 from pi_lora.errors import ModelError
-from pi_lora.evaluation.intervals import Pairs, of_means, of_successes, of_two, pairs_needed
-from pi_lora.evaluation.measurement import Scores
-from pi_lora.evaluation.metrics import Interval, Metric, Value
-from pi_lora.evaluation.registry import differences, metrics_of, setting_of
-from pi_lora.evaluation.suite import SILENT, Asked, Display, asked_of, evaluate, scores_of
+from pi_lora.evaluation.intervals import Interval, Pairs, of_means, of_successes, pairs_needed
+from pi_lora.evaluation.measurement import Metric, Scores, Value
+from pi_lora.evaluation.suite import (
+    SILENT,
+    Asked,
+    Display,
+    asked_of,
+    differences,
+    evaluate,
+    metrics_of,
+    scores_of,
+    setting_of,
+)
 from pi_lora.models.model import Model, run_folder
 from pi_lora.report.scores import MeasuredRun
 from pi_lora.run import BASE, TUNED
@@ -145,7 +153,7 @@ def change_of(base: Metric, run: Metric) -> Row:
     before, after = {value.name: value for value in base.values}, {value.name: value for value in run.values}
     pairs = [(before[name], value) for name, value in after.items()] if before.keys() == after.keys() else []
     paired = _paired_interval(pairs, run) if pairs else None
-    interval = paired or of_two(base, run)
+    interval = paired or run.change_from(base)
     return Row(
         measurement=run.heading + (", %" if run.unit == "%" else ""),
         base=base.value,

@@ -14,11 +14,10 @@ from pi_lora.distributed import is_leader
 from pi_lora.drawing import sparkline
 from pi_lora.errors import ModelError
 from pi_lora.evaluation.journal import Session
-from pi_lora.evaluation.metrics import Metric
-from pi_lora.evaluation.passkey.measurement import PasskeyScores
-from pi_lora.evaluation.perplexity.measurement import PerplexityScores
-from pi_lora.evaluation.registry import MEASUREMENTS, metrics_of, setting_of
-from pi_lora.evaluation.suite import SILENT, Display
+from pi_lora.evaluation.measurement import Metric
+from pi_lora.evaluation.passkey import PasskeyScores
+from pi_lora.evaluation.perplexity import PerplexityScores
+from pi_lora.evaluation.suite import MEASUREMENTS, SILENT, Display, metrics_of, setting_of
 from pi_lora.models.machine import device, hardware, has_fast_bfloat16, versions
 from pi_lora.models.model import Extension, Model
 from pi_lora.recipe.evaluation import PasskeyOptions, PerplexityOptions, ProbeOptions

@@ -11,9 +11,8 @@ from typing import Any
 
 from huggingface_hub import EvalResult
 
-from pi_lora.evaluation.measurement import Scores
-from pi_lora.evaluation.metrics import Metric
-from pi_lora.evaluation.registry import differences, metrics_of, read_scores, setting_of
+from pi_lora.evaluation.measurement import Metric, Scores
+from pi_lora.evaluation.suite import differences, metrics_of, read_scores, setting_of
 from pi_lora.models.files import ADAPTER_CONFIG_FILE, read_adapter_settings, read_config
 from pi_lora.recipe.schema import Model
 from pi_lora.run import BASE, STEP_0, Run

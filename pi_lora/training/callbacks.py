@@ -26,8 +26,7 @@ from pi_lora.distributed import (
     wait_for_all,
 )
 from pi_lora.errors import Diverged, Interrupted
-from pi_lora.evaluation.registry import write_scores
-from pi_lora.evaluation.suite import asked_for, measure
+from pi_lora.evaluation.suite import asked_for, measure, write_scores
 from pi_lora.models import machine
 from pi_lora.models.model import Model
 from pi_lora.models.weights import finite

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from pi_lora.data.recall import FORMS, recall_document
 from pi_lora.data.sources import RECALL, STDLIB, evaluation_documents, split_of, standard_library
 from pi_lora.errors import DataError
-from pi_lora.evaluation.passkey.prompt import FILLER, STATEMENT
+from pi_lora.evaluation.passkey import FILLER, STATEMENT
 
 
 def words(text: str) -> int:

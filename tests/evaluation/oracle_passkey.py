@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from pi_lora.evaluation.passkey.prompt import Grid, Trial, make_trial
+from pi_lora.evaluation.passkey import Grid, Trial, make_trial
 
 
 def generated(model: Any, tokenizer: Any, trial: Trial, use_cache: bool = True) -> str:

@@ -11,9 +11,9 @@ import pytest
 import torch
 from test_cli import run
 
+from pi_lora.evaluation import forward
 from pi_lora.evaluation.chat import Chats, ChatScores
 from pi_lora.evaluation.journal import Session
-from pi_lora.evaluation.perplexity import losses
 from pi_lora.models.model import Model, load
 from pi_lora.recipe.evaluation import ChatOptions
 from pi_lora.report.card import refresh_scores
@@ -75,7 +75,7 @@ def reference(model: Model, base: Model, turns: list[str]) -> tuple[float, float
 @pytest.mark.parametrize("name", ["run", "changed"])
 def test_chats_are_measured_as_by_the_reference(here: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """Of a run, and of a base with other weights, which gives some of the answers of the base."""
-    monkeypatch.setattr(losses, "LOGITS_ON_CPU", 5000)  # so that several parts are needed
+    monkeypatch.setattr(forward, "LOGITS_ON_CPU", 5000)  # so that several parts are needed
     model, base = load("run" if name == "run" else "base"), load("base")
     model.name = name
     with torch.no_grad():

@@ -11,14 +11,11 @@ from processes import without_progress
 from rich.console import Console
 
 from pi_lora import cli
+from pi_lora.evaluation import forward
+from pi_lora.evaluation.forward import SharedPrefix
 from pi_lora.evaluation.measurement import as_json
-from pi_lora.evaluation.passkey import shared_prefix
-from pi_lora.evaluation.passkey.measurement import PasskeyScores, evaluate_passkey
-from pi_lora.evaluation.passkey.prompt import Grid
-from pi_lora.evaluation.passkey.retrieval import PasskeyTest
-from pi_lora.evaluation.passkey.shared_prefix import SharedPrefix
-from pi_lora.evaluation.registry import read_scores, write_scores
-from pi_lora.evaluation.table import scores_table
+from pi_lora.evaluation.passkey import Grid, PasskeyScores, PasskeyTest, evaluate_passkey
+from pi_lora.evaluation.suite import read_scores, scores_table, write_scores
 from pi_lora.models.model import Extension, Model, load
 from pi_lora.recipe.evaluation import PasskeyOptions
 
@@ -74,34 +71,17 @@ def test_prompts_are_computed_whole_where_nothing_can_be_shared(
     stretched: Model, scores: PasskeyScores, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of keys and values alone every layer keeps those of 320 tokens and more."""
-    made: list[int] = []
-    monkeypatch.setattr(SharedPrefix, "__init__", lambda self, model, ids: made.append(len(ids)))
-    monkeypatch.setattr(shared_prefix, "free_memory", lambda _device: 2**20)
+    monkeypatch.setattr(SharedPrefix, "cache", lambda *_: pytest.fail("was shared"))
+    monkeypatch.setattr(forward, "free_memory", lambda _device: 2**20)
     assert evaluate_passkey(stretched, ASKED) == scores
     monkeypatch.undo()
-    monkeypatch.setattr(shared_prefix, "free_memory", lambda _device: 2**40)
-    asked = PasskeyTest(stretched.model, stretched.tokenizer, Grid(320, 1, 2))
-    assert asked.ask(0, range(2)) is not None
-    assert asked._prefix is None, "two trials save no more than a prompt costs"
-    assert PasskeyTest(stretched.model, stretched.tokenizer, Grid(320, 1, 3))._prefix is not None
-    assert made == []
+    monkeypatch.setattr(forward, "free_memory", lambda _device: 2**40)
+    assert PasskeyTest(stretched, Grid(320, 1, 2))._prefix is None, "two trials save no more than a prompt costs"
+    assert PasskeyTest(stretched, Grid(320, 1, 3))._prefix is not None
 
 
-def test_k_max_only_says_what_was_left_out(stretched: Model) -> None:
-    scores = evaluate_passkey(stretched, PasskeyOptions(target=448, depths=5, k_max_only=True))
-    *reached, failed = scores.depths
-    assert [row.k for row in scores.depths] == [90, 179, 269]
-    assert all(sum(row.outcomes or ()) == 2 and row.trials < 10 for row in reached)
-    # Settled at the ninth failure; a success among them takes one trial more.
-    assert failed.trials == 9 + sum(failed.outcomes or ())
-    made = sum(row.trials for row in scores.depths)
-    assert scores.left_out == {"depths": [358, 448], "trials": 50 - made}
-    assert scores.k_max == 179
-
-
-@pytest.mark.parametrize("extra", [[], ["--k-max-only"]], ids=["whole", "k-max-only"])
-def test_two_processes_write_what_one_writes(python: str, kept: Path, tmp_path: Path, extra: list[str]) -> None:
-    options = ["builtin:tiny", "--original", "256", "--target", "336", "--depths", "5", "--trials", "4", *extra]
+def test_two_processes_write_what_one_writes(python: str, kept: Path, tmp_path: Path) -> None:
+    options = ["builtin:tiny", "--original", "256", "--target", "336", "--depths", "5", "--trials", "4"]
     launchers = {"one": [], "two": ["torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m"]}
     said = {}
     for name, launcher in launchers.items():
@@ -129,12 +109,10 @@ def printed(table: Any) -> str:
     return capture.get()
 
 
-def test_a_table_holds_what_was_measured(scores: PasskeyScores, stretched: Model) -> None:
+def test_a_table_holds_what_was_measured(scores: PasskeyScores) -> None:
     alone = printed(scores_table([scores]))
     assert f"{scores.k_max} tokens" in alone
     assert all(f"{100 * row.success_rate:.0f} % (" in alone for row in scores.depths)
-    only = evaluate_passkey(stretched, ASKED.changed(k_max_only=True))
-    assert "at most 3 trials" in printed(scores_table([only]))
     cut = scores.model_copy(update={"model": "cut", "depths": scores.depths[:2]})
     lines = printed(scores_table([scores, cut])).splitlines()
     assert next(line for line in lines if "distance 320" in line).count("%") == 1

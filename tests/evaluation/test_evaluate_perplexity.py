@@ -13,7 +13,6 @@ from typing import Any
 import huggingface_hub
 import pytest
 import torch
-from oracle_perplexity import losses_by_token
 from small_tokenizers import made
 from test_cli import run
 from test_evaluate_passkey import printed
@@ -22,13 +21,12 @@ from pi_lora.cli.app import out as terminal
 from pi_lora.data.documents import Document
 from pi_lora.data.sources import PINNED
 from pi_lora.errors import DataError, Interrupted, ModelError
+from pi_lora.evaluation import perplexity
+from pi_lora.evaluation import sliding_windows as sweep
 from pi_lora.evaluation.journal import Session
 from pi_lora.evaluation.measurement import as_json
-from pi_lora.evaluation.perplexity import documents
-from pi_lora.evaluation.perplexity import losses as sweep
-from pi_lora.evaluation.perplexity.documents import choose_documents, completed
-from pi_lora.evaluation.perplexity.measurement import PerplexityScores, evaluate_perplexity
-from pi_lora.evaluation.table import scores_table
+from pi_lora.evaluation.perplexity import choose_documents, completed, evaluate_perplexity
+from pi_lora.evaluation.suite import scores_table
 from pi_lora.models.model import Model, find, load
 from pi_lora.recipe.evaluation import PerplexityOptions
 from pi_lora.recipe.files import RECIPE_FILE, dump_recipe, load_recipe
@@ -91,51 +89,12 @@ def test_the_result_says_how_it_was_measured(loaded: Model, folder: Path) -> Non
     assert scores.windows[1].perplexity == pytest.approx(torch.tensor(log_mean).exp().item(), rel=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("kind", "window", "stride", "truncate"),
-    [("bytes", 64, 16, None), ("llama", 64, 16, None), ("bytes", 64, 16, 106), ("bytes", 32, 32, 106)],
-)
-def test_bits_per_byte_are_those_computed_directly(
-    loaded: Model, tmp_path: Path, kind: str, window: int, stride: int, truncate: int | None
-) -> None:
-    """Of a tokenizer whose tokens are bytes, and of one that puts a space before a text and falls back to bytes. Where
-    a text is cut, or windows side by side leave tokens out, the bytes are those of the mean token.
-    """
-    if kind == "llama":
-        loaded.tokenizer.backend_tokenizer.__setstate__(made("llama").__getstate__())
-    (tmp_path / "llamas.txt").write_text(LLAMAS)
-    asked = options(tmp_path / "llamas.txt", window, stride=stride, truncate=truncate)
-    [score] = evaluate_perplexity(loaded, asked).windows
-    whole = loaded.tokenizer(LLAMAS, return_offsets_mapping=True)
-    spans = [tuple(span) for span in whole["offset_mapping"]]
-    # Tokens of one character, and here no others, have one span; each is a byte of it.
-    sizes = [len(LLAMAS[first:last].encode()) / spans.count((first, last)) for first, last in spans]
-    found = losses_by_token(loaded.model, whole["input_ids"][:truncate], window, stride)
-    size = sum(sizes[token] for token, _, _ in found)
-    assert score.bytes == pytest.approx(size, abs=12 if truncate else 0.5)
-    assert score.bits_per_byte == pytest.approx(
-        sum(loss for *_, loss in found) / math.log(2) / size, rel=0.06 if truncate else 1e-5
-    )
-
-
-LLAMAS = "a llama \N{LLAMA} and a cafe\N{COMBINING ACUTE ACCENT} of \N{LLAMA}\N{LLAMA} is the old house. " * 12
-
-
-def test_bits_per_byte_stand_beside_perplexities_that_do_not_compare(loaded: Model, tmp_path: Path) -> None:
-    (tmp_path / "text.txt").write_text(text(200))
-
-    def measure() -> PerplexityScores:
-        return evaluate_perplexity(loaded, options(tmp_path, truncate=100))
-
-    own = measure()
+def test_perplexities_of_other_tokens_are_said_not_to_compare(loaded: Model, folder: Path) -> None:
+    own = evaluate_perplexity(loaded, options(folder))
     loaded.tokenizer.backend_tokenizer.__setstate__(made("llama").__getstate__())
-    other = measure()
-    bits = [f"{row.bits_per_byte:.4f}" for scores in (own, other) for row in scores.windows]
-    assert bits[0] != bits[1]
+    other = evaluate_perplexity(loaded, options(folder))
     assert "do not compare" not in printed(scores_table([own, own]))
-    shown = printed(scores_table([own, other]))
-    assert all(each in shown for each in bits)
-    assert "perplexities by token do not compare, bits per byte do" in " ".join(shown.split())
+    assert "the tokenizers differ: perplexities do not compare" in " ".join(printed(scores_table([own, other])).split())
 
 
 def test_documents_are_chosen_by_length_and_number(loaded: Model, folder: Path) -> None:
@@ -167,7 +126,7 @@ def test_a_seed_holds_only_what_is_measured(loaded: Model, tmp_path: Path, monke
             most = max(most, len(alive))
             yield document
 
-    monkeypatch.setattr(documents, "evaluation_documents", read)
+    monkeypatch.setattr(perplexity, "evaluation_documents", read)
     assert len(names(loaded, tmp_path, documents=2, seed=0)) == 2
     assert most < 10
 

@@ -1,5 +1,3 @@
-from types import SimpleNamespace
-
 import pytest
 import torch
 from hypothesis import given
@@ -8,13 +6,7 @@ from oracle_passkey import k_max as plain_k_max
 from oracle_passkey import outcomes
 
 from pi_lora.errors import DataError
-from pi_lora.evaluation.passkey.prompt import Grid, make_trial, prompt, trials_at
-from pi_lora.evaluation.passkey.retrieval import (
-    PasskeyTest,
-    k_max,
-    passkey_retrieval,
-    trials_until_certain,
-)
+from pi_lora.evaluation.passkey import Grid, PasskeyDepth, PasskeyTest, k_max, make_trial, prompt
 from pi_lora.models.model import Extension, Model, load
 
 PAPER_PROMPT = """\
@@ -35,36 +27,13 @@ def test_the_prompt_is_the_papers() -> None:
     assert prompt("12345", 1, 2) == PAPER_PROMPT
 
 
-@given(OUTCOMES, st.booleans())
-def test_k_max_is_the_papers_and_the_same_when_only_it_is_wanted(table: list[list[bool]], only: bool) -> None:
-    grid = Grid(10_000, len(table), len(table[0]))
-    made = []
-
-    def ask(depth: int, which: range) -> list[bool]:
-        made.extend((depth, trial) for trial in which)
-        return [table[depth][trial] for trial in which]
-
-    test = SimpleNamespace(grid=grid, ask=ask, distance=lambda depth: grid.ks[depth])
-    found = passkey_retrieval(test, k_max_only=only)
-    assert k_max(found) == plain_k_max(grid.target, table)
-    assert made == sorted(set(made))
-    if not only:
-        assert [each.outcomes for each in found] == table
-    assert all(each.success_rate >= 0.2 for each in found[:-1]) or not only
-
-
-@given(st.lists(st.booleans(), min_size=1, max_size=15), st.data())
-def test_a_verdict_is_certain_when_no_further_trial_can_change_it(outcomes: list[bool], data: st.DataObject) -> None:
-    trials = len(outcomes)
-    made = outcomes[: data.draw(st.integers(0, trials))]
-    more = trials_until_certain(made, trials)
-    best, worst = (sum(made) + extra >= 0.2 * trials for extra in (trials - len(made), 0))
-    assert (more == 0) == (best == worst)
-    if more:
-        settled = [trials_until_certain([*made, *[each] * more], trials) == 0 for each in (True, False)]
-        assert any(settled)
-        assert trials_until_certain([*made, *[True] * (more - 1)], trials) > 0
-        assert trials_until_certain([*made, *[False] * (more - 1)], trials) > 0
+@given(OUTCOMES)
+def test_k_max_is_the_papers(table: list[list[bool]]) -> None:
+    ks = Grid(10_000, len(table), len(table[0])).ks
+    depths = [
+        PasskeyDepth(k=k, success_rate=sum(row) / len(row), trials=len(row)) for k, row in zip(ks, table, strict=True)
+    ]
+    assert k_max(depths) == plain_k_max(10_000, table)
 
 
 def test_trials_fill_the_window_and_put_the_key_where_asked() -> None:
@@ -112,8 +81,7 @@ def test_the_seed_decides_the_keys() -> None:
     assert keys == Grid(1024, 4, 3, seed=1).keys != Grid(256, 4, 3, seed=2).keys
     assert len({key for each in keys for key in each}) == 12
     tokenizer = load("builtin:tiny").tokenizer
-    second = trials_at(tokenizer, Grid(256, 4, 3, seed=1), 2, range(1, 2))
-    assert second == [make_trial(tokenizer, 256, 192, keys[2][1])]
+    assert Grid(256, 4, 3, seed=1).trial(tokenizer, 2, 1) == make_trial(tokenizer, 256, 192, keys[2][1])
 
 
 @pytest.fixture(scope="module")
@@ -126,7 +94,8 @@ def test_every_trial_of_a_grid_ends_as_generate_does(stretched: Model) -> None:
     expected = outcomes(stretched.model, stretched.tokenizer, 320, 8, 5, seed=0)
     successes = sum(map(sum, expected))
     assert 10 <= successes <= 30
-    found = passkey_retrieval(PasskeyTest(stretched.model, stretched.tokenizer, Grid(320, 8, 5)))
+    test = PasskeyTest(stretched, Grid(320, 8, 5))
+    found = [test.measure(depth) for depth in range(8)]
     assert [depth.outcomes for depth in found] == expected
     assert k_max(found) == plain_k_max(320, expected)
 
@@ -138,19 +107,20 @@ def test_text_ahead_of_the_key_goes_through_the_model_once(stretched: Model) -> 
     )
     grid = Grid(1024, 4, 2)
     try:
-        passkey_retrieval(PasskeyTest(stretched.model, stretched.tokenizer, grid))
+        test = PasskeyTest(stretched, grid)
+        for depth in range(4):
+            test.measure(depth)
     finally:
         hook.remove()
-    trials = [trials_at(stretched.tokenizer, grid, depth, range(2)) for depth in range(4)]
-    behind = sum(trial.distance for each in trials for trial in each)
+    behind = sum(grid.trial(stretched.tokenizer, depth, number).distance for depth in range(4) for number in range(2))
     # What precedes the key, and up to a token a trial that is not the same in all of a batch.
-    ahead = trials[0][0].length - trials[0][0].distance
+    ahead = test.first.length - test.first.distance
     assert sum(tokens) == pytest.approx(ahead + behind, abs=4 * 8)
 
 
 def test_a_dynamic_model_gives_the_same_whatever_was_asked_before() -> None:
     loaded = load("builtin:tiny", Extension(512, 256, "dynamic"))
-    test = PasskeyTest(loaded.model, loaded.tokenizer, Grid(320, 4, 4, seed=1), apart=True)
-    alone = test.ask(1, range(4))
+    test = PasskeyTest(loaded, Grid(320, 4, 4, seed=1))
+    alone = test.measure(1)
     loaded.model(input_ids=torch.full((1, 700), 5))
-    assert test.ask(1, range(4)) == alone
+    assert test.measure(1) == alone

@@ -12,8 +12,10 @@ from hypothesis import strategies as st
 from oracle_perplexity import losses_by_token, perplexity
 from torch.nn.functional import cross_entropy
 
-from pi_lora.evaluation.perplexity import losses as module
-from pi_lora.evaluation.perplexity.losses import (
+from pi_lora.evaluation import forward
+from pi_lora.evaluation import sliding_windows as module
+from pi_lora.evaluation.perplexity import window_scores
+from pi_lora.evaluation.sliding_windows import (
     Sweep,
     batches,
     document_losses,
@@ -21,7 +23,6 @@ from pi_lora.evaluation.perplexity.losses import (
     position_bounds,
     token_losses,
 )
-from pi_lora.evaluation.perplexity.measurement import window_scores
 from pi_lora.models.model import Extension, load
 
 
@@ -100,7 +101,7 @@ def test_logits_in_parts_are_the_models_own(model_type: str, monkeypatch: pytest
     with torch.no_grad():
         logits = model(input_ids=ids, use_cache=False).logits
     tokens = list(range(1, 48, 3))
-    monkeypatch.setattr(module, "LOGITS_ON_CPU", 2 * 5 * logits.shape[-1])
+    monkeypatch.setattr(forward, "LOGITS_ON_CPU", 2 * 5 * logits.shape[-1])
     for row, losses in enumerate(token_losses(model, ids, tokens)):
         expected = cross_entropy(logits[row, [token - 1 for token in tokens]], ids[row, tokens], reduction="none")
         torch.testing.assert_close(losses, expected, rtol=1e-4, atol=1e-4)
@@ -108,7 +109,7 @@ def test_logits_in_parts_are_the_models_own(model_type: str, monkeypatch: pytest
 
 def test_few_logits_are_in_memory_at_a_time(small_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = load(str(small_model)).model
-    monkeypatch.setattr(module, "LOGITS_ON_CPU", 10 * 1024)
+    monkeypatch.setattr(forward, "LOGITS_ON_CPU", 10 * 1024)
     sizes: list[int] = []
     hook = model.get_output_embeddings().register_forward_hook(
         lambda _module, _inputs, logits: sizes.append(logits.numel())

@@ -9,16 +9,15 @@ import pytest
 from pi_lora.errors import ModelError
 from pi_lora.evaluation.benchmarks import BenchmarkScores, TaskScore
 from pi_lora.evaluation.measurement import Scores
-from pi_lora.evaluation.passkey.measurement import PasskeyScores
-from pi_lora.evaluation.passkey.retrieval import PasskeyDepth
-from pi_lora.evaluation.perplexity.measurement import (
+from pi_lora.evaluation.passkey import PasskeyDepth, PasskeyScores
+from pi_lora.evaluation.perplexity import (
     DocumentPerplexity,
     LossByPosition,
     PerplexityScores,
     PositionLoss,
     WindowPerplexity,
 )
-from pi_lora.evaluation.registry import metrics_of, read_scores, write_scores
+from pi_lora.evaluation.suite import metrics_of, read_scores, write_scores
 from pi_lora.recipe.evaluation import PerplexityOptions
 from pi_lora.writing import write_json
 

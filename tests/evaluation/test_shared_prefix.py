@@ -6,8 +6,8 @@ from architectures import PROMISED, small_config
 from torch.nn.attention.bias import causal_lower_right
 from transformers import AutoModelForCausalLM
 
-from pi_lora.evaluation.passkey import shared_prefix as module
-from pi_lora.evaluation.passkey.shared_prefix import last_logits, shared_prefix, without_mask
+from pi_lora.evaluation import forward as module
+from pi_lora.evaluation.forward import last_logits, shared_prefix, without_mask
 
 LENGTH, TAIL = 60, 5
 SHARE = {"llama", "qwen2", "qwen3", "olmo2", "granite", "gpt_neox", "stablelm", "cohere", "smollm3"}

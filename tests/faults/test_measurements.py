@@ -7,7 +7,7 @@ import pytest
 from conftest import BUILTIN, run_command
 
 from pi_lora.evaluation.journal import Journal
-from pi_lora.evaluation.passkey.retrieval import PasskeyDepth, PasskeyTest
+from pi_lora.evaluation.passkey import PasskeyDepth, PasskeyTest
 
 PASSKEY = ["eval", "passkey", BUILTIN, "--target", "256", "--depths", "2", "--trials", "1"]
 
@@ -20,15 +20,15 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def measured(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
+def measured(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The depths that are measured."""
-    done, ask = [], PasskeyTest.ask
+    done, measure = [], PasskeyTest.measure
 
-    def count(self: PasskeyTest, depth: int, which: range) -> list[bool]:
+    def count(self: PasskeyTest, depth: int) -> PasskeyDepth:
         done.append(depth)
-        return ask(self, depth, which)
+        return measure(self, depth)
 
-    monkeypatch.setattr(PasskeyTest, "ask", count)
+    monkeypatch.setattr(PasskeyTest, "measure", count)
     return done
 
 

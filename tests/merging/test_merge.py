@@ -10,8 +10,8 @@ from conftest import small_recipe, train
 from transformers import AutoModelForCausalLM
 
 from pi_lora.errors import ModelError
-from pi_lora.evaluation.passkey.measurement import evaluate_passkey
-from pi_lora.evaluation.perplexity.measurement import evaluate_perplexity
+from pi_lora.evaluation.passkey import evaluate_passkey
+from pi_lora.evaluation.perplexity import evaluate_perplexity
 from pi_lora.merging.merging import merge
 from pi_lora.models.model import Extension, load
 from pi_lora.recipe.evaluation import PasskeyOptions, PerplexityOptions

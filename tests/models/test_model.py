@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from pi_lora.errors import ModelError, ScalingError
-from pi_lora.evaluation.perplexity.measurement import evaluate_perplexity
+from pi_lora.evaluation.perplexity import evaluate_perplexity
 from pi_lora.merging.merging import merge
 from pi_lora.models.files import read_adapter_settings, read_config, save_config
 from pi_lora.models.model import Extension, find, find_adapter, load

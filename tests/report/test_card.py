@@ -19,8 +19,8 @@ from test_cli import run as command
 from transformers import AutoModelForCausalLM
 
 from pi_lora.errors import ModelError, PiLoraError
-from pi_lora.evaluation.perplexity.measurement import Perplexity
-from pi_lora.evaluation.registry import read_scores
+from pi_lora.evaluation.perplexity import Perplexity
+from pi_lora.evaluation.suite import read_scores
 from pi_lora.merging.merging import merge
 from pi_lora.models.adapter import without_known_warnings
 from pi_lora.models.model import load

@@ -17,10 +17,10 @@ from test_cli import run as command
 from pi_lora.evaluation.benchmarks import BenchmarkScores
 from pi_lora.evaluation.intervals import of_means, of_successes, quantile
 from pi_lora.evaluation.measurement import Scores
-from pi_lora.evaluation.passkey.measurement import PasskeyScores
-from pi_lora.evaluation.perplexity.measurement import PerplexityScores
-from pi_lora.evaluation.registry import differences
+from pi_lora.evaluation.passkey import PasskeyScores
+from pi_lora.evaluation.perplexity import PerplexityScores
 from pi_lora.evaluation.ruler import RulerScores
+from pi_lora.evaluation.suite import differences
 from pi_lora.recipe.files import dump_recipe, load_recipe
 from pi_lora.report.comparison import compare, verdict
 

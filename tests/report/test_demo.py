@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from reported import passkey, perplexity
 
-from pi_lora.evaluation.passkey.measurement import PasskeyScores
-from pi_lora.evaluation.perplexity.measurement import PerplexityScores
+from pi_lora.evaluation.passkey import PasskeyScores
+from pi_lora.evaluation.perplexity import PerplexityScores
 
 sys.path[:0] = [str(Path(__file__).parents[2] / "scripts")]
 

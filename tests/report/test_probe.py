@@ -12,9 +12,9 @@ from test_cli import run as command
 from transformers import LlamaConfig
 
 from pi_lora.errors import DataError, Interrupted, ModelError, ScalingError
-from pi_lora.evaluation.passkey.measurement import evaluate_passkey
-from pi_lora.evaluation.perplexity import measurement
-from pi_lora.evaluation.perplexity.measurement import evaluate_perplexity
+from pi_lora.evaluation import sliding_windows
+from pi_lora.evaluation.passkey import evaluate_passkey
+from pi_lora.evaluation.perplexity import evaluate_perplexity
 from pi_lora.evaluation.suite import Display
 from pi_lora.models.model import Extension, find, load
 from pi_lora.recipe.evaluation import PasskeyOptions, PerplexityOptions, ProbeOptions
@@ -59,8 +59,8 @@ def test_a_probe_is_the_measurements_of_the_untuned_scalings(
 
 def test_an_interrupted_probe_continues(small_model: Path, texts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     passes = []
-    own = measurement.losses.document_losses
-    monkeypatch.setattr(measurement.losses, "document_losses", lambda *a, **o: passes.append(1) or own(*a, **o))
+    own = sliding_windows.document_losses
+    monkeypatch.setattr(sliding_windows, "document_losses", lambda *a, **o: passes.append(1) or own(*a, **o))
     options = ProbeOptions(target=(TARGET,), data=str(texts), documents=2, trials=1, scalings=("pi",))
 
     @contextmanager

@@ -4,20 +4,15 @@ Windows of every length start at the same offsets: one pass of the model over th
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
 import torch
 from pydantic import BaseModel
-from torch.nn.functional import cross_entropy
-from transformers import PreTrainedModel
 
-from pi_lora.evaluation.forward import forget_lengths, padded, pass_tokens
+from pi_lora.evaluation.forward import forget_lengths, padded, pass_tokens, token_losses
 
-# Logits in memory at a time; a window of 32k tokens over a vocabulary of 128k has 4 billion.
-LOGITS, LOGITS_ON_CPU = 2**28, 2**25
 # Nats a token; the perplexity of a greater mean loss is infinite.
 MOST_LOSS = 700.0
 
@@ -75,45 +70,6 @@ def batches(all_pieces: Iterable[Piece], size: int) -> Iterator[list[Piece]]:
         alike = [piece for piece in in_order if (piece.start == 0 or bool(piece.positions)) == whole]
         for start in range(0, len(alike), size):
             yield alike[start : start + size]
-
-
-@torch.no_grad()
-def token_losses(model: Any, ids: torch.Tensor, tokens: Sequence[int]) -> torch.Tensor:
-    """Return the losses in nats of the tokens at `tokens` of `ids` (rows, length): (rows, tokens), on the CPU."""
-    parts = in_parts(model, ids, tokens)
-    losses = [
-        cross_entropy(logits.float().flatten(0, 1), ids[:, part].flatten(), reduction="none").view(len(ids), -1)
-        for part, logits in zip(parts, logits_at(model, ids, parts), strict=True)
-    ]
-    return torch.cat(losses, dim=1).cpu()
-
-
-def in_parts(model: Any, ids: torch.Tensor, tokens: Sequence[int]) -> Sequence[torch.Tensor]:
-    """Return places of `ids` (rows, length) in parts whose logits fit into memory together."""
-    places = torch.tensor(tokens, device=ids.device)
-    at_once = LOGITS_ON_CPU if ids.device.type == "cpu" else LOGITS
-    size = max(1, at_once // (len(ids) * model.config.get_text_config().vocab_size))
-    # What ModernBERT's decoder calls its decoder is its head (transformers 5.23).
-    return torch.split(places, size if isinstance(model.get_decoder(), PreTrainedModel) else len(places))
-
-
-def logits_at(model: Any, ids: torch.Tensor, parts: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """Yield the logits that predict the tokens at each of `parts`: those of the positions before them. The first call
-    runs the layers. Each later one gives the model a single token and replaces the decoder's output by that of the
-    first: the head, with any scaling and capping, stays the model's own.
-    """
-    made: list[torch.Tensor] = []
-
-    def reuse_output(_module: Any, _inputs: Any, output: Any) -> Any:
-        if not made:
-            made.append(output.last_hidden_state)
-        output.last_hidden_state = made[0]
-        return output
-
-    hook = model.get_decoder().register_forward_hook(reuse_output) if len(parts) > 1 else nullcontext()
-    with hook:
-        for part in parts:
-            yield model(input_ids=ids[:, :1] if made else ids, use_cache=False, logits_to_keep=part - 1).logits
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,334 @@
+"""Passkey retrieval (Mohtashami and Jaggi 2023; paper.tex, section 3.3): the prompt of figure 3, its trials in one
+forward pass each, typed scores, metrics and picture.
+"""
+
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+from pydantic import Field
+
+from pi_lora.distributed import number_of_processes
+from pi_lora.drawing import Panel, draw_curves
+from pi_lora.errors import DataError
+from pi_lora.evaluation.forward import (
+    HELD_TOKENS,
+    SharedPrefix,
+    check_ids,
+    check_numbers,
+    depends_on_length,
+    described,
+    forget_lengths,
+    last_logits,
+    pass_tokens,
+    shared_prefix,
+)
+from pi_lora.evaluation.journal import Session
+from pi_lora.evaluation.measurement import (
+    Measurement,
+    Metric,
+    Result,
+    Scores,
+    Value,
+    longest_passing,
+    share,
+    share_of_samples,
+)
+from pi_lora.models.model import Model
+from pi_lora.models.weights import finite
+from pi_lora.recipe.evaluation import PasskeyOptions
+from pi_lora.types import Json
+
+HEADER = (
+    "There is an important info hidden inside a lot of irrelevant text. Find it and memorize them. "
+    "I will quiz you about the important information there."
+)
+FILLER = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
+STATEMENT = "The pass key is {key}. Remember it. {key} is the pass key."
+QUESTION = "What is the pass key? The pass key is"
+DIGITS = 5
+# The share of trials that succeed up to k_max.
+REQUIRED_SUCCESS = 0.2
+# Rows of the table with the share at a distance, evenly spaced; all distances are in the JSON.
+MOST_ROWS = 8
+# From red to blue, which the color-blind tell apart.
+COLOURS: Any = {"cmap": "RdYlBu", "vmin": 0, "vmax": 1}
+
+
+class PasskeyDepth(Result):
+    """The trials at one depth: `k` as asked for, `distance` as placed, in tokens from the key to the end."""
+
+    k: int
+    distance: int | None = None
+    success_rate: float = Field(ge=0, le=1)
+    trials: int
+    outcomes: list[bool] | None = None
+
+
+class PasskeyLength(Result):
+    """Passkey retrieval over `target` tokens of context; `k_max` in tokens, depths from the nearest."""
+
+    target: int
+    k_max: int
+    depths: list[PasskeyDepth]
+
+
+class PasskeyScores(Scores):
+    """Passkey retrieval over `target` tokens of context; of several `lengths`, `target` is the longest. Older results
+    may say in `left_out` which trials were not needed to decide k_max.
+    """
+
+    measurement = "passkey"
+
+    options: PasskeyOptions | None = None
+    seed: int = 0
+    decoding: str = "greedy"
+    target: int
+    k_max: int
+    depths: list[PasskeyDepth]
+    left_out: Json | None = None
+    lengths: list[PasskeyLength] | None = Field(None, min_length=1)
+
+    @property
+    def by_length(self) -> Sequence["PasskeyLength | PasskeyScores"]:
+        """Every length of context that was measured, the shortest first."""
+        return self.lengths or [self]
+
+
+class Passkey(Measurement[PasskeyOptions, PasskeyScores]):
+    """Passkey retrieval (paper, section 3.3)."""
+
+    name = "passkey"
+    options = PasskeyOptions
+    scores = PasskeyScores
+
+    def prepare(self, options: PasskeyOptions, models: Sequence[Model]) -> PasskeyOptions:
+        """Fill in the target: the longest window."""
+        if options.longest:
+            return options
+        return options.changed(target=max(model.window for model in models))
+
+    def run(self, model: Model, options: PasskeyOptions, session: Session) -> PasskeyScores:
+        """Measure a model."""
+        return evaluate_passkey(model, options, session)
+
+    def metrics(self, scores: PasskeyScores) -> list[Metric]:
+        """Return k_max and the share of keys that were retrieved, by length of context, and of one length by depth."""
+        metrics = []
+        for length in scores.by_length:
+            trials = [
+                Value(f"key {scores.seed}/{trial} at {depth.k} of {length.target}", float(outcome))
+                for depth in length.depths
+                for trial, outcome in enumerate(depth.outcomes or ())
+            ]
+            hub: Json = {"at": length.target, "dataset": f"passkey retrieval in {length.target} tokens"}
+            metrics.append(Metric("k_max", length.k_max, "tokens", hub_name="k_max", **hub))
+            if trials and scores.left_out is None:
+                metrics.append(share("passkeys retrieved", trials, hub_name="accuracy", **hub))
+        apart = -(-len(scores.depths) // MOST_ROWS)
+        for depth in [] if scores.lengths else scores.depths[apart - 1 :: apart]:
+            label = f"retrieved at distance {depth.k:,}"
+            metrics.append(share_of_samples(label, depth.success_rate, depth.trials))
+        return metrics
+
+    def about(self, scores: Sequence[PasskeyScores]) -> str:
+        """Return how many trials there were."""
+        first = scores[0]
+        trials = max((depth.trials for depth in first.depths), default=0)
+        return f"{trials} trials at each of {len(first.depths)} depths, seed {first.seed}, greedy decoding"
+
+    def panels(self, scores: Mapping[str, PasskeyScores]) -> list[Panel]:
+        """Return success by distance, and for a model in several lengths depth against length."""
+        maps = [partial(_draw_map, label, each.lengths) for label, each in scores.items() if each.lengths]
+        return [partial(_draw_distances, scores), *maps]
+
+
+def _draw_distances(scores: Mapping[str, PasskeyScores], axes: Any) -> None:
+    curves = {
+        f"{label}: k_max {each.k_max:,}": [(depth.k, 100 * depth.success_rate) for depth in each.depths]
+        for label, each in scores.items()
+    }
+    draw_curves(axes, curves)
+    axes.axhline(100 * REQUIRED_SUCCESS, color="0.55", linestyle="--", linewidth=1.2, label="required for k_max")
+    axes.set(xlabel="distance of the passkey (tokens)", ylabel="retrieved (%)", ylim=(-4, 104))
+
+
+def _draw_map(label: str, lengths: Sequence[PasskeyLength], axes: Any) -> None:
+    """Draw depth, from the start of the text at the top, against length; every length is as wide as the others."""
+    columns = ([depth.success_rate for depth in reversed(length.depths)] for length in lengths)
+    drawn = axes.imshow([*zip(*columns, strict=True)], aspect="auto", extent=(0, len(lengths), 100, 0), **COLOURS)
+    axes.set_xticks([index + 0.5 for index in range(len(lengths))], [f"{length.target:,}" for length in lengths])
+    axes.set(xlabel="length (tokens)", ylabel="depth of the passkey (%)")
+    axes.figure.colorbar(drawn, ax=axes, label=f"retrieved by {label}", format=lambda part, _: f"{part:.0%}")
+
+
+@dataclass(frozen=True)
+class Trial:
+    """Token ids of a prompt and its answer; `distance` in tokens from the first digit of the key to the end of both."""
+
+    prompt: tuple[int, ...]
+    answer: tuple[int, ...]
+    distance: int
+
+    @property
+    def length(self) -> int:
+        """Tokens of prompt and answer together."""
+        return len(self.prompt) + len(self.answer)
+
+
+@dataclass(frozen=True)
+class Grid:
+    """`trials` random keys at each of `depths` distances, spaced evenly to `target` tokens; the seed gives the keys."""
+
+    target: int
+    depths: int = 32
+    trials: int = 10
+    seed: int = 0
+
+    @property
+    def ks(self) -> list[int]:
+        """The distances in tokens, the nearest first.
+
+        >>> Grid(8192, 32).ks[:3], Grid(8192, 32).ks[-1]
+        ([256, 512, 768], 8192)
+        """
+        return [round(self.target * (index + 1) / self.depths) for index in range(self.depths)]
+
+    @cached_property
+    def keys(self) -> list[list[str]]:
+        """The keys of all trials, by depth."""
+        rng = random.Random(self.seed)
+        return [["".join(rng.choices("0123456789", k=DIGITS)) for _ in range(self.trials)] for _ in range(self.depths)]
+
+    def trial(self, tokenizer: Any, depth: int, number: int) -> Trial:
+        """Return a trial by depth and number; raise DataError if the prompt does not fit."""
+        return make_trial(tokenizer, self.target, self.ks[depth], self.keys[depth][number])
+
+
+def prompt(key: str, before: int, after: int) -> str:
+    """Return the paper's prompt (figure 3) with the filler `before` and `after` times around the key."""
+    parts = (HEADER, " ".join([FILLER] * before), STATEMENT.format(key=key), " ".join([FILLER] * after), QUESTION)
+    return "\n".join(part for part in parts if part)
+
+
+def make_trial(tokenizer: Any, target: int, k: int, key: str) -> Trial:
+    """Return a trial of `target` tokens to within one filler, the key about `k` tokens from the end."""
+    bare = _trial(tokenizer, key, 0, 0)
+    filler = _trial(tokenizer, key, 1, 2).length - _trial(tokenizer, key, 1, 1).length
+    fillers = (target - bare.length) // filler
+    if fillers < 0:
+        needed = f"{target} tokens do not hold the passkey prompt, which needs {bare.length}"
+        raise DataError(f"--target: {needed}; choose a longer one")
+    wanted = max(0, round((k - bare.distance) / filler))
+    # Where a line begins, a filler may take more tokens than inside it: one filler fewer may be needed.
+    while True:
+        after = min(fillers, wanted)
+        found = _trial(tokenizer, key, fillers - after, after)
+        if found.length <= target or fillers == 0:
+            return found
+        fillers -= 1
+
+
+def _trial(tokenizer: Any, key: str, before: int, after: int) -> Trial:
+    text = prompt(key, before, after)
+    at, prompt_ids = text.index(key), _ids(tokenizer, text)
+    # Encoded together and then split: a tokenizer may treat the blank before the digits as it likes.
+    both = tokenizer(f"{text} {key}", verbose=False)
+    ids = _without_eos(tokenizer, both["input_ids"])
+    # Slow tokenizers do not say where their tokens are.
+    digits = both.char_to_token(at) if tokenizer.is_fast else len(_ids(tokenizer, text[:at].rstrip()))
+    return Trial(tuple(prompt_ids), tuple(ids[len(prompt_ids) :]), len(ids) - digits)
+
+
+def _ids(tokenizer: Any, text: str) -> list[int]:
+    return _without_eos(tokenizer, tokenizer(text, verbose=False)["input_ids"])
+
+
+def _without_eos(tokenizer: Any, ids: list[int]) -> list[int]:
+    return ids[:-1] if ids and ids[-1] == tokenizer.eos_token_id else ids
+
+
+class PasskeyTest:
+    """Runs the trials of a grid. One forward pass over prompt and answer decides a trial: each digit must be the first
+    choice given those before it, as greedy decoding gives them. Text ahead of the key is computed once where that pays
+    and has room, unless trials go `apart`, where frequencies follow the length of the input.
+    """
+
+    def __init__(self, loaded: Model, grid: Grid) -> None:
+        self.loaded, self.model, self.grid = loaded, loaded.model, grid
+        self.first = grid.trial(loaded.tokenizer, 0, 0)
+        self.apart = depends_on_length(loaded.config)
+
+    @torch.no_grad()
+    def measure(self, depth: int) -> PasskeyDepth:
+        """Return how the trials at one depth end."""
+        trials = [self.grid.trial(self.loaded.tokenizer, depth, number) for number in range(self.grid.trials)]
+        size = HELD_TOKENS if self._prefix else pass_tokens(self.model)
+        size = 1 if self.apart else max(1, size // self.grid.target)
+        batches = (trials[start : start + size] for start in range(0, len(trials), size))
+        outcomes = [success for batch in batches for success in self._succeed(batch)]
+        return PasskeyDepth(
+            k=self.grid.ks[depth],
+            distance=trials[0].distance,
+            success_rate=sum(outcomes) / len(outcomes),
+            trials=len(outcomes),
+            outcomes=outcomes,
+        )
+
+    @cached_property
+    def _prefix(self) -> SharedPrefix | None:
+        """The text ahead of the key where it stands nearest to the end: the longest. It costs a prompt, of which each
+        trial saves a half on average.
+        """
+        if self.apart or self.grid.depths * self.grid.trials <= 2 * number_of_processes():
+            return None
+        ahead = self.first.prompt[: self.first.length - self.first.distance]
+        return shared_prefix(self.model, ahead, self.grid.target)
+
+    def _succeed(self, batch: Sequence[Trial]) -> Iterator[bool]:
+        if self.apart:
+            forget_lengths(self.model)
+        # The last digit predicts nothing that is asked for.
+        rows = [[*trial.prompt, *trial.answer[:-1]] for trial in batch]
+        width = max(map(len, rows))
+        tail = max(width - len(trial.prompt) + 1 for trial in batch)
+        logits = last_logits(self.model, rows, tail, self._prefix)
+        check_numbers(self.loaded, finite(logits))
+        chosen = logits.argmax(-1).tolist()
+        for trial, choices in zip(batch, chosen, strict=True):
+            first = len(trial.prompt) - 1 - (width - tail)
+            yield tuple(choices[first : first + len(trial.answer)]) == trial.answer
+
+
+def evaluate_passkey(model: Model, options: PasskeyOptions, session: Session | None = None) -> PasskeyScores:
+    """Measure passkey retrieval over one or several lengths of context. If the session is shared, each process measures
+    its share of the depths, and an interrupted evaluation continues when it is called again.
+    """
+    targets = sorted(options.targets or [options.target or model.window])
+    options = options if options.targets else options.changed(target=targets[0])
+    grids = [Grid(target, options.depths, options.trials, options.seed) for target in targets]
+    lengths = [_measure(model, grid, session or Session()) for grid in grids]
+    several: Json = {"lengths": lengths} if options.targets else {}
+    return PasskeyScores(
+        **described(model), **dict(lengths[-1]), **several, options=options, seed=options.seed, decoding="greedy"
+    )
+
+
+def _measure(model: Model, grid: Grid, session: Session) -> PasskeyLength:
+    test = PasskeyTest(model, grid)
+    # The first trial tells what the tokenizer makes of the prompt.
+    first = [*test.first.prompt, *test.first.answer]
+    check_ids(model, first)
+    journal = session.journal(model, {"passkey": asdict(grid), "first": first})
+    names = [str(depth) for depth in range(grid.depths)]
+    found = journal.measure(PasskeyDepth, names, lambda name: test.measure(int(name)), session.progress)
+    depths = list(found.values())
+    return PasskeyLength(target=grid.target, k_max=k_max(depths), depths=depths)
+
+
+def k_max(depths: Sequence[PasskeyDepth]) -> int:
+    """Return the largest k such that every k' <= k succeeds at least 20 % of the time; 0 if the nearest does not."""
+    return longest_passing({depth.k: depth.success_rate for depth in depths}, REQUIRED_SUCCESS)

@@ -1,1 +1,0 @@
-"""Passkey retrieval (Mohtashami and Jaggi 2023; paper.tex, section 3.3)."""

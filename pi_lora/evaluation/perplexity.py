@@ -1,0 +1,293 @@
+"""Sliding-window perplexity (Press et al. 2022; paper.tex, section 3.2): which documents, typed scores, metrics and
+picture.
+"""
+
+import hashlib
+import math
+import random
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict
+from functools import partial
+from typing import Any, NamedTuple
+
+from pydantic import Field
+
+from pi_lora.data.documents import Document
+from pi_lora.data.sources import STDLIB, evaluation_documents
+from pi_lora.data.tokens import in_batches, tokenized
+from pi_lora.drawing import Panel, draw_curves, label_logarithmic, label_windows
+from pi_lora.errors import DataError
+from pi_lora.evaluation import sliding_windows
+from pi_lora.evaluation.forward import check_ids, check_numbers, depends_on_length, described
+from pi_lora.evaluation.journal import Session
+from pi_lora.evaluation.measurement import Measurement, Metric, Result, Scores, Value
+from pi_lora.evaluation.sliding_windows import DocumentLosses, Sweep, added
+from pi_lora.models.files import BUILTIN
+from pi_lora.models.model import Model
+from pi_lora.recipe.evaluation import PerplexityOptions
+from pi_lora.types import Json
+
+BINS = 32
+# What a tokenizer may add to a text, such as BOS; of the text itself it makes at most one token per byte.
+FRAME_TOKENS = 16
+# The paper's choice of documents: 128 of 32768 tokens and more; which the paper drew is not known. Of the standard
+# library what the built-in model reads in a minute or two on two cores.
+DEFAULTS: dict[str, dict[str, int]] = {
+    "proof-pile": {"documents": 128, "min_tokens": 32768, "truncate": 32768, "seed": 0},
+    STDLIB: {"documents": 12},
+}
+# Options that choose a text and are named in the caption of a table where they are not as usual.
+CHOICE = {"subset", "split", "hold_out", "column", "seed", "truncate"}
+
+
+class WindowPerplexity(Result):
+    """The perplexity at one window length (tokens) over `tokens` scored tokens, each weighted equally."""
+
+    window: int
+    perplexity: float
+    tokens: int
+
+
+class DocumentPerplexity(Result):
+    """The perplexities of one document."""
+
+    name: str
+    tokens: int
+    windows: list[WindowPerplexity]
+
+
+class PositionLoss(Result):
+    """The mean loss in nats of tokens with `first` to `last` - 1 tokens before them in their window."""
+
+    first: int = Field(alias="from")
+    last: int = Field(alias="to")
+    loss: float
+    tokens: int
+
+
+class LossByPosition(Result):
+    """The loss by position in windows of `window` tokens that do not overlap."""
+
+    window: int
+    bins: list[PositionLoss]
+
+
+class PerplexityScores(Scores):
+    """Sliding-window perplexity of `documents`, chosen and truncated as the options say."""
+
+    measurement = "perplexity"
+
+    options: PerplexityOptions | None = None
+    data: str = ""
+    documents: int | None = None
+    documents_too_short: int | None = None
+    bos: bool | None = None
+    stride: int = 0
+    weighting: str = "token"
+    windows: list[WindowPerplexity]
+    per_document: list[DocumentPerplexity] | None = None
+    by_position: LossByPosition | None = None
+
+
+class Perplexity(Measurement[PerplexityOptions, PerplexityScores]):
+    """Sliding-window perplexity (paper, section 3.2)."""
+
+    name = "perplexity"
+    options = PerplexityOptions
+    scores = PerplexityScores
+
+    def prepare(self, options: PerplexityOptions, models: Sequence[Model]) -> PerplexityOptions:
+        """Fill in the text, its documents, windows and stride, by default those of the longest window."""
+        return completed(options, models)
+
+    def run(self, model: Model, options: PerplexityOptions, session: Session) -> PerplexityScores:
+        """Measure a model."""
+        return evaluate_perplexity(model, options, session)
+
+    def metrics(self, scores: PerplexityScores) -> list[Metric]:
+        """Return the perplexity by window, with those of the documents."""
+        values: dict[int, list[Value]] = {row.window: [] for row in scores.windows}
+        for document in scores.per_document or ():
+            for row in document.windows:
+                name = f"{document.name} of {document.tokens} tokens"
+                values[row.window].append(Value(name, row.perplexity, row.tokens))
+        about: Json = {"digits": 3, "is_ratio": True, "higher_is_better": False, "dataset": scores.data}
+        return [
+            Metric(
+                "perplexity",
+                row.perplexity,
+                at=row.window,
+                samples=row.tokens,
+                values=values[row.window],
+                hub_name="perplexity",
+                **about,
+            )
+            for row in scores.windows
+        ]
+
+    def about(self, scores: Sequence[PerplexityScores]) -> str:
+        """Return the text, the documents, the stride and the weighting."""
+        first, options = scores[0], scores[0].options or PerplexityOptions()
+        least = max([row.window for row in first.windows] + [options.min_tokens or 0])
+        chosen = options.model_dump(include=CHOICE, exclude_defaults=True)
+        parts = [f"{first.documents} documents of {first.data}", *(f"{name} {value}" for name, value in chosen.items())]
+        parts += [f"of at least {least:,} tokens", f"stride {first.stride}", "every token weighted equally"]
+        differ = len({row.tokens for each in scores for row in each.windows[:1]}) > 1
+        return ", ".join(parts) + "; the tokenizers differ: perplexities do not compare" * differ
+
+    def panels(self, scores: Mapping[str, PerplexityScores]) -> list[Panel]:
+        """Return perplexity by window if there are several, and the loss by position where all have it."""
+        panels: list[Panel] = []
+        if any(len(each.windows) > 1 for each in scores.values()):
+            panels.append(partial(_draw_windows, scores))
+        bins = {label: each.by_position.bins for label, each in scores.items() if each.by_position}
+        if len(bins) == len(scores):
+            panels.append(partial(_draw_positions, bins))
+        return panels
+
+
+def _draw_windows(scores: Mapping[str, PerplexityScores], axes: Any) -> None:
+    draw_curves(axes, {label: [(row.window, row.perplexity) for row in each.windows] for label, each in scores.items()})
+    label_logarithmic(axes, "perplexity (lower is better)")
+    label_windows(axes, [row.window for each in scores.values() for row in each.windows])
+
+
+def _draw_positions(bins: Mapping[str, Sequence[PositionLoss]], axes: Any) -> None:
+    draw_curves(axes, {label: [(part.first, part.loss) for part in each] for label, each in bins.items()})
+    axes.set(xlabel="tokens before, in the window", ylabel="loss (nats a token)")
+
+
+def completed(options: PerplexityOptions, models: Sequence[Model]) -> PerplexityOptions:
+    """Return the options with text, documents, windows and stride, alike for all models. The text is by default the one
+    that the recipe of a run names, and of the built-in model the standard library. Raise DataError if there is none.
+    """
+    recipes = [model.recipe for model in models if model.recipe]
+    if options.data is None and (named := [each for recipe in recipes if (each := recipe.evaluation.perplexity)]):
+        options = named[0].changed(**options.model_dump(exclude_defaults=True))
+    bases = [model.recipe.model.name if model.recipe else model.base for model in models]
+    if options.data is None and not all(base.startswith(BUILTIN) for base in bases):
+        raise DataError(f"--data: name a text that {models[0].name} was not tuned on: a file, folder or hub data set")
+    data = options.data or STDLIB
+    windows, stride = options.sweep(max(model.window for model in models))
+    default: Json = {"data": data, "windows": windows, "stride": stride, **DEFAULTS.get(data, {})}
+    return options.changed(**default | options.model_dump(exclude_none=True))
+
+
+def evaluate_perplexity(model: Model, options: PerplexityOptions, session: Session | None = None) -> PerplexityScores:
+    """Measure the documents that the options choose and that are at least as long as the longest window. If the session
+    is shared, each process measures its share of the documents, with the whole model, and an interrupted evaluation
+    continues when it is called again.
+    """
+    session = session or Session()
+    options = completed(options, [model])
+    windows, stride = options.sweep(model.window)
+    longest = max(windows)
+    bins = min(BINS, longest - 1) if options.by_position else 0
+    sweep = Sweep(windows, stride, bins, depends_on_length(model.config))
+    documents, too_short = choose_documents(model, options, longest)
+    measured = _measure(model, documents, sweep, session)
+    sums = [loss for losses in measured for loss in losses.by_window.values() if loss.tokens]
+    check_numbers(model, all(math.isfinite(loss.perplexity) for loss in sums))
+    return PerplexityScores(
+        **described(model),
+        options=options,
+        data=options.data or "",
+        documents=len(documents),
+        documents_too_short=too_short,
+        bos=documents[0].ids[0] == model.tokenizer.bos_token_id,
+        stride=stride,
+        weighting="token",
+        windows=window_scores(measured),
+        per_document=[
+            DocumentPerplexity(name=document.name, tokens=len(document.ids), windows=window_scores([losses]))
+            for document, losses in zip(documents, measured, strict=True)
+        ],
+        **({"by_position": _by_position(measured, longest)} if bins else {}),
+    )
+
+
+class TokenizedDocument(NamedTuple):
+    """A document as it is measured: its name, and its token ids, truncated if asked."""
+
+    name: str
+    ids: "array[int]"
+
+
+def choose_documents(model: Model, options: PerplexityOptions, longest: int) -> tuple[list[TokenizedDocument], int]:
+    """Return the first documents that the options ask for, or with a seed as many at random, for windows of up to
+    `longest` tokens; and how many others were too short. Raise DataError if none is long enough.
+    """
+    needed, too_short, longest_text = max(longest, options.min_tokens or 0), 0, 0
+    choice = options.split, options.column, options.subset, options.hold_out
+    read = partial(evaluation_documents, options.data or STDLIB, *choice)
+    documents: Iterable[Document] = read()
+    if options.seed is not None:
+        sizes = [len(document.text.encode()) + FRAME_TOKENS for document in documents]
+        order = [number for number, size in enumerate(sizes) if size >= needed] or [sizes.index(max(sizes))]
+        random.Random(options.seed).shuffle(order)
+        too_short = len(sizes) - len(order)
+        documents = _in_order(read, order, options.documents or len(order))
+    chosen: list[TokenizedDocument] = []
+    for batch in in_batches(documents, lambda document: len(document.text)):
+        # Without EOS, which the model would be asked to predict.
+        for document, ids in zip(batch, tokenized(model.tokenizer, [each.text for each in batch]), strict=True):
+            longest_text = max(longest_text, len(ids))
+            if len(ids) < needed:
+                too_short += 1
+                continue
+            check_ids(model, ids)
+            chosen.append(TokenizedDocument(document.name, array("i", ids[: options.truncate])))
+            if len(chosen) == options.documents:
+                return chosen, too_short
+    if not chosen:
+        shorter = f"{options.data}: the longest document has {longest_text} tokens, {needed} are needed"
+        raise DataError(f"--data: {shorter}; name longer texts, or choose a shorter window")
+    return chosen, too_short
+
+
+def _in_order(read: Callable[[], Iterable[Document]], order: Sequence[int], at_once: int) -> Iterator[Document]:
+    """Yield documents by their numbers in `order`; every `at_once` of them are read anew, and no others are held."""
+    for start in range(0, len(order), at_once):
+        wanted = order[start : start + at_once]
+        held = {number: document for number, document in enumerate(read()) if number in set(wanted)}
+        yield from map(held.__getitem__, wanted)
+
+
+def _measure(
+    model: Model, documents: Sequence[TokenizedDocument], sweep: Sweep, session: Session
+) -> list[DocumentLosses]:
+    names = [hashlib.sha256(document.ids).hexdigest() for document in documents]
+    ids = {name: document.ids for name, document in zip(names, documents, strict=True)}
+    journal = session.journal(model, asdict(sweep))
+    total = sum(len(pieces) for name in journal.left(ids) for pieces in sweep.plan(len(ids[name])))
+    done = 0
+
+    def count(pieces: int) -> None:
+        nonlocal done
+        done += pieces
+        session.progress(done, total)
+
+    def measure(name: str) -> DocumentLosses:
+        return sliding_windows.document_losses(model.model, ids[name], sweep, count)
+
+    measured = journal.measure(DocumentLosses, list(ids), measure)
+    return [measured[name] for name in names]
+
+
+def window_scores(measured: Sequence[DocumentLosses]) -> list[WindowPerplexity]:
+    """Return the token-weighted perplexities of all documents together, the shortest window first."""
+    totals = {window: added(each.by_window[window] for each in measured) for window in sorted(measured[0].by_window)}
+    return [
+        WindowPerplexity(window=window, perplexity=total.perplexity, tokens=total.tokens)
+        for window, total in totals.items()
+    ]
+
+
+def _by_position(measured: Sequence[DocumentLosses], window: int) -> LossByPosition:
+    firsts = list(measured[0].by_position)
+    bins = []
+    for first, last in zip(firsts, [*firsts[1:], window], strict=True):
+        total = added(each.by_position[first] for each in measured)
+        bins.append(PositionLoss(first=first, last=last, loss=total.mean, tokens=total.tokens))
+    return LossByPosition(window=window, bins=bins)
