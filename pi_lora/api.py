@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pi_lora.errors import RecipeError
-from pi_lora.recipe.places import find_recipe
 from pi_lora.types import NO_PERMISSIONS, Permissions, Progress, silent
 
 if TYPE_CHECKING:
@@ -107,7 +106,7 @@ def plan(recipe: str | Path, *overrides: str | Mapping[str, Any], gpu: str | Non
     from pi_lora.planning.planning import plan_training
     from pi_lora.recipe.files import load_recipe
 
-    resolved = load_recipe(find_recipe(Path(recipe)), _as_words(overrides)).recipe
+    resolved = load_recipe(Path(recipe), _as_words(overrides)).recipe
     return plan_training(resolved, device_for(resolved, gpu))
 
 

@@ -1,26 +1,22 @@
 """The command line: one function a command, heavy imports inside the function."""
 
 import contextlib
-import importlib
 import io
-import pkgutil
 import sys
 import tempfile
 import traceback
 from typing import NoReturn, cast
 
-from cyclopts import CycloptsError
+from cyclopts import CycloptsError, MissingArgumentError
 from pydantic import ValidationError
 
-from pi_lora.cli.app import LIBRARIES, OTHERS, app, out, working
+from pi_lora.cli import extend, measure, recipes  # noqa: F401
+from pi_lora.cli.app import app
 from pi_lora.distributed import let_segments_grow, worker_exit_status
 from pi_lora.errors import Interrupted, PiLoraError, RecipeError
 from pi_lora.writing import problem_text
 
 __all__ = ["app", "main"]
-
-for file in pkgutil.iter_modules(__path__, f"{__name__}."):
-    importlib.import_module(file.name)
 
 INTERRUPTED = 130
 # Packages that only an extra of pi-lora installs.
@@ -31,19 +27,6 @@ EXTRAS = {
     "gguf": "gguf",
     "liger_kernel": "liger",
 }
-
-
-@app.command(group=OTHERS, sort_key=2)
-def env() -> None:
-    """Print versions, processor, memory, GPUs and kernels, for a bug report."""
-    with working(LIBRARIES):
-        from pi_lora.models.machine import facts
-        from pi_lora.recipe.places import cache_folder
-
-        entries = {**facts(), "cache": str(cache_folder())}
-    width = max(map(len, entries))
-    for name, value in entries.items():
-        out.lines(f"{name:{width}}  {value}")
 
 
 def main() -> NoReturn:
@@ -81,8 +64,11 @@ def _usage_problem(mistake: CycloptsError) -> str:
         first = mistake.__cause__.errors()[0]
         option = ".".join(map(str, first["loc"][:1])).replace("_", "-")
         return f"--{option}: {problem_text(first)}" if option else f"--{problem_text(first)}"
+    command = " ".join(["pi-lora", *(mistake.command_chain or ())])
+    if isinstance(mistake, MissingArgumentError) and mistake.argument:
+        return f"{command}: {mistake.argument.name}: missing; see {command} --help"
     message = str(mistake).partition(" Available commands")[0].rstrip(".?")
-    return f"pi-lora: {message}; see pi-lora --help"
+    return f"{command}: {message}; see {command} --help"
 
 
 def _unforeseen(error: Exception) -> str:

@@ -1,4 +1,4 @@
-"""What all commands share: the application, its consoles and the progress bar."""
+"""What all commands share: the application, its consoles and progress bar, and the options that several have."""
 
 import contextlib
 import importlib.metadata
@@ -7,20 +7,23 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, Literal
 
-from cyclopts import App, Group, Parameter
+from cyclopts import App, Group, Parameter, Token
 from rich.console import Console
 from rich.text import Text
 
-from pi_lora.distributed import is_leader
-from pi_lora.recipe.places import find_recipe
-from pi_lora.types import Progress, silent
+from pi_lora.distributed import is_launched, is_leader, join_processes
+from pi_lora.errors import PiLoraError
+from pi_lora.recipe.section import as_tokens
+from pi_lora.scaling.config import Method
+from pi_lora.types import Permissions, Progress, silent
 
 if TYPE_CHECKING:
-    from pi_lora.recipe.files import ResolvedRecipe
+    from pi_lora.models.model import Extension, Model
 
 
 class Terminal(Console):
@@ -31,7 +34,8 @@ class Terminal(Console):
 
     def lines(self, *lines: object) -> None:
         """Print lines, which are not broken however long they are."""
-        self.print(*map(str, lines), sep="\n", soft_wrap=True)
+        if lines:
+            self.print(*map(str, lines), sep="\n", soft_wrap=True)
 
 
 def _shown_default(value: object) -> str | None:
@@ -53,8 +57,6 @@ app = App(
 EXTEND, MEASURE, RECIPES, OTHERS = (
     Group(name, sort_key=place) for place, name in enumerate(("Extend", "Measure and share", "Recipes", "Others"))
 )
-eval_app = App(name="eval", help="Measure a model, or several with the same options.", group=MEASURE, sort_key=1)
-app.command(eval_app)
 app["--help"].group = app["--version"].group = OTHERS
 out, err = Terminal(), Terminal(stderr=True)
 LIBRARIES = "loading libraries"
@@ -62,13 +64,6 @@ LIBRARIES = "loading libraries"
 EACH_LINE = 60.0
 # Seconds after which a command says what it does.
 LONG = 10.0
-
-
-def read_recipe(recipe: Path, overrides: Sequence[str] = ()) -> "ResolvedRecipe":
-    """Read a recipe file, or a shipped recipe by name, with the overrides of the command line."""
-    from pi_lora.recipe.files import load_recipe
-
-    return load_recipe(find_recipe(recipe), overrides)
 
 
 def say(line: str) -> None:
@@ -125,7 +120,7 @@ def _progress_lines(title: str) -> Progress:
 
 
 @contextlib.contextmanager
-def working(what: str) -> Iterator[None]:
+def working(what: str = LIBRARIES) -> Iterator[None]:
     """Something turning on stderr while `what` goes on, or where that is no terminal a line if it takes long."""
     if what != LIBRARIES:
         _work_begins()
@@ -145,3 +140,77 @@ def _work_begins() -> None:
     """Let Ctrl-C unwind from here on: until libraries are loaded there is nothing to clean up."""
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+# A pydantic model or dataclass under this annotation is a group: its fields are options of the command.
+GROUP = Parameter(name="*")
+
+RecipeFile = Annotated[Path, Parameter(name="RECIPE", help="A file, or the name of a shipped recipe.")]
+Override = Annotated[str, Parameter(name="KEY=VALUE", help="Keys of the recipe to change.")]
+ModelName = Annotated[str, Parameter(name="MODEL", help="Hub id, folder, run or builtin:tiny.")]
+Models = Annotated[list[str], Parameter(name="MODEL", help="Hub ids, folders, runs or builtin:tiny.")]
+JsonFile = Annotated[Path | None, Parameter(help="Also write the result to this file.")]
+Plot = Annotated[Path | None, Parameter(help="Also draw the scores to this PNG file.")]
+Dtype = Annotated[Literal["float32", "bfloat16", "float16"] | None, Parameter(help="Data type of the weights.")]
+GpuName = Annotated[str | None, Parameter(help="A name (4090, H100), a memory size (48GB), or cpu.")]
+TrustRemoteCode = Annotated[bool, Parameter(help="Run Python code that a model brings.")]
+Again = Annotated[bool, Parameter(help="Measure again what has scores.")]
+OtherText = Annotated[str | None, Parameter(help="Measure perplexity on this text instead of the run's.")]
+
+
+def read_length(_: object, tokens: Sequence[Token]) -> int:
+    """Return a number of tokens from `16k` or `16384`."""
+    length = as_tokens(tokens[0].value)
+    if not isinstance(length, int) or length < 1:
+        raise ValueError(f"{tokens[0].value} is not a number of tokens; write 16384 or 16k")
+    return length
+
+
+Original = Annotated[
+    int | None, Parameter(converter=read_length, help="Original window of a plain base, if not its config's.")
+]
+Target = Annotated[
+    int | None, Parameter(converter=read_length, help="Window to extend a plain base to, without tuning.")
+]
+Scaling = Annotated[Method | None, Parameter(help="Scaling of a plain base; pi by default.")]
+Probe = Annotated[Path | None, Parameter(help="What pi-lora probe wrote with --json.")]
+
+
+@dataclass(frozen=True)
+class Trust:
+    """What only the person at the keyboard can allow."""
+
+    trust_remote_code: TrustRemoteCode = False
+    allow_changed: Annotated[bool, Parameter(help="Use a run although its base or data changed.")] = False
+
+    @property
+    def permissions(self) -> Permissions:
+        """These permissions, as models are found with them."""
+        return Permissions(self.trust_remote_code, self.allow_changed)
+
+
+@dataclass(frozen=True)
+class Loading(Trust):
+    """How models are found and loaded."""
+
+    dtype: Dtype = None
+    base: Annotated[str | None, Parameter(help="Where the base of a run is now, if it moved.")] = None
+
+    def find(self, *names: str, extension: "Extension | None" = None) -> "list[Model]":
+        """Find every model, and meet the other processes of this command if a launcher started several."""
+        from pi_lora.models.machine import device
+        from pi_lora.models.model import find
+
+        models = [find(name, extension, self.permissions, base=self.base) for name in names]
+        if is_launched():
+            join_processes(cpu=device().type == "cpu")
+        return models
+
+
+def extension_of(target: int | None, original: int | None, scaling: Method | None) -> "Extension | None":
+    """Return the extension of a plain base that three options ask for; None if they ask for none."""
+    from pi_lora.models.model import Extension
+
+    if target is None and (original is not None or scaling is not None):
+        raise PiLoraError("--original, --scaling: need --target, the window to extend to; give it as well")
+    return Extension(target, original, scaling or "pi") if target else None

@@ -1,18 +1,38 @@
-"""`pi-lora new`, `show`, `plan` and `recipes`: a recipe that fits, what one says, and what it takes."""
+"""`pi-lora new`, `plan`, `show` and `recipes`; `theory`; and `env`."""
 
 import shlex
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
 from cyclopts import Parameter
-from cyclopts.types import PositiveInt
-from rich.table import Table
+from cyclopts.validators import Number
+from rich.table import Column, Table
 
-from pi_lora.cli.app import RECIPES, app, err, out, read_recipe, working
-from pi_lora.cli.options import GpuName, JsonFile, ModelName, Override, Probe, RecipeFile, TrustRemoteCode, read_length
-from pi_lora.errors import PiLoraError, RunExistsError
-from pi_lora.recipe.places import shipped_recipes
+from pi_lora.cli.app import (
+    GROUP,
+    OTHERS,
+    RECIPES,
+    JsonFile,
+    ModelName,
+    Original,
+    Override,
+    Probe,
+    RecipeFile,
+    Target,
+    Trust,
+    TrustRemoteCode,
+    app,
+    err,
+    out,
+    read_length,
+    working,
+)
+from pi_lora.errors import PiLoraError
 from pi_lora.types import Permissions
+from pi_lora.writing import write_json
+
+GpuName = Annotated[str | None, Parameter(help="A name (4090, H100), a memory size (48GB), or cpu.")]
 
 
 @app.command(group=RECIPES, sort_key=1)
@@ -20,7 +40,7 @@ def new(
     model: ModelName,
     /,
     *,
-    target: Annotated[PositiveInt | None, Parameter(converter=read_length, help="L', the window to extend to.")] = None,
+    target: Annotated[int, Parameter(converter=read_length, help="L', the window to extend to.")],
     gpu: GpuName = None,
     data: Annotated[list[str] | None, Parameter(help="Text to tune on: a file, folder, glob or hub id.")] = None,
     probe: Probe = None,
@@ -28,57 +48,19 @@ def new(
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Write a recipe that extends MODEL to --target tokens and fits this machine's GPU, or --gpu."""
-    with working("reading the config"):
-        from pi_lora.data.chats import AT_STAKE
-        from pi_lora.data.documents import looks_local
-        from pi_lora.models.tokenizer import has_chat_template
-        from pi_lora.planning.choosing import choose, file_for, recipe_text, sections_of_texts, short_held_out
-        from pi_lora.planning.gpus import device_here, find_gpu
-        from pi_lora.planning.planning import find_shape
+    with working("reading model and text"):
+        from pi_lora.planning.choosing import new_recipe
         from pi_lora.planning.text import plan_lines
-        from pi_lora.scaling.config import window_of
 
+        probed = None
         if probe:
             from pi_lora.report.probe import read_probe
 
-        permissions = Permissions(trust_remote_code)
-        window = window_of(find_shape(model, permissions=permissions)[0])
-        device = find_gpu(gpu) if gpu else device_here()
-    if target is None:
-        raise PiLoraError(f"--target: missing; {model} reads {window} tokens, name more, as --target {4 * window}")
-    file = output or file_for(model, target)
-    if file.exists():
-        raise RunExistsError(f"{file}: exists, and is not overwritten; remove it, or name another file with --output")
-    for name in data or ():
-        if not looks_local(name) and not name.startswith("builtin:"):
-            err.lines(f"--data: {name}: no such file or folder; it is taken for a data set on the hub")
-    probed = read_probe(probe).to_tune(target) if probe else None
-    with working("reading the text"):
-        sections = {**(sections_of_texts(data, target) if data else {}), **({"scaling": probed.best} if probed else {})}
-        plan = choose(model, target, device, sections, permissions)
-    with file.open("x", encoding="utf-8") as recipe:
-        recipe.write(recipe_text(plan, file, probed.summary if probed else None))
+            probed = read_probe(probe).to_tune(target)
+        file, plan, notes = new_recipe(model, target, gpu, data or (), probed, output, Permissions(trust_remote_code))
     out.lines(*plan_lines(plan))
-    if not data:
-        names = " and ".join(source.name for source in plan.recipe.data.source)
-        err.lines(f"--data: not given; the recipe reads {names}")
-    elif short := short_held_out(plan):
-        err.lines(short)
-    if has_chat_template(model):
-        err.lines(f"data: {AT_STAKE}")
+    err.lines(*notes)
     out.lines(f"{file}: written; read it, then: pi-lora train {shlex.quote(str(file))}")
-
-
-@app.command(group=RECIPES, sort_key=3)
-def show(recipe: RecipeFile, /, *overrides: Override) -> None:
-    """Print the resolved recipe, and where each value came from."""
-    resolved = read_recipe(recipe, overrides)
-    table = Table("key", "value", "from", box=None)
-    values = resolved.recipe.model_dump(mode="json")
-    for key, origin in resolved.origins.items():
-        section, _, name = key.partition(".")
-        table.add_row(key, str(values[section][name] if name else values[section]), origin)
-    out.print(table)
 
 
 @app.command(group=RECIPES, sort_key=2)
@@ -94,9 +76,9 @@ def plan(
     from pi_lora.planning.gpus import device_for
     from pi_lora.planning.planning import plan_training
     from pi_lora.planning.text import component_lines, plan_lines
-    from pi_lora.writing import write_json
+    from pi_lora.recipe.files import load_recipe
 
-    resolved = read_recipe(recipe, overrides).recipe
+    resolved = load_recipe(recipe, overrides).recipe
     training_plan = plan_training(resolved, device_for(resolved, gpu), Permissions(trust_remote_code))
     table = Table("on each device", "at most", box=None)
     for row in component_lines(training_plan):
@@ -107,24 +89,33 @@ def plan(
         write_json(json, training_plan.as_json())
 
 
+@app.command(group=RECIPES, sort_key=3)
+def show(recipe: RecipeFile, /, *overrides: Override) -> None:
+    """Print the resolved recipe, and where each value came from."""
+    from pi_lora.recipe.files import load_recipe
+
+    resolved = load_recipe(recipe, overrides)
+    table = Table("key", "value", Column("from", overflow="fold"), box=None)
+    values = resolved.recipe.model_dump(mode="json")
+    for key, origin in resolved.origins.items():
+        section, _, name = key.partition(".")
+        table.add_row(key, str(values[section][name] if name else values[section]), origin)
+    out.print(table)
+
+
 @app.command(group=RECIPES, sort_key=4)
 def recipes(
-    folder: Annotated[
-        Path | None, Parameter(name="FOLDER", help="A folder of recipes, instead of the shipped ones.")
-    ] = None,
-    /,
     *,
     markdown: Annotated[
         bool, Parameter(help="Print the page with the cost of every recipe, recipes/README.md.")
     ] = False,
     keys: Annotated[bool, Parameter(help="Print every key that a recipe may have, docs/recipes.md.")] = False,
 ) -> None:
-    """List the shipped recipes, or those in a folder."""
+    """List the recipes that come with pi-lora."""
     from pi_lora.recipe.files import recipe_paths, recipe_summary
+    from pi_lora.recipe.places import shipped_recipes
 
-    place = folder or shipped_recipes()
-    if not place.is_dir():
-        raise PiLoraError(f"{place}: no such folder; name one that holds recipes")
+    folder = shipped_recipes()
     if keys:
         from pi_lora.recipe.reference import reference_page
 
@@ -132,10 +123,56 @@ def recipes(
     elif markdown:
         from pi_lora.planning.text import recipes_page
 
-        print(recipes_page(place), end="")
+        print(recipes_page(folder), end="")
     else:
         table = Table("recipe", "what it makes", box=None)
-        for path in recipe_paths(place):
-            name = path if folder else path.relative_to(place).with_suffix("")
-            table.add_row(str(name), recipe_summary(path))
+        for path in recipe_paths(folder):
+            table.add_row(str(path.relative_to(folder).with_suffix("")), recipe_summary(path))
         out.print(table)
+
+
+@app.command(group=OTHERS, sort_key=1)
+def theory(
+    *,
+    model: Annotated[str | None, Parameter(help="Read d, c, L, L' from a hub id, folder, run or builtin:tiny.")] = None,
+    head_dim: Annotated[int | None, Parameter(help="d; 128 as in LLaMA-7B.", validator=Number(gte=2, modulo=2))] = None,
+    theta: Annotated[float | None, Parameter(help="c; 10000 as in LLaMA.", validator=Number(gt=1))] = None,
+    original: Annotated[Original, Parameter(help="L in tokens; the model's, or 2048.")] = None,
+    target: Annotated[Target, Parameter(help="L' in tokens; the model's, or twice L.")] = None,
+    output: Annotated[Path, Parameter(help="Folder for the figures.")] = Path("theory"),
+    json: JsonFile = None,
+    trust: Annotated[Trust, GROUP] = Trust(),
+) -> None:
+    """Compute the bounds and draw the figures of the paper (section 2), for any setting or a model."""
+    if model and (head_dim is not None or theta is not None):
+        raise PiLoraError("--head-dim, --theta: come with --model; leave them out")
+    with working("computing the bounds"):
+        from pi_lora.theory.bounds import Setting, bounds_of, setting_of
+        from pi_lora.theory.figures import bounds_table, draw_theory
+
+        if model:
+            from pi_lora.models.model import find
+
+            setting = setting_of(find(model, permissions=trust.permissions).config, original, target)
+        else:
+            window = original or Setting.original
+            setting = Setting(head_dim or Setting.head_dim, theta or Setting.theta, window, target or 2 * window)
+        bounds = bounds_of(setting)
+    out.print(bounds_table(setting, bounds))
+    with working("drawing"):
+        files = draw_theory(setting, output)
+    out.lines(*files)
+    if json:
+        write_json(json, {"setting": asdict(setting), "bounds": asdict(bounds)})
+
+
+@app.command(group=OTHERS, sort_key=2)
+def env() -> None:
+    """Print versions, processor, memory, GPUs and kernels, for a bug report."""
+    with working():
+        from pi_lora.models.machine import facts
+        from pi_lora.recipe.places import cache_folder
+
+        entries = {**facts(), "cache": str(cache_folder())}
+    width = max(map(len, entries))
+    out.lines(*(f"{name:{width}}  {value}" for name, value in entries.items()))

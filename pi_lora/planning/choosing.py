@@ -9,11 +9,14 @@ import shlex
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from pi_lora.data.chats import AT_STAKE
+from pi_lora.data.documents import looks_local
 from pi_lora.data.examples import data_problems
 from pi_lora.data.sources import find_corpus, held_out_text, share_to_hold_out
-from pi_lora.errors import DataError, PiLoraError, RecipeError
+from pi_lora.errors import DataError, PiLoraError, RecipeError, RunExistsError
 from pi_lora.models.files import BUILTIN
-from pi_lora.planning.gpus import CPU, GPUS, Gpu
+from pi_lora.models.tokenizer import has_chat_template
+from pi_lora.planning.gpus import CPU, GPUS, Gpu, device_here, find_gpu
 from pi_lora.planning.planning import TrainingPlan, find_shape, plan_recipe, plan_training
 from pi_lora.planning.text import Changes, plan_lines, render, replanned, slower
 from pi_lora.recipe.schema import Data, Recipe, Source
@@ -47,6 +50,40 @@ BYTES_PER_TOKEN = 5
 # Maximum rates by parameters: the demo's and that of recipes/smollm2_135m_32k.yaml, which fall; larger models have
 # LongLoRA's, the default.
 RATES = ((20e6, 2.5e-3), (500e6, 5e-4))
+
+
+def new_recipe(
+    model: str,
+    target: int,
+    gpu: str | None = None,
+    texts: Sequence[str] = (),
+    probed: tuple[str, str] | None = None,
+    output: Path | None = None,
+    permissions: Permissions = NO_PERMISSIONS,
+) -> tuple[Path, TrainingPlan, list[str]]:
+    """Write a recipe that extends a model to a target window on a device, by default this machine's, and return the
+    file, the plan, and what a user should know. `probed` is the scaling that a probe found, and what it says of it.
+    Raise RunExistsError if the file exists; PiLoraError as `choose` does.
+    """
+    file = output or file_for(model, target)
+    if file.exists():
+        raise RunExistsError(f"{file}: exists, and is not overwritten; remove it, or name another file with --output")
+    device = find_gpu(gpu) if gpu else device_here()
+    scaling, why = probed or (None, None)
+    given = (sections_of_texts(texts, target) if texts else {}) | ({"scaling": scaling} if scaling else {})
+    plan = choose(model, target, device, given, permissions)
+    with file.open("x", encoding="utf-8") as recipe:
+        recipe.write(recipe_text(plan, file, why))
+    hub = [name for name in texts if not looks_local(name) and not name.startswith(BUILTIN)]
+    notes = [f"--data: {name}: no such file or folder; it is taken for a data set on the hub" for name in hub]
+    if not texts:
+        names = " and ".join(source.name for source in plan.recipe.data.source)
+        notes.append(f"--data: not given; the recipe reads {names}")
+    elif short := short_held_out(plan):
+        notes.append(short)
+    if has_chat_template(model):
+        notes.append(f"data: {AT_STAKE}")
+    return file, plan, notes
 
 
 def choose(

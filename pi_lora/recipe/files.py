@@ -11,7 +11,7 @@ import yaml
 from pydantic import ValidationError
 
 from pi_lora.errors import RecipeError, first_line
-from pi_lora.recipe.places import shipped_recipes
+from pi_lora.recipe.places import find_recipe, shipped_recipes
 from pi_lora.recipe.schema import Recipe
 from pi_lora.recipe.section import Section, sections_in
 from pi_lora.writing import problem_text
@@ -49,7 +49,10 @@ class ResolvedRecipe:
 
 
 def load_recipe(path: Path, overrides: Sequence[str] = ()) -> ResolvedRecipe:
-    """Read `path` over what it extends, apply `key=value` overrides, and check; RecipeError has all mistakes."""
+    """Read `path`, or the shipped recipe of that name, over what it extends, apply `key=value` overrides, and check;
+    RecipeError has all mistakes.
+    """
+    path = find_recipe(path)
     if path.name.startswith("_"):
         raise RecipeError([f"{path}: is a parent for other recipes (its name begins with _); run one that extends it"])
     tree, origins = _read(path)
@@ -146,6 +149,7 @@ def _apply_override(tree: dict[str, Any], origins: dict[KeyPath, str], override:
     except yaml.YAMLError:
         raise RecipeError([f"{override}: the value is not YAML; quote it"]) from None
     *sections, last = key.split(".")
+    origins.setdefault(tuple(sections[:1]), COMMAND_LINE)
     for section in sections:
         inner = tree.get(section) or {}
         if not isinstance(inner, dict):

@@ -77,10 +77,10 @@ class Probe(BaseModel):
     versions: dict[str, str] = {}
     targets: list[Reach]
 
-    def to_tune(self, target: int) -> Reach | None:
-        """Return the scalings at a target if the best of all is tuned for more than comparison."""
+    def to_tune(self, target: int) -> tuple[Method, str] | None:
+        """Return the best scaling at a target and the summary, unless the best is for comparison only."""
         reach = self.at(target)
-        return reach if reach.best not in ("direct", "dynamic") else None
+        return (reach.best, reach.summary) if reach.best not in ("direct", "dynamic") else None
 
     def at(self, target: int) -> Reach:
         """Return the scalings at a target; raise ModelError if it was not probed."""

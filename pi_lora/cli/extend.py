@@ -1,0 +1,238 @@
+"""`pi-lora train` and `prepare`; `merge`, `extend` and `export gguf`; and `check-server`."""
+
+import shlex
+import sys
+from pathlib import Path
+from typing import Annotated, Literal
+
+from cyclopts import App, Parameter
+from cyclopts.types import NonNegativeInt, PositiveInt
+
+from pi_lora.cli.app import (
+    EXTEND,
+    GROUP,
+    Dtype,
+    JsonFile,
+    Loading,
+    ModelName,
+    Original,
+    Override,
+    Probe,
+    RecipeFile,
+    Scaling,
+    Target,
+    Trust,
+    TrustRemoteCode,
+    app,
+    extension_of,
+    out,
+    progress_bar,
+    read_length,
+    working,
+)
+from pi_lora.distributed import is_launched, is_leader, launch, launch_arguments
+from pi_lora.errors import PiLoraError
+from pi_lora.scaling.config import Method
+from pi_lora.types import Permissions
+from pi_lora.writing import check_can_write, read_json, write_json
+
+export_app = App(name="export", help="Write a model in the format of another engine.", group=EXTEND, sort_key=4)
+app.command(export_app)
+
+
+@app.command(group=EXTEND, sort_key=1)
+def train(
+    recipe: RecipeFile,
+    /,
+    *overrides: Override,
+    trust: Annotated[Trust, GROUP] = Trust(),
+    output: Annotated[Path | None, Parameter(help="The run folder; adapters/<recipe> by default.")] = None,
+    resume: Annotated[bool, Parameter(help="Continue an interrupted run, by its recipe or its folder.")] = False,
+    dry_run: Annotated[bool, Parameter(help="Check recipe, model, data and output, then stop.")] = False,
+    force: Annotated[bool, Parameter(help="Train even if the plan says that it does not fit.")] = False,
+    print_launch: Annotated[bool, Parameter(help="Print the accelerate launch line instead of running it.")] = False,
+    num_machines: Annotated[PositiveInt | None, Parameter(help="Machines, instead of hardware.machines.")] = None,
+    machine_rank: Annotated[NonNegativeInt, Parameter(help="Number of this machine, from 0.")] = 0,
+    main_process_ip: Annotated[str | None, Parameter(help="Address of machine 0.")] = None,
+    main_process_port: Annotated[PositiveInt | None, Parameter(help="Port on machine 0.")] = None,
+) -> None:
+    """Tune a model to its target window by RECIPE."""
+    from pi_lora.run import begun_or_new
+
+    changes = [*overrides, *([f"hardware.machines={num_machines}"] if num_machines else [])]
+    resolved, place = begun_or_new(recipe, changes, output, resume)
+    # A launched process gets the command line as it is; it starts no others.
+    worker = [word for word in sys.argv[1:] if word != "--print-launch"]
+    where = (machine_rank, main_process_ip, main_process_port)
+    if print_launch:
+        out.lines(shlex.join(["accelerate", "launch", *launch_arguments(resolved, worker, *where)]))
+        return
+    # Ctrl-C ends at once until all libraries are imported: some turn it into an error of their own.
+    with working():
+        from pi_lora.api import model_to_train
+
+        model, lines = model_to_train(resolved, place, resume, force, trust.permissions, ask_hub=dry_run)
+        if dry_run:
+            out.lines(*lines)
+            return
+        from pi_lora.training.training import closing_lines, prepare_data, train
+
+    with progress_bar("preparing data") as progress:
+        data = prepare_data(resolved, model, progress)
+    if not is_launched():
+        out.lines(*lines, *(f"data: {line}" for line in data.messages))
+        if resolved.hardware.processes > 1:
+            sys.exit(launch(launch_arguments(resolved, worker, *where)))
+    with progress_bar("training") as progress:
+        folder = train(resolved, model, data, place, resume, progress)
+    if is_leader():
+        out.lines(*closing_lines(resolved, folder))
+
+
+@app.command(group=EXTEND, sort_key=3)
+def prepare(
+    recipe: RecipeFile,
+    /,
+    *overrides: Override,
+    trust_remote_code: TrustRemoteCode = False,
+) -> None:
+    """Tokenize and pack the training data of RECIPE into the cache; no GPU is needed."""
+    with working():
+        from pi_lora.preflight import check_data
+        from pi_lora.recipe.files import load_recipe
+        from pi_lora.recipe.places import cache_folder
+        from pi_lora.training.training import prepare_data
+
+        resolved = load_recipe(recipe, overrides).recipe
+        model = check_data(resolved, Permissions(trust_remote_code))
+    with progress_bar("preparing data") as progress:
+        data = prepare_data(resolved, model, progress)
+    out.lines(*(f"data: {line}" for line in data.messages))
+    out.lines(f"{cache_folder()}: has the data of {recipe}; pi-lora train reads it from there")
+
+
+@app.command(group=EXTEND, sort_key=2)
+def merge(
+    run: Annotated[Path, Parameter(name="RUN", help="A run or adapter: a folder or a hub id.")],
+    /,
+    *,
+    trust: Annotated[Trust, GROUP] = Trust(),
+    base: Annotated[str | None, Parameter(help="Base model, if it moved or is not named.")] = None,
+    original: Original = None,
+    target: Target = None,
+    scaling: Scaling = None,
+    reference: Annotated[bool, Parameter(help="Also write answers for check-server into the folder.")] = False,
+    sibling: Annotated[bool, Parameter(help="--base is a sibling of the base it was tuned on.")] = False,
+    output: Annotated[Path | None, Parameter(help="A new folder; models/<run> by default.")] = None,
+    dtype: Dtype = None,
+    check: Annotated[
+        Literal["tensors", "logits", "none"], Parameter(help="Written tensors, or logits too, against base + adapter.")
+    ] = "tensors",
+) -> None:
+    """Add an adapter to the weights of its base, with the scaling written for every engine."""
+    extension = extension_of(target, original, scaling)
+    with working():
+        from pi_lora.merging.merging import merge
+        from pi_lora.models.model import find
+        from pi_lora.serving.reference import REFERENCE_FILE, Reader, write_reference
+    with progress_bar("merging") as progress:
+        to = output or Path("models") / run.resolve().name
+        merged = merge(run, to, base, dtype, check, progress, extension, trust.permissions, sibling)
+        if reference:
+            model = find(str(to), permissions=trust.permissions)
+            write_reference(Reader(model, progress=progress), to / REFERENCE_FILE)
+    out.lines(*merged.lines(), f"{to}: merged; it loads like any model, its scaling is in config.json", "")
+    out.lines("Serve it:", *merged.serving())
+
+
+@app.command(group=EXTEND, sort_key=5)
+def extend(
+    model: ModelName,
+    /,
+    *,
+    target: Annotated[int, Parameter(converter=read_length, help="L', the window to extend to.")],
+    scaling: Annotated[Method, Parameter(help="What pi-lora probe found best.")],
+    original: Original = None,
+    probe: Probe = None,
+    output: Annotated[Path, Parameter(help="A new folder.")],
+    trust: Annotated[Trust, GROUP] = Trust(),
+) -> None:
+    """Write MODEL with a window of --target tokens and no tuning, for every engine; its weights stay as they are."""
+    with working():
+        from pi_lora.merging.extending import extend
+        from pi_lora.models.model import find
+        from pi_lora.report.probe import read_probe
+    found = find(model, extension_of(target, original, scaling), trust.permissions)
+    with progress_bar("linking weights") as progress:
+        serving = extend(found, output, read_probe(probe) if probe else None, progress)
+    out.lines(f"{output}: written; it loads like any model, its scaling is in config.json", "", "Serve it:", *serving)
+
+
+@export_app.command
+def gguf(
+    model: ModelName,
+    /,
+    *,
+    output: Annotated[Path | None, Parameter(help="A file; models/<model>.gguf by default.")] = None,
+    converter: Annotated[Path | None, Parameter(help="convert_hf_to_gguf.py of llama.cpp; else in $LLAMA_CPP.")] = None,
+    dtype: Annotated[
+        Literal["f32", "f16", "bf16", "q8_0"] | None, Parameter(help="By default that of the weights.")
+    ] = None,
+) -> None:
+    """Convert a model, or a run after merging it, with llama.cpp's converter; set its window, and check it."""
+    with working():
+        from pi_lora.merging.llama_cpp import export_gguf
+    name = Path(model).resolve().name if Path(model).exists() else model.rpartition("/")[2].rpartition(":")[2]
+    file = output or Path("models") / f"{name.removesuffix('.gguf')}.gguf"
+    with progress_bar("exporting") as progress:
+        checked, *serving = export_gguf(model, file, converter, dtype, progress)
+    out.lines(checked, f"{file}: written for llama.cpp", "", "Serve it:", *serving)
+
+
+@app.command(name="check-server", group=EXTEND, sort_key=5)
+def check_server(
+    url: Annotated[str | None, Parameter(name="URL", help="The server, as http://localhost:8000.")] = None,
+    model: Annotated[str | None, Parameter(name="MODEL", help="Hub id, folder, run or builtin:tiny.")] = None,
+    /,
+    *,
+    text: Annotated[Path | None, Parameter(help="A text longer than the window; made-up sentences by default.")] = None,
+    reference: Annotated[Path | None, Parameter(help="The answers of a model, instead of MODEL.")] = None,
+    write_reference: Annotated[str | None, Parameter(help="Compute the answers of this model to --reference.")] = None,
+    served: Annotated[str | None, Parameter(help="The server's name of the model, if it has several.")] = None,
+    tolerance: Annotated[float, Parameter(help="Mean difference of log probabilities, in nats.")] = 0.1,
+    json: JsonFile = None,
+    loading: Annotated[Loading, GROUP] = Loading(),
+) -> None:
+    """Check whether a running server computes a model beyond its original window; exit with 1 if it does not."""
+    if not (write_reference and reference and not url) and not (url and (model is None) != (reference is None)):
+        raise PiLoraError(
+            "check-server: takes URL MODEL, URL --reference FILE, or --write-reference MODEL --reference FILE"
+        )
+    check_can_write(json, reference if write_reference else None)
+    with working():
+        from pi_lora.serving.check import check_server, verdicts_table
+        from pi_lora.serving.reference import Reader, Reference
+        from pi_lora.serving.reference import write_reference as write_reference_file
+        from pi_lora.serving.server import Server
+    words = text.read_text(encoding="utf-8") if text else ""
+    with progress_bar("checking") as progress:
+        if reference and write_reference:
+            write_reference_file(Reader(loading.find(write_reference)[0], words, loading.dtype, progress), reference)
+            out.lines(f"{reference}: written; pi-lora check-server URL --reference {reference} needs no weights")
+            return
+        server = Server(url or "", served)
+        if reference:
+            known = read_json(reference, Reference, "write it again with --write-reference")
+            verdicts = check_server(
+                server, known, lambda prompt, reading: prompt.answers.get(reading), tolerance, progress
+            )
+        else:
+            reader = Reader(loading.find(model or "")[0], words, loading.dtype, progress)
+            known = reader.reference
+            verdicts = check_server(server, known, reader.answer, tolerance, progress)
+    right = all(verdict.verdict == "right" for verdict in verdicts)
+    out.print(verdicts_table(f"{server.url}: {known.model}", verdicts))
+    if json:
+        rows = [verdict.model_dump() for verdict in verdicts]
+        write_json(json, {"url": server.url, "model": known.model, "right": right, "prompts": rows})
+    sys.exit(not right)

@@ -1,0 +1,329 @@
+"""`pi-lora eval`, `probe` and `compare`; the report of a run and its way to the hub; and texts that a model writes."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from cyclopts import App, Parameter
+from cyclopts.types import NonNegativeFloat, PositiveInt
+
+from pi_lora.cli.app import (
+    GROUP,
+    MEASURE,
+    JsonFile,
+    Loading,
+    ModelName,
+    Original,
+    Scaling,
+    Target,
+    app,
+    extension_of,
+    out,
+    progress_bar,
+    say,
+    working,
+)
+from pi_lora.distributed import is_leader
+from pi_lora.recipe.evaluation import (
+    BenchmarksOptions,
+    ChatOptions,
+    PasskeyOptions,
+    PerplexityOptions,
+    ProbeOptions,
+    RulerOptions,
+    Sampling,
+    SummarizationOptions,
+)
+from pi_lora.writing import check_can_write, write_json
+
+if TYPE_CHECKING:
+    from pi_lora.evaluation.suite import Display
+    from pi_lora.models.model import Model
+
+Models = Annotated[list[str], Parameter(name="MODEL", help="Hub ids, folders, runs or builtin:tiny.")]
+Plot = Annotated[Path | None, Parameter(help="Also draw the scores to this PNG file.")]
+Again = Annotated[bool, Parameter(help="Measure again what has scores.")]
+OtherText = Annotated[str | None, Parameter(help="Measure perplexity on this text instead of the run's.")]
+
+eval_app = App(name="eval", help="Measure a model, or several with the same options.", group=MEASURE, sort_key=1)
+app.command(eval_app)
+
+
+@dataclass(frozen=True)
+class Measuring(Loading):
+    """How models are found, extended if they are plain bases, and loaded, and where their scores go."""
+
+    original: Original = None
+    scaling: Scaling = None
+    json: JsonFile = None
+
+    def report(self, name: str, models: list[str], options: Any, target: int | None, plot: Path | None = None) -> None:
+        """Measure models alike, plain bases extended to `target`, and write, print and draw their scores."""
+        with working():
+            from pi_lora.evaluation.suite import evaluate, scores_table
+
+            found = self.find(*models, extension=extension_of(target, self.original, self.scaling))
+        files = {name: self.json} if self.json else {}
+        scores = evaluate(found, {name: options}, files, plot=plot, dtype=self.dtype, display=display())
+        if is_leader():
+            out.print(scores_table(scores[name]))
+
+
+@dataclass(frozen=True)
+class Extending(Measuring):
+    """How models are measured that `target` extends."""
+
+    target: Target = None
+
+
+@eval_app.command
+def perplexity(
+    models: Models,
+    /,
+    *,
+    options: Annotated[PerplexityOptions, GROUP] = PerplexityOptions(),
+    how: Annotated[Extending, GROUP] = Extending(),
+    plot: Plot = None,
+) -> None:
+    """Sliding-window perplexity (paper, section 3.2) of several models; --plot also draws the loss by position."""
+    how.report("perplexity", models, options, how.target, plot)
+
+
+@eval_app.command
+def passkey(
+    models: Models,
+    /,
+    *,
+    options: Annotated[PasskeyOptions, GROUP] = PasskeyOptions(),
+    how: Annotated[Measuring, GROUP] = Measuring(),
+    plot: Plot = None,
+) -> None:
+    """Passkey retrieval and k_max (paper, section 3.3) in --target tokens of context, by default the longest window; of
+    several models side by side. With --scaling or --original a plain base is extended to --target.
+    """
+    # A target alone is a length to measure: a base that is not extended is measured beyond its window.
+    how.report("passkey", models, options, options.longest if how.original or how.scaling else None, plot)
+
+
+@eval_app.command
+def benchmarks(
+    models: Models,
+    /,
+    *,
+    options: Annotated[BenchmarksOptions, GROUP] = BenchmarksOptions(),
+    how: Annotated[Extending, GROUP] = Extending(),
+) -> None:
+    """Short-context benchmarks (paper, table 5) through lm-eval, of several models side by side."""
+    how.report("benchmarks", models, options, how.target)
+
+
+@eval_app.command
+def ruler(
+    models: Models,
+    /,
+    *,
+    options: Annotated[RulerOptions, GROUP] = RulerOptions(),
+    how: Annotated[Extending, GROUP] = Extending(),
+) -> None:
+    """RULER and the effective length (Hsieh et al. 2024) through lm-eval, of several models side by side."""
+    how.report("ruler", models, options, how.target)
+
+
+@eval_app.command
+def summarization(
+    models: Models,
+    /,
+    *,
+    options: Annotated[SummarizationOptions, GROUP] = SummarizationOptions(),
+    how: Annotated[Extending, GROUP] = Extending(),
+) -> None:
+    """Summaries of long documents, scored by ROUGE (paper, section 3.5): GovReport's, or as a run was tuned."""
+    how.report("summarization", models, options, how.target)
+
+
+@eval_app.command
+def chat(
+    models: Models, /, *, options: Annotated[ChatOptions, GROUP], how: Annotated[Extending, GROUP] = Extending()
+) -> None:
+    """Perplexity of the assistant's turns in chats; against the base, KL divergence and the share of equal answers."""
+    how.report("chat", models, options, how.target)
+
+
+@eval_app.command(name="all")
+def everything(
+    run: Annotated[str, Parameter(name="RUN", help="A run, a folder or hub id.")],
+    /,
+    *,
+    how: Annotated[Loading, GROUP] = Loading(),
+    data: OtherText = None,
+    again: Again = False,
+) -> None:
+    """Measure what RUN's recipe names under `evaluation`, and keep it in RUN/scores."""
+    with working():
+        from pi_lora.evaluation.suite import asked_of, scores_of, scores_table
+        from pi_lora.models.model import run_folder
+        from pi_lora.run import TUNED, Run
+
+        folder = Run(run_folder(run))
+    options: Any = {"again": again, "dtype": how.dtype, "display": display()}
+    scores = scores_of(folder, TUNED, asked_of(folder, data), lambda: how.find(run)[0], **options)
+    for each in scores.values() if is_leader() else ():
+        out.print(scores_table([each]))
+
+
+@app.command(group=MEASURE, sort_key=2)
+def compare(
+    base: Annotated[str, Parameter(name="BASE", help="Hub id, folder or builtin:tiny.")],
+    run: Annotated[str, Parameter(name="RUN", help="A run, a folder or hub id, tuned from BASE.")],
+    /,
+    *,
+    how: Annotated[Loading, GROUP] = Loading(),
+    data: OtherText = None,
+    another: Annotated[bool, Parameter(help="BASE is another model than the one that RUN was tuned from.")] = False,
+    short: Annotated[list[str] | None, Parameter(help="Also benchmarks: TASK or TASK=FILE.")] = None,
+    ruler: Annotated[PositiveInt | None, Parameter(help="Also RULER, with this number of prompts per task.")] = None,
+    chat: Annotated[str | None, Parameter(help="Also the assistant's turns of these chats.")] = None,
+    again: Again = False,
+    json: JsonFile = None,
+) -> None:
+    """Compare a run with its base: what the extension gained and cost, with 95 % intervals.
+
+    Scores are read from RUN/scores; those that RUN's recipe names and that are missing are measured and kept there.
+    """
+    with working():
+        from pi_lora.report.comparison import compare_run, comparison_table
+
+    check_can_write(json)
+    asked: dict[str, Any] = {}
+    if short:
+        tasks, files = [task.partition("=")[0] for task in short], [task for task in short if "=" in task]
+        asked["benchmarks"] = BenchmarksOptions(tasks=tasks, data=files)
+    if ruler:
+        asked["ruler"] = RulerOptions(samples=ruler)
+    if chat:
+        asked["chat"] = ChatOptions(data=chat, base=base)
+    allowed: dict[str, Any] = {"data": data, "another": another, "again": again, "dtype": how.dtype}
+    comparison = compare_run(base, run, how.find, asked, **allowed, display=display())
+    if is_leader():
+        out.print(comparison_table(comparison))
+    if json and is_leader():
+        write_json(json, comparison.model_dump())
+
+
+@app.command(group=MEASURE, sort_key=6)
+def probe(
+    model: ModelName,
+    /,
+    *,
+    options: Annotated[ProbeOptions, GROUP],
+    how: Annotated[Loading, GROUP] = Loading(),
+    json: JsonFile = None,
+) -> None:
+    """Measure before any tuning which scaling suits MODEL: perplexity and passkeys, inside its window and at --target.
+
+    The last line names the best, and whether tuning is needed at all.
+    """
+    with working():
+        from pi_lora.report.probe import next_command, probe, probe_table
+
+        [base] = how.find(model)
+    found = probe(base, options, json=json, dtype=how.dtype, display=display())
+    for reach in found.targets if is_leader() else ():
+        out.print(probe_table(found, reach))
+        need = "no tuning is needed" if reach.enough else "tuning can add to it"
+        out.lines(f"{reach.summary}; {need}: {next_command(found, reach, json)}")
+
+
+@app.command(group=MEASURE, sort_key=3)
+def report(
+    run: Annotated[Path, Parameter(name="RUN", help="A run folder that was measured.")],
+    /,
+    *,
+    html: Annotated[bool, Parameter(help="Also write one HTML page that needs no other file.")] = False,
+    output: Annotated[Path | None, Parameter(help="Folder to write to; by default RUN itself.")] = None,
+) -> None:
+    """Write the model card of a run, with pictures of its scores and its loss."""
+    with working("writing the report"):
+        from pi_lora.report.card import write_report
+
+        files = write_report(run, output, html)
+    out.lines(*files)
+
+
+@app.command(group=MEASURE, sort_key=6)
+def push(
+    model: Annotated[Path, Parameter(name="RUN|MODEL", help="A run folder, or a folder of full weights.")],
+    repo: Annotated[str, Parameter(name="REPO", help="As you/name; created if it does not exist.")],
+    /,
+    *,
+    private: Annotated[bool, Parameter(help="Create a private repository.")] = False,
+) -> None:
+    """Upload a run or a merged model to the Hugging Face hub, with its card but without checkpoints."""
+    with working(f"uploading {model}"):
+        from pi_lora.report.upload import push
+
+        url = push(model, repo, private)
+    out.lines(url)
+
+
+@app.command(group=MEASURE, sort_key=4)
+def generate(
+    model: ModelName,
+    /,
+    *,
+    prompt: Annotated[str | None, Parameter(help="The text to answer or to continue.")] = None,
+    file: Annotated[str, Parameter(help="A file that holds it; - is standard input.", allow_leading_hyphen=True)] = "-",
+    tokens: Annotated[PositiveInt, Parameter(help="The longest answer.")] = 256,
+    temperature: Annotated[NonNegativeFloat, Parameter(help="Of sampling; 0 takes the likeliest token.")] = 0.0,
+    seed: Annotated[int, Parameter(help="Of sampling.")] = 0,
+    no_chat_template: Annotated[bool, Parameter(help="Continue the text as it is.")] = False,
+    how: Annotated[Loading, GROUP] = Loading(),
+) -> None:
+    """Write text after a prompt, as the turn of a user where the model has a chat template."""
+    from pi_lora.api import generate
+
+    text, loaded = _read_and_load(file, prompt, model, how)
+    chat = not no_chat_template
+    generate(loaded, text, chat_template=chat, tokens=tokens, temperature=temperature, seed=seed, write=_written)
+
+
+@app.command(group=MEASURE, sort_key=5)
+def summarize(
+    model: ModelName,
+    file: Annotated[
+        str,
+        Parameter(name="FILE", help="A .txt, .md or .pdf file, or - for standard input.", allow_leading_hyphen=True),
+    ],
+    /,
+    *,
+    sampling: Annotated[Sampling, GROUP] = Sampling(),
+    how: Annotated[Loading, GROUP] = Loading(),
+) -> None:
+    """Summarize a document with a model that was tuned for it."""
+    from pi_lora.evaluation.summarization import summarize
+
+    text, loaded = _read_and_load(file, None, model, how)
+    summarize(loaded, file, text, sampling, say, _written)
+
+
+def _read_and_load(file: str, prompt: str | None, model: str, how: Loading) -> "tuple[str, Model]":
+    """Return the prompt, or the text of a file if there is none, and the model."""
+    with working():
+        from pi_lora.data.documents import read_document
+
+        text = read_document(file) if prompt is None else prompt
+        [found] = how.find(model)
+    with working(f"loading {model}"):
+        return text, found.load(how.dtype)
+
+
+def _written(text: str) -> None:
+    """Print text of a model as it comes."""
+    out.print(text, end="", soft_wrap=True)
+
+
+def display() -> "Display":
+    """Return what a user sees while models are measured."""
+    from pi_lora.evaluation.suite import Display
+
+    return Display(say, working, progress_bar)
