@@ -66,23 +66,19 @@ def test_tied_weights_and_old_checkpoints_are_whole(base: Path) -> None:
     load(str(base))
 
 
-@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
-def test_numbers_that_are_none_are_seen_in_nf4_too(base: Path, value: float) -> None:
+def test_numbers_that_are_none_are_seen_in_nf4_too(base: Path) -> None:
     pytest.importorskip("bitsandbytes")
-    edit(base / WEIGHTS, one(value))
-    found = find(str(base))
+    edit(base / WEIGHTS, one(math.nan))
     with pytest.raises(ModelError, match="infinite or NaN"):
-        found.load_weights(torch.bfloat16, place="quantized")
+        find(str(base)).load_weights(torch.bfloat16, place="quantized")
 
 
 @pytest.mark.parametrize(
     ("stored", "value", "dtype"),
     [
-        (torch.bfloat16, math.nan, "float32"),
         (torch.float16, -math.inf, "float32"),
         (torch.float64, 1e300, "float32"),
         (torch.bfloat16, 1e5, "float16"),
-        (torch.float32, torch.finfo(torch.float32).max, "bfloat16"),
     ],
 )
 def test_numbers_are_finite_as_stored_and_as_loaded(base: Path, stored: torch.dtype, value: float, dtype: str) -> None:

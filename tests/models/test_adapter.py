@@ -1,11 +1,9 @@
-import json
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from conftest import small_recipe, train
 from peft import AutoPeftModelForCausalLM, PeftModel
 from peft.tuners.tuners_utils import BaseTunerLayer
 from safetensors.torch import load_file, save_file
@@ -38,36 +36,30 @@ def trained_names(model: torch.nn.Module) -> set[str]:
     return {name for name, weight in model.named_parameters() if weight.requires_grad}
 
 
-def test_lora_trains_matrices_and_with_them_embeddings_and_norms(small_model: Path) -> None:
-    alone = trained_names(adapted(small_model, rank=4, also_train="nothing"))
-    assert all("lora_" in name for name in alone)
-    beside = trained_names(adapted(small_model, rank=4)) - alone
-    assert sum("embed_tokens" in name for name in beside) >= 1
-    assert sum("layernorm" in name for name in beside) == 4
-    assert any(".norm." in name for name in beside)
+NORMS = {"input_layernorm", "norm", "post_attention_layernorm"}
 
 
-def test_norms_train_beside_lora_without_embeddings(small_model: Path) -> None:
-    names = trained_names(adapted(small_model, rank=4, also_train="norms"))
-    beside = {name.split(".modules_to_save")[0].rpartition(".")[2] for name in names if "lora_" not in name}
-    assert beside == {"input_layernorm", "norm", "post_attention_layernorm"}
-
-
-def test_targets_are_modules_by_name(small_model: Path) -> None:
-    tuning = {"rank": 4, "targets": ["q_proj", "v_proj"], "also_train": "nothing"}
+@pytest.mark.parametrize(
+    ("tuning", "adapted_modules", "whole"),
+    [
+        ({"targets": "attention", "also_train": "nothing"}, {"q_proj", "k_proj", "v_proj", "o_proj"}, set()),
+        ({"targets": ["q_proj", "v_proj"], "also_train": "norms"}, {"q_proj", "v_proj"}, NORMS),
+        ({"targets": ["down_proj"]}, {"down_proj"}, {*NORMS, "embed_tokens"}),
+    ],
+)
+def test_what_is_named_trains(
+    small_model: Path, tuning: dict[str, Any], adapted_modules: set[str], whole: set[str]
+) -> None:
     model = adapted(small_model, **tuning)
-    assert {name.split(".lora_")[0].rpartition(".")[2] for name in trained_names(model)} == {"q_proj", "v_proj"}
+    lora = {name for name in trained_names(model) if "lora_" in name}
+    assert {name.split(".lora_")[0].rpartition(".")[2] for name in lora} == adapted_modules
+    others = {name.split(".modules_to_save")[0].rpartition(".")[2] for name in trained_names(model) - lora}
+    assert whole <= others <= whole | {"lm_head"}
     shape = shape_of(plain(small_model))
     planned = trained_parameters(shape, Tuning.model_validate(tuning))
     assert planned == sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
     with pytest.raises(RecipeError, match="targets: q_prog: no such linear layer; choose from all-linear, attention"):
         trained_parameters(shape, Tuning(targets=("q_prog",)))
-
-
-def test_attention_targets_leave_the_mlp_alone(small_model: Path) -> None:
-    names = trained_names(adapted(small_model, targets="attention", also_train="nothing"))
-    assert all("self_attn" in name for name in names)
-    assert {name.split("self_attn.")[1].split("_")[0] for name in names} == {"q", "k", "v", "o"}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -158,9 +150,3 @@ def test_loaders_that_would_drop_the_scaling_fail_or_warn(lora_run: Path, small_
         by_hand = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(small_model, config=config), lora_run)
     ids = torch.arange(2, 120)[None]
     torch.testing.assert_close(by_hand.eval()(ids).logits, load(str(lora_run)).model(ids).logits, rtol=1e-5, atol=1e-5)
-
-
-def test_a_run_whose_base_has_its_scaling_names_it_plainly(small_model: Path, tmp_path: Path) -> None:
-    """Under `direct` there is none, and a further tuning of full weights finds it in their config."""
-    run = train(small_recipe(small_model, scaling="direct"), tmp_path / "direct")
-    assert json.loads((run / "adapter_config.json").read_text())["base_model_name_or_path"] == str(small_model)

@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 from pi_lora.models.weights import quiet_loading
 from pi_lora.planning.counting import shape_of
 from pi_lora.planning.gpus import GPUS
-from pi_lora.planning.planning import Target, TrainingPlan, plan_recipe, plan_training
+from pi_lora.planning.planning import TrainingPlan, plan_training
 from pi_lora.planning.shape import Shape
 from pi_lora.recipe.schema import Recipe
 
@@ -53,13 +53,6 @@ OTHERS: dict[str, dict[str, Any]] = {
     "qwen2_moe": {**EXPERTS, "num_experts": 4, "shared_expert_intermediate_size": 40},
     "starcoder2": GROUPED,
 }
-TUNINGS: dict[str, dict[str, Any]] = {
-    "lora": {},
-    "attention": {"rank": 8, "targets": "attention", "also_train": "nothing"},
-    "dora": {"rank": 4, "dora": True},
-    "qlora": {"method": "qlora"},
-    "full": {"method": "full"},
-}
 
 
 def small_config(kind: str, **changes: Any) -> PreTrainedConfig:
@@ -75,19 +68,6 @@ def on_meta(config: PreTrainedConfig) -> Any:
 @cache
 def small_shape(kind: str) -> Shape:
     return shape_of(on_meta(small_config(kind)))
-
-
-def small_plan(kind: str, tuning: str, gpus: int) -> TrainingPlan:
-    recipe = Recipe.model_validate(
-        {
-            "model": {"name": kind},
-            "context": {"target": 512},
-            "data": {"source": "text"},
-            "tuning": TUNINGS[tuning],
-            "hardware": {"gpus": gpus},
-        }
-    )
-    return plan_recipe(recipe, Target(small_shape(kind), 128, 128), GPUS["H100"])
 
 
 def plan_of(recipe: Recipe, gpu: str | None = None) -> TrainingPlan:

@@ -15,23 +15,14 @@ def test_liger_has_the_table_that_is_read() -> None:
     assert {"llama", "mistral", "qwen3"} < set(patches.MODEL_TYPE_TO_APPLY_LIGER_FN)
 
 
-def supported(model: PreTrainedModel, kernel: str) -> str:
-    return kernel
-
-
-def unsupported(model: PreTrainedModel, kernel: str) -> str:
-    raise ValueError(f"{kernel} is not supported yet")
-
-
 @pytest.mark.parametrize(
     ("generation", "installed", "settings", "chosen"),
     [
         (9, {3, 4}, {}, "flash_attention_3"),
         (10, {3, 4}, {}, "flash_attention_4"),
-        (8, {3, 4}, {}, "sdpa"),
         (9, {3}, {"in_bfloat16": False}, "sdpa"),
         (9, {3}, {"context_parallel": 2}, "sdpa"),
-        (9, {3}, {"supports": False}, "sdpa"),
+        (9, {4}, {}, "sdpa"),
         (None, {3, 4}, {}, "sdpa"),
     ],
 )
@@ -47,8 +38,7 @@ def test_auto_takes_what_is_made_for_the_gpu(
     for version in (3, 4):
         present = version in installed
         monkeypatch.setattr(f"transformers.utils.is_flash_attn_{version}_available", lambda present=present: present)
-    supports = settings.pop("supports", True)
     model = find("builtin:tiny")
     model.skeleton._compatible_flash_implementations = None
-    monkeypatch.setattr(PreTrainedModel, "get_correct_attn_implementation", supported if supports else unsupported)
+    monkeypatch.setattr(PreTrainedModel, "get_correct_attn_implementation", lambda _, kernel: kernel)
     assert model.attention(**{"asked": "auto", "in_bfloat16": True, **settings}) == chosen

@@ -7,23 +7,11 @@ from pi_lora.training.schedule import rate_share
 
 @pytest.mark.parametrize(
     ("schedule", "options", "end"),
-    [
-        ("constant", {}, 1.0),
-        ("linear", {}, 0.0125),
-        ("cosine", {}, 0.0004),
-        ("polynomial", {}, 0.0174),
-        ("inverse_sqrt", {}, 0.4495),
-        ("cosine_with_min_lr", {"min_lr_rate": 0.1}, 0.1003),
-        ("cosine_with_restarts", {"num_cycles": 2}, 0.0015),
-        ("warmup_stable_decay", {"num_decay_steps": 30}, 0.0027),
-    ],
+    [("constant", {}, 1.0), ("linear", {}, 0.0125), ("cosine_with_min_lr", {"min_lr_rate": 0.1}, 0.1003)],
 )
 def test_schedules_warm_up_from_a_tenth(schedule: str, options: dict[str, float], end: float) -> None:
     share = rate_share(Training(steps=100, schedule=schedule, schedule_options=options, warmup_steps=20))
-    assert share(0) == pytest.approx(0.1)
-    assert share(10) == pytest.approx(0.55)
-    assert share(20) == pytest.approx(1.0)
-    assert share(99) == pytest.approx(end, abs=1e-4)
+    assert [share(step) for step in (0, 10, 20, 99)] == pytest.approx([0.1, 0.55, 1.0, end], abs=1e-4)
 
 
 @pytest.mark.parametrize(

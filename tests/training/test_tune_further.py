@@ -2,6 +2,8 @@
 
 import importlib.util
 import json
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,7 @@ import torch
 from conftest import small_recipe, train
 from safetensors.torch import load_file
 
-from pi_lora.errors import PiLoraError
+from pi_lora.errors import Interrupted, PiLoraError
 from pi_lora.merging.merging import merge
 from pi_lora.models.model import load
 from pi_lora.recipe.schema import Recipe
@@ -111,6 +113,11 @@ def test_merged_weights_are_tuned_with_any_shape(
         ({"tuning": {"method": "full"}}, "which tuning.method: full cannot tune; merge it first"),
         ({"context": {"target": 129}}, "129 is longer than the window of .*, 128 tokens"),
         ({"scaling": "pi", "context": {"target": 256}}, "tune it further with scaling: keep, or merge it first"),
+        (
+            {"model": {"name": "builtin:tiny"}, "context": {"target": 512}},
+            r"512 is longer than the window of .*, 256 tokens, which scaling: keep",
+        ),
+        ({"model": {"name": "adapters/none"}}, "adapters/none: no such run yet; train its recipe first"),
     ],
 )
 def test_what_cannot_be_tuned_further_is_refused(
@@ -121,34 +128,18 @@ def test_what_cannot_be_tuned_further_is_refused(
     assert not (tmp_path / "further").exists()
 
 
-def test_a_model_that_does_not_reach_the_target_is_refused(small_model: Path, rows: Path, tmp_path: Path) -> None:
-    with pytest.raises(PiLoraError, match=r"128 is longer than the window of .*, 64 tokens, which scaling: keep"):
-        train(further(small_model, rows), tmp_path / "further")
-
-
-def test_a_run_that_is_not_there_yet_is_named(rows: Path, tmp_path: Path) -> None:
-    with pytest.raises(PiLoraError, match=r"adapters/none: no such run yet; train its recipe first"):
-        train(further(Path("adapters/none"), rows), tmp_path / "further")
-
-
 def test_a_resumed_run_ends_with_the_same_weights(lora_run: Path, rows: Path, tmp_path: Path) -> None:
     """Groups of like lengths follow from seed and epoch alone, also after an interruption."""
-    from pi_lora.errors import Interrupted
-    from pi_lora.training.callbacks import TrainingLog
-
     training = {"steps": 6, "learning_rate": 1e-2, "global_batch_size": 2, "activation_checkpointing": False}
     recipe = further(lora_run, rows, training={**training, "save_every": 1, "warmup_steps": 1})
     whole = train(recipe, tmp_path / "whole")
-    end_of_step = TrainingLog.on_step_end
 
-    def stop_at_three(self: TrainingLog, args: Any, state: Any, control: Any, **more: Any) -> None:
-        self.signalled = state.global_step == 3
-        end_of_step(self, args, state, control, **more)
+    def stop_after_three(done: int, total: int, note: str = "") -> None:
+        if done == 3:
+            os.kill(os.getpid(), signal.SIGINT)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(TrainingLog, "on_step_end", stop_at_three)
-        with pytest.raises(Interrupted):
-            train(recipe, tmp_path / "halves")
+    with pytest.raises(Interrupted):
+        train(recipe, tmp_path / "halves", progress=stop_after_three)
     halves = train(recipe, tmp_path / "halves", resume=True)
     expected, found = weights(whole), weights(halves)
     assert all(torch.equal(expected[name], found[name]) for name in expected)
