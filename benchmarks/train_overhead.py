@@ -30,8 +30,7 @@ def bare(recipe: Recipe, warm: int) -> tuple[float, float]:
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, TrainerCallback
     from trl import SFTConfig, SFTTrainer
 
-    from pi_lora.data.batches import collate
-    from pi_lora.data.packing import training_sequences
+    from pi_lora.data.batches import collate, training_data
     from pi_lora.models.machine import has_fast_bfloat16
     from pi_lora.models.model import find
 
@@ -40,8 +39,7 @@ def bare(recipe: Recipe, warm: int) -> tuple[float, float]:
     tokenizer = AutoTokenizer.from_pretrained(folder)
     config = AutoConfig.from_pretrained(folder)
     original, target = config.max_position_embeddings, recipe.context.target
-    number = training.steps * training.global_batch_size
-    packed, _ = training_sequences(recipe.data, tokenizer, original, target, number)
+    packed = training_data(recipe.data, training, tokenizer, original, target).rows
     config.rope_parameters = {**config.rope_parameters, "rope_type": "linear", "factor": target / original}
     ends, losses = {}, []
 

@@ -1,22 +1,18 @@
-"""Chats to token ids: rendered by the model's chat template, with the turns of the assistant, and packed whole."""
+"""Chats to token ids: rendered by the chat template of the model, with the turns of the assistant."""
 
 import json
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from itertools import islice
 from typing import Any, NamedTuple
 
 from jinja2 import TemplateError
 
 from pi_lora.data.sources import NamedRow
 from pi_lora.errors import DataError, first_line
-from pi_lora.recipe.schema import Data
 from pi_lora.types import Json
 
 # Names of ShareGPT's `from` for the roles of chat templates.
 ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant", "model": "assistant"}
-# How many sequences are filled at a time, and how many short chats are grouped by length.
-OPEN_SEQUENCES, GROUPED_CHATS = 16, 256
 AT_STAKE = (
     "the model has a chat template and the data no chats: a model tuned on raw text alone chats worse; "
     "add a source with column: messages, and data.keep_short: 0.1"
@@ -35,7 +31,7 @@ def messages_of(where: str, text: str) -> list[Json]:
     that names the row if they are neither.
     """
     messages = []
-    for message in json.loads(text or "[]"):
+    for message in json.loads(text):
         if isinstance(message, dict) and "from" in message and "value" in message:
             message = {"role": ROLES.get(message["from"], message["from"]), "content": message["value"]}
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
@@ -47,16 +43,26 @@ def messages_of(where: str, text: str) -> list[Json]:
 
 class ChatTemplate:
     """Encodes chats as the model reads them. Learned are the tokens of the assistant's turns, with the token that ends
-    a turn, or all under `data.loss: all`.
+    a turn, or all of them if `learn_all`.
     """
 
-    def __init__(self, tokenizer: Any, data: Data) -> None:
+    def __init__(self, tokenizer: Any, learn_all: bool = False, special_tokens: bool = False) -> None:
         if tokenizer.chat_template is None:
             no_template = "the tokenizer of the model has no chat template, which chats need"
             raise DataError(f"data.source: {no_template}; tune a model that has one, or leave chats out")
-        self.tokenizer, self.learn_all = tokenizer, data.loss == "all"
-        self.special = [] if data.special_tokens else tokenizer.all_special_tokens
+        self.tokenizer, self.learn_all = tokenizer, learn_all
+        self.special = [] if special_tokens else tokenizer.all_special_tokens
         self.marks_turns = "{% generation" in tokenizer.get_chat_template().replace("{%-", "{%")
+
+    def chats(self, rows: Iterable[NamedRow], longest: int, counts: Counter[str]) -> Iterator[tuple[str, Chat]]:
+        """Yield the chats of at most `longest` tokens by the names of their rows, and count the others by reason."""
+        for where, row in rows:
+            [text] = row.values()
+            chat = self.encode(messages_of(where, text), longest)
+            if isinstance(chat, str):
+                counts[f"{chat} left out"] += 1
+            else:
+                yield where, chat
 
     def encode(self, messages: list[Json], longest: int) -> Chat | str:
         """Return a chat of at most `longest` tokens, or which chats like it are left out."""
@@ -75,80 +81,30 @@ class ChatTemplate:
         if self.marks_turns and not self.learn_all:
             marked = self.tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
             return Chat(marked["input_ids"], list(map(bool, marked["assistant_masks"])))
-        text = self._rendered(messages, prompt=False)
-        is_learned = bytearray([self.learn_all]) * len(text)
-        for start, end in [] if self.learn_all else self._turns(messages, text):
+        text = self._rendered(messages)
+        is_learned = bytearray(len(text))
+        for start, end in [(0, len(text))] if self.learn_all else self._turns(messages, text):
             is_learned[start:end] = b"\1" * (end - start)
         encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
         return Chat(encoded["input_ids"], [bool(is_learned[start]) for start, _ in encoded["offset_mapping"]])
 
-    def _rendered(self, messages: list[Json], prompt: bool) -> str:
+    def _rendered(self, messages: list[Json], prompt: bool = False) -> str:
         return str(self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt))
 
     def _turns(self, messages: list[Json], text: str) -> Iterator[tuple[int, int]]:
-        """Yield where the assistant's turns begin and end in the rendered `text`: what follows the prompt for a turn
+        """Yield where the assistant's turns begin and end in the rendered `text`: the text after the prompt for a turn
         when the chat is rendered up to that turn.
         """
         for number, message in enumerate(messages):
             if message["role"] != "assistant":
                 continue
-            until = self._rendered(messages[: number + 1], prompt=False)
+            until = self._rendered(messages[: number + 1])
             prompts = (self._rendered(messages[:number], prompt) for prompt in (True, False))
-            before = next((prompt for prompt in prompts if until.startswith(prompt) and text.startswith(prompt)), None)
+            before = next((prompt for prompt in prompts if until.startswith(prompt) and text.startswith(prompt)), until)
+            turn, start = until.removeprefix(before), len(before)
             # Some templates write more before the last turn than before others, as Qwen 3 an empty <think> block.
-            start = len(before or "")
-            endings = (until[cut:] for cut in range(start, len(until)))
-            turn = next((ending for ending in endings if text.startswith(ending, start)), None)
-            if before is None or turn is None:
+            while turn and not text.startswith(turn, start):
+                turn = turn[1:]
+            if not turn:
                 raise TemplateError("earlier turns change with later ones; mark turns with {% generation %}")
             yield start, start + len(turn)
-
-
-def read_chats(
-    rows: Iterable[NamedRow], column: str, template: ChatTemplate, longest: int, left_out: Counter[str]
-) -> Iterator[tuple[str, Chat]]:
-    """Yield the chats of at most `longest` tokens by the names of their rows, and count the others by reason."""
-    for where, row in rows:
-        chat = template.encode(messages_of(where, row[column]), longest)
-        if isinstance(chat, str):
-            left_out[chat] += 1
-        else:
-            yield where, chat
-
-
-def packed(chats: Iterable[Chat], length: int) -> Iterator[list[Chat]]:
-    """Fill sequences of `length` tokens with whole chats: each goes where the least room is left.
-
-    >>> [[len(chat.ids) for chat in chats] for chats in packed([Chat([0] * n, []) for n in (5, 6, 3, 4)], 9)]
-    [[5, 4], [6, 3]]
-    """
-
-    def size(chats: list[Chat]) -> int:
-        return sum(len(chat.ids) for chat in chats)
-
-    sequences: list[list[Chat]] = []
-    for chat in chats:
-        with_room = [sequence for sequence in sequences if size(sequence) + len(chat.ids) <= length]
-        if with_room:
-            max(with_room, key=size).append(chat)
-            continue
-        if len(sequences) == OPEN_SEQUENCES:
-            yield sequences.pop(max(range(len(sequences)), key=lambda index: size(sequences[index])))
-        sequences.append([chat])
-    yield from sorted(sequences, key=size, reverse=True)
-
-
-def grouped(chats: Iterator[Chat], room: int) -> Iterator[list[Chat]]:
-    """Group chats of similar lengths that take at most `room` tokens when they are padded to the longest of a group.
-
-    >>> [[len(chat.ids) for chat in group] for group in grouped(iter([Chat([0] * n, []) for n in (5, 2, 3)]), 6)]
-    [[2, 3], [5]]
-    """
-    while batch := sorted(islice(chats, GROUPED_CHATS), key=lambda chat: len(chat.ids)):
-        group: list[Chat] = []
-        for chat in batch:
-            if group and (len(group) + 1) * len(chat.ids) > room:
-                yield group
-                group = []
-            group.append(chat)
-        yield group

@@ -11,15 +11,15 @@ import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from pi_lora.errors import DataError, first_line
 from pi_lora.types import Json
 
-TEXT_SUFFIXES = (".txt", ".md", ".tex", ".py", ".rst")
 JSON_LINES = (".jsonl", ".jsonl.gz")
 PARQUET, CSV, PDF = ".parquet", ".csv", ".pdf"
 # Of a folder; beside texts, a CSV file is often a list of them, and is read only if it is named.
-DOCUMENT_SUFFIXES = (*TEXT_SUFFIXES, *JSON_LINES, PARQUET)
+DOCUMENT_SUFFIXES = (".txt", ".md", ".tex", ".py", ".rst", *JSON_LINES, PARQUET)
 TABLE_SUFFIXES = (*JSON_LINES, PARQUET, CSV)
 
 File = Path | zipfile.Path
@@ -41,8 +41,8 @@ def looks_local(name: str) -> bool:
     >>> [looks_local(name) for name in ("./books", "~/x", "books/*.txt", "gone.jsonl", "owner/books")]
     [True, True, True, True, False]
     """
-    named = name.startswith((".", "~", "/")) or name.lower().endswith((*TEXT_SUFFIXES, *JSON_LINES, PARQUET, CSV))
-    return named or glob.has_magic(name) or Path(name).exists()
+    is_path = name.startswith((".", "~", "/")) or name.lower().endswith((*DOCUMENT_SUFFIXES, CSV))
+    return is_path or glob.has_magic(name) or Path(name).exists()
 
 
 def files_named(name: str, suffixes: tuple[str, ...]) -> list[Path]:
@@ -71,46 +71,41 @@ def rows_in(file: File, name: str, columns: Sequence[str]) -> Iterator[NamedJson
     """Yield `(name:row, row)` for every row of a file; raise DataError that names the row if one cannot be read. A file
     of text is one row with its text under every column.
     """
-    reader = next((READERS[suffix] for suffix in TABLE_SUFFIXES if file.name.lower().endswith(suffix)), None)
-    number = 0
+    is_table, number = file.name.lower().endswith(TABLE_SUFFIXES), 1
     try:
-        if reader is None:
-            yield name, dict.fromkeys(columns, file.read_text(encoding="utf-8"))
-            return
-        for row in reader(file, columns):
+        for row in _rows(file, columns):
             if not isinstance(row, dict) or None in row:
                 raise ValueError("it is not one value for each column")
+            yield f"{name}:{number}" if is_table else name, row
             number += 1
-            yield f"{name}:{number}", row
     except (OSError, EOFError, ValueError, zlib.error, csv.Error) as error:
-        where = f"{name}:{number + 1}" if reader else name
+        where = f"{name}:{number}" if is_table else name
         raise DataError(f"{where}: cannot be read ({first_line(error)}); correct it, or download it again") from None
 
 
-# `datasets` reads these formats too, but takes "NA" in CSV for a missing value and a date in JSON for no text, shifts
-# the columns of a CSV file with an extra cell in each row, and names no row that is broken (5.2).
-def _json_rows(file: File, columns: Sequence[str]) -> Iterator[Json]:
-    with file.open("rb") as raw, gzip.open(raw) if file.name.lower().endswith(".gz") else raw as lines:
-        yield from (json.loads(line) for line in lines if not line.isspace())
+def _rows(file: File, columns: Sequence[str]) -> Iterator[Any]:
+    """Yield the rows of a file by its suffix. `datasets` reads these formats too, but takes "NA" in CSV for a missing
+    value and a date in JSON for no text, shifts the columns of a CSV file with an extra cell in each row, and names no
+    row that is broken (5.2).
+    """
+    name = file.name.lower()
+    if name.endswith(JSON_LINES):
+        with file.open("rb") as raw, gzip.open(raw) if name.endswith(".gz") else raw as lines:
+            yield from (json.loads(line) for line in lines if not line.isspace())
+    elif name.endswith(PARQUET):
+        import pyarrow.parquet  # takes a second, and journals import this file
 
-
-def _parquet_rows(file: File, columns: Sequence[str]) -> Iterator[Json]:
-    import pyarrow.parquet  # takes a second, and journals import this file
-
-    with pyarrow.parquet.ParquetFile(file) as table:
-        # Where a column is missing all are read, so that a message can name them.
-        known = set(columns) <= set(table.schema_arrow.names)
-        for batch in table.iter_batches(256, columns=list(columns) if known else None):
-            yield from batch.to_pylist()
-
-
-def _csv_rows(file: File, columns: Sequence[str]) -> Iterator[Json]:
-    csv.field_size_limit(sys.maxsize)  # a cell may hold a whole report
-    with file.open(encoding="utf-8-sig", newline="") as lines:
-        yield from csv.DictReader(lines, strict=True)
-
-
-READERS = {**dict.fromkeys(JSON_LINES, _json_rows), PARQUET: _parquet_rows, CSV: _csv_rows}
+        with pyarrow.parquet.ParquetFile(file) as table:
+            # Where a column is missing all are read, so that a message can name them.
+            known = set(columns) <= set(table.schema_arrow.names)
+            for batch in table.iter_batches(256, columns=list(columns) if known else None):
+                yield from batch.to_pylist()
+    elif name.endswith(CSV):
+        csv.field_size_limit(sys.maxsize)  # a cell may hold a whole report
+        with file.open(encoding="utf-8-sig", newline="") as lines:
+            yield from csv.DictReader(lines, strict=True)
+    else:
+        yield dict.fromkeys(columns, file.read_text(encoding="utf-8"))
 
 
 def read_document(name: str) -> str:
@@ -119,16 +114,14 @@ def read_document(name: str) -> str:
     try:
         if name == "-":
             text = sys.stdin.buffer.read().decode("utf-8-sig")
+        elif name.lower().endswith(PDF):
+            from pypdf import PdfReader
+
+            text = "\n\n".join(page.extract_text() for page in PdfReader(file).pages)
         else:
-            text = _pdf(file) if name.lower().endswith(PDF) else file.read_text(encoding="utf-8-sig")
+            text = file.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"{name}: cannot be read ({first_line(error)}); name a .txt, .md or .pdf file, or - ") from None
     if not text.strip():
         raise DataError(f"{name}: holds no text; of a PDF, the pages may be pictures: recognize their text (OCR) first")
     return text
-
-
-def _pdf(file: Path) -> str:
-    from pypdf import PdfReader
-
-    return "\n\n".join(page.extract_text() for page in PdfReader(file).pages)

@@ -1,25 +1,23 @@
-"""Token ids to sequences of equal length from the sources of a recipe, mixed by weight and seed."""
+"""Text, chats and examples of the sources of a recipe to rows of token ids; packed sequences are mixed by weight."""
 
 import itertools
 import random
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from datasets import Dataset, Features
-
-from pi_lora.data.cache import FLAGS, INTEGERS, Row, cached
-from pi_lora.data.chats import Chat, ChatTemplate, grouped, packed, read_chats
+from pi_lora.data.chats import Chat, ChatTemplate
+from pi_lora.data.examples import Prompter, Task
 from pi_lora.data.recall import recall_document
-from pi_lora.data.sources import RECALL, Table, find_corpus
-from pi_lora.data.tokens import Encode, Tokens, encoder, in_batches, padding_id, tokenizer_identity
+from pi_lora.data.sources import RECALL, count_lines, find_corpus, find_table
+from pi_lora.data.tokens import Tokens, in_batches, padding_id, tokenized
 from pi_lora.errors import DataError
 from pi_lora.recipe.schema import Data, Source
-from pi_lora.types import Progress, silent
 
-# Raise it with every change to how sequences or recall documents are made: older caches are not taken for new ones.
-FORMAT = 5
+# Columns of lists: `input_ids`, `position_ids` of PoSE, whether tokens are `learned`, `lengths` of sequences.
+Row = Mapping[str, Sequence[int]]
+# How many sequences of chats are filled at a time, and how many short chats are grouped by length.
+OPEN_SEQUENCES, GROUPED_CHATS = 16, 256
 
 
 def skip_positions(rng: random.Random, tokens: int, target: int, chunks: int) -> list[int]:
@@ -56,97 +54,136 @@ def wrapped(documents: Iterable[Tokens], length: int) -> Iterator[Tokens]:
         yield sequence
 
 
-def aligned(documents: Iterator[Tokens], length: int) -> Iterator[Tokens]:
-    """Yield sequences of exactly `length` tokens that each begin with a document."""
-    while sequence := next(wrapped(documents, length), None):
-        yield sequence
+def packed(chats: Iterable[Chat], length: int) -> Iterator[list[Chat]]:
+    """Fill sequences of `length` tokens with whole chats: each goes where the least room is left.
+
+    >>> [[len(chat.ids) for chat in chats] for chats in packed([Chat([0] * n, []) for n in (5, 6, 3, 4)], 9)]
+    [[5, 4], [6, 3]]
+    """
+
+    def size(chats: list[Chat]) -> int:
+        return sum(len(chat.ids) for chat in chats)
+
+    sequences: list[list[Chat]] = []
+    for chat in chats:
+        with_room = [sequence for sequence in sequences if size(sequence) + len(chat.ids) <= length]
+        if with_room:
+            max(with_room, key=size).append(chat)
+            continue
+        if len(sequences) == OPEN_SEQUENCES:
+            fullest = max(sequences, key=size)
+            sequences.remove(fullest)
+            yield fullest
+        sequences.append([chat])
+    yield from sorted(sequences, key=size, reverse=True)
 
 
-@dataclass
+def grouped(chats: Iterator[Chat], room: int) -> Iterator[list[Chat]]:
+    """Group chats of similar lengths that take at most `room` tokens when they are padded to the longest of a group.
+
+    >>> [[len(chat.ids) for chat in group] for group in grouped(iter([Chat([0] * n, []) for n in (5, 2, 3)]), 6)]
+    [[2, 3], [5]]
+    """
+    while batch := sorted(itertools.islice(chats, GROUPED_CHATS), key=lambda chat: len(chat.ids)):
+        group: list[Chat] = []
+        for chat in batch:
+            if group and (len(group) + 1) * len(chat.ids) > room:
+                yield group
+                group = []
+            group.append(chat)
+        yield group
+
+
 class Stream:
-    """The sequences of one source; `tokens` counts what was read for them so far, `left_out` what was not used."""
+    """The rows of a source: sequences of `length` tokens, examples of at most so many, or with `short` groups of its
+    chats of at most `short` tokens. `tokens` counts what was read for them, `counts` what was cut or left out.
+    """
 
-    source: Source
-    corpus: Table
-    data: Data
-    encode: Encode
-    length: int
-    tokens: int = 0
-    left_out: Counter[str] = field(default_factory=Counter)
+    def __init__(self, source: Source, data: Data, tokenizer: Any, length: int, short: int = 0) -> None:
+        self.source, self.data, self.tokenizer, self.length, self.short = source, data, tokenizer, length, short
+        self.table = find_table(source) if data.has_examples else find_corpus(source)
+        self.tokens, self.counts = 0, Counter[str]()
+        if data.has_examples:
+            self.prompter = Prompter(Task(data), tokenizer, length)
+        elif source.has_chats:
+            self.template = ChatTemplate(tokenizer, data.loss == "all", data.special_tokens)
 
-    def sequences(self) -> Iterator[Row]:
-        """Yield sequences of exactly `length` tokens until the source is used up; `builtin:recall` has no end."""
-        if self.source.name == RECALL:
-            # The facts that a document asks for must stand in the same sequence.
-            found = aligned(self._recall_documents(), self.length)
+    def rows(self) -> Iterator[Row]:
+        """Yield rows until the source is used up; `builtin:recall` has no end."""
+        if self.data.has_examples:
+            yield from self._examples()
+        elif self.short:
+            fitting = (chat for chat in self._chats() if len(chat.ids) <= self.short)
+            for chats in grouped(fitting, self.length):
+                positions = [position for chat in chats for position in range(len(chat.ids))]
+                yield {**_joined(chats), "position_ids": positions}
+        elif self.source.has_chats:
+            for chats in packed(self._chats(), self.length):
+                room = self.length - sum(len(chat.ids) for chat in chats)
+                padding = Chat([padding_id(self.tokenizer)] * room, [False] * room)
+                yield {**_joined([*chats, padding]), "lengths": [self.length]}
         else:
-            found = wrapped(self._text_documents(), self.length)
-        return ({"input_ids": ids} for ids in found)
+            sequences = self._recall() if self.source.name == RECALL else wrapped(self._documents(), self.length)
+            for ids in sequences:
+                yield {"input_ids": ids, "learned": [True] * self.length, "lengths": [self.length]}
 
-    def _text_documents(self) -> Iterator[Tokens]:
+    def encode(self, texts: Sequence[str]) -> list[Tokens]:
+        """Return texts in token ids with the BOS of the tokenizer, if it has one, and EOS."""
+        sequences, end = tokenized(self.tokenizer, texts, self.data.special_tokens), self.tokenizer.eos_token_id
+        for ids in sequences:
+            if end is not None and (not ids or ids[-1] != end):
+                ids.append(end)
+        return sequences
+
+    def too_little(self, needed: int) -> DataError:
+        """Return the error when the source is used up: its tokens, those needed, and what to do."""
+        at_hand = ", ".join([f"{self.tokens:,} tokens in data.epochs: {self.data.epochs}", *count_lines(self.counts)])
+        do = "add text, raise data.epochs, or lower training.steps"
+        return DataError(f"data.source: {self.source.name}: holds {at_hand}; {needed:,} are needed for its share; {do}")
+
+    def _documents(self) -> Iterator[Tokens]:
         # Each epoch has an order of its own.
         for epoch in range(self.data.epochs):
-            texts = (document.text for document in self.corpus.documents(self.data.seed + epoch))
-            batches = in_batches(texts, len)
-            for ids in itertools.chain.from_iterable(map(self.encode, batches)):
+            texts = (document.text for document in self.table.documents(self.data.seed + epoch))
+            for ids in itertools.chain.from_iterable(map(self.encode, in_batches(texts, len))):
                 if len(ids) < self.data.min_document_tokens:
-                    self.left_out[f"documents of under {self.data.min_document_tokens} tokens"] += not epoch
+                    self.counts[f"documents of under {self.data.min_document_tokens} tokens left out"] += not epoch
                 else:
                     self.tokens += len(ids)
                     yield ids
 
-    def _recall_documents(self) -> Iterator[Tokens]:
+    def _recall(self) -> Iterator[Tokens]:
+        """Yield sequences that begin with a document: the facts that it asks for must stand in the same sequence."""
+
         def count(text: str) -> int:
             return len(self.encode([text])[0])
 
         frame = count("")  # BOS and EOS
-        lines = [line for document in self.corpus.documents() for line in document.text.splitlines() if line.strip()]
+        lines = [line for document in self.table.documents() for line in document.text.splitlines() if line.strip()]
         rng = random.Random(self.data.seed)
         while True:
-            text = recall_document(rng, self.length - frame, lambda text: count(text) - frame, lines)
-            yield self.encode([text])[0]
-
-    @property
-    def notes(self) -> list[str]:
-        """What was left out, a line for each reason."""
-        return [f"{documents} left out: {number:,}" for documents, number in self.left_out.items()]
-
-    def too_little(self, needed: int) -> DataError:
-        """Return what is wrong when the source is used up: its tokens, those needed, and what to do."""
-        at_hand = ", ".join([f"{self.tokens:,} tokens in data.epochs: {self.data.epochs}", *self.notes])
-        do = "add text, raise data.epochs, or lower training.steps"
-        return DataError(f"data.source: {self.source.name}: holds {at_hand}; {needed:,} are needed for its share; {do}")
-
-
-@dataclass
-class ChatStream(Stream):
-    """The sequences of a source of chats."""
-
-    template: ChatTemplate = field(kw_only=True)
-    padding: int = field(kw_only=True)
-
-    def sequences(self) -> Iterator[Row]:
-        """Yield sequences of whole chats, padded to `length` tokens."""
-        for chats in packed(self._chats(), self.length):
-            row = _joined(chats)
-            rest = self.length - len(row["input_ids"])
-            ids, learned = row["input_ids"] + rest * [self.padding], row["learned"] + rest * [False]
-            yield {"input_ids": ids, "learned": learned, "lengths": [self.length]}
-
-    def short_sequences(self, original: int) -> Iterator[Row]:
-        """Yield groups of chats of at most `original` tokens (L), which keep their lengths and positions."""
-        short = (chat for chat in self._chats() if len(chat.ids) <= original)
-        for chats in grouped(short, self.length):
-            positions = [position for chat in chats for position in range(len(chat.ids))]
-            yield {**_joined(chats), "position_ids": positions}
+            ids: list[int] = []
+            while len(ids) < self.length:
+                text = recall_document(rng, self.length - frame, lambda text: count(text) - frame, lines)
+                ids += self.encode([text])[0]
+            yield ids[: self.length]
 
     def _chats(self) -> Iterator[Chat]:
         for epoch in range(self.data.epochs):
-            rows = self.corpus.read([self.source.column], self.data.seed + epoch)
-            left_out = self.left_out if not epoch else Counter[str]()
-            for _, chat in read_chats(rows, self.source.column, self.template, self.length, left_out):
+            rows = self.table.read([self.source.column], self.data.seed + epoch)
+            for _, chat in self.template.chats(rows, self.length, Counter() if epoch else self.counts):
                 self.tokens += len(chat.ids)
                 yield chat
+
+    def _examples(self) -> Iterator[Row]:
+        rows = self.table.read(self.prompter.task.columns, None)
+        for batch in self.prompter.batches(rows, self.counts):
+            completions = self.prompter.completions([row for _, row, _ in batch])
+            for (_, _, prompt), completion in zip(batch, completions, strict=True):
+                self.counts["documents cut"] += prompt.kept < prompt.document_tokens
+                self.counts["completions cut"] += len(completion) > self.data.completion_tokens
+                learned = [self.data.loss == "all"] * len(prompt.ids) + [True] * len(completion)
+                yield {"input_ids": prompt.ids + completion, "learned": learned}
 
 
 def _joined(chats: Sequence[Chat]) -> dict[str, list[int]]:
@@ -157,73 +194,23 @@ def _joined(chats: Sequence[Chat]) -> dict[str, list[int]]:
     }
 
 
-def training_sequences(
-    data: Data,
-    tokenizer: Any,
-    original: int,
-    target: int,
-    number: int,
-    progress: Progress = silent,
-) -> tuple[Dataset, list[str]]:
-    """Make `number` sequences from the sources of a recipe, mixed by weight and seeded, or read them from the cache:
-    rows of `input_ids` as NumPy arrays mapped into memory, and lines about what was left out. `progress` is told the
-    tokens packed and those needed: first with 0, or never where they are in the cache. Where there are chats, a row
-    says which tokens are `learned`, and the `lengths` of the sequences in it: several of short chats.
-
-    Under PoSE (`positions: skip`) they have `sequence_tokens`, by default `original` (L), and `position_ids`; otherwise
-    `target` (L') tokens. Raise DataError if a source has too little text for its share: going on without it would train
-    on another mixture than the recipe names.
+def mixed(streams: Sequence[Stream], original: int, target: int, number: int) -> Iterator[Row]:
+    """Yield `number` sequences of the streams of a recipe, drawn by weight and seed, with positions for PoSE; short
+    chats have at most `original` (L) tokens. Raise DataError if a source has too little text for its share: going on
+    without it would train on another mixture than the recipe names.
     """
-    pose, length = data.positions == "skip", data.tokens_per_sequence(original, target)
-    streams = _streams(data, tokenizer, length)
-    made_from = {
-        "format": FORMAT,
-        "sources": [{**stream.source.model_dump(), **stream.corpus.identity()} for stream in streams],
-        "data": data.model_dump(exclude={"source", "sequence_tokens"}),
-        "tokenizer": tokenizer_identity(tokenizer),
-        "template": tokenizer.chat_template,
-        "length": length,
-        "original": original,
-        "target": target,
-        "number": number,
-    }
-
-    def rows() -> Iterator[Row]:
-        progress(0, number * length)
-        rng = random.Random(data.seed)
-        drawn = [(stream, stream.sequences(), stream.source.weight) for stream in streams]
-        if data.keep_short:
-            # Streams of their own: a chat is used at its own length and in a long sequence.
-            chats = [stream for stream in _streams(data, tokenizer, length) if isinstance(stream, ChatStream)]
-            others, own = (sum(stream.source.weight for stream in some) for some in (streams, chats))
-            share = data.keep_short / (1 - data.keep_short) * others / own
-            drawn += [(stream, stream.short_sequences(original), share * stream.source.weight) for stream in chats]
-        weights = [weight for *_, weight in drawn]
-        order = random.Random(data.seed).choices(range(len(drawn)), weights, k=number)
-        for done, index in enumerate(order, 1):
-            stream, sequences, _ = drawn[index]
-            if (row := next(sequences, None)) is None:
-                raise stream.too_little(order.count(index) * length)
-            progress(done * length, number * length)
-            positions: Row = {"position_ids": skip_positions(rng, length, target, data.chunks)} if pose else {}
-            everything: Row = {"learned": [True] * length, "lengths": [length]} if data.has_chats else {}
-            whole: Row = {**positions, **everything, **row}
-            yield {name: whole[name] for name in columns}
-
-    def notes() -> list[str]:
-        return [note for stream in streams for note in stream.notes]
-
-    columns = {"input_ids": INTEGERS, **({"position_ids": INTEGERS} if pose else {})}
-    columns |= {"learned": FLAGS, "lengths": INTEGERS} if data.has_chats else {}
-    return cached(made_from, Features(columns), rows, notes)
-
-
-def _streams(data: Data, tokenizer: Any, length: int) -> list[Stream]:
-    template = ChatTemplate(tokenizer, data) if data.has_chats else None
-    encode = encoder(tokenizer, data.special_tokens)
-    return [
-        ChatStream(source, find_corpus(source), data, encode, length, template=template, padding=padding_id(tokenizer))
-        if template and source.has_chats
-        else Stream(source, find_corpus(source), data, encode, length)
-        for source in data.source
-    ]
+    data, tokenizer, length = streams[0].data, streams[0].tokenizer, streams[0].length
+    # Streams of their own: a chat is used at its own length and in a long sequence.
+    chats = [source for source in data.source if source.has_chats and data.keep_short]
+    drawn = [*streams, *(Stream(source, data, tokenizer, length, original) for source in chats)]
+    whole, own = (sum(source.weight for source in sources) for sources in (data.source, chats))
+    share = data.keep_short / (1 - data.keep_short) * whole / (own or 1)
+    weights = [stream.source.weight * (share if stream.short else 1) for stream in drawn]
+    order = random.Random(data.seed).choices(range(len(drawn)), weights, k=number)
+    rows = [stream.rows() for stream in drawn]
+    rng = random.Random(data.seed)
+    for index in order:
+        if (row := next(rows[index], None)) is None:
+            raise drawn[index].too_little(order.count(index) * length)
+        positions = skip_positions(rng, length, target, data.chunks) if data.positions == "skip" else []
+        yield {"position_ids": positions, **row}

@@ -7,17 +7,28 @@ import os
 import random
 import sysconfig
 import zipfile
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub import HfApi, hf_hub_download
 
-from pi_lora.data import documents
-from pi_lora.data.documents import DOCUMENT_SUFFIXES, TABLE_SUFFIXES, Document, File, NamedJson
+from pi_lora.data.documents import (
+    DOCUMENT_SUFFIXES,
+    TABLE_SUFFIXES,
+    Document,
+    File,
+    NamedJson,
+    files_named,
+    fingerprint,
+    looks_local,
+    rows_in,
+)
 from pi_lora.errors import DataError, first_line
+from pi_lora.recipe.evaluation import PerplexityOptions
 from pi_lora.recipe.schema import CHAT_COLUMNS, Source
 from pi_lora.types import Json
 
@@ -40,48 +51,49 @@ NamedRow = tuple[str, dict[str, str]]
 
 @dataclass(frozen=True)
 class Table:
-    """A source of rows. `read` yields the texts in some columns of every row as they are asked for, in a fixed order or
-    in that of a seed. `identity` is what decides the rows, as JSON: a cache made from them is stale when it changes.
-    `size` is the bytes of its files on this machine, None of what is on the hub. `texts` are the names of its
-    files if every file is a text. `part` returns what is read of a named text.
+    """The rows of a source. `read` yields the texts in some columns of every row as they are asked for, in a fixed
+    order or in that of a seed. `identity` returns JSON that changes with the rows: a cache made from them is stale
+    then. `size` is the bytes of its files on this machine, None on the hub. `texts` are the names of the files if
+    every file is a text.
     """
 
-    name: str
-    column: str
+    source: Source
     read: Callable[[Sequence[str], int | None], Iterator[NamedRow]]
     identity: Callable[[], Json]
     size: int | None = None
     texts: Sequence[str] = ()
-    part: Callable[[str, str], str] = lambda name, text: text
 
-    def documents(self, seed: int | None = None) -> Iterator[Document]:
-        """Yield the texts of `column` that are not blank, ordered as `read`; raise DataError if there is none."""
+    def documents(self, seed: int | None = None, held_out: bool = False) -> Iterator[Document]:
+        """Yield the texts of the column that are not blank, ordered as `read`: those that train, or those that are
+        `held_out`. Raise DataError if there is none.
+        """
         empty = True
-        for where, row in self.read([self.column], seed):
-            if (text := self.part(where, row[self.column])).strip():
+        for where, row in self.read([self.source.column], seed):
+            if (text := self._part(where, row[self.source.column], held_out)).strip():
                 empty = False
                 yield Document(where, text)
         if empty:
-            raise DataError(f"{self.name}: holds no text; name a source with text, or change its hold_out")
+            raise DataError(f"{self.source.name}: holds no text; name a source with text, or change its hold_out")
 
-    def divided(self, share: float, held_out: bool) -> "Table":
-        """Return the table without the `share` of its text that is held out, or with nothing else. One text is cut, the
-        end is held out. Of several texts at least one is held out, chosen by their file names; of rows those that a
-        digest of the text chooses. So the division follows neither the order of the documents nor the machine.
+    def _part(self, name: str, text: str, held_out: bool) -> str:
+        """Return the part of a text that trains or is `held_out`. One text is cut, the end is held out. Of several
+        files at least one is held out, chosen by their names; of rows those that a digest of the text chooses. So the
+        division follows neither the order of the documents nor the machine.
         """
-
-        def part_of_one(name: str, text: str) -> str:
-            cut = text.rfind("\n", 0, int(len(text) * (1 - share))) + 1 or int(len(text) * (1 - share))
+        share = self.source.hold_out
+        if share is None:
+            return text
+        if len(self.texts) == 1:
+            end = int(len(text) * (1 - share))
+            cut = text.rfind("\n", 0, end) + 1 or end
             return text[cut:] if held_out else text[:cut]
+        is_held_out = name in self._files_held_out if self.texts else draw(text) < share
+        return text if is_held_out == held_out else ""
 
+    @functools.cached_property
+    def _files_held_out(self) -> set[str]:
         by_draw = sorted(self.texts, key=lambda name: draw(Path(name).name))
-        chosen = set(by_draw[: max(1, round(share * len(by_draw)))])
-
-        def part_of_many(name: str, text: str) -> str:
-            is_chosen = name in chosen if chosen else draw(text) < share
-            return text if is_chosen == held_out else ""
-
-        return replace(self, part=part_of_one if len(self.texts) == 1 else part_of_many)
+        return set(by_draw[: max(1, round((self.source.hold_out or 0) * len(by_draw)))])
 
 
 def draw(text: str) -> float:
@@ -94,18 +106,22 @@ def texts(rows: Iterable[NamedJson], columns: Sequence[str]) -> Iterator[NamedRo
     neither.
     """
     for where, row in rows:
+        found = {}
         for column in columns:
             if column not in row:
                 raise DataError(f"{where}: has no column {column}; choose from its columns: {', '.join(row)}")
-            kind, wanted = (list, "a list of messages") if column in CHAT_COLUMNS else (str, "text")
-            if not isinstance(row[column], kind | None):
-                holds = f"{where}: column {column} holds {type(row[column]).__name__}, not {wanted}"
+            value, kind = row[column], list if column in CHAT_COLUMNS else str
+            if not isinstance(value, kind | None):
+                wanted = "text" if kind is str else "a list of messages"
+                holds = f"{where}: column {column} holds {type(value).__name__}, not {wanted}"
                 raise DataError(f"{holds}; name a column of text, or one of chats: {' or '.join(CHAT_COLUMNS)}")
-        yield where, {column: _as_text(row[column]) for column in columns}
+            found[column] = json.dumps(value or [], default=str) if kind is list else str(value or "")
+        yield where, found
 
 
-def _as_text(value: object) -> str:
-    return value if isinstance(value, str) else json.dumps(value, default=str) if value else ""
+def count_lines(counts: Counter[str]) -> list[str]:
+    """Return a line for everything that was counted, such as the reasons why rows were left out."""
+    return [f"{what}: {number:,}" for what, number in counts.items() if number]
 
 
 def characters(row: NamedRow) -> int:
@@ -137,20 +153,19 @@ def shuffled(rows: Iterable[NamedRow], seed: int | None, room: int = SHUFFLE_CHA
 
 def read_files(files: Mapping[str, File], columns: Sequence[str], seed: int | None) -> Iterator[NamedRow]:
     """Yield the rows of named files, one file at a time; a seed shuffles the files, and the rows of each."""
-    order = list(files.items())
+    names = list(files)
     if seed is not None:
-        random.Random(seed).shuffle(order)
-    for name, file in order:
-        yield from shuffled(texts(documents.rows_in(file, name, columns), columns), seed)
+        random.Random(seed).shuffle(names)
+    for name in names:
+        yield from shuffled(texts(rows_in(files[name], name, columns), columns), seed)
 
 
-def local_files(name: str, files: Mapping[str, Path], column: str = "text") -> Table:
+def local_files(source: Source, files: Mapping[str, Path]) -> Table:
     """Return named files as a table."""
     size = sum(file.stat().st_size for file in files.values())
-    decided_by = {"files": len(files), "sha256": documents.fingerprint(files.values())}
+    identity = {"files": len(files), "sha256": fingerprint(files.values())}
     holds_rows = any(file.name.lower().endswith(TABLE_SUFFIXES) for file in files.values())
-    named = () if holds_rows else tuple(files)
-    return Table(name, column, functools.partial(read_files, files), lambda: decided_by, size, named)
+    return Table(source, functools.partial(read_files, files), lambda: identity, size, () if holds_rows else [*files])
 
 
 def split_of(relative_path: str) -> str:
@@ -160,7 +175,7 @@ def split_of(relative_path: str) -> str:
     return "validation" if relative_path < FIRST_OF_TEST else "test"
 
 
-def standard_library(split: str = "train") -> Table:
+def standard_library(split: str = "train", hold_out: float | None = None) -> Table:
     """Return a split of Python's own sources, train, validation or test: a few megabytes at most."""
     root = Path(sysconfig.get_path("stdlib"))
     paths: list[Path] = []
@@ -168,8 +183,9 @@ def standard_library(split: str = "train") -> Table:
         # Not entered at all: what is installed beside the library is often a hundred times as much.
         folders[:] = set(folders) - SKIPPED_FOLDERS
         paths += (Path(folder, name) for name in names if name.endswith(".py"))
-    named = ((path.relative_to(root).as_posix(), path) for path in sorted(paths) if path.stat().st_size)
-    return local_files(STDLIB, {name: path for name, path in named if split_of(name) == split})
+    named = {path.relative_to(root).as_posix(): path for path in sorted(paths) if path.stat().st_size}
+    source = Source(name=STDLIB, split=split, hold_out=hold_out)
+    return local_files(source, {name: path for name, path in named.items() if split_of(name) == split})
 
 
 def hub_dataset(source: Source) -> Table:
@@ -187,12 +203,12 @@ def hub_dataset(source: Source) -> Table:
         with _hub_errors(name):
             return load_dataset(name, source.subset, split=source.split, revision=revision, streaming=streaming)
 
-    def commit() -> str | None:
+    def identity() -> Json:
         if not streaming:
-            # In its cache a data set is in a folder with the name of its commit.
-            return Path(loaded().cache_files[0]["filename"]).parent.name
+            # In the cache of `datasets` a data set is in a folder with the name of its commit.
+            return {"commit": Path(loaded().cache_files[0]["filename"]).parent.name}
         with _hub_errors(name):
-            return HfApi().dataset_info(name, revision=revision).sha
+            return {"commit": HfApi().dataset_info(name, revision=revision).sha}
 
     def read(columns: Sequence[str], seed: int | None) -> Iterator[NamedRow]:
         dataset = loaded()
@@ -202,24 +218,24 @@ def hub_dataset(source: Source) -> Table:
         rows = ((f"{name}:{number}" if seed is None else name, row) for number, row in enumerate(dataset, 1))
         yield from shuffled(texts(rows, columns), seed if streaming else None)
 
-    return Table(name, source.column, read, lambda: {"commit": commit()})
+    return Table(source, read, identity)
 
 
-def hub_file(name: str, file: str, revision: str, column: str = "text", member: str = "") -> Table:
+def hub_file(source: Source, file: str, member: str = "") -> Table:
     """Return one file of a data set on the hub as it was uploaded, or a `member` of a zip archive, so that no script
-    runs. Rows are named by where they are on the hub.
+    runs. Rows are named by their place on the hub.
     """
 
     def downloaded() -> Path:
-        with _hub_errors(f"{name}/{file}"):
-            return Path(hf_hub_download(name, file, repo_type="dataset", revision=revision))
+        with _hub_errors(f"{source.name}/{file}"):
+            return Path(hf_hub_download(source.name, file, repo_type="dataset", revision=source.revision))
 
     def read(columns: Sequence[str], seed: int | None) -> Iterator[NamedRow]:
         opened = zipfile.Path(downloaded(), member) if member else downloaded()
-        return read_files({f"{name}/{member.removesuffix('.jsonl') or file}": opened}, columns, seed)
+        return read_files({f"{source.name}/{member.removesuffix('.jsonl') or file}": opened}, columns, seed)
 
-    # In the hub's cache a file is in a folder with the name of its commit.
-    return Table(name, column, read, lambda: {"commit": downloaded().parents[file.count("/")].name})
+    # In the cache of the hub a file is in a folder with the name of its commit.
+    return Table(source, read, lambda: {"commit": downloaded().parents[file.count("/")].name})
 
 
 @contextmanager
@@ -239,61 +255,61 @@ def find_table(source: Source, suffixes: tuple[str, ...] = TABLE_SUFFIXES) -> Ta
     if name.startswith("builtin:"):
         raise DataError(f"{name}: no such built-in rows; there are {STDLIB} and {RECALL}, and only as text to pack")
     if name == SCROLLS:
-        member = f"{source.subset}/{source.split}.jsonl"
-        return hub_file(SCROLLS, f"{source.subset}.zip", source.revision, source.column, member)
-    if not documents.looks_local(name):
+        return hub_file(source, f"{source.subset}.zip", f"{source.subset}/{source.split}.jsonl")
+    if not looks_local(name):
         return hub_dataset(source)
-    files = documents.files_named(name, suffixes)
+    files = files_named(name, suffixes)
     if suffixes == TABLE_SUFFIXES and not files[0].name.lower().endswith(suffixes):
         raise DataError(f"{name}: holds no rows with columns; name {', '.join(suffixes)} files")
-    return local_files(name, {str(file): file for file in files}, source.column)
+    return local_files(source, {str(file): file for file in files})
 
 
-def find_corpus(source: Source, held_out: bool = False) -> Table:
-    """Find the documents that `source` names, as `find_table` does, without those that it holds out, or only those; of
-    `builtin:recall` the text between its facts.
-    """
-    builtin = source.name in (STDLIB, RECALL)
-    table = standard_library(source.split) if builtin else find_table(source, DOCUMENT_SUFFIXES)
-    return table if source.hold_out is None else table.divided(source.hold_out, held_out)
+def find_corpus(source: Source) -> Table:
+    """Find the documents that `source` names, as `find_table` does; of `builtin:recall` the text between its facts."""
+    if source.name in (STDLIB, RECALL):
+        return standard_library(source.split, source.hold_out)
+    return find_table(source, DOCUMENT_SUFFIXES)
 
 
 def share_to_hold_out(source: Source, target: int) -> float:
     """Return the share of `source` that a recipe for windows of `target` tokens (L') holds out: about four windows, a
-    fiftieth to a fifth of local text, and a hundredth of what is on the hub.
+    fiftieth to a fifth of local text, and a hundredth of a data set on the hub.
     """
     size = find_corpus(source).size
     return 0.01 if size is None else round(min(0.2, max(0.02, 16 * target / max(1, size))), 2)
 
 
-def held_out_text(source: Source) -> Json:
-    """Return the keys of `evaluation.perplexity` that measure what `source` holds out."""
-    return source.model_dump(include={"column", "subset", "split", "hold_out"}) | {"data": source.name}
-
-
-# Repository, file and commit. Of PG-19 all 100 books of the test split; `deepmind/pg19` itself needs a script.
-# fmt: off
+# What a source of text and `evaluation.perplexity` have in common.
+HELD_OUT_KEYS = {"column", "subset", "split", "hold_out"}
+# Repository, commit and file. Of PG-19 all 100 books of the test split; `deepmind/pg19` itself needs a script.
 PINNED = {
-    "pg19": ("emozilla/pg19-test", "data/test-00000-of-00001-29a571947c0b5ccc.parquet",
-             "c5e39bf32e33f9111323aa68d7d9000d22722035"),
-    "proof-pile": ("hoskinson-center/proof-pile", "test/proofpile_test.jsonl.gz",
-                   "490b980249446f2f3bd2df3a8cf085d0f2de240a"),
+    "pg19": (
+        Source(name="emozilla/pg19-test", revision="c5e39bf32e33f9111323aa68d7d9000d22722035"),
+        "data/test-00000-of-00001-29a571947c0b5ccc.parquet",
+    ),
+    "proof-pile": (
+        Source(name="hoskinson-center/proof-pile", revision="490b980249446f2f3bd2df3a8cf085d0f2de240a"),
+        "test/proofpile_test.jsonl.gz",
+    ),
 }
-# fmt: on
-PRESETS = {name: hub_file(*file) for name, file in PINNED.items()}
 
 
-def evaluation_documents(
-    source: str, split: str = "test", column: str = "text", subset: str | None = None, hold_out: float | None = None
-) -> Iterator[Document]:
+def held_out_text(source: Source) -> Json:
+    """Return the keys of `evaluation.perplexity` that measure the text that `source` holds out."""
+    return source.model_dump(include=HELD_OUT_KEYS) | {"data": source.name}
+
+
+def evaluation_documents(options: PerplexityOptions) -> Iterator[Document]:
     """Return the documents to measure on, read as they are asked for in a fixed order: of `builtin:stdlib` and of the
-    hub those of `split`, or of `PRESETS`; with `hold_out` only those that training leaves out. Raise DataError if there
-    are none, or while reading.
+    hub those of the split, or of `PINNED`; with `hold_out` only those that training leaves out. Raise DataError if
+    there are none, or while reading.
     """
-    if source == RECALL:
+    name = options.data or STDLIB
+    if name == RECALL:
         raise DataError(f"{RECALL}: is for training; measure recall with `pi-lora eval passkey`")
+    if name in PINNED:
+        return hub_file(*PINNED[name]).documents()
     # The first of a large data set are measured without downloading all of it.
-    streaming = hold_out is not None
-    named = Source(name=source, split=split, column=column, subset=subset, hold_out=hold_out, streaming=streaming)
-    table = PRESETS.get(source) or find_corpus(named, held_out=True)
-    return table.documents()
+    streaming = options.hold_out is not None
+    source = Source(name=name, streaming=streaming, **options.model_dump(include=HELD_OUT_KEYS))
+    return find_corpus(source).documents(held_out=True)

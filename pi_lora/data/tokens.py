@@ -9,7 +9,6 @@ from typing import Any, TypeVar
 
 Item = TypeVar("Item")
 Tokens = MutableSequence[int]
-Encode = Callable[[Sequence[str]], list[Tokens]]
 # A fast tokenizer works on the texts of a call in parallel; its own records of a call take some 100 bytes a token.
 CHARACTERS_AT_ONCE = 4_000_000
 CHARACTERS_AT_FIRST = 50_000
@@ -17,24 +16,9 @@ CHARACTERS_AT_FIRST = 50_000
 PIECE = 500_000
 
 
-def encoder(tokenizer: Any, special_tokens: bool = False) -> Encode:
-    """Return a function of texts to ids: the tokenizer's own BOS if it has one, the text, and EOS. With
-    `special_tokens`, special tokens in a text keep their meaning; else they are text.
-    """
-    end = tokenizer.eos_token_id
-
-    def encode(texts: Sequence[str]) -> list[Tokens]:
-        sequences = tokenized(tokenizer, texts, special_tokens)
-        for ids in sequences:
-            if end is not None and (not ids or ids[-1] != end):
-                ids.append(end)
-        return sequences
-
-    return encode
-
-
 def tokenized(tokenizer: Any, texts: Sequence[str], special_tokens: bool = False) -> list[Tokens]:
-    """Return the ids of texts with the tokenizer's own BOS and EOS; `special_tokens` as of `encoder`.
+    """Return the ids of texts with the BOS and EOS of the tokenizer. With `special_tokens`, special tokens in a
+    text keep their meaning; else they are text.
 
     A text of more than `2 * PIECE` characters is tokenized in pieces that end with a line. A token that would span two
     pieces is two tokens, and a tokenizer that puts a space before a text puts one before each piece.

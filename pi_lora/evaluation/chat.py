@@ -11,8 +11,8 @@ from statistics import fmean
 import torch
 from torch.nn.functional import kl_div
 
-from pi_lora.data.chats import Chat, ChatTemplate, read_chats
-from pi_lora.data.sources import find_table
+from pi_lora.data.chats import Chat, ChatTemplate
+from pi_lora.data.sources import count_lines, find_table
 from pi_lora.errors import DataError
 from pi_lora.evaluation.forward import check_numbers, described, in_parts, logits_at, padded
 from pi_lora.evaluation.generation import written_ids
@@ -21,7 +21,7 @@ from pi_lora.evaluation.journal import Session, identity_of
 from pi_lora.evaluation.measurement import Measurement, Metric, Result, Scores, Value, share
 from pi_lora.models.model import Model, find
 from pi_lora.recipe.evaluation import ChatOptions, Sampling
-from pi_lora.recipe.schema import Data, Source
+from pi_lora.recipe.schema import Source
 from pi_lora.types import Json
 
 # Tokens of an answer that are compared.
@@ -73,13 +73,12 @@ class Chats(Measurement[ChatOptions, ChatScores]):
         """Measure a model, with the base beside it. Raise DataError if the data cannot be read, or no chat fits."""
         options = self.prepare(options, [model])
         source = Source(name=options.data, column=options.column, split=options.split)
-        table, template = find_table(source), ChatTemplate(model.tokenizer, Data.model_validate({"source": source}))
-        left_out = Counter[str]()
+        table, counts = find_table(source), Counter[str]()
         rows = table.read([source.column], None)
-        read = read_chats(rows, source.column, template, options.window or model.window, left_out)
+        read = ChatTemplate(model.tokenizer).chats(rows, options.window or model.window, counts)
         chats = dict(islice(read, options.limit))
-        for kind, number in left_out.items():
-            session.say(f"{options.data}: {kind} left out: {number:,}")
+        for line in count_lines(counts):
+            session.say(f"{options.data}: {line}")
         if not chats:
             raise DataError(f"--data: {options.data}: holds no chat to measure; name others, or a longer --window")
         base = None  # of a base that is measured against itself
@@ -106,7 +105,7 @@ class Chats(Measurement[ChatOptions, ChatScores]):
             **described(model),
             options=options,
             chats=len(found),
-            left_out=left_out.total(),
+            left_out=counts.total(),
             tokens=sum(tokens),
             perplexity=math.exp(loss),
             **against_base,

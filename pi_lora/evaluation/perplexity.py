@@ -219,8 +219,7 @@ def choose_documents(model: Model, options: PerplexityOptions, longest: int) -> 
     `longest` tokens; and how many others were too short. Raise DataError if none is long enough.
     """
     needed, too_short, longest_text = max(longest, options.min_tokens or 0), 0, 0
-    choice = options.split, options.column, options.subset, options.hold_out
-    read = partial(evaluation_documents, options.data or STDLIB, *choice)
+    read = partial(evaluation_documents, options)
     documents: Iterable[Document] = read()
     if options.seed is not None:
         sizes = [len(document.text.encode()) + FRAME_TOKENS for document in documents]

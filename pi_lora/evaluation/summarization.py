@@ -3,14 +3,15 @@ user's own: scored by ROUGE, and kept batch by batch; and the summary of one doc
 """
 
 import json
+from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 from pydantic import BaseModel
 
-from pi_lora.data.sources import SCROLLS, find_table
+from pi_lora.data.examples import EMPTY, TOO_LONG, Prompter, Task, no_example
+from pi_lora.data.sources import SCROLLS, count_lines, find_table
 from pi_lora.distributed import is_leader
 from pi_lora.errors import DataError
 from pi_lora.evaluation.forward import described, prompts_at_once
@@ -76,18 +77,15 @@ class Summarization(Measurement[SummarizationOptions, SummarizationScores]):
         """Score the summaries of a model. Raise DataError if the data cannot be read, lacks a column or holds nothing,
         or the window is too short.
         """
-        # Imported here: `datasets` takes a second and 0.1 GB, and merges and cards only read scores.
-        from pi_lora.data.examples import Account, Prompter, Task, prompted
-
         options = complete(options, model.name)
         data = data_of(options)
-        task, table, account = Task.of(data), find_table(data.source[0]), Account()
+        task, table, counts = Task(data), find_table(data.source[0]), Counter[str]()
         prompter = Prompter(task, model.tokenizer, model.window)
-        batches = prompted(table.read(task.columns, None), prompter, account, options.limit)
+        batches = prompter.batches(table.read(task.columns, None), counts, options.limit)
         examples = [example for batch in batches for example in batch]
         if not examples:
-            raise account.nothing(table.name, no_room(model, task.completion_tokens))
-        for line in account.left_out:
+            raise no_example(data.source[0].name, counts, no_room(model, data.completion_tokens))
+        for line in count_lines(counts):
             session.say(line)
         texts = written(model, [prompt.ids for _, _, prompt in examples], options, session, table.identity())
         references = [row[task.completion] for _, row, _ in examples]
@@ -102,7 +100,7 @@ class Summarization(Measurement[SummarizationOptions, SummarizationScores]):
             **described(model),
             options=options,
             examples=len(examples),
-            left_out={"empty": len(account.empty), "too_long": len(account.too_long)},
+            left_out={"empty": counts[EMPTY], "too_long": counts[TOO_LONG]},
             documents_cut=sum(prompt.kept < prompt.document_tokens for _, _, prompt in examples),
             **means,
             intervals=intervals,
@@ -191,19 +189,18 @@ def summarize(
     """Write a summary of `text` as it is generated, by the prompt that the model was tuned on or the paper's, and `say`
     how much was cut off. Raise DataError if the prompt needs more than a document, or the window has no room for one.
     """
-    from pi_lora.data.examples import Prompter, Task
-
     options = complete(SummarizationOptions(**sampling.model_dump()), loaded.name)
     # All that fits is read, also where examples of training were cut shorter.
-    task = replace(Task.of(data_of(options)), document_tokens=loaded.window)
-    if task.document is None or task.prompt_columns != [task.document]:
+    data = data_of(options).changed(document_tokens=loaded.window)
+    task = Task(data)
+    if data.document is None or task.prompt_columns != [data.document]:
         columns = " and ".join(task.prompt_columns)
         raise DataError(
             f"{loaded.name}: was tuned on prompts of {columns}; try pi-lora eval summarization on such rows"
         )
-    [prompt] = Prompter(task, loaded.tokenizer, loaded.window).prompts([{task.document: text}])
+    [prompt] = Prompter(task, loaded.tokenizer, loaded.window).prompts([{data.document: text}])
     if not prompt.fits:
-        raise DataError(no_room(loaded, task.completion_tokens))
+        raise DataError(no_room(loaded, data.completion_tokens))
     if prompt.kept < prompt.document_tokens:
         cut = f"{prompt.document_tokens:,} tokens are longer than the window of {loaded.name}"
         say(f"{name}: {cut}; truncated to the first {prompt.kept:,}")

@@ -33,7 +33,7 @@ CHAT_COLUMNS = ("messages", "conversations")
 
 
 def _as_sources(value: object) -> object:
-    entries = value if isinstance(value, list) else [value]
+    entries = value if isinstance(value, list | tuple) else [value]
     return tuple({"name": entry} if isinstance(entry, str) else entry for entry in entries)
 
 

@@ -12,7 +12,6 @@ from transformers import PreTrainedTokenizerFast
 from pi_lora.data.batches import collate, training_data
 from pi_lora.data.chats import AT_STAKE, Chat, ChatTemplate, messages_of
 from pi_lora.data.examples import data_problems
-from pi_lora.data.packing import training_sequences
 from pi_lora.errors import DataError
 from pi_lora.recipe.schema import Data, Training
 
@@ -147,14 +146,14 @@ def question(number: int, words: int = 4) -> list[dict[str, str]]:
 def test_every_label_is_that_of_a_plain_reference(name: str) -> None:
     template, messages, pieces = REFERENCES[name]
     tokenizer = make_tokenizer(template)
-    chat = ChatTemplate(tokenizer, data_of("x")).encode(messages, 10_000)
+    chat = ChatTemplate(tokenizer).encode(messages, 10_000)
     ids, learned = [], []
     for text, by_assistant in pieces:
         own = tokenizer(text, add_special_tokens=False)["input_ids"]
         ids += own
         learned += [by_assistant] * len(own)
     assert chat == Chat(ids, learned)
-    everything = ChatTemplate(tokenizer, data_of("x", loss="all")).encode(messages, 10_000)
+    everything = ChatTemplate(tokenizer, learn_all=True).encode(messages, 10_000)
     assert everything == Chat(ids, [True] * len(ids))
 
 
@@ -174,7 +173,7 @@ def test_every_label_is_that_of_a_plain_reference(name: str) -> None:
 def test_a_chat_that_cannot_be_used_is_left_out_with_the_reason(
     template: str, messages: list[dict[str, Any]], reason: str
 ) -> None:
-    left_out = ChatTemplate(make_tokenizer(template), data_of("x")).encode(messages, 100)
+    left_out = ChatTemplate(make_tokenizer(template)).encode(messages, 100)
     assert isinstance(left_out, str)
     assert re.search(reason, left_out)
 
@@ -193,11 +192,11 @@ def test_sharegpt_is_read_as_messages() -> None:
 def test_chats_are_packed_whole_and_padded(tmp_path: Path, tokenizer: Any) -> None:
     chats = [question(number, words=number % 17) for number in range(60)] + [question(99, words=500)]
     source = write_chats(tmp_path / "chats.jsonl", chats)
-    rows, notes = training_sequences(data_of(source), tokenizer, 64, 128, 14)
-    assert notes == ["chats of over 128 tokens left out: 1"]
+    found = training_data(data_of(source), Training(steps=14, global_batch_size=1), tokenizer, 64, 128)
+    assert found.messages[1:] == ["chats of over 128 tokens left out: 1"]
     start = tokenizer.convert_tokens_to_ids("<|im_start|>")
     seen = []
-    for row in rows:
+    for row in found.rows:
         assert len(row["input_ids"]) == 128
         text = tokenizer.decode(row["input_ids"].tolist())
         assert row["input_ids"][0] == start

@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pi_lora.data import sources
-from pi_lora.data.batches import LengthGroups, training_data
-from pi_lora.data.examples import SUMMARIZE, Prompter, Task, data_problems, training_examples
+from pi_lora.data.batches import training_data
+from pi_lora.data.examples import SUMMARIZE, Prompter, Task, data_problems
 from pi_lora.data.sources import find_table
 from pi_lora.errors import DataError
 from pi_lora.models.model import find
@@ -70,7 +70,7 @@ def test_scrolls_is_read_out_of_its_archive(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_the_papers_template_to_the_letter() -> None:
-    assert Task.of(data_of("x.jsonl")).prompt({"text": "A\nB"}) == (
+    assert Task(data_of("x.jsonl")).prompt({"text": "A\nB"}) == (
         "Read the following article and then summarize it.\nA\nB\nNow summarize the above article.\nSummary:"
     )
 
@@ -86,13 +86,13 @@ def test_the_papers_template_to_the_letter() -> None:
 )
 def test_a_template_that_is_none_is_refused(keys: dict[str, str], message: str) -> None:
     with pytest.raises(DataError, match=message):
-        Task.of(Data.model_validate({"source": "x.jsonl", **keys}))
+        Task(Data.model_validate({"source": "x.jsonl", **keys}))
 
 
 @given(words=st.integers(0, 400), window=st.integers(80, 400), limit=st.integers(1, 500))
 def test_only_the_document_is_cut_and_all_fits(tokenizer: Any, words: int, window: int, limit: int) -> None:
     text = "reading " + "naïve words 12 " * words
-    task = Task.of(data_of("x.jsonl", document_tokens=limit, completion_tokens=20))
+    task = Task(data_of("x.jsonl", document_tokens=limit, completion_tokens=20))
     [prompt] = Prompter(task, tokenizer, window).prompts([{"text": text, "gist": "short"}])
     assert prompt.fits
     assert len(prompt.ids) <= window - 21
@@ -110,7 +110,7 @@ def test_only_the_document_is_cut_and_all_fits(tokenizer: Any, words: int, windo
 
 
 def test_a_completion_is_what_stands_behind_the_prompt_and_ends(tokenizer: Any) -> None:
-    prompter = Prompter(Task.of(data_of("x.jsonl", completion_tokens=6)), tokenizer, 200)
+    prompter = Prompter(Task(data_of("x.jsonl", completion_tokens=6)), tokenizer, 200)
     short, long = prompter.completions([{"gist": " A cat.\n"}, {"gist": "one two three four five six seven"}])
     assert tokenizer.decode(short[:-1]) == " A cat."
     assert len(long) == 7
@@ -120,20 +120,20 @@ def test_a_completion_is_what_stands_behind_the_prompt_and_ends(tokenizer: Any) 
     assert prompt.ids + short[:-1] == whole
 
 
-def test_what_is_left_out_is_counted_and_named(tmp_path: Path, tokenizer: Any) -> None:
+def test_rows_that_are_cut_or_left_out_are_counted(tmp_path: Path, tokenizer: Any) -> None:
     rows = [*ROWS, {"text": " ", "gist": "x"}, {"text": "x", "gist": None}, {"text": "Fine.", "gist": "Good."}]
-    file = write(tmp_path / "rows.jsonl", rows)
-    examples, account = training_examples(data_of(file, completion_tokens=8), tokenizer, 90)
-    assert len(account.tokens) == len(examples) == 4
-    assert account.documents_cut == 2
-    assert account.left_out == [f"2 rows left out, empty, first {file}:4"]
-    assert [tokenizer.decode(row["input_ids"][row["learned"]]) for row in examples][2:] == [" Cold.</s>", " Good.</s>"]
-    # From the cache with the same account.
-    assert training_examples(data_of(file, completion_tokens=8), tokenizer, 90)[1] == account
-
+    file, training = write(tmp_path / "rows.jsonl", rows), Training(steps=1, global_batch_size=1)
+    # The second time from the cache.
+    for _ in range(2):
+        found = training_data(data_of(file, completion_tokens=8), training, tokenizer, 64, 90)
+        assert found.tokens == [len(row["input_ids"]) for row in found.rows]
+        lengths = f"4 examples of {min(found.tokens)} to {max(found.tokens)} tokens"
+        assert found.messages == [lengths, "empty rows left out: 2", "documents cut: 2"]
+        texts = [tokenizer.decode(row["input_ids"][row["learned"]]) for row in found.rows]
+        assert texts[2:] == [" Cold.</s>", " Good.</s>"]
     keys = {"template": "Say {text}:", "completion": "gist", "document": None, "summary": None, "completion_tokens": 8}
-    _, whole = training_examples(data_of(file, **keys), tokenizer, 90)
-    assert (len(whole.tokens), whole.documents_cut, whole.too_long) == (3, 0, [f"{file}:1"])
+    found = training_data(data_of(file, **keys), training, tokenizer, 64, 90)
+    assert found.messages[1:] == ["empty rows left out: 2", "rows too long for the window left out: 1"]
 
 
 @pytest.mark.parametrize(
@@ -149,22 +149,6 @@ def test_damaged_files_are_seen_before_training(tmp_path: Path, name: str, conte
     (tmp_path / name).write_text(content)
     [problem] = data_problems(data_of(tmp_path / name))
     assert message in problem
-
-
-def test_groups_are_of_like_lengths_and_others_in_each_epoch() -> None:
-    lengths = [100 * (1 + index % 40) for index in range(400)]
-    groups = LengthGroups(lengths, 4, seed=0)
-    orders = []
-    for epoch in range(2):
-        groups.set_epoch(epoch)
-        order = list(groups)
-        batches = [[lengths[index] for index in order[start : start + 4]] for start in range(0, 400, 4)]
-        assert sum(4 * max(batch) for batch in batches) < 1.1 * sum(lengths)
-        # Long and short ones come in turns.
-        assert max(map(max, batches[:20])) > 3000
-        assert min(map(min, batches[:20])) < 1000
-        orders.append({frozenset(order[start : start + 4]) for start in range(0, 400, 4)})
-    assert len(orders[0] & orders[1]) < 20
 
 
 @pytest.mark.parametrize(

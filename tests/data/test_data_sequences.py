@@ -1,4 +1,7 @@
+"""Documents to sequences: packed without a loss, mixed by weight, spread over positions, made once."""
+
 import hashlib
+import itertools
 import json
 import random
 import re
@@ -7,16 +10,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from pi_lora.data.packing import encoder, training_sequences
-from pi_lora.data.recall import WORDS
-from pi_lora.data.sources import RECALL, STDLIB
+from pi_lora.data.batches import TrainingData, training_data
+from pi_lora.data.packing import skip_positions, wrapped
+from pi_lora.data.recall import FORMS, WORDS, recall_document
+from pi_lora.data.sources import RECALL, STDLIB, standard_library
 from pi_lora.errors import DataError
+from pi_lora.evaluation.passkey import FILLER, STATEMENT
 from pi_lora.models.files import BUILTIN_FOLDER
 from pi_lora.models.tokenizer import load_tokenizer
 from pi_lora.recipe.files import load_recipe
 from pi_lora.recipe.places import cache_folder
-from pi_lora.recipe.schema import Data
+from pi_lora.recipe.schema import Data, Training
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 
@@ -54,9 +61,18 @@ def books(tmp_path: Path) -> Path:
     return folder
 
 
+def prepared(tokenizer: Any, target: int, number: int, original: int = 64, **data: object) -> TrainingData:
+    training = Training(steps=number, global_batch_size=1)
+    return training_data(Data.model_validate(data), training, tokenizer, original, target)
+
+
 def sequences(tokenizer: Any, target: int, number: int, **data: object) -> list[list[int]]:
-    found, _ = training_sequences(Data.model_validate(data), tokenizer, 64, target, number)
-    return [row["input_ids"].tolist() for row in found]
+    return [row["input_ids"].tolist() for row in prepared(tokenizer, target, number, **data).rows]
+
+
+def tokens_in(tokenizer: Any, folder: Path) -> list[int]:
+    """The tokens of every file, with EOS, which the tokenizer itself does not add."""
+    return [len(tokenizer(file.read_text())["input_ids"]) + 1 for file in folder.iterdir()]
 
 
 def cache_entries() -> int:
@@ -73,7 +89,7 @@ def cache_entries() -> int:
 def test_a_recipe_gives_the_sequences_that_it_always_gave(tokenizer: Any, changes: list[str], digest: str) -> None:
     """Of the demo, on a library of our own. Raise `FORMAT` with these digests if sequences are to change."""
     data = load_recipe(RECIPES / "demo.yaml", changes).recipe.data
-    found, _ = training_sequences(data, tokenizer, 256, 1024, 12)
+    found = prepared(tokenizer, 1024, 12, 256, **data.model_dump()).rows
     rows = [{name: row[name].tolist() for name in found.column_names} for row in found]
     assert hashlib.sha256(json.dumps(rows).encode()).hexdigest()[:16] == digest
 
@@ -89,22 +105,21 @@ def test_sequences_have_exactly_the_length_and_follow_the_seed(tokenizer: Any, b
 
 @pytest.mark.parametrize(("keys", "length"), [({}, 64), ({"sequence_tokens": 24}, 24)])
 def test_skipping_sequences_have_the_original_window_or_less(tokenizer: Any, keys: dict[str, int], length: int) -> None:
-    data = Data.model_validate({"source": [STDLIB, RECALL], "positions": "skip", "chunks": 3, **keys})
-    found, _ = training_sequences(data, tokenizer, 64, 256, 40)
+    source = [STDLIB, RECALL]
+    found = prepared(tokenizer, 256, 40, source=source, positions="skip", chunks=3, **keys).rows
     assert {(len(row["input_ids"]), len(row["position_ids"])) for row in found} == {(length, length)}
     assert all((row["position_ids"][1:] > row["position_ids"][:-1]).all() for row in found)
     assert 200 < max(row["position_ids"][-1] for row in found) < 256
     assert {row["position_ids"][0] for row in found} == {0}
-    plain = sequences(tokenizer, length, 40, source=[STDLIB, RECALL])
+    plain = sequences(tokenizer, length, 40, source=source)
     assert [row["input_ids"].tolist() for row in found] == plain
 
 
 def test_short_documents_are_left_out_and_counted(tokenizer: Any, books: Path) -> None:
-    shortest = min(len(ids) for ids in encoder(tokenizer)([file.read_text() for file in books.iterdir()]))
-    data = Data.model_validate({"source": str(books), "min_document_tokens": shortest + 1, "epochs": 3})
-    found, notes = training_sequences(data, tokenizer, 64, 128, 80)
-    assert "book 0" not in tokenizer.decode([token for row in found for token in row["input_ids"]])
-    assert notes == [f"documents of under {shortest + 1} tokens left out: 1"]
+    least = min(tokens_in(tokenizer, books)) + 1
+    found = prepared(tokenizer, 128, 80, source=str(books), min_document_tokens=least, epochs=3)
+    assert "book 0" not in tokenizer.decode([token for row in found.rows for token in row["input_ids"]])
+    assert found.messages[1:] == [f"documents of under {least} tokens left out: 1"]
     with pytest.raises(DataError, match=r"holds 0 tokens .*, documents of under 100000 tokens left out"):
         sequences(tokenizer, 128, 10, source=str(books), min_document_tokens=100000)
 
@@ -117,7 +132,7 @@ def test_too_little_text_names_both_numbers(tokenizer: Any, books: Path) -> None
 
 
 def test_every_epoch_has_an_order_of_its_own(tokenizer: Any, books: Path) -> None:
-    number = sum(len(ids) for ids in encoder(tokenizer)([file.read_text() for file in books.iterdir()])) * 3 // 128
+    number = sum(tokens_in(tokenizer, books)) * 3 // 128
     found = sequences(tokenizer, 128, number, source=str(books), epochs=3)
     order = re.findall(r"book (\d+):", tokenizer.decode([token for ids in found for token in ids]))
     epochs = [order[start : start + 12] for start in (0, 12, 24)]
@@ -151,3 +166,64 @@ def test_what_changes_the_sequences_changes_the_key(tokenizer: Any, books: Path)
     for _ in range(2):
         sequences(tokenizer, 128, 4, source=str(books))
         assert cache_entries() == len(variants) + 3
+
+
+@given(st.lists(st.integers(0, 40), max_size=40), st.integers(1, 12))
+def test_packing_loses_only_the_last_rest(lengths: list[int], length: int) -> None:
+    documents = [list(range(1000 * index, 1000 * index + tokens)) for index, tokens in enumerate(lengths)]
+    found = list(wrapped(documents, length))
+    flat = list(itertools.chain.from_iterable(documents))
+    assert list(itertools.chain.from_iterable(found)) == flat[: len(flat) // length * length]
+    assert all(len(sequence) == length for sequence in found)
+
+
+@given(st.integers(2, 64), st.integers(0, 500), st.integers(2, 8), st.integers(0, 10**6))
+def test_positions_rise_within_the_target_and_skip_between_chunks(
+    original: int, further: int, chunks: int, seed: int
+) -> None:
+    chunks = min(chunks, original)
+    positions = skip_positions(random.Random(seed), original, original + further, chunks)
+    assert len(positions) == original
+    assert positions[0] == 0
+    assert all(before < after for before, after in itertools.pairwise(positions))
+    assert positions[-1] < original + further
+    assert sum(after - before > 1 for before, after in itertools.pairwise(positions)) <= chunks - 1
+    assert positions == skip_positions(random.Random(seed), original, original + further, chunks)
+
+
+def test_biases_are_uniform_over_what_is_left() -> None:
+    rng = random.Random(0)
+    biases = [skip_positions(rng, 32, 132, 2)[-1] - 31 for _ in range(20000)]
+    assert abs(sum(biases) / len(biases) - 50) < 1
+    assert 150 < biases.count(0) < 250
+    assert 150 < biases.count(100) < 250
+
+
+def words(text: str) -> int:
+    return len(text.split())
+
+
+@given(st.integers(0, 10**6), st.integers(30, 400))
+def test_recall_documents_fit_their_budget(seed: int, budget: int) -> None:
+    assert words(recall_document(random.Random(seed), budget, words)) <= budget
+
+
+def test_recall_questions_are_answered_by_the_text_before() -> None:
+    asked = 0
+    for seed in range(200):
+        lines = recall_document(random.Random(seed), 300, words).splitlines()
+        for index, line in enumerate(lines):
+            if line.startswith("print("):
+                name, value = line.removeprefix("print(").split(")  # ")
+                assert f"{name} = {value}" in lines[:index]
+                asked += 1
+    assert asked > 50
+
+
+def test_tuning_documents_never_show_the_passkey_prompt() -> None:
+    filler = [line for each in standard_library().documents() for line in each.text.splitlines() if line.strip()]
+    rng = random.Random(0)
+    text = "\n".join(recall_document(rng, 300, words, filler) for _ in range(300))
+    assert "pass key" not in text
+    assert FILLER[:20] not in text
+    assert STATEMENT not in {form for each in FORMS for form in each}

@@ -1,18 +1,49 @@
+"""Rows and documents of files, of the standard library, and of the hub, here a folder laid out like a repository there;
+and the text that training leaves out.
+"""
+
 import gzip
 import json
+import shutil
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
+import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from huggingface_hub import hf_hub_download
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
+from pi_lora.data import sources
 from pi_lora.data.examples import data_problems
-from pi_lora.data.sources import NamedRow, evaluation_documents, find_corpus, shuffled
+from pi_lora.data.sources import (
+    RECALL,
+    NamedRow,
+    evaluation_documents,
+    find_corpus,
+    held_out_text,
+    hub_dataset,
+    hub_file,
+    share_to_hold_out,
+    shuffled,
+    split_of,
+    standard_library,
+)
 from pi_lora.errors import DataError
-from pi_lora.recipe.schema import Data, Source
+from pi_lora.recipe.evaluation import PerplexityOptions
+from pi_lora.recipe.schema import Data, Recipe, Source
+
+ROWS = 200
+CARD = """---
+configs:
+- {config_name: en, data_files: [{split: train, path: "en/train-*.parquet"}, {split: test, path: "en/test-*.parquet"}]}
+- {config_name: de, data_files: [{split: train, path: "de/*.parquet"}]}
+---
+"""
 
 
 def texts(source: str | Path, column: str = "text", seed: int | None = None) -> list[str]:
@@ -102,7 +133,7 @@ def test_what_is_not_text_is_refused(tmp_path: Path, name: str, content: bytes |
     if content is not None:
         (tmp_path / name).write_bytes(content)
     with pytest.raises(DataError, match=message) as refused:
-        list(evaluation_documents(str(tmp_path / name)))
+        list(evaluation_documents(PerplexityOptions(data=str(tmp_path / name))))
     assert str(refused.value).startswith(str(tmp_path / name))
     assert "\n" not in str(refused.value)
 
@@ -123,3 +154,202 @@ def test_all_problems_of_the_sources_are_told_and_the_hub_is_left_alone(shelf: P
         ["data.source", "gone.txt"],
         ["data.source", "builtin:pile"],
     ]
+
+
+@pytest.fixture
+def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    # Threads that read Parquet are given five seconds to end (apache/arrow#45214).
+    monkeypatch.setattr(datasets.config, "SLEEP_TIME_ON_THREADS_SHUTDOWN", 0.1)
+    folder = tmp_path / "repository"
+    for part in ("en", "de"):
+        (folder / part).mkdir(parents=True)
+    (folder / "README.md").write_text(CARD)
+    for shard in range(4):
+        rows = [f"en {shard} {row}" for row in range(ROWS // 4)]
+        pq.write_table(pa.table({"content": rows, "n": range(len(rows))}), folder / f"en/train-{shard:05}.parquet")
+    pq.write_table(pa.table({"content": ["test"], "n": [0]}), folder / "en/test-00000.parquet")
+    pq.write_table(pa.table({"content": ["deutsch"], "n": [0]}), folder / "de/train.parquet")
+    return folder
+
+
+def read(folder: Path, seed: int | None = None, **fields: object) -> list[str]:
+    source = Source.model_validate({"name": str(folder), "column": "content", "subset": "en", **fields})
+    return [document.text for document in hub_dataset(source).documents(seed)]
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_subset_split_and_column(repository: Path, streaming: bool) -> None:
+    rows = read(repository, streaming=streaming)
+    assert rows[:2] == ["en 0 0", "en 0 1"]
+    assert len(rows) == ROWS
+    assert read(repository, split="test", streaming=streaming) == ["test"]
+    assert read(repository, subset="de", streaming=streaming) == ["deutsch"]
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_the_seeded_order_is_a_shuffle_of_all_rows(repository: Path, streaming: bool) -> None:
+    fixed, first, second = (read(repository, seed, streaming=streaming) for seed in (None, 1, 2))
+    assert sorted(first) == sorted(second) == sorted(fixed)
+    assert first == read(repository, 1, streaming=streaming)
+    assert first not in (second, fixed)
+    assert {row.split()[1] for row in first[:20]} != {"0"}
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"column": "text"}, "has no column text; choose from its columns: content, n$"),
+        ({"column": "n"}, "column n holds int, not text"),
+        ({"split": "validation"}, r"nor a hub data set that can be read \(.*split.*validation"),
+        ({"subset": "fr"}, r"nor a hub data set that can be read \(.*fr"),
+    ],
+)
+def test_what_a_data_set_lacks_is_named(repository: Path, streaming: bool, fields: dict, message: str) -> None:
+    with pytest.raises(DataError, match=message) as refused:
+        read(repository, streaming=streaming, **fields)
+    # A row is named by its number.
+    assert str(refused.value).startswith((f"{repository}: ", f"{repository}:1: "))
+    assert "\n" not in str(refused.value)
+
+
+def test_a_hub_that_cannot_be_reached_is_named() -> None:
+    with pytest.raises(DataError, match=r"^nobody/nothing: is neither a file or .*nobody/nothing"):
+        list(evaluation_documents(PerplexityOptions(data="nobody/nothing")))
+
+
+def test_a_file_is_of_the_commit_that_was_downloaded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A branch moves, and what was made from its former commit must not be taken for what is there now."""
+    refs = tmp_path / "datasets--owner--books" / "refs"
+    refs.mkdir(parents=True)
+    monkeypatch.setattr(sources, "hf_hub_download", partial(hf_hub_download, cache_dir=tmp_path))
+    for commit in ("1" * 40, "2" * 40):
+        (refs / "main").write_text(commit)
+        snapshot = refs.parent / "snapshots" / commit / "data"
+        snapshot.mkdir(parents=True)
+        (snapshot / "x.jsonl").write_text("{}")
+        assert hub_file(Source(name="owner/books"), "data/x.jsonl").identity() == {"commit": commit}
+
+
+def on_disk(commit: str, texts: list[str], cache: Path) -> None:
+    """What `datasets` keeps of owner/books when it has downloaded a commit."""
+    folder = cache / "owner___books" / "default" / "0.0.0" / commit
+    made = datasets.Dataset.from_dict({"text": texts})
+    made.save_to_disk(folder.with_suffix(".saved"))
+    folder.mkdir(parents=True)
+    [arrow] = folder.with_suffix(".saved").glob("*.arrow")
+    arrow.rename(folder / "books-train.arrow")
+    shutil.rmtree(folder.with_suffix(".saved"))
+    splits = {"train": {"name": "train", "num_bytes": 1, "num_examples": len(texts), "dataset_name": "books"}}
+    info = {"config_name": "default", "dataset_name": "books", "features": made.features.to_dict(), "splits": splits}
+    (folder / "dataset_info.json").write_text(json.dumps({**info, "version": {"version_str": "0.0.0"}}))
+
+
+def test_offline_rows_are_of_the_commit_that_they_are_said_to_be_of(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Without the hub `datasets` takes what it downloaded last: that commit is recorded."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "datasets")
+    first, second = "1" * 40, "2" * 40
+
+    def rows(revision: str) -> tuple[object, list[str]]:
+        table = hub_dataset(Source(name="owner/books", revision=revision))
+        return table.identity()["commit"], [each.text for each in table.documents()]
+
+    on_disk(first, ["one"], tmp_path / "datasets")
+    assert rows("main") == rows(first) == (first, ["one"])
+    on_disk(second, ["two"], tmp_path / "datasets")
+    assert rows("main") == rows(second) == (second, ["two"])
+    assert rows(first)[0] == second
+
+
+def parts(source: Source, seed: int | None = None) -> tuple[list[str], list[str]]:
+    """The texts that train, and those that are measured as `held_out_text` says."""
+    measured = evaluation_documents(PerplexityOptions.model_validate(held_out_text(source)))
+    return [each.text for each in find_corpus(source).documents(seed)], [each.text for each in measured]
+
+
+def write_texts(folder: Path, kind: str) -> list[str]:
+    written = [f"text {number}\n" * 20 for number in range(2 if kind == "two files" else 40)]
+    if kind == "rows":
+        write_jsonl(folder / "rows.jsonl", [{"text": text} for text in written])
+    else:
+        for number, text in enumerate(written):
+            (folder / f"{number}.txt").write_text(text)
+    return written
+
+
+@pytest.mark.parametrize(("kind", "share"), [("files", 0.2), ("two files", 0.1), ("rows", 0.2)])
+def test_documents_train_or_are_measured_in_every_order(tmp_path: Path, kind: str, share: float) -> None:
+    written = write_texts(tmp_path, kind)
+    trained, measured = parts(Source(name=str(tmp_path), hold_out=share))
+    assert sorted(trained + measured) == sorted(written)
+    assert 1 <= len(measured) <= 2 * share * len(written) + 1
+    shuffled, again = parts(Source(name=str(tmp_path), hold_out=share), seed=3)
+    assert (sorted(shuffled), again) == (sorted(trained), measured)
+    assert shuffled != trained or kind == "two files"
+
+
+def test_files_are_held_out_by_name_wherever_they_are(tmp_path: Path) -> None:
+    held = []
+    for place in ("here", "there"):
+        (tmp_path / place).mkdir()
+        write_texts(tmp_path / place, "files")
+        held.append(parts(Source(name=str(tmp_path / place), hold_out=0.1))[1])
+    assert held[0] == held[1]
+
+
+def test_of_one_text_the_end_is_held_out_from_a_line_on(tmp_path: Path) -> None:
+    book = tmp_path / "book.txt"
+    book.write_text("".join(f"line {number}\n" for number in range(1000)))
+    [trained], [measured] = parts(Source(name=str(book), hold_out=0.25))
+    assert trained + measured == book.read_text()
+    assert trained.endswith("\n")
+    assert len(measured) / len(book.read_text()) == pytest.approx(0.25, abs=0.01)
+
+
+def test_a_share_follows_the_text_and_the_window(tmp_path: Path) -> None:
+    book = tmp_path / "book.txt"
+    book.write_text("x" * 1_000_000)
+    assert [share_to_hold_out(Source(name=str(book)), target) for target in (1024, 8192, 131072)] == [0.02, 0.13, 0.2]
+    assert share_to_hold_out(Source(name="owner/books"), 8192) == 0.01
+
+
+@pytest.mark.parametrize(("trained", "measured"), [(0.1, None), (None, 0.1), (0.1, 0.2)])
+def test_a_recipe_that_measures_what_it_trains_on_is_refused(trained: float | None, measured: float | None) -> None:
+    def recipe(trained: float | None, measured: float | None) -> Recipe:
+        keys = {"source": {"name": "books", "hold_out": trained}}
+        evaluation = {"perplexity": {"data": "books", "hold_out": measured}}
+        context = {"target": 1024}
+        return Recipe.model_validate(
+            {"model": {"name": "builtin:tiny"}, "context": context, "data": keys, "evaluation": evaluation}
+        )
+
+    with pytest.raises(ValidationError, match=r"evaluation.perplexity.hold_out: .* of the same text; make them equal"):
+        recipe(trained, measured)
+    recipe(measured, measured)
+
+
+def test_splits_are_disjoint_and_cover_the_library() -> None:
+    train, *others = (
+        {each.name for each in standard_library(split).documents()} for split in ("train", "validation", "test")
+    )
+    held_out = set.union(*others)
+    assert not train & held_out
+    assert not set.intersection(*others)
+    assert "argparse.py" in train | held_out
+    assert not [name for name in train | held_out if "site-packages" in name or "/test/" in name]
+    assert len(train) > 300
+    assert {document.name for document in evaluation_documents(PerplexityOptions(split="validation"))} == others[0]
+    with pytest.raises(DataError, match=r"^builtin:recall: is for training"):
+        evaluation_documents(PerplexityOptions(data=RECALL))
+    assert 0.05 < len(held_out) / len(train | held_out) < 0.2
+
+
+def test_the_split_depends_on_the_name_alone() -> None:
+    share = sum(split_of(f"module_{i}.py") != "train" for i in range(5000)) / 5000
+    assert share == pytest.approx(0.1, abs=0.02)
+    # The demo's settings were chosen by these, and by none of those.
+    assert {split_of(f"{name}.py") for name in ("bz2", "calendar", "chunk")} == {"validation"}
+    assert {split_of(f"{name}.py") for name in ("enum", "html/parser", "json/encoder")} == {"test"}

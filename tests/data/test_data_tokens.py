@@ -11,14 +11,14 @@ from small_tokenizers import made
 from transformers import PreTrainedTokenizerFast
 
 from pi_lora.data import tokens
+from pi_lora.data.batches import training_data
 from pi_lora.data.examples import Prompter, Task
-from pi_lora.data.packing import training_sequences
 from pi_lora.data.sources import standard_library
 from pi_lora.data.tokens import in_batches, pieces, tokenized, tokenizer_identity
 from pi_lora.errors import DataError
 from pi_lora.models.files import BUILTIN_FOLDER
 from pi_lora.models.tokenizer import load_tokenizer, save_tokenizer
-from pi_lora.recipe.schema import Data
+from pi_lora.recipe.schema import Data, Training
 
 
 @pytest.fixture(scope="module", params=["builtin", "llama", "cl100k", "unigram"])
@@ -71,9 +71,9 @@ def test_memory_is_that_of_a_piece(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     (tmp_path / "book.txt").write_text("The cat sees the house, and then it sleeps.\n" * 5_000)
     data = Data.model_validate({"source": str(tmp_path / "book.txt")})
     tokenizer = load_tokenizer(BUILTIN_FOLDER / "tiny", 1024)
-    training_sequences(data, tokenizer, 64, 128, 1)
+    training_data(data, Training(steps=1, global_batch_size=1), tokenizer, 64, 128)
     tracemalloc.start()
-    training_sequences(data, tokenizer, 64, 128, 500)
+    training_data(data, Training(steps=500, global_batch_size=1), tokenizer, 64, 128)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < 2e6
@@ -106,9 +106,9 @@ def test_a_template_with_special_tokens_says_how_to_have_them() -> None:
     tokenizer = load_tokenizer(BUILTIN_FOLDER / "tiny", 1024)
     data = {"source": "x.jsonl", "template": "<s>Q: {q}</s>A:", "completion": "a"}
     with pytest.raises(DataError, match=r"data.template: <s> is a special token.*set data.special_tokens: true"):
-        Prompter(Task.of(Data.model_validate(data)), tokenizer, 1024)
-    allowed = Prompter(Task.of(Data.model_validate({**data, "special_tokens": True})), tokenizer, 1024)
-    plain = Prompter(Task.of(Data.model_validate({**data, "template": "Q: {q} A:"})), tokenizer, 1024)
+        Prompter(Task(Data.model_validate(data)), tokenizer, 1024)
+    allowed = Prompter(Task(Data.model_validate({**data, "special_tokens": True})), tokenizer, 1024)
+    plain = Prompter(Task(Data.model_validate({**data, "template": "Q: {q} A:"})), tokenizer, 1024)
     assert allowed.prompts([{"q": "why"}])[0].ids.count(1) == 1
     assert plain.prompts([{"q": "</s>"}])[0].ids.count(1) == 0
     assert plain.completions([{"q": "", "a": "x </s> y"}])[0].count(1) == 1  # EOS at the end

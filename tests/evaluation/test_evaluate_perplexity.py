@@ -166,8 +166,9 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Path
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
 
     def place(preset: str) -> Path:
-        name, uploaded, commit = PINNED[preset]
-        file = tmp_path / "hub" / f"datasets--{name.replace('/', '--')}" / "snapshots" / commit / uploaded
+        source, uploaded = PINNED[preset]
+        repository = tmp_path / "hub" / f"datasets--{source.name.replace('/', '--')}"
+        file = repository / "snapshots" / source.revision / uploaded
         file.parent.mkdir(parents=True)
         return file
 

@@ -165,7 +165,7 @@ def test_the_recipe_trains(command: Command, tmp_path: Path) -> None:
     measured, source = written.evaluation.perplexity, written.data.source[0]
     assert measured
     assert (measured.data, measured.hold_out) == (source.name, source.hold_out) == ("notes.txt", 0.03)
-    held_out = next(evaluation_documents(measured.data, measured.split, hold_out=measured.hold_out)).text
+    held_out = next(evaluation_documents(measured)).text
     assert len(held_out) == pytest.approx(0.03 * 270_000, rel=0.01)
     assert len(held_out) + len(next(find_corpus(source).documents()).text) == 270_000
 
