@@ -13,8 +13,7 @@ import torch
 from transformers import PreTrainedModel
 
 from pi_lora.errors import ModelError
-from pi_lora.merging.deltas import LowRank
-from pi_lora.merging.layout import OutputTensor
+from pi_lora.merging.deltas import LowRank, OutputTensor
 from pi_lora.merging.tensors import StoredTensor, read_shards, spans
 from pi_lora.models.files import CONFIG_FILE
 from pi_lora.models.machine import device, free_memory
@@ -26,8 +25,8 @@ from pi_lora.types import Progress
 
 # A bound on the relative error of sums that are made in float32.
 FLOAT32_ERROR = 16 * torch.finfo(torch.float32).eps
-# How often the bound on a sum of errors a row's product may differ; rows of each block that are compared by number.
-DEVIATIONS, SAMPLED = 8, 2
+# How often the bound on a sum of errors a row's product may differ; rows of a tensor that are compared by number.
+DEVIATIONS, SAMPLED = 8, 16
 THREADS = 2
 # The logits that are compared, at the end of a text, where most context precedes them; and the longest text.
 SCORED, LONGEST = 256, 2048
@@ -67,19 +66,21 @@ def check_model(found: Model, expected: PreTrainedModel, tensors: Sequence[Outpu
 
 def check_tensors(found: Model, tensors: Sequence[OutputTensor], folder: Path, progress: Progress) -> str:
     """Compare the files in `folder` with the `tensors` that they should hold, read back a few rows at a time: copies
-    bit by bit, sums by their product with a random vector and in some rows number by number. Return a line for the
-    user; raise ModelError with the first tensor that differs.
+    bit by bit, sums by their product with random signs and in some rows number by number. Return a line for the user;
+    raise ModelError with the first tensor that differs.
     """
     shards = read_shards(str(folder), lambda name: path if (path := folder / name).is_file() else None)
     written = {tensor.name: tensor for shard in shards for tensor in shard}
+
     total, done = sum(tensor.size for tensor in tensors), 0
+
+    def check(tensor: OutputTensor) -> None:
+        if not _is_written(tensor, written.get(tensor.name)):
+            raise ModelError(FAILED.format(found.adapter, f"{tensor.name} is not that of base + adapter"))
+
     # torch and the kernel release Python's lock.
     with ThreadPoolExecutor(THREADS) as readers:
-        results = readers.map(lambda tensor: _is_written(tensor, written.get(tensor.name)), tensors)
-        for tensor, sound in zip(tensors, results, strict=True):
-            if not sound:
-                readers.shutdown(cancel_futures=True)
-                raise ModelError(FAILED.format(found.adapter, f"{tensor.name} is not that of base + adapter"))
+        for tensor, _ in zip(tensors, readers.map(check, tensors), strict=True):
             progress(done := done + tensor.size, total, "checking")
     summed = sum(tensor.delta is not None for tensor in tensors)
     return f"checked: {summed} tensors are base + adapter, {len(tensors) - summed} are copies"
@@ -91,31 +92,34 @@ def _is_written(tensor: OutputTensor, stored: StoredTensor | None) -> bool:
     """
     if stored is None or (stored.dtype, stored.shape) != (tensor.dtype, tensor.shape):
         return False
-    source, delta = tensor.source, tensor.delta
-    if not isinstance(delta, LowRank):
+    if not isinstance(tensor.delta, LowRank):
         return all(map(torch.equal, tensor.blocks(), stored.blocks()))
+    return _agrees(tensor.source, tensor.delta, stored)
+
+
+def _agrees(source: StoredTensor, delta: LowRank, stored: StoredTensor) -> bool:
     left, right = (matrix.double() for matrix in delta.matrices())
     left, factors = left * delta.scaling, delta.row_factors(source)[:, None]
     sizes = factors * (left.norm(dim=1, keepdim=True) * right.norm(dim=0).max()).float()
     # Products of 16-bit numbers are exact in float32.
-    columns, wide = stored.shape[1], torch.float64 if stored.dtype.itemsize > 2 else torch.float32
+    (rows, columns), wide = stored.shape, torch.float64 if stored.dtype.itemsize > 2 else torch.float32
     signs = torch.randint(2, (columns,), generator=torch.Generator().manual_seed(0)).mul(2).sub(1).to(wide)
     added, kind = (left @ (right @ signs.double())).to(wide), torch.finfo(stored.dtype)
+    summed = (sizes[:, 0] * FLOAT32_ERROR + kind.tiny * kind.eps) * columns**0.5
     for start, stop in spans(stored.shape):
         base, written = source.rows(start, stop).to(wide), stored.rows(start, stop).to(wide)
         # Rows multiplied with random signs: errors of at most e_j in n numbers add up to more than 8 |e| once in 10^13
         # rows (Hoeffding 1963, theorem 2).
         error = (written @ signs).sub_((base @ signs).add_(added[start:stop]).mul_(factors[start:stop, 0])).abs_()
         rounded = written.norm(dim=1).mul_(kind.eps / 2 + FLOAT32_ERROR)
-        summed = (sizes[start:stop, 0] * FLOAT32_ERROR + kind.tiny * kind.eps) * columns**0.5
-        if not (error <= DEVIATIONS * (rounded + summed)).all():
+        if not (error <= DEVIATIONS * (rounded + summed[start:stop])).all():
             return False
-        # Rounding is monotone: a number lies between the rounded ends of the interval around its exact value.
-        rows = slice(start, start + SAMPLED)
-        exact = base[:SAMPLED].double().addmm(left[rows], right).float().mul_(factors[rows])
-        slack = exact.abs().add_(sizes[rows]).mul_(FLOAT32_ERROR)
+    # Rounding is monotone: a number lies between the rounded ends of the interval around its exact value.
+    for row in torch.linspace(0, rows - 1, SAMPLED).long().tolist():
+        exact = (source.rows(row, row + 1).double() + left[row] @ right).float() * factors[row]
+        slack = (exact.abs() + sizes[row]) * FLOAT32_ERROR
         low, high = (end.to(stored.dtype).float() for end in (exact - slack, exact + slack))
-        value = written[:SAMPLED].float()
+        value = stored.rows(row, row + 1).float()
         if not ((low <= value) & (value <= high)).all():
             return False
     return True

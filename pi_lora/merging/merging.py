@@ -11,8 +11,8 @@ from pydantic import BaseModel, Field
 
 from pi_lora.errors import ModelError
 from pi_lora.merging.check import check_logits, check_model, check_tensors
+from pi_lora.merging.deltas import plan_merge, write_shards
 from pi_lora.merging.extending import save_without_weights
-from pi_lora.merging.layout import plan_merge, write_shards
 from pi_lora.merging.tensors import read_shards
 from pi_lora.models.files import CONFIG_FILE
 from pi_lora.models.machine import dtype_named, versions
