@@ -22,9 +22,8 @@ from pathlib import Path
 from record import ROOT, read, write_row
 
 from pi_lora.errors import PiLoraError
-from pi_lora.merging.extending import extend
 from pi_lora.merging.llama_cpp import CONVERTER, export_gguf
-from pi_lora.merging.merging import merge
+from pi_lora.merging.merging import extend, merge
 from pi_lora.models.files import BUILTIN_FOLDER
 from pi_lora.models.model import Extension, find
 from pi_lora.recipe.places import cache_folder

@@ -142,7 +142,7 @@ def merge(
             model = find(str(to), permissions=trust.permissions)
             write_reference(Reader(model, progress=progress), to / REFERENCE_FILE)
     out.lines(*merged.lines(), f"{to}: merged; it loads like any model, its scaling is in config.json", "")
-    out.lines("Serve it:", *merged.serving())
+    out.lines("Serve it:", *merged.serving)
 
 
 @app.command(group=EXTEND, sort_key=5)
@@ -159,7 +159,7 @@ def extend(
 ) -> None:
     """Write MODEL with a window of --target tokens and no tuning, for every engine; its weights stay as they are."""
     with working():
-        from pi_lora.merging.extending import extend
+        from pi_lora.merging.merging import extend
         from pi_lora.models.model import find
         from pi_lora.report.probe import read_probe
     found = find(model, extension_of(target, original, scaling), trust.permissions)

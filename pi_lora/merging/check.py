@@ -2,7 +2,6 @@
 
 import argparse
 import inspect
-import json
 import math
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -15,7 +14,7 @@ from transformers import PreTrainedModel
 from pi_lora.errors import ModelError
 from pi_lora.merging.deltas import LowRank, OutputTensor
 from pi_lora.merging.tensors import StoredTensor, read_shards, spans
-from pi_lora.models.files import CONFIG_FILE
+from pi_lora.models.files import read_config
 from pi_lora.models.machine import device, free_memory
 from pi_lora.models.model import Model, find
 from pi_lora.models.weights import quiet_loading
@@ -42,7 +41,7 @@ def check_model(found: Model, expected: PreTrainedModel, tensors: Sequence[Outpu
     """Raise ModelError if the model that transformers builds from the config in `folder` is not `expected`, that of the
     run: names and shapes of weights, ties, rotary frequencies. Both are on the meta device.
     """
-    config = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
+    config = read_config(folder)
     with quiet_loading():
         built, report = type(expected).from_pretrained(
             None,

@@ -1,6 +1,5 @@
 """A model as a GGUF file, by llama.cpp's own converter: with its window, and checked."""
 
-import importlib
 import os
 import shutil
 import subprocess
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from gguf import GGUFReader
 from huggingface_hub import snapshot_download
 
 from pi_lora.errors import ModelError, RunExistsError
@@ -35,12 +35,14 @@ def export_gguf(
     """Write the model `name` to the GGUF file `output`, an adapter after merging it; whole or not at all. Return lines:
     what the file says about positions, and the commands that serve it and check the server.
 
-    `converter` is llama.cpp's, or the folder that holds it; by default where `find_converter` finds it. `outtype` is by
-    default the dtype of the weights. Raise ModelError if there is no converter, it fails, or what it wrote is not the
-    model; RunExistsError if `output` exists.
+    `converter` is llama.cpp's, or the folder that holds it; by default where `$LLAMA_CPP` or the path has it. `outtype`
+    is by default the dtype of the weights. Raise ModelError if there is no converter, it fails, or what it wrote is not
+    the model; RunExistsError if `output` exists.
     """
-    script = find_converter(converter)
-    importlib.import_module("gguf")  # checks the file that the converter writes
+    script = Path(converter or os.environ.get("LLAMA_CPP") or shutil.which(CONVERTER) or CONVERTER).expanduser()
+    script = (script / CONVERTER if script.is_dir() else script).resolve()
+    if not script.is_file():
+        raise ModelError(f"{script}: no such converter; {WHERE}; name it with --converter, or its folder in LLAMA_CPP")
     if output.exists():
         raise RunExistsError(f"{output}: already exists and is not overwritten; choose another --output or remove it")
     found = find(name)
@@ -58,8 +60,8 @@ def export_gguf(
         kind = outtype or found.base_config.get("dtype", "float32").replace("float", "f")
         command = [sys.executable, str(script), folder, "--outfile", str(file), "--outtype", kind]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode or not file.is_file():
-            reason = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1].strip()
+        if done.returncode:
+            reason = done.stderr.strip().rpartition("\n")[2]
             raise ModelError(
                 f"{script}: cannot convert {name} ({reason}); see what it needs, and which models it knows"
             )
@@ -68,22 +70,11 @@ def export_gguf(
     return [checked, *llama_cpp_lines(output, found.window, name)]
 
 
-def find_converter(given: Path | None = None) -> Path:
-    """Return llama.cpp's converter: the one given, in `$LLAMA_CPP`, or on the path."""
-    place = Path(given or os.environ.get("LLAMA_CPP") or shutil.which(CONVERTER) or CONVERTER).expanduser()
-    script = place / CONVERTER if place.is_dir() else place
-    if not script.is_file():
-        raise ModelError(f"{script}: no such converter; {WHERE}; name it with --converter, or its folder in LLAMA_CPP")
-    return script.resolve()
-
-
 def _finish(file: Path, name: str, found: Model) -> str:
     """Set `context_length` to L': under `pi` the converter writes L, where llama-server and Ollama stop. Return the
     positions that the file then has; raise ModelError if they are not those of the config (the converter drops
     `dynamic`).
     """
-    from gguf import GGUFReader  # an optional package
-
     reader: Any = GGUFReader(file, "r+")
     prefix, rope = reader.get_field("general.architecture").contents(), full_attention_rope(found.config)
     if (window := reader.get_field(f"{prefix}.context_length")) is not None:
@@ -93,7 +84,7 @@ def _finish(file: Path, name: str, found: Model) -> str:
     # `llama3` is a tensor of factors for the frequencies.
     if rope["rope_type"] not in ("default", "llama3"):
         expected = {"rope.scaling.type": rope["rope_type"], "rope.scaling.factor": rope["factor"], **expected}
-    problems = [] if reader.tensors else ["no tensors"]
+    problems = []
     if rope["rope_type"] == "llama3" and all(tensor.name != "rope_freqs.weight" for tensor in reader.tensors):
         problems.append("no rope_freqs.weight")
     for key, value in expected.items():

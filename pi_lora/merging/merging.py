@@ -1,27 +1,34 @@
-"""The merge: base + adapter as full weights, written a few rows at a time, checked, whole or not at all."""
+"""Models with a longer window as folders that every engine loads, whole or not at all: base + adapter as full weights,
+written a few rows at a time and checked; or a base with its own weights beside the config of a longer window.
+"""
 
+import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from pydantic import BaseModel, Field
+from transformers.utils import GENERATION_CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME
 
 from pi_lora.errors import ModelError
+from pi_lora.evaluation.suite import write_scores
 from pi_lora.merging.check import check_logits, check_model, check_tensors
 from pi_lora.merging.deltas import plan_merge, write_shards
-from pi_lora.merging.extending import save_without_weights
 from pi_lora.merging.tensors import read_shards
-from pi_lora.models.files import CONFIG_FILE
+from pi_lora.models.files import CONFIG_FILE, save_config
 from pi_lora.models.machine import dtype_named, versions
 from pi_lora.models.model import Extension, Model, adapter_folder, find_adapter, find_base_of
+from pi_lora.models.tokenizer import TOKENIZER_FILES, save_tokenizer
 from pi_lora.models.weights import quiet_loading
 from pi_lora.report.card import CARD, card_of
+from pi_lora.report.probe import Probe
 from pi_lora.report.scores import MeasuredRun
-from pi_lora.run import Run, check_room, staged
-from pi_lora.scaling.config import ORIGINAL_WINDOW, in_both_dialects
+from pi_lora.run import BASE, STEP_0, Run, check_room, staged
+from pi_lora.scaling.config import ORIGINAL_WINDOW, Config, in_both_dialects
 from pi_lora.scaling.verify import build_on_meta, config_of
 from pi_lora.serving.commands import serving_lines
 from pi_lora.types import NO_PERMISSIONS, Permissions, Progress, silent
@@ -33,29 +40,22 @@ POSITIONS = ("rope_parameters", "max_position_embeddings", "original_max_positio
 
 
 class Merge(BaseModel):
-    """What was merged into `folder`, as `merge.json` there says: `scale` is L'/L, `window` L' in tokens; `notes` by
-    name what a user would not expect; `checks` a line for each result; `config` is that of the merged model, of
-    transformers.
+    """What was merged into `folder`, as `merge.json` there says: `notes` by name what a user would not expect, `checks`
+    a line for each result. `serving` are the commands that serve the folder, and check the server.
     """
 
     folder: Path = Field(exclude=True)
+    serving: list[str] = Field(exclude=True)
     base: str
     run: str
     dtype: str
-    scale: float
-    window: int
     notes: dict[str, str]
     checks: list[str] = []
-    config: Any = Field(exclude=True)
     versions: dict[str, str]
 
     def lines(self) -> list[str]:
         """Return the lines for the terminal."""
         return [*(f"{name}: {note}" for name, note in self.notes.items()), *(self.checks or ["not checked"])]
-
-    def serving(self) -> list[str]:
-        """Return the commands that serve it, and check the server."""
-        return serving_lines(self.config, str(self.folder), self.folder.with_suffix(".gguf"))
 
 
 def merge(
@@ -96,38 +96,74 @@ def merge(
         if any(tensor.name in model.all_tied_weights_keys for tensor in tensors):
             config["tie_word_embeddings"] = False
             notes["head"] = "was tied to the embeddings, but they diverged in tuning: it is a tensor of its own now"
-        save_without_weights(replace(found, adapter=None) if before else found, config, staging)
+        # A sibling has its own tokenizer.
+        _save_without_weights(replace(found, adapter=None) if before else found, config, staging)
+        # What is wrong with the model or the card shows before the weights are written.
+        check_model(found, model, tensors, staging)
+        measured, typed = MeasuredRun(folder, staging, found.base), config_of(found.kind, config)
+        card_of(measured)
+        with _one_thread():
+            write_shards(shards, staging, progress)
+            checks = [] if check == "none" else [check_tensors(found, tensors, staging, progress)]
+        if check == "logits":
+            progress(0, 0, "comparing logits")
+            checks.append(check_logits(found, tensors, staging))
+        write_whole(staging / CARD, card_of(measured, None, checks, notes, serving_lines(typed)))
         merged = Merge(
             folder=output,
+            serving=serving_lines(typed, output),
             base=found.base,
             run=str(run),
             dtype=stored,
-            scale=found.scale,
-            window=found.window,
             notes=notes,
-            config=config_of(found.kind, config),
+            checks=checks,
             versions=versions(),
         )
-        # What is wrong with the model or the card shows before the weights are written.
-        check_model(found, model, tensors, staging)
-        _describe(merged, folder, staging)
-        with _one_thread():
-            write_shards(shards, staging, progress)
-            if check != "none":
-                merged.checks.append(check_tensors(found, tensors, staging, progress))
-        if check == "logits":
-            progress(0, 0, "comparing logits")
-            merged.checks.append(check_logits(found, tensors, staging))
-        _describe(merged, folder, staging)
+        write_whole(staging / MERGE_FILE, merged.model_dump_json(indent=2) + "\n")
     return merged
 
 
-def _describe(merged: Merge, adapter: Path, staging: Path) -> None:
-    """Write `merge.json` and the model card."""
-    write_whole(staging / MERGE_FILE, merged.model_dump_json(indent=2) + "\n")
-    serving = serving_lines(merged.config, ".", Path("model.gguf"))
-    run = MeasuredRun(adapter, staging, merged.base)
-    write_whole(staging / CARD, card_of(run, checks=merged.checks, facts=merged.notes, serving=serving))
+def extend(model: Model, output: Path, probe: Probe | None = None, progress: Progress = silent) -> list[str]:
+    """Write a base that was found under an extension to `output`, whole or not at all, and return the commands that
+    serve it. Weights are hard links where the disk allows it, else copies. The scores of a `probe` of this base, target
+    and scaling go to the card and to `scores/`.
+
+    Raise ModelError if a weight file is missing or damaged or the probe is of another model, RunExistsError if `output`
+    exists or there is no room.
+    """
+    assert model.extension, "the base is extended"
+    scaling, typed = model.extension.scaling, config_of(model.kind, model.config)
+    files = {tensor.path for shard in read_shards(model.base, model.file) for tensor in shard}
+    if index := model.file(SAFE_WEIGHTS_INDEX_NAME):
+        files.add(index)
+    probed = probe.at(model.extension.target).scalings if probe else {}
+    if probe and (probe.model != model.name or scaling not in probed):
+        of = f"{probe.model} under {', '.join(probed)}"
+        raise ModelError(f"--probe: is of {of}, not of {model.name} under {scaling}; probe it, or leave the option out")
+    with staged(output) as staging:
+        folder = MeasuredRun(staging, staging, model.base)
+        _save_without_weights(model, model.config, staging)
+        for stage, results in ((BASE, probed.get("direct")), (STEP_0, probed.get(scaling))):
+            for scores in filter(None, (results.perplexity, results.passkey)) if results else ():
+                write_scores(scores, folder.scores_file(scores.measurement, stage))
+        write_whole(staging / CARD, card_of(folder, serving=serving_lines(typed)))
+        for number, file in enumerate(files):
+            progress(number, len(files), file.name)
+            try:
+                os.link(file.resolve(), staging / file.name)
+            except OSError:  # another disk, or one without hard links
+                check_room(output, file.stat().st_size)
+                shutil.copyfile(file, staging / file.name)
+    return serving_lines(typed, output)
+
+
+def _save_without_weights(model: Model, config: Config, folder: Path) -> None:
+    """Write all files of a model but the weights and the card; it may have no tokenizer."""
+    save_config(config, folder)
+    if any(map(model.file, TOKENIZER_FILES)):
+        save_tokenizer(model.tokenizer, folder)
+    if generation := model.file(GENERATION_CONFIG_NAME):
+        shutil.copyfile(generation, folder / GENERATION_CONFIG_NAME)
 
 
 def _find(

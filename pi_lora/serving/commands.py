@@ -9,32 +9,29 @@ from transformers.cache_utils import DynamicLayer
 from pi_lora.models.machine import dtype_named
 from pi_lora.scaling.config import window_of
 
-# Where vLLM and llama-server listen by default.
-VLLM_URL, LLAMA_CPP_URL = "http://localhost:8000", "http://localhost:8080"
 
-
-def serving_lines(config: PreTrainedConfig, model: str, gguf: Path) -> list[str]:
-    """Return the commands that serve the folder `model` with its whole window in vLLM, and from the file `gguf` in
-    llama.cpp, the KV cache of one sequence, and the command that checks the server.
+def serving_lines(config: PreTrainedConfig, folder: Path | None = None) -> list[str]:
+    """Return the commands that serve a model with its whole window in vLLM, and as a GGUF file in llama.cpp, the KV
+    cache of one sequence, and the commands that check the servers. The model is in `folder`, by default the current
+    one.
     """
-    window = window_of(config.to_dict())
-    dtype = str(config.dtype or "float32").removeprefix("torch.")
-    name, file = shlex.quote(model), shlex.quote(str(gguf))
-    size = cache_bytes(config, window, dtype_named(dtype).itemsize)
+    window, dtype = window_of(config.to_dict()), str(config.dtype or "float32").removeprefix("torch.")
+    model, file = (folder, folder.with_suffix(".gguf")) if folder else (Path("."), Path("model.gguf"))
+    name, size = shlex.quote(str(model)), cache_bytes(config, window, dtype_named(dtype).itemsize)
     return [
         f"vllm serve {name} --max-model-len {window} --dtype {dtype}",
-        f"pi-lora check-server {VLLM_URL} {name}",
-        f"pi-lora export gguf {name} --output {file}",
-        *llama_cpp_lines(gguf, window, model),
+        f"pi-lora check-server http://localhost:8000 {name}",
+        f"pi-lora export gguf {name} --output {shlex.quote(str(file))}",
+        *llama_cpp_lines(file, window, str(model)),
         f"# a sequence of {window:,} tokens takes {size / 1e9:.3g} GB of KV cache in {dtype}",
     ]
 
 
-def llama_cpp_lines(gguf: Path, window: int, model: str) -> list[str]:
+def llama_cpp_lines(file: Path, window: int, model: str) -> list[str]:
     """Return the commands that serve a GGUF file with llama.cpp, and that compare the server with `model`."""
     return [
-        f"llama-server --model {shlex.quote(str(gguf))} --ctx-size {window}",
-        f"pi-lora check-server {LLAMA_CPP_URL} {shlex.quote(model)}",
+        f"llama-server --model {shlex.quote(str(file))} --ctx-size {window}",
+        f"pi-lora check-server http://localhost:8080 {shlex.quote(model)}",
     ]
 
 

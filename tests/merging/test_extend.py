@@ -10,7 +10,7 @@ from test_cli import run as command
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from pi_lora.errors import ModelError
-from pi_lora.merging.extending import extend
+from pi_lora.merging.merging import extend
 from pi_lora.models.model import Extension, find, load
 from pi_lora.recipe.evaluation import ProbeOptions
 from pi_lora.report.probe import probe

@@ -16,7 +16,7 @@ import json, sys, gguf, numpy as np
 folder, file, kind = sys.argv[1], sys.argv[3], sys.argv[5]
 config = json.load(open(folder + "/config.json"))
 rope = config["rope_parameters"]
-says = {{"type": rope["rope_type"], "factor": rope.get("factor"), "theta": rope["rope_theta"], "tensors": 1}}
+says = {{"type": rope["rope_type"], "factor": rope.get("factor"), "theta": rope["rope_theta"]}}
 says.update({changes})
 writer = gguf.GGUFWriter(file, "llama")
 writer.add_context_length(config["max_position_embeddings"])
@@ -24,8 +24,7 @@ writer.add_rope_freq_base(says["theta"])
 if says["type"] != "default":
     writer.add_rope_scaling_type(gguf.RopeScalingType(says["type"]))
     writer.add_rope_scaling_factor(says["factor"])
-for number in range(says["tensors"]):
-    writer.add_tensor("token_embd.weight", np.zeros((4, 4), np.float32))
+writer.add_tensor("token_embd.weight", np.zeros((4, 4), np.float32))
 writer.write_header_to_file()
 writer.write_kv_data_to_file()
 writer.write_tensors_to_file()
@@ -92,7 +91,6 @@ def test_full_weights_on_the_hub_are_downloaded(
         ),
         ({"factor": 4.0}, "rope.scaling.factor is 4.0 instead of 2.0"),
         ({"theta": 10000.0}, "rope.freq_base is 10000.0 instead of 500.0"),
-        ({"tensors": 0}, "no tensors"),
     ],
 )
 def test_a_file_that_is_another_model_is_not_kept(

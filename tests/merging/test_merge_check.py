@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from test_merge_peft import ALL, NEOX, NORMS, TIED, UNTIED, llama
 
 from pi_lora.errors import ModelError
-from pi_lora.merging import check, extending, merging
+from pi_lora.merging import check, merging
 from pi_lora.merging.merging import merge
 from pi_lora.models.machine import dtype_named
 from pi_lora.types import Permissions
@@ -152,8 +152,8 @@ def test_a_config_of_another_model_is_refused(
     how: str, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     changes, message = CONFIGS[how]
-    save = extending.save_config
-    monkeypatch.setattr(extending, "save_config", lambda config, folder: save({**config, **changes}, folder))
+    save = merging.save_config
+    monkeypatch.setattr(merging, "save_config", lambda config, folder: save({**config, **changes}, folder))
     with pytest.raises(ModelError, match=message):
         merge(run, tmp_path / "merged")
     assert list(tmp_path.iterdir()) == []

@@ -26,7 +26,7 @@ from transformers import (
 )
 
 from pi_lora.errors import ScalingError
-from pi_lora.merging.extending import extend
+from pi_lora.merging.merging import extend
 from pi_lora.models.model import Extension, find
 from pi_lora.scaling.config import (
     Interpolation,

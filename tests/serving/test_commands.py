@@ -58,7 +58,7 @@ def test_a_merge_says_how_to_serve_it(lora_run: Path, tmp_path: Path) -> None:
     merged = merge(lora_run, folder)
     config = find(str(folder)).config
     size = 128 * config["num_hidden_layers"] * 2 * config["num_key_value_heads"] * config["head_dim"] * 4
-    assert merged.serving() == [
+    assert merged.serving == [
         f"vllm serve {folder} --max-model-len 128 --dtype float32",
         f"pi-lora check-server http://localhost:8000 {folder}",
         f"pi-lora export gguf {folder} --output {folder}.gguf",
