@@ -78,7 +78,8 @@ def probe(result: Result) -> Lines:
         read, keys = (next(each[name] for each in reach["scalings"].values() if name in each) for name in MEASURED)
         trials = sum(depth["trials"] for depth in keys["depths"])
         yield (
-            f"\n{read['documents']} documents of {read['data']}, stride {read['stride']:,}; {trials} passkeys, seed "
+            f"\n{read['documents']} document{'s' * (read['documents'] > 1)} of {read['data']}, "
+            f"stride {read['stride']:,}; {trials} passkeys, seed "
             f"{keys['seed']}; {read['dtype']}. `direct` is the base as it is. In the words of the probe: "
             f"{reach['summary']}."
         )
