@@ -69,18 +69,21 @@ def new_recipe(
     if file.exists():
         raise RunExistsError(f"{file}: exists, and is not overwritten; remove it, or name another file with --output")
     device = find_gpu(gpu) if gpu else device_here()
-    scaling, why = probed or (None, None)
-    given = (sections_of_texts(texts, target) if texts else {}) | ({"scaling": scaling} if scaling else {})
+    given = sections_of_texts(texts, target) if texts else {}
+    if probed:
+        given["scaling"] = probed[0]
     plan = choose(model, target, device, given, permissions)
     with file.open("x", encoding="utf-8") as recipe:
-        recipe.write(recipe_text(plan, file, why))
+        recipe.write(recipe_text(plan, file, probed and probed[1]))
     hub = [name for name in texts if not looks_local(name) and not name.startswith(BUILTIN)]
     notes = [f"--data: {name}: no such file or folder; it is taken for a data set on the hub" for name in hub]
+    sources = plan.recipe.data.source
+    held_out = tokens_of(sources[0]) * (sources[0].hold_out or 1)
     if not texts:
-        names = " and ".join(source.name for source in plan.recipe.data.source)
-        notes.append(f"--data: not given; the recipe reads {names}")
-    elif short := short_held_out(plan):
-        notes.append(short)
+        notes.append(f"--data: not given; the recipe reads {' and '.join(source.name for source in sources)}")
+    elif held_out < target:
+        short = f"about {held_out:,.0f} tokens of it are held out, and a window has {target:,}"
+        notes.append(f"--data: {sources[0].name}: {short}; for perplexity at the target, give more text")
     if has_chat_template(model):
         notes.append(f"data: {AT_STAKE}")
     return file, plan, notes
@@ -147,16 +150,6 @@ def tokens_of(source: Source) -> float:
     """Return about how many tokens a text has, rather too few; infinitely many where its size is not known."""
     size = find_corpus(source).size
     return math.inf if size is None else size / BYTES_PER_TOKEN
-
-
-def short_held_out(plan: TrainingPlan) -> str | None:
-    """Return a line that says that the text which is held out is shorter than a target window; None if it is not."""
-    text, target = plan.recipe.data.source[0], plan.recipe.context.target
-    tokens = tokens_of(text) * (text.hold_out or 1)
-    if tokens >= target:
-        return None
-    short = f"about {tokens:,.0f} tokens of it are held out, and a window has {target:,}"
-    return f"--data: {text.name}: {short}; for perplexity at the target, give more text"
 
 
 def best(first: TrainingPlan) -> TrainingPlan | None:

@@ -32,14 +32,6 @@ def quantized(folder: Path) -> torch.nn.Module:
     return find(str(folder)).load_weights(torch.bfloat16, place="quantized")
 
 
-def test_the_base_is_nf4_with_double_quantization_and_computes_in_bfloat16(small_model: Path) -> None:
-    layer = quantized(small_model).model.layers[0].mlp.up_proj
-    assert layer.weight.quant_type == "nf4"
-    assert layer.weight.quant_state.nested
-    assert layer.compute_dtype == torch.bfloat16
-    assert layer.weight.dtype == torch.uint8
-
-
 @torch.no_grad()
 def test_what_trains_is_float32_and_activations_stay_bfloat16(small_model: Path) -> None:
     tuned = prepare_for_tuning(quantized(small_model), Tuning(method="qlora", rank=4), str(small_model))

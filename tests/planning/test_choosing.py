@@ -191,13 +191,6 @@ def test_of_a_model_that_chats_it_says_what_is_at_stake(command: Command, small_
     assert (status, errors.splitlines()[-1]) == (0, f"data: {AT_STAKE}")
 
 
-def test_a_name_that_is_no_file_is_taken_for_a_data_set_of_the_hub(command: Command, tmp_path: Path) -> None:
-    status, out, errors = command(*"builtin:tiny --target 512 --data notes".split())
-    assert (status, out) == (2, "")
-    assert errors.startswith("--data: notes: is neither a file or folder nor a hub data set")
-    assert not list(tmp_path.iterdir())
-
-
 def test_a_file_is_not_overwritten(command: Command, tmp_path: Path) -> None:
     (tmp_path / "llama-7b_8k.yaml").write_text("mine")
     status, out, errors = command(LLAMA, "--target", "8192", "--gpu", "H100")
@@ -213,6 +206,7 @@ def test_a_file_is_not_overwritten(command: Command, tmp_path: Path) -> None:
         (f"{LLAMA} --target 1024 --gpu 12GB", "context.target: 1024 is not longer than the model's own window of 2048"),
         (f"{LLAMA} --gpu H100", "pi-lora new: --target: missing; see pi-lora new --help"),
         (f"{LLAMA} --target 8192 --gpu 12GB --data gone.txt", "--data: gone.txt: no such file or folder"),
+        ("builtin:tiny --target 512 --data notes", "--data: notes: is neither a file or folder nor a hub data set"),
     ],
 )
 def test_a_mistake_is_one_line_and_leaves_no_file(command: Command, tmp_path: Path, arguments: str, line: str) -> None:

@@ -192,16 +192,6 @@ def test_a_device_has_its_own_memory_and_a_name_for_recipes(name: str, mebibytes
     assert device.peak == find_gpu(known).peak
 
 
-@pytest.mark.parametrize(("tokens", "costs"), [(None, 2049), (1024, 1024)])
-def test_positions_that_skip_cost_what_their_sequences_hold(tokens: int | None, costs: int) -> None:
-    data = {"source": "text", "positions": "skip", "sequence_tokens": tokens}
-    skipping = plan_of(recipe(target=32768, hardware={"gpus": 1}, data=data), "H100")
-    assert skipping.tokens_per_step == pytest.approx(64 * costs, rel=1e-3)
-    if tokens is None:
-        short = plan_of(recipe(target=costs, hardware={"gpus": 1}), "H100")
-        assert skipping.memory.peak == pytest.approx(short.memory.peak, rel=1e-3)
-
-
 FREEING = "training.mlp_chunk_tokens=4096 hardware.offload_activations=true"
 POSE = {"source": "text", "positions": "skip"}
 
@@ -209,12 +199,9 @@ POSE = {"source": "text", "positions": "skip"}
 @pytest.mark.parametrize(
     ("sections", "gpu", "change"),
     [
-        ({"target": 139264, "tuning": {"method": "lora"}}, "H100", "training.mlp_chunk_tokens=4096"),
         ({"target": 163840, "tuning": {"method": "lora"}}, "H100", FREEING),
         ({"target": 131072, "tuning": {"dropout": 0.1}}, "H100", "hardware.offload_activations=true"),
-        ({"tuning": {"method": "lora"}, "name": "huggyllama/llama-13b"}, "4090", "tuning.method=qlora"),
         ({"target": 1_048_576}, "A100-40", f"{FREEING} context.target=65536"),
-        ({"target": 24576, "tuning": {"method": "qlora"}, "hardware": {}}, CPU, "context.target=12288"),
         # 65B parameters take 130 GB in bfloat16, which is spread over the GPUs of LoRA.
         ({"name": "huggyllama/llama-65b", "target": 16384, "tuning": {"method": "lora"}}, "A100-40", "hardware.gpus=4"),
         # PoSE trains on 2048 tokens of the 131072 that are measured.
