@@ -145,8 +145,8 @@ def find_shape(name: str, revision: str = "main", permissions: Permissions = NO_
     from pi_lora.models.model import find
     from pi_lora.planning.counting import shape_of
 
-    base = find(name, permissions=permissions, revision=revision)
-    return base.base_config, shape_of(base.skeleton)
+    model = find(name, permissions=permissions, revision=revision)
+    return model.config, shape_of(model.skeleton)
 
 
 def shipped_config(name: str) -> Path:
