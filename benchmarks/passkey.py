@@ -11,17 +11,16 @@ scaled to all. Its verdicts must be pi-lora's. JSON goes to benchmarks/results/.
 import json
 import logging
 import statistics
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from record import seconds_of, write_run
 
 import pi_lora
-from pi_lora.evaluation.passkey import Grid, evaluate_passkey
-from pi_lora.recipe.evaluation import PasskeyOptions
+from pi_lora.evaluation.passkey import Grid
 
 GRID = Grid(target=1024, depths=32, trials=10, seed=0)
-ASKED = PasskeyOptions(target=GRID.target, depths=GRID.depths, trials=GRID.trials, seed=GRID.seed)
 ROUNDS = 3
 # Trials at each distance that `generate` is timed on.
 TIMED = {"generate_with_cache": 2, "generate_without_cache": 1}
@@ -44,11 +43,11 @@ def main() -> None:
     tuned = Path("demo/live").exists()
     extension = pi_lora.Extension(target=GRID.target)
     loaded = pi_lora.load("demo/live") if tuned else pi_lora.load("builtin:tiny", extension)
-    scores = evaluate_passkey(loaded, ASKED)
+    scores = pi_lora.evaluate_passkey(loaded, **asdict(GRID))
     outcomes = [row.outcomes for row in scores.depths]
     rounds = []
     for _ in range(ROUNDS):
-        seconds = {"pi_lora": seconds_of(lambda: evaluate_passkey(loaded, ASKED))}
+        seconds = {"pi_lora": seconds_of(lambda: pi_lora.evaluate_passkey(loaded, **asdict(GRID)))}
         for way, trials in TIMED.items():
             cached = way == "generate_with_cache"
             timed = seconds_of(lambda trials=trials, cached=cached: generate(loaded, outcomes, trials, cached))
@@ -60,7 +59,7 @@ def main() -> None:
     result = {
         "model": loaded.name,
         "tuned": tuned,
-        "grid": {"target": GRID.target, "depths": GRID.depths, "trials": GRID.trials, "seed": GRID.seed},
+        "grid": asdict(GRID),
         "k_max": scores.k_max,
         "seconds": median,
         "times_faster": faster,

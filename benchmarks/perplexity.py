@@ -49,14 +49,19 @@ def straightforward(
     return found
 
 
-def ours(model: Any, documents: list[list[int]], windows: list[int]) -> dict[int, float]:
+def ours(model: Any, documents: list[list[int]], windows: list[int], stride: int = STRIDE) -> dict[int, float]:
     """Perplexity by window, as `pi-lora eval perplexity` measures it."""
+    from pi_lora.evaluation.forward import pass_tokens
     from pi_lora.evaluation.perplexity import window_scores
-    from pi_lora.evaluation.sliding_windows import Sweep, document_losses
+    from pi_lora.evaluation.sliding_windows import Sweep, pass_losses
 
-    sweep = Sweep(tuple(windows), STRIDE)
-    scores = window_scores([document_losses(model, document, sweep) for document in documents])
-    return {row.window: row.perplexity for row in scores}
+    sweep = Sweep(tuple(windows), stride)
+    losses = [
+        pass_losses(model, document, pieces)
+        for document in documents
+        for pieces in sweep.passes(len(document), pass_tokens(model))
+    ]
+    return {row.window: row.perplexity for row in window_scores(losses, sweep.windows)}
 
 
 CONTENDERS = {"straightforward": straightforward, "sweep": ours}

@@ -160,12 +160,12 @@ def evaluate_perplexity(
         ModelError: The model cannot be found or loaded.
     """
     from pi_lora.evaluation.journal import Session
-    from pi_lora.evaluation.perplexity import evaluate_perplexity
+    from pi_lora.evaluation.perplexity import Perplexity
     from pi_lora.recipe.evaluation import PerplexityOptions
 
     lengths = tuple(windows) if windows else None
     options = PerplexityOptions(data=data, windows=lengths, stride=stride, documents=documents)
-    return evaluate_perplexity(_loaded(model), options, Session(progress))
+    return Perplexity().run(_loaded(model), options, Session(progress))
 
 
 def evaluate_passkey(
@@ -195,11 +195,11 @@ def evaluate_passkey(
         ModelError: The model cannot be found or loaded.
     """
     from pi_lora.evaluation.journal import Session
-    from pi_lora.evaluation.passkey import evaluate_passkey
+    from pi_lora.evaluation.passkey import Passkey
     from pi_lora.recipe.evaluation import PasskeyOptions
 
     options = PasskeyOptions(target=target, depths=depths, trials=trials, seed=seed)
-    return evaluate_passkey(_loaded(model), options, Session(progress))
+    return Passkey().run(_loaded(model), options, Session(progress))
 
 
 def generate(

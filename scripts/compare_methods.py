@@ -16,8 +16,9 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from pi_lora.evaluation.passkey import evaluate_passkey
-from pi_lora.evaluation.perplexity import evaluate_perplexity
+from pi_lora.evaluation.journal import Session
+from pi_lora.evaluation.passkey import Passkey
+from pi_lora.evaluation.perplexity import Perplexity
 from pi_lora.models.model import Extension, load
 from pi_lora.recipe.evaluation import PasskeyOptions, PerplexityOptions
 from pi_lora.run import staging_path
@@ -80,9 +81,9 @@ def measured(
     if kept.exists():
         return json.loads(kept.read_text())
     loaded = load(model, stretch)
-    perplexity = evaluate_perplexity(loaded, choice)
+    perplexity = Perplexity().run(loaded, choice, Session())
     asked = PasskeyOptions(target=TARGET, depths=DEPTHS, trials=TRIALS, seed=PASSKEYS[choice])
-    passkey = evaluate_passkey(loaded, asked)
+    passkey = Passkey().run(loaded, asked, Session())
     found = {
         "perplexity": {str(row.window): row.perplexity for row in perplexity.windows},
         "k_max": passkey.k_max,

@@ -8,18 +8,17 @@ COMPARED is how many trials LongLoRA's way is timed on; 0: none.
 
 import json
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import torch
-from perplexity import straightforward
+from perplexity import ours, straightforward
 from record import seconds_of
 
 import pi_lora
-from pi_lora.evaluation.passkey import Grid, evaluate_passkey
-from pi_lora.evaluation.sliding_windows import Sweep, document_losses
-from pi_lora.recipe.evaluation import PasskeyOptions
+from pi_lora.evaluation.passkey import Grid
 
 # Windows beyond the first one: enough to time.
 WINDOWS_TIMED = 15
@@ -31,7 +30,7 @@ def perplexity(loaded: Any, stride: int, window: int) -> dict[str, Any]:
     document = torch.randint(0, vocabulary, (length,), generator=torch.Generator().manual_seed(0)).tolist()
     straightforward(loaded.model, [document[:window]], [window], stride)  # the first time chooses kernels
     plain = seconds_of(lambda: straightforward(loaded.model, [document], [window], stride))
-    mine = seconds_of(lambda: document_losses(loaded.model, document, Sweep((window,), stride)))
+    mine = seconds_of(lambda: ours(loaded.model, [document], [window], stride))
     # Beyond the first window, every one scores `stride` tokens.
     scored = window - 1 + WINDOWS_TIMED * stride
     return {"stride": stride, "pi_lora": scored / mine, "yarn": scored / plain}
@@ -52,8 +51,7 @@ def passkey(loaded: Any, grid: Grid, compared: int) -> dict[str, Any]:
         row["longlora"] = seconds_of(lambda: plain(trials)) / compared * grid.depths * grid.trials
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
-    asked = PasskeyOptions(target=grid.target, depths=grid.depths, trials=grid.trials, seed=grid.seed)
-    row["pi_lora"] = seconds_of(lambda: evaluate_passkey(loaded, asked))
+    row["pi_lora"] = seconds_of(lambda: pi_lora.evaluate_passkey(loaded, **asdict(grid)))
     if torch.cuda.is_available():
         row["peak_bytes"] = torch.cuda.max_memory_allocated()
     return row

@@ -56,14 +56,6 @@ def check_numbers(loaded: Model, finite: bool) -> None:
         raise ModelError(f"{loaded.name}: {gives}; try another --dtype")
 
 
-def check_ids(loaded: Model, ids: Sequence[int]) -> None:
-    """Raise ModelError if the tokenizer gives ids that the model does not have."""
-    known: Any = loaded.model.config.get_text_config().vocab_size
-    if max(ids) >= known:
-        given = f"its tokenizer gives the id {max(ids)}, and the model knows {known} tokens"
-        raise ModelError(f"{loaded.name}: {given}; put the tokenizer beside it that it was trained with")
-
-
 def pass_tokens(model: Any) -> int:
     """Return how many tokens keep the hardware busy in a forward pass, and stay in a processor's caches."""
     return PASS_TOKENS_ON_CPU if model.device.type == "cpu" else PASS_TOKENS

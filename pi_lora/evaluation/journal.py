@@ -4,7 +4,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -42,17 +42,13 @@ class Journal:
                     name, result = json.loads(line)
                     self.results[name] = result
 
-    def left(self, names: Iterable[str]) -> list[str]:
-        """Return those of `names` that this process has to measure."""
-        return [name for name in self._share(list(names)) if name not in self.results]
-
     def measure(
         self, kind: type[R], names: Sequence[str], measure: Callable[[str], R], progress: Progress = silent
     ) -> dict[str, R]:
         """Return the results of `names`: each process measures what is left of its share, and all return the same.
         `progress` is told after each.
         """
-        own = self._share(names)
+        own = share_of(names) if self.shared else names
         for done, name in enumerate(own, 1):
             if name not in self.results:
                 self._keep(name, measure(name).model_dump())
@@ -60,9 +56,6 @@ class Journal:
         mine = [(name, self.results[name]) for name in own]
         every = dict(from_all(mine) if self.shared else mine)
         return {name: kind.model_validate(every[name]) for name in names}
-
-    def _share(self, names: Sequence[str]) -> Sequence[str]:
-        return share_of(names) if self.shared else names
 
     def _keep(self, name: str, result: Any) -> None:
         self.results[name] = result

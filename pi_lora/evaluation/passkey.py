@@ -11,13 +11,11 @@ from typing import Any
 import torch
 from pydantic import Field
 
-from pi_lora.distributed import number_of_processes
 from pi_lora.drawing import Panel, draw_curves
 from pi_lora.errors import DataError
 from pi_lora.evaluation.forward import (
     HELD_TOKENS,
     SharedPrefix,
-    check_ids,
     check_numbers,
     depends_on_length,
     described,
@@ -112,8 +110,17 @@ class Passkey(Measurement[PasskeyOptions, PasskeyScores]):
         return options.changed(target=max(model.window for model in models))
 
     def run(self, model: Model, options: PasskeyOptions, session: Session) -> PasskeyScores:
-        """Measure a model."""
-        return evaluate_passkey(model, options, session)
+        """Measure one or several lengths of context. If the session is shared, each process measures its share of the
+        depths, and an interrupted evaluation continues when it is called again.
+        """
+        targets = sorted(options.targets or [options.target or model.window])
+        options = options if options.targets else options.changed(target=targets[0])
+        grids = [Grid(target, options.depths, options.trials, options.seed) for target in targets]
+        lengths = [_measure(model, grid, session) for grid in grids]
+        several: Json = {"lengths": lengths} if options.targets else {}
+        return PasskeyScores(
+            **described(model), **dict(lengths[-1]), **several, options=options, seed=options.seed, decoding="greedy"
+        )
 
     def metrics(self, scores: PasskeyScores) -> list[Metric]:
         """Return k_max and the share of keys that were retrieved, by length of context, and of one length by depth."""
@@ -283,7 +290,7 @@ class PasskeyTest:
         """The text ahead of the key where it stands nearest to the end: the longest. It costs a prompt, of which each
         trial saves a half on average.
         """
-        if self.apart or self.grid.depths * self.grid.trials <= 2 * number_of_processes():
+        if self.apart:
             return None
         ahead = self.first.prompt[: self.first.length - self.first.distance]
         return shared_prefix(self.model, ahead, self.grid.target)
@@ -303,26 +310,10 @@ class PasskeyTest:
             yield tuple(choices[first : first + len(trial.answer)]) == trial.answer
 
 
-def evaluate_passkey(model: Model, options: PasskeyOptions, session: Session | None = None) -> PasskeyScores:
-    """Measure passkey retrieval over one or several lengths of context. If the session is shared, each process measures
-    its share of the depths, and an interrupted evaluation continues when it is called again.
-    """
-    targets = sorted(options.targets or [options.target or model.window])
-    options = options if options.targets else options.changed(target=targets[0])
-    grids = [Grid(target, options.depths, options.trials, options.seed) for target in targets]
-    lengths = [_measure(model, grid, session or Session()) for grid in grids]
-    several: Json = {"lengths": lengths} if options.targets else {}
-    return PasskeyScores(
-        **described(model), **dict(lengths[-1]), **several, options=options, seed=options.seed, decoding="greedy"
-    )
-
-
 def _measure(model: Model, grid: Grid, session: Session) -> PasskeyLength:
     test = PasskeyTest(model, grid)
     # The first trial tells what the tokenizer makes of the prompt.
-    first = [*test.first.prompt, *test.first.answer]
-    check_ids(model, first)
-    journal = session.journal(model, {"passkey": asdict(grid), "first": first})
+    journal = session.journal(model, {"passkey": asdict(grid), "first": asdict(test.first)})
     names = [str(depth) for depth in range(grid.depths)]
     found = journal.measure(PasskeyDepth, names, lambda name: test.measure(int(name)), session.progress)
     depths = list(found.values())

@@ -6,9 +6,10 @@ import hashlib
 import math
 import random
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 from pydantic import Field
@@ -18,19 +19,18 @@ from pi_lora.data.sources import STDLIB, evaluation_documents
 from pi_lora.data.tokens import in_batches, tokenized
 from pi_lora.drawing import Panel, draw_curves, label_logarithmic, label_windows
 from pi_lora.errors import DataError
-from pi_lora.evaluation import sliding_windows
-from pi_lora.evaluation.forward import check_ids, check_numbers, depends_on_length, described
+from pi_lora.evaluation.forward import check_numbers, depends_on_length, described, pass_tokens
 from pi_lora.evaluation.journal import Session
 from pi_lora.evaluation.measurement import Measurement, Metric, Result, Scores, Value
-from pi_lora.evaluation.sliding_windows import DocumentLosses, Sweep, added
+from pi_lora.evaluation.sliding_windows import LossSums, Piece, Sweep, added, pass_losses
 from pi_lora.models.files import BUILTIN
 from pi_lora.models.model import Model
 from pi_lora.recipe.evaluation import PerplexityOptions
 from pi_lora.types import Json
 
 BINS = 32
-# What a tokenizer may add to a text, such as BOS; of the text itself it makes at most one token per byte.
-FRAME_TOKENS = 16
+# Nats a token; the perplexity of a greater mean loss is infinite.
+MOST_LOSS = 700.0
 # The paper's choice of documents: 128 of 32768 tokens and more; which the paper drew is not known. Of the standard
 # library what the built-in model reads in a minute or two on two cores.
 DEFAULTS: dict[str, dict[str, int]] = {
@@ -98,12 +98,51 @@ class Perplexity(Measurement[PerplexityOptions, PerplexityScores]):
     scores = PerplexityScores
 
     def prepare(self, options: PerplexityOptions, models: Sequence[Model]) -> PerplexityOptions:
-        """Fill in the text, its documents, windows and stride, by default those of the longest window."""
-        return completed(options, models)
+        """Fill in text, documents, windows and stride, alike for all models. The text is by default the one that the
+        recipe of a run names, and of the built-in model the standard library. Raise DataError if there is none.
+        """
+        recipes = [model.recipe for model in models if model.recipe]
+        if options.data is None and (named := [each for recipe in recipes if (each := recipe.evaluation.perplexity)]):
+            options = named[0].changed(**options.model_dump(exclude_defaults=True))
+        bases = [model.recipe.model.name if model.recipe else model.base for model in models]
+        if options.data is None and not all(base.startswith(BUILTIN) for base in bases):
+            own = f"name a text that {models[0].name} was not tuned on: a file, folder or hub data set"
+            raise DataError(f"--data: {own}")
+        data = options.data or STDLIB
+        windows, stride = options.sweep(max(model.window for model in models))
+        default: Json = {"data": data, "windows": windows, "stride": stride, **DEFAULTS.get(data, {})}
+        return options.changed(**default | options.model_dump(exclude_none=True))
 
     def run(self, model: Model, options: PerplexityOptions, session: Session) -> PerplexityScores:
-        """Measure a model."""
-        return evaluate_perplexity(model, options, session)
+        """Measure the documents that the options choose and that are at least as long as the longest window. If the
+        session is shared, each process makes its share of the forward passes, with the whole model, and an interrupted
+        evaluation continues when it is called again.
+        """
+        options = self.prepare(options, [model])
+        windows, stride = options.sweep(model.window)
+        bins = min(BINS, max(windows) - 1) if options.by_position else 0
+        sweep = Sweep(windows, stride, bins, depends_on_length(model.config))
+        documents, too_short = choose_documents(model, options, max(windows))
+        measured = _measure(model, documents, sweep, session)
+        per_document = [
+            DocumentPerplexity(name=name, tokens=len(ids), windows=window_scores(passes, windows))
+            for (name, ids), passes in zip(documents, measured, strict=True)
+        ]
+        check_numbers(model, all(math.isfinite(row.perplexity) for each in per_document for row in each.windows))
+        passes = [each for of_document in measured for each in of_document]
+        return PerplexityScores(
+            **described(model),
+            options=options,
+            data=options.data or "",
+            documents=len(documents),
+            documents_too_short=too_short,
+            bos=documents[0].ids[0] == model.tokenizer.bos_token_id,
+            stride=stride,
+            weighting="token",
+            windows=window_scores(passes, windows),
+            per_document=per_document,
+            **({"by_position": _by_position(passes, sweep)} if bins else {}),
+        )
 
     def metrics(self, scores: PerplexityScores) -> list[Metric]:
         """Return the perplexity by window, with those of the documents."""
@@ -159,55 +198,6 @@ def _draw_positions(bins: Mapping[str, Sequence[PositionLoss]], axes: Any) -> No
     axes.set(xlabel="tokens before, in the window", ylabel="loss (nats a token)")
 
 
-def completed(options: PerplexityOptions, models: Sequence[Model]) -> PerplexityOptions:
-    """Return the options with text, documents, windows and stride, alike for all models. The text is by default the one
-    that the recipe of a run names, and of the built-in model the standard library. Raise DataError if there is none.
-    """
-    recipes = [model.recipe for model in models if model.recipe]
-    if options.data is None and (named := [each for recipe in recipes if (each := recipe.evaluation.perplexity)]):
-        options = named[0].changed(**options.model_dump(exclude_defaults=True))
-    bases = [model.recipe.model.name if model.recipe else model.base for model in models]
-    if options.data is None and not all(base.startswith(BUILTIN) for base in bases):
-        raise DataError(f"--data: name a text that {models[0].name} was not tuned on: a file, folder or hub data set")
-    data = options.data or STDLIB
-    windows, stride = options.sweep(max(model.window for model in models))
-    default: Json = {"data": data, "windows": windows, "stride": stride, **DEFAULTS.get(data, {})}
-    return options.changed(**default | options.model_dump(exclude_none=True))
-
-
-def evaluate_perplexity(model: Model, options: PerplexityOptions, session: Session | None = None) -> PerplexityScores:
-    """Measure the documents that the options choose and that are at least as long as the longest window. If the session
-    is shared, each process measures its share of the documents, with the whole model, and an interrupted evaluation
-    continues when it is called again.
-    """
-    session = session or Session()
-    options = completed(options, [model])
-    windows, stride = options.sweep(model.window)
-    longest = max(windows)
-    bins = min(BINS, longest - 1) if options.by_position else 0
-    sweep = Sweep(windows, stride, bins, depends_on_length(model.config))
-    documents, too_short = choose_documents(model, options, longest)
-    measured = _measure(model, documents, sweep, session)
-    sums = [loss for losses in measured for loss in losses.by_window.values() if loss.tokens]
-    check_numbers(model, all(math.isfinite(loss.perplexity) for loss in sums))
-    return PerplexityScores(
-        **described(model),
-        options=options,
-        data=options.data or "",
-        documents=len(documents),
-        documents_too_short=too_short,
-        bos=documents[0].ids[0] == model.tokenizer.bos_token_id,
-        stride=stride,
-        weighting="token",
-        windows=window_scores(measured),
-        per_document=[
-            DocumentPerplexity(name=document.name, tokens=len(document.ids), windows=window_scores([losses]))
-            for document, losses in zip(documents, measured, strict=True)
-        ],
-        **({"by_position": _by_position(measured, longest)} if bins else {}),
-    )
-
-
 class TokenizedDocument(NamedTuple):
     """A document as it is measured: its name, and its token ids, truncated if asked."""
 
@@ -220,14 +210,10 @@ def choose_documents(model: Model, options: PerplexityOptions, longest: int) -> 
     `longest` tokens; and how many others were too short. Raise DataError if none is long enough.
     """
     needed, too_short, longest_text = max(longest, options.min_tokens or 0), 0, 0
-    read = partial(evaluation_documents, options)
-    documents: Iterable[Document] = read()
+    documents: Iterable[Document] = evaluation_documents(options)
     if options.seed is not None:
-        sizes = [len(document.text.encode()) + FRAME_TOKENS for document in documents]
-        order = [number for number, size in enumerate(sizes) if size >= needed] or [sizes.index(max(sizes))]
-        random.Random(options.seed).shuffle(order)
-        too_short = len(sizes) - len(order)
-        documents = _in_order(read, order, options.documents or len(order))
+        documents = list(documents)
+        random.Random(options.seed).shuffle(documents)
     chosen: list[TokenizedDocument] = []
     for batch in in_batches(documents, lambda document: len(document.text)):
         # Without EOS, which the model would be asked to predict.
@@ -236,7 +222,6 @@ def choose_documents(model: Model, options: PerplexityOptions, longest: int) -> 
             if len(ids) < needed:
                 too_short += 1
                 continue
-            check_ids(model, ids)
             chosen.append(TokenizedDocument(document.name, array("i", ids[: options.truncate])))
             if len(chosen) == options.documents:
                 return chosen, too_short
@@ -246,48 +231,38 @@ def choose_documents(model: Model, options: PerplexityOptions, longest: int) -> 
     return chosen, too_short
 
 
-def _in_order(read: Callable[[], Iterable[Document]], order: Sequence[int], at_once: int) -> Iterator[Document]:
-    """Yield documents by their numbers in `order`; every `at_once` of them are read anew, and no others are held."""
-    for start in range(0, len(order), at_once):
-        wanted = order[start : start + at_once]
-        held = {number: document for number, document in enumerate(read()) if number in set(wanted)}
-        yield from map(held.__getitem__, wanted)
-
-
 def _measure(
     model: Model, documents: Sequence[TokenizedDocument], sweep: Sweep, session: Session
-) -> list[DocumentLosses]:
-    names = [hashlib.sha256(document.ids).hexdigest() for document in documents]
-    ids = {name: document.ids for name, document in zip(names, documents, strict=True)}
-    journal = session.journal(model, asdict(sweep))
-    total = sum(len(pieces) for name in journal.left(ids) for pieces in sweep.plan(len(ids[name])))
-    done = 0
+) -> list[list[LossSums]]:
+    """Return the losses of every forward pass over each document."""
+    planned: list[list[str]] = []
+    passes: dict[str, tuple[Sequence[int], list[Piece]]] = {}
+    for _, ids in documents:
+        digest, at_once = hashlib.sha256(ids).hexdigest(), pass_tokens(model.model)
+        own = {f"{digest} {number}": (ids, pieces) for number, pieces in enumerate(sweep.passes(len(ids), at_once))}
+        planned.append(list(own))
+        passes |= own
 
-    def count(pieces: int) -> None:
-        nonlocal done
-        done += pieces
-        session.progress(done, total)
+    def measure(name: str) -> LossSums:
+        return pass_losses(model.model, *passes[name], sweep.apart)
 
-    def measure(name: str) -> DocumentLosses:
-        return sliding_windows.document_losses(model.model, ids[name], sweep, count)
-
-    measured = journal.measure(DocumentLosses, list(ids), measure)
-    return [measured[name] for name in names]
+    measured = session.journal(model, asdict(sweep)).measure(LossSums, list(passes), measure, session.progress)
+    return [[measured[name] for name in names] for names in planned]
 
 
-def window_scores(measured: Sequence[DocumentLosses]) -> list[WindowPerplexity]:
-    """Return the token-weighted perplexities of all documents together, the shortest window first."""
-    totals = {window: added(each.by_window[window] for each in measured) for window in sorted(measured[0].by_window)}
-    return [
-        WindowPerplexity(window=window, perplexity=total.perplexity, tokens=total.tokens)
-        for window, total in totals.items()
-    ]
+def window_scores(passes: Sequence[LossSums], windows: Sequence[int]) -> list[WindowPerplexity]:
+    """Return the perplexities of some forward passes together, every token weighted equally; infinite on overflow."""
+    sums, scores = added(passes), []
+    for window in windows:
+        loss, tokens = sums[f"window {window}"]
+        perplexity = math.exp(loss / tokens) if loss / tokens < MOST_LOSS else math.inf
+        scores.append(WindowPerplexity(window=window, perplexity=perplexity, tokens=tokens))
+    return scores
 
 
-def _by_position(measured: Sequence[DocumentLosses], window: int) -> LossByPosition:
-    firsts = list(measured[0].by_position)
-    bins = []
-    for first, last in zip(firsts, [*firsts[1:], window], strict=True):
-        total = added(each.by_position[first] for each in measured)
-        bins.append(PositionLoss(first=first, last=last, loss=total.mean, tokens=total.tokens))
-    return LossByPosition(window=window, bins=bins)
+def _by_position(passes: Sequence[LossSums], sweep: Sweep) -> LossByPosition:
+    sums, bins = added(passes), []
+    for first, last in pairwise(sweep.positions):
+        loss, tokens = sums[f"position {first}"]
+        bins.append(PositionLoss(first=first, last=last, loss=loss / tokens, tokens=tokens))
+    return LossByPosition(window=max(sweep.windows), bins=bins)

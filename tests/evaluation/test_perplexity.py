@@ -1,136 +1,276 @@
-import copy
+"""`pi-lora eval perplexity`: which documents, what the result says, going on, several processes and several models."""
+
+import gzip
+import json
 import math
+import os
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import pytest
 import torch
-from architectures import PROMISED, small_config, stretched
-from architectures import small_model as small_architecture
-from hypothesis import given
-from hypothesis import strategies as st
-from oracle_perplexity import losses_by_token, perplexity
-from torch.nn.functional import cross_entropy
+from small_tokenizers import made
+from test_cli import run
+from test_passkey import printed
 
-from pi_lora.evaluation import forward
-from pi_lora.evaluation import sliding_windows as module
-from pi_lora.evaluation.perplexity import window_scores
-from pi_lora.evaluation.sliding_windows import (
-    Sweep,
-    batches,
-    document_losses,
-    pieces,
-    position_bounds,
-    token_losses,
+from pi_lora.cli.app import out as terminal
+from pi_lora.data.sources import PINNED
+from pi_lora.errors import DataError, Interrupted, ModelError
+from pi_lora.evaluation import perplexity
+from pi_lora.evaluation.journal import Session
+from pi_lora.evaluation.measurement import as_json
+from pi_lora.evaluation.perplexity import Perplexity, choose_documents
+from pi_lora.evaluation.suite import scores_table
+from pi_lora.models.model import Model, find, load
+from pi_lora.recipe.evaluation import PerplexityOptions
+from pi_lora.recipe.files import RECIPE_FILE, dump_recipe, load_recipe
+
+WORDS = "the road is long and the night is dark but a light burns in every window of the old house".split()
+
+
+def text(words: int, start: int = 0) -> str:
+    return " ".join(WORDS[(start + index * index) % len(WORDS)] for index in range(words))
+
+
+@pytest.fixture
+def loaded(small_model: Path) -> Model:
+    return load(str(small_model))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Seven documents of 20 to 200 words, and the folder they lie in."""
+    for index, words in enumerate((120, 20, 200, 150, 20, 170, 140)):
+        (tmp_path / f"{index}.txt").write_text(text(words, index))
+    return tmp_path
+
+
+def options(source: Path, *windows: int, **others: Any) -> PerplexityOptions:
+    return PerplexityOptions(data=str(source), windows=windows or (64,), **{"stride": 32, **others})
+
+
+def names(loaded: Model, source: Path, longest: int = 64, **choice: Any) -> list[str]:
+    chosen, _ = choose_documents(loaded, PerplexityOptions(data=str(source), **choice), longest)
+    return [Path(document.name).stem for document in chosen]
+
+
+def test_the_result_says_how_it_was_measured(loaded: Model, folder: Path) -> None:
+    asked = options(folder, 32, 64, stride=16, documents=3, truncate=140)
+    scores = Perplexity().run(loaded, asked, Session())
+    said = {
+        "model": loaded.name,
+        "scale": 1.0,
+        "dtype": "float32",
+        "kernel": "sdpa",
+        "window": 64,
+        "data": str(folder),
+        "documents": 3,
+        "documents_too_short": 1,
+        "options": asked.model_dump(mode="json"),
+        "bos": True,
+        "stride": 16,
+        "weighting": "token",
+    }
+    assert {key: value for key, value in as_json(scores).items() if key in said} == said
+    assert [row.tokens for row in scores.windows] == [417, 417]
+    documents = scores.per_document or []
+    assert [(Path(each.name).name, each.tokens) for each in documents] == [
+        ("0.txt", 140),
+        ("2.txt", 140),
+        ("3.txt", 140),
+    ]
+    log_mean = sum(torch.tensor(each.windows[1].perplexity).log().item() for each in documents) / 3
+    assert scores.windows[1].perplexity == pytest.approx(torch.tensor(log_mean).exp().item(), rel=1e-5)
+
+
+def test_perplexities_of_other_tokens_are_said_not_to_compare(loaded: Model, folder: Path) -> None:
+    own = Perplexity().run(loaded, options(folder), Session())
+    loaded.tokenizer.backend_tokenizer.__setstate__(made("llama").__getstate__())
+    other = Perplexity().run(loaded, options(folder), Session())
+    assert "do not compare" not in printed(scores_table([own, own]))
+    assert "the tokenizers differ: perplexities do not compare" in " ".join(printed(scores_table([own, other])).split())
+
+
+def test_documents_are_chosen_by_length_and_number(loaded: Model, folder: Path) -> None:
+    assert names(loaded, folder) == ["0", "2", "3", "5", "6"]
+    assert names(loaded, folder, documents=2) == ["0", "2"]
+    all_of_them, _ = choose_documents(loaded, PerplexityOptions(data=str(folder)), 64)
+    lengths = {Path(each.name).stem: len(each.ids) for each in all_of_them}
+    assert names(loaded, folder, min_tokens=lengths["3"]) == ["2", "3", "5"]
+
+
+def test_a_seed_draws_documents_at_random(loaded: Model, folder: Path) -> None:
+    drawn = {tuple(names(loaded, folder, documents=2, seed=seed)) for seed in range(8)}
+    assert len(drawn) > 3
+    assert names(loaded, folder, documents=2, seed=5) == names(loaded, folder, documents=2, seed=5)
+    assert sorted(names(loaded, folder, seed=1)) == ["0", "2", "3", "5", "6"]
+    long_ones, too_short = choose_documents(loaded, PerplexityOptions(data=str(folder), seed=1), 300)
+    assert (len(long_ones), too_short) == (2, 5)
+
+
+@pytest.mark.parametrize(
+    ("choice", "line"),
+    [
+        ({"min_tokens": 5000}, r"--data: .*: the longest document has \d+ tokens, 5000 are needed"),
+        ({"min_tokens": 5000, "seed": 1}, r"the longest document has \d+ tokens, 5000 are needed"),
+    ],
 )
-from pi_lora.models.model import Extension, load
-
-
-@pytest.fixture(scope="module")
-def documents() -> list[list[int]]:
-    generator = torch.Generator().manual_seed(1)
-    return [torch.randint(2, 1024, (length,), generator=generator).tolist() for length in (128, 300, 131)]
-
-
-@pytest.mark.parametrize("stride", [16, 24, 48, 64])
-def test_a_sweep_equals_the_oracle_at_every_window(
-    small_model: Path, documents: list[list[int]], stride: int, monkeypatch: pytest.MonkeyPatch
+def test_a_choice_that_leaves_nothing_is_refused(
+    loaded: Model, folder: Path, choice: dict[str, int], line: str
 ) -> None:
-    monkeypatch.setattr(module, "pass_tokens", lambda model: 300)
-    model = load(str(small_model)).model
-    sweep = Sweep((128, 64, 96), stride)
-    scores = window_scores([document_losses(model, each, sweep) for each in documents])
-    assert [score.window for score in scores] == [64, 96, 128]
-    for score in scores:
-        expected, tokens = perplexity(model, documents, score.window, stride)
-        assert score.tokens == tokens
-        assert score.perplexity == pytest.approx(expected, rel=1e-5)
-        if stride < score.window:
-            assert tokens == sum(map(len, documents)) - len(documents)
+    with pytest.raises(DataError, match=line):
+        names(loaded, folder, **choice)
 
 
-@pytest.mark.parametrize("window", [64, 100, 128])
-def test_under_dynamic_scaling_every_window_is_read_by_itself(small_model: Path, window: int) -> None:
-    """Its frequencies follow the length of the input, and transformers does not forget a longer one."""
-    model = load(str(small_model), Extension(256, scaling="dynamic")).model
-    document = torch.randint(2, 1024, (170,), generator=torch.Generator().manual_seed(2)).tolist()
-    expected, _ = perplexity(lambda **inputs: copy.deepcopy(model)(**inputs), [document], window, 24)
-    found = document_losses(model, document, Sweep((64, 100, 128), 24, apart=True)).by_window[window]
-    assert math.exp(found.loss / found.tokens) == pytest.approx(expected, rel=1e-5)
-
-
-@given(st.lists(st.integers(2, 60), min_size=1, max_size=4), st.integers(0, 200), st.integers(1, 60), st.booleans())
-def test_every_token_is_scored_once_with_enough_before_it(
-    windows: list[int], more: int, stride: int, by_position: bool
-) -> None:
-    stride = max(1, min(stride, min(windows) - 1))
-    length = max(windows) + more
-    planned = pieces(length, windows, stride, 5 * by_position)
-    for window in windows:
-        scored = [(token, piece) for piece in planned for token in piece.scored.get(window, ())]
-        assert [token for token, _ in scored] == list(range(1, length))
-        for token, piece in scored:
-            assert token - piece.start < window
-            assert token < piece.stop <= length
-            assert piece.start == 0 or token - piece.start >= window - stride
-            assert token - piece.start in piece.wanted
-
-
-@given(st.integers(2, 60), st.integers(0, 200))
-def test_windows_side_by_side_leave_out_their_first_tokens(window: int, more: int) -> None:
-    length = window + more
-    scored = [token for piece in pieces(length, [window], window) for token in piece.scored.get(window, ())]
-    assert scored == [token for token in range(length) if token % window]
-
-
-@given(st.lists(st.integers(2, 60), min_size=1, max_size=4), st.integers(0, 200), st.integers(1, 60), st.integers(1, 9))
-def test_batches_hold_every_piece_once_and_do_not_mix(windows: list[int], more: int, stride: int, size: int) -> None:
-    planned = pieces(max(windows) + more, windows, max(1, min(stride, min(windows))), bins=5)
-    together = list(batches(planned, size))
-    assert sorted(piece.start for batch in together for piece in batch) == [piece.start for piece in planned]
-    assert all(0 < len(batch) <= size for batch in together)
-    assert all(len({piece.start == 0 or bool(piece.positions) for piece in batch}) == 1 for batch in together)
-
-
-@pytest.mark.parametrize("model_type", [*PROMISED, "modernbert-decoder"])
-def test_logits_in_parts_are_the_models_own(model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever an architecture does to them: Gemma 2 caps them, Cohere and Granite scale them."""
-    config = small_config(model_type)
-    model = small_architecture(type(config), stretched(config)[1])
-    ids = torch.randint(2, 60, (2, 48), generator=torch.Generator().manual_seed(1))
+@pytest.mark.parametrize("weight", [math.inf, 1e6])
+def test_losses_whose_perplexity_is_no_number_are_refused(loaded: Model, folder: Path, weight: float) -> None:
+    """Infinite ones, and finite ones above the 709 nats that exp() takes."""
     with torch.no_grad():
-        logits = model(input_ids=ids, use_cache=False).logits
-    tokens = list(range(1, 48, 3))
-    monkeypatch.setattr(forward, "LOGITS_ON_CPU", 2 * 5 * logits.shape[-1])
-    for row, losses in enumerate(token_losses(model, ids, tokens)):
-        expected = cross_entropy(logits[row, [token - 1 for token in tokens]], ids[row, tokens], reduction="none")
-        torch.testing.assert_close(losses, expected, rtol=1e-4, atol=1e-4)
+        loaded.model.model.norm.weight.fill_(weight)
+    with pytest.raises(ModelError, match="infinite or NaN numbers in float32"):
+        Perplexity().run(loaded, options(folder, documents=1), Session())
 
 
-def test_few_logits_are_in_memory_at_a_time(small_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = load(str(small_model)).model
-    monkeypatch.setattr(forward, "LOGITS_ON_CPU", 10 * 1024)
-    sizes: list[int] = []
-    hook = model.get_output_embeddings().register_forward_hook(
-        lambda _module, _inputs, logits: sizes.append(logits.numel())
-    )
-    token_losses(model, torch.full((1, 60), 5), range(1, 60))
-    hook.remove()
-    assert sizes == [10 * 1024] * 5 + [9 * 1024]
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Path]:
+    """Where the file of a preset lies in the hub's cache, as a download would leave it."""
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+
+    def place(preset: str) -> Path:
+        source, uploaded = PINNED[preset]
+        repository = tmp_path / "hub" / f"datasets--{source.name.replace('/', '--')}"
+        file = repository / "snapshots" / source.revision / uploaded
+        file.parent.mkdir(parents=True)
+        return file
+
+    return place
 
 
-def test_losses_by_position_are_those_of_windows_that_do_not_overlap(
-    small_model: Path, documents: list[list[int]]
+def test_proof_pile_is_subsampled_as_in_the_paper(loaded: Model, hub: Callable[[str], Path]) -> None:
+    whole = len(loaded.tokenizer(text(40_000))["input_ids"])
+    assert whole > 33_000
+    rows = [{"text": text(40_000, index) if index % 2 else text(50, index), "meta": {}} for index in range(6)]
+    with gzip.open(hub("proof-pile"), "wt") as file:
+        file.writelines(json.dumps(row) + "\n" for row in rows)
+    asked = Perplexity().prepare(PerplexityOptions(data="proof-pile", documents=2), [loaded])
+    chosen, _ = choose_documents(loaded, asked, 64)
+    assert [len(each.ids) for each in chosen] == [32768, 32768]
+    assert (asked.documents, asked.min_tokens, asked.truncate, asked.seed) == (2, 32768, 32768, 0)
+    assert Perplexity().prepare(PerplexityOptions(data="proof-pile"), [loaded]).documents == 128
+    lines = {int(each.name.rpartition(":")[2]) for each in chosen}
+    assert lines < {2, 4, 6}
+
+
+def test_the_standard_library_is_the_text_of_the_built_in_model_alone(loaded: Model, small_model: Path) -> None:
+    """A model tuned on novels was measured on Python source, and looked four times worse than it was. Of the library
+    twelve documents are enough, unless more are asked for.
+    """
+    tiny = find("builtin:tiny")
+    for asked, number in ((PerplexityOptions(), 12), (PerplexityOptions(documents=20), 20)):
+        options = Perplexity().prepare(asked, [tiny])
+        assert (options.data, options.documents) == ("builtin:stdlib", number)
+    with pytest.raises(DataError, match=r"^--data: name a text that .* was not tuned on: a file, folder"):
+        Perplexity().run(loaded, PerplexityOptions(), Session())
+    with pytest.raises(DataError, match=r"^--data: name a text"):
+        Perplexity().prepare(PerplexityOptions(), [tiny, loaded])
+
+
+def test_a_run_is_measured_on_the_text_that_its_recipe_holds_out(lora_run: Path, tmp_path: Path) -> None:
+    run = shutil.copytree(lora_run, tmp_path / "run")
+    with pytest.raises(DataError, match=r"^--data: name a text"):
+        Perplexity().prepare(PerplexityOptions(), [find(str(run))])
+    recipe = load_recipe(
+        run / RECIPE_FILE, ["evaluation.perplexity={data: novels, documents: 3, windows: [64]}"]
+    ).recipe
+    (run / RECIPE_FILE).write_text(dump_recipe(recipe))
+    options = Perplexity().prepare(PerplexityOptions(stride=16), [find(str(run)), find("builtin:tiny")])
+    assert (options.data, options.documents, options.windows, options.stride) == ("novels", 3, (64,), 16)
+    assert Perplexity().prepare(PerplexityOptions(data="mine"), [find(str(run))]).documents is None
+
+
+@pytest.fixture
+def interrupted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The tokens of every forward pass; Ctrl-C comes in the third, once."""
+    measured: list[int] = []
+    really = perplexity.pass_losses
+
+    def pass_losses(model: Any, document: Any, *others: Any) -> Any:
+        measured.append(len(document))
+        if len(measured) == 3:
+            raise KeyboardInterrupt
+        return really(model, document, *others)
+
+    monkeypatch.setattr(perplexity, "pass_losses", pass_losses)
+    return measured
+
+
+def test_an_interrupted_evaluation_goes_on(
+    loaded: Model,
+    folder: Path,
+    interrupted: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
-    model, document, bins = load(str(small_model)).model, documents[1], 5
-    found = document_losses(model, document, Sweep((32, 64), 16, bins)).by_position
-    by_hand: list[Any] = []
-    for start in range(0, len(document) - 63, 64):
-        by_hand += losses_by_token(model, document[start : start + 64], 64, 64)
-    bounds = position_bounds(64, bins)
-    for (start, each), first, last in zip(found.items(), bounds, bounds[1:], strict=False):
-        expected = [loss for _, before, loss in by_hand if first <= before < last]
-        assert start == first
-        assert each.tokens == len(expected) > 0
-        assert each.loss == pytest.approx(sum(expected), rel=1e-5)
-    assert sum(each.tokens for each in found.values()) == 4 * 63
+    cache = tmp_path_factory.mktemp("cache")
+    monkeypatch.setenv("PI_LORA_CACHE", str(cache))
+
+    def measure(stride: int = 32, shared: bool = True) -> tuple[Any, int]:
+        interrupted[3:] = []
+        with Session(shared=shared) as session:
+            asked = options(folder, 32, 64, stride=stride, by_position=True)
+            return Perplexity().run(loaded, asked, session), len(interrupted) - 3
+
+    with pytest.raises(Interrupted, match="what was measured is kept, the same command goes on"):
+        measure()
+    whole, passes = measure(shared=False)
+    _, others = measure(stride=16)
+    assert others >= passes, "another stride is another measurement"
+    assert measure() == (whole, passes - 2)
+    assert not list((cache / "evaluations").iterdir())
+
+
+@pytest.mark.parametrize(("changed", "kept"), [("model.safetensors", 0), ("README.md", 2)])
+def test_a_changed_model_is_measured_anew_and_a_changed_card_is_not(
+    loaded: Model, folder: Path, interrupted: list[int], changed: str, kept: int
+) -> None:
+    def measure() -> int:
+        interrupted[3:] = []
+        with Session(shared=True) as session:
+            Perplexity().run(loaded, options(folder), session)
+        return len(interrupted) - 3
+
+    with pytest.raises(Interrupted):
+        measure()
+    file = Path(loaded.name) / changed
+    file.touch()
+    os.utime(file, ns=(file.stat().st_atime_ns, file.stat().st_mtime_ns + 1))
+    resumed = measure()
+    assert resumed == measure() - kept
+
+
+def test_several_models_stand_side_by_side(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    folder: Path,
+    small_model: Path,
+    lora_run: Path,
+) -> None:
+    monkeypatch.chdir(folder)
+    options = ["--data", ".", "--truncate", "150", "--stride", "32", "--json", "both.json", "--plot", "curve.png"]
+    models = [str(small_model), str(lora_run)]
+    monkeypatch.setattr(terminal, "width", 300)
+    status, out, err = run(capsys, monkeypatch, "eval", "perplexity", *models, *options)
+    assert status == 0
+    both = json.loads(Path("both.json").read_text())
+    assert [(each["model"], each["scale"]) for each in both] == [(models[0], 1.0), (models[1], 2.0)]
+    # Without --windows, all are measured up to the longest that one of them reads.
+    assert [[row["window"] for row in each["windows"]] for each in both] == [[128], [128]]
+    assert err == (f"{models[0]}: covers 64 tokens; measured with 128 anyway\n")
+    for each in both:
+        assert f"{each['windows'][0]['perplexity']:,.3f}" in out
+        assert len(each["by_position"]["bins"]) == 32
+        assert f"{each['by_position']['bins'][-1]['loss']:.3f}" not in out
+    assert Path("curve.png").read_bytes()[:4] == b"\x89PNG"

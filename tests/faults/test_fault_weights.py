@@ -12,7 +12,8 @@ from conftest import small_recipe, train
 from safetensors.torch import load_file, save_file
 
 from pi_lora.errors import Diverged, ModelError
-from pi_lora.evaluation.passkey import evaluate_passkey
+from pi_lora.evaluation.journal import Session
+from pi_lora.evaluation.passkey import Passkey
 from pi_lora.models.model import find, load
 from pi_lora.recipe.evaluation import PasskeyOptions
 from pi_lora.run import Run, staging_path
@@ -105,7 +106,7 @@ def test_what_overflows_is_not_a_k_max_of_0(base: Path) -> None:
     edit(base / WEIGHTS, lambda tensors: tensors["model.norm.weight"].fill_(6e4))
     loaded = load(str(base), dtype="float16")
     with pytest.raises(ModelError, match="infinite or NaN numbers in float16; try another --dtype"):
-        evaluate_passkey(loaded, PasskeyOptions(target=300, depths=1, trials=1))
+        Passkey().run(loaded, PasskeyOptions(target=300, depths=1, trials=1), Session())
 
 
 @pytest.mark.parametrize("method", ["lora", "full"])

@@ -10,8 +10,9 @@ from conftest import small_recipe, train
 from transformers import AutoModelForCausalLM
 
 from pi_lora.errors import ModelError
-from pi_lora.evaluation.passkey import evaluate_passkey
-from pi_lora.evaluation.perplexity import evaluate_perplexity
+from pi_lora.evaluation.journal import Session
+from pi_lora.evaluation.passkey import Passkey
+from pi_lora.evaluation.perplexity import Perplexity
 from pi_lora.merging.merging import merge
 from pi_lora.models.model import Extension, load
 from pi_lora.recipe.evaluation import PasskeyOptions, PerplexityOptions
@@ -77,13 +78,13 @@ def test_a_base_with_llama3_rope_is_tuned_merged_and_measured(small_model: Path,
     torch.testing.assert_close(full.model.model.rotary_emb.inv_freq, (1 - smooth) * plain / 8 + smooth * plain)
     options = PerplexityOptions(data=str(tmp_path / "text.txt"), windows=(64, 256), stride=64)
     of_run, of_merged, of_base = (
-        evaluate_perplexity(model, options).windows
+        Perplexity().run(model, options, Session()).windows
         for model in (load(str(run)), full, load(str(base), Extension(256, scaling="llama3")))
     )
     for ours, theirs, untuned in zip(of_run, of_merged, of_base, strict=True):
         assert ours.perplexity == pytest.approx(theirs.perplexity, rel=1e-5)
         assert ours.perplexity < untuned.perplexity
-    assert evaluate_passkey(full, PasskeyOptions(depths=2, trials=1)).target == 256
+    assert Passkey().run(full, PasskeyOptions(depths=2, trials=1), Session()).target == 256
 
 
 def test_what_is_no_adapter_is_refused(full_run: Path, tmp_path: Path) -> None:

@@ -12,9 +12,10 @@ from test_cli import run as command
 from transformers import LlamaConfig
 
 from pi_lora.errors import DataError, Interrupted, ModelError, ScalingError
-from pi_lora.evaluation import sliding_windows
-from pi_lora.evaluation.passkey import evaluate_passkey
-from pi_lora.evaluation.perplexity import evaluate_perplexity
+from pi_lora.evaluation import perplexity
+from pi_lora.evaluation.journal import Session
+from pi_lora.evaluation.passkey import Passkey
+from pi_lora.evaluation.perplexity import Perplexity
 from pi_lora.evaluation.suite import Display
 from pi_lora.models.model import Extension, find, load
 from pi_lora.recipe.evaluation import PasskeyOptions, PerplexityOptions, ProbeOptions
@@ -50,17 +51,17 @@ def test_a_probe_is_the_measurements_of_the_untuned_scalings(
     losses_of = PerplexityOptions(data=str(texts), windows=(64, TARGET), stride=64, truncate=TARGET)
     for name, found in reach.scalings.items():
         loaded = load(str(small_model), None if name == "direct" else Extension(TARGET, scaling=name))
-        assert found.perplexity.windows == evaluate_perplexity(loaded, losses_of).windows
+        assert found.perplexity.windows == Perplexity().run(loaded, losses_of, Session()).windows
         asked = PasskeyOptions(target=TARGET, depths=8, trials=2)
-        assert found.passkey is None or found.passkey.depths == evaluate_passkey(loaded, asked).depths
+        assert found.passkey is None or found.passkey.depths == Passkey().run(loaded, asked, Session()).depths
     assert reach.scalings[reach.best].passkey
     assert find(str(small_model)).window == 64
 
 
 def test_an_interrupted_probe_continues(small_model: Path, texts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     passes = []
-    own = sliding_windows.document_losses
-    monkeypatch.setattr(sliding_windows, "document_losses", lambda *a, **o: passes.append(1) or own(*a, **o))
+    own = perplexity.pass_losses
+    monkeypatch.setattr(perplexity, "pass_losses", lambda *a, **o: passes.append(1) or own(*a, **o))
     options = ProbeOptions(target=(TARGET,), data=str(texts), documents=2, trials=1, scalings=("pi",))
 
     @contextmanager
@@ -71,12 +72,13 @@ def test_an_interrupted_probe_continues(small_model: Path, texts: Path, monkeypa
 
     with pytest.raises(Interrupted, match="the same command goes on"):
         probe(find(str(small_model)), options, display=Display(progress=until_passkeys))
-    assert len(passes) == 4
+    measured = len(passes)
+    assert measured >= 4
     [reach] = probe(find(str(small_model)), options).targets
     assert reach.scalings[reach.best].passkey
-    assert len(passes) == 4, "documents were measured again"
+    assert len(passes) == measured, "documents were measured again"
     probe(find(str(small_model)), options)
-    assert len(passes) == 8, "a finished probe is measured anew"
+    assert len(passes) == 2 * measured, "a finished probe is measured anew"
 
 
 def test_new_names_the_scaling_and_why(

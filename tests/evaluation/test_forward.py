@@ -2,12 +2,13 @@ from typing import Any
 
 import pytest
 import torch
-from architectures import PROMISED, small_config
+from architectures import PROMISED, small_config, small_model, stretched
 from torch.nn.attention.bias import causal_lower_right
+from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM
 
 from pi_lora.evaluation import forward as module
-from pi_lora.evaluation.forward import last_logits, shared_prefix, without_mask
+from pi_lora.evaluation.forward import last_logits, shared_prefix, token_losses, without_mask
 
 LENGTH, TAIL = 60, 5
 SHARE = {"llama", "qwen2", "qwen3", "olmo2", "granite", "gpt_neox", "stablelm", "cohere", "smollm3"}
@@ -100,3 +101,30 @@ def test_continuing_without_a_mask_gives_the_same_logits(model_type: str, monkey
     torch.testing.assert_close(found, masked, rtol=1e-5, atol=1e-5)
     assert set(used) == {(LENGTH - 40, LENGTH)}
     assert model.config._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize("model_type", [*PROMISED, "modernbert-decoder"])
+def test_logits_in_parts_are_the_models_own(model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever an architecture does to them: Gemma 2 caps them, Cohere and Granite scale them."""
+    config = small_config(model_type)
+    model = small_model(type(config), stretched(config)[1])
+    ids = torch.randint(2, 60, (2, 48), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        logits = model(input_ids=ids, use_cache=False).logits
+    tokens = list(range(1, 48, 3))
+    monkeypatch.setattr(module, "LOGITS_ON_CPU", 2 * 5 * logits.shape[-1])
+    for row, losses in enumerate(token_losses(model, ids, tokens)):
+        expected = cross_entropy(logits[row, [token - 1 for token in tokens]], ids[row, tokens], reduction="none")
+        torch.testing.assert_close(losses, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_few_logits_are_in_memory_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = small("llama")
+    monkeypatch.setattr(module, "LOGITS_ON_CPU", 10 * 64)
+    sizes: list[int] = []
+    hook = model.get_output_embeddings().register_forward_hook(
+        lambda _module, _inputs, logits: sizes.append(logits.numel())
+    )
+    token_losses(model, torch.full((1, 60), 5), range(1, 60))
+    hook.remove()
+    assert sizes == [10 * 64] * 5 + [9 * 64]

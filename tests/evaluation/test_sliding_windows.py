@@ -1,0 +1,104 @@
+import copy
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from oracle_perplexity import losses_by_token, perplexity
+
+from pi_lora.evaluation.perplexity import window_scores
+from pi_lora.evaluation.sliding_windows import LossSums, Sweep, added, pass_losses
+from pi_lora.models.model import Extension, load
+
+WINDOWS = st.lists(st.integers(2, 60), min_size=1, max_size=4).map(tuple)
+
+
+def losses(model: Any, document: Sequence[int], sweep: Sweep, at_once: int = 300) -> list[LossSums]:
+    """Those of every forward pass over a document."""
+    return [pass_losses(model, document, pieces, sweep.apart) for pieces in sweep.passes(len(document), at_once)]
+
+
+@pytest.fixture(scope="module")
+def documents() -> list[list[int]]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(2, 1024, (length,), generator=generator).tolist() for length in (128, 300, 131)]
+
+
+@pytest.mark.parametrize("stride", [16, 24, 48, 64])
+def test_a_sweep_equals_the_oracle_at_every_window(small_model: Any, documents: list[list[int]], stride: int) -> None:
+    model = load(str(small_model)).model
+    sweep = Sweep((64, 96, 128), stride)
+    scores = window_scores([each for document in documents for each in losses(model, document, sweep)], sweep.windows)
+    assert [score.window for score in scores] == [64, 96, 128]
+    for score in scores:
+        expected, tokens = perplexity(model, documents, score.window, stride)
+        assert score.tokens == tokens
+        assert score.perplexity == pytest.approx(expected, rel=1e-5)
+        if stride < score.window:
+            assert tokens == sum(map(len, documents)) - len(documents)
+
+
+@pytest.mark.parametrize("window", [64, 100, 128])
+def test_under_dynamic_scaling_every_window_is_read_by_itself(small_model: Any, window: int) -> None:
+    """Its frequencies follow the length of the input, and transformers does not forget a longer one."""
+    model = load(str(small_model), Extension(256, scaling="dynamic")).model
+    document = torch.randint(2, 1024, (170,), generator=torch.Generator().manual_seed(2)).tolist()
+    expected, _ = perplexity(lambda **inputs: copy.deepcopy(model)(**inputs), [document], window, 24)
+    loss, tokens = added(losses(model, document, Sweep((64, 100, 128), 24, apart=True)))[f"window {window}"]
+    assert math.exp(loss / tokens) == pytest.approx(expected, rel=1e-5)
+
+
+@given(WINDOWS, st.integers(0, 200), st.integers(1, 60), st.integers(0, 5))
+def test_every_token_is_scored_once_with_enough_before_it(
+    windows: tuple[int, ...], more: int, stride: int, bins: int
+) -> None:
+    stride = max(1, min(stride, min(windows) - 1))
+    length = max(windows) + more
+    planned = list(Sweep(windows, stride, bins).pieces(length, windows))
+    for window in windows:
+        scored = [(token, piece) for piece in planned for token in piece.scored.get(f"window {window}", ())]
+        assert [token for token, _ in scored] == list(range(1, length))
+        for token, piece in scored:
+            assert token - piece.start < window
+            assert token < piece.stop <= length
+            assert piece.start == 0 or token - piece.start >= window - stride
+
+
+@given(st.integers(2, 60), st.integers(0, 200))
+def test_windows_side_by_side_leave_out_their_first_tokens(window: int, more: int) -> None:
+    length = window + more
+    planned = Sweep((window,), window).pieces(length, (window,))
+    scored = [token for piece in planned for token in piece.scored[f"window {window}"]]
+    assert scored == [token for token in range(length) if token % window]
+
+
+@given(WINDOWS, st.integers(0, 200), st.integers(1, 60), st.integers(1, 500))
+def test_passes_hold_every_piece_once_and_do_not_mix(
+    windows: tuple[int, ...], more: int, stride: int, tokens: int
+) -> None:
+    sweep, length = Sweep(windows, max(1, min(stride, min(windows))), bins=5), max(windows) + more
+    passes = list(sweep.passes(length, tokens))
+    assert sorted(piece.start for each in passes for piece in each) == [
+        piece.start for piece in sweep.pieces(length, windows)
+    ]
+    assert all(len(each) == 1 or len(each) * max(windows) <= tokens for each in passes)
+    assert all(len({piece.whole for piece in each}) == 1 for each in passes)
+
+
+def test_losses_by_position_are_those_of_windows_that_do_not_overlap(
+    small_model: Any, documents: list[list[int]]
+) -> None:
+    model, document, sweep = load(str(small_model)).model, documents[1], Sweep((32, 64), 16, bins=5)
+    by_hand: list[Any] = []
+    for start in range(0, len(document) - 63, 64):
+        by_hand += losses_by_token(model, document[start : start + 64], 64, 64)
+    found = added(losses(model, document, sweep))
+    for first, last in zip(sweep.positions, sweep.positions[1:], strict=False):
+        expected = [loss for _, before, loss in by_hand if first <= before < last]
+        loss, tokens = found[f"position {first}"]
+        assert tokens == len(expected) > 0
+        assert loss == pytest.approx(sum(expected), rel=1e-5)
+    assert len(by_hand) == 4 * 63
