@@ -170,7 +170,7 @@ class Perplexity(Measurement[PerplexityOptions, PerplexityScores]):
         first, options = scores[0], scores[0].options or PerplexityOptions()
         least = max([row.window for row in first.windows] + [options.min_tokens or 0])
         chosen = options.model_dump(include=CHOICE, exclude_defaults=True)
-        documents = f"{first.documents} document{'s' * (first.documents > 1)} of {first.data}"
+        documents = f"{first.documents} document{'s' * (first.documents != 1)} of {first.data}"
         parts = [documents, *(f"{name} {value}" for name, value in chosen.items())]
         parts += [f"of at least {least:,} tokens", f"stride {first.stride}", "every token weighted equally"]
         differ = len({row.tokens for each in scores for row in each.windows[:1]}) > 1
