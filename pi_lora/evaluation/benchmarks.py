@@ -48,7 +48,7 @@ class Benchmarks(Measurement[BenchmarksOptions, BenchmarkScores]):
         """Read the examples of the tasks."""
         from pi_lora.evaluation.harness import find_benchmarks
 
-        find_benchmarks(options.tasks, options.data)
+        find_benchmarks(options)
         return options
 
     def run(self, model: Model, options: BenchmarksOptions, session: Session) -> BenchmarkScores:
@@ -61,12 +61,12 @@ class Benchmarks(Measurement[BenchmarksOptions, BenchmarkScores]):
         options = options.changed(window=window)
         lm = RankedLM(model, window, options.batch_size, options, session)
         tasks = {}
-        for name, task in find_benchmarks(options.tasks, options.data).items():
-            found, samples = lm.evaluate(name, task, options.limit)
+        for name, task in find_benchmarks(options).items():
+            found = lm.evaluate(name, task, options.limit)
             numbers = {key.removesuffix(",none"): float(x) for key, x in found.items() if "," in key and x != "N/A"}
             measured: Json = {"metrics": numbers}
             if "acc" in numbers:
-                outcomes = [float(sample["acc"]) for sample in samples]
+                outcomes = [float(sample["acc"]) for sample in found["samples"]]
                 measured = {"acc": numbers["acc"], "stderr": numbers.get("acc_stderr"), "outcomes": outcomes}
             tasks[name] = TaskScore(examples=found["sample_len"], shots=found["shots"], **measured)
         return BenchmarkScores(**described(model) | {"window": window}, options=options, lm_eval=VERSION, tasks=tasks)

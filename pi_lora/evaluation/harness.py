@@ -8,14 +8,16 @@ import io
 import math
 import random
 import sys
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import cache
+from itertools import count
 from pathlib import Path
 from typing import IO, Any, cast
 
 import lm_eval.tasks
 import numpy as np
 import torch
+import yaml
 from accelerate import Accelerator
 from lm_eval.api.model import CacheHook, CachingLM
 from lm_eval.defaults import DEFAULT_OTHER_SEED
@@ -31,7 +33,7 @@ from pi_lora.evaluation.forward import check_numbers
 from pi_lora.evaluation.journal import Session
 from pi_lora.models.model import Model
 from pi_lora.models.weights import quiet_loading
-from pi_lora.recipe.evaluation import Options, RulerOptions
+from pi_lora.recipe.evaluation import BenchmarksOptions, Options, RulerOptions
 from pi_lora.types import Json
 
 VERSION = lm_eval.__version__
@@ -40,6 +42,8 @@ FOLDER = Path(lm_eval.tasks.__file__).parent
 # the same task on the authors' middle school part, whose rows hold a question each and not an article.
 FOLDERS = ("super_glue/boolq", "piqa", "race", "winogrande")
 PAPERS = {"boolq": "boolq", "piqa": "piqa", "race_middle": "race", "race_high": "race", "winogrande": "winogrande"}
+RULER = FOLDER / "ruler"
+RULER_TASKS: tuple[str, ...] = tuple(yaml.safe_load((RULER / "ruler.yaml").read_text(encoding="utf-8"))["task"])
 # In tokens. RULER's beginnings of answers, chat templates, and the answers of `ruler_fwe` are not in lm-eval's count.
 ROOM = 128
 # In tokens. In shorter windows lm-eval (0.4.13, issue 2963) may look for a shorter prompt forever.
@@ -95,45 +99,45 @@ class RankedLM(HFLM):
         """How many processes there are."""
         return number_of_processes()
 
-    def evaluate(self, name: str, task: Any, limit: int | None) -> tuple[Json, list[Json]]:
-        """Return lm-eval's scores of a task on the first `limit` examples, and every example with its metrics; all
-        processes call it. Answers are kept as soon as they are known, and not computed again. Raise DataError if there
-        are fewer examples than processes: lm-eval (0.4.13) would wait forever.
+    def evaluate(self, name: str, task: Any, limit: int | None) -> Json:
+        """Return lm-eval's scores of a task on the first `limit` examples, its `shots`, and the `samples`: all examples
+        with their metrics. All processes call it. Answers are kept as soon as they are known, and not computed again.
+        Raise DataError if there are fewer examples than processes: lm-eval (0.4.13) would wait forever.
         """
         examples = len(task.eval_docs)
         if min(examples, limit or examples) < self.world_size:
             raise DataError(f"{name}: fewer examples than processes; start fewer processes")
+        done = count(1)
 
-        def answered(done: int) -> None:
-            self.session.progress(done, len(task.instances), f"{name} at {self.max_length:,}")
+        def answered(answer: Any) -> None:
+            number = answer[0] if isinstance(answer, tuple) else answer
+            finite = isinstance(number, str) or math.isfinite(number)
+            check_numbers(self.loaded, finite)
+            self.session.progress(next(done), len(task.instances), f"{name} at {self.max_length:,}")
 
         torch.manual_seed(DEFAULT_OTHER_SEED)
         lm: Any = CachingLM(self, self.answers)
-        self.set_cache_hook(Answers(lm, self.loaded, answered))
+        self.set_cache_hook(Answers(lm, answered))
         tasks: Any = {"tasks": {name: task}}
         with contextlib.closing(lm.dbdict), quiet():
             results: Any = evaluate(lm, tasks, limit=limit, apply_chat_template=self.chats)
         found = []
         if results:  # in the first process
             samples = sorted(results["samples"][name], key=lambda sample: int(sample["doc_id"]))
-            found = [({**results["results"][name], "shots": results["n-shot"][name]}, samples)]
+            found = [{**results["results"][name], "shots": results["n-shot"][name] or 0, "samples": samples}]
         return from_all(found)[0]
 
 
 class Answers(CacheHook):
-    """Called by lm-eval with every answer: refuse what is not finite, let lm-eval keep the rest, count."""
+    """Called by lm-eval with every answer: passes it on, and lets lm-eval keep it."""
 
-    def __init__(self, kept: CachingLM, loaded: Model, answered: Callable[[int], None]) -> None:
+    def __init__(self, kept: CachingLM, answered: Callable[[Any], None]) -> None:
         super().__init__(kept)
-        self.loaded, self.answered, self.done = loaded, answered, 0
+        self.answered = answered
 
     def add_partial(self, attr: str, req: Any, res: Any) -> None:
         """Keep the answer `res` to the request `req` of the method `attr`."""
-        number = res[0] if isinstance(res, tuple) else res
-        finite = isinstance(number, str) or math.isfinite(number)
-        check_numbers(self.loaded, finite)
-        self.done += 1
-        self.answered(self.done)
+        self.answered(res)
         super().add_partial(attr, req, res)
 
 
@@ -146,8 +150,6 @@ def load_tasks(manager: TaskManager, spec: Any, seed: int = 0) -> dict[str, Any]
     with quiet():
         tasks: dict[str, Any] = manager.load([spec])["tasks"]
     for task in tasks.values():
-        if task.get_config("num_fewshot") is None:
-            task.set_config(key="num_fewshot", value=0)
         task.set_fewshot_seed(seed=DEFAULT_OTHER_SEED)
     return tasks
 
@@ -159,15 +161,17 @@ def manager(paper: bool) -> TaskManager:
     return TaskManager(include_path=folders if paper else None, include_defaults=not paper)
 
 
-def find_benchmarks(names: Sequence[str], data: Sequence[str] = ()) -> dict[str, Any]:
-    """Return lm-eval's tasks by name, and every task of a group, on the examples of the hub or of `data`, which are
-    TASK=FILE. Raise DataError if there is no such task, group or tag, or its examples are missing or of another schema.
+def find_benchmarks(options: BenchmarksOptions) -> dict[str, Any]:
+    """Return lm-eval's tasks by name, and every task of a group, on the examples of the hub or of files. Raise
+    DataError if there is no such task, group or tag, or its examples are missing or of another schema.
     """
-    check_names(names, PAPERS if PAPERS.keys() >= set(names) else {*PAPERS, *manager(paper=False).all_tasks})
-    files = dict(given.partition("=")[::2] for given in data)
-    if unknown := ", ".join(files.keys() - set(names)):
+    files = dict(given.partition("=")[::2] for given in options.data)
+    if unknown := ", ".join(files.keys() - set(options.tasks)):
         raise DataError(f"--data: {unknown}: is not TASK=FILE with one of the --tasks; correct it")
-    return {part: task for name in names for part, task in _benchmark(name, files.get(name)).items()}
+    tasks: dict[str, Any] = {}
+    for name in options.tasks:
+        tasks |= _benchmark(name, files.get(name))
+    return tasks
 
 
 def _benchmark(name: str, file: str | None) -> dict[str, Any]:
@@ -176,17 +180,16 @@ def _benchmark(name: str, file: str | None) -> dict[str, Any]:
     if name == "race_middle":
         changes = {"dataset_path": "ehovy/race", "dataset_name": "middle", "process_docs": articles}
     if file:
-        path = Path(file).expanduser()
-        reader = path.suffix.removeprefix(".").replace("jsonl", "json")
+        reader = Path(file).suffix.removeprefix(".").replace("jsonl", "json")
         splits = dict.fromkeys(("training_split", "validation_split", "fewshot_split")) | {"test_split": "test"}
-        files = {"data_files": {"test": str(path)}}
+        files = {"data_files": {"test": file}}
         changes |= {"dataset_path": reader, "dataset_name": None, "dataset_kwargs": files} | splits
     spec = {"group": name, "task": [{"task": base, **changes}]} if changes else base
     try:
         tasks = load_tasks(manager(paper=name in PAPERS), spec)
     except Exception as error:  # `datasets` and jinja raise a dozen kinds for what a user can correct
         cause = f"{file or name}: cannot be read as examples of {name} ({first_line(error)})"
-        raise DataError(f"{cause}; correct the file, or check the network") from error
+        raise DataError(f"{cause}; correct the task or the file, or check the network") from error
     return {name if part == base else part: task for part, task in tasks.items()}
 
 
@@ -200,14 +203,9 @@ def articles(questions: Any) -> Any:
     """
     problems: dict[str, list[Json]] = {}
     for row in questions:
-        problems.setdefault(row["article"], []).append({key: row[key] for key in ("question", "answer", "options")})
-    return questions.from_list([{"article": name, "problems": repr(asked)} for name, asked in problems.items()])
-
-
-def check_names(names: Collection[str], known: Collection[str]) -> None:
-    """Raise DataError if there is no task of a name."""
-    if unknown := ", ".join(set(names).difference(known)):
-        raise DataError(f"--tasks: {unknown}: no such task in lm-eval {VERSION}; choose from lm-eval ls tasks")
+        article = row.pop("article")
+        problems.setdefault(article, []).append(row)
+    return questions.from_list([{"article": name, "problems": repr(rows)} for name, rows in problems.items()])
 
 
 def save_tokenizer(tokenizer: Any, folder: str) -> None:
@@ -232,11 +230,11 @@ def ruler_task(name: str, options: RulerOptions, lm: RankedLM, tokenizer: str) -
     if window < SHORTEST.get(name, 0):
         raise unsuitable(f"needs {SHORTEST[name]}")
     metadata: Any = {"max_seq_lengths": [window - ROOM], "tokenizer": tokenizer}
-    tasks = TaskManager(include_path=FOLDER / "ruler", include_defaults=False, metadata=metadata)
-    chats: Any = {"apply_chat_template": True, "chat_template": lm.apply_chat_template} if lm.chats else {}
+    tasks = TaskManager(include_path=RULER, include_defaults=False, metadata=metadata)
     sys.modules.pop(WORDS_MODULE, None)
     try:
         task = load_tasks(tasks, name, options.seed)[name]
+        chats: Any = {"apply_chat_template": lm.chats, "chat_template": lm.apply_chat_template}
         with quiet():
             task.build_all_requests(limit=options.samples, rank=0, world_size=1, **chats)
     except (LookupError, OSError, ValueError) as error:  # no example fits, or no network

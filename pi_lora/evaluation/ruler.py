@@ -8,6 +8,7 @@ from tempfile import TemporaryDirectory
 
 from pydantic import Field
 
+from pi_lora.errors import DataError
 from pi_lora.evaluation.forward import described, prompts_at_once
 from pi_lora.evaluation.journal import Session
 from pi_lora.evaluation.measurement import Measurement, Metric, Result, Scores, Value, longest_passing, share_of_samples
@@ -15,9 +16,7 @@ from pi_lora.models.model import Model
 from pi_lora.recipe.evaluation import RulerOptions, default_windows
 from pi_lora.types import Json
 
-NEEDLES = ("single_1", "single_2", "single_3", "multikey_1", "multikey_2", "multikey_3", "multiquery", "multivalue")
-OTHERS = ("vt", "cwe", "fwe", "qa_squad", "qa_hotpot")
-TASKS = (*(f"niah_{name}" for name in NEEDLES), *(f"ruler_{name}" for name in OTHERS))
+ALL_TASKS = 13
 # Llama-2-7B at 4,096 tokens, over all 13 tasks (Hsieh et al. 2024, section 4).
 PAPERS_THRESHOLD = 0.856
 
@@ -64,12 +63,13 @@ class Ruler(Measurement[RulerOptions, RulerScores]):
 
     def prepare(self, options: RulerOptions, models: Sequence[Model]) -> RulerOptions:
         """Fill in the windows, by default L', L'/2, ... down to L, and the tasks."""
-        from pi_lora.evaluation.harness import check_names
+        from pi_lora.evaluation.harness import RULER_TASKS
 
+        if unknown := ", ".join(set(options.tasks or ()).difference(RULER_TASKS)):
+            raise DataError(f"--tasks: {unknown}: no such task of RULER; choose from {', '.join(RULER_TASKS)}")
         original = min(model.original for model in models)
         windows = options.windows or default_windows(max(model.window for model in models), original)
-        check_names(options.tasks or (), TASKS)
-        return options.changed(windows=tuple(sorted(windows)), tasks=options.tasks or TASKS)
+        return options.changed(windows=tuple(sorted(windows)), tasks=options.tasks or RULER_TASKS)
 
     def run(self, model: Model, options: RulerOptions, session: Session) -> RulerScores:
         """Measure the tasks, the shortest window first. Raise DataError if a window does not hold a prompt of a task,
@@ -87,7 +87,7 @@ class Ruler(Measurement[RulerOptions, RulerScores]):
                 tasks = {}
                 for name in options.tasks or ():
                     task, tokens = ruler_task(name, options, lm, tokenizer)
-                    _, samples = lm.evaluate(name, task, options.samples)
+                    samples = lm.evaluate(name, task, options.samples)["samples"]
                     outcomes = [float(sample[str(length)]) for sample in samples]
                     measured: Json = {
                         "samples": len(outcomes),
@@ -116,7 +116,7 @@ class Ruler(Measurement[RulerOptions, RulerScores]):
             hub: Json = {"dataset": f"RULER, {len(length.tasks)} tasks at {length.window} tokens", "hub_name": "score"}
             samples = sum(task.samples for task in length.tasks.values())
             means.append(share_of_samples("RULER", length.score, samples, values=values, at=length.window, **hub))
-        label = f"effective length ({PAPERS_THRESHOLD:.1%}, {len(scores.lengths[0].tasks)} of {len(TASKS)} tasks)"
+        label = f"effective length ({PAPERS_THRESHOLD:.1%}, {len(scores.lengths[0].tasks)} of {ALL_TASKS} tasks)"
         reached = Metric(label, scores.effective_length, "tokens", dataset="RULER", hub_name="effective length")
         return [*means, *details, reached]
 
@@ -125,4 +125,4 @@ class Ruler(Measurement[RulerOptions, RulerScores]):
         first, options = scores[0], scores[0].options or RulerOptions()
         template = "chat template" if options.chat_template else "no chat template"
         samples = f"{options.samples} samples a task and window, seed {options.seed}"
-        return f"{len(first.lengths[0].tasks)} of {len(TASKS)} tasks; {samples}; {template}, lm-eval {first.lm_eval}"
+        return f"{len(first.lengths[0].tasks)} of {ALL_TASKS} tasks; {samples}; {template}, lm-eval {first.lm_eval}"

@@ -17,16 +17,16 @@ from transformers import AutoTokenizer
 
 from pi_lora.errors import DataError, Interrupted
 from pi_lora.evaluation import harness
-from pi_lora.evaluation.harness import FOLDER, QUESTIONS, WORDS_MODULE, RankedLM, ruler_task, save_tokenizer
+from pi_lora.evaluation.harness import QUESTIONS, RULER, RULER_TASKS, WORDS_MODULE, RankedLM, ruler_task, save_tokenizer
 from pi_lora.evaluation.journal import Session
-from pi_lora.evaluation.ruler import TASKS, Ruler, RulerTask
+from pi_lora.evaluation.ruler import Ruler, RulerTask
 from pi_lora.models.model import Model, load
 from pi_lora.recipe.evaluation import RulerOptions
 
 wonderwords = pytest.importorskip("wonderwords", reason="RULER of lm-eval draws its words from it")
 
 ESSAYS = ("niah_single_2", "niah_single_3", "niah_multikey_1", "niah_multiquery", "niah_multivalue")
-OFFLINE = [name for name in TASKS if name not in (*ESSAYS, *QUESTIONS)]
+OFFLINE = [name for name in RULER_TASKS if name not in (*ESSAYS, *QUESTIONS)]
 WINDOW, SAMPLES, SEED = 1536, 3, 5
 
 
@@ -106,7 +106,7 @@ def theirs(model: Model, name: str, length: int) -> tuple[float, list[float]]:
     """What lm-eval gives a model for a task in a new process, and each sample of it."""
     sys.modules.pop(WORDS_MODULE, None)
     metadata: dict[str, Any] = {"max_seq_lengths": [length], "tokenizer": str(model.path)}
-    tasks = lm_eval.tasks.TaskManager(include_path=FOLDER / "ruler", include_defaults=False, metadata=metadata)
+    tasks = lm_eval.tasks.TaskManager(include_path=RULER, include_defaults=False, metadata=metadata)
     lm = HFLM(model.model, tokenizer=load(model.name).tokenizer, max_length=WINDOW, batch_size=2)
     seeds = {"random_seed": SEED, "numpy_random_seed": 1234 + SEED}
     found: Any = simple_evaluate(lm, tasks=[name], task_manager=tasks, limit=SAMPLES, **seeds)
@@ -241,4 +241,4 @@ def test_the_command(
     assert [each["window"] for each in written[0]["lengths"]] == [768, 1024]
     status, out, err = run(capsys, monkeypatch, "eval", "ruler", "model", "--tasks", "ruler")
     assert (status, out) == (2, "")
-    assert err.startswith("--tasks: ruler: no such task in lm-eval")
+    assert err.startswith("--tasks: ruler: no such task of RULER; choose from niah_single_1")
