@@ -45,7 +45,7 @@ class ChatScores(Scores):
 
     measurement = "chat"
 
-    options: ChatOptions | None = None
+    options: ChatOptions
     chats: int
     left_out: int
     tokens: int
@@ -81,41 +81,37 @@ class Chats(Measurement[ChatOptions, ChatScores]):
             session.say(f"{options.data}: {line}")
         if not chats:
             raise DataError(f"--data: {options.data}: holds no chat to measure; name others, or a longer --window")
-        base = None  # of a base that is measured against itself
-        if options.base and (options.base != model.name or model.extension):
+        base = None
+        if options.base and (options.base != model.name or model.extension):  # else the model is its own base
             dtype = str(model.model.dtype).removeprefix("torch.")
             base = find(options.base, permissions=model.permissions).load(dtype)
-        asked = options.model_dump(exclude={"limit"})
-        journal = session.journal(model, {**asked, "rows": table.identity(), "base": base and identity_of(base)})
-        names = list(chats)
-
-        def measure(name: str) -> ChatScore:
-            return chat_score(model, base, name, chats[name])
-
-        found = list(journal.measure(ChatScore, names, measure, session.progress).values())
-        tokens = [each.tokens for each in found]
-        loss = fmean([math.log(each.perplexity) for each in found], tokens)
+        decided_by = {**options.model_dump(), "rows": table.identity(), "base": base and identity_of(base)}
+        measured = session.journal(model, decided_by).measure(
+            ChatScore, list(chats), lambda name: chat_score(model, base, name, chats[name]), session.progress
+        )
+        per_chat = list(measured.values())
+        tokens = [each.tokens for each in per_chat]
+        loss = fmean([math.log(each.perplexity) for each in per_chat], tokens)
         check_numbers(model, math.isfinite(loss))
         against_base: Json = {}
         if options.base:
-            divergence = fmean([each.divergence for each in found], tokens)
-            equal_answers = fmean(each.equal_answers for each in found)
-            against_base = {"divergence": divergence, "equal_answers": equal_answers}
+            against_base["divergence"] = fmean([each.divergence for each in per_chat], tokens)
+            against_base["equal_answers"] = fmean(each.equal_answers for each in per_chat)
         return ChatScores(
             **described(model),
             options=options,
-            chats=len(found),
+            chats=len(chats),
             left_out=counts.total(),
             tokens=sum(tokens),
             perplexity=math.exp(loss),
             **against_base,
-            per_chat=found,
+            per_chat=per_chat,
         )
 
     def metrics(self, scores: ChatScores) -> list[Metric]:
         """Return the perplexity, the divergence with its interval over chats, and the share of equal answers."""
-        dataset = scores.options.data if scores.options else ""
-        about: Json = {"samples": scores.tokens, "digits": 3, "higher_is_better": False, "dataset": dataset}
+        dataset: Json = {"dataset": scores.options.data}
+        about: Json = {"samples": scores.tokens, "digits": 3, "higher_is_better": False, **dataset}
         values = [Value(each.name, each.perplexity, each.tokens) for each in scores.per_chat]
         hub: Json = {"hub_name": "perplexity", **about}
         metrics = [Metric("chat perplexity", scores.perplexity, values=values, is_ratio=True, **hub)]
@@ -126,14 +122,14 @@ class Chats(Measurement[ChatOptions, ChatScores]):
             metrics.append(Metric("chat KL divergence from the base", scores.divergence, values=values, **hub))
             answers = [Value(each.name, each.equal_answers) for each in scores.per_chat]
             label = f"chat answers with the base's first {ANSWER} tokens"
-            metrics.append(share(label, answers, dataset=dataset, hub_name="equal answers"))
+            metrics.append(share(label, answers, hub_name="equal answers", **dataset))
         return metrics
 
     def about(self, scores: Sequence[ChatScores]) -> str:
         """Return the chats, and the base."""
-        first, options = scores[0], scores[0].options or ChatOptions(data="")
+        options = scores[0].options
         against = f"; nats a token and greedy answers against {options.base}" if options.base else ""
-        return f"{first.chats:,} chats of {options.data} of at most {options.window} tokens{against}"
+        return f"{scores[0].chats:,} chats of {options.data} of at most {options.window} tokens{against}"
 
 
 @torch.no_grad()

@@ -44,22 +44,20 @@ def written_ids(loaded: Model, prompts: Sequence[Sequence[int]], sampling: Sampl
     own, longest = model.generation_config, max(map(len, prompts))
     named = own.eos_token_id if isinstance(own.eos_token_id, list) else [own.eos_token_id]
     ends = [end for end in (loaded.tokenizer.eos_token_id, *named) if end is not None]
-    padding = ends[0] if ends else 0
-    config = GenerationConfig(max_new_tokens=sampling.max_new_tokens, eos_token_id=ends or None, pad_token_id=padding)
+    config = GenerationConfig(max_new_tokens=sampling.max_new_tokens, eos_token_id=ends or None)
     if sampling.temperature:
         config.update(do_sample=True, temperature=sampling.temperature, top_p=sampling.top_p, top_k=0)
-    rows = [[padding] * (longest - len(prompt)) + list(prompt) for prompt in prompts]
-    masks = [[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts]
-    ids, mask = (torch.tensor(each, device=model.device) for each in (rows, masks))
+    rows = [[-1] * (longest - len(prompt)) + list(prompt) for prompt in prompts]  # -1 is masked
+    ids = torch.tensor(rows, device=model.device)
+    inputs = {"input_ids": ids.clamp(min=0), "attention_mask": (ids >= 0).long()}
     streamer = Stream(loaded.tokenizer, write) if write else None
     torch.manual_seed(sampling.seed)
     model.generation_config = config  # transformers 5 takes from the model's what the given config leaves open
     try:
         with quiet_loading():  # it takes max_position_embeddings for the longest input, which is L under `pi`
-            written = model.generate(input_ids=ids, attention_mask=mask, generation_config=config, streamer=streamer)
+            return model.generate(**inputs, generation_config=config, streamer=streamer)[:, longest:]
     finally:
         model.generation_config = own
-    return written[:, longest:]
 
 
 def answer(loaded: Model, prompt: str, sampling: Sampling, chat: bool = True, write: Write | None = None) -> str:

@@ -307,7 +307,7 @@ def test_authors_files_are_converted(tmp_path: Path) -> None:
         ),
         (
             ["--tasks", "boolq", "--data", "boolq=piqa.jsonl"],
-            "piqa.jsonl: cannot be read as examples of boolq ('passage' is undefined); correct the file",
+            "piqa.jsonl: cannot be read as examples of boolq ('passage' is undefined); correct",
         ),
         (["--tasks", "copa"], "copa: cannot be read as examples of copa ("),
         (["--tasks", "race_middle"], "race_middle: cannot be read as examples of race_middle ("),
