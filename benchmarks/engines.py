@@ -28,9 +28,8 @@ from pi_lora.models.files import BUILTIN_FOLDER
 from pi_lora.models.model import Extension, find
 from pi_lora.recipe.places import cache_folder
 from pi_lora.scaling.config import Method
-from pi_lora.serving.check import check_server
+from pi_lora.serving.check import Server, check_server
 from pi_lora.serving.reference import Reader
-from pi_lora.serving.server import Server
 
 PLACE = cache_folder() / "engines"
 SECONDS, TOLERANCE = 1800, 0.1
@@ -141,7 +140,7 @@ def verdicts_of(command: list[str], reader: Reader, served: str | None = None) -
                 except PiLoraError:  # not yet
                     time.sleep(1)
                     continue
-                verdicts = check_server(asked, reader.reference, reader.answer, TOLERANCE)
+                verdicts = check_server(asked, reader, TOLERANCE)
                 said = {"verdicts": [verdict.model_dump() for verdict in verdicts]}
                 return {**said, "seconds": round(time.monotonic() - started, 1)}
         finally:

@@ -134,13 +134,13 @@ def merge(
     with working():
         from pi_lora.merging.merging import merge
         from pi_lora.models.model import find
-        from pi_lora.serving.reference import REFERENCE_FILE, Reader, write_reference
+        from pi_lora.serving.reference import REFERENCE_FILE, Reader
     with progress_bar("merging") as progress:
         to = output or Path("models") / run.resolve().name
         merged = merge(run, to, base, dtype, check, progress, extension, trust.permissions, sibling)
         if reference:
             model = find(str(to), permissions=trust.permissions)
-            write_reference(Reader(model, progress=progress), to / REFERENCE_FILE)
+            Reader(model, progress=progress).write(to / REFERENCE_FILE)
     out.lines(*merged.lines(), f"{to}: merged; it loads like any model, its scaling is in config.json", "")
     out.lines("Serve it:", *merged.serving)
 
@@ -210,26 +210,19 @@ def check_server(
         )
     check_can_write(json, reference if write_reference else None)
     with working():
-        from pi_lora.serving.check import check_server, verdicts_table
+        from pi_lora.serving.check import Server, check_server, verdicts_table
         from pi_lora.serving.reference import Reader, Reference
-        from pi_lora.serving.reference import write_reference as write_reference_file
-        from pi_lora.serving.server import Server
     words = text.read_text(encoding="utf-8") if text else ""
     with progress_bar("checking") as progress:
+        if named := model or write_reference:
+            reader = Reader(loading.find(named)[0], words, loading.dtype, progress)
         if reference and write_reference:
-            write_reference_file(Reader(loading.find(write_reference)[0], words, loading.dtype, progress), reference)
+            reader.write(reference)
             out.lines(f"{reference}: written; pi-lora check-server URL --reference {reference} needs no weights")
             return
         server = Server(url or "", served)
-        if reference:
-            known = read_json(reference, Reference, "write it again with --write-reference")
-            verdicts = check_server(
-                server, known, lambda prompt, reading: prompt.answers.get(reading), tolerance, progress
-            )
-        else:
-            reader = Reader(loading.find(model or "")[0], words, loading.dtype, progress)
-            known = reader.reference
-            verdicts = check_server(server, known, reader.answer, tolerance, progress)
+        known = read_json(reference, Reference, "write it again with --write-reference") if reference else reader
+        verdicts = check_server(server, known, tolerance, progress)
     right = all(verdict.verdict == "right" for verdict in verdicts)
     out.print(verdicts_table(f"{server.url}: {known.model}", verdicts))
     if json:

@@ -1,16 +1,30 @@
-"""Whether a server computes a model beyond its original window: its answers beside those computed here."""
+"""Whether a server of the OpenAI API (vLLM, SGLang, llama.cpp, mlx-lm, TGI, Ollama) computes a model beyond its
+original window: its answers beside those computed here.
+"""
 
-from collections.abc import Callable
+import json
+import os
+from dataclasses import dataclass
 from math import inf, isfinite
 from statistics import fmean
+from typing import Any
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
 
 from pydantic import BaseModel
 from rich.table import Table
 
+from pi_lora.errors import PiLoraError
 from pi_lora.serving.reference import CUT, RIGHT, UNSCALED, WRITTEN, Answer, Prompt, Reference
-from pi_lora.serving.server import Completion, Refused, Server
-from pi_lora.types import Progress, silent
+from pi_lora.types import Json, Progress, silent
 
+# Seconds that a server may take for a long prompt.
+PATIENCE = 3600
+# A request that is greedy in every server: some take penalties from their model's generation config.
+GREEDY = {"temperature": 0, "repetition_penalty": 1, "repeat_penalty": 1, "presence_penalty": 0, "frequency_penalty": 0}
+# Requests for log probabilities, from the most to none. vLLM gives those of the prompt; mlx-lm takes true alone; a
+# llama-cpp-python that was started without `--logits_all true` refuses all but the last.
+LOGPROBS: tuple[Json, ...] = ({"logprobs": 1, "prompt_logprobs": 0}, {"logprobs": True}, {})
 REFUSED, DIFFERENT = "refused", "different"
 # Where the second choice is so close in nats to the first, rounding decides which one a server takes.
 TIE = 0.5
@@ -18,8 +32,80 @@ TIE = 0.5
 ENOUGH = 4
 # Tokens by which a server may count fewer than are computed here, and has not cut the prompt.
 CUT_SLACK = 5
-# The answer to a prompt in a reading, None if it is not known.
-Answers = Callable[[Prompt, str], Answer | None]
+
+
+@dataclass(frozen=True)
+class Completion:
+    """The text that a server wrote, and how many tokens of the prompt it counted, if it says so. Log probabilities, in
+    nats, are those of the written tokens and of the prompt's; empty where the server gives none.
+    """
+
+    text: str
+    seen: int | None
+    logprobs: list[float]
+    prompt_logprobs: list[float]
+
+
+class Refused(Exception):
+    """A request that the server did not answer, with its own message."""
+
+
+class Server:
+    """The server at `url`; `name` is the model that is asked, by default the only one that the server lists."""
+
+    def __init__(self, url: str, name: str | None = None) -> None:
+        self.url = (url if "://" in url else f"http://{url}").rstrip("/").removesuffix("/v1")
+        try:
+            models = self._call("/v1/models").get("data") or []
+        except (Refused, ValueError):  # mlx-lm without a cache of the hub lists none
+            models = []
+        except OSError as error:
+            reason = getattr(error, "reason", error)
+            raise PiLoraError(f"{self.url}: cannot be reached ({reason}); start the server, or correct it") from None
+        self.name = name or (models[0]["id"] if len(models) == 1 else None)
+
+    def complete(self, prompt: str) -> Completion:
+        """Return the greedy continuation of a prompt by `WRITTEN` tokens; raise Refused with the server's message."""
+        body = {"prompt": prompt, "max_tokens": WRITTEN, **GREEDY, **({"model": self.name} if self.name else {})}
+        refusal = Refused()
+        for logprobs in LOGPROBS:
+            try:
+                return _completion(self._call("/v1/completions", body | logprobs))
+            except Refused as error:
+                refusal = error
+        raise refusal
+
+    def _call(self, path: str, body: Json | None = None) -> Json:
+        headers = {"Content-Type": "application/json", "Authorization": f"Bearer {os.environ.get('OPENAI_API_KEY')}"}
+        request = Request(self.url + path, json.dumps(body).encode() if body else None, headers)
+        try:
+            with urlopen(request, timeout=PATIENCE) as answer:
+                content: Json = json.load(answer)
+                return content
+        except HTTPError as error:
+            raise Refused(_message(error.read().decode(errors="replace")) or str(error)) from None
+
+
+def _message(body: str) -> str:
+    """Return the message of an error; servers nest it differently."""
+    try:
+        content = json.loads(body)
+    except ValueError:
+        return " ".join(body.split())[:300]
+    for key in ("error", "message", "detail"):
+        content = content.get(key, content) if isinstance(content, dict) else content
+    return str(content)
+
+
+def _completion(content: Json) -> Completion:
+    choice = content["choices"][0]
+    # llama.cpp and mlx-lm name the numbers as the chat API does, the others as the API of completions does.
+    given: Json = choice.get("logprobs") or {}
+    written = [token["logprob"] for token in given.get("content") or ()] or given.get("token_logprobs") or []
+    # The prompt's first token has none.
+    prompt: list[Any] = (choice.get("prompt_logprobs") or [])[1:]
+    entries = [entry["logprob"] for token in prompt for entry in token.values()]
+    return Completion(choice["text"], (content.get("usage") or {}).get("prompt_tokens"), written, entries)
 
 
 class Verdict(BaseModel):
@@ -43,28 +129,26 @@ def verdicts_table(title: str, verdicts: list[Verdict]) -> Table:
     return table
 
 
-def check_server(
-    server: Server, reference: Reference, answer: Answers, tolerance: float, progress: Progress = silent
-) -> list[Verdict]:
-    """Ask a server both prompts of a reference, and judge it by the `answer` to each reading, None where it is not
-    known. Log probabilities may differ by `tolerance` nats on average.
+def check_server(server: Server, reference: Reference, tolerance: float, progress: Progress = silent) -> list[Verdict]:
+    """Ask a server both prompts of a reference, and judge it by the answers there. Log probabilities may differ by
+    `tolerance` nats on average.
     """
     verdicts, text = [], reference.text
     for prompt in reference.prompts:
         progress(0, 0, f"asking the server about {prompt.tokens:,} tokens")
         try:
-            said = server.complete(text[: prompt.characters], WRITTEN)
+            said = server.complete(text[: prompt.characters])
         except Refused as error:
             verdicts.append(Verdict(tokens=prompt.tokens, verdict=REFUSED, detail=str(error)))
         else:
-            verdicts.append(_judge(reference, prompt, said, answer, tolerance))
+            verdicts.append(_judge(reference, prompt, said, tolerance))
     return verdicts
 
 
-def _judge(reference: Reference, prompt: Prompt, said: Completion, answer: Answers, tolerance: float) -> Verdict:
+def _judge(reference: Reference, prompt: Prompt, said: Completion, tolerance: float) -> Verdict:
     compared: dict[str, tuple[float, int]] = {}
     for reading in reference.readings(prompt):
-        if computed := answer(prompt, reading):
+        if computed := reference.answer(prompt, reading):
             compared[reading] = distance, agreed = _compare(computed, said)
             if distance <= tolerance:
                 break

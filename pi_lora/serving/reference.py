@@ -3,7 +3,6 @@
 import random
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from pydantic import BaseModel
@@ -66,76 +65,74 @@ class Reference(BaseModel):
         sizes = sorted({self.original, *(2**power for power in range(8, 24))})
         return [RIGHT, *(f"{CUT} {size}" for size in sizes if size < prompt.tokens), UNSCALED]
 
+    def answer(self, prompt: Prompt, reading: str) -> Answer | None:
+        """Return the answer to a prompt in one reading; None if it is not known."""
+        return prompt.answers.get(reading)
 
-class Reader:
-    """Computes the answers of the model `found`, each once and when it is needed, into its `reference`."""
+
+class Reader(Reference):
+    """A reference that computes the answers of the model `found`, each once and when it is needed."""
+
+    _loaded: dict[bool, Model] = {}
 
     def __init__(self, found: Model, text: str = "", dtype: str | None = None, progress: Progress = silent) -> None:
-        self.found, self.dtype, self.progress = found, dtype, progress
-        self.loaded: dict[bool, Model] = {}
-        self.reference = Reference(model=found.name, original=found.original, target=found.window, own_text=text)
-        self.text = self.reference.text
+        super().__init__(model=found.name, original=found.original, target=found.window, own_text=text)
+        self._found, self._dtype, self._progress = found, dtype, progress
         ends = found.tokenizer(self.text, return_offsets_mapping=True, verbose=False)["offset_mapping"]
         lengths = (found.window * 9 // 10, found.original // 2)
         if len(ends) <= lengths[0]:
             raise DataError(f"--text: has fewer than {lengths[0]:,} tokens; name a longer text")
-        self.reference.prompts = [Prompt(characters=ends[tokens][0], tokens=tokens) for tokens in lengths]
-        self.reference.own_text = text[: ends[lengths[0]][0]]
+        self.prompts = [Prompt(characters=ends[tokens][0], tokens=tokens) for tokens in lengths]
+        self.own_text = text[: ends[lengths[0]][0]]
 
     def answer(self, prompt: Prompt, reading: str) -> Answer:
         """Return the answer to a prompt in one reading."""
         if reading not in prompt.answers:
-            self.progress(0, 0, f"computing {prompt.tokens:,} tokens here: {reading}")
-            ids = self.found.tokenizer(self.text[: prompt.characters], verbose=False)["input_ids"]
+            self._progress(0, 0, f"computing {prompt.tokens:,} tokens here: {reading}")
+            ids = self._found.tokenizer(self.text[: prompt.characters], verbose=False)["input_ids"]
             size = int(reading.removeprefix(CUT)) if reading.startswith(CUT) else len(ids)
-            prompt.answers[reading] = _answer(self._load(reading != UNSCALED), ids[-size:])
+            prompt.answers[reading] = _answer(self._model(reading != UNSCALED), ids[-size:])
         return prompt.answers[reading]
 
-    def _load(self, scaled: bool) -> Model:
-        if scaled not in self.loaded:
-            self.loaded.clear()  # one model at a time
-            self.loaded[scaled] = (self.found if scaled else _unscaled(self.found)).load(self.dtype)
-        return self.loaded[scaled]
+    def write(self, file: Path) -> None:
+        """Compute all answers, and write them to a file of some kilobytes."""
+        pairs = [(prompt, reading) for prompt in self.prompts for reading in self.readings(prompt)]
+        # The unscaled model is loaded last.
+        for prompt, reading in sorted(pairs, key=lambda pair: pair[1] == UNSCALED):
+            self.answer(prompt, reading)
+        write_whole(file, self.model_dump_json() + "\n")
 
-
-def write_reference(reader: Reader, file: Path) -> None:
-    """Compute all answers of a model, and write them to a file of some kilobytes."""
-    pairs = [(prompt, reading) for prompt in reader.reference.prompts for reading in reader.reference.readings(prompt)]
-    # The unscaled model is loaded last.
-    for prompt, reading in sorted(pairs, key=lambda pair: pair[1] == UNSCALED):
-        reader.answer(prompt, reading)
-    write_whole(file, reader.reference.model_dump_json() + "\n")
-
-
-def _unscaled(found: Model) -> Model:
-    """Return a model as engines compute it that drop the scaling from its config."""
-    plain = {key: value for key, value in full_attention_rope(found.config).items() if key in UNSCALED_ROPE}
-    return replace(found, config=in_both_dialects(with_full_rope(found.config, {**plain, "rope_type": "default"})))
+    def _model(self, scaled: bool) -> Model:
+        """Load the model, or as engines compute it that drop the scaling from its config."""
+        if scaled not in self._loaded:
+            self._loaded.clear()  # one model at a time
+            rope = full_attention_rope(self._found.config)
+            plain = {"rope_type": "default", **{key: rope[key] for key in UNSCALED_ROPE if key in rope}}
+            config = in_both_dialects(with_full_rope(self._found.config, plain))
+            found = self._found if scaled else replace(self._found, config=config)
+            self._loaded[scaled] = found.load(self._dtype)
+        return self._loaded[scaled]
 
 
 @torch.no_grad()
 def _answer(loaded: Model, ids: list[int]) -> Answer:
     model, scored = loaded.model, min(SCORED, len(ids) - 1)
-    tokens, cache = torch.tensor([ids], device=model.device), None
-    best: list[Any] = []
-    for _ in range(WRITTEN):
-        output = model(input_ids=tokens, past_key_values=cache, use_cache=True, logits_to_keep=scored + 1)
-        rows, cache = output.logits[0].float().log_softmax(-1), output.past_key_values
-        if not best:
-            prompt = rows[:-1].gather(1, tokens[0, -scored:, None])[:, 0]
-        best.append(rows[-1].topk(2))
-        tokens = best[-1].indices[None, :1]
+    output = model(torch.tensor([ids], device=model.device), use_cache=True, logits_to_keep=scored + 1)
+    rows, cache = output.logits[0].float().log_softmax(-1), output.past_key_values
+    prompt = rows[:-1].gather(1, torch.tensor(ids[-scored:], device=model.device)[:, None])[:, 0]
+    best = [rows[-1].topk(2)]
+    while len(best) < WRITTEN:
+        output = model(best[-1].indices[None, :1], past_key_values=cache, use_cache=True)
+        best.append(output.logits[0, -1].float().log_softmax(-1).topk(2))
     written = [*ids, *(int(each.indices[0]) for each in best)]
     # Decoded after the prompt's last token: some tokenizers drop the space before a text.
-    texts = [
-        loaded.tokenizer.decode(written[len(ids) - 1 : end], skip_special_tokens=True)
-        for end in range(len(ids), len(written) + 1)
-    ]
+    pieces = [written[len(ids) - 1 : end] for end in range(len(ids), len(written) + 1)]
+    before, *texts = loaded.tokenizer.batch_decode(pieces, skip_special_tokens=True)
     first, second = torch.stack([each.values for each in best]).T
     return Answer(
-        text=texts[-1][len(texts[0]) :],
+        text=texts[-1][len(before) :],
         # A character of several tokens is not counted before the last of them.
-        ends=[len(text.rstrip("\ufffd")) - len(texts[0]) for text in texts[1:]],
+        ends=[len(text.rstrip("\ufffd")) - len(before) for text in texts],
         logprobs=_rounded(first),
         margins=_rounded(first - second),
         prompt=_rounded(prompt),
