@@ -4,10 +4,10 @@ original window: its answers beside those computed here.
 
 import json
 import os
+import re
 from dataclasses import dataclass
 from math import inf, isfinite
 from statistics import fmean
-from typing import Any
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
@@ -25,6 +25,8 @@ GREEDY = {"temperature": 0, "repetition_penalty": 1, "repeat_penalty": 1, "prese
 # Requests for log probabilities, from the most to none. vLLM gives those of the prompt; mlx-lm takes true alone; a
 # llama-cpp-python that was started without `--logits_all true` refuses all but the last.
 LOGPROBS: tuple[Json, ...] = ({"logprobs": 1, "prompt_logprobs": 0}, {"logprobs": True}, {})
+# The message of an error; servers nest it differently.
+MESSAGE = re.compile(r'"(?:error|message|detail)": *"((?:[^"\\]|\\.)*)"')
 REFUSED, DIFFERENT = "refused", "different"
 # Where the second choice is so close in nats to the first, rounding decides which one a server takes.
 TIE = 0.5
@@ -46,10 +48,6 @@ class Completion:
     prompt_logprobs: list[float]
 
 
-class Refused(Exception):
-    """A request that the server did not answer, with its own message."""
-
-
 class Server:
     """The server at `url`; `name` is the model that is asked, by default the only one that the server lists."""
 
@@ -57,53 +55,41 @@ class Server:
         self.url = (url if "://" in url else f"http://{url}").rstrip("/").removesuffix("/v1")
         try:
             models = self._call("/v1/models").get("data") or []
-        except (Refused, ValueError):  # mlx-lm without a cache of the hub lists none
+        except (HTTPError, ValueError):  # mlx-lm without a cache of the hub lists none
             models = []
         except OSError as error:
             reason = getattr(error, "reason", error)
             raise PiLoraError(f"{self.url}: cannot be reached ({reason}); start the server, or correct it") from None
         self.name = name or (models[0]["id"] if len(models) == 1 else None)
 
-    def complete(self, prompt: str) -> Completion:
-        """Return the greedy continuation of a prompt by `WRITTEN` tokens; raise Refused with the server's message."""
+    def complete(self, prompt: str) -> Completion | str:
+        """Return the greedy continuation of a prompt by `WRITTEN` tokens, or why the server refuses."""
         body = {"prompt": prompt, "max_tokens": WRITTEN, **GREEDY, **({"model": self.name} if self.name else {})}
-        refusal = Refused()
+        refusal = ""
         for logprobs in LOGPROBS:
             try:
                 return _completion(self._call("/v1/completions", body | logprobs))
-            except Refused as error:
-                refusal = error
-        raise refusal
+            except HTTPError as error:
+                said = error.read().decode(errors="replace")
+                message = MESSAGE.search(said)
+                refusal = message[1] if message else f"{error}: {said:.300}"
+        return refusal
 
     def _call(self, path: str, body: Json | None = None) -> Json:
         headers = {"Content-Type": "application/json", "Authorization": f"Bearer {os.environ.get('OPENAI_API_KEY')}"}
         request = Request(self.url + path, json.dumps(body).encode() if body else None, headers)
-        try:
-            with urlopen(request, timeout=PATIENCE) as answer:
-                content: Json = json.load(answer)
-                return content
-        except HTTPError as error:
-            raise Refused(_message(error.read().decode(errors="replace")) or str(error)) from None
-
-
-def _message(body: str) -> str:
-    """Return the message of an error; servers nest it differently."""
-    try:
-        content = json.loads(body)
-    except ValueError:
-        return " ".join(body.split())[:300]
-    for key in ("error", "message", "detail"):
-        content = content.get(key, content) if isinstance(content, dict) else content
-    return str(content)
+        with urlopen(request, timeout=PATIENCE) as answer:
+            content: Json = json.load(answer)
+            return content
 
 
 def _completion(content: Json) -> Completion:
     choice = content["choices"][0]
     # llama.cpp and mlx-lm name the numbers as the chat API does, the others as the API of completions does.
     given: Json = choice.get("logprobs") or {}
-    written = [token["logprob"] for token in given.get("content") or ()] or given.get("token_logprobs") or []
+    written = given.get("token_logprobs") or [token["logprob"] for token in given.get("content") or ()]
     # The prompt's first token has none.
-    prompt: list[Any] = (choice.get("prompt_logprobs") or [])[1:]
+    prompt: list[Json] = (choice.get("prompt_logprobs") or [])[1:]
     entries = [entry["logprob"] for token in prompt for entry in token.values()]
     return Completion(choice["text"], (content.get("usage") or {}).get("prompt_tokens"), written, entries)
 
@@ -136,10 +122,9 @@ def check_server(server: Server, reference: Reference, tolerance: float, progres
     verdicts, text = [], reference.text
     for prompt in reference.prompts:
         progress(0, 0, f"asking the server about {prompt.tokens:,} tokens")
-        try:
-            said = server.complete(text[: prompt.characters])
-        except Refused as error:
-            verdicts.append(Verdict(tokens=prompt.tokens, verdict=REFUSED, detail=str(error)))
+        said = server.complete(text[: prompt.characters])
+        if isinstance(said, str):
+            verdicts.append(Verdict(tokens=prompt.tokens, verdict=REFUSED, detail=said))
         else:
             verdicts.append(_judge(reference, prompt, said, tolerance))
     return verdicts
@@ -158,14 +143,13 @@ def _judge(reference: Reference, prompt: Prompt, said: Completion, tolerance: fl
         distance, agreed = compared[RIGHT]
     verdict, _, size = reading.partition(" ")
     details = {
+        RIGHT: "",
         UNSCALED: "it computes the model without the scaling in its config.json",
         CUT: f"it saw only the last {size} tokens; start it with a window of {reference.target:,}",
         DIFFERENT: "it computes another model",
     }
     difference = distance if said.logprobs and isfinite(distance) else None
-    return Verdict(
-        tokens=prompt.tokens, verdict=verdict, detail=details.get(verdict, ""), agreed=agreed, difference=difference
-    )
+    return Verdict(tokens=prompt.tokens, verdict=verdict, detail=details[verdict], agreed=agreed, difference=difference)
 
 
 def _compare(computed: Answer, said: Completion) -> tuple[float, int]:

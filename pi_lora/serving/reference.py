@@ -3,9 +3,10 @@
 import random
 from dataclasses import replace
 from pathlib import Path
+from typing import Annotated
 
 import torch
-from pydantic import BaseModel
+from pydantic import AfterValidator, BaseModel
 
 from pi_lora.data.recall import sentences
 from pi_lora.errors import DataError
@@ -22,6 +23,8 @@ REFERENCE_FILE = "server_reference.json"
 RIGHT, UNSCALED, CUT = "right", "unscaled", "cut"
 # What is left of a rope without its scaling.
 UNSCALED_ROPE = ("rope_theta", "partial_rotary_factor")
+# Five digits keep references small.
+Nats = list[Annotated[float, AfterValidator(lambda value: round(value, 5))]]
 
 
 class Answer(BaseModel):
@@ -31,9 +34,9 @@ class Answer(BaseModel):
 
     text: str
     ends: list[int]
-    logprobs: list[float]
-    margins: list[float]
-    prompt: list[float]
+    logprobs: Nats
+    margins: Nats
+    prompt: Nats
 
 
 class Prompt(BaseModel):
@@ -118,12 +121,12 @@ class Reader(Reference):
 def _answer(loaded: Model, ids: list[int]) -> Answer:
     model, scored = loaded.model, min(SCORED, len(ids) - 1)
     output = model(torch.tensor([ids], device=model.device), use_cache=True, logits_to_keep=scored + 1)
-    rows, cache = output.logits[0].float().log_softmax(-1), output.past_key_values
-    prompt = rows[:-1].gather(1, torch.tensor(ids[-scored:], device=model.device)[:, None])[:, 0]
+    rows, cache = output.logits[0].cpu().double().log_softmax(-1), output.past_key_values
     best = [rows[-1].topk(2)]
     while len(best) < WRITTEN:
-        output = model(best[-1].indices[None, :1], past_key_values=cache, use_cache=True)
-        best.append(output.logits[0, -1].float().log_softmax(-1).topk(2))
+        tokens = best[-1].indices[None, :1].to(model.device)
+        output = model(tokens, past_key_values=cache, use_cache=True)
+        best.append(output.logits[0, -1].cpu().double().log_softmax(-1).topk(2))
     written = [*ids, *(int(each.indices[0]) for each in best)]
     # Decoded after the prompt's last token: some tokenizers drop the space before a text.
     pieces = [written[len(ids) - 1 : end] for end in range(len(ids), len(written) + 1)]
@@ -133,12 +136,7 @@ def _answer(loaded: Model, ids: list[int]) -> Answer:
         text=texts[-1][len(before) :],
         # A character of several tokens is not counted before the last of them.
         ends=[len(text.rstrip("\ufffd")) - len(before) for text in texts],
-        logprobs=_rounded(first),
-        margins=_rounded(first - second),
-        prompt=_rounded(prompt),
+        logprobs=first.tolist(),
+        margins=(first - second).tolist(),
+        prompt=rows[:-1].gather(1, torch.tensor(ids[-scored:])[:, None])[:, 0].tolist(),
     )
-
-
-def _rounded(numbers: torch.Tensor) -> list[float]:
-    """Return numbers with five digits, which keeps references small."""
-    return numbers.double().cpu().round(decimals=5).tolist()
