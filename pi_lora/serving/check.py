@@ -156,11 +156,14 @@ def _compare(computed: Answer, said: Completion) -> tuple[float, int]:
     """Return the mean distance of log probabilities, infinite if the texts cannot be of the same model, and how many
     tokens are equal. Without log probabilities the distance is 0 if enough tokens are equal.
     """
-    agreed = sum(said.text.startswith(computed.text[:end]) for end in computed.ends)
+    # mlx-lm's server leaves out the space that an answer begins with.
+    begins = computed.text[: len(computed.text) - len(computed.text.lstrip(" "))]
+    text = begins + said.text.lstrip(" ")
+    agreed = sum(text.startswith(computed.text[:end]) for end in computed.ends)
     pairs = [*zip(computed.logprobs[:agreed], said.logprobs, strict=False)]
     pairs += zip(computed.prompt[::-1], said.prompt_logprobs[::-1], strict=False)
     # A server ends where the model does.
-    follows = computed.text.startswith(said.text.rstrip("\ufffd")) or computed.margins[agreed] < TIE
+    follows = computed.text.startswith(text.rstrip("\ufffd")) or computed.margins[agreed] < TIE
     if not follows or (not pairs and agreed < ENOUGH):
         return inf, agreed
     return fmean(abs(own - other) for own, other in pairs) if pairs else 0.0, agreed

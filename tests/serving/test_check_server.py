@@ -4,6 +4,7 @@ import json
 import threading
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from pi_lora import cli
 from pi_lora.merging.merging import merge
+from pi_lora.serving.check import _compare
+from pi_lora.serving.reference import Answer
+from pi_lora.serving.server import Completion
 
 Json = dict[str, Any]
 
@@ -146,6 +150,13 @@ def test_a_server_that_drops_the_scaling(form: str, merged: Path, reference: Pat
         status, rows = verdicts(url, *words)
         assert (status, rows[0]["verdict"]) == (1, "unscaled")
         assert rows[0]["difference"] < 1e-4
+
+
+@pytest.mark.parametrize(("text", "agreed"), [(" ship is", 2), ("ship is", 2), ("ships", 1), ("boat", 0)])
+def test_a_server_may_leave_out_the_space_that_an_answer_begins_with(text: str, agreed: int) -> None:
+    computed = Answer(text=" ship is", ends=[5, 8], logprobs=[-1.0, -1.0], margins=[9.0, 9.0, 9.0], prompt=[])
+    distance, equal = _compare(computed, Completion(text, logprobs=(-1.0, -1.0)))
+    assert (equal, distance) == (agreed, 0.0 if agreed == 2 else inf)
 
 
 def test_a_server_that_cuts_in_silence(merged: Path, reference: Path, serve: Serve) -> None:
