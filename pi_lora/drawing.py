@@ -66,7 +66,8 @@ def plain(axes: Any, title: str = "", **legend: Any) -> None:
     """Give axes a title, a faint grid, a frame at the left and bottom only, and a legend in the style of `legend`."""
     if title:
         axes.set_title(title, fontsize=11)
-    axes.grid(alpha=0.25)
+    if not axes.images:
+        axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
     if legend:
         axes.legend(**legend)

@@ -159,7 +159,8 @@ def _draw_distances(scores: Mapping[str, PasskeyScores], axes: Any) -> None:
         for label, each in scores.items()
     }
     draw_curves(axes, curves)
-    axes.axhline(100 * REQUIRED_SUCCESS, color="0.55", linestyle="--", linewidth=1.2, label="required for k_max")
+    required = f"required for k_max ({REQUIRED_SUCCESS:.0%})"
+    axes.axhline(100 * REQUIRED_SUCCESS, color="0.55", linestyle="--", linewidth=1.2, label=required)
     axes.set(xlabel="distance of the passkey (tokens)", ylabel="retrieved (%)", ylim=(-4, 104))
 
 
