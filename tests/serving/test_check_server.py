@@ -10,12 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from pi_lora.serving.server import Completion
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from pi_lora import cli
 from pi_lora.merging.merging import merge
-from pi_lora.serving.check import _compare
+from pi_lora.serving.check import Completion, _compare
 from pi_lora.serving.reference import Answer
 
 Json = dict[str, Any]
