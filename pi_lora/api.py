@@ -159,7 +159,7 @@ def evaluate_perplexity(
         DataError: `data` is missing or cannot be read, or no document is as long as the longest window.
         ModelError: The model cannot be found or loaded.
     """
-    from pi_lora.evaluation.journal import Session
+    from pi_lora.evaluation.measurement import Session
     from pi_lora.evaluation.perplexity import Perplexity
     from pi_lora.recipe.evaluation import PerplexityOptions
 
@@ -194,7 +194,7 @@ def evaluate_passkey(
     Raises:
         ModelError: The model cannot be found or loaded.
     """
-    from pi_lora.evaluation.journal import Session
+    from pi_lora.evaluation.measurement import Session
     from pi_lora.evaluation.passkey import Passkey
     from pi_lora.recipe.evaluation import PasskeyOptions
 

@@ -5,8 +5,7 @@ metrics.
 from collections.abc import Sequence
 
 from pi_lora.evaluation.forward import described
-from pi_lora.evaluation.journal import Session
-from pi_lora.evaluation.measurement import Measurement, Metric, Result, Scores, Value, share_of_samples
+from pi_lora.evaluation.measurement import Measurement, Metric, Result, Scores, Session, Value, share_of_samples
 from pi_lora.models.model import Model
 from pi_lora.recipe.evaluation import BenchmarksOptions
 from pi_lora.types import Json

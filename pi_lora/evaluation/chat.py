@@ -17,8 +17,7 @@ from pi_lora.errors import DataError
 from pi_lora.evaluation.forward import check_numbers, described, in_parts, logits_at, padded
 from pi_lora.evaluation.generation import written_ids
 from pi_lora.evaluation.intervals import of_means
-from pi_lora.evaluation.journal import Session, identity_of
-from pi_lora.evaluation.measurement import Measurement, Metric, Result, Scores, Value, share
+from pi_lora.evaluation.measurement import Measurement, Metric, Result, Scores, Session, Value, identity_of, share
 from pi_lora.models.model import Model, find
 from pi_lora.recipe.evaluation import ChatOptions, Sampling
 from pi_lora.recipe.schema import Source

@@ -30,7 +30,7 @@ from rich.file_proxy import FileProxy
 from pi_lora.distributed import from_all, number_of_processes, share_of
 from pi_lora.errors import DataError, first_line
 from pi_lora.evaluation.forward import check_numbers
-from pi_lora.evaluation.journal import Session
+from pi_lora.evaluation.measurement import Session
 from pi_lora.models.model import Model
 from pi_lora.models.weights import quiet_loading
 from pi_lora.recipe.evaluation import BenchmarksOptions, Options, RulerOptions

@@ -24,12 +24,12 @@ from pi_lora.evaluation.forward import (
     pass_tokens,
     shared_prefix,
 )
-from pi_lora.evaluation.journal import Session
 from pi_lora.evaluation.measurement import (
     Measurement,
     Metric,
     Result,
     Scores,
+    Session,
     Value,
     longest_passing,
     share,

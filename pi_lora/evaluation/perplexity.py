@@ -20,8 +20,7 @@ from pi_lora.data.tokens import in_batches, tokenized
 from pi_lora.drawing import Panel, draw_curves, label_logarithmic, label_windows
 from pi_lora.errors import DataError
 from pi_lora.evaluation.forward import check_numbers, depends_on_length, described, pass_tokens
-from pi_lora.evaluation.journal import Session
-from pi_lora.evaluation.measurement import Measurement, Metric, Result, Scores, Value
+from pi_lora.evaluation.measurement import Measurement, Metric, Result, Scores, Session, Value
 from pi_lora.evaluation.sliding_windows import LossSums, Piece, Sweep, added, pass_losses
 from pi_lora.models.files import BUILTIN
 from pi_lora.models.model import Model

@@ -10,8 +10,16 @@ from pydantic import Field
 
 from pi_lora.errors import DataError
 from pi_lora.evaluation.forward import described, prompts_at_once
-from pi_lora.evaluation.journal import Session
-from pi_lora.evaluation.measurement import Measurement, Metric, Result, Scores, Value, longest_passing, share_of_samples
+from pi_lora.evaluation.measurement import (
+    Measurement,
+    Metric,
+    Result,
+    Scores,
+    Session,
+    Value,
+    longest_passing,
+    share_of_samples,
+)
 from pi_lora.models.model import Model
 from pi_lora.recipe.evaluation import RulerOptions, default_windows
 from pi_lora.types import Json

@@ -15,8 +15,7 @@ from pi_lora.drawing import figure_of, new_figure, save
 from pi_lora.errors import ModelError
 from pi_lora.evaluation.benchmarks import Benchmarks
 from pi_lora.evaluation.chat import Chats
-from pi_lora.evaluation.journal import Session
-from pi_lora.evaluation.measurement import Measurement, Metric, Scores, as_json
+from pi_lora.evaluation.measurement import Measurement, Metric, Scores, Session, as_json
 from pi_lora.evaluation.passkey import Passkey
 from pi_lora.evaluation.perplexity import Perplexity
 from pi_lora.evaluation.ruler import Ruler
@@ -79,30 +78,24 @@ def evaluate(
         kinds = {name: MEASUREMENTS[name.partition("-")[0]] for name in asked}
         prepared = {name: kinds[name].prepare(options, models) for name, options in asked.items()}
 
-    def load(model: Model) -> Model:
-        if model.model is not None:
-            return model
-        with display.working(f"loading {model.name}"):
-            return model.load(dtype)
-
-    if len(models) == 1:
-        models = [load(models[0])]
-    scores: dict[str, list[Scores]] = {}
+    scores: dict[str, list[Scores]] = {name: [] for name in asked}
+    loaded: Model | None = None
     for name, options in prepared.items():
         with Session(say=display.say, shared=True) as session:
-            found: list[Scores] = []
             for model in models:
-                loaded = load(model)
+                if loaded is None or len(models) > 1:
+                    loaded = None  # before the next one is read
+                    with display.working(f"loading {model.name}"):
+                        loaded = model.load(dtype)
                 with display.progress(f"{name} {model.name}") as session.progress:
-                    found.append(kinds[name].run(loaded, options, session))
+                    scores[name].append(kinds[name].run(loaded, options, session))
                 if options.longest and options.longest > model.window:
                     display.say(f"{model.name}: covers {model.window} tokens; measured with {options.longest} anyway")
-                del loaded  # before the next one is read
-            scores[name] = found
             if is_leader() and name in files:
                 write_scores(scores[name], files[name])
             if is_leader() and plot:
-                draw(scores[name], plot)
+                panels = kinds[name].panels({each.model: each for each in scores[name]})
+                save(figure_of(*panels, title=kinds[name].about(scores[name])), plot)
     return scores
 
 
@@ -217,12 +210,11 @@ def write_scores(scores: Scores | Sequence[Scores], file: Path) -> None:
 
 def scores_table(scores: Sequence[Scores]) -> Table:
     """Return a row for each metric and a column for each model, with the number of samples; all of one measurement."""
-    measurement, alone = MEASUREMENTS[scores[0].measurement], len(scores) == 1
+    measurement = MEASUREMENTS[scores[0].measurement]
     columns = [{metric.heading: metric for metric in measurement.metrics(one)} for one in scores]
-    table = Table("", title=f"{scores[0].model}: {measurement.name}" if alone else measurement.name)
-    for one in scores:
-        table.add_column("value" if alone else one.model, justify="right", overflow="fold")
-    table.add_column("samples", justify="right")
+    table = Table("", title=measurement.name)
+    for heading in (*(one.model for one in scores), "samples"):
+        table.add_column(heading, justify="right", overflow="fold")
     for heading in dict.fromkeys(heading for column in columns for heading in column):
         row = [column.get(heading) for column in columns]
         samples = dict.fromkeys(f"{each.samples:,}" for each in row if each and each.samples)
@@ -233,10 +225,3 @@ def scores_table(scores: Sequence[Scores]) -> Table:
     if any(metric.interval for column in columns for metric in column.values()):
         table.caption += "; 95 % intervals"
     return table
-
-
-def draw(scores: Sequence[Scores], file: Path) -> None:
-    """Draw the scores of several models as a PNG that names their text."""
-    by_model = {each.model: each for each in scores}
-    measurement = MEASUREMENTS[scores[0].measurement]
-    save(figure_of(*measurement.panels(by_model), title=measurement.about(scores)), file)

@@ -17,8 +17,7 @@ from pi_lora.errors import DataError
 from pi_lora.evaluation.forward import described, prompts_at_once
 from pi_lora.evaluation.generation import Write, generate
 from pi_lora.evaluation.intervals import Interval
-from pi_lora.evaluation.journal import Session
-from pi_lora.evaluation.measurement import Measurement, Metric, Scores
+from pi_lora.evaluation.measurement import Measurement, Metric, Scores, Session
 from pi_lora.models.model import Model
 from pi_lora.recipe.evaluation import Sampling, SummarizationOptions
 from pi_lora.recipe.schema import Data

@@ -13,8 +13,7 @@ from rich.table import Table
 from pi_lora.distributed import is_leader
 from pi_lora.drawing import sparkline
 from pi_lora.errors import ModelError
-from pi_lora.evaluation.journal import Session
-from pi_lora.evaluation.measurement import Metric
+from pi_lora.evaluation.measurement import Metric, Session
 from pi_lora.evaluation.passkey import PasskeyScores
 from pi_lora.evaluation.perplexity import PerplexityScores
 from pi_lora.evaluation.suite import MEASUREMENTS, SILENT, Display, metrics_of, setting_of

@@ -17,7 +17,7 @@ from test_cli import run
 from pi_lora.errors import DataError, Interrupted, ModelError
 from pi_lora.evaluation.benchmarks import TITLES, Benchmarks, BenchmarkScores
 from pi_lora.evaluation.harness import FOLDER, FOLDERS, RankedLM, articles, find_benchmarks, manager
-from pi_lora.evaluation.journal import Session
+from pi_lora.evaluation.measurement import Session
 from pi_lora.evaluation.suite import scores_table
 from pi_lora.models.model import Extension, Model, load
 from pi_lora.recipe.evaluation import BenchmarksOptions

@@ -13,7 +13,7 @@ from test_cli import run
 
 from pi_lora.evaluation import forward
 from pi_lora.evaluation.chat import Chats, ChatScores
-from pi_lora.evaluation.journal import Session
+from pi_lora.evaluation.measurement import Session
 from pi_lora.models.model import Model, load
 from pi_lora.recipe.evaluation import ChatOptions
 from pi_lora.report.card import refresh_scores

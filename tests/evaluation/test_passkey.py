@@ -19,7 +19,7 @@ from pi_lora import cli
 from pi_lora.errors import DataError
 from pi_lora.evaluation import forward
 from pi_lora.evaluation.forward import SharedPrefix
-from pi_lora.evaluation.journal import Session
+from pi_lora.evaluation.measurement import Session
 from pi_lora.evaluation.passkey import (
     Grid,
     Passkey,

@@ -20,8 +20,7 @@ from pi_lora.cli.app import out as terminal
 from pi_lora.data.sources import PINNED
 from pi_lora.errors import DataError, Interrupted, ModelError
 from pi_lora.evaluation import perplexity
-from pi_lora.evaluation.journal import Session
-from pi_lora.evaluation.measurement import as_json
+from pi_lora.evaluation.measurement import Session, as_json
 from pi_lora.evaluation.perplexity import Perplexity, choose_documents
 from pi_lora.evaluation.suite import scores_table
 from pi_lora.models.model import Model, find, load

@@ -18,7 +18,7 @@ from transformers import AutoTokenizer
 from pi_lora.errors import DataError, Interrupted
 from pi_lora.evaluation import harness
 from pi_lora.evaluation.harness import QUESTIONS, RULER, RULER_TASKS, WORDS_MODULE, RankedLM, ruler_task, save_tokenizer
-from pi_lora.evaluation.journal import Session
+from pi_lora.evaluation.measurement import Session
 from pi_lora.evaluation.ruler import Ruler, RulerTask
 from pi_lora.models.model import Model, load
 from pi_lora.recipe.evaluation import RulerOptions

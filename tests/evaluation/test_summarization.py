@@ -17,7 +17,7 @@ from pi_lora import cli
 from pi_lora.data.batches import training_data
 from pi_lora.errors import Interrupted
 from pi_lora.evaluation.generation import generate
-from pi_lora.evaluation.journal import Session
+from pi_lora.evaluation.measurement import Session
 from pi_lora.evaluation.summarization import Summarization, complete, data_of, rouge
 from pi_lora.models.model import load
 from pi_lora.recipe.evaluation import Sampling, SummarizationOptions

@@ -12,7 +12,7 @@ from conftest import small_recipe, train
 from safetensors.torch import load_file, save_file
 
 from pi_lora.errors import Diverged, ModelError
-from pi_lora.evaluation.journal import Session
+from pi_lora.evaluation.measurement import Session
 from pi_lora.evaluation.passkey import Passkey
 from pi_lora.models.model import find, load
 from pi_lora.recipe.evaluation import PasskeyOptions

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from conftest import BUILTIN, run_command
 
-from pi_lora.evaluation.journal import Journal
+from pi_lora.evaluation.measurement import Journal
 from pi_lora.evaluation.passkey import PasskeyDepth, PasskeyTest
 
 PASSKEY = ["eval", "passkey", BUILTIN, "--target", "256", "--depths", "2", "--trials", "1"]

@@ -10,7 +10,7 @@ from conftest import small_recipe, train
 from transformers import AutoModelForCausalLM
 
 from pi_lora.errors import ModelError
-from pi_lora.evaluation.journal import Session
+from pi_lora.evaluation.measurement import Session
 from pi_lora.evaluation.passkey import Passkey
 from pi_lora.evaluation.perplexity import Perplexity
 from pi_lora.merging.merging import merge

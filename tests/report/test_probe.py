@@ -13,7 +13,7 @@ from transformers import LlamaConfig
 
 from pi_lora.errors import DataError, Interrupted, ModelError, ScalingError
 from pi_lora.evaluation import perplexity
-from pi_lora.evaluation.journal import Session
+from pi_lora.evaluation.measurement import Session
 from pi_lora.evaluation.passkey import Passkey
 from pi_lora.evaluation.perplexity import Perplexity
 from pi_lora.evaluation.suite import Display
