@@ -61,7 +61,9 @@ class ModelCalls:
 
     def __init__(self, model: Any) -> None:
         self.model = model
-        self.config, self.device, self.generate = model.config, model.device, model.generate
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.model, name)
 
     def __call__(self, ids: Any) -> Any:
         """Return the model's outputs for token ids (rows, tokens)."""

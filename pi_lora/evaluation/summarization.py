@@ -188,16 +188,17 @@ def summarize(
     """Write a summary of `text` as it is generated, by the prompt that the model was tuned on or the paper's, and `say`
     how much was cut off. Raise DataError if the prompt needs more than a document, or the window has no room for one.
     """
-    options = complete(SummarizationOptions(**sampling.model_dump()), loaded.name)
     # All that fits is read, also where examples of training were cut shorter.
-    data = data_of(options).changed(document_tokens=loaded.window)
+    options = SummarizationOptions(**sampling.model_dump(), document_tokens=loaded.window)
+    options = complete(options, loaded.name)
+    data = data_of(options)
     task = Task(data)
-    if data.document is None or task.prompt_columns != [data.document]:
+    if task.prompt_columns != [data.document]:
         columns = " and ".join(task.prompt_columns)
         raise DataError(
             f"{loaded.name}: was tuned on prompts of {columns}; try pi-lora eval summarization on such rows"
         )
-    [prompt] = Prompter(task, loaded.tokenizer, loaded.window).prompts([{data.document: text}])
+    [prompt] = Prompter(task, loaded.tokenizer, loaded.window).prompts([dict.fromkeys(task.prompt_columns, text)])
     if not prompt.fits:
         raise DataError(no_room(loaded, data.completion_tokens))
     if prompt.kept < prompt.document_tokens:

@@ -19,7 +19,7 @@ from pi_lora.evaluation.benchmarks import TITLES, Benchmarks, BenchmarkScores
 from pi_lora.evaluation.harness import FOLDER, FOLDERS, RankedLM, articles, find_benchmarks, manager
 from pi_lora.evaluation.measurement import Session
 from pi_lora.evaluation.suite import scores_table
-from pi_lora.models.model import Extension, Model, load
+from pi_lora.models.model import Model, load
 from pi_lora.recipe.evaluation import BenchmarksOptions
 
 ROOT = Path(__file__).parents[2]
@@ -229,38 +229,9 @@ def test_numbers_that_are_not_finite_are_refused(files: dict[str, str]) -> None:
         measured(broken, options(files, "piqa"))
 
 
-def test_the_scaling_is_on_and_the_window_original(files: dict[str, str]) -> None:
-    models = [load("builtin:tiny", stretch) for stretch in (None, Extension(target=1024))]
-    plain, extended = (measured(model, options(files, "boolq")) for model in models)
-    assert (plain.scale, plain.window) == (1, 256)
-    assert (extended.scale, extended.window) == (4, 256)
-    ids = torch.arange(2, 40)[None]
-    first, second = (ranked(model, 256, 1).model(ids).logits for model in models)
-    assert not torch.equal(first, second)
-
-
-def test_one_example_has_no_standard_error(tiny: Model, files: dict[str, str]) -> None:
-    score = measured(tiny, options(files, "winogrande", limit=1)).tasks["winogrande"]
-    assert (score.examples, score.stderr) == (1, None)
-    assert score.acc in (0, 1)
-
-
-def test_race_middle_is_race_high_on_other_articles(files: dict[str, str]) -> None:
-    names = ["race_middle", "race_high"]
-    middle, high = find_benchmarks(options(files, *names)).values()
-    assert len(middle.eval_docs) == len(high.eval_docs) == 2
-    for ours, theirs in zip(middle.eval_docs, high.eval_docs, strict=True):
-        assert middle.doc_to_text(ours) == high.doc_to_text(theirs)
-        assert middle.doc_to_choice(ours) == high.doc_to_choice(theirs)
-        assert middle.doc_to_target(ours) == high.doc_to_target(theirs)
-    text = high.doc_to_text(high.eval_docs[0])
-    assert text.startswith(
-        "Article: Tom has a dog.\u2028It is brown.\n\nQuestion: What does Tom have?\nAnswer: a dog\n"
-    )
-    assert text.endswith("What is brown?")
-
-
-def test_race_middle_from_the_hub_is_put_together_by_article(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_race_middle_is_race_high_on_other_articles(files: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a file and of the hub, the questions of an article are put together."""
+    tasks = [find_benchmarks(options(files, "race_middle"))]
     asked: list[dict[str, Any]] = []
 
     def load_dataset(**wanted: Any) -> dict[str, datasets.Dataset]:
@@ -268,9 +239,14 @@ def test_race_middle_from_the_hub_is_put_together_by_article(monkeypatch: pytest
         return {"test": datasets.Dataset.from_list(RACE)}
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    task = find_benchmarks(BenchmarksOptions(tasks=("race_middle",)))["race_middle"]
+    tasks.append(find_benchmarks(BenchmarksOptions(tasks=("race_middle",))))
     assert asked == [{"path": "ehovy/race", "name": "middle"}]
-    assert list(task.eval_docs) == ROWS["race_high"]
+    for task in (each["race_middle"] for each in tasks):
+        assert list(task.eval_docs) == ROWS["race_high"]
+        text = task.doc_to_text(task.eval_docs[0])
+        beginning = "Article: Tom has a dog.\u2028It is brown.\n\nQuestion: What does Tom have?\nAnswer: a dog\n"
+        assert text.startswith(beginning)
+        assert text.endswith("What is brown?")
 
 
 def test_authors_files_are_converted(tmp_path: Path) -> None:
@@ -340,7 +316,7 @@ def test_the_command_shows_models_side_by_side(
     tmp_path: Path,
 ) -> None:
     result = tmp_path / "scores.json"
-    asked = ("--tasks", "winogrande,piqa", "--data", files["winogrande"], "--data", files["piqa"], "--limit", "2")
+    asked = ("--tasks", "winogrande,piqa", "--data", files["winogrande"], "--data", files["piqa"], "--limit", "1")
     models = ("builtin:tiny", str(small_model))
     status, out, err = run(capsys, monkeypatch, "eval", "benchmarks", *models, *asked, "--json", str(result))
     assert (status, err) == (0, "")
@@ -348,8 +324,8 @@ def test_the_command_shows_models_side_by_side(
     assert [each["model"] for each in scores] == list(models)
     assert [each["window"] for each in scores] == [256, 64]
     assert all(list(each["tasks"]) == ["winogrande", "piqa"] for each in scores)
-    assert all(each["tasks"]["piqa"]["examples"] == 2 for each in scores)
-    assert (scores[0]["options"]["limit"], scores[0]["lm_eval"]) == (2, lm_eval.__version__)
+    assert all(each["tasks"]["piqa"].items() >= {"examples": 1, "stderr": None}.items() for each in scores)
+    assert (scores[0]["options"]["limit"], scores[0]["lm_eval"]) == (1, lm_eval.__version__)
     assert f"{100 * scores[0]['tasks']['winogrande']['acc']:.0f}" in out
     assert "WinoGrande" in out
 

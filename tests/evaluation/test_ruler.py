@@ -15,7 +15,7 @@ from lm_eval.models.huggingface import HFLM
 from test_cli import run
 from transformers import AutoTokenizer
 
-from pi_lora.errors import DataError, Interrupted
+from pi_lora.errors import DataError
 from pi_lora.evaluation import harness
 from pi_lora.evaluation.harness import QUESTIONS, RULER, RULER_TASKS, WORDS_MODULE, RankedLM, ruler_task, save_tokenizer
 from pi_lora.evaluation.measurement import Session
@@ -177,32 +177,6 @@ def test_lm_eval_executes_no_code_that_a_tokenizer_names(small: Model, tmp_path:
     assert "stranger" not in "".join(file.read_text() for file in tmp_path.iterdir())
     again = AutoTokenizer.from_pretrained(tmp_path, trust_remote_code=True)
     assert again("a sea of words").input_ids == small.tokenizer("a sea of words").input_ids
-
-
-def test_an_interrupted_measurement_goes_on(small: Model, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("PI_LORA_CACHE", str(tmp_path))
-    knowing(small, monkeypatch, half)
-    asked = options("niah_single_1", "ruler_fwe")
-    at: list[tuple[int, int, str]] = []
-    whole = Ruler().run(small, asked, Session(lambda done, total, note="": at.append((done, total, note))))
-    assert at == [(each, 3, f"{name} at {WINDOW:,}") for name in ("niah_single_1", "ruler_fwe") for each in (1, 2, 3)]
-    batches = 0
-    generate = HFLM._model_generate
-
-    def interrupted(self: HFLM, *arguments: Any, **others: Any) -> torch.Tensor:
-        nonlocal batches
-        batches += 1
-        if batches == 3:
-            raise KeyboardInterrupt
-        return generate(self, *arguments, **others)
-
-    monkeypatch.setattr(HFLM, "_model_generate", interrupted)
-    with pytest.raises(Interrupted, match="interrupted"), Session(shared=True) as session:
-        Ruler().run(small, asked, session)
-    with Session(shared=True) as session:
-        assert Ruler().run(small, asked, session) == whole
-    assert batches == 3 + 2
-    assert not list(tmp_path.glob("evaluations/*"))
 
 
 def test_special_tokens_of_a_chat_template_are_what_they_stand_for(

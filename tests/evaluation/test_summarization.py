@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 import torch
 from conftest import small_recipe, train
-from processes import without_progress
 from rouge_score.rouge_scorer import RougeScorer
+from test_cli import run
 
-from pi_lora import cli
 from pi_lora.data.batches import training_data
 from pi_lora.errors import Interrupted
 from pi_lora.evaluation.generation import generate
@@ -110,25 +109,6 @@ def test_from_raw_reports_to_rouge_with_an_interruption(
         assert low <= mean <= high
 
 
-def test_any_text_is_kept_and_scored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Separators that Python takes for ends of lines, and halves of surrogate pairs."""
-    loaded = load("builtin:tiny")
-    rows = [{"a": "Text.", "b": f"one{end}two"} for end in ("\u2028", "\x85", "\x0b", "\ud800", "\r", "\n")]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    written = torch.tensor([loaded.tokenizer("one\u2028two\x85three")["input_ids"]])
-
-    def generate(input_ids: torch.Tensor, **_: Any) -> torch.Tensor:
-        return torch.cat([input_ids, written.expand(len(input_ids), -1)], dim=1)
-
-    monkeypatch.setattr(loaded.model, "generate", generate)
-    file = tmp_path / "predictions.jsonl"
-    source = {"data": str(tmp_path / "rows.jsonl"), "document": "a", "summary": "b"}
-    options = SummarizationOptions(**source, max_new_tokens=8, predictions=str(file))
-    assert Summarization().run(loaded, options, Session()).rouge1 == pytest.approx(80)
-    lines = [json.loads(line) for line in file.read_text().splitlines()]
-    assert [line["reference"] for line in lines] == [row["b"] for row in rows]
-
-
 def test_tokens_are_counted_without_padding(tuned: Path, extended: Path) -> None:
     recipe = recipe_of(extended, REPORTS)
     data = training_data(recipe.data, recipe.training, load(str(extended)).tokenizer, 256, 512)
@@ -178,14 +158,6 @@ def test_a_hub_data_set_is_measured_on_its_validation_split(extended: Path, monk
     asked = complete(SummarizationOptions(), str(extended))
     assert (asked.data, asked.split, asked.document) == ("me/reports", "validation", "report")
     assert complete(SummarizationOptions(split="test"), str(extended)).split == "test"
-
-
-def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *arguments: str) -> tuple[int, str, str]:
-    monkeypatch.setattr(sys, "argv", ["pi-lora", *arguments])
-    with pytest.raises(SystemExit) as exit_:
-        cli.main()
-    captured = capsys.readouterr()
-    return int(exit_.value.code or 0), captured.out, without_progress(captured.err)
 
 
 def test_the_two_commands(
