@@ -1,5 +1,7 @@
 """Types that every room shares."""
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -31,3 +33,16 @@ class Progress(Protocol):
 
 def silent(done: int, total: int, note: str = "") -> None:
     """Report no progress."""
+
+
+@dataclass(frozen=True)
+class How:
+    """How models are measured: `again`, although scores are kept; in which `dtype`; and what a user sees meanwhile:
+    lines, what is worked on, and progress, by default nothing.
+    """
+
+    again: bool = False
+    dtype: str | None = None
+    say: Callable[[str], object] = str
+    working: Callable[[str], AbstractContextManager[Any]] = nullcontext
+    progress: Callable[[str], AbstractContextManager[Progress]] = lambda title: nullcontext(silent)

@@ -11,7 +11,7 @@ from cyclopts import CycloptsError, MissingArgumentError
 from pydantic import ValidationError
 
 from pi_lora.cli import extend, measure, recipes  # noqa: F401
-from pi_lora.cli.app import app
+from pi_lora.cli.app import app, err
 from pi_lora.distributed import let_segments_grow, worker_exit_status
 from pi_lora.errors import Interrupted, PiLoraError, RecipeError
 from pi_lora.writing import problem_text
@@ -37,24 +37,24 @@ def main() -> NoReturn:
     try:
         app(sys.argv[1:], exit_on_error=False, print_error=False, result_action="return_value")
     except CycloptsError as mistake:
-        _fail(_in_a_line(_usage_problem(mistake)), 2)
+        _fail(2, _usage_problem(mistake))
     except KeyboardInterrupt:
-        _fail("interrupted; nothing was written", INTERRUPTED)
+        _fail(INTERRUPTED, "interrupted; nothing was written")
     except Exception as error:
         # The process that launched this one may report the error.
         if (status := worker_exit_status(error)) is not None:
             sys.exit(status)
         if isinstance(error, OSError) and error.strerror:
             # A folder that nobody may read, a name that is too long, a full disk.
-            refused = f"{error.filename or 'pi-lora'}: {error.strerror}; name another file or folder, or make room"
-            _fail(_in_a_line(refused), 2)
+            place = error.filename or "pi-lora"
+            _fail(2, f"{place}: {error.strerror}; name another file or folder, or make room")
         package = str(error.name).partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
         if package in EXTRAS:
-            _fail(f"pi-lora: needs the package {package}; pip install 'pi-lora[{EXTRAS[package]}]'", 2)
+            _fail(2, f"pi-lora: needs the package {package}; pip install 'pi-lora[{EXTRAS[package]}]'")
         if not isinstance(error, PiLoraError):
-            _fail(_unforeseen(error), 1)
-        lines = error.problems if isinstance(error, RecipeError) else [str(error)]
-        _fail("\n".join(map(_in_a_line, lines)), INTERRUPTED if isinstance(error, Interrupted) else 2)
+            _fail(1, _unforeseen(error))
+        problems = error.problems if isinstance(error, RecipeError) else [str(error)]
+        _fail(INTERRUPTED if isinstance(error, Interrupted) else 2, *problems)
     sys.exit()
 
 
@@ -79,12 +79,9 @@ def _unforeseen(error: Exception) -> str:
     return f"pi-lora: {library}: {type(error).__name__}: {first}; send {file.name} with a report of it"
 
 
-def _in_a_line(message: str) -> str:
-    """Names may have line breaks."""
-    return " ".join(message.splitlines())
-
-
-def _fail(message: str, status: int) -> NoReturn:
+def _fail(status: int, *messages: str) -> NoReturn:
+    """Print messages, a line each although names may have line breaks, and exit."""
+    lines = [err.wrapped(" ".join(message.splitlines())) for message in messages]
     with contextlib.suppress(OSError):  # a reader that is gone does not change how it ended
-        print(message, file=sys.stderr, flush=True)
+        print(*lines, sep="\n", file=sys.stderr, flush=True)
     sys.exit(status)

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from textwrap import fill
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import App, Group, Parameter, Token
@@ -20,7 +21,7 @@ from pi_lora.distributed import is_launched, is_leader, join_processes
 from pi_lora.errors import PiLoraError
 from pi_lora.recipe.section import as_tokens
 from pi_lora.scaling.config import Method
-from pi_lora.types import Permissions, Progress, silent
+from pi_lora.types import How, Permissions, Progress, silent
 
 if TYPE_CHECKING:
     from pi_lora.models.model import Extension, Model
@@ -32,10 +33,20 @@ class Terminal(Console):
     def __init__(self, stderr: bool = False) -> None:
         super().__init__(stderr=stderr, markup=False, emoji=False, highlight=False)
 
+    def wrapped(self, line: object) -> str:
+        """Return a line as it is, or on a terminal broken between words."""
+        if not self.is_terminal:
+            return str(line)
+        return fill(str(line), self.width, break_long_words=False, break_on_hyphens=False)
+
     def lines(self, *lines: object) -> None:
-        """Print lines, which are not broken however long they are."""
-        if lines:
-            self.print(*map(str, lines), sep="\n", soft_wrap=True)
+        """Print lines of text."""
+        self.commands(*map(self.wrapped, lines))
+
+    def commands(self, *commands: str) -> None:
+        """Print lines to be copied, which are not broken however long they are."""
+        if commands:
+            self.print(*commands, sep="\n", soft_wrap=True)
 
 
 def _shown_default(value: object) -> str | None:
@@ -205,6 +216,14 @@ class Loading(Trust):
         if is_launched():
             join_processes(cpu=device().type == "cpu")
         return models
+
+    def measured(self, again: bool = False) -> How:
+        """Return how models are measured, and shown to be."""
+        return How(again, self.dtype, say, working, progress_bar)
+
+
+Trusted = Annotated[Trust, GROUP]
+Loaded = Annotated[Loading, GROUP]
 
 
 def extension_of(target: int | None, original: int | None, scaling: Method | None) -> "Extension | None":

@@ -10,9 +10,9 @@ from cyclopts.types import NonNegativeInt, PositiveInt
 
 from pi_lora.cli.app import (
     EXTEND,
-    GROUP,
     Dtype,
     JsonFile,
+    Loaded,
     Loading,
     ModelName,
     Original,
@@ -22,6 +22,7 @@ from pi_lora.cli.app import (
     Scaling,
     Target,
     Trust,
+    Trusted,
     TrustRemoteCode,
     app,
     extension_of,
@@ -45,7 +46,7 @@ def train(
     recipe: RecipeFile,
     /,
     *overrides: Override,
-    trust: Annotated[Trust, GROUP] = Trust(),
+    trust: Trusted = Trust(),
     output: Annotated[Path | None, Parameter(help="The run folder; adapters/<recipe> by default.")] = None,
     resume: Annotated[bool, Parameter(help="Continue an interrupted run, by its recipe or its folder.")] = False,
     dry_run: Annotated[bool, Parameter(help="Check recipe, model, data and output, then stop.")] = False,
@@ -77,13 +78,13 @@ def train(
             return
         from pi_lora.training.training import closing_lines, prepare_data, train
 
-    with progress_bar("preparing data") as progress:
+    with progress_bar("preparing examples" if resolved.data.has_examples else "packing tokens") as progress:
         data = prepare_data(resolved, model, progress)
     if not is_launched():
         out.lines(*lines, *(f"data: {line}" for line in data.messages))
         if resolved.hardware.processes > 1:
             sys.exit(launch(launch_arguments(resolved, worker, *where)))
-    with progress_bar("training") as progress:
+    with progress_bar("training steps") as progress:
         folder = train(resolved, model, data, place, resume, progress)
     if is_leader():
         out.lines(*closing_lines(resolved, folder))
@@ -116,7 +117,7 @@ def merge(
     run: Annotated[Path, Parameter(name="RUN", help="A run or adapter: a folder or a hub id.")],
     /,
     *,
-    trust: Annotated[Trust, GROUP] = Trust(),
+    trust: Trusted = Trust(),
     base: Annotated[str | None, Parameter(help="Base model, if it moved or is not named.")] = None,
     original: Original = None,
     target: Target = None,
@@ -135,14 +136,14 @@ def merge(
         from pi_lora.merging.merging import merge
         from pi_lora.models.model import find
         from pi_lora.serving.reference import REFERENCE_FILE, Reader
-    with progress_bar("merging") as progress:
+    with progress_bar("merging bytes") as progress:
         to = output or Path("models") / run.resolve().name
         merged = merge(run, to, base, dtype, check, progress, extension, trust.permissions, sibling)
         if reference:
             model = find(str(to), permissions=trust.permissions)
             Reader(model, progress=progress).write(to / REFERENCE_FILE)
     out.lines(*merged.lines(), f"{to}: merged; it loads like any model, its scaling is in config.json", "")
-    out.lines("Serve it:", *merged.serving)
+    out.commands("Serve it:", *merged.serving)
 
 
 @app.command(group=EXTEND, sort_key=5)
@@ -155,7 +156,7 @@ def extend(
     original: Original = None,
     probe: Probe = None,
     output: Annotated[Path, Parameter(help="A new folder.")],
-    trust: Annotated[Trust, GROUP] = Trust(),
+    trust: Trusted = Trust(),
 ) -> None:
     """Write MODEL with a window of --target tokens and no tuning, for every engine; its weights stay as they are."""
     with working():
@@ -165,7 +166,8 @@ def extend(
     found = find(model, extension_of(target, original, scaling), trust.permissions)
     with progress_bar("linking weights") as progress:
         serving = extend(found, output, read_probe(probe) if probe else None, progress)
-    out.lines(f"{output}: written; it loads like any model, its scaling is in config.json", "", "Serve it:", *serving)
+    out.lines(f"{output}: written; it loads like any model, its scaling is in config.json", "")
+    out.commands("Serve it:", *serving)
 
 
 @export_app.command
@@ -186,7 +188,8 @@ def gguf(
     file = output or Path("models") / f"{name.removesuffix('.gguf')}.gguf"
     with progress_bar("exporting") as progress:
         checked, *serving = export_gguf(model, file, converter, dtype, progress)
-    out.lines(checked, f"{file}: written for llama.cpp", "", "Serve it:", *serving)
+    out.lines(checked, f"{file}: written for llama.cpp", "")
+    out.commands("Serve it:", *serving)
 
 
 @app.command(name="check-server", group=EXTEND, sort_key=5)
@@ -201,7 +204,7 @@ def check_server(
     served: Annotated[str | None, Parameter(help="The server's name of the model, if it has several.")] = None,
     tolerance: Annotated[float, Parameter(help="Mean difference of log probabilities, in nats.")] = 0.1,
     json: JsonFile = None,
-    loading: Annotated[Loading, GROUP] = Loading(),
+    loading: Loaded = Loading(),
 ) -> None:
     """Check whether a running server computes a model beyond its original window; exit with 1 if it does not."""
     if not (write_reference and reference and not url) and not (url and (model is None) != (reference is None)):

@@ -11,6 +11,7 @@ from pi_lora.cli.app import (
     GROUP,
     MEASURE,
     JsonFile,
+    Loaded,
     Loading,
     ModelName,
     Original,
@@ -19,7 +20,6 @@ from pi_lora.cli.app import (
     app,
     extension_of,
     out,
-    progress_bar,
     say,
     working,
 )
@@ -37,7 +37,6 @@ from pi_lora.recipe.evaluation import (
 from pi_lora.writing import check_can_write, write_json
 
 if TYPE_CHECKING:
-    from pi_lora.evaluation.suite import Display
     from pi_lora.models.model import Model
 
 Models = Annotated[list[str], Parameter(name="MODEL", help="Hub ids, folders, runs or builtin:tiny.")]
@@ -64,7 +63,7 @@ class Measuring(Loading):
 
             found = self.find(*models, extension=extension_of(target, self.original, self.scaling))
         files = {name: self.json} if self.json else {}
-        scores = evaluate(found, {name: options}, files, plot=plot, dtype=self.dtype, display=display())
+        scores = evaluate(found, {name: options}, files, plot=plot, how=self.measured())
         if is_leader():
             out.print(scores_table(scores[name]))
 
@@ -76,13 +75,16 @@ class Extending(Measuring):
     target: Target = None
 
 
+Extended = Annotated[Extending, GROUP]
+
+
 @eval_app.command
 def perplexity(
     models: Models,
     /,
     *,
     options: Annotated[PerplexityOptions, GROUP] = PerplexityOptions(),
-    how: Annotated[Extending, GROUP] = Extending(),
+    how: Extended = Extending(),
     plot: Plot = None,
 ) -> None:
     """Sliding-window perplexity (paper, section 3.2) of several models; --plot also draws the loss by position."""
@@ -111,7 +113,7 @@ def benchmarks(
     /,
     *,
     options: Annotated[BenchmarksOptions, GROUP] = BenchmarksOptions(),
-    how: Annotated[Extending, GROUP] = Extending(),
+    how: Extended = Extending(),
 ) -> None:
     """Short-context benchmarks (paper, table 5) through lm-eval, of several models side by side."""
     how.report("benchmarks", models, options, how.target)
@@ -123,7 +125,7 @@ def ruler(
     /,
     *,
     options: Annotated[RulerOptions, GROUP] = RulerOptions(),
-    how: Annotated[Extending, GROUP] = Extending(),
+    how: Extended = Extending(),
 ) -> None:
     """RULER and the effective length (Hsieh et al. 2024) through lm-eval, of several models side by side."""
     how.report("ruler", models, options, how.target)
@@ -135,16 +137,14 @@ def summarization(
     /,
     *,
     options: Annotated[SummarizationOptions, GROUP] = SummarizationOptions(),
-    how: Annotated[Extending, GROUP] = Extending(),
+    how: Extended = Extending(),
 ) -> None:
     """Summaries of long documents, scored by ROUGE (paper, section 3.5): GovReport's, or as a run was tuned."""
     how.report("summarization", models, options, how.target)
 
 
 @eval_app.command
-def chat(
-    models: Models, /, *, options: Annotated[ChatOptions, GROUP], how: Annotated[Extending, GROUP] = Extending()
-) -> None:
+def chat(models: Models, /, *, options: Annotated[ChatOptions, GROUP], how: Extended = Extending()) -> None:
     """Perplexity of the assistant's turns in chats; against the base, KL divergence and the share of equal answers."""
     how.report("chat", models, options, how.target)
 
@@ -154,7 +154,7 @@ def everything(
     run: Annotated[str, Parameter(name="RUN", help="A run, a folder or hub id.")],
     /,
     *,
-    how: Annotated[Loading, GROUP] = Loading(),
+    how: Loaded = Loading(),
     data: OtherText = None,
     again: Again = False,
 ) -> None:
@@ -165,8 +165,7 @@ def everything(
         from pi_lora.run import TUNED, Run
 
         folder = Run(run_folder(run))
-    options: Any = {"again": again, "dtype": how.dtype, "display": display()}
-    scores = scores_of(folder, TUNED, asked_of(folder, data), lambda: how.find(run)[0], **options)
+    scores = scores_of(folder, TUNED, asked_of(folder, data), lambda: how.find(run)[0], how.measured(again))
     for each in scores.values() if is_leader() else ():
         out.print(scores_table([each]))
 
@@ -177,7 +176,7 @@ def compare(
     run: Annotated[str, Parameter(name="RUN", help="A run, a folder or hub id, tuned from BASE.")],
     /,
     *,
-    how: Annotated[Loading, GROUP] = Loading(),
+    how: Loaded = Loading(),
     data: OtherText = None,
     another: Annotated[bool, Parameter(help="BASE is another model than the one that RUN was tuned from.")] = False,
     short: Annotated[list[str] | None, Parameter(help="Also benchmarks: TASK or TASK=FILE.")] = None,
@@ -202,8 +201,7 @@ def compare(
         asked["ruler"] = RulerOptions(samples=ruler)
     if chat:
         asked["chat"] = ChatOptions(data=chat, base=base)
-    allowed: dict[str, Any] = {"data": data, "another": another, "again": again, "dtype": how.dtype}
-    comparison = compare_run(base, run, how.find, asked, **allowed, display=display())
+    comparison = compare_run(base, run, how.find, asked, data=data, another=another, how=how.measured(again))
     if is_leader():
         out.print(comparison_table(comparison))
     if json and is_leader():
@@ -216,7 +214,7 @@ def probe(
     /,
     *,
     options: Annotated[ProbeOptions, GROUP],
-    how: Annotated[Loading, GROUP] = Loading(),
+    how: Loaded = Loading(),
     json: JsonFile = None,
 ) -> None:
     """Measure before any tuning which scaling suits MODEL: perplexity and passkeys, inside its window and at --target.
@@ -227,11 +225,11 @@ def probe(
         from pi_lora.report.probe import next_command, probe, probe_table
 
         [base] = how.find(model)
-    found = probe(base, options, json=json, dtype=how.dtype, display=display())
+    found = probe(base, options, json, how.measured())
     for reach in found.targets if is_leader() else ():
         out.print(probe_table(found, reach))
-        need = "no tuning is needed" if reach.enough else "tuning can add to it"
-        out.lines(f"{reach.summary}; {need}: {next_command(found, reach, json)}")
+        out.lines(f"{reach.summary}; {'no tuning is needed' if reach.enough else 'tuning can add to it'}:")
+        out.commands(next_command(found, reach, json))
 
 
 @app.command(group=MEASURE, sort_key=3)
@@ -277,7 +275,7 @@ def generate(
     temperature: Annotated[NonNegativeFloat, Parameter(help="Of sampling; 0 takes the likeliest token.")] = 0.0,
     seed: Annotated[int, Parameter(help="Of sampling.")] = 0,
     no_chat_template: Annotated[bool, Parameter(help="Continue the text as it is.")] = False,
-    how: Annotated[Loading, GROUP] = Loading(),
+    how: Loaded = Loading(),
 ) -> None:
     """Write text after a prompt, as the turn of a user where the model has a chat template."""
     from pi_lora.api import generate
@@ -297,7 +295,7 @@ def summarize(
     /,
     *,
     sampling: Annotated[Sampling, GROUP] = Sampling(),
-    how: Annotated[Loading, GROUP] = Loading(),
+    how: Loaded = Loading(),
 ) -> None:
     """Summarize a document with a model that was tuned for it."""
     from pi_lora.evaluation.summarization import summarize
@@ -320,10 +318,3 @@ def _read_and_load(file: str, prompt: str | None, model: str, how: Loading) -> "
 def _written(text: str) -> None:
     """Print text of a model as it comes."""
     out.print(text, end="", soft_wrap=True)
-
-
-def display() -> "Display":
-    """Return what a user sees while models are measured."""
-    from pi_lora.evaluation.suite import Display
-
-    return Display(say, working, progress_bar)

@@ -10,7 +10,6 @@ from cyclopts.validators import Number
 from rich.table import Column, Table
 
 from pi_lora.cli.app import (
-    GROUP,
     OTHERS,
     RECIPES,
     JsonFile,
@@ -21,6 +20,7 @@ from pi_lora.cli.app import (
     RecipeFile,
     Target,
     Trust,
+    Trusted,
     TrustRemoteCode,
     app,
     err,
@@ -141,7 +141,7 @@ def theory(
     target: Annotated[Target, Parameter(help="L' in tokens; the model's, or twice L.")] = None,
     output: Annotated[Path, Parameter(help="Folder for the figures.")] = Path("theory"),
     json: JsonFile = None,
-    trust: Annotated[Trust, GROUP] = Trust(),
+    trust: Trusted = Trust(),
 ) -> None:
     """Compute the bounds and draw the figures of the paper (section 2), for any setting or a model."""
     if model and (head_dim is not None or theta is not None):

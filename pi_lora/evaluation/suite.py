@@ -2,8 +2,6 @@
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +23,7 @@ from pi_lora.recipe.evaluation import Evaluation, PasskeyOptions, PerplexityOpti
 from pi_lora.recipe.files import RECIPE_FILE
 from pi_lora.recipe.section import Section
 from pi_lora.run import BASE, Run, check_finished
-from pi_lora.types import Progress, silent
+from pi_lora.types import How, Progress, silent
 from pi_lora.writing import check_can_write, first_problem, read_json, write_json
 
 # Named as the sections of a recipe's `evaluation` and the files in a run's scores; the paper's are first, in its order.
@@ -43,26 +41,13 @@ CHANGE_NO_NUMBER = {"batch_size", "predictions", "by_position"}
 Asked = Mapping[str, Section]
 
 
-@dataclass(frozen=True)
-class Display:
-    """What a user sees while models are measured: lines, what is worked on, and progress; by default nothing."""
-
-    say: Callable[[str], object] = str
-    working: Callable[[str], AbstractContextManager[Any]] = nullcontext
-    progress: Callable[[str], AbstractContextManager[Progress]] = lambda title: nullcontext(silent)
-
-
-SILENT = Display()
-
-
 def evaluate(
     models: Sequence[Model],
     asked: Asked,
     files: Mapping[str, Path] | None = None,
     *,
     plot: Path | None = None,
-    dtype: str | None = None,
-    display: Display = SILENT,
+    how: How = How(),
 ) -> dict[str, list[Scores]]:
     """Return the scores of models by measurement, written into `files` by measurement as soon as all models have them.
 
@@ -73,7 +58,7 @@ def evaluate(
     check_can_write(plot, *files.values())
     if plot:
         new_figure(1, 1)  # fails here without matplotlib, not after the measurement
-    with display.working("preparing the measurements"):
+    with how.working("preparing the measurements"):
         # Scores are named after their measurement: `perplexity`, or `perplexity-novels`.
         kinds = {name: MEASUREMENTS[name.partition("-")[0]] for name in asked}
         prepared = {name: kinds[name].prepare(options, models) for name, options in asked.items()}
@@ -81,16 +66,16 @@ def evaluate(
     scores: dict[str, list[Scores]] = {name: [] for name in asked}
     loaded: Model | None = None
     for name, options in prepared.items():
-        with Session(say=display.say, shared=True) as session:
+        with Session(say=how.say, shared=True) as session:
             for model in models:
                 if loaded is None or len(models) > 1:
                     loaded = None  # before the next one is read
-                    with display.working(f"loading {model.name}"):
-                        loaded = model.load(dtype)
-                with display.progress(f"{name} {model.name}") as session.progress:
+                    with how.working(f"loading {model.name}"):
+                        loaded = model.load(how.dtype)
+                with how.progress(f"{name} {model.name}") as session.progress:
                     scores[name].append(kinds[name].run(loaded, options, session))
                 if options.longest and options.longest > model.window:
-                    display.say(f"{model.name}: covers {model.window} tokens; measured with {options.longest} anyway")
+                    how.say(f"{model.name}: covers {model.window} tokens; measured with {options.longest} anyway")
             if is_leader() and name in files:
                 write_scores(scores[name], files[name])
             if is_leader() and plot:
@@ -104,23 +89,20 @@ def scores_of(
     stage: str,
     asked: Asked,
     find: Callable[[], Model],
-    *,
-    again: bool = False,
-    dtype: str | None = None,
-    display: Display = SILENT,
+    how: How = How(),
 ) -> dict[str, Scores]:
     """Return scores of a run, or of its base, by the names of their files: those that are kept with the options that
-    are `asked`, and the others measured of the model that `find` returns and kept; with `again` all of them.
+    are `asked`, and the others measured of the model that `find` returns and kept; if measured again, all of them.
     """
     files = {name: run.scores_file(name, stage) for name in asked}
     kept: dict[str, Scores] = {}
     for name, file in files.items():
-        scores = read_scores(file) if file.is_file() and not again else None
+        scores = read_scores(file) if file.is_file() and not how.again else None
         if scores and _answers(scores, asked[name], exactly=stage == BASE):
             kept[name] = scores
     missing = {name: options for name, options in asked.items() if name not in kept}
     if missing:
-        measured = evaluate([find()], missing, files, dtype=dtype, display=display)
+        measured = evaluate([find()], missing, files, how=how)
         kept |= {name: scores for name, [scores] in measured.items()}
     return {name: kept[name] for name in asked}
 

@@ -4,7 +4,6 @@ Both models read the same documents, prompts and examples: where both results ho
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 from pydantic import BaseModel
 from rich.table import Table
@@ -13,9 +12,7 @@ from pi_lora.errors import ModelError
 from pi_lora.evaluation.intervals import Interval, Pairs, of_means, of_successes, pairs_needed
 from pi_lora.evaluation.measurement import Metric, Scores, Value
 from pi_lora.evaluation.suite import (
-    SILENT,
     Asked,
-    Display,
     asked_of,
     differences,
     evaluate,
@@ -26,6 +23,7 @@ from pi_lora.evaluation.suite import (
 from pi_lora.models.model import Model, run_folder
 from pi_lora.report.scores import MeasuredRun
 from pi_lora.run import BASE, TUNED
+from pi_lora.types import How
 
 # Fewer documents than these may tell nothing even of a large change; a change that needs more than these is noise.
 FEW, MANY = 5, 100
@@ -69,14 +67,12 @@ def compare_run(
     *,
     data: str | None = None,
     another: bool = False,
-    again: bool = False,
-    dtype: str | None = None,
-    display: Display = SILENT,
+    how: How = How(),
 ) -> Comparison:
     """Compare a run with its base, or if allowed with `another` model, in what was measured of it, what its recipe
-    names, and what is `asked` besides; `data` is another text for perplexity. What is missing, or all `again`, is
-    measured and kept in the run's scores: the base with the options of the run's scores. `find` returns the models of
-    some names. Raise ModelError if `base` is not the base of the run; PiLoraError as a measurement does.
+    names, and what is `asked` besides; `data` is another text for perplexity. What is missing is measured and kept in
+    the run's scores: the base with the options of the run's scores. `find` returns the models of some names. Raise
+    ModelError if `base` is not the base of the run; PiLoraError as a measurement does.
     """
     folder = MeasuredRun(run_folder(run))
     kept = {name: scores.options for name, scores in folder.scores.get(TUNED, {}).items() if scores.options}
@@ -87,13 +83,12 @@ def compare_run(
     if is_other and not another:
         own = f"was tuned from other weights ({folder.base.name})"
         raise ModelError(f"{run}: {own} than {base}; name its own base, or compare it all the same with --another")
-    how: Any = {"again": again, "dtype": dtype, "display": display}
-    tuned = scores_of(folder, TUNED, asked, lambda: find(run)[0], **how)
+    tuned = scores_of(folder, TUNED, asked, lambda: find(run)[0], how)
     options = {name: scores.options or asked[name] for name, scores in tuned.items()}
     if is_other:
-        before = {name: each for name, [each] in evaluate([model], options, dtype=dtype, display=display).items()}
+        before = {name: each for name, [each] in evaluate([model], options, how=how).items()}
     else:
-        before = scores_of(folder, BASE, options, lambda: model, **how)
+        before = scores_of(folder, BASE, options, lambda: model, how)
     comparison = Comparison(base=base, run=run, original=folder.original, another=is_other, settings={}, rows=[])
     for name, scores in tuned.items():
         rows = list(compare(before[name], scores))
@@ -130,17 +125,18 @@ def verdict(change: float, interval: Interval | None, unit: str, higher_is_bette
 
 def comparison_table(comparison: Comparison) -> Table:
     """Return the rows as a table."""
-    table = Table("", title=f"{comparison.base} and {comparison.run}", box=None)
+    title = f"{comparison.base} and {comparison.run}"
+    table = Table("", title=title, caption_justify="left", box=None, pad_edge=False)  # fits 80 columns
     for heading in ("another model" if comparison.another else "base", "run", "verdict", "95 % interval"):
         table.add_column(heading, justify="right")
     for row in comparison.rows:
-        digits = {"tokens": 0, "points": 1}.get(row.unit, 3)
-        values = [f"{value:,.{digits}f}" for value in (row.base, row.run)]
+        number = {"tokens": "{:,.0f}", "points": "{:.1f} %"}.get(row.unit, "{:,.3f}")
+        values = [number.format(value) for value in (row.base, row.run)]
         interval = " to ".join(f"{end:+,.{DIGITS.get(row.unit, 1)}f}" for end in row.interval or ())
         table.add_row(row.measurement, *values, row.verdict, interval)
     settings = [f"{name}: {setting}" for name, setting in comparison.settings.items()]
     window = f"the original window has {comparison.original:,} tokens; " if comparison.original else ""
-    table.caption = "\n".join([*settings, f"{window}intervals are of the change, in the unit of the verdict"])
+    table.caption = "\n".join([*settings, f"{window}intervals of the change, in the unit of the verdict"])
     return table
 
 
@@ -155,7 +151,7 @@ def change_of(base: Metric, run: Metric) -> Row:
     paired = _paired_interval(pairs, run) if pairs else None
     interval = paired or run.change_from(base)
     return Row(
-        measurement=run.heading + (", %" if run.unit == "%" else ""),
+        measurement=run.heading,
         base=base.value,
         run=run.value,
         unit=unit,

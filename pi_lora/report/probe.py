@@ -16,13 +16,13 @@ from pi_lora.errors import ModelError
 from pi_lora.evaluation.measurement import Metric, Session
 from pi_lora.evaluation.passkey import PasskeyScores
 from pi_lora.evaluation.perplexity import PerplexityScores
-from pi_lora.evaluation.suite import MEASUREMENTS, SILENT, Display, metrics_of, setting_of
+from pi_lora.evaluation.suite import MEASUREMENTS, metrics_of, setting_of
 from pi_lora.models.machine import device, hardware, has_fast_bfloat16, versions
 from pi_lora.models.model import Extension, Model
 from pi_lora.recipe.evaluation import PasskeyOptions, PerplexityOptions, ProbeOptions
 from pi_lora.report.comparison import change_of, verdict
 from pi_lora.scaling.config import Method, methods_for
-from pi_lora.types import Json
+from pi_lora.types import How, Json
 from pi_lora.writing import check_can_write, read_json, write_json
 
 # Scalings that are probed by default, of those that suit the model: pi, yarn and theta of a plain base.
@@ -89,14 +89,7 @@ class Probe(BaseModel):
         raise ModelError(f"--probe: was made for --target {known}, not for {target}; probe again")
 
 
-def probe(
-    base: Model,
-    options: ProbeOptions,
-    *,
-    json: Path | None = None,
-    dtype: str | None = None,
-    display: Display = SILENT,
-) -> Probe:
+def probe(base: Model, options: ProbeOptions, json: Path | None = None, how: How = How()) -> Probe:
     """Measure a plain base as it is and under each scaling, untuned, at each target; all in the same arithmetic.
 
     What was measured is kept until the end, so that an interrupted probe continues. Raise ScalingError if a scaling
@@ -106,11 +99,11 @@ def probe(
     if base.adapter:
         raise ModelError(f"{base.name}: brings its own scaling; probe its base, {base.base}")
     check_can_write(json)
-    dtype = dtype or ("bfloat16" if has_fast_bfloat16() else None)
-    with Session(say=display.say, shared=True) as session:
+    dtype = how.dtype or ("bfloat16" if has_fast_bfloat16() else None)
+    with Session(say=how.say, shared=True) as session:
 
         def measure(name: str, model: Model, title: str, asked: Any) -> Json:
-            with display.progress(f"{title}, {name}") as session.progress:
+            with how.progress(f"{title}, {name}") as session.progress:
                 return {name: MEASUREMENTS[name].run(model.load(dtype), asked, session)}
 
         reaches = [_reach(base, target, options, measure) for target in sorted(options.target)]

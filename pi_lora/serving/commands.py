@@ -23,7 +23,7 @@ def serving_lines(config: PreTrainedConfig, folder: Path | None = None) -> list[
         f"pi-lora check-server http://localhost:8000 {name}",
         f"pi-lora export gguf {name} --output {shlex.quote(str(file))}",
         *llama_cpp_lines(file, window, str(model)),
-        f"# a sequence of {window:,} tokens takes {size / 1e9:.3g} GB of KV cache in {dtype}",
+        f"# a sequence of {window:,} tokens takes {size / 1e6:,.0f} MB of KV cache in {dtype}",
     ]
 
 

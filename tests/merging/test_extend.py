@@ -14,6 +14,7 @@ from pi_lora.merging.merging import extend
 from pi_lora.models.model import Extension, find, load
 from pi_lora.recipe.evaluation import ProbeOptions
 from pi_lora.report.probe import probe
+from pi_lora.types import How
 
 IDS = torch.randint(2, 1024, (2, 256), generator=torch.Generator().manual_seed(5))
 YARN = Extension(256, scaling="yarn")
@@ -47,7 +48,7 @@ def test_the_card_has_the_numbers_of_a_probe(small_model: Path, tmp_path: Path) 
     text = tmp_path / "text.txt"
     text.write_text("The door is open and the road is long. " * 60)
     options = ProbeOptions(target=(256,), data=str(text), documents=1, trials=1, scalings=("yarn",))
-    found = probe(find(str(small_model)), options, dtype="float32")
+    found = probe(find(str(small_model)), options, how=How(dtype="float32"))
     extend(find(str(small_model), YARN), tmp_path / "extended", found)
     before, after = (found.at(256).scalings[name] for name in ("direct", "yarn"))
     card = (tmp_path / "extended" / "README.md").read_text()

@@ -114,11 +114,11 @@ def asked(outcomes: list[list[bool]], seed: int = 0) -> PasskeyScores:
 def test_passkeys_are_paired_by_trial() -> None:
     base, run = asked([[True] * 8, [False] * 8]), asked([[True] * 8, [True] * 7 + [False]])
     rows = one(base, run)
-    row = rows["passkeys retrieved at 128, %"]
+    row = rows["passkeys retrieved at 128"]
     assert (row.base, row.run, row.pairs, row.verdict) == (50, 93.75, 16, "43.8 points better")
     assert rows["k_max at 128"].verdict == "32 tokens longer"
     rows = one(base, asked([[True] * 8, [True] + [False] * 7]))
-    assert rows["passkeys retrieved at 128, %"].verdict == "within noise"
+    assert rows["passkeys retrieved at 128"].verdict == "within noise"
     assert one(base, base)["k_max at 128"].verdict == "the same"
     assert not one(base, asked([[True] * 8] * 2, seed=1)), "other keys"
     only_k_max = base.model_copy(update={"left_out": {"depths": [], "trials": 1}})
@@ -182,9 +182,9 @@ def test_ruler_is_paired_by_prompt() -> None:
     base = ruler({64: {"a": [1.0, 1.0, 0.5, 1.0], "b": [1.0, 0.75, 1.0, 1.0]}, 128: {"a": [0.0] * 4, "b": [0.0] * 4}})
     run = ruler({64: {"a": [1.0, 1.0, 0.5, 1.0], "b": [1.0, 0.75, 1.0, 0.75]}, 128: {"a": [1.0] * 4, "b": [0.5] * 4}})
     rows = one(base, run)
-    assert rows["RULER at 64, %"].verdict == "within noise"
-    assert rows["RULER at 64, %"].pairs == 8
-    beyond = rows["RULER at 128, %"]
+    assert rows["RULER at 64"].verdict == "within noise"
+    assert rows["RULER at 64"].pairs == 8
+    beyond = rows["RULER at 128"]
     assert beyond.verdict == "75.0 points better"
     assert beyond.interval is not None
     assert beyond.interval[0] < 75 < beyond.interval[1], "all differ alike, which is no certainty"

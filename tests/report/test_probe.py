@@ -16,10 +16,10 @@ from pi_lora.evaluation import perplexity
 from pi_lora.evaluation.measurement import Session
 from pi_lora.evaluation.passkey import Passkey
 from pi_lora.evaluation.perplexity import Perplexity
-from pi_lora.evaluation.suite import Display
 from pi_lora.models.model import Extension, find, load
 from pi_lora.recipe.evaluation import PasskeyOptions, PerplexityOptions, ProbeOptions
 from pi_lora.report.probe import Probe, Probed, Reach, decided, probe, read_probe
+from pi_lora.types import How
 
 TARGET = 256
 
@@ -46,7 +46,7 @@ def test_a_probe_is_the_measurements_of_the_untuned_scalings(
     assert (content["model"], content["original"], len(content["targets"])) == (str(small_model), 64, 1)
     [reach] = read_probe(file).targets
     assert list(reach.scalings) == ["direct", "pi", "theta"]
-    assert reach.summary in out.splitlines()[-1]
+    assert reach.summary in out.splitlines()[-2]
     assert f"pi-lora new {small_model} --target {TARGET} --probe {file}" in out.splitlines()[-1]
     losses_of = PerplexityOptions(data=str(texts), windows=(64, TARGET), stride=64, truncate=TARGET)
     for name, found in reach.scalings.items():
@@ -71,7 +71,7 @@ def test_an_interrupted_probe_continues(small_model: Path, texts: Path, monkeypa
         yield lambda *_: None
 
     with pytest.raises(Interrupted, match="the same command goes on"):
-        probe(find(str(small_model)), options, display=Display(progress=until_passkeys))
+        probe(find(str(small_model)), options, how=How(progress=until_passkeys))
     measured = len(passes)
     assert measured >= 4
     [reach] = probe(find(str(small_model)), options).targets
