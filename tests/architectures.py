@@ -299,13 +299,13 @@ says the same about one model before its weights are read.
 
 *All scalings* are `pi`, `yarn`, `theta`, `llama3`, and `dynamic` and `direct` for comparison. A base that was extended
 before goes on from its own frequencies: its factor is multiplied. The engines' column says which readers know such a
-config; which of them were asked, and what they answered, is in docs/engines.md. `tests/scaling/test_families.py` checks the frequencies of each family in
+config; [engines](engines.md) says what they answered when they were asked. `tests/scaling/test_families.py` checks the frequencies of each family in
 transformers against the papers' formulas, and the window against vLLM's rule.
 
-The rest of this page is written by `python tests/architectures.py` from transformers {version}: every causal language
-model in it is built **small and with random weights**, extended by the first scaling that suits it, and under `pi`
-compared with the plain model at positions `m / s`: rotary angles, and logits to float32 precision. **The weights of
-models on the hub were not tried.** How well a model uses its new window is what `pi-lora eval` measures.
+The rest of this page is written by `python tests/architectures.py` from transformers {version}. Every causal language
+model in it is built **small and with random weights**, and extended by the first scaling that suits it. Under `pi` it is
+compared with the plain model at positions `m / s`: rotary angles, and logits to float32 precision. How well a model
+uses its new window is what `pi-lora eval` measures.
 
 ## {count} architectures verified
 
