@@ -189,11 +189,6 @@ class Run:
             raise RecipeError(problems)
 
 
-def output_folder(recipe: Recipe, recipe_path: Path) -> Path:
-    """Return the default folder of a run: `adapters/<recipe>` for LoRA, `models/<recipe>` for full tuning."""
-    return Path("models" if recipe.tuning.method == "full" else "adapters") / recipe_path.stem
-
-
 def begun_or_new(
     name: Path, overrides: Sequence[str] = (), output: Path | None = None, resume: bool = False
 ) -> tuple[Recipe, Path]:
@@ -204,7 +199,7 @@ def begun_or_new(
     if resume and not file.is_file() and begun.is_file():
         return load_recipe(begun, overrides).recipe, output or name
     recipe = load_recipe(file, overrides).recipe
-    return recipe, output or output_folder(recipe, file)
+    return recipe, output or Path("models" if recipe.tuning.method == "full" else "adapters", file.stem)
 
 
 def resume_command(output: Path) -> str:

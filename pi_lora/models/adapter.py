@@ -53,47 +53,20 @@ def prepare_for_tuning(
     return tuned
 
 
-def numbers_per_rank(model: PreTrainedModel) -> int:
-    """Return the numbers per rank of LoRA on all linear layers of `model`, which stays as it is."""
-    with warnings.catch_warnings():
-        # PEFT 0.21 warns that it adapts the tensors of experts as such.
-        warnings.simplefilter("ignore")
-        tuned = prepare_for_tuning(deepcopy(model).to("meta"), Tuning(rank=1), "")
-    return sum(weight.numel() for name, weight in tuned.named_parameters() if "lora_" in name)
-
-
-def tune_further(model: PreTrainedModel, folder: Path, tuning: Tuning) -> PeftModel:
-    """Load the adapter in `folder` onto its base `model` to train it further; the result is one adapter of that base.
-    A second one would need both to be loaded, and merging the first into a quantized base would round it.
-    """
-    tuned = load_adapter(model, folder, tuning.dropout, trainable=True)
-    train_in_float32(tuned)
-    return tuned
-
-
 def check_shape(folder: Path, tuning: Tuning, base: PreTrainedModel) -> None:
-    """Raise ModelError, with the keys to change, if `tuning` describes another adapter of `base` than `folder` has."""
+    """Raise ModelError if `tuning` describes another adapter of `base`, on the meta device, than `folder` has."""
     merge_it = f"merge it first (pi-lora merge {shlex.quote(str(folder))})"
     if tuning.method == "full":
         why = f"{folder} is an adapter, which tuning.method: full cannot tune"
         raise ModelError(f"model.name: {why}; {merge_it}, or use lora or qlora")
     saved = files.read_adapter_settings(folder)
-    names = (name.partition(".lora_") for name in files.read_tensors(folder / files.ADAPTER_WEIGHTS_FILE)[1])
-    adapted = _last_parts(module for module, matrix, _ in names if matrix)
-    kind = "attention" if adapted <= _attention_names(base) else "all-linear"
-    whole = _last_parts(saved.modules_to_save or [])
-    beside = "embeddings_and_norms" if _embedding_name(base) in whole else "norms" if whole else "nothing"
-    pairs = {
-        "rank": (saved.r, tuning.rank),
-        "alpha": (saved.lora_alpha, tuning.lora_alpha),
-        "rank_stabilized": (bool(saved.use_rslora), tuning.rank_stabilized),
-        "dora": (bool(saved.use_dora), tuning.dora),
-        "targets": (tuning.targets if adapted == tuning.target_names else kind, tuning.targets),
-        "also_train": (beside, tuning.also_train),
-    }
-    if differing := [f"tuning.{key}={str(has).lower()}" for key, (has, asked) in pairs.items() if has != asked]:
-        other = f"the adapter in {folder} has another shape, which tuning further does not change"
-        raise ModelError(f"tuning: {other}; set {' '.join(differing)}, or {merge_it} and tune a new one")
+    stored = files.read_tensors(folder / files.ADAPTER_WEIGHTS_FILE)[1]
+    weights = prepare_for_tuning(deepcopy(base), tuning, "").named_parameters(remove_duplicate=False)
+    shapes = {_saved_name(name): list(weight.shape) for name, weight in weights if weight.requires_grad}
+    same_scale = (saved.lora_alpha, bool(saved.use_rslora)) == (tuning.lora_alpha, tuning.rank_stabilized)
+    if not same_scale or shapes != {name: entry.shape for name, entry in stored.items()}:
+        other = f"describes another adapter than {folder} has, of rank {saved.r} and alpha {saved.lora_alpha:g}"
+        raise ModelError(f"tuning: {other}; take over the tuning of its recipe.yaml, or {merge_it} and tune a new one")
 
 
 def train_in_float32(model: nn.Module) -> None:

@@ -36,6 +36,14 @@ def read_weights(
     Raises:
         ModelError: They cannot be read, are not exactly those of the config, or are infinite or NaN.
     """
+    options: dict[str, Any] = {}
+    on_gpu = device().type == "cuda"
+    if place == "quantized":
+        nf4 = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True, "bnb_4bit_compute_dtype": dtype}
+        options["quantization_config"] = transformers.BitsAndBytesConfig(load_in_4bit=True, **nf4)
+    # A GPU gets the weights without a copy of the whole model in host memory.
+    if place == "quantized" or (place == "device" and on_gpu):
+        options["device_map"] = {"": torch.cuda.current_device() if on_gpu else device()}
     with quiet_loading():
         try:
             model, report = AutoModelForCausalLM.from_pretrained(
@@ -47,7 +55,7 @@ def read_weights(
                 # Reported below, with the names.
                 ignore_mismatched_sizes=True,
                 output_loading_info=True,
-                **placing(place, dtype),
+                **options,
                 **source,
             )
         except (OSError, ValueError, RuntimeError, SafetensorError) as error:
@@ -73,20 +81,6 @@ def empty_weights(config: PreTrainedConfig, dtype: torch.dtype, attention: str, 
             setattr(module, name, torch.nn.Parameter(torch.empty_like(weight, device="cpu")))
     model.tie_weights()
     return model.eval()
-
-
-def placing(place: Placement, dtype: torch.dtype) -> dict[str, Any]:
-    """Return the options with which `from_pretrained` reads weights to where they stay: a GPU gets them without a copy
-    of the whole model in host memory.
-    """
-    on_gpu = device().type == "cuda"
-    nf4 = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True, "bnb_4bit_compute_dtype": dtype}
-    options: dict[str, Any] = {}
-    if place == "quantized":
-        options["quantization_config"] = transformers.BitsAndBytesConfig(load_in_4bit=True, **nf4)
-    if place == "quantized" or (place == "device" and on_gpu):
-        options["device_map"] = {"": torch.cuda.current_device() if on_gpu else device()}
-    return options
 
 
 @contextlib.contextmanager

@@ -1,12 +1,15 @@
 """The shape of a model, counted from its modules: built on the meta device, they take no memory for weights."""
 
+import warnings
 from collections.abc import Iterable
+from copy import deepcopy
 
 from torch import nn
 from transformers import PreTrainedModel
 
 from pi_lora.errors import ModelError
 from pi_lora.planning.shape import Adapted, Shape
+from pi_lora.recipe.schema import Tuning
 from pi_lora.scaling.config import FULL_ATTENTION, LOCAL_ATTENTION, SLIDING_ATTENTION, Config
 
 # Layer types without attention weights: their operations grow linearly with the sequence.
@@ -36,9 +39,14 @@ def shape_of(model: PreTrainedModel) -> Shape:
     by_name = {own: _adapted(module for name, module in linears.items() if name.endswith(f".{own}")) for own in names}
     if per_token:
         # Imported here: PEFT takes seconds, and models without experts do without.
-        from pi_lora.models.adapter import numbers_per_rank
+        from pi_lora.models.adapter import prepare_for_tuning
 
-        all_linear = Adapted(numbers_per_rank(model), all_linear.outputs)
+        with warnings.catch_warnings():
+            # PEFT 0.21 warns that it adapts the tensors of experts as such.
+            warnings.simplefilter("ignore")
+            tuned = prepare_for_tuning(deepcopy(model).to("meta"), Tuning(rank=1), "")
+        of_lora = (weight.numel() for name, weight in tuned.named_parameters() if "lora_" in name)
+        all_linear = Adapted(sum(of_lora), all_linear.outputs)
     return Shape(
         parameters=_numbers(model),
         layers=len(layers),

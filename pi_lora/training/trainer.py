@@ -34,6 +34,13 @@ from pi_lora.training.schedule import rate_share
 def trainer_arguments(recipe: Recipe, run: Run, name: str) -> SFTConfig:
     """Return TRL's arguments; rows are token ids already."""
     training, precision = recipe.training, machine.computes_in(recipe)
+    # Which layers transformers checkpoints, and where it keeps their inputs.
+    every = training.activation_checkpointing
+    checkpointing: dict[str, Any] = {}
+    if recipe.hardware.offload_activations:
+        checkpointing = {"offload": True}
+    elif isinstance(every, int) and every > 1:
+        checkpointing = {"every_n_layers": every}
     return OneDevice(
         output_dir=str(run.path / CHECKPOINTS),
         max_steps=training.steps,
@@ -47,8 +54,8 @@ def trainer_arguments(recipe: Recipe, run: Run, name: str) -> SFTConfig:
         max_grad_norm=training.max_grad_norm,
         **{"bf16": precision == "bfloat16", "fp16": precision == "float16"},
         use_cpu=device().type == "cpu",
-        gradient_checkpointing=bool(training.activation_checkpointing),
-        gradient_checkpointing_kwargs=checkpointing_options(recipe),
+        gradient_checkpointing=bool(every),
+        gradient_checkpointing_kwargs=checkpointing or None,
         # Every trainable parameter is used in every step.
         ddp_find_unused_parameters=False,
         # FSDP2 keeps whole gradients until it has summed them over all processes.
@@ -71,14 +78,6 @@ def trainer_arguments(recipe: Recipe, run: Run, name: str) -> SFTConfig:
         disable_tqdm=True,
         **dict.fromkeys(("log_level", "log_level_replica"), "error"),
     )
-
-
-def checkpointing_options(recipe: Recipe) -> dict[str, Any] | None:
-    """Return which layers transformers checkpoints, and where it keeps their inputs."""
-    if recipe.hardware.offload_activations:
-        return {"offload": True}
-    every = recipe.training.activation_checkpointing
-    return {"every_n_layers": every} if isinstance(every, int) and every > 1 else None
 
 
 class OneDevice(SFTConfig):

@@ -124,7 +124,9 @@ def load_for_tuning(recipe: Recipe, model: Model) -> Any:
     if model.adapter is not None:
         if is_leader():
             model.check_origin()
-        tuned = adapters.tune_further(base, model.adapter, recipe.tuning)
+        # One adapter of that base: a second one would need both, and merging the first would round a quantized base.
+        tuned = adapters.load_adapter(base, model.adapter, recipe.tuning.dropout, trainable=True)
+        adapters.train_in_float32(tuned)
     else:
         tuned = adapters.prepare_for_tuning(base, recipe.tuning, recipe.model.name, recipe.model.revision)
     if recipe.sharded and recipe.tuning.method == "lora":

@@ -110,9 +110,10 @@ def test_merged_weights_are_tuned_with_any_shape(
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"tuning": {"rank": 8, "alpha": 8}}, "set tuning.rank=4, or merge it first"),
-        ({"tuning": {"rank": 4, "also_train": "nothing"}}, "set tuning.also_train=embeddings_and_norms"),
-        ({"tuning": {"rank": 4, "targets": ["q_proj"]}}, "set tuning.targets=all-linear"),
+        *(
+            ({"tuning": {"rank": 4, **other}}, "another adapter than .* has, of rank 4 and alpha 8; .* merge it first")
+            for other in ({"rank": 8, "alpha": 8}, {"alpha": 9}, {"also_train": "nothing"}, {"targets": ["q_proj"]})
+        ),
         ({"tuning": {"method": "full"}}, "which tuning.method: full cannot tune; merge it first"),
         ({"context": {"target": 129}}, "129 is longer than the window of .*, 128 tokens"),
         ({"scaling": "pi", "context": {"target": 256}}, "tune it further with scaling: keep, or merge it first"),
