@@ -3,7 +3,7 @@
 import argparse
 import inspect
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -70,55 +70,53 @@ def check_tensors(found: Model, tensors: Sequence[OutputTensor], folder: Path, p
     """
     shards = read_shards(str(folder), lambda name: path if (path := folder / name).is_file() else None)
     written = {tensor.name: tensor for shard in shards for tensor in shard}
-
     total, done = sum(tensor.size for tensor in tensors), 0
-
-    def check(tensor: OutputTensor) -> None:
-        if not _is_written(tensor, written.get(tensor.name)):
-            raise ModelError(FAILED.format(found.adapter, f"{tensor.name} is not that of base + adapter"))
-
     # torch and the kernel release Python's lock.
     with ThreadPoolExecutor(THREADS) as readers:
-        for tensor, _ in zip(tensors, readers.map(check, tensors), strict=True):
+        for tensor, right in zip(tensors, readers.map(lambda each: _is_written(each, written), tensors), strict=True):
+            if not right:
+                readers.shutdown(cancel_futures=True)
+                raise ModelError(FAILED.format(found.adapter, f"{tensor.name} is not that of base + adapter"))
             progress(done := done + tensor.size, total, "checking")
     summed = sum(tensor.delta is not None for tensor in tensors)
     return f"checked: {summed} tensors are base + adapter, {len(tensors) - summed} are copies"
 
 
-def _is_written(tensor: OutputTensor, stored: StoredTensor | None) -> bool:
-    """Whether a stored tensor is `W + scaling B A` (DoRA scales the rows), added in float32 and rounded once, or the
-    same copy of a source.
+def _is_written(tensor: OutputTensor, written: Mapping[str, StoredTensor]) -> bool:
+    """Whether a tensor was written as `W + scaling B A` (DoRA scales the rows), added in float32 and rounded once, or
+    as a copy of its source.
     """
+    stored = written.get(tensor.name)
     if stored is None or (stored.dtype, stored.shape) != (tensor.dtype, tensor.shape):
         return False
-    if not isinstance(tensor.delta, LowRank):
-        return all(map(torch.equal, tensor.blocks(), stored.blocks()))
-    return _agrees(tensor.source, tensor.delta, stored)
+    if isinstance(tensor.delta, LowRank):
+        return _agrees(tensor.source, tensor.delta, stored)
+    return all(map(torch.equal, tensor.blocks(), stored.blocks()))
 
 
 def _agrees(source: StoredTensor, delta: LowRank, stored: StoredTensor) -> bool:
+    """Whether a stored tensor is the sum: every row by its product with random signs, some rows number by number."""
     left, right = (matrix.double() for matrix in delta.matrices())
     left, factors = left * delta.scaling, delta.row_factors(source)[:, None]
-    sizes = factors * (left.norm(dim=1, keepdim=True) * right.norm(dim=0).max()).float()
     # Products of 16-bit numbers are exact in float32.
     (rows, columns), wide = stored.shape, torch.float64 if stored.dtype.itemsize > 2 else torch.float32
-    signs = torch.randint(2, (columns,), generator=torch.Generator().manual_seed(0)).mul(2).sub(1).to(wide)
+    signs = torch.randint(2, (columns,), generator=torch.Generator().manual_seed(0), dtype=wide) * 2 - 1
     added, kind = (left @ (right @ signs.double())).to(wide), torch.finfo(stored.dtype)
-    summed = (sizes[:, 0] * FLOAT32_ERROR + kind.tiny * kind.eps) * columns**0.5
+    # By row, how far float32 may have moved the update of a number, or the smallest numbers of the dtype a rounded one.
+    slack = factors * (left.norm(dim=1, keepdim=True) * right.norm(dim=0).max()).float() * FLOAT32_ERROR
+    slack += kind.tiny * kind.eps
     for start, stop in spans(stored.shape):
         base, written = source.rows(start, stop).to(wide), stored.rows(start, stop).to(wide)
-        # Rows multiplied with random signs: errors of at most e_j in n numbers add up to more than 8 |e| once in 10^13
-        # rows (Hoeffding 1963, theorem 2).
-        error = (written @ signs).sub_((base @ signs).add_(added[start:stop]).mul_(factors[start:stop, 0])).abs_()
-        rounded = written.norm(dim=1).mul_(kind.eps / 2 + FLOAT32_ERROR)
-        if not (error <= DEVIATIONS * (rounded + summed[start:stop])).all():
+        error = written @ signs - (base @ signs + added[start:stop]) * factors[start:stop, 0]
+        bound = written.norm(dim=1) * (kind.eps / 2 + FLOAT32_ERROR) + slack[start:stop, 0] * columns**0.5
+        # Errors of at most e_j in n numbers add up to more than 8 |e| once in 10^13 rows (Hoeffding 1963, theorem 2).
+        if not (error.abs() <= DEVIATIONS * bound).all():
             return False
     # Rounding is monotone: a number lies between the rounded ends of the interval around its exact value.
     for row in torch.linspace(0, rows - 1, SAMPLED).long().tolist():
         exact = (source.rows(row, row + 1).double() + left[row] @ right).float() * factors[row]
-        slack = (exact.abs() + sizes[row]) * FLOAT32_ERROR
-        low, high = (end.to(stored.dtype).float() for end in (exact - slack, exact + slack))
-        value = stored.rows(row, row + 1).float()
+        moved = exact.abs() * FLOAT32_ERROR + slack[row]
+        low, high, value = (exact - moved).to(stored.dtype), (exact + moved).to(stored.dtype), stored.rows(row, row + 1)
         if not ((low <= value) & (value <= high)).all():
             return False
     return True

@@ -120,8 +120,8 @@ class OutputTensor:
             cast = block.to(self.dtype)
             # Only float16 has a smaller range than float32; of the others, float32 is faster to sum.
             if cast.is_floating_point() and not finite(cast if self.dtype == torch.float16 else block):
-                reason = f"base or adapter is damaged, or its values do not fit {self.dtype}"
-                raise ModelError(f"{self.source.path}: {self.name}: has infinite or NaN values once merged; {reason}")
+                problem = "has infinite or NaN values once merged; base or adapter is damaged, or its values do not fit"
+                raise ModelError(f"{self.source.path}: {self.name}: {problem} {self.dtype}")
             yield cast
 
 
@@ -167,12 +167,14 @@ def plan_merge(
     changes, tied = read_adapter(run), model.all_tied_weights_keys
     sources = {tensor.name: tensor for shard in shards for tensor in shard}
     sources |= {name: sources[twin] for name, twin in tied.items() if twin in sources}
-    problems = [f"{name} is not in the base's files" for name in changes if name not in sources]
-    pairs = ((name, change.shape, sources[name].shape) for name, change in changes.items() if name in sources)
-    problems += [f"{name} is {list(own)} here and {list(base)} in the base" for name, own, base in pairs if own != base]
+    problems = []
+    for name, change in changes.items():
+        if name not in sources:
+            problems.append(f"{name} is not in the base's files")
+        elif change.shape != sources[name].shape:
+            problems.append(f"{name} is {list(change.shape)} here and {list(sources[name].shape)} in the base")
     if problems:
         raise ModelError(f"{run / ADAPTER_WEIGHTS_FILE}: does not fit its base: {'; '.join(problems)}")
-
     known = {tensor.name: tensor for shard in before or () for tensor in shard}
 
     def output(name: str) -> OutputTensor:
@@ -187,8 +189,8 @@ def plan_merge(
         )
 
     # Old checkpoints store the unscaled frequencies of their rope; every reader computes them from the config.
-    kept = {name for name in sources if name not in tied and not name.endswith("rotary_emb.inv_freq")}
-    outputs = [[output(tensor.name) for tensor in shard if tensor.name in kept] for shard in shards]
+    dropped = {*tied, *(name for name in sources if name.endswith("rotary_emb.inv_freq"))}
+    outputs = [[output(tensor.name) for tensor in shard if tensor.name not in dropped] for shard in shards]
     outputs[-1] += [output(name) for name, twin in tied.items() if _diverged(changes.get(name), changes.get(twin))]
     return [shard for shard in outputs if shard]
 

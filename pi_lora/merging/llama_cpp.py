@@ -35,11 +35,11 @@ def export_gguf(
     """Write the model `name` to the GGUF file `output`, an adapter after merging it; whole or not at all. Return lines:
     what the file says about positions, and the commands that serve it and check the server.
 
-    `converter` is llama.cpp's, or the folder that holds it; by default where `$LLAMA_CPP` or the path has it. `outtype`
+    `converter` is llama.cpp's, or the folder that holds it; by default in `$LLAMA_CPP`. `outtype`
     is by default the dtype of the weights. Raise ModelError if there is no converter, it fails, or what it wrote is not
     the model; RunExistsError if `output` exists.
     """
-    script = Path(converter or os.environ.get("LLAMA_CPP") or shutil.which(CONVERTER) or CONVERTER).expanduser()
+    script = Path(converter or os.environ.get("LLAMA_CPP", CONVERTER)).expanduser()
     script = (script / CONVERTER if script.is_dir() else script).resolve()
     if not script.is_file():
         raise ModelError(f"{script}: no such converter; {WHERE}; name it with --converter, or its folder in LLAMA_CPP")
@@ -90,8 +90,8 @@ def _finish(file: Path, name: str, found: Model) -> str:
     for key, value in expected.items():
         written = field.contents() if (field := reader.get_field(f"{prefix}.{key}")) else "missing"
         # The file has numbers in float32.
-        if written != (np.float32(value) if isinstance(written, float) else value):
-            problems.append(f"{key} is {written} instead of {value}")
+        if written != (np.float32(value) if isinstance(value, float) else value):
+            problems.append(f"{key} is {written}")
     if problems:
         raise ModelError(f"{name}: the converter wrote another model, which is not kept: {'; '.join(problems)}")
     return "checked: " + ", ".join(f"{key} {value}" for key, value in expected.items())

@@ -8,10 +8,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
-from pydantic import BaseModel, Field
 from transformers.utils import GENERATION_CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME
 
 from pi_lora.errors import ModelError
@@ -32,26 +31,22 @@ from pi_lora.scaling.config import ORIGINAL_WINDOW, Config, in_both_dialects
 from pi_lora.scaling.verify import build_on_meta, config_of
 from pi_lora.serving.commands import serving_lines
 from pi_lora.types import NO_PERMISSIONS, Permissions, Progress, silent
-from pi_lora.writing import write_whole
+from pi_lora.writing import write_json, write_whole
 
 MERGE_FILE = "merge.json"
 # The entries of a config that a scaling changes.
 POSITIONS = ("rope_parameters", "max_position_embeddings", "original_max_position_embeddings", ORIGINAL_WINDOW)
 
 
-class Merge(BaseModel):
-    """What was merged into `folder`, as `merge.json` there says: `notes` by name what a user would not expect, `checks`
-    a line for each result. `serving` are the commands that serve the folder, and check the server.
+class Merge(NamedTuple):
+    """What was merged into `folder`: `notes` by name what a user would not expect, `checks` a line for each result, and
+    the commands that serve the folder and check the server.
     """
 
-    folder: Path = Field(exclude=True)
-    serving: list[str] = Field(exclude=True)
-    base: str
-    run: str
-    dtype: str
+    folder: Path
     notes: dict[str, str]
-    checks: list[str] = []
-    versions: dict[str, str]
+    checks: list[str]
+    serving: list[str]
 
     def lines(self) -> list[str]:
         """Return the lines for the terminal."""
@@ -109,18 +104,9 @@ def merge(
             progress(0, 0, "comparing logits")
             checks.append(check_logits(found, tensors, staging))
         write_whole(staging / CARD, card_of(measured, None, checks, notes, serving_lines(typed)))
-        merged = Merge(
-            folder=output,
-            serving=serving_lines(typed, output),
-            base=found.base,
-            run=str(run),
-            dtype=stored,
-            notes=notes,
-            checks=checks,
-            versions=versions(),
-        )
-        write_whole(staging / MERGE_FILE, merged.model_dump_json(indent=2) + "\n")
-    return merged
+        facts = {"base": found.base, "run": str(run), "dtype": stored, "notes": notes, "checks": checks}
+        write_json(staging / MERGE_FILE, {**facts, "versions": versions()})
+    return Merge(output, notes, checks, serving_lines(typed, output))
 
 
 def extend(model: Model, output: Path, probe: Probe | None = None, progress: Progress = silent) -> list[str]:
