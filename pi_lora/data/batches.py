@@ -6,13 +6,12 @@ import json
 import math
 import os
 import random
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow
 import pyarrow.compute
 import torch
@@ -194,35 +193,31 @@ def collate(rows: Sequence[Mapping[str, Any]], padding: int = 0) -> Batch:
     `find_packed_sequence_indices`) starts another wherever `position_ids` do not rise by one: PoSE would train each
     chunk alone. A row with several `lengths` holds as many sequences; what is not `learned` has the label -100.
     """
-    sequences: list[dict[str, Any]] = []
+    columns = defaultdict[str, list[torch.Tensor]](list)
     for row in rows:
-        ids = row["input_ids"]
-        labels = np.where(row.get("learned", True), ids, IGNORED)
-        columns = {"input_ids": ids, "labels": labels, "attention_mask": np.ones_like(ids)}
+        ids = torch.tensor(row["input_ids"], dtype=torch.int64)
+        learned = torch.tensor(row.get("learned", True))
+        whole = {"input_ids": ids, "labels": ids.where(learned, IGNORED), "attention_mask": torch.ones_like(ids)}
         if "position_ids" in row:
-            columns["position_ids"] = row["position_ids"]
-        ends = np.cumsum(row.get("lengths", len(ids)))[:-1]
-        parts = (np.split(values, ends) for values in columns.values())
-        sequences += [dict(zip(columns, values, strict=True)) for values in zip(*parts, strict=True)]
+            whole["position_ids"] = torch.tensor(row["position_ids"], dtype=torch.int64)
+        lengths = [int(length) for length in row.get("lengths", [len(ids)])]
+        for name, values in whole.items():
+            columns[name] += torch.split(values, lengths)
     fill = {"input_ids": padding, "labels": IGNORED}
-    return {
-        name: pad_sequence(
-            [torch.from_numpy(np.array(sequence[name], np.int64)) for sequence in sequences],
-            batch_first=True,
-            padding_value=fill.get(name, 0),
-        )
-        for name in sequences[0]
-    }
+    return {name: pad_sequence(parts, True, fill.get(name, 0)) for name, parts in columns.items()}
 
 
+@dataclass(eq=False)
 class LengthGroups(Sampler[int]):
     """Indices of examples so that the `at_once` that are computed together have about the same length, in another order
     of groups in each epoch. Unlike that of transformers' `LengthGroupedSampler` (5.23), it follows from seed and epoch
     alone, so that a resumed run continues it; and few examples are grouped too.
     """
 
-    def __init__(self, lengths: Sequence[int], at_once: int, seed: int) -> None:
-        self.lengths, self.at_once, self.seed, self.epoch = lengths, at_once, seed, 0
+    lengths: Sequence[int]
+    at_once: int
+    seed: int
+    epoch: int = 0
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the order of an epoch; the trainer calls it before each."""

@@ -40,7 +40,7 @@ class Task:
     """
 
     def __init__(self, data: Data) -> None:
-        self.data, self.completion = data, data.completion or data.summary or ""
+        self.completion = data.completion or data.summary or ""
         self.template = data.template or SUMMARIZE.replace("{document}", f"{{{data.document}}}")
         try:
             # The texts of the template, each with the column after it, or None.
@@ -62,9 +62,9 @@ class Prompt(NamedTuple):
     """A prompt in token ids with the first `kept` of `document_tokens`; `fits` unless all of a document had to go."""
 
     ids: list[int]
-    document_tokens: int = 0
-    kept: int = 0
-    fits: bool = True
+    document_tokens: int
+    kept: int
+    fits: bool
 
 
 class Prompter:
@@ -72,12 +72,12 @@ class Prompter:
     EOS; only the document is cut, never the text after it. Without `special_tokens`, special tokens are text.
     """
 
-    def __init__(self, task: Task, tokenizer: Any, window: int) -> None:
-        self.task, self.data, self.eos = task, task.data, tokenizer.eos_token_id
-        self.longest = window - self.data.completion_tokens - 1
-        self.tokenizer = partial(tokenizer, split_special_tokens=not self.data.special_tokens, verbose=False)
-        special = [token for token in tokenizer.all_special_tokens if token in task.template]
-        if special and not self.data.special_tokens:
+    def __init__(self, data: Data, tokenizer: Any, window: int) -> None:
+        self.data, self.task, self.eos = data, Task(data), tokenizer.eos_token_id
+        self.longest = window - data.completion_tokens - 1
+        self.tokenizer = partial(tokenizer, split_special_tokens=not data.special_tokens, verbose=False)
+        special = [token for token in tokenizer.all_special_tokens if token in self.task.template]
+        if special and not data.special_tokens:
             how = "set data.special_tokens: true, which reads those in the rows as well, or leave it out"
             raise DataError(f"data.template: {special[0]} is a special token, and would be read as text; {how}")
 
@@ -87,32 +87,28 @@ class Prompter:
         """
 
         def has_text(named: NamedRow) -> bool:
-            is_empty = not all(text.strip() for text in named[1].values())
-            counts.update([EMPTY] * is_empty)
-            return not is_empty
+            is_full = all(text.strip() for text in named[1].values())
+            counts[EMPTY] += not is_full
+            return is_full
 
         for batch in in_batches(itertools.islice(filter(has_text, rows), limit), characters):
             prompts = self.prompts([row for _, row in batch])
-            with_prompts = [(*named, prompt) for named, prompt in zip(batch, prompts, strict=True) if prompt.fits]
-            counts.update([TOO_LONG] * (len(batch) - len(with_prompts)))
-            yield with_prompts
+            fitting = [(*named, prompt) for named, prompt in zip(batch, prompts, strict=True) if prompt.fits]
+            counts[TOO_LONG] += len(batch) - len(fitting)
+            yield fitting
 
     def prompts(self, rows: Sequence[Texts]) -> list[Prompt]:
         """Return the prompts of rows, as the tokenizer begins a text; many at a time are encoded in parallel."""
-        column = self.data.document
-        if column is None:
-            return [Prompt(ids, fits=len(ids) <= self.longest) for ids in self._framed(rows)]
-        documents = self.tokenizer(
-            [row[column] for row in rows], add_special_tokens=False, return_offsets_mapping=True
-        )["offset_mapping"]
+        column = self.data.document or ""
+        plain = partial(self.tokenizer, add_special_tokens=False, return_offsets_mapping=True)
+        documents = plain([row.get(column, "") for row in rows])["offset_mapping"]
         kept = [min(len(document), self.data.document_tokens, max(0, self.longest)) for document in documents]
 
         def cut(index: int) -> Texts:
             """Return a row with the first tokens of its document."""
-            row, tokens, document = rows[index], kept[index], documents[index]
-            if tokens == len(document):
-                return row
-            return {**row, column: row[column][: document[tokens - 1][1] if tokens else 0]}
+            row, document, tokens = rows[index], documents[index], kept[index]
+            end = document[tokens - 1][1] if tokens else 0
+            return row if tokens == len(document) else {**row, column: row[column][:end]}
 
         prompts = []
         for index, ids in enumerate(self._framed(list(map(cut, range(len(rows)))))):

@@ -4,10 +4,11 @@ import itertools
 import random
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from pi_lora.data.chats import Chat, ChatTemplate
-from pi_lora.data.examples import Prompter, Task
+from pi_lora.data.examples import Prompter
 from pi_lora.data.recall import recall_document
 from pi_lora.data.sources import RECALL, count_lines, find_corpus, find_table
 from pi_lora.data.tokens import Tokens, in_batches, padding_id, tokenized
@@ -94,19 +95,25 @@ def grouped(chats: Iterator[Chat], room: int) -> Iterator[list[Chat]]:
         yield group
 
 
+@dataclass
 class Stream:
     """The rows of a source: sequences of `length` tokens, examples of at most so many, or with `short` groups of its
     chats of at most `short` tokens. `tokens` counts what was read for them, `counts` what was cut or left out.
     """
 
-    def __init__(self, source: Source, data: Data, tokenizer: Any, length: int, short: int = 0) -> None:
-        self.source, self.data, self.tokenizer, self.length, self.short = source, data, tokenizer, length, short
-        self.table = find_table(source) if data.has_examples else find_corpus(source)
+    source: Source
+    data: Data
+    tokenizer: Any
+    length: int
+    short: int = 0
+
+    def __post_init__(self) -> None:
         self.tokens, self.counts = 0, Counter[str]()
-        if data.has_examples:
-            self.prompter = Prompter(Task(data), tokenizer, length)
-        elif source.has_chats:
-            self.template = ChatTemplate(tokenizer, data.loss == "all", data.special_tokens)
+        self.table = find_table(self.source) if self.data.has_examples else find_corpus(self.source)
+        if self.data.has_examples:
+            self.prompter = Prompter(self.data, self.tokenizer, self.length)
+        elif self.source.has_chats:
+            self.template = ChatTemplate(self.tokenizer, self.data.loss == "all", self.data.special_tokens)
 
     def rows(self) -> Iterator[Row]:
         """Yield rows until the source is used up; `builtin:recall` has no end."""
@@ -199,12 +206,12 @@ def mixed(streams: Sequence[Stream], original: int, target: int, number: int) ->
     chats have at most `original` (L) tokens. Raise DataError if a source has too little text for its share: going on
     without it would train on another mixture than the recipe names.
     """
-    data, tokenizer, length = streams[0].data, streams[0].tokenizer, streams[0].length
+    data, length = streams[0].data, streams[0].length
     # Streams of their own: a chat is used at its own length and in a long sequence.
-    chats = [source for source in data.source if source.has_chats and data.keep_short]
-    drawn = [*streams, *(Stream(source, data, tokenizer, length, original) for source in chats)]
-    whole, own = (sum(source.weight for source in sources) for sources in (data.source, chats))
+    short = [replace(stream, short=original) for stream in streams if stream.source.has_chats and data.keep_short]
+    whole, own = (sum(stream.source.weight for stream in some) for some in (streams, short))
     share = data.keep_short / (1 - data.keep_short) * whole / (own or 1)
+    drawn = [*streams, *short]
     weights = [stream.source.weight * (share if stream.short else 1) for stream in drawn]
     order = random.Random(data.seed).choices(range(len(drawn)), weights, k=number)
     rows = [stream.rows() for stream in drawn]

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 from pydantic import BaseModel
 
-from pi_lora.data.examples import EMPTY, TOO_LONG, Prompter, Task, no_example
+from pi_lora.data.examples import EMPTY, TOO_LONG, Prompter, no_example
 from pi_lora.data.sources import SCROLLS, count_lines, find_table
 from pi_lora.distributed import is_leader
 from pi_lora.errors import DataError
@@ -78,16 +78,19 @@ class Summarization(Measurement[SummarizationOptions, SummarizationScores]):
         """
         options = complete(options, model.name)
         data = data_of(options)
-        task, table, counts = Task(data), find_table(data.source[0]), Counter[str]()
-        prompter = Prompter(task, model.tokenizer, model.window)
-        batches = prompter.batches(table.read(task.columns, None), counts, options.limit)
+        prompter, table, counts = (
+            Prompter(data, model.tokenizer, model.window),
+            find_table(data.source[0]),
+            Counter[str](),
+        )
+        batches = prompter.batches(table.read(prompter.task.columns, None), counts, options.limit)
         examples = [example for batch in batches for example in batch]
         if not examples:
             raise no_example(data.source[0].name, counts, no_room(model, data.completion_tokens))
         for line in count_lines(counts):
             session.say(line)
         texts = written(model, [prompt.ids for _, _, prompt in examples], options, session, table.identity())
-        references = [row[task.completion] for _, row, _ in examples]
+        references = [row[prompter.task.completion] for _, row, _ in examples]
         if options.predictions and is_leader():
             lines = [
                 json.dumps({"id": name, "prediction": text, "reference": reference}) + "\n"
@@ -192,13 +195,12 @@ def summarize(
     options = SummarizationOptions(**sampling.model_dump(), document_tokens=loaded.window)
     options = complete(options, loaded.name)
     data = data_of(options)
-    task = Task(data)
-    if task.prompt_columns != [data.document]:
-        columns = " and ".join(task.prompt_columns)
-        raise DataError(
-            f"{loaded.name}: was tuned on prompts of {columns}; try pi-lora eval summarization on such rows"
-        )
-    [prompt] = Prompter(task, loaded.tokenizer, loaded.window).prompts([dict.fromkeys(task.prompt_columns, text)])
+    prompter = Prompter(data, loaded.tokenizer, loaded.window)
+    columns = prompter.task.prompt_columns
+    if columns != [data.document]:
+        tuned_on = f"was tuned on prompts of {' and '.join(columns)}"
+        raise DataError(f"{loaded.name}: {tuned_on}; try pi-lora eval summarization on such rows")
+    [prompt] = prompter.prompts([dict.fromkeys(columns, text)])
     if not prompt.fits:
         raise DataError(no_room(loaded, data.completion_tokens))
     if prompt.kept < prompt.document_tokens:

@@ -25,15 +25,7 @@ KeyPath = tuple[str | int, ...]
 
 
 class _Loader(yaml.SafeLoader):
-    """SafeLoader that reads `2e-5` as a number (YAML 1.2) and refuses a key that is given twice."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen = set()
-        for key, _ in node.value:
-            if str(key.value) in seen:
-                raise yaml.MarkedYAMLError(problem=f"{key.value}: given twice", problem_mark=key.start_mark)
-            seen.add(str(key.value))
-        return super().construct_mapping(node, deep)
+    """SafeLoader that reads `2e-5` as a number (YAML 1.2)."""
 
 
 _exponent = re.compile(r"^[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+$")
@@ -65,7 +57,11 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> ResolvedRecipe:
             raise RecipeError([f"{own}: extends: a parent cannot extend another; write its keys here"])
         tree, origins = _merge(base, tree), {**base_origins, **origins}
     for override in overrides:
-        _apply_override(tree, origins, override)
+        key, value = _parsed_override(override)
+        origins[key] = COMMAND_LINE
+        for name in reversed(key):
+            value = {name: value}
+        tree = _merge(tree, value)
     try:
         recipe = Recipe.model_validate(tree, strict=True)
     except ValidationError as error:
@@ -112,7 +108,12 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[KeyPath, str]]:
         raise RecipeError([f"{path}:{line}: {error.problem}; correct the YAML"]) from None
     if not isinstance(tree, dict):
         raise RecipeError([f"{path}: holds no keys; write `key: value` lines, at least of model, context and data"])
-    return tree, dict(_lines(node, path))
+    origins: dict[KeyPath, str] = {}
+    for key, where in _lines(node, path):
+        if key in origins:
+            raise RecipeError([f"{where}: {'.'.join(map(str, key))}: given twice; keep one"])
+        origins[key] = where
+    return tree, origins
 
 
 def _parsed(text: str) -> tuple[yaml.Node | None, Any]:
@@ -140,23 +141,15 @@ def _merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     return merged
 
 
-def _apply_override(tree: dict[str, Any], origins: dict[KeyPath, str], override: str) -> None:
+def _parsed_override(override: str) -> tuple[tuple[str, ...], Any]:
+    """Return the names and the value of `section.key=value`."""
     key, equals, text = override.partition("=")
     if not equals or not key:
         raise RecipeError([f"{override}: not an override; write key=value, as in training.steps=100"])
     try:
-        _, value = _parsed(text)
+        return tuple(key.split(".")), _parsed(text)[1]
     except yaml.YAMLError:
         raise RecipeError([f"{override}: the value is not YAML; quote it"]) from None
-    *sections, last = key.split(".")
-    origins.setdefault(tuple(sections[:1]), COMMAND_LINE)
-    for section in sections:
-        inner = tree.get(section) or {}
-        if not isinstance(inner, dict):
-            raise RecipeError([f"{override}: {section} is not a section; write {section}=value"])
-        tree[section] = tree = dict(inner)
-    tree[last] = value
-    origins[(*sections, last)] = COMMAND_LINE
 
 
 def _problem(path: Path, error: Any, origins: Mapping[KeyPath, str]) -> str:

@@ -196,14 +196,12 @@ class Data(Section):
     def _one_kind(self) -> Self:
         if self.sequence_tokens is not None and self.positions != "skip":
             raise ValueError("sequence_tokens: is the length of PoSE sequences; set positions: skip, or leave it out")
-        if self.summary is not None and (self.template is not None or self.completion is not None):
-            raise ValueError("summary: has the paper's prompt; with a template use completion instead")
-        if self.summary is not None and self.document is None:
-            raise ValueError("summary: needs document, the column to summarize")
-        if (self.template is None) != (self.completion is None):
-            raise ValueError("template, completion: go together, the prompt and the column of its answer")
-        if self.document is not None and not self.has_examples:
-            raise ValueError("document: goes with summary, or with template and completion; give them, or leave it out")
+        columns = {"document", "summary", "template", "completion"}
+        given = self.model_dump(include=columns, exclude_none=True).keys()
+        own = {"template", "completion"}
+        if given and given not in ({"document", "summary"}, own, own | {"document"}):
+            kinds = "document and summary, or template and completion, with a document if one may be cut"
+            raise ValueError(f"{', '.join(given)}: examples have {kinds}; give one of the two")
         if self.has_examples and self.positions == "skip":
             raise ValueError("positions: skip: is for packed text; examples need contiguous")
         if any(source.hold_out and (self.has_examples or source.has_chats) for source in self.source):
@@ -380,10 +378,11 @@ class Recipe(Section):
         if self.context.theta is not None and self.scaling != "theta":
             raise ValueError(f"context.theta: has no effect under scaling: {self.scaling}; use theta, or leave it out")
         measured = self.evaluation.perplexity
-        for source in self.data.source if measured and measured.data else ():
-            if measured and source.name == measured.data and source.hold_out != measured.hold_out:
-                shares = f"{measured.hold_out or 'none'}, but {source.hold_out or 'none'} in data.source"
-                raise ValueError(f"evaluation.perplexity.hold_out: {shares} of the same text; make them equal")
+        same_text = [source for source in self.data.source if measured and source.name == measured.data]
+        if measured and any(source.hold_out != measured.hold_out for source in same_text):
+            raise ValueError(
+                "evaluation.perplexity.hold_out: data.source has another of the same text; make them equal"
+            )
         if keep and self.context.original is not None:
             raise ValueError("context.original: with scaling: keep the windows are the model's own; leave it out")
         if keep and pose and self.data.sequence_tokens is None:

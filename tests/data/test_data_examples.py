@@ -92,8 +92,8 @@ def test_a_template_that_is_none_is_refused(keys: dict[str, str], message: str) 
 @given(words=st.integers(0, 400), window=st.integers(80, 400), limit=st.integers(1, 500))
 def test_only_the_document_is_cut_and_all_fits(tokenizer: Any, words: int, window: int, limit: int) -> None:
     text = "reading " + "naïve words 12 " * words
-    task = Task(data_of("x.jsonl", document_tokens=limit, completion_tokens=20))
-    [prompt] = Prompter(task, tokenizer, window).prompts([{"text": text, "gist": "short"}])
+    data = data_of("x.jsonl", document_tokens=limit, completion_tokens=20)
+    [prompt] = Prompter(data, tokenizer, window).prompts([{"text": text, "gist": "short"}])
     assert prompt.fits
     assert len(prompt.ids) <= window - 21
     shown = tokenizer.decode(prompt.ids, skip_special_tokens=True)
@@ -110,7 +110,7 @@ def test_only_the_document_is_cut_and_all_fits(tokenizer: Any, words: int, windo
 
 
 def test_a_completion_is_what_stands_behind_the_prompt_and_ends(tokenizer: Any) -> None:
-    prompter = Prompter(Task(data_of("x.jsonl", completion_tokens=6)), tokenizer, 200)
+    prompter = Prompter(data_of("x.jsonl", completion_tokens=6), tokenizer, 200)
     short, long = prompter.completions([{"gist": " A cat.\n"}, {"gist": "one two three four five six seven"}])
     assert tokenizer.decode(short[:-1]) == " A cat."
     assert len(long) == 7

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from pi_lora.data import tokens
 from pi_lora.data.batches import training_data
-from pi_lora.data.examples import Prompter, Task
+from pi_lora.data.examples import Prompter
 from pi_lora.data.sources import standard_library
 from pi_lora.data.tokens import in_batches, pieces, tokenized, tokenizer_identity
 from pi_lora.errors import DataError
@@ -106,9 +106,9 @@ def test_a_template_with_special_tokens_says_how_to_have_them() -> None:
     tokenizer = load_tokenizer(BUILTIN_FOLDER / "tiny", 1024)
     data = {"source": "x.jsonl", "template": "<s>Q: {q}</s>A:", "completion": "a"}
     with pytest.raises(DataError, match=r"data.template: <s> is a special token.*set data.special_tokens: true"):
-        Prompter(Task(Data.model_validate(data)), tokenizer, 1024)
-    allowed = Prompter(Task(Data.model_validate({**data, "special_tokens": True})), tokenizer, 1024)
-    plain = Prompter(Task(Data.model_validate({**data, "template": "Q: {q} A:"})), tokenizer, 1024)
+        Prompter(Data.model_validate(data), tokenizer, 1024)
+    allowed = Prompter(Data.model_validate({**data, "special_tokens": True}), tokenizer, 1024)
+    plain = Prompter(Data.model_validate({**data, "template": "Q: {q} A:"}), tokenizer, 1024)
     assert allowed.prompts([{"q": "why"}])[0].ids.count(1) == 1
     assert plain.prompts([{"q": "</s>"}])[0].ids.count(1) == 0
     assert plain.completions([{"q": "", "a": "x </s> y"}])[0].count(1) == 1  # EOS at the end

@@ -220,7 +220,7 @@ def test_a_pdf_is_read(tmp_path: Path) -> None:
         ),
         (
             ["eval", "summarization", "builtin:tiny", "--data", "rows.jsonl", "--template", "{a}"],
-            "template, completion: go together",
+            "template: examples have document and summary, or template and completion",
         ),
         (
             ["eval", "summarization", "builtin:tiny", "--data", "empty.jsonl", "--document", "a", "--summary", "b"],
