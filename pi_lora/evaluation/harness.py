@@ -172,27 +172,23 @@ def find_benchmarks(options: BenchmarksOptions) -> dict[str, Any]:
         raise DataError(f"--data: {unknown}: is not TASK=FILE with one of the --tasks; correct it")
     tasks: dict[str, Any] = {}
     for name in options.tasks:
-        tasks |= _benchmark(name, files.get(name))
+        base, file = PAPERS.get(name, name), files.get(name)
+        changes: Json = {}
+        if name == "race_middle":
+            changes = {"dataset_path": "ehovy/race", "dataset_name": "middle", "process_docs": articles}
+        if file:
+            reader = Path(file).suffix.removeprefix(".").replace("jsonl", "json")
+            splits = dict.fromkeys(("training_split", "validation_split", "fewshot_split")) | {"test_split": "test"}
+            data = {"data_files": {"test": file}}
+            changes |= {"dataset_path": reader, "dataset_name": None, "dataset_kwargs": data} | splits
+        spec = {"group": name, "task": [{"task": base, **changes}]} if changes else base
+        try:
+            found = load_tasks(manager(paper=name in PAPERS), spec)
+        except Exception as error:  # `datasets` and jinja raise a dozen kinds for what a user can correct
+            cause = f"{file or name}: cannot be read as examples of {name} ({first_line(error)})"
+            raise DataError(f"{cause}; correct the task or the file, or check the network") from error
+        tasks |= {name if part == base else part: task for part, task in found.items()}
     return tasks
-
-
-def _benchmark(name: str, file: str | None) -> dict[str, Any]:
-    base = PAPERS.get(name, name)
-    changes: Json = {}
-    if name == "race_middle":
-        changes = {"dataset_path": "ehovy/race", "dataset_name": "middle", "process_docs": articles}
-    if file:
-        reader = Path(file).suffix.removeprefix(".").replace("jsonl", "json")
-        splits = dict.fromkeys(("training_split", "validation_split", "fewshot_split")) | {"test_split": "test"}
-        files = {"data_files": {"test": file}}
-        changes |= {"dataset_path": reader, "dataset_name": None, "dataset_kwargs": files} | splits
-    spec = {"group": name, "task": [{"task": base, **changes}]} if changes else base
-    try:
-        tasks = load_tasks(manager(paper=name in PAPERS), spec)
-    except Exception as error:  # `datasets` and jinja raise a dozen kinds for what a user can correct
-        cause = f"{file or name}: cannot be read as examples of {name} ({first_line(error)})"
-        raise DataError(f"{cause}; correct the task or the file, or check the network") from error
-    return {name if part == base else part: task for part, task in tasks.items()}
 
 
 def articles(questions: Any) -> Any:
