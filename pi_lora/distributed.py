@@ -144,12 +144,18 @@ def launch_arguments(
         # Machines come when their data is packed; torch's launcher gives them ten minutes.
         flags |= {"main_process_ip": address, "rdzv_conf": f"timeout={round(PROCESS_TIMEOUT.total_seconds())}"}
     if recipe.sharded:
-        flags |= {"fsdp_version": 2, "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}
-        # The first process sends the weights.
-        flags |= {"fsdp_state_dict_type": "SHARDED_STATE_DICT", "fsdp_cpu_ram_efficient_loading": "true"}
-    if recipe.sharded and hardware.context_parallel > 1:
-        flags |= {"use_parallelism_config": None, "parallelism_config_dp_shard_size": hardware.data_parallel}
-        flags |= {"parallelism_config_cp_size": hardware.context_parallel}
+        flags |= {
+            "fsdp_version": 2,
+            "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+            "fsdp_state_dict_type": "SHARDED_STATE_DICT",
+            "fsdp_cpu_ram_efficient_loading": "true",  # the first process sends the weights
+        }
+        if hardware.context_parallel > 1:
+            flags |= {
+                "use_parallelism_config": None,
+                "parallelism_config_dp_shard_size": hardware.data_parallel,
+                "parallelism_config_cp_size": hardware.context_parallel,
+            }
     written = [part for name, value in flags.items() for part in (f"--{name}", value) if part is not None]
     return [*map(str, written), "--module", "pi_lora", *command]
 

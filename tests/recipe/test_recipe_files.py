@@ -154,6 +154,10 @@ def test_dump_then_load_is_the_same_recipe(
             ["hardware.gpus=2", "hardware.context_parallel=2", "data.positions=skip"],
             "hardware.context_parallel: examples differ in length, and positions: skip and keep_short have short",
         ),
+        (
+            ["hardware.gpus=2", "hardware.context_parallel=2", "evaluation.every=5"],
+            "evaluation.every: cannot measure while GPUs share a sequence",
+        ),
         (["context.original=2048"], "context: target 1024 is not longer than original 2048; nothing to extend"),
         (["training.global_batch_size=6", "training.per_device_batch_size=4"], "6 is not a multiple of 4"),
         (["data.summary=b"], "data: summary: examples have document and summary, or template and completion"),
