@@ -113,10 +113,10 @@ class Passkey(Measurement[PasskeyOptions, PasskeyScores]):
         """Measure one or several lengths of context. If the session is shared, each process measures its share of the
         depths, and an interrupted evaluation continues when it is called again.
         """
-        targets = sorted(options.targets or [options.target or model.window])
-        options = options if options.targets else options.changed(target=targets[0])
+        options = self.prepare(options, [model])
+        targets = sorted(options.targets or [options.target or 0])
         grids = [Grid(target, options.depths, options.trials, options.seed) for target in targets]
-        lengths = [_measure(model, grid, session) for grid in grids]
+        lengths = [PasskeyTest(model, grid).run(session) for grid in grids]
         several: Json = {"lengths": lengths} if options.targets else {}
         return PasskeyScores(
             **described(model), **dict(lengths[-1]), **several, options=options, seed=options.seed, decoding="greedy"
@@ -270,6 +270,15 @@ class PasskeyTest:
         self.first = grid.trial(loaded.tokenizer, 0, 0)
         self.apart = depends_on_length(loaded.config)
 
+    def run(self, session: Session) -> PasskeyLength:
+        """Return how the trials at all depths end; what a journal holds is not asked again."""
+        # The first trial tells what the tokenizer makes of the prompt.
+        journal = session.journal(self.loaded, {"passkey": asdict(self.grid), "first": asdict(self.first)})
+        names = [str(depth) for depth in range(self.grid.depths)]
+        found = journal.measure(PasskeyDepth, names, lambda name: self.measure(int(name)), session.progress)
+        depths = list(found.values())
+        return PasskeyLength(target=self.grid.target, k_max=k_max(depths), depths=depths)
+
     @torch.no_grad()
     def measure(self, depth: int) -> PasskeyDepth:
         """Return how the trials at one depth end."""
@@ -309,16 +318,6 @@ class PasskeyTest:
         for trial, choices in zip(batch, chosen, strict=True):
             first = len(trial.prompt) - 1 - (width - tail)
             yield tuple(choices[first : first + len(trial.answer)]) == trial.answer
-
-
-def _measure(model: Model, grid: Grid, session: Session) -> PasskeyLength:
-    test = PasskeyTest(model, grid)
-    # The first trial tells what the tokenizer makes of the prompt.
-    journal = session.journal(model, {"passkey": asdict(grid), "first": asdict(test.first)})
-    names = [str(depth) for depth in range(grid.depths)]
-    found = journal.measure(PasskeyDepth, names, lambda name: test.measure(int(name)), session.progress)
-    depths = list(found.values())
-    return PasskeyLength(target=grid.target, k_max=k_max(depths), depths=depths)
 
 
 def k_max(depths: Sequence[PasskeyDepth]) -> int:

@@ -16,7 +16,7 @@ from pydantic import Field
 
 from pi_lora.data.documents import Document
 from pi_lora.data.sources import STDLIB, evaluation_documents
-from pi_lora.data.tokens import in_batches, tokenized
+from pi_lora.data.tokens import tokenized
 from pi_lora.drawing import Panel, draw_curves, label_logarithmic, label_windows
 from pi_lora.errors import DataError
 from pi_lora.evaluation.forward import check_numbers, depends_on_length, described, pass_tokens
@@ -100,13 +100,14 @@ class Perplexity(Measurement[PerplexityOptions, PerplexityScores]):
         """Fill in text, documents, windows and stride, alike for all models. The text is by default the one that the
         recipe of a run names, and of the built-in model the standard library. Raise DataError if there is none.
         """
-        recipes = [model.recipe for model in models if model.recipe]
-        if options.data is None and (named := [each for recipe in recipes if (each := recipe.evaluation.perplexity)]):
-            options = named[0].changed(**options.model_dump(exclude_defaults=True))
+        asked = [model.recipe.evaluation.perplexity for model in models if model.recipe]
+        own = next(filter(None, asked), None)
+        if options.data is None and own:
+            options = own.changed(**options.model_dump(exclude_defaults=True))
         bases = [model.recipe.model.name if model.recipe else model.base for model in models]
         if options.data is None and not all(base.startswith(BUILTIN) for base in bases):
-            own = f"name a text that {models[0].name} was not tuned on: a file, folder or hub data set"
-            raise DataError(f"--data: {own}")
+            wanted = f"name a text that {models[0].name} was not tuned on"
+            raise DataError(f"--data: {wanted}: a file, folder or hub data set")
         data = options.data or STDLIB
         windows, stride = options.sweep(max(model.window for model in models))
         default: Json = {"data": data, "windows": windows, "stride": stride, **DEFAULTS.get(data, {})}
@@ -208,26 +209,23 @@ def choose_documents(model: Model, options: PerplexityOptions, longest: int) -> 
     """Return the first documents that the options ask for, or with a seed as many at random, for windows of up to
     `longest` tokens; and how many others were too short. Raise DataError if none is long enough.
     """
-    needed, too_short, longest_text = max(longest, options.min_tokens or 0), 0, 0
+    needed = max(longest, options.min_tokens or 0)
     documents: Iterable[Document] = evaluation_documents(options)
     if options.seed is not None:
         documents = list(documents)
         random.Random(options.seed).shuffle(documents)
-    chosen: list[TokenizedDocument] = []
-    for batch in in_batches(documents, lambda document: len(document.text)):
-        # Without EOS, which the model would be asked to predict.
-        for document, ids in zip(batch, tokenized(model.tokenizer, [each.text for each in batch]), strict=True):
-            longest_text = max(longest_text, len(ids))
-            if len(ids) < needed:
-                too_short += 1
-                continue
+    chosen, lengths = list[TokenizedDocument](), list[int]()
+    for document in documents:
+        [ids] = tokenized(model.tokenizer, [document.text])  # without EOS, which the model would be asked to predict
+        lengths.append(len(ids))
+        if len(ids) >= needed:
             chosen.append(TokenizedDocument(document.name, array("i", ids[: options.truncate])))
-            if len(chosen) == options.documents:
-                return chosen, too_short
+        if len(chosen) == options.documents:
+            break
     if not chosen:
-        shorter = f"{options.data}: the longest document has {longest_text} tokens, {needed} are needed"
+        shorter = f"{options.data}: the longest document has {max(lengths)} tokens, {needed} are needed"
         raise DataError(f"--data: {shorter}; name longer texts, or choose a shorter window")
-    return chosen, too_short
+    return chosen, len(lengths) - len(chosen)
 
 
 def _measure(

@@ -74,8 +74,6 @@ def evaluate(
                         loaded = model.load(how.dtype)
                 with how.progress(f"{name} {model.name}") as session.progress:
                     scores[name].append(kinds[name].run(loaded, options, session))
-                if options.longest and options.longest > model.window:
-                    how.say(f"{model.name}: covers {model.window} tokens; measured with {options.longest} anyway")
             if is_leader() and name in files:
                 write_scores(scores[name], files[name])
             if is_leader() and plot:

@@ -25,11 +25,6 @@ def default_windows(window: int, shortest: int | None = None) -> tuple[int, ...]
 class Options(Section):
     """Options of a measurement."""
 
-    @property
-    def longest(self) -> int | None:
-        """The longest input in tokens, if it is known."""
-        return None
-
 
 class PerplexityOptions(Options):
     """Sliding-window perplexity (paper, section 3.2)."""
@@ -66,11 +61,6 @@ class PerplexityOptions(Options):
         if self.windows and self.truncate and self.truncate < max(self.windows):
             raise ValueError(f"truncate: {self.truncate} tokens do not hold a window of {max(self.windows)}; raise it")
         return self
-
-    @property
-    def longest(self) -> int | None:
-        """The longest window in tokens."""
-        return max(self.windows) if self.windows else None
 
     def sweep(self, window: int) -> tuple[tuple[int, ...], int]:
         """Return windows, the shortest first, and stride in tokens, for a model that reads `window` tokens."""
@@ -159,11 +149,6 @@ class RulerOptions(Options):
     """prompts at once; by default as many as 16,384 tokens hold"""
     chat_template: bool = False
     """put prompts as chats"""
-
-    @property
-    def longest(self) -> int | None:
-        """The longest window in tokens."""
-        return max(self.windows) if self.windows else None
 
 
 class Sampling(Options):

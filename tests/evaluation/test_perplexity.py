@@ -267,7 +267,7 @@ def test_several_models_stand_side_by_side(
     assert [(each["model"], each["scale"]) for each in both] == [(models[0], 1.0), (models[1], 2.0)]
     # Without --windows, all are measured up to the longest that one of them reads.
     assert [[row["window"] for row in each["windows"]] for each in both] == [[128], [128]]
-    assert err == (f"{models[0]}: covers 64 tokens; measured with 128 anyway\n")
+    assert err == ""
     for each in both:
         assert f"{each['windows'][0]['perplexity']:,.3f}" in out
         assert len(each["by_position"]["bins"]) == 32

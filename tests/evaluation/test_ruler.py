@@ -205,9 +205,8 @@ def test_the_command(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "model").symlink_to(small_model)
     asked = ("--windows", "1024,768", "--tasks", "ruler_fwe", "--samples", "2")
-    status, out, err = run(capsys, monkeypatch, "eval", "ruler", "model", "builtin:tiny", *asked, "--json", "r.json")
+    status, out, _ = run(capsys, monkeypatch, "eval", "ruler", "model", "builtin:tiny", *asked, "--json", "r.json")
     assert status == 0
-    assert "model: covers 64 tokens; measured with 1024 anyway" in err
     assert "of 13 tasks" in " ".join(out.split())
     written = json.loads((tmp_path / "r.json").read_text())
     assert [each["model"] for each in written] == ["model", "builtin:tiny"]
