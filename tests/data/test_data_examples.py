@@ -81,7 +81,6 @@ def test_the_papers_template_to_the_letter() -> None:
         ({"template": "{a}", "completion": "b", "document": "c"}, r"data.template: names no \{c\}"),
         ({"template": "no column", "completion": "b"}, r"data.template: names no \{column\}"),
         ({"template": "{a", "completion": "b"}, "data.template: expected"),
-        ({"template": "{a!r} {}", "completion": "b"}, r"data.template: names no \{column\}"),
     ],
 )
 def test_a_template_that_is_none_is_refused(keys: dict[str, str], message: str) -> None:
@@ -142,7 +141,6 @@ def test_rows_that_are_cut_or_left_out_are_counted(tmp_path: Path, tokenizer: An
         ("rows.csv", "text,gist\na,b,c\n", "rows.csv:1: cannot be read (it is not one value for each column)"),
         ("rows.csv", 'text,gist\n"a,b\n', "rows.csv:1: cannot be read (unexpected end of data)"),
         ("rows.txt", "text", "holds no rows with columns"),
-        ("rows.jsonl", '{"a": "b"}\n', "has no column text; choose from its columns: a"),
     ],
 )
 def test_damaged_files_are_seen_before_training(tmp_path: Path, name: str, content: str, message: str) -> None:

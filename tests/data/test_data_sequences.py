@@ -94,15 +94,6 @@ def test_a_recipe_gives_the_sequences_that_it_always_gave(tokenizer: Any, change
     assert hashlib.sha256(json.dumps(rows).encode()).hexdigest()[:16] == digest
 
 
-def test_sequences_have_exactly_the_length_and_follow_the_seed(tokenizer: Any, books: Path) -> None:
-    data = {"source": [str(books), RECALL], "seed": 5}
-    first = sequences(tokenizer, 128, 12, **data)
-    assert [len(ids) for ids in first] == [128] * 12
-    assert sequences(tokenizer, 128, 12, **data) == first
-    assert sequences(tokenizer, 128, 12, **{**data, "seed": 6}) != first
-    assert cache_entries() == 2
-
-
 @pytest.mark.parametrize(("keys", "length"), [({}, 64), ({"sequence_tokens": 24}, 24)])
 def test_skipping_sequences_have_the_original_window_or_less(tokenizer: Any, keys: dict[str, int], length: int) -> None:
     source = [STDLIB, RECALL]

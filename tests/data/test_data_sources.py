@@ -16,7 +16,6 @@ import pytest
 from huggingface_hub import hf_hub_download
 from hypothesis import given
 from hypothesis import strategies as st
-from pydantic import ValidationError
 
 from pi_lora.data import sources
 from pi_lora.data.examples import data_problems
@@ -28,14 +27,13 @@ from pi_lora.data.sources import (
     held_out_text,
     hub_dataset,
     hub_file,
-    share_to_hold_out,
     shuffled,
     split_of,
     standard_library,
 )
 from pi_lora.errors import DataError
 from pi_lora.recipe.evaluation import PerplexityOptions
-from pi_lora.recipe.schema import Data, Recipe, Source
+from pi_lora.recipe.schema import Data, Source
 
 ROWS = 200
 CARD = """---
@@ -122,8 +120,6 @@ def test_the_shuffle_buffer_loses_nothing_and_holds_no_more_than_it_may(sizes: l
         ("latin.txt", b"\xff\xfe\x00", r"cannot be read \('utf-8' codec"),
         ("broken.jsonl", b'{"text": "a"}\n\n{"text": \n', r"jsonl:2: cannot be read \(Expecting value"),
         ("list.jsonl", b'["a"]\n', r"jsonl:1: cannot be read \(it is not one value for each column\)"),
-        ("column.jsonl", b'{"body": "a", "n": 1}\n', "jsonl:1: has no column text; .*: body, n$"),
-        ("number.jsonl", b'{"text": 3}\n', "jsonl:1: column text holds int, not text"),
         ("cut.jsonl.gz", gzip.compress(b'{"text": "a"}\n' * 99, mtime=0)[:-12], "cannot be read"),
         ("broken.parquet", b"PAR1", "cannot be read"),
         ("none.jsonl", b"", "holds no text"),
@@ -203,7 +199,6 @@ def test_the_seeded_order_is_a_shuffle_of_all_rows(repository: Path, streaming: 
         ({"column": "text"}, "has no column text; choose from its columns: content, n$"),
         ({"column": "n"}, "column n holds int, not text"),
         ({"split": "validation"}, r"nor a hub data set that can be read \(.*split.*validation"),
-        ({"subset": "fr"}, r"nor a hub data set that can be read \(.*fr"),
     ],
 )
 def test_what_a_data_set_lacks_is_named(repository: Path, streaming: bool, fields: dict, message: str) -> None:
@@ -212,11 +207,6 @@ def test_what_a_data_set_lacks_is_named(repository: Path, streaming: bool, field
     # A row is named by its number.
     assert str(refused.value).startswith((f"{repository}: ", f"{repository}:1: "))
     assert "\n" not in str(refused.value)
-
-
-def test_a_hub_that_cannot_be_reached_is_named() -> None:
-    with pytest.raises(DataError, match=r"^nobody/nothing: is neither a file or .*nobody/nothing"):
-        list(evaluation_documents(PerplexityOptions(data="nobody/nothing")))
 
 
 def test_a_file_is_of_the_commit_that_was_downloaded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -309,30 +299,6 @@ def test_of_one_text_the_end_is_held_out_from_a_line_on(tmp_path: Path) -> None:
     assert len(measured) / len(book.read_text()) == pytest.approx(0.25, abs=0.01)
 
 
-def test_a_share_follows_the_text_and_the_window(tmp_path: Path) -> None:
-    book = tmp_path / "book.txt"
-    book.write_text("x" * 1_000_000)
-    assert [share_to_hold_out(Source(name=str(book)), target) for target in (1024, 8192, 131072)] == [0.02, 0.13, 0.2]
-    assert share_to_hold_out(Source(name="owner/books"), 8192) == 0.01
-
-
-@pytest.mark.parametrize(("trained", "measured"), [(0.1, None), (None, 0.1), (0.1, 0.2)])
-def test_a_recipe_that_measures_what_it_trains_on_is_refused(trained: float | None, measured: float | None) -> None:
-    def recipe(trained: float | None, measured: float | None) -> Recipe:
-        keys = {"source": {"name": "books", "hold_out": trained}}
-        evaluation = {"perplexity": {"data": "books", "hold_out": measured}}
-        context = {"target": 1024}
-        return Recipe.model_validate(
-            {"model": {"name": "builtin:tiny"}, "context": context, "data": keys, "evaluation": evaluation}
-        )
-
-    with pytest.raises(
-        ValidationError, match=r"evaluation.perplexity.hold_out: data.source has another of the same text"
-    ):
-        recipe(trained, measured)
-    recipe(measured, measured)
-
-
 def test_splits_are_disjoint_and_cover_the_library() -> None:
     train, *others = (
         {each.name for each in standard_library(split).documents()} for split in ("train", "validation", "test")
@@ -347,11 +313,6 @@ def test_splits_are_disjoint_and_cover_the_library() -> None:
     with pytest.raises(DataError, match=r"^builtin:recall: is for training"):
         evaluation_documents(PerplexityOptions(data=RECALL))
     assert 0.05 < len(held_out) / len(train | held_out) < 0.2
-
-
-def test_the_split_depends_on_the_name_alone() -> None:
-    share = sum(split_of(f"module_{i}.py") != "train" for i in range(5000)) / 5000
-    assert share == pytest.approx(0.1, abs=0.02)
-    # The demo's settings were chosen by these, and by none of those.
+    # By the name alone. The settings of the demo were chosen by these, and by none of those.
     assert {split_of(f"{name}.py") for name in ("bz2", "calendar", "chunk")} == {"validation"}
     assert {split_of(f"{name}.py") for name in ("enum", "html/parser", "json/encoder")} == {"test"}
