@@ -128,6 +128,18 @@ FIGURES: dict[str, Figure] = {
         "the novels; the short benchmarks in `short/`",
         "10; continues",
     ),
+    "chats": Figure(
+        "[what chats in the mixture keep](../docs/results.md#what-chats-in-the-mixture-keep) of an instruct model",
+        (
+            FETCH,
+            "scripts/make_chats.py models/smollm2_135m_instruct chats/train.jsonl --chats 96",
+            "scripts/make_chats.py models/smollm2_135m_instruct chats/test.jsonl --chats 32 --seed 1",
+            f"benchmarks/chats.py --books {NOVELS_HERE}",
+        ),
+        "`chats/`",
+        "the novels",
+        "1.5; continues",
+    ),
     "probe_builtin": Figure(
         "[the untuned scalings](../docs/results.md#which-scaling-before-any-tuning) of the built-in model",
         (f"pi-lora probe builtin:tiny --target 1024 {UNTUNED} --dtype float32 --json {RESULTS}/probe_builtin.json",),

@@ -15,6 +15,7 @@ from reproduce import index
 from tables_smollm2 import table_of_perplexity
 
 from pi_lora.evaluation.intervals import wilson
+from pi_lora.evaluation.suite import MEASUREMENTS
 
 HERE = Path(__file__).parent
 DOCS = record.ROOT / "docs"
@@ -95,6 +96,21 @@ def retrieved(passkey: Result | None) -> tuple[str, str]:
     return f"{share:.0%} ({low:.0%} to {high:.0%})", f"{passkey['k_max']:,}"
 
 
+def chats(_: Result) -> Lines:
+    """A metric a row: without tuning, tuned on novels, and on novels with chats."""
+    rows: dict[str, dict[str, str]] = {}
+    for file in sorted((record.RESULTS / "chats").glob("*.json")):
+        content = record.read(f"chats/{file.stem}")
+        for result in content if isinstance(content, list) else [content]:
+            measurement = MEASUREMENTS[result["measurement"]]
+            for metric in measurement.metrics(measurement.scores.model_validate(result)):
+                rows.setdefault(metric.heading, {})[result["model"]] = metric.text
+    models = list(dict.fromkeys(model for cells in rows.values() for model in cells))
+    yield from table(
+        ("", *(Path(model).name for model in models)), [(name, *map(cells.get, models)) for name, cells in rows.items()]
+    )
+
+
 def methods(result: Result) -> Lines:
     """A way of tuning a row, mean and range of its seeds; then how and on what the rows were measured."""
     windows = list(next(iter(result["rows"].values()))[0]["perplexity"])
@@ -125,6 +141,7 @@ BLOCKS: list[tuple[Path, str, str, Callable[[Result], Iterable[str]]]] = [
     (DOCS / "results.md", "smollm2", "smollm2", tables_smollm2.tables),
     (DOCS / "results.md", "probe_builtin", "probe_builtin", probe),
     (DOCS / "results.md", "probe_smollm2", "probe_smollm2", probe),
+    (DOCS / "results.md", "chats", "chats/chat-tuned", chats),
     (DOCS / "results.md", "methods", "methods", methods),
     (DOCS / "experiments.md", "rates", "methods", rates),
     (DOCS / "engines.md", "engines", "engines", engines),

@@ -86,6 +86,7 @@ def main() -> None:
     for name, default in {"chats": 500, "turns": 2, "batch-size": 16, "tokens": 256, "seed": 0}.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     asked = parser.parse_args()
+    asked.output.parent.mkdir(parents=True, exist_ok=True)
     # A line that a kill cut off is written again.
     written = asked.output.read_text(encoding="utf-8") if asked.output.exists() else ""
     whole = written[: written.rfind("\n") + 1]

@@ -1,0 +1,63 @@
+"""What chats in the mixture keep of a model that people talk to: SmolLM2-135M-Instruct, 8k to 16k tokens, tuned on
+novels alone and on novels with 15 % chats, the same number of tokens; and extended by the same scaling without tuning.
+
+    python scripts/fetch_smollm2.py
+    python scripts/make_chats.py models/smollm2_135m_instruct chats/train.jsonl --chats 96
+    python scripts/make_chats.py models/smollm2_135m_instruct chats/test.jsonl --chats 32 --seed 1
+    python benchmarks/chats.py --books FOLDER
+
+FOLDER has one novel a file, named `AUTHOR_TITLE_YEAR.txt`. A command whose result exists is left out.
+"""
+
+import argparse
+from collections.abc import Iterator
+from pathlib import Path
+
+import record
+from experiment import BASE, BOOKS, ORIGINAL, STRIDE, TARGET, Command, run_missing, split_books
+
+RESULTS = record.RESULTS / "chats"
+RUNS = Path("adapters/chats")
+# Names of the rows, and the sources of the tuned ones.
+MIXTURES = {
+    "novels": "{name: books_16k/train, weight: 0.75}, {name: builtin:recall, weight: 0.25}",
+    "novels_and_chats": "{name: books_16k/train, weight: 0.65}, {name: builtin:recall, weight: 0.2}, "
+    "{name: chats/train.jsonl, column: messages, weight: 0.15}",
+}
+# Two novels each of two authors who are not trained on.
+NOVELS = "[FW]o[ro][ls]*_[AHLN]*"
+
+
+def commands(books: Path) -> Iterator[Command]:
+    """Yield the commands in order."""
+    for name, sources in MIXTURES.items():
+        keys = {"model.name": BASE, "context.original": ORIGINAL, "context.target": TARGET, "scaling": "yarn"}
+        keys |= {"training.steps": 24, "training.precision": "bfloat16", "data.source": f"[{sources}]"}
+        words = [f"{key}={value}" for key, value in keys.items()]
+        yield RUNS / name / "run.json", ["train", "smollm2_135m_16k_cpu", *words, "--output", str(RUNS / name)]
+    tuned = [str(RUNS / name) for name in MIXTURES]
+    untuned = [BASE, "--original", str(ORIGINAL), "--target", str(TARGET), "--scaling", "yarn"]
+    chats = ["--data", "chats/test.jsonl", "--base", BASE, "--dtype", "float32"]
+    novels = ["--data", str(books / NOVELS), "--windows", str(TARGET), "--stride", str(STRIDE)]
+    novels += ["--truncate", str(TARGET), "--dtype", "bfloat16"]
+    for measurement, options in (("chat", chats), ("perplexity", novels)):
+        for name, models in (("tuned", tuned), ("untuned", untuned)):
+            file = RESULTS / f"{measurement}-{name}.json"
+            yield file, ["eval", measurement, *models, *options, "--json", str(file)]
+    file = RESULTS / "passkey-tuned.json"
+    few = ["--target", str(TARGET), "--depths", "8", "--trials", "1", "--seed", "7", "--dtype", "bfloat16"]
+    yield file, ["eval", "passkey", *tuned, *few, "--json", str(file)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--books", type=Path, required=True)
+    books: Path = parser.parse_args().books
+    if not BOOKS.is_dir():
+        split_books(books)
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    run_missing(commands(books))
+
+
+if __name__ == "__main__":
+    main()
