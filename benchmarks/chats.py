@@ -4,12 +4,11 @@ novels alone and on novels with 15 % chats, the same number of tokens; and exten
     python scripts/fetch_smollm2.py
     python scripts/make_chats.py models/smollm2_135m_instruct chats/train.jsonl --chats 96
     python scripts/make_chats.py models/smollm2_135m_instruct chats/test.jsonl --chats 32 --seed 1
-    python benchmarks/chats.py --books FOLDER
+    python benchmarks/chats.py
 
-FOLDER has one novel a file, named `AUTHOR_TITLE_YEAR.txt`. A command whose result exists is left out.
+The novels are in 100_english_novels/corpus. A command whose result exists is left out.
 """
 
-import argparse
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -25,10 +24,10 @@ MIXTURES = {
     "{name: chats/train.jsonl, column: messages, weight: 0.15}",
 }
 # Two novels each of two authors who are not trained on.
-NOVELS = "[FW]o[ro][ls]*_[AHLN]*"
+NOVELS, MEASURED = Path("100_english_novels/corpus"), "[FW]o[ro][ls]*_[AHLN]*"
 
 
-def commands(books: Path) -> Iterator[Command]:
+def commands() -> Iterator[Command]:
     """Yield the commands in order."""
     for name, sources in MIXTURES.items():
         keys = {"model.name": BASE, "context.original": ORIGINAL, "context.target": TARGET, "scaling": "yarn"}
@@ -38,7 +37,7 @@ def commands(books: Path) -> Iterator[Command]:
     tuned = [str(RUNS / name) for name in MIXTURES]
     untuned = [BASE, "--original", str(ORIGINAL), "--target", str(TARGET), "--scaling", "yarn"]
     chats = ["--data", "chats/test.jsonl", "--base", BASE, "--dtype", "float32"]
-    novels = ["--data", str(books / NOVELS), "--windows", str(TARGET), "--stride", str(STRIDE)]
+    novels = ["--data", str(NOVELS / MEASURED), "--windows", str(TARGET), "--stride", str(STRIDE)]
     novels += ["--truncate", str(TARGET), "--dtype", "bfloat16"]
     for measurement, options in (("chat", chats), ("perplexity", novels)):
         for name, models in (("tuned", tuned), ("untuned", untuned)):
@@ -50,13 +49,10 @@ def commands(books: Path) -> Iterator[Command]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--books", type=Path, required=True)
-    books: Path = parser.parse_args().books
     if not BOOKS.is_dir():
-        split_books(books)
+        split_books(NOVELS)
     RESULTS.mkdir(parents=True, exist_ok=True)
-    run_missing(commands(books))
+    run_missing(commands())
 
 
 if __name__ == "__main__":

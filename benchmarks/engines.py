@@ -141,8 +141,7 @@ def verdicts_of(command: list[str], reader: Reader, served: str | None = None) -
                     time.sleep(1)
                     continue
                 verdicts = check_server(asked, reader, TOLERANCE)
-                said = {"verdicts": [verdict.model_dump() for verdict in verdicts]}
-                return {**said, "seconds": round(time.monotonic() - started, 1)}
+                return {"verdicts": [verdict.model_dump() for verdict in verdicts]}
         finally:
             if server.poll() is None:
                 os.killpg(server.pid, signal.SIGTERM)

@@ -1,6 +1,6 @@
 """What `pi-lora plan` says of memory on a CPU, beside the peak of the process that trains: a row for each setting.
 
-    python benchmarks/plan_memory.py [--rows ROW ...]
+    python benchmarks/plan_memory.py
 
 Each row is a process of its own that tunes two steps; its peak is that of the whole process (resident), libraries
 included, as training.jsonl has it. The plan is that for this machine, as `pi-lora train` makes it. Rows of 8 layers are
@@ -8,7 +8,6 @@ of a random model with SmolLM2's widths, so that none takes two minutes. A row i
 benchmarks/results/plan_memory.json when it is measured.
 """
 
-import argparse
 import json
 import subprocess
 import sys
@@ -30,20 +29,13 @@ ROWS: dict[str, tuple[int, int | None, tuple[str, ...]]] = {
     "SmolLM2, LoRA, checkpointing": (1024, None, (CHECKPOINTING,)),
     "SmolLM2, QLoRA, checkpointing": (512, None, ("tuning.method=qlora", CHECKPOINTING)),
     "SmolLM2, all weights, checkpointing": (512, None, ("tuning.method=full", CHECKPOINTING)),
-    "LoRA": (1024, 49152, ()),
-    "LoRA, length": (2048, 49152, ()),
     "LoRA, checkpointing": (2048, 49152, (CHECKPOINTING,)),
     "LoRA, chunked MLP": (2048, 49152, (CHECKPOINTING, "training.mlp_chunk_tokens=256")),
-    "LoRA, small vocabulary": (2048, 1024, ()),
     "LoRA, large vocabulary": (1024, 128256, ()),
     "LoRA, embeddings and norms": (1024, 49152, ("tuning.also_train=embeddings_and_norms",)),
-    "LoRA, bfloat16 base": (1024, 49152, ("model.dtype=bfloat16",)),
-    "LoRA, bfloat16 arithmetic": (1024, 49152, ("training.precision=bfloat16",)),
     "LoRA, both bfloat16": (1024, 49152, ("model.dtype=bfloat16", "training.precision=bfloat16")),
-    "DoRA": (1024, 49152, ("tuning.dora=true",)),
     "QLoRA": (1024, 49152, ("tuning.method=qlora",)),
     "all weights": (1024, 49152, ("tuning.method=full",)),
-    "all weights, two batches a step": (512, 49152, ("tuning.method=full", "training.global_batch_size=2")),
     "built-in model, LoRA": (4096, None, (*TINY, "data.positions=contiguous")),
 }
 MODEL, DATA = "models/smollm2_135m_instruct", "builtin:stdlib"
@@ -87,13 +79,9 @@ def measured(recipe: Path, changes: tuple[str, ...], folder: Path) -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS))
-    options = parser.parse_args()
     gpu = device_here()
     with tempfile.TemporaryDirectory() as temporary:
-        for row in options.rows:
-            tokens, vocabulary, changes = ROWS[row]
+        for row, (tokens, vocabulary, changes) in ROWS.items():
             folder = Path(temporary) / str(vocabulary)
             if vocabulary and not folder.exists():
                 random_model(folder, vocabulary)
@@ -103,11 +91,11 @@ def main() -> None:
             if "data.positions=contiguous" not in changes:
                 changes = (f"data.sequence_tokens={tokens}", *changes)
             plan = plan_training(load_recipe(recipe, changes).recipe, gpu)
-            run = Path(temporary) / "runs" / str(options.rows.index(row))
+            run = Path(temporary) / "runs" / row
             peak = measured(recipe, changes, run)
             sizes = {"tokens": tokens, "vocabulary": plan.target.shape.vocabulary, "layers": plan.target.shape.layers}
             found = {"planned": plan.memory.peak, "measured": peak, "ratio": plan.memory.peak / peak}
-            write_row("plan_memory", ("rows", row), {**sizes, **found, "bfloat16": gpu.bfloat16})
+            write_row("plan_memory", ("rows", row), {**sizes, **found})
             print(f"{row}: planned {plan.memory.peak / 2**30:.2f} GiB, measured {peak / 2**30:.2f} GiB", flush=True)
 
 

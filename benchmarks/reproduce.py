@@ -134,7 +134,7 @@ FIGURES: dict[str, Figure] = {
             FETCH,
             "scripts/make_chats.py models/smollm2_135m_instruct chats/train.jsonl --chats 96",
             "scripts/make_chats.py models/smollm2_135m_instruct chats/test.jsonl --chats 32 --seed 1",
-            f"benchmarks/chats.py --books {NOVELS_HERE}",
+            "benchmarks/chats.py",
         ),
         "`chats/`",
         "the novels",

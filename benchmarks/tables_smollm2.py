@@ -16,16 +16,12 @@ SAME_BUDGET = {"direct": "direct", "yarn": "YaRN", "pi": "PI"}
 Result = Mapping[str, Any]
 
 
-def share(successes: int, trials: int) -> str:
-    """A number of successes with its 95 % interval."""
-    low, high = wilson(successes / trials, trials)
-    return f"{successes} of {trials} ({low:.0%} to {high:.0%})"
-
-
 def retrieved(scores: Result) -> str:
     """The passkeys that were retrieved, with the interval, and k_max."""
     successes = round(sum(depth["success_rate"] * depth["trials"] for depth in scores["depths"]))
-    return f"{share(successes, sum(depth['trials'] for depth in scores['depths']))}, k_max {scores['k_max']:,}"
+    trials = sum(depth["trials"] for depth in scores["depths"])
+    low, high = wilson(successes / trials, trials)
+    return f"{successes} of {trials} ({low:.0%} to {high:.0%}), k_max {scores['k_max']:,}"
 
 
 def perplexities(scores: Result) -> list[str]:
@@ -50,12 +46,6 @@ def tables(result: Result) -> Iterator[str]:
     scores = result["perplexity base"]
     yield f"\nPerplexity: {scores['windows'][-1]['tokens']:,} tokens, the same in every column: the first"
     yield f"{scores['truncate']:,} of {books(scores)}; stride {scores['stride']:,}, {scores['dtype']}.\n"
-    asked = [
-        (f"{depth['distance']:,}", share(sum(depth["outcomes"]), depth["trials"]))
-        for depth in result["passkey tuned"]["depths"]
-    ]
-    yield from table(("passkey's distance in 16,384 tokens", "PI, tuned"), asked)
-    yield "\nThe untuned models were asked only until `k_max` was decided.\n"
     windows = [f"{row['window'] // 1024}k" for row in scores["windows"]]
     aside = [(MODELS[which], *perplexities(result[f"test perplexity {which}"])) for which in ("base", "tuned")]
     yield from table(("kept aside while tunings were chosen", *windows), aside)

@@ -1,5 +1,4 @@
-"""What `pi-lora train` costs over a bare SFTTrainer: tokens a second of both, in turns, in one run, and the peak memory
-of ours beside its plan.
+"""What `pi-lora train` costs over a bare SFTTrainer: tokens a second of both, in turns, in one run.
 
     python benchmarks/train_overhead.py [--recipe demo] [--steps 60] [--warm 10] [--rounds 3] [key=value ...]
 
@@ -92,8 +91,8 @@ def bare(recipe: Recipe, warm: int) -> tuple[float, float]:
     return tokens / (ends[training.steps] - ends[warm]), losses[0]
 
 
-def ours(given: list[str], warm: int) -> tuple[float, float, int]:
-    """Tokens a second of `pi-lora train`, by its own log, the loss of the first step, and its peak memory in bytes."""
+def ours(given: list[str], warm: int) -> tuple[float, float]:
+    """Tokens a second of `pi-lora train`, by its own log, and the loss of the first step."""
     with tempfile.TemporaryDirectory() as output:
         run = Path(output) / "run"
         command = [sys.executable, "-m", "pi_lora", "train", *given, "training.log_every=1", "--output", str(run)]
@@ -101,11 +100,10 @@ def ours(given: list[str], warm: int) -> tuple[float, float, int]:
         lines = [json.loads(line) for line in (run / "training.jsonl").read_text().splitlines()]
     first, last = lines[warm - 1], lines[-1]
     speed = (last["tokens"] - first["tokens"]) / (last["seconds"] - first["seconds"])
-    return speed, lines[0]["loss"], last["peak_memory"]
+    return speed, lines[0]["loss"]
 
 
 def main() -> None:
-    import pi_lora
     from pi_lora.recipe.files import load_recipe
     from pi_lora.recipe.places import find_recipe
 
@@ -122,23 +120,20 @@ def main() -> None:
     if options.bare:
         print(json.dumps(bare(recipe, options.warm)))
         return
-    rounds, peaks = [], []
+    rounds = []
     for _ in range(options.rounds):
-        mine, loss, peak = ours([str(file), *changes], options.warm)
+        mine, loss = ours([str(file), *changes], options.warm)
         theirs, bare_loss = in_a_process(__file__, "--bare", *sys.argv[1:])
         speeds = {"pi_lora": round(mine, 1), "bare": round(theirs, 1), "ratio": round(mine / theirs, 4)}
         rounds.append({**speeds, "first_loss": loss, "bare_first_loss": bare_loss})
-        peaks.append(peak)
         print(rounds[-1], flush=True)
     made = {
         "steps": options.steps,
         "rounds": rounds,
         "median_ratio": statistics.median(each["ratio"] for each in rounds),
-        "peak_memory": max(peaks),
-        "planned_memory": round(pi_lora.plan(str(file), *changes, gpu="cpu").memory.peak),
     }
     write_row("train_overhead", ("runs", " ".join([options.recipe, *changes])), made)
-    print(json.dumps({key: made[key] for key in ("median_ratio", "peak_memory", "planned_memory")}))
+    print(json.dumps(made["median_ratio"]))
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ import torch
 
 ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT / each) for each in ("benchmarks", "scripts")]
+import chats  # noqa: E402
 import compare_methods  # noqa: E402
 import engines  # noqa: E402
 import experiment  # noqa: E402
@@ -162,7 +163,7 @@ def test_the_commands_of_the_experiments_parse(monkeypatch: pytest.MonkeyPatch, 
         words.append(each)
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(json.dumps({"windows": windows, "lengths": lengths}))
-    for each in words:
+    for each in [*words, *(each for _, each in chats.commands())]:
         app.parse_args(each, exit_on_error=False, print_error=False)
 
 
