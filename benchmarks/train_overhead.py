@@ -128,12 +128,10 @@ def main() -> None:
         rounds.append({**speeds, "first_loss": loss, "bare_first_loss": bare_loss})
         print(rounds[-1], flush=True)
     made = {
-        "steps": options.steps,
         "rounds": rounds,
         "median_ratio": statistics.median(each["ratio"] for each in rounds),
     }
     write_row("train_overhead", ("runs", " ".join([options.recipe, *changes])), made)
-    print(json.dumps(made["median_ratio"]))
 
 
 if __name__ == "__main__":
