@@ -20,4 +20,9 @@ rm -rf dist
 "$place/fresh/bin/pip" install --quiet --constraint constraints.txt "$(echo dist/*.whl)[report]"
 scripts/first_minute.sh "$place/fresh/bin/pi-lora" "$place/first"
 
-"$python" scripts/check_version.py
+# The wheel is named after the version of pyproject.toml.
+version=$(basename dist/*.whl | cut -d- -f2)
+grep -Eq "^## $version - [0-9]{4}-[0-9]{2}-[0-9]{2}$" CHANGELOG.md || {
+  echo "CHANGELOG.md: no section for $version; name what is unreleased \`## $version - YYYY-MM-DD\`" >&2
+  exit 1
+}
