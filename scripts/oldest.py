@@ -9,8 +9,6 @@ import tomllib
 from pathlib import Path
 
 PROJECT = Path(__file__).parent.parent / "pyproject.toml"
-# What only runs or checks the tests.
-TOOLS = {"pytest", "pytest-xdist", "hypothesis", "playwright", "ruff", "mypy"}
 
 
 def oldest() -> dict[str, str]:
@@ -18,7 +16,7 @@ def oldest() -> dict[str, str]:
     project = tomllib.loads(PROJECT.read_text(encoding="utf-8"))["project"]
     groups = project["dependencies"], *project["optional-dependencies"].values()
     named = (re.match(r"([\w-]+)(?:\[\w+\])?>=([\w.]+)", requirement) for group in groups for requirement in group)
-    return {found[1]: found[2] for found in named if found and found[1] not in TOOLS}
+    return {found[1]: found[2] for found in named if found}
 
 
 if __name__ == "__main__":
