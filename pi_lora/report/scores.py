@@ -118,7 +118,7 @@ def groups_of(name: str, columns: Columns) -> list[dict[str, Scores]]:
 
 def public_setting(group: Mapping[str, Scores]) -> str:
     """Return on which text and how a group of scores was measured, without paths of this machine."""
-    scores = next(iter(group.values()))
+    *_, scores = group.values()  # the run's: a base of older runs may have fewer depths
     text = setting_of(scores)
     for metric in metrics_of(scores):
         text = text.replace(metric.dataset, public_name(metric.dataset)) if metric.dataset else text
