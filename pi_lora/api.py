@@ -1,8 +1,8 @@
 """The commands as functions: names and plain values in, folders and typed results out. They print nothing."""
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -54,9 +54,9 @@ def train(
 
     from pi_lora.training.training import prepare_data, train
 
-    with _bar("packing", progress) as packed:
+    with _shown("packing", progress) as packed:
         data = prepare_data(resolved, model, packed)
-    with _bar("training", progress) as step:
+    with _shown("training steps", progress) as step:
         return train(resolved, model, data, place, resume, step)
 
 
@@ -255,18 +255,10 @@ def _as_words(overrides: Sequence[str | Mapping[str, Any]]) -> list[str]:
     return words
 
 
-@contextmanager
-def _bar(title: str, progress: Progress | bool) -> Iterator[Progress]:
-    """Yield the function that is told of progress: the caller's, one that moves a bar, or one that shows nothing."""
-    if not isinstance(progress, bool):
-        yield progress
-        return
-    from rich.console import Console
-    from rich.markup import escape
-    from rich.progress import Progress as Bars
+def _shown(title: str, progress: Progress | bool) -> AbstractContextManager[Progress]:
+    """Return the function that is told of progress: the caller's, one that moves a bar, or one that shows nothing."""
+    if progress is True:
+        from pi_lora.terminal import progress_bar
 
-    with Bars(console=Console(stderr=True), disable=not progress) as bars:
-        bar = bars.add_task(title, total=None)
-        yield lambda done, total, note="": bars.update(
-            bar, completed=done, total=total, description=escape(f"{title} {note}")
-        )
+        return progress_bar(title)
+    return nullcontext(progress or silent)

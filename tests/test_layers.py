@@ -15,6 +15,7 @@ FLOORS = {
     "recipe": 2,
     "distributed": 3,
     "run": 3,
+    "terminal": 4,
     "models": 4,
     "data": 4,
     "theory": 5,

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from processes import without_progress
 
-from pi_lora.cli.app import progress_bar, working
+from pi_lora.terminal import progress_bar, working
 
 APP = sys.modules[progress_bar.__module__]
 

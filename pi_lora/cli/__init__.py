@@ -11,13 +11,17 @@ from cyclopts import CycloptsError, MissingArgumentError
 from pydantic import ValidationError
 
 from pi_lora.cli import extend, measure, recipes  # noqa: F401
-from pi_lora.cli.app import app, err
+from pi_lora.cli.app import app
 from pi_lora.distributed import let_segments_grow, worker_exit_status
 from pi_lora.errors import Interrupted, PiLoraError, RecipeError
+from pi_lora.terminal import err
 from pi_lora.writing import problem_text
 
 __all__ = ["app", "main"]
 
+# In the help, the commands of a group are in the order in which they stand in these files; --help and --version are last.
+for place, name in enumerate([*app][2:]):
+    app[name].sort_key = place
 INTERRUPTED = 130
 # Packages that only an extra of pi-lora installs.
 EXTRAS = {

@@ -26,22 +26,17 @@ from pi_lora.cli.app import (
     TrustRemoteCode,
     app,
     extension_of,
-    out,
-    progress_bar,
     read_length,
-    working,
 )
 from pi_lora.distributed import is_launched, is_leader, launch, launch_arguments
 from pi_lora.errors import PiLoraError
 from pi_lora.scaling.config import Method
+from pi_lora.terminal import out, progress_bar, working
 from pi_lora.types import Permissions
 from pi_lora.writing import check_can_write, read_json, write_json
 
-export_app = App(name="export", help="Write a model in the format of another engine.", group=EXTEND, sort_key=4)
-app.command(export_app)
 
-
-@app.command(group=EXTEND, sort_key=1)
+@app.command(group=EXTEND)
 def train(
     recipe: RecipeFile,
     /,
@@ -90,29 +85,7 @@ def train(
         out.lines(*closing_lines(resolved, folder))
 
 
-@app.command(group=EXTEND, sort_key=3)
-def prepare(
-    recipe: RecipeFile,
-    /,
-    *overrides: Override,
-    trust_remote_code: TrustRemoteCode = False,
-) -> None:
-    """Tokenize and pack the training data of RECIPE into the cache; no GPU is needed."""
-    with working():
-        from pi_lora.preflight import check_data
-        from pi_lora.recipe.files import load_recipe
-        from pi_lora.recipe.places import cache_folder
-        from pi_lora.training.training import prepare_data
-
-        resolved = load_recipe(recipe, overrides).recipe
-        model = check_data(resolved, Permissions(trust_remote_code))
-    with progress_bar("preparing data") as progress:
-        data = prepare_data(resolved, model, progress)
-    out.lines(*(f"data: {line}" for line in data.messages))
-    out.lines(f"{cache_folder()}: has the data of {recipe}; pi-lora train reads it from there")
-
-
-@app.command(group=EXTEND, sort_key=2)
+@app.command(group=EXTEND)
 def merge(
     run: Annotated[Path, Parameter(name="RUN", help="A run or adapter: a folder or a hub id.")],
     /,
@@ -146,7 +119,7 @@ def merge(
     out.commands("Serve it:", *merged.serving)
 
 
-@app.command(group=EXTEND, sort_key=5)
+@app.command(group=EXTEND)
 def extend(
     model: ModelName,
     /,
@@ -168,6 +141,32 @@ def extend(
         serving = extend(found, output, read_probe(probe) if probe else None, progress)
     out.lines(f"{output}: written; it loads like any model, its scaling is in config.json", "")
     out.commands("Serve it:", *serving)
+
+
+@app.command(group=EXTEND)
+def prepare(
+    recipe: RecipeFile,
+    /,
+    *overrides: Override,
+    trust_remote_code: TrustRemoteCode = False,
+) -> None:
+    """Tokenize and pack the training data of RECIPE into the cache; no GPU is needed."""
+    with working():
+        from pi_lora.preflight import check_data
+        from pi_lora.recipe.files import load_recipe
+        from pi_lora.recipe.places import cache_folder
+        from pi_lora.training.training import prepare_data
+
+        resolved = load_recipe(recipe, overrides).recipe
+        model = check_data(resolved, Permissions(trust_remote_code))
+    with progress_bar("preparing data") as progress:
+        data = prepare_data(resolved, model, progress)
+    out.lines(*(f"data: {line}" for line in data.messages))
+    out.lines(f"{cache_folder()}: has the data of {recipe}; pi-lora train reads it from there")
+
+
+export_app = App(name="export", help="Write a model in the format of another engine.", group=EXTEND)
+app.command(export_app)
 
 
 @export_app.command
@@ -192,7 +191,7 @@ def gguf(
     out.commands("Serve it:", *serving)
 
 
-@app.command(name="check-server", group=EXTEND, sort_key=5)
+@app.command(name="check-server", group=EXTEND)
 def check_server(
     url: Annotated[str | None, Parameter(name="URL", help="The server, as http://localhost:8000.")] = None,
     model: Annotated[str | None, Parameter(name="MODEL", help="Hub id, folder, run or builtin:tiny.")] = None,

@@ -19,9 +19,6 @@ from pi_lora.cli.app import (
     Target,
     app,
     extension_of,
-    out,
-    say,
-    working,
 )
 from pi_lora.distributed import is_leader
 from pi_lora.recipe.evaluation import (
@@ -34,6 +31,7 @@ from pi_lora.recipe.evaluation import (
     Sampling,
     SummarizationOptions,
 )
+from pi_lora.terminal import out, say, working
 from pi_lora.writing import check_can_write, write_json
 
 if TYPE_CHECKING:
@@ -44,7 +42,7 @@ Plot = Annotated[Path | None, Parameter(help="Also draw the scores to this PNG f
 Again = Annotated[bool, Parameter(help="Measure again what has scores.")]
 OtherText = Annotated[str | None, Parameter(help="Measure perplexity on this text instead of the run's.")]
 
-eval_app = App(name="eval", help="Measure a model, or several with the same options.", group=MEASURE, sort_key=1)
+eval_app = App(name="eval", help="Measure a model, or several with the same options.", group=MEASURE)
 app.command(eval_app)
 
 
@@ -170,7 +168,31 @@ def everything(
         out.print(scores_table([each]))
 
 
-@app.command(group=MEASURE, sort_key=2)
+@app.command(group=MEASURE)
+def probe(
+    model: ModelName,
+    /,
+    *,
+    options: Annotated[ProbeOptions, GROUP],
+    how: Loaded = Loading(),
+    json: JsonFile = None,
+) -> None:
+    """Measure before any tuning which scaling suits MODEL: perplexity and passkeys, inside its window and at --target.
+
+    The last line names the best, and whether tuning is needed at all.
+    """
+    with working():
+        from pi_lora.report.probe import next_command, probe, probe_table
+
+        [base] = how.find(model)
+    found = probe(base, options, json, how.measured())
+    for reach in found.targets if is_leader() else ():
+        out.print(probe_table(found, reach))
+        out.lines(f"{reach.summary}; {'no tuning is needed' if reach.enough else 'tuning can add to it'}:")
+        out.commands(next_command(found, reach, json))
+
+
+@app.command(group=MEASURE)
 def compare(
     base: Annotated[str, Parameter(name="BASE", help="Hub id, folder or builtin:tiny.")],
     run: Annotated[str, Parameter(name="RUN", help="A run, a folder or hub id, tuned from BASE.")],
@@ -208,31 +230,7 @@ def compare(
         write_json(json, comparison.model_dump())
 
 
-@app.command(group=MEASURE, sort_key=6)
-def probe(
-    model: ModelName,
-    /,
-    *,
-    options: Annotated[ProbeOptions, GROUP],
-    how: Loaded = Loading(),
-    json: JsonFile = None,
-) -> None:
-    """Measure before any tuning which scaling suits MODEL: perplexity and passkeys, inside its window and at --target.
-
-    The last line names the best, and whether tuning is needed at all.
-    """
-    with working():
-        from pi_lora.report.probe import next_command, probe, probe_table
-
-        [base] = how.find(model)
-    found = probe(base, options, json, how.measured())
-    for reach in found.targets if is_leader() else ():
-        out.print(probe_table(found, reach))
-        out.lines(f"{reach.summary}; {'no tuning is needed' if reach.enough else 'tuning can add to it'}:")
-        out.commands(next_command(found, reach, json))
-
-
-@app.command(group=MEASURE, sort_key=3)
+@app.command(group=MEASURE)
 def report(
     run: Annotated[Path, Parameter(name="RUN", help="A run folder that was measured.")],
     /,
@@ -248,23 +246,7 @@ def report(
     out.lines(*files)
 
 
-@app.command(group=MEASURE, sort_key=6)
-def push(
-    model: Annotated[Path, Parameter(name="RUN|MODEL", help="A run folder, or a folder of full weights.")],
-    repo: Annotated[str, Parameter(name="REPO", help="As you/name; created if it does not exist.")],
-    /,
-    *,
-    private: Annotated[bool, Parameter(help="Create a private repository.")] = False,
-) -> None:
-    """Upload a run or a merged model to the Hugging Face hub, with its card but without checkpoints."""
-    with working(f"uploading {model}"):
-        from pi_lora.report.upload import push
-
-        url = push(model, repo, private)
-    out.lines(url)
-
-
-@app.command(group=MEASURE, sort_key=4)
+@app.command(group=MEASURE)
 def generate(
     model: ModelName,
     /,
@@ -285,7 +267,7 @@ def generate(
     generate(loaded, text, chat_template=chat, tokens=tokens, temperature=temperature, seed=seed, write=_written)
 
 
-@app.command(group=MEASURE, sort_key=5)
+@app.command(group=MEASURE)
 def summarize(
     model: ModelName,
     file: Annotated[
@@ -302,6 +284,22 @@ def summarize(
 
     text, loaded = _read_and_load(file, None, model, how)
     summarize(loaded, file, text, sampling, say, _written)
+
+
+@app.command(group=MEASURE)
+def push(
+    model: Annotated[Path, Parameter(name="RUN|MODEL", help="A run folder, or a folder of full weights.")],
+    repo: Annotated[str, Parameter(name="REPO", help="As you/name; created if it does not exist.")],
+    /,
+    *,
+    private: Annotated[bool, Parameter(help="Create a private repository.")] = False,
+) -> None:
+    """Upload a run or a merged model to the Hugging Face hub, with its card but without checkpoints."""
+    with working(f"uploading {model}"):
+        from pi_lora.report.upload import push
+
+        url = push(model, repo, private)
+    out.lines(url)
 
 
 def _read_and_load(file: str, prompt: str | None, model: str, how: Loading) -> "tuple[str, Model]":

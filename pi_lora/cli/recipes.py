@@ -23,19 +23,17 @@ from pi_lora.cli.app import (
     Trusted,
     TrustRemoteCode,
     app,
-    err,
-    out,
     read_length,
-    working,
 )
 from pi_lora.errors import PiLoraError
+from pi_lora.terminal import err, out, working
 from pi_lora.types import Permissions
 from pi_lora.writing import write_json
 
 GpuName = Annotated[str | None, Parameter(help="A name (4090, H100), a memory size (48GB), or cpu.")]
 
 
-@app.command(group=RECIPES, sort_key=1)
+@app.command(group=RECIPES)
 def new(
     model: ModelName,
     /,
@@ -63,7 +61,7 @@ def new(
     out.lines(f"{file}: written; read it, then: pi-lora train {shlex.quote(str(file))}")
 
 
-@app.command(group=RECIPES, sort_key=2)
+@app.command(group=RECIPES)
 def plan(
     recipe: RecipeFile,
     /,
@@ -89,7 +87,7 @@ def plan(
         write_json(json, training_plan.as_json())
 
 
-@app.command(group=RECIPES, sort_key=3)
+@app.command(group=RECIPES)
 def show(recipe: RecipeFile, /, *overrides: Override) -> None:
     """Print the resolved recipe, and where each value came from."""
     from pi_lora.recipe.files import load_recipe
@@ -103,7 +101,7 @@ def show(recipe: RecipeFile, /, *overrides: Override) -> None:
     out.print(table)
 
 
-@app.command(group=RECIPES, sort_key=4)
+@app.command(group=RECIPES)
 def recipes(
     *,
     markdown: Annotated[
@@ -131,7 +129,7 @@ def recipes(
         out.print(table)
 
 
-@app.command(group=OTHERS, sort_key=1)
+@app.command(group=OTHERS)
 def theory(
     *,
     model: Annotated[str | None, Parameter(help="Read d, c, L, L' from a hub id, folder, run or builtin:tiny.")] = None,
@@ -166,7 +164,7 @@ def theory(
         write_json(json, {"setting": asdict(setting), "bounds": asdict(bounds)})
 
 
-@app.command(group=OTHERS, sort_key=2)
+@app.command(group=OTHERS)
 def env() -> None:
     """Print versions, processor, memory, GPUs and kernels, for a bug report."""
     with working():

@@ -16,7 +16,6 @@ from small_tokenizers import made
 from test_cli import run
 from test_passkey import printed
 
-from pi_lora.cli.app import out as terminal
 from pi_lora.data.sources import PINNED
 from pi_lora.errors import DataError, Interrupted, ModelError
 from pi_lora.evaluation import perplexity
@@ -26,6 +25,7 @@ from pi_lora.evaluation.suite import scores_table
 from pi_lora.models.model import Model, find, load
 from pi_lora.recipe.evaluation import PerplexityOptions
 from pi_lora.recipe.files import RECIPE_FILE, dump_recipe, load_recipe
+from pi_lora.terminal import out as terminal
 
 WORDS = "the road is long and the night is dark but a light burns in every window of the old house".split()
 

@@ -1,0 +1,122 @@
+"""What a user sees: lines, what is worked on, and progress; on a terminal and where there is none."""
+
+import contextlib
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from textwrap import fill
+
+from rich.console import Console
+from rich.text import Text
+
+from pi_lora.distributed import is_leader
+from pi_lora.types import Progress, silent
+
+
+class Terminal(Console):
+    """A console that prints names, texts and messages as they are: no markup, no colours."""
+
+    def __init__(self, stderr: bool = False) -> None:
+        super().__init__(stderr=stderr, markup=False, emoji=False, highlight=False)
+
+    def wrapped(self, line: object) -> str:
+        """Return a line as it is, or on a terminal broken between words."""
+        if not self.is_terminal:
+            return str(line)
+        return fill(str(line), self.width, break_long_words=False, break_on_hyphens=False)
+
+    def lines(self, *lines: object) -> None:
+        """Print lines of text."""
+        self.commands(*map(self.wrapped, lines))
+
+    def commands(self, *commands: str) -> None:
+        """Print lines to be copied, which are not broken however long they are."""
+        if commands:
+            self.print(*commands, sep="\n", soft_wrap=True)
+
+
+out, err = Terminal(), Terminal(stderr=True)
+LIBRARIES = "loading libraries"
+# Seconds between lines of progress.
+EACH_LINE = 60.0
+# Seconds after which a command says what it does.
+LONG = 10.0
+
+
+def say(line: str) -> None:
+    """Print a line on stderr, once however many processes there are."""
+    if is_leader():
+        err.lines(line)
+
+
+@contextlib.contextmanager
+def progress_bar(title: str) -> Iterator[Progress]:
+    """A progress bar on stderr, or lines where that is no terminal, of the first of several processes; yields the
+    function that moves it.
+    """
+    if not (is_leader() and err.is_terminal):
+        yield _progress_lines(title) if is_leader() else silent
+        return
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+    from rich.progress import Progress as Bar
+    from rich.table import Column
+
+    whole, wrapped = Column(no_wrap=True), Column()
+    columns = (
+        TextColumn("{task.description}", markup=False, table_column=whole),
+        BarColumn(max(8, min(40, err.width - 80))),  # the numbers and the note come first
+        MofNCompleteColumn(table_column=whole),
+        TimeRemainingColumn(table_column=whole),
+        TextColumn("{task.fields[note]}", markup=False, table_column=wrapped),
+    )
+    with Bar(*columns, console=err) as bar:
+        task = bar.add_task(title, total=None, note="")
+        yield lambda done, total, note="": bar.update(task, completed=done, total=total, note=note)
+
+
+def _progress_lines(title: str) -> Progress:
+    """Return what prints a line a minute."""
+    started = last = time.monotonic()
+    first = -1
+    stream = sys.stderr  # as it is now: while lm-eval works it leads nowhere
+
+    def report(done: int, total: int, note: str = "") -> None:
+        nonlocal first, last
+        now = time.monotonic()
+        first = done if first < 0 else first
+        if now - last < EACH_LINE:
+            return
+        last = now
+        pace = (now - started) / max(1, done - first)
+        left = timedelta(seconds=round(pace * (total - done)))
+        # A reader that is gone ends nothing; rich would end the process.
+        with contextlib.suppress(OSError):
+            print(f"{title}: {done:,} of {total:,}, {left} left{note and f', {note}'}", file=stream, flush=True)
+
+    return report
+
+
+@contextlib.contextmanager
+def working(what: str = LIBRARIES) -> Iterator[None]:
+    """Something turning on stderr while `what` goes on, or where that is no terminal a line if it takes long."""
+    if what != LIBRARIES:
+        _work_begins()
+    with contextlib.ExitStack() as signs:
+        if err.is_terminal:
+            signs.enter_context(err.status(Text(what)))
+        elif is_leader():
+            line = threading.Timer(LONG, print, (f"{what} ...",), {"file": sys.stderr, "flush": True})
+            line.daemon = True
+            line.start()
+            signs.callback(line.cancel)
+        yield
+    _work_begins()
+
+
+def _work_begins() -> None:
+    """Let Ctrl-C unwind from here on: until libraries are loaded there is nothing to clean up."""
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
