@@ -19,8 +19,8 @@ from pi_lora.writing import problem_text
 
 __all__ = ["app", "main"]
 
-# In the help, the commands of a group are in the order in which they stand in these files; --help and --version are last.
-for place, name in enumerate([*app][2:]):
+# In the help, the commands of a group are in the order in which they stand in these files; --help is last.
+for place, name in enumerate(name for name in app if not name.startswith("-")):
     app[name].sort_key = place
 INTERRUPTED = 130
 # Packages that only an extra of pi-lora installs.

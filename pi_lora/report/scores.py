@@ -126,11 +126,9 @@ def public_setting(group: Mapping[str, Scores]) -> str:
 
 
 def _metrics_table(group: Mapping[str, Scores]) -> str:
-    cells: dict[str, dict[str, str]] = {}
-    for label, scores in group.items():
-        for metric in _metrics(scores):
-            cells.setdefault(metric.heading, {})[label] = metric.text
-    rows = [[heading, *(row.get(label, "") for label in group)] for heading, row in cells.items()]
+    columns = [{metric.heading: metric.text for metric in _metrics(scores)} for scores in group.values()]
+    headings = dict.fromkeys(heading for column in columns for heading in column)
+    rows = [[heading, *(column.get(heading, "") for column in columns)] for heading in headings]
     return markdown_table(["metric", *group], rows).rstrip("\n")
 
 

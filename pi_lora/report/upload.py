@@ -14,7 +14,7 @@ from pi_lora.recipe.files import RECIPE_FILE, dump_recipe, load_recipe
 from pi_lora.recipe.schema import Recipe
 from pi_lora.report.card import CARD, refresh_scores
 from pi_lora.report.scores import MeasuredRun, public_name
-from pi_lora.run import CHECKPOINTS, check_finished
+from pi_lora.run import check_finished
 
 # The files of runs, merges and tokenizers. Anything else stays: checkpoints, pickles, and what a user keeps there.
 UPLOADED = [
@@ -58,14 +58,12 @@ def push(folder: Path, repo: str, private: bool = False) -> str:
 
 
 def _uploaded(folder: Path) -> list[str]:
-    """Return the names of the files to upload; raise ModelError if the folder is unfinished or lacks a file, and at a
-    link, which may lead to any file here.
+    """Return the names of the files to upload; raise ModelError if the folder lacks a file, and at a link, which may
+    lead to any file here.
     """
     if not folder.is_dir():
         check_finished(folder)
         raise ModelError(f"{folder}: no such folder; name a run or model folder")
-    if (folder / CHECKPOINTS).is_dir() or folder.resolve().name.endswith(".partial"):
-        raise ModelError(f"{folder}: is an unfinished run; finish it with pi-lora train --resume")
     files = [file for pattern in UPLOADED for file in folder.glob(pattern) if file.is_file()]
     names = sorted(str(file.relative_to(folder)) for file in files)
     index = folder / SAFETENSORS_INDEX_FILE
