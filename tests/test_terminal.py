@@ -61,7 +61,7 @@ def run(python: str, folder: Path) -> Path:
         "eval perplexity run --data text.txt --windows 256,1024",
         "eval passkey run --depths 2 --trials 1",
         "eval benchmarks run --data piqa=piqa.jsonl --tasks piqa",
-        "eval summarization run --data reports.jsonl --max-new-tokens 5",
+        "eval summarization run --data reports.jsonl --document document --summary summary --max-new-tokens 5",
         "summarize run longer_than_the_base_reads.txt --max-new-tokens 5",
         "merge run --output merged",
         "plan {demo}",
