@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from pi_lora.models.adapter import without_known_warnings
@@ -56,6 +57,11 @@ def save_run(base: Path, folder: Path, **settings: Any) -> Path:
     saved = json.loads(settings_file.read_text())
     settings_file.write_text(json.dumps({**saved, "base_model_name_or_path": str(base)}))
     return folder
+
+
+def stored(folder: Path) -> dict[str, torch.Tensor]:
+    """All tensors in the weight files of a folder."""
+    return {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
 
 
 def stretched(base: Path, run: Path) -> PreTrainedModel:

@@ -1,12 +1,20 @@
+"""What a merge writes: logits, config, files; of runs, and of adapters that other tools made."""
+
 import json
 import math
 import shutil
+import stat
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from conftest import small_recipe, train
+from random_runs import save_base, save_run, stored, tuned
+from safetensors import safe_open
+from safetensors.torch import save_file
+from test_cli import run as command
+from test_merge_peft import ATTENTION, llama
 from transformers import AutoModelForCausalLM
 
 from pi_lora.errors import ModelError
@@ -14,6 +22,7 @@ from pi_lora.evaluation.measurement import Session
 from pi_lora.evaluation.passkey import Passkey
 from pi_lora.evaluation.perplexity import Perplexity
 from pi_lora.merging.merging import merge
+from pi_lora.merging.tensors import StoredTensor
 from pi_lora.models.model import Extension, load
 from pi_lora.recipe.evaluation import PasskeyOptions, PerplexityOptions
 
@@ -27,17 +36,12 @@ def merged(lora_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @torch.no_grad()
 def test_merged_logits_equal_the_runs(merged: Path, lora_run: Path, small_model: Path) -> None:
-    run = load(str(lora_run))
-    full = load(str(merged))
+    run, full = load(str(lora_run)), load(str(merged))
     assert (full.scale, full.window) == (run.scale, run.window) == (2, 128)
-    torch.testing.assert_close(full.model(IDS).logits, run.model(IDS).logits, rtol=1e-5, atol=1e-5)
-    assert (full.model(IDS).logits - load(str(small_model)).model(IDS).logits).abs().max() > 0.1
-
-
-@torch.no_grad()
-def test_plain_transformers_reads_it_with_its_scaling(merged: Path, lora_run: Path) -> None:
-    plain = AutoModelForCausalLM.from_pretrained(merged)
-    torch.testing.assert_close(plain(IDS).logits, load(str(lora_run)).model(IDS).logits, rtol=1e-5, atol=1e-5)
+    expected = run.model(IDS).logits
+    for model in (full.model, AutoModelForCausalLM.from_pretrained(merged)):
+        torch.testing.assert_close(model(IDS).logits, expected, rtol=1e-5, atol=1e-5)
+    assert (expected - load(str(small_model)).model(IDS).logits).abs().max() > 0.1
 
 
 def test_the_config_speaks_both_dialects(merged: Path) -> None:
@@ -119,3 +123,142 @@ def test_transformers_4_gives_the_same_logits(
     with torch.no_grad():
         torch.testing.assert_close(old, load(str(merged)).model(IDS).logits, rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(old, load(str(lora_run)).model(IDS).logits, rtol=1e-5, atol=1e-5)
+
+
+INDEX = "model.safetensors.index.json"
+
+
+@pytest.fixture(scope="module")
+def sharded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An adapter on the attention of a bfloat16 base in three files."""
+    folder = tmp_path_factory.mktemp("sharded")
+    base = save_base(llama(), folder / "base", torch.bfloat16, max_shard_size="80KB")
+    return save_run(base, folder / "run", r=4, target_modules=ATTENTION)
+
+
+def files(folder: Path) -> dict[str, set[str]]:
+    found = {}
+    for path in folder.glob("*.safetensors"):
+        with safe_open(path, framework="pt") as file:
+            found[path.name] = set(file.keys())
+    return found
+
+
+def test_the_bases_division_is_kept(sharded: Path, tmp_path: Path) -> None:
+    base = sharded.parent / "base"
+    merged = merge(sharded, tmp_path / "merged", check="none").folder
+    assert files(merged) == files(base)
+    assert len(files(merged)) == 3
+    index = json.loads((merged / INDEX).read_text())
+    before, after = stored(base), stored(merged)
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert changed == {name for name in before if name.rsplit(".", 2)[-2] in ATTENTION}
+    assert index["weight_map"] == json.loads((base / INDEX).read_text())["weight_map"]
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in after.values())
+    assert {stat.S_IMODE(path.stat().st_mode) for path in merged.iterdir()} == {0o644}
+
+
+def test_old_frequencies_are_left_out_and_integers_kept(sharded: Path, tmp_path: Path) -> None:
+    """The first LLaMA's files have the frequencies of the unscaled rope beside the weights."""
+    tensors = stored(sharded.parent / "base")
+    path = tmp_path / "base"
+    path.mkdir()
+    (path / "config.json").write_bytes((sharded.parent / "base" / "config.json").read_bytes())
+    extra = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8), "steps": torch.tensor(7)}
+    save_file({**tensors, **extra}, path / "model.safetensors")
+    merged = stored(merge(sharded, tmp_path / "merged", base=str(path), check="none").folder)
+    assert merged.keys() - tensors.keys() == {"steps"}
+    assert merged["steps"] == 7
+
+
+def test_no_more_than_a_block_is_read_at_once(sharded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read = []
+    rows = StoredTensor.rows
+
+    def noted(tensor: StoredTensor, start: int, stop: int) -> torch.Tensor:
+        block = rows(tensor, start, stop)
+        read.append((tensor.name, block.numel()))
+        return block
+
+    monkeypatch.setattr("pi_lora.merging.tensors.BLOCK", 200)
+    monkeypatch.setattr(StoredTensor, "rows", noted)
+    merge(sharded, tmp_path / "merged", check="none")
+    assert max(numbers for name, numbers in read if "lora_" not in name) <= 200
+    assert len(read) > 400
+
+
+@pytest.fixture
+def foreign(small_model: Path, tmp_path: Path) -> Path:
+    return save_run(small_model, tmp_path / "adapter", r=4, target_modules=["q_proj", "v_proj"])
+
+
+@pytest.fixture
+def adapter(foreign: Path) -> Path:
+    """As TRL, axolotl and Unsloth may leave it: without config and tokenizer, and with no name of its base."""
+    settings = foreign / "adapter_config.json"
+    settings.write_text(json.dumps({**json.loads(settings.read_text()), "base_model_name_or_path": None}))
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        (foreign / name).unlink()
+    return foreign
+
+
+def logits(model: torch.nn.Module) -> torch.Tensor:
+    with torch.no_grad():
+        found: torch.Tensor = model(input_ids=torch.arange(2, 100)[None]).logits
+    return found
+
+
+def test_its_base_and_its_scaling_are_stated(
+    small_model: Path,
+    foreign: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    expected = logits(tuned(small_model, foreign))
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json", "adapter_config.json"):
+        kept = json.loads((foreign / name).read_text())
+        (foreign / name).unlink()
+    (foreign / "adapter_config.json").write_text(json.dumps({**kept, "base_model_name_or_path": None}))
+    merged = tmp_path / "merged"
+    options = ["--base", str(small_model), "--target", "128", "--original", "64", "--output", str(merged)]
+    status, said, _ = command(capsys, monkeypatch, "merge", str(foreign), *options)
+    assert status == 0
+    assert f"assumed: {foreign} was tuned under pi to 128 tokens, as stated\n" in said
+    assert "checked: 4 tensors are base + adapter" in said
+    assert torch.allclose(logits(AutoModelForCausalLM.from_pretrained(merged)), expected, atol=1e-4)
+    assert "positions are divided by 2" in (merged / "README.md").read_text()
+
+
+def test_without_a_word_the_scaling_is_the_base_s(small_model: Path, adapter: Path, tmp_path: Path) -> None:
+    merged = merge(adapter, tmp_path / "merged", base=str(small_model))
+    line, check = merged.lines()
+    assert line.startswith(
+        f"assumed: {adapter} was tuned under the scaling of {small_model} to 64 tokens, as it has no config"
+    )
+    assert line.endswith("state it with --target and --original")
+    assert check.startswith("checked: ")
+    assert json.loads((merged.folder / "config.json").read_text())["rope_parameters"]["rope_type"] == "default"
+    assert f"| assumed | {line.removeprefix('assumed: ')} |" in (merged.folder / "README.md").read_text()
+
+
+def test_a_base_that_nobody_names_is_asked_for(adapter: Path, tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"base_model_name_or_path: is missing; .* merge .*adapter --base MODEL$"):
+        merge(adapter, tmp_path / "merged")
+    assert [path.name for path in tmp_path.iterdir()] == ["adapter"]
+
+
+def test_the_scaling_of_a_run_is_not_stated_again(small_model: Path, lora_run: Path, tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="brings its own scaling; leave out --original, --target and --scaling"):
+        merge(lora_run, tmp_path / "merged", extension=Extension(128))
+
+
+def test_a_base_of_quantized_weights_is_refused(small_model: Path, adapter: Path, tmp_path: Path) -> None:
+    """As adapters by Unsloth name theirs (-bnb-4bit)."""
+    base = Path(shutil.copytree(small_model, tmp_path / "base-bnb-4bit"))
+    config = json.loads((base / "config.json").read_text())
+    nf4 = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    (base / "config.json").write_text(json.dumps({**config, "quantization_config": nf4}))
+    with pytest.raises(ModelError, match=r"base-bnb-4bit: has quantized weights; name the model that it was made from"):
+        merge(adapter, tmp_path / "merged", base=str(base))
+    assert not (tmp_path / "merged").exists()

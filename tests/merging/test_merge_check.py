@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from random_runs import save_base, save_run
+from random_runs import save_base, save_run, stored
 from safetensors.torch import load_file, save_file
 from test_merge_peft import ALL, NEOX, NORMS, TIED, UNTIED, llama
 
@@ -37,10 +37,6 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("checked")
     base = save_base(llama(num_hidden_layers=3), folder / "base", torch.bfloat16, max_shard_size="80KB")
     return save_run(base, folder / "run", r=4, target_modules=ALL)
-
-
-def stored(folder: Path) -> Tensors:
-    return {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
 
 
 def exact(run: Path, name: str, scaling: float = 2.0) -> torch.Tensor:

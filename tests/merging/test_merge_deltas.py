@@ -11,7 +11,6 @@ from safetensors.torch import save
 
 from pi_lora.merging.deltas import LowRank
 from pi_lora.merging.tensors import StoredTensor, read_header
-from pi_lora.models.files import AdapterSettings
 from pi_lora.models.weights import finite
 
 SIDES = st.integers(1, 9)
@@ -56,16 +55,6 @@ def test_blocks_are_the_formula(
     result = merged.T if transposed else merged
     assert merged.dtype == torch.float32
     torch.testing.assert_close(result.double(), expected, rtol=1e-4, atol=1e-5)
-
-
-@given(st.floats(0.5, 64), st.integers(1, 256))
-def test_scaling(alpha: float, rank: int) -> None:
-    assert AdapterSettings(peft_type="LORA", lora_alpha=alpha).scaling("x.q_proj", rank) == pytest.approx(alpha / rank)
-    stabilized = AdapterSettings(peft_type="LORA", lora_alpha=alpha, use_rslora=True)
-    assert stabilized.scaling("x.q_proj", rank) == pytest.approx(alpha / rank**0.5)
-    # PEFT's rule: the first pattern that matches the end of the name, from the beginning of a part on.
-    patterns = {"proj": 7 * rank, "q_proj": 3 * rank, "x.q_proj": rank}
-    assert AdapterSettings(peft_type="LORA", lora_alpha=alpha, alpha_pattern=patterns).scaling("x.q_proj", rank) == 3
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -1,13 +1,19 @@
-"""What is streamed equals what PEFT makes in memory, and computes what base + adapter does."""
+"""What is streamed equals what PEFT makes in memory, and computes what base + adapter does; on a sibling, the sum."""
 
+import importlib.util
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from random_runs import save_base, save_run, tuned
+from conftest import small_recipe, train
+from random_runs import save_base, save_run, stored, tuned
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, GPTNeoXConfig, LlamaConfig, MixtralConfig, Phi3Config, PreTrainedConfig
 
+from pi_lora.errors import ModelError
 from pi_lora.merging.merging import merge
 
 IDS = torch.randint(2, 1024, (2, 100), generator=torch.Generator().manual_seed(5))
@@ -104,3 +110,51 @@ def test_a_tied_head_that_diverged_is_untied(settings: dict[str, Any], tmp_path:
     assert not torch.equal(merged.lm_head.weight, merged.model.embed_tokens.weight)
     torch.testing.assert_close(merged(IDS).logits, logits, rtol=1e-5, atol=1e-5)
     assert "they diverged" in (folder / "README.md").read_text()
+
+
+@pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed")
+def test_an_adapter_of_qlora_is_added_to_the_base_as_it_is_stored(tmp_path: Path) -> None:
+    base = save_base(TIED, tmp_path / "base", torch.bfloat16)
+    recipe = small_recipe(base, tuning={"method": "qlora", "rank": 4, "targets": "attention"})
+    run = train(recipe, tmp_path / "run")
+    expected = tuned(base, run).merge_and_unload().state_dict()
+    for name, weight in stored(merge(run, tmp_path / "merged").folder).items():
+        assert torch.equal(weight, expected[name].to(torch.bfloat16)), name
+
+
+@pytest.mark.parametrize("case", ["lora", "embeddings and norms", "tied, trained"])
+def test_the_difference_is_added_to_the_sibling(case: str, tmp_path: Path) -> None:
+    config, settings = CASES[case]
+    base = save_base(config, tmp_path / "base")
+    run = save_run(base, tmp_path / "run", **settings)
+    sibling = Path(shutil.copytree(base, tmp_path / "sibling"))
+    tensors = {name: tensor * 1.1 + 0.01 for name, tensor in stored(sibling).items()}
+    save_file(tensors, sibling / "model.safetensors", {"format": "pt"})
+    for name, entry in (("config.json", {"eos_token_id": 7}), ("tokenizer_config.json", {"chat_template": "{{ 1 }}"})):
+        (sibling / name).write_text(json.dumps({**json.loads((sibling / name).read_text()), **entry}))
+    own = stored(merge(run, tmp_path / "own").folder)
+    merged = merge(run, tmp_path / "merged", base=str(sibling), sibling=True)
+    before, after = stored(base), stored(sibling)
+    assert own.keys() == stored(merged.folder).keys()
+    for name, tensor in stored(merged.folder).items():
+        expected = after[name] + own[name] - before[name]
+        torch.testing.assert_close(tensor, expected, rtol=1e-5, atol=1e-5, msg=lambda text, name=name: name + text)
+    config_file = json.loads((merged.folder / "config.json").read_text())
+    assert (config_file["eos_token_id"], config_file["rope_parameters"]["factor"]) == (7, 2.0)
+    settings_file = json.loads((merged.folder / "tokenizer_config.json").read_text())
+    assert settings_file["model_max_length"] == 128
+    said = f"tuned on {base}, and added to {sibling}"
+    assert merged.lines()[0] == f"sibling: {said}"
+    assert merged.lines()[1].startswith("checked: ")
+    assert f"| sibling | {said} |" in (merged.folder / "README.md").read_text()
+
+
+def test_it_has_to_be_asked_for(lora_run: Path, small_model: Path, tmp_path: Path) -> None:
+    sibling = Path(shutil.copytree(small_model, tmp_path / "sibling"))
+    tensors = {name: tensor * 1.1 for name, tensor in stored(sibling).items()}
+    save_file(tensors, sibling / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ModelError, match="has other weights than those that it was tuned on"):
+        merge(lora_run, tmp_path / "merged", base=str(sibling))
+    assert merge(lora_run, tmp_path / "merged", base=str(sibling), sibling=True).checks
+    with pytest.raises(ModelError, match="--sibling: name the sibling of its base with --base"):
+        merge(lora_run, tmp_path / "other", sibling=True)
