@@ -83,11 +83,10 @@ def training_data(
     examples have at most `target` tokens. Raise DataError if a source cannot be read, or holds too little for the
     steps.
     """
-    per_step, length = training.global_batch_size, data.tokens_per_sequence(original, target)
-    number = 0 if data.has_examples else training.steps * per_step
+    number = 0 if data.has_examples else training.steps * training.global_batch_size
     rows, messages = _training_rows(data, tokenizer, original, target, number, progress)
     tokens = pyarrow.compute.list_value_length(rows.data["input_ids"]).to_pylist()
-    first = f"{number * length:,} tokens at hand, as many as needed: {number:,} sequences of {length:,}"
+    first = f"{sum(tokens):,} tokens at hand, as many as needed: {number:,} sequences of {max(tokens):,}"
     if data.has_examples:
         _check_epochs(len(rows), data, training)
         first = f"{len(rows):,} examples of {min(tokens):,} to {max(tokens):,} tokens"

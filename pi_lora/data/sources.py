@@ -232,7 +232,7 @@ def hub_file(source: Source, file: str, member: str = "") -> Table:
 
     def read(columns: Sequence[str], seed: int | None) -> Iterator[NamedRow]:
         opened = zipfile.Path(downloaded(), member) if member else downloaded()
-        return read_files({f"{source.name}/{member.removesuffix('.jsonl') or file}": opened}, columns, seed)
+        return read_files({f"{source.name}/{member or file}": opened}, columns, seed)
 
     # In the cache of the hub a file is in a folder with the name of its commit.
     return Table(source, read, lambda: {"commit": downloaded().parents[file.count("/")].name})

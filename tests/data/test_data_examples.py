@@ -66,7 +66,7 @@ def test_scrolls_is_read_out_of_its_archive(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(sources, "hf_hub_download", lambda name, file, **_: f"{archive.parent}/{file}")
     source = Source(name="tau/scrolls", subset="gov_report", split="validation")
     rows = list(find_table(source).read(["input", "output"], None))
-    assert rows == [("tau/scrolls/gov_report/validation:1", {"input": "Long.", "output": "Short."})]
+    assert rows == [("tau/scrolls/gov_report/validation.jsonl:1", {"input": "Long.", "output": "Short."})]
 
 
 def test_the_papers_template_to_the_letter() -> None:
