@@ -128,7 +128,7 @@ def test_the_comparison_has_a_row_for_each_cost(
     status, _, err = run(capsys, monkeypatch, "compare", "base", "run", *asked)
     assert status == 0, err
     rows = {row["measurement"]: row for row in json.loads((here / "rows.json").read_text())["rows"]}
-    names = ["chat perplexity", "chat KL divergence from the base", "chat answers with the base's first 32 tokens, %"]
+    names = ["chat perplexity", "chat KL divergence from the base", "chat answers with the base's first 32 tokens"]
     assert [name for name in rows if "chat" in name] == names
     assert [rows[name]["pairs"] for name in names] == [3, 3, 3]
     assert (rows[names[1]]["base"], rows[names[1]]["run"]) == (0, found["divergence"])
