@@ -160,14 +160,17 @@ def save(recipe: Recipe, model: Model, trainer: Trainer, run: Run) -> None:
 
 
 def closing_lines(recipe: Recipe, folder: Path) -> list[str]:
-    """Return how a training ended, and the command that measures it on the text that its recipe names."""
+    """Return how a training ended, and the command that measures it on the text that its recipe names; a source that
+    has no split of its own for measuring was trained on whole, so another text is asked for.
+    """
     last = Run(folder).log[-1]
     speed, hours = last["tokens"] / last["seconds"], hours_in_words(last["seconds"] / 3600)
     how = ["all", str(folder)]
     if recipe.data.has_examples:
         how = ["summarization", str(folder)]
     elif not asked_for(recipe.evaluation):
-        how = ["perplexity", str(folder), "--data", recipe.data.source[0].name]
+        name = recipe.data.source[0].name
+        how = ["perplexity", str(folder), "--data", name if name.startswith("builtin:") else "HELD_OUT_TEXT"]
     return [
         f"{folder}: step {last['step']}, loss {last['loss']:.3f}, {hours}, {speed:,.0f} tokens/s",
         f"measure it with {shlex.join(['pi-lora', 'eval', *how])}",
