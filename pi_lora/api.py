@@ -80,9 +80,11 @@ def model_to_train(
         check_launched(recipe)
         return find_to_tune(recipe, permissions), []
     from pi_lora.preflight import check, check_fits
+    from pi_lora.report.probe import better_scaling
 
     model = check(recipe, output, resume, permissions, ask_hub)
-    return model, check_fits(recipe, model, force or resume)
+    better = better_scaling(recipe.model.name, recipe.context.target, recipe.scaling)
+    return model, [*check_fits(recipe, model, force or resume), *better]
 
 
 def plan(recipe: str | Path, *overrides: str | Mapping[str, Any], gpu: str | None = None) -> "TrainingPlan":

@@ -20,6 +20,7 @@ from pi_lora.evaluation.suite import MEASUREMENTS, metrics_of, setting_of
 from pi_lora.models.machine import device, hardware, has_fast_bfloat16, versions
 from pi_lora.models.model import Extension, Model
 from pi_lora.recipe.evaluation import PasskeyOptions, PerplexityOptions, ProbeOptions
+from pi_lora.recipe.places import cache_folder
 from pi_lora.report.comparison import change_of, verdict
 from pi_lora.scaling.config import Method, methods_for
 from pi_lora.types import How, Json
@@ -92,7 +93,8 @@ class Probe(BaseModel):
 def probe(base: Model, options: ProbeOptions, json: Path | None = None, how: How = How()) -> Probe:
     """Measure a plain base as it is and under each scaling, untuned, at each target; all in the same arithmetic.
 
-    What was measured is kept until the end, so that an interrupted probe continues. Raise ScalingError if a scaling
+    What was measured is kept until the end, so that an interrupted probe continues. The best scalings stay in the
+    cache, where `pi-lora train` reads them. Raise ScalingError if a scaling
     does not suit the model, ModelError if it is a run, DataError if a file cannot be written or no document is long
     enough.
     """
@@ -108,6 +110,9 @@ def probe(base: Model, options: ProbeOptions, json: Path | None = None, how: How
 
         reaches = [_reach(base, target, options, measure) for target in sorted(options.target)]
         found = Probe(model=base.name, original=base.window, hardware=hardware(), versions=versions(), targets=reaches)
+        if is_leader():
+            for reach in reaches:
+                write_json(_kept_file(base.name, reach.target), reach.model_dump(include={"best", "summary"}))
         if json and is_leader():
             write_json(json, found.model_dump(mode="json", by_alias=True, exclude_unset=True))
     return found
@@ -188,3 +193,17 @@ def next_command(found: Probe, reach: Reach, json: Path | None) -> str:
         return shlex.join(["pi-lora", "new", *words])
     folder = f"models/{reach.best}_{reach.target}"
     return shlex.join(["pi-lora", "extend", *words, "--scaling", reach.best, "--output", folder])
+
+
+def better_scaling(model: str, target: int, scaling: str) -> list[str]:
+    """Return a line if the last probe of this model found another scaling better than the one of a recipe."""
+    file = _kept_file(model, target)
+    kept = read_json(file, Json, "probe again") if file.is_file() else {"best": scaling}
+    if kept["best"] == scaling:
+        return []
+    return [f"scaling: {scaling}: in a probe, {kept['summary']}; scaling={kept['best']} tunes from there"]
+
+
+def _kept_file(model: str, target: int) -> Path:
+    """Return the file of the cache that holds the best scaling by the last probe of a model at a target."""
+    return cache_folder() / "probes" / f"{model.strip('/').replace('/', '--')}-{target}.json"

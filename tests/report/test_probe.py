@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 import yaml
-from conftest import BUILTIN
+from conftest import BUILTIN, small_recipe
 from test_cli import run as command
 from transformers import LlamaConfig
 
+from pi_lora.api import model_to_train
 from pi_lora.errors import DataError, Interrupted, ModelError, ScalingError
 from pi_lora.evaluation import perplexity
 from pi_lora.evaluation.measurement import Session
@@ -163,11 +164,17 @@ def test_the_best_finds_the_most_passkeys_and_then_has_the_lowest_perplexity(
     assert summary.startswith(f"{best} keeps {scalings[best][1]:.2f} at 4,096 (8.00 at 1,024 before) and finds ")
 
 
-def test_several_targets_are_probed_the_shortest_first(small_model: Path, texts: Path) -> None:
+def test_several_targets_are_probed_the_shortest_first_and_train_knows_the_best(
+    small_model: Path, texts: Path, tmp_path: Path
+) -> None:
     options = ProbeOptions(target=(512, TARGET), data=str(texts), documents=1, trials=1, scalings=("pi",))
     found = probe(find(str(small_model)), options)
     assert [reach.target for reach in found.targets] == [TARGET, 512]
-    assert found.at(512).target == 512
+    best = found.at(512).best
+    for scaling in ("pi", "direct"):
+        recipe = small_recipe(small_model, context={"target": 512}, scaling=scaling)
+        _, lines = model_to_train(recipe, tmp_path / "run")
+        assert any(f"scaling={best} tunes from there" in line for line in lines) is (scaling != best)
     with pytest.raises(ModelError, match="--target 256, 512, not for 1024"):
         found.at(1024)
 
