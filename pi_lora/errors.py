@@ -41,4 +41,5 @@ class Interrupted(PiLoraError):
 
 def first_line(error: BaseException) -> str:
     """Return the first line of an error's message, or what kind of error it is."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
+    message = error.args[0] if isinstance(error, KeyError) and error.args else error  # a KeyError's text is a repr
+    return (str(message).strip() or type(error).__name__).splitlines()[0].rstrip(".")

@@ -185,8 +185,9 @@ def find_benchmarks(options: BenchmarksOptions) -> dict[str, Any]:
         try:
             found = load_tasks(manager(paper=name in PAPERS), spec)
         except Exception as error:  # `datasets` and jinja raise a dozen kinds for what a user can correct
-            cause = f"{file or name}: cannot be read as examples of {name} ({first_line(error)})"
-            raise DataError(f"{cause}; correct the task or the file, or check the network") from error
+            wrong = f"{file}: cannot be read as examples of {name}" if file else f"--tasks: {name}"
+            remedy = "correct the task or the file, or check the network"
+            raise DataError(f"{wrong} ({first_line(error)}); {remedy}") from error
         tasks |= {name if part == base else part: task for part, task in found.items()}
     return tasks
 

@@ -274,7 +274,7 @@ def test_authors_files_are_converted(tmp_path: Path) -> None:
     [
         (
             ["--tasks", "winogrand"],
-            "winogrand: cannot be read as examples of winogrand (\"Spec 'winogrand' is not a registered task",
+            "--tasks: winogrand (Spec 'winogrand' is not a registered task",
         ),
         (["--tasks", "boolq", "--data", "boolq=gone.jsonl"], "gone.jsonl: cannot be read as examples of boolq ("),
         (
@@ -285,8 +285,8 @@ def test_authors_files_are_converted(tmp_path: Path) -> None:
             ["--tasks", "boolq", "--data", "boolq=piqa.jsonl"],
             "piqa.jsonl: cannot be read as examples of boolq ('passage' is undefined); correct",
         ),
-        (["--tasks", "copa"], "copa: cannot be read as examples of copa ("),
-        (["--tasks", "race_middle"], "race_middle: cannot be read as examples of race_middle ("),
+        (["--tasks", "copa"], "--tasks: copa ("),
+        (["--tasks", "race_middle"], "--tasks: race_middle ("),
     ],
 )
 @pytest.mark.usefixtures("files")
