@@ -51,7 +51,7 @@ def commands() -> Iterator[Command]:
 def main() -> None:
     if not BOOKS.is_dir():
         split_books(NOVELS)
-    RESULTS.mkdir(parents=True, exist_ok=True)
+    RESULTS.mkdir(exist_ok=True)
     run_missing(commands())
 
 

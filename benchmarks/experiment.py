@@ -176,7 +176,7 @@ def main() -> None:
     options = parser.parse_args()
     if not (BOOKS / "test").is_dir():
         split_books(options.books)
-    RESULTS.mkdir(parents=True, exist_ok=True)
+    RESULTS.mkdir(exist_ok=True)
     run_missing(commands(options.short), options.dry_run)
 
 

@@ -113,7 +113,7 @@ def measured(folder: Path, document: Path) -> dict[str, Any]:
     for _ in range(ROUNDS):
         for name, runs in found.items():
             runs.append(in_a_process(__file__, name, str(folder), str(document)))
-            print(f"  {name}: {runs[-1]['seconds']:.1f} s", flush=True)
+            print(f"  {name}: {runs[-1]['seconds']:.1f} s")
     plain, sweep = found.values()
     ratios = [slow["seconds"] / fast["seconds"] for slow, fast in zip(plain, sweep, strict=True)]
     perplexities = zip(plain[0]["perplexity"].values(), sweep[0]["perplexity"].values(), strict=True)

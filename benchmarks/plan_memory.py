@@ -96,7 +96,7 @@ def main() -> None:
             sizes = {"tokens": tokens, "vocabulary": plan.target.shape.vocabulary, "layers": plan.target.shape.layers}
             found = {"planned": plan.memory.peak, "measured": peak, "ratio": plan.memory.peak / peak}
             write_row("plan_memory", ("rows", row), {**sizes, **found})
-            print(f"{row}: planned {plan.memory.peak / 2**30:.2f} GiB, measured {peak / 2**30:.2f} GiB", flush=True)
+            print(f"{row}: planned {plan.memory.peak / 2**30:.2f} GiB, measured {peak / 2**30:.2f} GiB")
 
 
 if __name__ == "__main__":

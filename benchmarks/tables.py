@@ -104,10 +104,12 @@ def chats(_: Result) -> Lines:
         for result in content if isinstance(content, list) else [content]:
             measurement = MEASUREMENTS[result["measurement"]]
             for metric in measurement.metrics(measurement.scores.model_validate(result)):
-                rows.setdefault(metric.heading, {})[result["model"]] = metric.text
-    models = list(dict.fromkeys(model for cells in rows.values() for model in cells))
+                if not metric.is_detail:
+                    rows.setdefault(metric.heading, {})[result["model"]] = metric.text
+    models = dict.fromkeys(model for cells in rows.values() for model in cells)
+    head = ("", *(Path(model).name for model in models))
     yield from table(
-        ("", *(Path(model).name for model in models)), [(name, *map(cells.get, models)) for name, cells in rows.items()]
+        head, [(name, *(cells.get(model, "not asked") for model in models)) for name, cells in rows.items()]
     )
 
 
