@@ -122,9 +122,9 @@ def check_launched(recipe: "Recipe") -> None:
 def launch_arguments(
     recipe: "Recipe", command: Sequence[str], rank: int = 0, address: str | None = None, port: int | None = None
 ) -> list[str]:
-    """Return the arguments of `accelerate launch` that run `pi-lora COMMAND` as `recipe.hardware` says. `rank` is this
-    machine's among several, the first of which listens at `address` and `port`. What FSDP2 does not shard, each process
-    holds whole: plain data parallelism. Workers choose their precision by the hardware that they find.
+    """Return the arguments of `accelerate launch` that run `pi-lora COMMAND` as `recipe.hardware` says. `rank` is the
+    number of this machine; machine 0 listens at `address` and `port`. Without FSDP2 every process holds the whole
+    model: plain data parallelism. Workers choose their precision by their own hardware.
     """
     hardware = recipe.hardware
     if hardware.machines > 1 and address is None:

@@ -190,8 +190,8 @@ def standard_library(split: str = "train", hold_out: float | None = None) -> Tab
 
 def hub_dataset(source: Source) -> Table:
     """Return a split of a hub data set; nothing is fetched before it is read. Rows are named by their number where the
-    order is fixed. The seeded order permutes all rows on disk; of a stream the files, several of which are read in
-    turns.
+    order is fixed. The seeded order permutes all rows on disk. In a stream it permutes the files and reads several
+    in turns.
     """
     name, revision, streaming = source.name, source.revision, source.streaming
 

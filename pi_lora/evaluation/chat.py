@@ -29,7 +29,7 @@ ANSWER = 32
 
 class ChatScore(Result):
     """A chat: the perplexity of the `tokens` of the assistant's turns; KL(base || model) in nats a token, and the share
-    of turns of which the greedy answers of both begin with the same 32 tokens.
+    of turns where the greedy answers of both models begin with the same 32 tokens.
     """
 
     name: str

@@ -297,8 +297,8 @@ class PasskeyTest:
 
     @cached_property
     def _prefix(self) -> SharedPrefix | None:
-        """The text ahead of the key where it stands nearest to the end: the longest. It costs a prompt, of which each
-        trial saves a half on average.
+        """The text ahead of the key where it stands nearest to the end: the longest. Computing it costs one
+        prompt; a trial then saves half a prompt on average.
         """
         if self.apart:
             return None

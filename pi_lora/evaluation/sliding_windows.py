@@ -112,7 +112,7 @@ def pass_losses(model: Any, document: Sequence[int], pieces: Sequence[Piece], ap
 
 
 def added(parts: Iterable[LossSums]) -> dict[str, tuple[float, int]]:
-    """Return the losses and numbers of tokens of several passes by what they count for, exact whatever their order."""
+    """Return the summed losses and token counts of several passes by name; the sums do not depend on the order."""
     found: dict[str, list[tuple[float, int]]] = {}
     for part in parts:
         for name, loss, tokens in part.sums:

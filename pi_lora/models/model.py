@@ -396,8 +396,7 @@ def _find_base(name: str, revision: str = "main", permissions: Permissions = NO_
         config = AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=permissions.remote_code)
     own = own_entries(config)
     if full_attention_rope(own).get("rope_type") == "linear":
-        settings = find_file(path, SETTINGS_FILE, revision)
-        own = declaring_original(
-            own, read_json(settings, Json, "download it again").get("model_max_length") if settings else None
-        )
+        file = find_file(path, SETTINGS_FILE, revision)
+        settings = read_json(file, Json, "download it again") if file else {}
+        own = declaring_original(own, settings.get("model_max_length"))
     return Model(name, name, path, revision, permissions, type(config), own, in_both_dialects(own))

@@ -110,7 +110,7 @@ def _check_complete(name: str, report: Mapping[str, Any]) -> None:
 
 
 def _compute_in(dtype: torch.dtype, model: PreTrainedModel) -> None:
-    """Let a quantized model compute in `dtype`, from the weights as they were quantized, whatever the processor.
+    """Let a quantized model compute in `dtype`, from the weights as they were quantized, on every processor.
 
     On processors with AVX512-BF16, bitsandbytes 0.50 repacks a layer at its first forward in evaluation mode, and then
     computes in bfloat16. It fails where the inner size is no multiple of the block size of 64 or the outer one of 32,
