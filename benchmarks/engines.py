@@ -22,13 +22,13 @@ from pathlib import Path
 from record import ROOT, read, write_row
 
 from pi_lora.errors import PiLoraError
-from pi_lora.merging.llama_cpp import CONVERTER, export_gguf
 from pi_lora.merging.merging import extend, merge
 from pi_lora.models.files import BUILTIN_FOLDER
 from pi_lora.models.model import Extension, find
 from pi_lora.recipe.places import cache_folder
 from pi_lora.scaling.config import Method
 from pi_lora.serving.check import Server, check_server
+from pi_lora.serving.gguf import CONVERTER, export_gguf
 from pi_lora.serving.reference import Reader
 
 PLACE = cache_folder() / "engines"
@@ -118,7 +118,7 @@ def gguf(case: str) -> Path:
         script = PLACE / "llama_cpp" / CONVERTER
         own_tokenizer = CASES[case][1] == TINY
         script.write_text(CONVERT.format(sources=str(own), packages=str(packages), builtin=own_tokenizer))
-        export_gguf(str(model_of(case)), file, script, "f32")
+        export_gguf(find(str(model_of(case))), file, script, "f32")
     return file
 
 

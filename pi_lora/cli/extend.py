@@ -3,6 +3,7 @@
 import shlex
 import sys
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Annotated, Literal
 
 from cyclopts import App, Parameter
@@ -180,15 +181,23 @@ def gguf(
         Literal["f32", "f16", "bf16", "q8_0"] | None, Parameter(help="By default that of the weights.")
     ] = None,
 ) -> None:
-    """Convert a model, or a run after merging it, with llama.cpp's converter; set its window, and check it."""
+    """Convert a model, or a run after merging it, with llama.cpp's converter, and set its window."""
     with working():
-        from pi_lora.merging.llama_cpp import export_gguf
+        from pi_lora.merging.merging import merge
+        from pi_lora.models.model import find
+        from pi_lora.serving.commands import llama_cpp_lines
+        from pi_lora.serving.gguf import export_gguf, find_converter
+    found = find(model)
     name = Path(model).resolve().name if Path(model).exists() else model.rpartition("/")[2].rpartition(":")[2]
     file = output or Path("models") / f"{name.removesuffix('.gguf')}.gguf"
-    with progress_bar("exporting") as progress:
-        checked, *serving = export_gguf(model, file, converter, dtype, progress)
-    out.lines(checked, f"{file}: written for llama.cpp", "")
-    out.commands("Serve it:", *serving)
+    script = find_converter(found, file, converter)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with progress_bar("exporting") as progress, TemporaryDirectory(prefix=f".{name}.", dir=file.parent) as making:
+        if found.adapter:
+            found = find(str(merge(Path(model), Path(making, name), progress=progress).folder))
+        export_gguf(found, file, script, dtype, progress)
+    out.lines(f"{file}: written for llama.cpp, with a window of {found.window:,} tokens", "")
+    out.commands("Serve it:", *llama_cpp_lines(file, found.window, model))
 
 
 @app.command(name="check-server", group=EXTEND)

@@ -15,9 +15,9 @@ import torch
 from conftest import BUILTIN, small_recipe, train
 from torch.nn.functional import cross_entropy
 
-from pi_lora.merging.llama_cpp import CONVERTER, export_gguf
 from pi_lora.merging.merging import merge
-from pi_lora.models.model import load
+from pi_lora.models.model import find, load
+from pi_lora.serving.gguf import CONVERTER, export_gguf
 
 LLAMA_CPP = "0.3.36"
 # The converter knows tokenizers by a list of hashes, which holds the public ones; the built-in model's splits text the
@@ -79,9 +79,7 @@ def test_llama_cpp_reads_the_scaling_and_agrees_at_the_target_window(
     packages, script = llama_cpp
     monkeypatch.setattr(sys, "path", [*sys.path, str(packages)])
     file = tmp_path / "model.gguf"
-    exported, *_ = export_gguf(str(stretched), file, script, "f32")
-    assert "rope.scaling.type linear, rope.scaling.factor 4.0" in exported
-    assert exported.endswith("context_length 1024")
+    export_gguf(find(str(stretched)), file, script, "f32")
 
     from llama_cpp import Llama
 
@@ -90,6 +88,7 @@ def test_llama_cpp_reads_the_scaling_and_agrees_at_the_target_window(
     ids = loaded.tokenizer(text)["input_ids"]
     metadata = Llama(str(file), verbose=False).metadata
     assert metadata["llama.context_length"] == "1024"
+    assert (metadata["llama.rope.scaling.type"], metadata["llama.rope.scaling.factor"]) == ("linear", "4.000000")
 
     def perplexity(**options: Any) -> float:
         model = Llama(str(file), n_ctx=1024, logits_all=True, verbose=False, **options)

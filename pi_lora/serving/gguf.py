@@ -1,0 +1,73 @@
+"""A model as a GGUF file with its whole window, by llama.cpp's own converter."""
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from gguf import GGUFReader
+from huggingface_hub import snapshot_download
+
+from pi_lora.errors import ModelError, RunExistsError
+from pi_lora.models.model import Model
+from pi_lora.scaling.config import method_of
+from pi_lora.types import Progress, silent
+
+CONVERTER = "convert_hf_to_gguf.py"
+WHERE = "it is in llama.cpp's repository (github.com/ggml-org/llama.cpp), and in the source package of llama-cpp-python"
+# What the converter reads of a model on the hub.
+CONVERTED = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+
+
+def find_converter(found: Model, output: Path, converter: Path | None = None) -> Path:
+    """Return the script that writes a model to the GGUF file `output`: `converter`, or llama.cpp's in that folder, by
+    default `$LLAMA_CPP`. Raise ModelError if there is none, or it drops the scaling of the model; RunExistsError if
+    `output` exists.
+    """
+    script = Path(converter or os.environ.get("LLAMA_CPP", CONVERTER)).expanduser()
+    script = (script / CONVERTER if script.is_dir() else script).resolve()
+    if not script.is_file():
+        raise ModelError(f"{script}: no such converter; {WHERE}; name it with --converter, or its folder in LLAMA_CPP")
+    if method_of(found.config) == "dynamic":
+        raise ModelError(f"{found.name}: llama.cpp's converter drops the scaling `dynamic`; use another scaling")
+    if output.exists():
+        raise RunExistsError(f"{output}: already exists and is not overwritten; choose another --output or remove it")
+    return script
+
+
+def export_gguf(
+    found: Model, output: Path, script: Path, outtype: str | None = None, progress: Progress = silent
+) -> None:
+    """Write full weights to the GGUF file `output` with the converter `script`, whole or not at all; `outtype` is by
+    default the dtype of the weights. Raise ModelError if the converter fails.
+    """
+    folder = found.path
+    if not Path(folder).is_dir():
+        progress(0, 0, "downloading")
+        folder = snapshot_download(folder, revision=found.revision, allow_patterns=CONVERTED)
+    progress(0, 0, "converting")
+    # bfloat16 is bf16 there.
+    kind = outtype or found.base_config.get("dtype", "float32").replace("float", "f")
+    with tempfile.TemporaryDirectory(prefix=f".{output.stem}.", dir=output.parent) as making:
+        file = Path(making) / output.name
+        command = [sys.executable, str(script), folder, "--outfile", str(file), "--outtype", kind]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            reason = done.stderr.strip().rpartition("\n")[2]
+            raise ModelError(
+                f"{script}: cannot convert {found.name} ({reason}); see what it needs, and which models it knows"
+            )
+        _set_window(file, found.window)
+        shutil.move(file, output)
+
+
+def _set_window(file: Path, window: int) -> None:
+    """Set `context_length` to L': under `pi` the converter writes L, where llama-server and Ollama stop."""
+    reader: Any = GGUFReader(file, "r+")
+    architecture = reader.get_field("general.architecture").contents()
+    field = reader.get_field(f"{architecture}.context_length")
+    field.parts[field.data[0]][0] = window
+    reader.data.flush()

@@ -1,0 +1,87 @@
+"""`pi-lora export gguf` with scripts that stand for llama.cpp's converter; test_engines.py has the real one."""
+
+from pathlib import Path
+
+import gguf
+import pytest
+from random_runs import put_on_hub
+
+from pi_lora import cli
+from pi_lora.errors import ModelError, RunExistsError
+from pi_lora.models.model import Extension, find
+from pi_lora.serving.gguf import CONVERTER, export_gguf, find_converter
+
+# What llama.cpp's converter writes about positions, and one tensor.
+STANDS_FOR = """
+import json, sys, gguf, numpy as np
+folder, file, kind = sys.argv[1], sys.argv[3], sys.argv[5]
+config = json.load(open(folder + "/config.json"))
+writer = gguf.GGUFWriter(file, "llama")
+writer.add_context_length(config["max_position_embeddings"])
+writer.add_rope_scaling_type(gguf.RopeScalingType(config["rope_parameters"]["rope_type"]))
+writer.add_string("outtype", kind)
+writer.add_tensor("token_embd.weight", np.zeros((4, 4), np.float32))
+writer.write_header_to_file()
+writer.write_kv_data_to_file()
+writer.write_tensors_to_file()
+writer.close()
+"""
+
+
+def converter(folder: Path) -> Path:
+    folder.mkdir(exist_ok=True)
+    script = folder / CONVERTER
+    script.write_text(STANDS_FOR)
+    return script
+
+
+@pytest.fixture(autouse=True)
+def nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("LLAMA_CPP", raising=False)
+
+
+def read(file: Path, *names: str) -> list[object]:
+    reader = gguf.GGUFReader(file)
+    return [reader.get_field(name).contents() for name in names]
+
+
+def test_a_run_is_merged_converted_and_gets_its_window(
+    lora_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    converter(tmp_path / "sources")
+    monkeypatch.setenv("LLAMA_CPP", str(tmp_path / "sources"))
+    output = tmp_path / "out" / "model.gguf"
+    assert not cli.app(["export", "gguf", str(lora_run), "--output", str(output)], result_action="return_value")
+    assert read(output, "llama.context_length", "llama.rope.scaling.type", "outtype") == [128, "linear", "f32"]
+    assert list(output.parent.iterdir()) == [output]
+    printed = capsys.readouterr().out
+    assert f"{output}: written for llama.cpp, with a window of 128 tokens" in printed
+    assert f"llama-server --model {output} --ctx-size 128" in printed
+    with pytest.raises(RunExistsError, match="already exists and is not overwritten"):
+        find_converter(find(str(lora_run)), output)
+
+
+def test_full_weights_on_the_hub_are_downloaded(
+    full_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put_on_hub(full_run, "you/model", tmp_path / "hub", monkeypatch)
+    export_gguf(find("you/model"), tmp_path / "model.gguf", converter(tmp_path / "sources"), "bf16")
+    assert read(tmp_path / "model.gguf", "llama.context_length", "outtype") == [128, "bf16"]
+
+
+def test_a_scaling_that_the_converter_drops_is_refused(small_model: Path, tmp_path: Path) -> None:
+    found = find(str(small_model), Extension(128, scaling="dynamic"))
+    with pytest.raises(ModelError, match="converter drops the scaling `dynamic`; use another scaling"):
+        find_converter(found, tmp_path / "model.gguf", converter(tmp_path / "sources"))
+
+
+def test_a_missing_or_failing_converter_is_one_line(full_run: Path, tmp_path: Path) -> None:
+    found, file = find(str(full_run)), tmp_path / "model.gguf"
+    with pytest.raises(ModelError, match=r"no such converter; it is in llama\.cpp's repository .* --converter"):
+        find_converter(found, file, tmp_path)
+    script = converter(tmp_path / "sources")
+    script.write_text("import a_package_that_nobody_has")
+    with pytest.raises(ModelError, match=r"ModuleNotFoundError: No module named .*; see what it needs") as caught:
+        export_gguf(found, file, script)
+    assert "\n" not in str(caught.value)
+    assert not file.exists()
