@@ -52,14 +52,14 @@ def straightforward(
 def ours(model: Any, documents: list[list[int]], windows: list[int], stride: int = STRIDE) -> dict[int, float]:
     """Perplexity by window, as `pi-lora eval perplexity` measures it."""
     from pi_lora.evaluation.forward import pass_tokens
-    from pi_lora.evaluation.perplexity import window_scores
-    from pi_lora.evaluation.sliding_windows import Sweep, pass_losses
+    from pi_lora.evaluation.perplexity import Sweep, pass_losses, window_scores
 
     sweep = Sweep(tuple(windows), stride)
     losses = [
-        pass_losses(model, document, pieces)
+        loss
         for document in documents
         for pieces in sweep.passes(len(document), pass_tokens(model))
+        for loss in pass_losses(model, document, pieces)
     ]
     return {row.window: row.perplexity for row in window_scores(losses, sweep.windows)}
 

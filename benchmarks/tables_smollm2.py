@@ -89,8 +89,9 @@ def ruler(result: Result) -> Iterator[str]:
 
 def picture(result: Result, file: Path) -> None:
     """Perplexity and passkeys of the models of the first table."""
-    panels = [
-        {title: MEASUREMENTS[name].scores.model_validate(result[f"{name} {which}"]) for which, title in MODELS.items()}
-        for name in ("perplexity", "passkey")
-    ]
+    panels = []
+    for name in ("perplexity", "passkey"):
+        measured = {title: {"options": {}, **result[f"{name} {which}"]} for which, title in MODELS.items()}
+        scores = MEASUREMENTS[name].scores
+        panels.append({title: scores.model_validate(each) for title, each in measured.items()})
     comparison_picture(panels, 8192, file)

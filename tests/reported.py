@@ -44,7 +44,8 @@ def benchmarks(accuracy: float, stderr: float | None) -> dict[str, Any]:
     """As `pi-lora eval benchmarks` writes them: a single example has no standard error."""
     task = {"acc": accuracy, "stderr": stderr, "examples": 100, "truncated_inputs": 0}
     facts = {"shots": 0, "metric": "acc", "lm_eval": "0.4.13", "limit": None, "batch_size": 8}
-    return {"model": "m", "scale": 2.0, "dtype": "float32", **facts, "data": {"boolq": "a"}, "tasks": {"boolq": task}}
+    about = {"model": "m", "scale": 2.0, "dtype": "float32", "options": {"tasks": ["boolq"]}}
+    return {**about, **facts, "tasks": {"boolq": task}}
 
 
 def ruler(*means: float) -> dict[str, Any]:
@@ -59,13 +60,14 @@ def ruler(*means: float) -> dict[str, Any]:
         for number, mean in enumerate(means)
     ]
     reached = max((each["window"] for each in lengths if each["score"] >= 0.856), default=0)
-    facts = {"seed": 0, "samples": 4, "data": {}, "chat_template": False, "window": 64, "scale": 1.0}
+    facts = {"options": {"samples": 4}, "window": 64, "scale": 1.0}
     return {"model": "m", **facts, "lengths": lengths, "effective_length": reached}
 
 
 def summarization(rouge1: float, rouge2: float, rouge_l: float) -> dict[str, Any]:
     """As `pi-lora eval summarization` writes them."""
     rouge = {"rouge1": rouge1, "rouge2": rouge2, "rougeL": rouge_l}
+    per_example = {name: [value - 1, value, value + 1] for name, value in rouge.items()}
     return {
         "model": "m",
         "scale": 2.0,
@@ -75,7 +77,7 @@ def summarization(rouge1: float, rouge2: float, rouge_l: float) -> dict[str, Any
         "left_out": {"empty": 0, "too_long": 0},
         "documents_cut": 3,
         **rouge,
-        "intervals": {name: [value - 1, value + 1] for name, value in rouge.items()},
+        "per_example": per_example,
     }
 
 

@@ -5,7 +5,7 @@ metrics.
 from collections.abc import Sequence
 
 from pi_lora.evaluation.forward import described
-from pi_lora.evaluation.measurement import Measurement, Metric, Result, Scores, Session, Value, share_of_samples
+from pi_lora.evaluation.measurement import Measurement, Metric, Result, Scores, Session, Value, share
 from pi_lora.models.model import Model
 from pi_lora.recipe.evaluation import BenchmarksOptions
 from pi_lora.types import Json
@@ -31,7 +31,7 @@ class BenchmarkScores(Scores):
 
     measurement = "benchmarks"
 
-    options: BenchmarksOptions | None = None
+    options: BenchmarksOptions
     lm_eval: str | None = None
     tasks: dict[str, TaskScore]
 
@@ -39,8 +39,6 @@ class BenchmarkScores(Scores):
 class Benchmarks(Measurement[BenchmarksOptions, BenchmarkScores]):
     """Short-context benchmarks (paper, table 5) through lm-eval."""
 
-    name = "benchmarks"
-    options = BenchmarksOptions
     scores = BenchmarkScores
 
     def prepare(self, options: BenchmarksOptions, models: Sequence[Model]) -> BenchmarksOptions:
@@ -78,7 +76,7 @@ class Benchmarks(Measurement[BenchmarksOptions, BenchmarkScores]):
             if score.acc is not None:
                 values = [Value(f"{task} {number}", value) for number, value in enumerate(score.outcomes or ())]
                 hub: Json = {"dataset": task, "hub_name": "accuracy"}
-                metrics.append(share_of_samples(label, score.acc, score.examples, values=values, **hub))
+                metrics.append(share(label, score.acc, score.examples, values=values, **hub))
             for name, value in (score.metrics or {}).items():
                 if "_stderr" not in name:
                     higher = not name.endswith(("perplexity", "bits_per_byte"))
@@ -89,6 +87,6 @@ class Benchmarks(Measurement[BenchmarksOptions, BenchmarkScores]):
     def about(self, scores: Sequence[BenchmarkScores]) -> str:
         """Return the limits of inputs and examples, and the version of lm-eval."""
         windows = "/".join(dict.fromkeys(str(each.window) for each in scores))
-        limit = scores[0].options.limit if scores[0].options else None
+        limit = scores[0].options.limit
         examples = f", the first {limit} examples" if limit else ""
         return f"accuracy{examples}, inputs cut to {windows} tokens, lm-eval {scores[0].lm_eval}"

@@ -57,15 +57,11 @@ class ChatScores(Scores):
 class Chats(Measurement[ChatOptions, ChatScores]):
     """Chats: what an extension costs a model that people talk to."""
 
-    name = "chat"
-    options = ChatOptions
     scores = ChatScores
 
     def prepare(self, options: ChatOptions, models: Sequence[Model]) -> ChatOptions:
-        """Fill in the shortest window of the models and the base. Raise DataError if they have several vocabularies."""
+        """Fill in the shortest window of the models and the base."""
         known = [*models, find(options.base, permissions=models[0].permissions)] if options.base else models
-        if options.base and len({model.config["vocab_size"] for model in known}) > 1:
-            raise DataError(f"--base: {options.base}: has another vocabulary; name the model that was tuned")
         return options.changed(window=options.window or min(model.window for model in known))
 
     def run(self, model: Model, options: ChatOptions, session: Session) -> ChatScores:
@@ -85,10 +81,10 @@ class Chats(Measurement[ChatOptions, ChatScores]):
             dtype = str(model.model.dtype).removeprefix("torch.")
             base = find(options.base, permissions=model.permissions).load(dtype)
         decided_by = {**options.model_dump(), "rows": table.identity(), "base": base and identity_of(base)}
-        measured = session.journal(model, decided_by).measure(
-            ChatScore, list(chats), lambda name: chat_score(model, base, name, chats[name]), session.progress
+        found = session.journal(model, decided_by).measure(
+            list(chats), lambda name: dict(chat_score(model, base, name, chats[name])), session.progress
         )
-        per_chat = list(measured.values())
+        per_chat = [ChatScore(**each) for each in found]
         tokens = [each.tokens for each in per_chat]
         loss = fmean([math.log(each.perplexity) for each in per_chat], tokens)
         check_numbers(model, math.isfinite(loss))
@@ -114,14 +110,16 @@ class Chats(Measurement[ChatOptions, ChatScores]):
         values = [Value(each.name, each.perplexity, each.tokens) for each in scores.per_chat]
         hub: Json = {"hub_name": "perplexity", **about}
         metrics = [Metric("chat perplexity", scores.perplexity, values=values, is_ratio=True, **hub)]
-        if scores.divergence is not None:
+        if scores.divergence is not None and scores.equal_answers is not None:
             values = [Value(each.name, each.divergence, each.tokens) for each in scores.per_chat]
             interval = of_means([[(0.0, each.value, each.weight) for each in values]])
             hub = {"hub_name": "KL divergence", "interval": interval, **about}
             metrics.append(Metric("chat KL divergence from the base", scores.divergence, values=values, **hub))
             answers = [Value(each.name, each.equal_answers) for each in scores.per_chat]
             label = f"chat answers with the base's first {ANSWER} tokens"
-            metrics.append(share(label, answers, hub_name="equal answers", **dataset))
+            metrics.append(
+                share(label, scores.equal_answers, len(answers), values=answers, hub_name="equal answers", **dataset)
+            )
         return metrics
 
     def about(self, scores: Sequence[ChatScores]) -> str:

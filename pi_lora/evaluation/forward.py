@@ -3,7 +3,7 @@ results say of the model that makes them.
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import dataclass
 from itertools import takewhile
@@ -11,11 +11,9 @@ from typing import Any, cast
 
 import torch
 from torch.distributed.fsdp import FSDPModule
-from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import cross_entropy
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache, DynamicLayer
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from pi_lora.errors import ModelError
 from pi_lora.models.machine import free_memory, nf4_kernel
@@ -33,7 +31,6 @@ LOGITS, LOGITS_ON_CPU = 2**28, 2**25
 SHARE_OF_MEMORY = 0.75
 # Pairs of tokens in the mask of a pass that continues a cache, at most; a byte each, or two where a kernel adds it.
 MASKED_PAIRS = 2**27
-LOWER_RIGHT = "pi_lora_lower_right"
 
 
 def described(loaded: Model) -> Json:
@@ -189,33 +186,6 @@ def last_logits(model: Any, rows: Sequence[Sequence[int]], tail: int, prefix: Sh
     # Pieces of about equal length: each attends to all before it.
     size = max(2 * tail, min(pass_tokens(model), MASKED_PAIRS // ids.shape[1]) // len(rows))
     *others, last = own.tensor_split(-(-own.shape[1] // size), dim=1)
-    with without_mask(model) if model.device.type == "cuda" else nullcontext():
-        for piece in others:
-            model(input_ids=piece, past_key_values=cache, use_cache=True, logits_to_keep=1)
-        made = model(input_ids=last, past_key_values=cache, use_cache=True, logits_to_keep=tail)
-    return cast(torch.Tensor, made.logits)
-
-
-@contextmanager
-def without_mask(model: Any) -> Iterator[None]:
-    """Let a model continue a cache by torch's kernels that need no mask of all pairs of tokens (`causal_lower_right`);
-    a mask rules out the fastest ones on a GPU, and a CPU would make it anew in every layer.
-    """
-    kernel = model.config._attn_implementation
-    if kernel == "sdpa":
-        model.set_attn_implementation(LOWER_RIGHT)
-    try:
-        yield
-    finally:
-        model.set_attn_implementation(kernel)
-
-
-def _lower_right(
-    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, _mask: torch.Tensor | None, **others: Any
-) -> tuple[torch.Tensor, None]:
-    bias = causal_lower_right(query.shape[2], key.shape[2])
-    output: torch.Tensor = sdpa_attention_forward(module, query, key, value, bias, **{**others, "is_causal": False})[0]
-    return output, None
-
-
-AttentionInterface.register(LOWER_RIGHT, _lower_right)
+    for piece in others:
+        model(input_ids=piece, past_key_values=cache, use_cache=True, logits_to_keep=1)
+    return cast(torch.Tensor, model(input_ids=last, past_key_values=cache, use_cache=True, logits_to_keep=tail).logits)

@@ -98,16 +98,11 @@ class Metric:
         return change - down, change + up
 
 
-def share(label: str, values: Sequence[Value], **others: Any) -> Metric:
-    """Return the mean of values from 0 to 1 in percent, with its Wilson interval. Of values between 0 and 1, or from
-    several groups, the interval is wider than need be, never too narrow.
+def share(label: str, mean: float, samples: int, **others: Any) -> Metric:
+    """Return a share of so many samples as a metric in percent, with its Wilson interval; a digit after the point needs
+    a thousand of them. Of values between 0 and 1, or from several groups, the interval is wider than need be, never too
+    narrow.
     """
-    mean = math.fsum(each.value for each in values) / len(values)
-    return share_of_samples(label, mean, len(values), values=values, **others)
-
-
-def share_of_samples(label: str, mean: float, samples: int, **others: Any) -> Metric:
-    """Return a share of so many samples as a metric in percent; a digit after the point needs a thousand of them."""
     low, high = (100 * bound for bound in wilson(mean, samples))
     digits = 1 if samples >= 1000 else 0
     return Metric(label, 100 * mean, "%", digits=digits, samples=samples, interval=(low, high), **others)
@@ -131,8 +126,7 @@ class Result(BaseModel):
 
 class Scores(Result):
     """What every result says of its model: name, scale L'/L, dtype, attention kernel, window in tokens, step; and the
-    options it was measured with, complete, which measure another model in the same way. Files written before options
-    were kept have None.
+    options it was measured with, complete, which measure another model in the same way.
     """
 
     measurement: ClassVar[str]
@@ -144,10 +138,11 @@ class Scores(Result):
     quantized_kernel: str | None = None
     window: int | None = None
     step: int | None = None
-    options: Any = None
+    options: Any
 
 
-R = TypeVar("R", bound=BaseModel)
+# What a journal names a result by.
+Name = TypeVar("Name", str, int)
 # Files of a model's folder that reports write, and that change no number.
 WRITTEN_BY_REPORTS = (".md", ".html", ".png")
 
@@ -160,29 +155,27 @@ class Journal:
 
     def __init__(self, folder: Path | None = None, shared: bool = False) -> None:
         self.folder, self.shared = folder, shared
-        self.results: dict[str, Any] = {}
+        self.results: dict[str | int, Any] = {}
         for file in sorted(folder.glob("*.jsonl")) if folder else ():
             for line in file.read_bytes().splitlines():
                 with suppress(ValueError):
                     name, result = json.loads(line)
                     self.results[name] = result
 
-    def measure(
-        self, kind: type[R], names: Sequence[str], measure: Callable[[str], R], progress: Progress = silent
-    ) -> dict[str, R]:
-        """Return the results of `names`: each process measures what is left of its share, and all return the same.
-        `progress` is told after each.
+    def measure(self, names: Sequence[Name], measure: Callable[[Name], Any], progress: Progress = silent) -> list[Any]:
+        """Return the results of `names`, which are JSON: each process measures what is left of its share, and all
+        return the same. `progress` is told after each.
         """
         own = share_of(names) if self.shared else names
         for done, name in enumerate(own, 1):
             if name not in self.results:
-                self._keep(name, measure(name).model_dump())
+                self._keep(name, measure(name))
                 progress(done, len(own))
         mine = [(name, self.results[name]) for name in own]
         every = dict(from_all(mine) if self.shared else mine)
-        return {name: kind.model_validate(every[name]) for name in names}
+        return [every[name] for name in names]
 
-    def _keep(self, name: str, result: Any) -> None:
+    def _keep(self, name: str | int, result: Any) -> None:
         self.results[name] = result
         if self.folder is None:
             return
@@ -247,14 +240,13 @@ Found = TypeVar("Found", bound=Scores)
 
 
 class Measurement(Protocol[Asked, Found]):
-    """A measurement: `name` is the section of a recipe, the command, and the file in a run's scores.
+    """A measurement: `scores` are its results, whose `measurement` names the section of a recipe, the command, and the
+    file in a run's scores.
 
     A new one is a module with its scores and a class like this, its options in `pi_lora.recipe.evaluation`, and one
     line in `pi_lora.evaluation.suite`.
     """
 
-    name: str
-    options: type[Asked]
     scores: type[Found]
 
     def prepare(self, options: Asked, models: Sequence[Model]) -> Asked:

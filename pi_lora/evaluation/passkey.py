@@ -6,6 +6,7 @@ import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property, partial
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -33,7 +34,6 @@ from pi_lora.evaluation.measurement import (
     Value,
     longest_passing,
     share,
-    share_of_samples,
 )
 from pi_lora.models.model import Model
 from pi_lora.models.weights import finite
@@ -50,8 +50,6 @@ QUESTION = "What is the pass key? The pass key is"
 DIGITS = 5
 # The share of trials that succeed up to k_max.
 REQUIRED_SUCCESS = 0.2
-# Rows of the table with the share at a distance, evenly spaced; all distances are in the JSON.
-MOST_ROWS = 8
 # From red to blue, which the color-blind tell apart.
 COLOURS: Any = {"cmap": "RdYlBu", "vmin": 0, "vmax": 1}
 
@@ -81,7 +79,7 @@ class PasskeyScores(Scores):
 
     measurement = "passkey"
 
-    options: PasskeyOptions | None = None
+    options: PasskeyOptions
     seed: int = 0
     decoding: str = "greedy"
     target: int
@@ -99,8 +97,6 @@ class PasskeyScores(Scores):
 class Passkey(Measurement[PasskeyOptions, PasskeyScores]):
     """Passkey retrieval (paper, section 3.3)."""
 
-    name = "passkey"
-    options = PasskeyOptions
     scores = PasskeyScores
 
     def prepare(self, options: PasskeyOptions, models: Sequence[Model]) -> PasskeyOptions:
@@ -123,7 +119,7 @@ class Passkey(Measurement[PasskeyOptions, PasskeyScores]):
         )
 
     def metrics(self, scores: PasskeyScores) -> list[Metric]:
-        """Return k_max and the share of keys that were retrieved, by length of context, and of one length by depth."""
+        """Return k_max and the share of keys that were retrieved, by length of context."""
         metrics = []
         for length in scores.by_length:
             trials = [
@@ -134,11 +130,9 @@ class Passkey(Measurement[PasskeyOptions, PasskeyScores]):
             hub: Json = {"at": length.target, "dataset": f"passkey retrieval in {length.target} tokens"}
             metrics.append(Metric("k_max", length.k_max, "tokens", hub_name="k_max", **hub))
             if trials and scores.left_out is None:
-                metrics.append(share("passkeys retrieved", trials, hub_name="accuracy", **hub))
-        apart = -(-len(scores.depths) // MOST_ROWS)
-        for depth in [] if scores.lengths else scores.depths[apart - 1 :: apart]:
-            label = f"retrieved at distance {depth.k:,}"
-            metrics.append(share_of_samples(label, depth.success_rate, depth.trials))
+                mean = fmean(trial.value for trial in trials)
+                hub |= {"hub_name": "accuracy", "values": trials}
+                metrics.append(share("passkeys retrieved", mean, len(trials), **hub))
         return metrics
 
     def about(self, scores: Sequence[PasskeyScores]) -> str:
@@ -274,9 +268,8 @@ class PasskeyTest:
         """Return how the trials at all depths end; what a journal holds is not asked again."""
         # The first trial tells what the tokenizer makes of the prompt.
         journal = session.journal(self.loaded, {"passkey": asdict(self.grid), "first": asdict(self.first)})
-        names = [str(depth) for depth in range(self.grid.depths)]
-        found = journal.measure(PasskeyDepth, names, lambda name: self.measure(int(name)), session.progress)
-        depths = list(found.values())
+        found = journal.measure(range(self.grid.depths), lambda depth: dict(self.measure(depth)), session.progress)
+        depths = [PasskeyDepth(**each) for each in found]
         return PasskeyLength(target=self.grid.target, k_max=k_max(depths), depths=depths)
 
     @torch.no_grad()

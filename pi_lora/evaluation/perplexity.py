@@ -1,13 +1,15 @@
-"""Sliding-window perplexity (Press et al. 2022; paper.tex, section 3.2): which documents, typed scores, metrics and
-picture.
+"""Sliding-window perplexity (Press et al. 2022; paper.tex, section 3.2): which tokens of which documents each window
+scores, the sums of their losses, typed scores, metrics and picture. Windows of every length start at the same offsets:
+one pass of the model over the longest serves a whole sweep.
 """
 
 import hashlib
 import math
 import random
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -19,14 +21,23 @@ from pi_lora.data.sources import STDLIB, evaluation_documents
 from pi_lora.data.tokens import tokenized
 from pi_lora.drawing import Panel, draw_curves, label_logarithmic, label_windows
 from pi_lora.errors import DataError
-from pi_lora.evaluation.forward import check_numbers, depends_on_length, described, pass_tokens
+from pi_lora.evaluation.forward import (
+    check_numbers,
+    depends_on_length,
+    described,
+    forget_lengths,
+    padded,
+    pass_tokens,
+    token_losses,
+)
 from pi_lora.evaluation.measurement import Measurement, Metric, Result, Scores, Session, Value
-from pi_lora.evaluation.sliding_windows import LossSums, Piece, Sweep, added, pass_losses
 from pi_lora.models.files import BUILTIN
 from pi_lora.models.model import Model
 from pi_lora.recipe.evaluation import PerplexityOptions
 from pi_lora.types import Json
 
+# What tokens count for, their losses in nats added up, and their number.
+LossSum = tuple[str, float, int]
 BINS = 32
 # Nats a token; the perplexity of a greater mean loss is infinite.
 MOST_LOSS = 700.0
@@ -77,7 +88,7 @@ class PerplexityScores(Scores):
 
     measurement = "perplexity"
 
-    options: PerplexityOptions | None = None
+    options: PerplexityOptions
     data: str = ""
     documents: int | None = None
     documents_too_short: int | None = None
@@ -92,8 +103,6 @@ class PerplexityScores(Scores):
 class Perplexity(Measurement[PerplexityOptions, PerplexityScores]):
     """Sliding-window perplexity (paper, section 3.2)."""
 
-    name = "perplexity"
-    options = PerplexityOptions
     scores = PerplexityScores
 
     def prepare(self, options: PerplexityOptions, models: Sequence[Model]) -> PerplexityOptions:
@@ -120,16 +129,15 @@ class Perplexity(Measurement[PerplexityOptions, PerplexityScores]):
         """
         options = self.prepare(options, [model])
         windows, stride = options.sweep(model.window)
-        bins = min(BINS, max(windows) - 1) if options.by_position else 0
-        sweep = Sweep(windows, stride, bins, depends_on_length(model.config))
+        sweep = Sweep(windows, stride, min(BINS, max(windows) - 1) if options.by_position else 0)
         documents, too_short = choose_documents(model, options, max(windows))
-        measured = _measure(model, documents, sweep, session)
+        sums = _measure(model, documents, sweep, session)
         per_document = [
-            DocumentPerplexity(name=name, tokens=len(ids), windows=window_scores(passes, windows))
-            for (name, ids), passes in zip(documents, measured, strict=True)
+            DocumentPerplexity(name=name, tokens=len(ids), windows=window_scores(own, windows))
+            for (name, ids), own in zip(documents, sums, strict=True)
         ]
         check_numbers(model, all(math.isfinite(row.perplexity) for each in per_document for row in each.windows))
-        passes = [each for of_document in measured for each in of_document]
+        every = [each for own in sums for each in own]
         return PerplexityScores(
             **described(model),
             options=options,
@@ -139,9 +147,9 @@ class Perplexity(Measurement[PerplexityOptions, PerplexityScores]):
             bos=documents[0].ids[0] == model.tokenizer.bos_token_id,
             stride=stride,
             weighting="token",
-            windows=window_scores(passes, windows),
+            windows=window_scores(every, windows),
             per_document=per_document,
-            **({"by_position": _by_position(passes, sweep)} if bins else {}),
+            **({"by_position": _by_position(every, sweep)} if sweep.bins else {}),
         )
 
     def metrics(self, scores: PerplexityScores) -> list[Metric]:
@@ -167,7 +175,7 @@ class Perplexity(Measurement[PerplexityOptions, PerplexityScores]):
 
     def about(self, scores: Sequence[PerplexityScores]) -> str:
         """Return the text, the documents, the stride and the weighting."""
-        first, options = scores[0], scores[0].options or PerplexityOptions()
+        first, options = scores[0], scores[0].options
         least = max([row.window for row in first.windows] + [options.min_tokens or 0])
         chosen = options.model_dump(include=CHOICE, exclude_defaults=True)
         documents = f"{first.documents} document{'s' * (first.documents != 1)} of {first.data}"
@@ -228,38 +236,147 @@ def choose_documents(model: Model, options: PerplexityOptions, longest: int) -> 
     return chosen, len(lengths) - len(chosen)
 
 
+@dataclass(frozen=True)
+class Piece:
+    """Tokens `start` to `stop` of a document, which go through the model once. `scored` are the tokens whose losses are
+    wanted, by what they count for: `window 4096`, or `position 128` for the bin of tokens after 128 others and more.
+    The first piece is `whole`, and those that count by position: all losses are wanted.
+    """
+
+    start: int
+    stop: int
+    scored: Mapping[str, range]
+    whole: bool
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """Which tokens of a document are measured: windows and their stride in tokens; `bins` of losses by position, if
+    any.
+    """
+
+    windows: tuple[int, ...]
+    stride: int
+    bins: int = 0
+
+    @property
+    def positions(self) -> list[int]:
+        """The numbers of tokens before a token at which the bins of positions begin, and the last one ends, in the
+        longest window; its first token has no loss.
+
+        >>> Sweep((10,), 4, bins=4).positions, Sweep((10,), 4).positions
+        ([1, 3, 5, 8, 10], [])
+        """
+        longest, bins = max(self.windows), self.bins
+        return [max(1, -(-longest * index // bins)) for index in range(bins + 1)] if bins else []
+
+    def passes(self, length: int, tokens: int = 1) -> Iterator[list[Piece]]:
+        """Yield the pieces of a document of `length` tokens that go through the model together, at most so many
+        `tokens` where several do; whole pieces by themselves.
+        """
+        size = max(1, tokens // max(self.windows))
+        planned = list(self.pieces(length))
+        for whole in (True, False):
+            alike = [piece for piece in planned if piece.whole == whole]
+            for start in range(0, len(alike), size):
+                yield alike[start : start + size]
+
+    def pieces(self, length: int) -> Iterator[Piece]:
+        """Yield the pieces of a document of `length` tokens.
+
+        The first window scores all its tokens, every later one, `stride` further on, its last `stride`. With a stride
+        as long as the window, a window's first token has no context and is not scored. A piece is as long as the
+        longest window that scores in it. Of the longest windows, those that fit without overlap count by position.
+
+        >>> [(piece.start, piece.stop, dict(piece.scored)) for piece in Sweep((4, 6), stride=2).pieces(10)]
+        ... # doctest: +NORMALIZE_WHITESPACE
+        [(0, 6, {'window 4': range(1, 4), 'window 6': range(1, 6)}),
+         (2, 8, {'window 4': range(4, 6), 'window 6': range(6, 8)}),
+         (4, 10, {'window 4': range(6, 8), 'window 6': range(8, 10)}), (6, 10, {'window 4': range(8, 10)})]
+        """
+        longest, stride = max(self.windows), self.stride
+        apart = -(-longest // stride) * stride
+        for start in (0, *range(stride, length - min(self.windows) + stride, stride)):
+            scored = {}
+            for window in self.windows:
+                first = max(start + window - stride, start + 1) if start else 1
+                scored[f"window {window}"] = range(first, min(start + window, length))
+            by_position = self.bins > 0 and start % apart == 0 and start + longest <= length
+            for first, last in pairwise(self.positions if by_position else ()):
+                scored[f"position {first}"] = range(start + first, start + last)
+            scored = {name: tokens for name, tokens in scored.items() if tokens}
+            if scored:
+                stop = max(tokens.stop for tokens in scored.values())
+                yield Piece(start, stop, scored, whole=start == 0 or by_position)
+
+
+def pass_losses(model: Any, document: Sequence[int], pieces: Sequence[Piece]) -> list[LossSum]:
+    """Return the losses of some pieces of a document, which go through the model together."""
+    ids = padded(model, [document[piece.start : piece.stop] for piece in pieces])
+    wanted = sorted({token - piece.start for piece in pieces for tokens in piece.scored.values() for token in tokens})
+    column = {token: index for index, token in enumerate(wanted)}
+    sums = []
+    for piece, losses in zip(pieces, token_losses(model, ids, wanted).double(), strict=True):
+        for name, tokens in piece.scored.items():
+            # Tokens that follow each other in the document do so here: all between them are wanted too.
+            first = column[tokens.start - piece.start]
+            sums.append((name, losses[first : first + len(tokens)].sum().item(), len(tokens)))
+    return sums
+
+
 def _measure(
     model: Model, documents: Sequence[TokenizedDocument], sweep: Sweep, session: Session
-) -> list[list[LossSums]]:
-    """Return the losses of every forward pass over each document."""
-    planned: list[list[str]] = []
-    passes: dict[str, tuple[Sequence[int], list[Piece]]] = {}
-    for _, ids in documents:
-        digest, at_once = hashlib.sha256(ids).hexdigest(), pass_tokens(model.model)
-        own = {f"{digest} {number}": (ids, pieces) for number, pieces in enumerate(sweep.passes(len(ids), at_once))}
-        planned.append(list(own))
-        passes |= own
+) -> list[list[LossSum]]:
+    """Return the sums of losses of the forward passes over each document. Where a model's frequencies follow the length
+    of the input, each piece of each window goes through the model alone.
+    """
+    sweeps, at_once, apart = [sweep], pass_tokens(model.model), depends_on_length(model.config)
+    if apart:
+        sweeps, at_once = [Sweep((window,), sweep.stride) for window in sweep.windows[:-1]], 1
+        sweeps.append(replace(sweep, windows=sweep.windows[-1:]))
+    passes = [
+        (number, pieces)
+        for number, document in enumerate(documents)
+        for each in sweeps
+        for pieces in each.passes(len(document.ids), at_once)
+    ]
 
-    def measure(name: str) -> LossSums:
-        return pass_losses(model.model, *passes[name], sweep.apart)
+    def measure(index: int) -> list[LossSum]:
+        if apart:
+            forget_lengths(model.model)
+        number, pieces = passes[index]
+        return pass_losses(model.model, documents[number].ids, pieces)
 
-    measured = session.journal(model, asdict(sweep)).measure(LossSums, list(passes), measure, session.progress)
-    return [[measured[name] for name in names] for names in planned]
+    texts = [hashlib.sha256(document.ids).hexdigest() for document in documents]
+    journal = session.journal(model, {"sweep": asdict(sweep), "texts": texts})
+    sums: list[list[LossSum]] = [[] for _ in documents]
+    for (number, _), found in zip(passes, journal.measure(range(len(passes)), measure, session.progress), strict=True):
+        sums[number] += found
+    return sums
 
 
-def window_scores(passes: Sequence[LossSums], windows: Sequence[int]) -> list[WindowPerplexity]:
+def mean_losses(sums: Sequence[LossSum]) -> dict[str, tuple[float, int]]:
+    """Return the mean loss in nats and the number of tokens by what they count for, whatever the order of `sums`."""
+    losses, numbers = defaultdict[str, list[float]](list), defaultdict[str, int](int)
+    for name, loss, tokens in sums:
+        losses[name].append(loss)
+        numbers[name] += tokens
+    return {name: (math.fsum(losses[name]) / tokens, tokens) for name, tokens in numbers.items()}
+
+
+def window_scores(sums: Sequence[LossSum], windows: Sequence[int]) -> list[WindowPerplexity]:
     """Return the perplexities of some forward passes together, every token weighted equally; infinite on overflow."""
-    sums, scores = added(passes), []
+    means, scores = mean_losses(sums), []
     for window in windows:
-        loss, tokens = sums[f"window {window}"]
-        perplexity = math.exp(loss / tokens) if loss / tokens < MOST_LOSS else math.inf
+        loss, tokens = means[f"window {window}"]
+        perplexity = math.exp(loss) if loss < MOST_LOSS else math.inf
         scores.append(WindowPerplexity(window=window, perplexity=perplexity, tokens=tokens))
     return scores
 
 
-def _by_position(passes: Sequence[LossSums], sweep: Sweep) -> LossByPosition:
-    sums, bins = added(passes), []
+def _by_position(sums: Sequence[LossSum], sweep: Sweep) -> LossByPosition:
+    means, bins = mean_losses(sums), []
     for first, last in pairwise(sweep.positions):
-        loss, tokens = sums[f"position {first}"]
-        bins.append(PositionLoss(first=first, last=last, loss=loss / tokens, tokens=tokens))
+        loss, tokens = means[f"position {first}"]
+        bins.append(PositionLoss(first=first, last=last, loss=loss, tokens=tokens))
     return LossByPosition(window=max(sweep.windows), bins=bins)

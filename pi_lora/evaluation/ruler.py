@@ -18,7 +18,7 @@ from pi_lora.evaluation.measurement import (
     Session,
     Value,
     longest_passing,
-    share_of_samples,
+    share,
 )
 from pi_lora.models.model import Model
 from pi_lora.recipe.evaluation import RulerOptions, default_windows
@@ -56,7 +56,7 @@ class RulerScores(Scores):
 
     measurement = "ruler"
 
-    options: RulerOptions | None = None
+    options: RulerOptions
     lm_eval: str | None = None
     lengths: list[RulerWindow] = Field(min_length=1)
     effective_length: int
@@ -65,8 +65,6 @@ class RulerScores(Scores):
 class Ruler(Measurement[RulerOptions, RulerScores]):
     """RULER (Hsieh et al. 2024) through lm-eval."""
 
-    name = "ruler"
-    options = RulerOptions
     scores = RulerScores
 
     def prepare(self, options: RulerOptions, models: Sequence[Model]) -> RulerOptions:
@@ -114,23 +112,22 @@ class Ruler(Measurement[RulerOptions, RulerScores]):
     def metrics(self, scores: RulerScores) -> list[Metric]:
         """Return the mean of the tasks and each task by window, and the effective length."""
         means, details = [], []
-        seed = scores.options.seed if scores.options else 0
         for length in scores.lengths:
             values = []
             for name, task in length.tasks.items():
-                prompts = f"{name} {seed} of {task.length} tokens"
+                prompts = f"{name} {scores.options.seed} of {task.length} tokens"
                 values += [Value(f"{prompts}: {i}", value, group=name) for i, value in enumerate(task.outcomes or ())]
-                details.append(share_of_samples(name, task.score, task.samples, at=length.window))
+                details.append(share(name, task.score, task.samples, at=length.window))
             hub: Json = {"dataset": f"RULER, {len(length.tasks)} tasks at {length.window} tokens", "hub_name": "score"}
             samples = sum(task.samples for task in length.tasks.values())
-            means.append(share_of_samples("RULER", length.score, samples, values=values, at=length.window, **hub))
+            means.append(share("RULER", length.score, samples, values=values, at=length.window, **hub))
         label = f"effective length ({PAPERS_THRESHOLD:.1%}, {len(scores.lengths[0].tasks)} of {ALL_TASKS} tasks)"
         reached = Metric(label, scores.effective_length, "tokens", dataset="RULER", hub_name="effective length")
         return [*means, *details, reached]
 
     def about(self, scores: Sequence[RulerScores]) -> str:
         """Return the number of tasks and samples, and the form of the prompts."""
-        first, options = scores[0], scores[0].options or RulerOptions()
+        first, options = scores[0], scores[0].options
         template = "chat template" if options.chat_template else "no chat template"
         samples = f"{options.samples} samples a task and window, seed {options.seed}"
         return f"{len(first.lengths[0].tasks)} of {ALL_TASKS} tasks; {samples}; {template}, lm-eval {first.lm_eval}"

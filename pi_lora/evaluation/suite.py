@@ -28,12 +28,7 @@ from pi_lora.writing import check_can_write, first_problem, read_json, write_jso
 
 # Named as the sections of a recipe's `evaluation` and the files in a run's scores; the paper's are first, in its order.
 MEASUREMENTS: Mapping[str, Measurement[Any, Any]] = {
-    "perplexity": Perplexity(),
-    "passkey": Passkey(),
-    "benchmarks": Benchmarks(),
-    "ruler": Ruler(),
-    "summarization": Summarization(),
-    "chat": Chats(),
+    each.scores.measurement: each for each in (Perplexity(), Passkey(), Benchmarks(), Ruler(), Summarization(), Chats())
 }
 # Options that change how long a measurement takes or what it writes besides, but no metric that is compared.
 CHANGE_NO_NUMBER = {"batch_size", "predictions", "by_position"}
@@ -96,7 +91,8 @@ def scores_of(
     kept: dict[str, Scores] = {}
     for name, file in files.items():
         scores = read_scores(file) if file.is_file() and not how.again else None
-        if scores and _answers(scores, asked[name], exactly=stage == BASE):
+        # Of a run's own scores, options that are not asked for may be anything.
+        if scores and not _other_options(asked[name], scores, exclude_defaults=stage != BASE):
             kept[name] = scores
     missing = {name: options for name, options in asked.items() if name not in kept}
     if missing:
@@ -105,11 +101,10 @@ def scores_of(
     return {name: kept[name] for name in asked}
 
 
-def _answers(scores: Scores, asked: Section, exactly: bool) -> bool:
-    """Whether scores were measured with the options that are asked for; unless `exactly`, defaults may be anything."""
-    wanted = asked.model_dump(exclude=CHANGE_NO_NUMBER, exclude_defaults=not exactly)
-    known = scores.options.model_dump() if scores.options else {}
-    return all(known.get(key) == value for key, value in wanted.items())
+def _other_options(asked: Section, scores: Scores, exclude_defaults: bool = False) -> list[str]:
+    """Return the options with which scores were measured otherwise than is asked."""
+    wanted = asked.model_dump(exclude=CHANGE_NO_NUMBER, exclude_defaults=exclude_defaults)
+    return [key for key, value in wanted.items() if getattr(scores.options, key) != value]
 
 
 def measure(loaded: Model, evaluation: Evaluation, progress: Progress = silent) -> dict[str, Scores]:
@@ -154,14 +149,10 @@ def setting_of(scores: Scores) -> str:
 
 
 def differences(scores: Scores, other: Scores) -> list[str]:
-    """Return the options in which two scores were measured otherwise; they compare where there are none.
-
-    Options that change no number are left out. Older scores without options differ by what is known of them.
+    """Return the options in which two scores were measured otherwise; they compare where there are none. Options that
+    change no number are left out.
     """
-    if scores.options is None or other.options is None:
-        return [] if setting_of(scores) == setting_of(other) else ["settings"]
-    mine, others = (each.options.model_dump(exclude=CHANGE_NO_NUMBER) for each in (scores, other))
-    return [key.replace("_", " ") for key in mine | others if mine.get(key) != others.get(key)]
+    return [key.replace("_", " ") for key in _other_options(scores.options, other)]
 
 
 def read_scores(file: Path) -> Scores | None:
@@ -192,7 +183,7 @@ def scores_table(scores: Sequence[Scores]) -> Table:
     """Return a row for each metric and a column for each model, with the number of samples; all of one measurement."""
     measurement = MEASUREMENTS[scores[0].measurement]
     columns = [{metric.heading: metric for metric in measurement.metrics(one)} for one in scores]
-    table = Table("", title=measurement.name)
+    table = Table("", title=scores[0].measurement)
     for heading in (*(one.model for one in scores), "samples"):
         table.add_column(heading, justify="right", overflow="fold")
     for heading in dict.fromkeys(heading for column in columns for heading in column):

@@ -6,9 +6,9 @@ import json
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from statistics import fmean
 
-import numpy as np
-from pydantic import BaseModel
+from pydantic import Field
 
 from pi_lora.data.examples import EMPTY, TOO_LONG, Prompter, no_example
 from pi_lora.data.sources import SCROLLS, count_lines, find_table
@@ -16,8 +16,8 @@ from pi_lora.distributed import is_leader
 from pi_lora.errors import DataError
 from pi_lora.evaluation.forward import described, prompts_at_once
 from pi_lora.evaluation.generation import Write, generate
-from pi_lora.evaluation.intervals import Interval
-from pi_lora.evaluation.measurement import Measurement, Metric, Scores, Session
+from pi_lora.evaluation.intervals import of_means
+from pi_lora.evaluation.measurement import Measurement, Metric, Scores, Session, Value
 from pi_lora.models.model import Model
 from pi_lora.recipe.evaluation import Sampling, SummarizationOptions
 from pi_lora.recipe.schema import Data
@@ -29,35 +29,26 @@ SOURCE: Json = {"name": SCROLLS, "subset": "gov_report"}
 GOVREPORT = Data.model_validate({"source": SOURCE, "document": "input", "summary": "output"})
 PROMPT_KEYS = {"document", "summary", "template", "completion", "document_tokens", "special_tokens"}
 ROUGES = ("rouge1", "rouge2", "rougeL")
-RESAMPLES = 1000
 
 
 class SummarizationScores(Scores):
-    """ROUGE F1 in percent over `examples` with 95 % intervals, and the number of documents that were cut."""
+    """ROUGE F1 in percent over `examples`, the values `per_example`, and the number of documents that were cut."""
 
     measurement = "summarization"
 
-    options: SummarizationOptions | None = None
+    options: SummarizationOptions
     examples: int = 0
     left_out: Json | None = None
     documents_cut: int = 0
     rouge1: float
     rouge2: float
     rougeL: float
-    intervals: dict[str, Interval] | None = None
-
-
-class Summaries(BaseModel):
-    """The texts that were written after a batch of prompts."""
-
-    texts: list[str]
+    per_example: dict[str, list[float]] = Field(default={})
 
 
 class Summarization(Measurement[SummarizationOptions, SummarizationScores]):
     """Summaries of long documents, scored by ROUGE (paper, section 3.5)."""
 
-    name = "summarization"
-    options = SummarizationOptions
     scores = SummarizationScores
 
     def prepare(self, options: SummarizationOptions, models: Sequence[Model]) -> SummarizationOptions:
@@ -97,29 +88,31 @@ class Summarization(Measurement[SummarizationOptions, SummarizationScores]):
                 for (name, _, _), text, reference in zip(examples, texts, references, strict=True)
             ]
             write_whole(Path(options.predictions), "".join(lines))
-        means, intervals = rouge(texts, references)
+        rouges = rouge(texts, references)
         return SummarizationScores(
             **described(model),
             options=options,
             examples=len(examples),
             left_out={"empty": counts[EMPTY], "too_long": counts[TOO_LONG]},
             documents_cut=sum(prompt.kept < prompt.document_tokens for _, _, prompt in examples),
-            **means,
-            intervals=intervals,
+            **{name: fmean(values) for name, values in rouges.items()},
+            per_example=rouges,
         )
 
     def metrics(self, scores: SummarizationScores) -> list[Metric]:
-        """Return ROUGE-1, -2 and -L."""
-        dataset, intervals = (scores.options and scores.options.data) or "", scores.intervals or {}
-        about: Json = {"digits": 2, "samples": scores.examples, "dataset": dataset}
-        return [
-            Metric(f"ROUGE-{name[-1]}", getattr(scores, name), interval=intervals.get(name), hub_name=name, **about)
-            for name in ROUGES
-        ]
+        """Return ROUGE-1, -2 and -L with their intervals over examples."""
+        about: Json = {"digits": 2, "samples": scores.examples, "dataset": scores.options.data or ""}
+        metrics = []
+        for name in ROUGES:
+            values = [Value(f"example {index}", value) for index, value in enumerate(scores.per_example.get(name, ()))]
+            interval = of_means([[(0.0, each.value, 1.0) for each in values]])
+            about |= {"hub_name": name, "values": values, "interval": interval}
+            metrics.append(Metric(f"ROUGE-{name[-1]}", getattr(scores, name), **about))
+        return metrics
 
     def about(self, scores: Sequence[SummarizationScores]) -> str:
         """Return how the summaries were sampled and scored."""
-        first, options = scores[0], scores[0].options or SummarizationOptions()
+        first, options = scores[0], scores[0].options
         cut = "/".join(f"{each.documents_cut:,}" for each in scores)
         sampling = f"temperature {options.temperature:g}, top-p {options.top_p:g}, seed {options.seed}"
         return f"{first.examples:,} examples, {cut} documents cut; {sampling}; rouge-score's F1 x 100 with stemming"
@@ -156,33 +149,27 @@ def written(
     size = options.batch_size or prompts_at_once(loaded.window)
     decided_by = {**options.model_dump(exclude={"predictions"}), "rows": identity, "batch_size": size}
     journal = session.journal(loaded, decided_by)
-    starts = [str(start) for start in range(0, len(prompts), size)]
 
-    def write(start: str) -> Summaries:
-        seeded = options.changed(seed=(options.seed + int(start)) % 2**32)
-        texts = generate(loaded, prompts[int(start) : int(start) + size], seeded)
-        return Summaries(texts=texts)
+    def write(start: int) -> list[str]:
+        seeded = options.changed(seed=(options.seed + start) % 2**32)
+        return generate(loaded, prompts[start : start + size], seeded)
 
-    found = journal.measure(Summaries, starts, write, session.progress)
-    return [text for start in starts for text in found[start].texts]
+    batches = journal.measure(range(0, len(prompts), size), write, session.progress)
+    return [text for batch in batches for text in batch]
 
 
-def rouge(predictions: Sequence[str], references: Sequence[str]) -> tuple[dict[str, float], dict[str, Interval]]:
-    """Return the means of ROUGE-1, -2 and -L (Lin 2004) of predictions against one reference each, in percent, as
-    SCROLLS computes them, and their 95 % intervals from bootstrap samples of the examples.
+def rouge(predictions: Sequence[str], references: Sequence[str]) -> dict[str, list[float]]:
+    """Return ROUGE-1, -2 and -L (Lin 2004) of predictions against one reference each, in percent, as SCROLLS computes
+    them.
 
-    >>> rouge(["The cats sat."], ["the cat sat"])[0]["rougeL"]
-    100.0
+    >>> rouge(["The cats sat."], ["the cat sat"])["rougeL"]
+    [100.0]
     """
     from rouge_score.rouge_scorer import RougeScorer
 
     scorer = RougeScorer(list(ROUGES), use_stemmer=True)
-    pairs = zip(references, predictions, strict=True)
-    values = np.array([[100 * score.fmeasure for score in scorer.score(*pair).values()] for pair in pairs])
-    samples = np.random.default_rng(0).integers(len(values), size=(RESAMPLES, len(values)))
-    bounds = np.percentile(values[samples].mean(axis=1), [2.5, 97.5], axis=0).T  # (3, 2)
-    means = dict(zip(ROUGES, values.mean(axis=0).tolist(), strict=True))
-    return means, {name: (low, high) for name, (low, high) in zip(ROUGES, bounds.tolist(), strict=True)}
+    scores = [scorer.score(*pair) for pair in zip(references, predictions, strict=True)]
+    return {name: [100 * score[name].fmeasure for score in scores] for name in ROUGES}
 
 
 def summarize(

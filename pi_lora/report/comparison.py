@@ -75,7 +75,7 @@ def compare_run(
     ModelError if `base` is not the base of the run; PiLoraError as a measurement does.
     """
     folder = MeasuredRun(run_folder(run))
-    kept = {name: scores.options for name, scores in folder.scores.get(TUNED, {}).items() if scores.options}
+    kept = {name: scores.options for name, scores in folder.scores.get(TUNED, {}).items()}
     named = asked_of(folder, data)
     asked = {**named, **kept, **named, **(asked or {})}  # in the order of the recipe
     [model] = find(base)
@@ -84,7 +84,7 @@ def compare_run(
         own = f"was tuned from other weights ({folder.base.name})"
         raise ModelError(f"{run}: {own} than {base}; name its own base, or compare it all the same with --another")
     tuned = scores_of(folder, TUNED, asked, lambda: find(run)[0], how)
-    options = {name: scores.options or asked[name] for name, scores in tuned.items()}
+    options = {name: scores.options for name, scores in tuned.items()}
     if is_other:
         before = {name: each for name, [each] in evaluate([model], options, how=how).items()}
     else:

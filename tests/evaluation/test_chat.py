@@ -37,11 +37,9 @@ def here(tmp_path: Path, small_model: Path, lora_run: Path, monkeypatch: pytest.
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PI_LORA_CACHE", str(tmp_path / "cache"))
     (tmp_path / "chats.jsonl").write_text("".join(f"{json.dumps(chat(turns))}\n" for turns in TURNS))
-    for name, folder in {"base": small_model, "wider": small_model, "run": lora_run}.items():
+    for name, folder in {"base": small_model, "run": lora_run}.items():
         shutil.copytree(folder, tmp_path / name)
         (tmp_path / name / "chat_template.jinja").write_text(TEMPLATE)
-    config = tmp_path / "wider" / "config.json"
-    config.write_text(json.dumps({**json.loads(config.read_text()), "vocab_size": 2048}))
     return tmp_path
 
 
@@ -92,7 +90,6 @@ def test_chats_are_measured_as_by_the_reference(here: Path, monkeypatch: pytest.
         assert found.divergence > 1e-4
         assert found.equal_answers == expected[2]
     assert len({each.equal_answers for each in scores.per_chat}) == (3 if name == "changed" else 1)
-    assert scores.options is not None
     assert scores.options.window == base.window
     divergence, pairs = Chats().metrics(scores)[1], [(each.divergence, each.tokens) for each in scores.per_chat]
     mean = sum(value * weight for value, weight in pairs) / scores.tokens
@@ -140,7 +137,6 @@ def test_the_comparison_has_a_row_for_each_cost(
 @pytest.mark.parametrize(
     ("model", "rows", "line"),
     [
-        ("base --base wider", [], "--base: wider: has another vocabulary; name the model that was tuned"),
         ("base", [{"text": "a"}], "chats.jsonl:1: has no column messages; choose from its columns: text"),
         ("base", [chat(["a " * 300, "b"])], "--data: chats.jsonl: holds no chat to measure; name others"),
         ("builtin:tiny", [chat(["a", "b"])], "data.source: the tokenizer of the model has no chat template"),

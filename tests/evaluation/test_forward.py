@@ -3,12 +3,11 @@ from typing import Any
 import pytest
 import torch
 from architectures import PROMISED, small_config, small_model, stretched
-from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM
 
 from pi_lora.evaluation import forward as module
-from pi_lora.evaluation.forward import last_logits, shared_prefix, token_losses, without_mask
+from pi_lora.evaluation.forward import last_logits, shared_prefix, token_losses
 
 LENGTH, TAIL = 60, 5
 SHARE = {"llama", "qwen2", "qwen3", "olmo2", "granite", "gpt_neox", "stablelm", "cohere", "smollm3"}
@@ -80,27 +79,6 @@ def test_the_mask_of_what_continues_a_prefix_is_bounded(monkeypatch: pytest.Monk
     monkeypatch.setattr(module, "MASKED_PAIRS", bound)
     torch.testing.assert_close(last_logits(model, alike, TAIL, prefix), whole, rtol=1e-6, atol=1e-5)
     assert most <= bound
-
-
-@pytest.mark.parametrize("model_type", sorted(SHARE))
-@torch.no_grad()
-def test_continuing_without_a_mask_gives_the_same_logits(model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A GPU's fastest kernels take no mask."""
-    model = small(model_type)
-    prefix = shared_prefix(model, rows()[0][:50], LENGTH)
-    masked = last_logits(model, rows(), TAIL, prefix)
-    used: list[tuple[int, int]] = []
-
-    def watched(*size: int) -> torch.Tensor:
-        used.append(size)  # type: ignore[arg-type]
-        return causal_lower_right(*size)
-
-    monkeypatch.setattr(module, "causal_lower_right", watched)
-    with without_mask(model):
-        found = last_logits(model, rows(), TAIL, prefix)
-    torch.testing.assert_close(found, masked, rtol=1e-5, atol=1e-5)
-    assert set(used) == {(LENGTH - 40, LENGTH)}
-    assert model.config._attn_implementation == "sdpa"
 
 
 @pytest.mark.parametrize("model_type", [*PROMISED, "modernbert-decoder"])

@@ -18,7 +18,7 @@ from pi_lora.evaluation.perplexity import (
     WindowPerplexity,
 )
 from pi_lora.evaluation.suite import metrics_of, read_scores, write_scores
-from pi_lora.recipe.evaluation import PerplexityOptions
+from pi_lora.recipe.evaluation import BenchmarksOptions, PasskeyOptions, PerplexityOptions
 from pi_lora.writing import write_json
 
 ADAPTERS = Path(__file__).parents[2] / "adapters"
@@ -40,6 +40,7 @@ RESULTS: list[Scores] = [
     ),
     PasskeyScores(
         **ABOUT,
+        options=PasskeyOptions(),
         step=200,
         target=128,
         k_max=64,
@@ -51,7 +52,7 @@ RESULTS: list[Scores] = [
     ),
     BenchmarkScores(
         **ABOUT,
-        data={"boolq": "dev.jsonl"},
+        options=BenchmarksOptions(data=("boolq=dev.jsonl",)),
         tasks={
             "boolq": TaskScore(acc=1.0, stderr=None, examples=1),
             "niah": TaskScore(examples=3, metrics={"4096": 0.5}),
@@ -107,13 +108,14 @@ def test_several_models_are_a_list_and_one_is_not(tmp_path: Path) -> None:
 
 
 def test_older_and_newer_files_are_read(tmp_path: Path) -> None:
-    """Older ones do not name their measurement nor the options; newer ones may hold more."""
+    """Older ones do not name their measurement, or hold an option that is gone; newer ones may hold more."""
     file = tmp_path / "passkey-step-200.json"
-    write_json(file, {"model": "m", "target": 512, "k_max": 256, "seed": 0, "depths": []})
+    options = {"target": 512, "k_max_only": False}
+    write_json(file, {"model": "m", "target": 512, "k_max": 256, "seed": 0, "depths": [], "options": options})
     older = read_scores(file)
     assert isinstance(older, PasskeyScores)
-    assert older.options is None
-    write_json(file, {"measurement": "perplexity", "model": "m", "windows": [], "of_tomorrow": 1})
+    assert older.options == PasskeyOptions(target=512)
+    write_json(file, {"measurement": "perplexity", "model": "m", "options": {}, "windows": [], "of_tomorrow": 1})
     newer = read_scores(file)
     assert isinstance(newer, PerplexityScores)
     assert newer.model_dump(exclude_unset=True)["of_tomorrow"] == 1
@@ -122,8 +124,15 @@ def test_older_and_newer_files_are_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "line"),
     [
-        ('{"model": "m", "windows": [{"window": 64, "tokens": 3}]}', "windows.0.perplexity: field required"),
-        ('{"measurement": "passkey", "model": "m", "k_max": 64, "depths": []}', "target: field required"),
+        (
+            '{"model": "m", "options": {}, "windows": [{"window": 64, "tokens": 3}]}',
+            "windows.0.perplexity: field required",
+        ),
+        (
+            '{"measurement": "passkey", "model": "m", "options": {}, "k_max": 64, "depths": []}',
+            "target: field required",
+        ),
+        ('{"model": "m", "windows": []}', "options: field required"),
         ('{"model": "m", "windows"', "is not JSON"),
     ],
 )
@@ -142,4 +151,3 @@ def test_the_released_scores_are_read(file: Path) -> None:
     scores = read_scores(file)
     assert scores is not None
     assert metrics_of(scores)
-    assert scores.options is not None

@@ -1,6 +1,6 @@
 import copy
-import math
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,16 +9,26 @@ from hypothesis import given
 from hypothesis import strategies as st
 from oracle_perplexity import losses_by_token, perplexity
 
-from pi_lora.evaluation.perplexity import window_scores
-from pi_lora.evaluation.sliding_windows import LossSums, Sweep, added, pass_losses
+from pi_lora.evaluation.measurement import Session
+from pi_lora.evaluation.perplexity import (
+    LossSum,
+    Perplexity,
+    Sweep,
+    choose_documents,
+    mean_losses,
+    pass_losses,
+    window_scores,
+)
 from pi_lora.models.model import Extension, load
+from pi_lora.recipe.evaluation import PerplexityOptions
 
 WINDOWS = st.lists(st.integers(2, 60), min_size=1, max_size=4).map(tuple)
 
 
-def losses(model: Any, document: Sequence[int], sweep: Sweep, at_once: int = 300) -> list[LossSums]:
+def losses(model: Any, document: Sequence[int], sweep: Sweep, at_once: int = 300) -> list[LossSum]:
     """Those of every forward pass over a document."""
-    return [pass_losses(model, document, pieces, sweep.apart) for pieces in sweep.passes(len(document), at_once)]
+    passes = sweep.passes(len(document), at_once)
+    return [loss for pieces in passes for loss in pass_losses(model, document, pieces)]
 
 
 @pytest.fixture(scope="module")
@@ -41,14 +51,19 @@ def test_a_sweep_equals_the_oracle_at_every_window(small_model: Any, documents: 
             assert tokens == sum(map(len, documents)) - len(documents)
 
 
-@pytest.mark.parametrize("window", [64, 100, 128])
-def test_under_dynamic_scaling_every_window_is_read_by_itself(small_model: Any, window: int) -> None:
+def test_under_dynamic_scaling_every_window_is_read_by_itself(small_model: Any, tmp_path: Path) -> None:
     """Its frequencies follow the length of the input, and transformers does not forget a longer one."""
-    model = load(str(small_model), Extension(256, scaling="dynamic")).model
-    document = torch.randint(2, 1024, (170,), generator=torch.Generator().manual_seed(2)).tolist()
-    expected, _ = perplexity(lambda **inputs: copy.deepcopy(model)(**inputs), [document], window, 24)
-    loss, tokens = added(losses(model, document, Sweep((64, 100, 128), 24, apart=True)))[f"window {window}"]
-    assert math.exp(loss / tokens) == pytest.approx(expected, rel=1e-5)
+    model = load(str(small_model), Extension(256, scaling="dynamic"))
+    unread = copy.deepcopy(model.model)
+    (tmp_path / "text.txt").write_text("the road is long and the night is dark " * 20)
+    options = PerplexityOptions(data=str(tmp_path), windows=(64, 100, 128), stride=24, truncate=170)
+    [(_, document)], _ = choose_documents(model, options, 128)
+    scores = Perplexity().run(model, options, Session())
+    assert scores.by_position
+    assert sum(each.tokens for each in scores.by_position.bins) == 127
+    for row in scores.windows:
+        oracle, _ = perplexity(lambda **inputs: copy.deepcopy(unread)(**inputs), [list(document)], row.window, 24)
+        assert row.perplexity == pytest.approx(oracle, rel=1e-5)
 
 
 @given(WINDOWS, st.integers(0, 200), st.integers(1, 60), st.integers(0, 5))
@@ -57,7 +72,7 @@ def test_every_token_is_scored_once_with_enough_before_it(
 ) -> None:
     stride = max(1, min(stride, min(windows) - 1))
     length = max(windows) + more
-    planned = list(Sweep(windows, stride, bins).pieces(length, windows))
+    planned = list(Sweep(windows, stride, bins).pieces(length))
     for window in windows:
         scored = [(token, piece) for piece in planned for token in piece.scored.get(f"window {window}", ())]
         assert [token for token, _ in scored] == list(range(1, length))
@@ -70,7 +85,7 @@ def test_every_token_is_scored_once_with_enough_before_it(
 @given(st.integers(2, 60), st.integers(0, 200))
 def test_windows_side_by_side_leave_out_their_first_tokens(window: int, more: int) -> None:
     length = window + more
-    planned = Sweep((window,), window).pieces(length, (window,))
+    planned = Sweep((window,), window).pieces(length)
     scored = [token for piece in planned for token in piece.scored[f"window {window}"]]
     assert scored == [token for token in range(length) if token % window]
 
@@ -81,9 +96,7 @@ def test_passes_hold_every_piece_once_and_do_not_mix(
 ) -> None:
     sweep, length = Sweep(windows, max(1, min(stride, min(windows))), bins=5), max(windows) + more
     passes = list(sweep.passes(length, tokens))
-    assert sorted(piece.start for each in passes for piece in each) == [
-        piece.start for piece in sweep.pieces(length, windows)
-    ]
+    assert sorted(piece.start for each in passes for piece in each) == [piece.start for piece in sweep.pieces(length)]
     assert all(len(each) == 1 or len(each) * max(windows) <= tokens for each in passes)
     assert all(len({piece.whole for piece in each}) == 1 for each in passes)
 
@@ -95,10 +108,10 @@ def test_losses_by_position_are_those_of_windows_that_do_not_overlap(
     by_hand: list[Any] = []
     for start in range(0, len(document) - 63, 64):
         by_hand += losses_by_token(model, document[start : start + 64], 64, 64)
-    found = added(losses(model, document, sweep))
+    found = mean_losses(losses(model, document, sweep))
     for first, last in zip(sweep.positions, sweep.positions[1:], strict=False):
         expected = [loss for _, before, loss in by_hand if first <= before < last]
         loss, tokens = found[f"position {first}"]
         assert tokens == len(expected) > 0
-        assert loss == pytest.approx(sum(expected), rel=1e-5)
+        assert loss == pytest.approx(sum(expected) / tokens, rel=1e-5)
     assert len(by_hand) == 4 * 63

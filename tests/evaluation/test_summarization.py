@@ -2,6 +2,8 @@
 
 import io
 import json
+import math
+import statistics
 import sys
 import types
 from pathlib import Path
@@ -101,12 +103,13 @@ def test_from_raw_reports_to_rouge_with_an_interruption(
     assert scores.left_out == {"empty": 0, "too_long": 0}
     scorer = RougeScorer(["rouge1", "rouge2", "rougeL"], use_stemmer=True)
     own = [scorer.score(line["reference"], line["prediction"]) for line in lines]
-    assert scores.intervals
-    for name in ("rouge1", "rouge2", "rougeL"):
-        mean = 100 * sum(score[name].fmeasure for score in own) / examples
-        assert getattr(scores, name) == pytest.approx(mean, abs=1e-9)
-        low, high = scores.intervals[name]
-        assert low <= mean <= high
+    for name, metric in zip(("rouge1", "rouge2", "rougeL"), Summarization().metrics(scores), strict=True):
+        values = [100 * score[name].fmeasure for score in own]
+        assert [value.value for value in metric.values] == scores.per_example[name] == values
+        assert getattr(scores, name) == metric.value == pytest.approx(sum(values) / examples, abs=1e-9)
+        reach = 2.57 * statistics.stdev(values) / math.sqrt(examples)  # Student's t of six
+        expected = (metric.value - reach, metric.value + reach)
+        assert metric.interval == (pytest.approx(expected) if reach else None)
 
 
 def test_tokens_are_counted_without_padding(tuned: Path, extended: Path) -> None:
@@ -117,13 +120,10 @@ def test_tokens_are_counted_without_padding(tuned: Path, extended: Path) -> None
     assert log[-1]["tokens"] == sum(data.tokens)
 
 
-def test_rouge_stems_and_its_intervals_are_seeded() -> None:
+def test_rouge_stems() -> None:
     predictions, references = ["The cats sat", "A dog", "Nothing"], ["the cat sat", "a dog barks", "all of it"]
-    means, intervals = rouge(predictions, references)
-    assert means["rouge1"] == pytest.approx((100 + 80 + 0) / 3)
-    assert intervals["rouge1"] == (0, 100)
-    assert rouge(predictions, references) == (means, intervals)
-    assert rouge(["The cats sat"], ["the cat sat"])[0]["rouge2"] == 100
+    assert rouge(predictions, references)["rouge1"] == pytest.approx([100, 80, 0])
+    assert rouge(["The cats sat"], ["the cat sat"])["rouge2"] == [100]
 
 
 def test_writing_is_seeded_and_a_batch_is_greedy_as_each_prompt_alone(tuned: Path) -> None:

@@ -187,9 +187,9 @@ TABLES = [
 """,
     """| metric | tuned |
 |---|---|
-| ROUGE-1 | 30.00 (29.00 to 31.00) |
-| ROUGE-2 | 10.00 (9.00 to 11.00) |
-| ROUGE-L | 20.00 (19.00 to 21.00) |
+| ROUGE-1 | 30.00 (27.52 to 32.48) |
+| ROUGE-2 | 10.00 (7.52 to 12.48) |
+| ROUGE-L | 20.00 (17.52 to 22.48) |
 """,
 ]
 
@@ -323,7 +323,7 @@ def test_the_page_shows_html_as_text_and_loads_nothing_from_elsewhere(tmp_path: 
 
 def test_a_name_in_scores_is_text_in_the_card(small_model: Path, tmp_path: Path) -> None:
     name = "![x](http://evil/x.png)<img src=//evil>|\n# Title"
-    scores = {"model": name, "tasks": {name: {"acc": 0.5, "stderr": None, "examples": 1}}}
+    scores = {"model": name, "options": {}, "tasks": {name: {"acc": 0.5, "stderr": None, "examples": 1}}}
     run = make_run(small_model, tmp_path / "run", {"benchmarks-base": scores, "benchmarks": scores})
     write_report(run, html=True)
     text = (run / "README.md").read_text().split("<!-- scores -->")[1]

@@ -37,7 +37,7 @@ def read(windows: dict[int, list[float]], tokens: int = 1000) -> PerplexityScore
     for window, found in windows.items():
         loss = sum(size * math.log(x) for size, x in zip(sizes, found, strict=True)) / sum(sizes)
         whole.append({"window": window, "perplexity": math.exp(loss), "tokens": sum(sizes)})
-    return PerplexityScores.model_validate({"model": "m", "windows": whole, "per_document": documents})
+    return PerplexityScores.model_validate({"model": "m", "options": {}, "windows": whole, "per_document": documents})
 
 
 def one(base: Scores, run: Scores) -> dict[str, Any]:
@@ -83,7 +83,6 @@ def test_scores_of_other_texts_are_never_paired() -> None:
     base, run = (PerplexityScores.model_validate(perplexity(8.5, 60.25, data)) for data in ("builtin:stdlib", "novels"))
     assert not list(compare(base, run))
     assert differences(base, run) == ["data"]
-    assert run.options
     other = run.model_copy(update={"options": run.options.changed(stride=64, by_position=True)})
     assert differences(other, run) == ["stride"]
 
@@ -107,8 +106,9 @@ def asked(outcomes: list[list[bool]], seed: int = 0) -> PasskeyScores:
         {"k": 32 * (k + 1), "success_rate": sum(each) / len(each), "trials": len(each), "outcomes": each}
         for k, each in enumerate(outcomes)
     ]
+    about = {"model": "m", "options": {"seed": seed}}
     k_max = sum(32 for each in outcomes if sum(each) / len(each) >= 0.2)
-    return PasskeyScores.model_validate({"model": "m", "target": 128, "k_max": k_max, "seed": seed, "depths": depths})
+    return PasskeyScores.model_validate({**about, "target": 128, "k_max": k_max, "seed": seed, "depths": depths})
 
 
 def test_passkeys_are_paired_by_trial() -> None:
@@ -144,7 +144,7 @@ def test_benchmarks_are_paired_where_examples_are_known() -> None:
 
     def scores(outcomes: list[float], known: bool) -> BenchmarkScores:
         task = {"acc": sum(outcomes) / 400, "examples": 400, "outcomes": outcomes if known else None}
-        return BenchmarkScores.model_validate({"model": "m", "tasks": {"boolq": task}})
+        return BenchmarkScores.model_validate({"model": "m", "options": {}, "tasks": {"boolq": task}})
 
     (paired,) = compare(scores(before, True), scores(after, True))
     (loose,) = compare(scores(before, True), scores(after, False))
@@ -174,7 +174,7 @@ def ruler(windows: dict[int, dict[str, list[float]]]) -> RulerScores:
         }
         for window, tasks in windows.items()
     ]
-    scores = {"model": "m", "window": 64, "lengths": lengths, "effective_length": max(windows)}
+    scores = {"model": "m", "options": {}, "window": 64, "lengths": lengths, "effective_length": max(windows)}
     return RulerScores.model_validate(scores)
 
 

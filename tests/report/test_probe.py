@@ -139,8 +139,8 @@ def measured(inside: float, beyond: float, found: float) -> Probed:
     ]
     outcomes = [number < 10 * found for number in range(10)]
     depths = [{"k": k, "success_rate": found, "trials": 10, "outcomes": outcomes} for k in (2048, 4096)]
-    keys = {"model": "m", "target": 4096, "k_max": 0, "depths": depths}
-    return Probed.model_validate({"perplexity": {"model": "m", "windows": windows}, "passkey": keys})
+    keys = {"model": "m", "options": {}, "target": 4096, "k_max": 0, "depths": depths}
+    return Probed.model_validate({"perplexity": {"model": "m", "options": {}, "windows": windows}, "passkey": keys})
 
 
 @pytest.mark.parametrize(
