@@ -139,7 +139,8 @@ class Passkey(Measurement[PasskeyOptions, PasskeyScores]):
         """Return how many trials there were."""
         first = scores[0]
         trials = max((depth.trials for depth in first.depths), default=0)
-        return f"{trials} trials at each of {len(first.depths)} depths, seed {first.seed}, greedy decoding"
+        each = f"{trials} trial{'s' * (trials != 1)} at each of {len(first.depths)} depths"
+        return f"{each}, seed {first.seed}, greedy decoding"
 
     def panels(self, scores: Mapping[str, PasskeyScores]) -> list[Panel]:
         """Return success by distance, and for a model in several lengths depth against length."""

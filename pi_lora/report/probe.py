@@ -26,6 +26,8 @@ from pi_lora.scaling.config import Method, methods_for
 from pi_lora.types import How, Json
 from pi_lora.writing import check_can_write, read_json, write_json
 
+# Scalings that no recipe tunes by default: a probe shows them beside the others.
+FOR_COMPARISON = ("direct", "dynamic")
 # Scalings that are probed by default, of those that suit the model: pi, yarn and theta of a plain base.
 USUAL = 3
 # Tokens of documents for each scaling, and as many of passkeys at each distance; at least one of both.
@@ -80,7 +82,7 @@ class Probe(BaseModel):
     def to_tune(self, target: int) -> tuple[Method, str] | None:
         """Return the best scaling at a target and the summary, unless the best is for comparison only."""
         reach = self.at(target)
-        return (reach.best, reach.summary) if reach.best not in ("direct", "dynamic") else None
+        return (reach.best, reach.summary) if reach.best not in FOR_COMPARISON else None
 
     def at(self, target: int) -> Reach:
         """Return the scalings at a target; raise ModelError if it was not probed."""
@@ -199,7 +201,7 @@ def better_scaling(model: str, target: int, scaling: str) -> list[str]:
     """Return a line if the last probe of this model found another scaling better than the one of a recipe."""
     file = _kept_file(model, target)
     kept = read_json(file, Json, "probe again") if file.is_file() else {"best": scaling}
-    if kept["best"] == scaling:
+    if kept["best"] in (scaling, *FOR_COMPARISON):
         return []
     return [f"scaling: {scaling}: in a probe, {kept['summary']}; scaling={kept['best']} tunes from there"]
 

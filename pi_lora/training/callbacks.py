@@ -52,7 +52,7 @@ class TrainingLog(TrainerCallback):
         self.tokens_per_step, self.save_every, self.progress = tokens_per_step, save_every, progress
         self.signalled = self.stopped = False
         self.finite: torch.Tensor | bool = True
-        self.last_tokens, self.line = 0, ""
+        self.last_tokens, self.line, self.done = 0, "", (0, 0)
         self.started = self.last_time = time.monotonic()
 
     def record_loss(self, loss: torch.Tensor) -> None:
@@ -90,7 +90,8 @@ class TrainingLog(TrainerCallback):
             kept = f" (the last good checkpoint is kept: {good})" if good else ""
             at = f"the {which} of step {step} became infinite or NaN at a rate of {args.learning_rate:g}"
             raise Diverged(f"training.learning_rate: {at}; lower it and start again{kept}")
-        self.progress(step, state.max_steps, self.line)
+        self.done = (step, state.max_steps)
+        self.progress(*self.done, self.line)
         if ends:
             # The finished run is saved next; it needs no checkpoint.
             control.should_log, control.should_save = True, False
@@ -150,6 +151,7 @@ def stop_after_step(log: TrainingLog) -> Iterator[None]:
 
     def note(number: int, frame: types.FrameType | None) -> None:
         log.signalled = True
+        log.progress(*log.done, "stopping after this step")
         if number == signal.SIGINT:
             signal.signal(number, before)
         if number == HANG_UP:
