@@ -11,6 +11,7 @@ from textwrap import fill
 
 from rich.console import Console
 from rich.text import Text
+from rich.theme import Theme
 
 from pi_lora.distributed import is_leader
 from pi_lora.types import Progress, silent
@@ -20,7 +21,9 @@ class Terminal(Console):
     """A console that prints names, texts and messages as they are: no markup, no colours."""
 
     def __init__(self, stderr: bool = False) -> None:
-        super().__init__(stderr=stderr, markup=False, emoji=False, highlight=False)
+        # A caption names the text and the settings: rich's dim italics are hard to read.
+        legible = Theme({"table.caption": "none"})
+        super().__init__(stderr=stderr, markup=False, emoji=False, highlight=False, theme=legible)
 
     def wrapped(self, line: object) -> str:
         """Return a line as it is, or on a terminal broken between words."""

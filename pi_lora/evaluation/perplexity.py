@@ -49,6 +49,7 @@ DEFAULTS: dict[str, dict[str, int]] = {
 }
 # Options that choose a text and are named in the caption of a table where they are not as usual.
 CHOICE = {"subset", "split", "hold_out", "column", "seed", "truncate"}
+WORDS = {"hold_out": "share held out"}
 
 
 class WindowPerplexity(Result):
@@ -179,7 +180,7 @@ class Perplexity(Measurement[PerplexityOptions, PerplexityScores]):
         least = max([row.window for row in first.windows] + [options.min_tokens or 0])
         chosen = options.model_dump(include=CHOICE, exclude_defaults=True)
         documents = f"{first.documents} document{'s' * (first.documents != 1)} of {first.data}"
-        parts = [documents, *(f"{name} {value}" for name, value in chosen.items())]
+        parts = [documents, *(f"{WORDS.get(name, name)} {value}" for name, value in chosen.items())]
         parts += [f"of at least {least:,} tokens", f"stride {first.stride}", "every token weighted equally"]
         differ = len({row.tokens for each in scores for row in each.windows[:1]}) > 1
         return ", ".join(parts) + "; the tokenizers differ: perplexities do not compare" * differ

@@ -183,7 +183,7 @@ def scores_table(scores: Sequence[Scores]) -> Table:
     """Return a row for each metric and a column for each model, with the number of samples; all of one measurement."""
     measurement = MEASUREMENTS[scores[0].measurement]
     columns = [{metric.heading: metric for metric in measurement.metrics(one)} for one in scores]
-    table = Table("", title=scores[0].measurement)
+    table = Table("", title=scores[0].measurement, caption_justify="left")
     for heading in (*(one.model for one in scores), "samples"):
         table.add_column(heading, justify="right", overflow="fold")
     for heading in dict.fromkeys(heading for column in columns for heading in column):

@@ -175,7 +175,8 @@ def probe_table(found: Probe, reach: Reach) -> Table:
     """
     base = reach.scalings["direct"].windows[0]
     headings = [f"perplexity at {window:,}" for window in (found.original, reach.target)]
-    table = Table("scaling", *headings, "loss by position", "passkeys", title=f"{found.model}, without tuning")
+    columns = ("scaling", *headings, "loss by position", "passkeys")
+    table = Table(*columns, title=f"{found.model}, without tuning", caption_justify="left")
     for name, each in reach.scalings.items():
         rows = [change_of(base, metric) for metric in each.windows]
         cells = [f"{row.run:.2f}, {verdict(row.change, row.interval, row.unit, False)}" for row in rows]

@@ -2,12 +2,13 @@
 
 import json
 import logging
+import os
 import signal
 import sys
 import time
 import types
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +53,7 @@ class TrainingLog(TrainerCallback):
         self.tokens_per_step, self.save_every, self.progress = tokens_per_step, save_every, progress
         self.signalled = self.stopped = False
         self.finite: torch.Tensor | bool = True
-        self.last_tokens, self.line, self.done = 0, "", (0, 0)
+        self.last_tokens, self.line = 0, ""
         self.started = self.last_time = time.monotonic()
 
     def record_loss(self, loss: torch.Tensor) -> None:
@@ -90,8 +91,7 @@ class TrainingLog(TrainerCallback):
             kept = f" (the last good checkpoint is kept: {good})" if good else ""
             at = f"the {which} of step {step} became infinite or NaN at a rate of {args.learning_rate:g}"
             raise Diverged(f"training.learning_rate: {at}; lower it and start again{kept}")
-        self.done = (step, state.max_steps)
-        self.progress(*self.done, self.line)
+        self.progress(step, state.max_steps, self.line)
         if ends:
             # The finished run is saved next; it needs no checkpoint.
             control.should_log, control.should_save = True, False
@@ -151,9 +151,11 @@ def stop_after_step(log: TrainingLog) -> Iterator[None]:
 
     def note(number: int, frame: types.FrameType | None) -> None:
         log.signalled = True
-        log.progress(*log.done, "stopping after this step")
         if number == signal.SIGINT:
             signal.signal(number, before)
+            # Not through the progress, in whose midst the signal may have come. A reader that is gone ends nothing.
+            with suppress(OSError):
+                os.write(2, b"\nstopping after this step; Ctrl-C again stops at once\n" if is_leader() else b"")
         if number == HANG_UP:
             leave_lost_terminals()
 

@@ -116,6 +116,10 @@ def test_new_names_the_scaling_and_why(
     config.save_pretrained(tmp_path / "llama3")
     scaling, why = header("llama3", *own)
     assert (scaling, "frequencies of this base" in why) == ("llama3", True)
+    found = Probe(model=BUILTIN, original=256, targets=[reach.model_copy(update={"best": "direct", "enough": True})])
+    (tmp_path / "enough.json").write_text(found.model_dump_json(by_alias=True))
+    own_words = ["new", BUILTIN, "--target", "1024", *own, "--probe", "enough.json", "--output", "new.yaml"]
+    assert "--probe: yarn keeps 8.30; no tuning is needed" in command(capsys, monkeypatch, *own_words)[2]
     status, _, err = command(capsys, monkeypatch, "new", BUILTIN, "--target", "512", *own, "--probe", "probe.json")
     assert (status, err.strip()) == (2, "--probe: was made for --target 1024, not for 512; probe again")
 
@@ -164,17 +168,19 @@ def test_the_best_finds_the_most_passkeys_and_then_has_the_lowest_perplexity(
     assert summary.startswith(f"{best} keeps {scalings[best][1]:.2f} at 4,096 (8.00 at 1,024 before) and finds ")
 
 
+@pytest.mark.parametrize("best", ["pi", "direct"])
 def test_several_targets_are_probed_the_shortest_first_and_train_knows_the_best(
-    small_model: Path, texts: Path, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, small_model: Path, texts: Path, tmp_path: Path, best: str
 ) -> None:
+    """Nobody is told to tune with the scaling of the base, which changes nothing."""
+    monkeypatch.setattr("pi_lora.report.probe.decided", lambda scalings: (best, False, "kept"))
     options = ProbeOptions(target=(512, TARGET), data=str(texts), documents=1, trials=1, scalings=("pi",))
     found = probe(find(str(small_model)), options)
     assert [reach.target for reach in found.targets] == [TARGET, 512]
-    best = found.at(512).best
-    for scaling in ("pi", "direct"):
+    for scaling in ("pi", "theta"):
         recipe = small_recipe(small_model, context={"target": 512}, scaling=scaling)
         _, lines = model_to_train(recipe, tmp_path / "run")
-        assert any(f"scaling={best} tunes from there" in line for line in lines) is (scaling != best)
+        assert any(f"scaling={best} tunes from there" in line for line in lines) is (best == "pi" != scaling)
     with pytest.raises(ModelError, match="--target 256, 512, not for 1024"):
         found.at(1024)
 
