@@ -125,7 +125,7 @@ def extend(
     model: ModelName,
     /,
     *,
-    target: Annotated[int, Parameter(converter=read_length, help="L', the window to extend to.")],
+    target: Annotated[int, Parameter(converter=read_length, help="L', the window to extend to, as 16384 or 16k.")],
     scaling: Annotated[Method, Parameter(help="What pi-lora probe found best.")],
     original: Original = None,
     probe: Probe = None,

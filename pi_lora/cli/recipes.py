@@ -38,7 +38,7 @@ def new(
     model: ModelName,
     /,
     *,
-    target: Annotated[int, Parameter(converter=read_length, help="L', the window to extend to.")],
+    target: Annotated[int, Parameter(converter=read_length, help="L', the window to extend to, as 16384 or 16k.")],
     gpu: GpuName = None,
     data: Annotated[list[str] | None, Parameter(help="Text to tune on: a file, folder, glob or hub id.")] = None,
     probe: Probe = None,

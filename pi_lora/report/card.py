@@ -121,12 +121,14 @@ def refresh_scores(run: MeasuredRun) -> None:
 
 
 def is_hub_id(name: str) -> bool:
-    """Whether a name can be that of a model or data set on the hub, which rejects cards that link to anything else.
+    """Whether a name can be that of a model or data set on the hub, which rejects cards that link to anything else; a
+    file or folder here is none.
 
     >>> is_hub_id("huggyllama/llama-7b"), is_hub_id("builtin:tiny"), is_hub_id("data/*.jsonl")
     (True, False, False)
     """
-    return public_name(name) == name and re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", name) is not None
+    hub_form = public_name(name) == name and re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", name)
+    return bool(hub_form) and not Path(name).exists()
 
 
 def _metadata(run: MeasuredRun, full: bool, recipe: Recipe | None) -> ModelCardData:
