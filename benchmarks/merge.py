@@ -32,8 +32,13 @@ from transformers import AutoModelForCausalLM
 model = AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.bfloat16)
 PeftModel.from_pretrained(model, sys.argv[2]).merge_and_unload().save_pretrained(sys.argv[3], max_shard_size="{SHARD}")
 """
-# What `pi-lora merge` imports before it reads anything.
-IMPORTS = "import pi_lora.merging.merging, transformers.models.llama.modeling_llama"
+# What `pi-lora merge` imports before it reads anything, without looking for garbage as it does.
+IMPORTS = """
+import gc
+gc.disable()
+import pi_lora.merging.merging, transformers.models.llama.modeling_llama
+gc.freeze()
+"""
 
 
 def make(folder: Path) -> None:

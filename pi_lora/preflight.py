@@ -12,7 +12,7 @@ from huggingface_hub.errors import HfHubHTTPError, NotASafetensorsRepoError, Saf
 
 from pi_lora.data.examples import data_problems
 from pi_lora.errors import ModelError, PiLoraError, RecipeError, first_line
-from pi_lora.merging.tensors import read_shards
+from pi_lora.merging.tensors import read_weights
 from pi_lora.models.adapter import check_shape
 from pi_lora.models.files import BUILTIN
 from pi_lora.models.model import Model, adapter_folder, find_to_tune
@@ -99,7 +99,7 @@ def _check_model(recipe: Recipe, permissions: Permissions) -> Model:
 
 def _check_weights(model: Model, ask_hub: bool) -> None:
     if Path(model.path).is_dir() or constants.HF_HUB_OFFLINE:
-        read_shards(model.base, model.file)
+        read_weights(model.base, model.file)
     elif ask_hub:
         try:
             get_safetensors_metadata(model.path, revision=model.revision)

@@ -1,6 +1,7 @@
 """What a user sees: lines, what is worked on, and progress; on a terminal and where there is none."""
 
 import contextlib
+import gc
 import signal
 import sys
 import threading
@@ -108,6 +109,12 @@ def working(what: str = LIBRARIES) -> Iterator[None]:
     if what != LIBRARIES:
         _work_begins()
     with contextlib.ExitStack() as signs:
+        if what == LIBRARIES:
+            # Their hundred thousands of objects stay: to look for garbage among them, now and at the end, takes a third
+            # of the time of loading them.
+            gc.disable()
+            signs.callback(gc.enable)
+            signs.callback(gc.freeze)
         if err.is_terminal:
             signs.enter_context(err.status(Text(what)))
         elif is_leader():

@@ -20,8 +20,6 @@ from pi_lora.cli.app import (
     Override,
     Probe,
     RecipeFile,
-    Scaling,
-    Target,
     Trust,
     Trusted,
     TrustRemoteCode,
@@ -93,9 +91,6 @@ def merge(
     *,
     trust: Trusted = Trust(),
     base: Annotated[str | None, Parameter(help="Base model, if it moved or is not named.")] = None,
-    original: Original = None,
-    target: Target = None,
-    scaling: Scaling = None,
     reference: Annotated[bool, Parameter(help="Also write answers for check-server into the folder.")] = False,
     sibling: Annotated[bool, Parameter(help="--base is a sibling of the base it was tuned on.")] = False,
     output: Annotated[Path | None, Parameter(help="A new folder; models/<run> by default.")] = None,
@@ -105,18 +100,17 @@ def merge(
     ] = "tensors",
 ) -> None:
     """Add an adapter to the weights of its base, with the scaling written for every engine."""
-    extension = extension_of(target, original, scaling)
     with working():
         from pi_lora.merging.merging import merge
         from pi_lora.models.model import find
         from pi_lora.serving.reference import REFERENCE_FILE, Reader
     with progress_bar("merging bytes") as progress:
         to = output or Path("models") / run.resolve().name
-        merged = merge(run, to, base, dtype, check, progress, extension, trust.permissions, sibling)
+        merged = merge(run, to, base, dtype, check, progress, trust.permissions, sibling)
         if reference:
             model = find(str(to), permissions=trust.permissions)
             Reader(model, progress=progress).write(to / REFERENCE_FILE)
-    out.lines(*merged.lines(), f"{to}: merged; it loads like any model, its scaling is in config.json", "")
+    out.lines(*merged.lines, f"{to}: merged; it loads like any model, its scaling is in config.json", "")
     out.commands("Serve it:", *merged.serving)
 
 

@@ -3,8 +3,8 @@
 import argparse
 import inspect
 import math
-from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +12,9 @@ import torch
 from transformers import PreTrainedModel
 
 from pi_lora.errors import ModelError
-from pi_lora.merging.deltas import LowRank, OutputTensor
-from pi_lora.merging.tensors import StoredTensor, read_shards, spans
-from pi_lora.models.files import read_config
+from pi_lora.merging.deltas import LowRank, OutputTensor, in_threads
+from pi_lora.merging.tensors import StoredTensor, read_weights, spans
+from pi_lora.models.files import find_file, read_config
 from pi_lora.models.machine import device, free_memory
 from pi_lora.models.model import Model, find
 from pi_lora.models.weights import quiet_loading
@@ -24,9 +24,8 @@ from pi_lora.types import Progress
 
 # A bound on the relative error of sums that are made in float32.
 FLOAT32_ERROR = 16 * torch.finfo(torch.float32).eps
-# How often the bound on a sum of errors a row's product may differ; rows of a tensor that are compared by number.
-DEVIATIONS, SAMPLED = 8, 16
-THREADS = 2
+# How often the bound on a sum of errors a row's product may differ.
+DEVIATIONS = 8
 # The logits that are compared, at the end of a text, where most context precedes them; and the longest text.
 SCORED, LONGEST = 256, 2048
 # Logits of a sound merge differ by less than so many epsilons of its dtype, relative to their size; and by this in
@@ -63,30 +62,26 @@ def check_model(found: Model, expected: PreTrainedModel, tensors: Sequence[Outpu
         raise ModelError(f"{found.base}: does not make the model of the config: {shown}; download all of its files")
 
 
-def check_tensors(found: Model, tensors: Sequence[OutputTensor], folder: Path, progress: Progress) -> str:
+def check_tensors(run: Path, tensors: Sequence[OutputTensor], folder: Path, progress: Progress) -> str:
     """Compare the files in `folder` with the `tensors` that they should hold, read back a few rows at a time: copies
     bit by bit, sums by their product with random signs and in some rows number by number. Return a line for the user;
     raise ModelError with the first tensor that differs.
     """
-    shards = read_shards(str(folder), lambda name: path if (path := folder / name).is_file() else None)
-    written = {tensor.name: tensor for shard in shards for tensor in shard}
-    total, done = sum(tensor.size for tensor in tensors), 0
-    # torch and the kernel release Python's lock.
-    with ThreadPoolExecutor(THREADS) as readers:
-        for tensor, right in zip(tensors, readers.map(lambda each: _is_written(each, written), tensors), strict=True):
-            if not right:
-                readers.shutdown(cancel_futures=True)
-                raise ModelError(FAILED.format(found.adapter, f"{tensor.name} is not that of base + adapter"))
-            progress(done := done + tensor.size, total, "checking")
+    written = read_weights(str(folder), partial(find_file, str(folder)))
+
+    def check(tensor: OutputTensor) -> None:
+        if not _is_written(tensor, written.get(tensor.name)):
+            raise ModelError(FAILED.format(run, f"{tensor.name} is not that of base + adapter"))
+
+    in_threads(check, tensors, progress, "checking")
     summed = sum(tensor.delta is not None for tensor in tensors)
     return f"checked: {summed} tensors are base + adapter, {len(tensors) - summed} are copies"
 
 
-def _is_written(tensor: OutputTensor, written: Mapping[str, StoredTensor]) -> bool:
+def _is_written(tensor: OutputTensor, stored: StoredTensor | None) -> bool:
     """Whether a tensor was written as `W + scaling B A` (DoRA scales the rows), added in float32 and rounded once, or
     as a copy of its source.
     """
-    stored = written.get(tensor.name)
     if stored is None or (stored.dtype, stored.shape) != (tensor.dtype, tensor.shape):
         return False
     if isinstance(tensor.delta, LowRank):
@@ -95,36 +90,37 @@ def _is_written(tensor: OutputTensor, written: Mapping[str, StoredTensor]) -> bo
 
 
 def _agrees(source: StoredTensor, delta: LowRank, stored: StoredTensor) -> bool:
-    """Whether a stored tensor is the sum: every row by its product with random signs, some rows number by number."""
-    left, right = (matrix.double() for matrix in delta.matrices())
-    left, factors = left * delta.scaling, delta.row_factors(source)[:, None]
+    """Whether a stored tensor is the sum: each row by its product with random signs, and one of each block number by
+    number.
+    """
+    a, b = delta.a.whole().double(), delta.b.whole().double() * delta.scaling
+    factors, kind = delta.row_factors(source)[:, None], torch.finfo(stored.dtype)
     # Products of 16-bit numbers are exact in float32.
-    (rows, columns), wide = stored.shape, torch.float64 if stored.dtype.itemsize > 2 else torch.float32
+    columns, wide = stored.shape[1], torch.float64 if stored.dtype.itemsize > 2 else torch.float32
     signs = torch.randint(2, (columns,), generator=torch.Generator().manual_seed(0), dtype=wide) * 2 - 1
-    added, kind = (left @ (right @ signs.double())).to(wide), torch.finfo(stored.dtype)
+    added = (b @ (a @ signs.double())).to(wide)
     # By row, how far float32 may have moved the update of a number, or the smallest numbers of the dtype a rounded one.
-    slack = factors * (left.norm(dim=1, keepdim=True) * right.norm(dim=0).max()).float() * FLOAT32_ERROR
+    slack = factors * (b.norm(dim=1, keepdim=True) * a.norm(dim=0).max()).float() * FLOAT32_ERROR
     slack += kind.tiny * kind.eps
     for start, stop in spans(stored.shape):
-        base, written = source.rows(start, stop).to(wide), stored.rows(start, stop).to(wide)
+        base, written = (tensor.rows(start, stop).to(wide) for tensor in (source, stored))
         error = written @ signs - (base @ signs + added[start:stop]) * factors[start:stop, 0]
         bound = written.norm(dim=1) * (kind.eps / 2 + FLOAT32_ERROR) + slack[start:stop, 0] * columns**0.5
         # Errors of at most e_j in n numbers add up to more than 8 |e| once in 10^13 rows (Hoeffding 1963, theorem 2).
         if not (error.abs() <= DEVIATIONS * bound).all():
             return False
-    # Rounding is monotone: a number lies between the rounded ends of the interval around its exact value.
-    for row in torch.linspace(0, rows - 1, SAMPLED).long().tolist():
-        exact = (source.rows(row, row + 1).double() + left[row] @ right).float() * factors[row]
-        moved = exact.abs() * FLOAT32_ERROR + slack[row]
-        low, high, value = (exact - moved).to(stored.dtype), (exact + moved).to(stored.dtype), stored.rows(row, row + 1)
-        if not ((low <= value) & (value <= high)).all():
+        # Rounding is monotone: a number lies between the rounded ends of the interval around its exact value.
+        exact = (base[0].double() + b[start] @ a).float() * factors[start]
+        moved = exact.abs() * FLOAT32_ERROR + slack[start]
+        low, high = (exact - moved).to(stored.dtype), (exact + moved).to(stored.dtype)
+        if not ((low <= written[0]) & (written[0] <= high)).all():
             return False
     return True
 
 
-def check_logits(found: Model, tensors: Sequence[OutputTensor], merged: Path) -> str:
-    """Compare logits of the folder `merged`, loaded as a user would, with those of base + adapter, both in float32 and
-    whole. Return a line for the user; raise ModelError if they differ by more than rounding explains.
+def check_logits(found: Model, run: Path, tensors: Sequence[OutputTensor], merged: Path) -> str:
+    """Compare logits of the folder `merged`, loaded as a user would, with those of base + the adapter `run`, both in
+    float32 and whole. Return a line for the user; raise ModelError if they differ by more than rounding explains.
     """
     needed = sum(math.prod(tensor.shape) for tensor in tensors) * torch.float32.itemsize
     if needed > (free := free_memory(device())):
@@ -132,16 +128,15 @@ def check_logits(found: Model, tensors: Sequence[OutputTensor], merged: Path) ->
     # Imported here: PEFT takes seconds, and merging does without.
     from pi_lora.models.adapter import load_adapter
 
-    assert found.adapter
     ids = found.tokenizer(inspect.getsource(argparse), verbose=False)["input_ids"][: min(found.window, LONGEST)]
     with quiet_loading():
-        tuned = _logits(load_adapter(found.load_weights(torch.float32), found.adapter), ids)
+        tuned = _logits(load_adapter(found.load_weights(torch.float32), run), ids)
         logits = _logits(find(str(merged), permissions=found.permissions).load("float32").model, ids)
     difference = float((logits - tuned).norm() / (tuned - tuned.mean(dim=-1, keepdim=True)).norm())
     line = f"logits at {len(ids)} tokens differ by {difference:.1e} of their size"
     epsilon = max(torch.finfo(tensor.dtype).eps for tensor in tensors if tensor.dtype.is_floating_point)
     if not difference <= max(ANOTHER_ORDER, ROUNDINGS * epsilon):
-        raise ModelError(FAILED.format(found.adapter, line))
+        raise ModelError(FAILED.format(run, line))
     return line
 
 

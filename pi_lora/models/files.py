@@ -95,7 +95,7 @@ def read_config(folder: Path) -> Json:
     """Read the config in a run or model folder; raise ModelError if it is missing or wrong."""
     file = folder / CONFIG_FILE
     if not file.is_file():
-        how = "name a whole run, or merge an adapter made elsewhere: pi-lora merge ADAPTER --base MODEL --target L'"
+        how = "copy it from the model that was tuned: from the base, or from what pi-lora extend writes"
         raise ModelError(f"{folder}: has no {CONFIG_FILE}, without which its scaling is unknown; {how}")
     return read_json(file, Json, "tune or download it again")
 

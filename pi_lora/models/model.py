@@ -1,6 +1,5 @@
 """Models as users name them (bases, full weights, runs): found, then loaded with their scaling."""
 
-import shlex
 from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
@@ -369,8 +368,8 @@ def find_base_of(folder: Path, base: str | None = None, permissions: Permissions
         return _find_base(base, permissions=permissions)
     adapter, known = read_adapter_settings(folder), Run(folder).provenance.origin
     if not (name := adapter.base_model_name_or_path):
-        how = f"name it there, or merge them: pi-lora merge {shlex.quote(str(folder))} --base MODEL"
-        raise ModelError(f"{folder / ADAPTER_CONFIG_FILE}: base_model_name_or_path: is missing; {how}")
+        field = f"{folder / ADAPTER_CONFIG_FILE}: base_model_name_or_path"
+        raise ModelError(f"{field}: is missing; name the base there, or with --base MODEL")
     revision = adapter.revision or "main"
     if known and (known.commit or (known.place and Path(known.place).exists())):
         # Where it was then: a relative path means another folder from elsewhere, and branches move.

@@ -75,12 +75,11 @@ def write_card(folder: Path) -> None:
 def card_of(
     run: MeasuredRun,
     pictures: Path | None = None,
-    checks: Sequence[str] = (),
-    facts: Mapping[str, str] | None = None,
+    merged: Sequence[str] = (),
     serving: Sequence[str] = (),
 ) -> str:
-    """Return the card of a run with the pictures in a folder. Of merged weights, `checks` says what was checked,
-    `facts` are further rows, and `serving` the commands that serve them. Raise ModelError if a file is damaged.
+    """Return the card of a run with the pictures in a folder. Of merged weights, `merged` says what was added and
+    checked, and `serving` has the commands that serve them. Raise ModelError if a file is damaged.
     """
     recipe = run.recipe if run.has_recipe else None
     full = run.merged is not None or run.recipe.tuning.method == "full"
@@ -96,8 +95,7 @@ def card_of(
         method=method_of(run.config),
         scale=scale_of(run.config),
         theta=full_attention_rope(run.config)["rope_theta"],
-        facts=facts or {},
-        checks=checks,
+        merged=merged,
         serving=serving,
         scores=_scores_section(run, pictures),
     )

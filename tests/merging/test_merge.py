@@ -13,7 +13,6 @@ from conftest import small_recipe, train
 from random_runs import save_base, save_run, stored, tuned
 from safetensors import safe_open
 from safetensors.torch import save_file
-from test_cli import run as command
 from test_merge_peft import ATTENTION, llama
 from transformers import AutoModelForCausalLM
 
@@ -21,9 +20,9 @@ from pi_lora.errors import ModelError
 from pi_lora.evaluation.measurement import Session
 from pi_lora.evaluation.passkey import Passkey
 from pi_lora.evaluation.perplexity import Perplexity
-from pi_lora.merging.merging import merge
+from pi_lora.merging.merging import extend, merge
 from pi_lora.merging.tensors import StoredTensor
-from pi_lora.models.model import Extension, load
+from pi_lora.models.model import Extension, find, load
 from pi_lora.recipe.evaluation import PasskeyOptions, PerplexityOptions
 
 IDS = torch.randint(2, 1024, (2, 128), generator=torch.Generator().manual_seed(5))
@@ -188,77 +187,37 @@ def test_no_more_than_a_block_is_read_at_once(sharded: Path, tmp_path: Path, mon
 
 
 @pytest.fixture
-def foreign(small_model: Path, tmp_path: Path) -> Path:
-    return save_run(small_model, tmp_path / "adapter", r=4, target_modules=["q_proj", "v_proj"])
-
-
-@pytest.fixture
-def adapter(foreign: Path) -> Path:
+def adapter(small_model: Path, tmp_path: Path) -> Path:
     """As TRL, axolotl and Unsloth may leave it: without config and tokenizer, and with no name of its base."""
-    settings = foreign / "adapter_config.json"
+    folder = save_run(small_model, tmp_path / "adapter", r=4, target_modules=["q_proj", "v_proj"])
+    settings = folder / "adapter_config.json"
     settings.write_text(json.dumps({**json.loads(settings.read_text()), "base_model_name_or_path": None}))
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
-        (foreign / name).unlink()
-    return foreign
+        (folder / name).unlink()
+    return folder
 
 
-def logits(model: torch.nn.Module) -> torch.Tensor:
+def test_an_adapter_made_elsewhere_needs_a_config_and_a_base(small_model: Path, adapter: Path, tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"adapter: has no config\.json, .* what pi-lora extend writes$"):
+        merge(adapter, tmp_path / "merged", base=str(small_model))
+    extend(find(str(small_model), Extension(128)), tmp_path / "extended")
+    shutil.copyfile(tmp_path / "extended" / "config.json", adapter / "config.json")
+    with pytest.raises(ModelError, match=r"base_model_name_or_path: is missing; name the base there, or with --base"):
+        merge(adapter, tmp_path / "merged")
+    assert not (tmp_path / "merged").exists()
+    merged = merge(adapter, tmp_path / "merged", base=str(small_model)).folder
+    ours, expected = AutoModelForCausalLM.from_pretrained(merged), tuned(small_model, adapter)
     with torch.no_grad():
-        found: torch.Tensor = model(input_ids=torch.arange(2, 100)[None]).logits
-    return found
-
-
-def test_its_base_and_its_scaling_are_stated(
-    small_model: Path,
-    foreign: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    expected = logits(tuned(small_model, foreign))
-    for name in ("config.json", "tokenizer.json", "tokenizer_config.json", "adapter_config.json"):
-        kept = json.loads((foreign / name).read_text())
-        (foreign / name).unlink()
-    (foreign / "adapter_config.json").write_text(json.dumps({**kept, "base_model_name_or_path": None}))
-    merged = tmp_path / "merged"
-    options = ["--base", str(small_model), "--target", "128", "--original", "64", "--output", str(merged)]
-    status, said, _ = command(capsys, monkeypatch, "merge", str(foreign), *options)
-    assert status == 0
-    assert f"assumed: {foreign} was tuned under pi to 128 tokens, as stated\n" in said
-    assert "checked: 4 tensors are base + adapter" in said
-    assert torch.allclose(logits(AutoModelForCausalLM.from_pretrained(merged)), expected, atol=1e-4)
+        torch.testing.assert_close(ours(IDS).logits, expected(IDS).logits, rtol=1e-4, atol=1e-4)
     assert "positions are divided by 2" in (merged / "README.md").read_text()
 
 
-def test_without_a_word_the_scaling_is_the_base_s(small_model: Path, adapter: Path, tmp_path: Path) -> None:
-    merged = merge(adapter, tmp_path / "merged", base=str(small_model))
-    line, check = merged.lines()
-    assert line.startswith(
-        f"assumed: {adapter} was tuned under the scaling of {small_model} to 64 tokens, as it has no config"
-    )
-    assert line.endswith("state it with --target and --original")
-    assert check.startswith("checked: ")
-    assert json.loads((merged.folder / "config.json").read_text())["rope_parameters"]["rope_type"] == "default"
-    assert f"| assumed | {line.removeprefix('assumed: ')} |" in (merged.folder / "README.md").read_text()
-
-
-def test_a_base_that_nobody_names_is_asked_for(adapter: Path, tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match=r"base_model_name_or_path: is missing; .* merge .*adapter --base MODEL$"):
-        merge(adapter, tmp_path / "merged")
-    assert [path.name for path in tmp_path.iterdir()] == ["adapter"]
-
-
-def test_the_scaling_of_a_run_is_not_stated_again(small_model: Path, lora_run: Path, tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="brings its own scaling; leave out --original, --target and --scaling"):
-        merge(lora_run, tmp_path / "merged", extension=Extension(128))
-
-
-def test_a_base_of_quantized_weights_is_refused(small_model: Path, adapter: Path, tmp_path: Path) -> None:
+def test_a_base_of_quantized_weights_is_refused(small_model: Path, lora_run: Path, tmp_path: Path) -> None:
     """As adapters by Unsloth name theirs (-bnb-4bit)."""
     base = Path(shutil.copytree(small_model, tmp_path / "base-bnb-4bit"))
     config = json.loads((base / "config.json").read_text())
     nf4 = {"quant_method": "bitsandbytes", "load_in_4bit": True}
     (base / "config.json").write_text(json.dumps({**config, "quantization_config": nf4}))
     with pytest.raises(ModelError, match=r"base-bnb-4bit: has quantized weights; name the model that it was made from"):
-        merge(adapter, tmp_path / "merged", base=str(base))
+        merge(lora_run, tmp_path / "merged", base=str(base))
     assert not (tmp_path / "merged").exists()

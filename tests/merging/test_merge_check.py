@@ -103,7 +103,11 @@ BROKEN: dict[str, Callable[[Path, Path], None]] = {
         QUERY, lambda _: stored(run.parent / "base")[f"{QUERY}.weight"]
     )(folder, run),
     "transposed": one(QUERY, torch.t),
-    "rows swapped": one(UP, lambda tensor: tensor[[1, 0, *range(2, len(tensor))]]),
+    # Of one block the first row alone is compared number by number.
+    "rows swapped": one(UP, lambda tensor: tensor[[0, 2, 1, *range(3, len(tensor))]]),
+    "scaled wrongly but in the first row": lambda folder, run: one(
+        UP, lambda t: torch.cat([t[:1], exact(run, UP, 1.0)[1:].to(t.dtype)])
+    )(folder, run),
     "another layer's": lambda folder, run: one(UP, lambda t: exact(run, UP.replace("1", "0")).to(t.dtype))(folder, run),
     "cut instead of rounded": lambda folder, run: one(
         UP, lambda t: (exact(run, UP).view(torch.int32) & -65536).view(torch.float32).to(t.dtype)
@@ -132,9 +136,9 @@ CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
 def test_a_broken_merge_is_not_kept(how: str, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     verify = check.check_tensors
 
-    def broken(found: Any, tensors: Any, folder: Path, progress: Any) -> Any:
+    def broken(adapter: Path, tensors: Any, folder: Path, progress: Any) -> Any:
         BROKEN[how](folder, run)
-        return verify(found, tensors, folder, progress)
+        return verify(adapter, tensors, folder, progress)
 
     monkeypatch.setattr(merging, "check_tensors", broken)
     with pytest.raises(ModelError, match="failed the check and are not kept: ") as raised:
@@ -163,23 +167,15 @@ def test_a_sound_merge_differs_by_rounding(
     monkeypatch.setattr("pi_lora.merging.tensors.BLOCK", 100)  # many blocks
     config, settings = SETTINGS[case]
     run = save_run(save_base(config, tmp_path / "base", dtype_named(base)), tmp_path / "run", r=4, **settings)
-    [line] = merge(run, tmp_path / "merged", dtype=dtype).checks
+    [line] = merge(run, tmp_path / "merged", dtype=dtype).lines
     summed, copied = map(int, re.findall(r"\d+", line))
     assert summed >= 8
     assert copied >= 6
 
 
-@pytest.mark.parametrize("how", ["scaled wrongly", "no adapter in one tensor", "rows swapped"])
-def test_products_with_random_signs_suffice(
-    how: str, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(check, "SAMPLED", 0)
-    test_a_broken_merge_is_not_kept(how, run, tmp_path, monkeypatch)
-
-
 def test_logits_are_compared_on_request(run: Path, tmp_path: Path) -> None:
     merged = merge(run, tmp_path / "merged", check="logits")
-    checked, line = merged.lines()
+    checked, line = merged.lines
     assert checked == "checked: 21 tensors are base + adapter, 9 are copies"
     assert 0 < float(line.split()[6]) < 0.02
     assert f"- {checked}\n- {line}\n" in (merged.folder / "README.md").read_text()
@@ -189,9 +185,9 @@ def test_logits_are_compared_on_request(run: Path, tmp_path: Path) -> None:
 def test_logits_of_another_model_are_refused(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     compare = check.check_logits
 
-    def of_the_base(found: Any, tensors: Any, folder: Path) -> str:
+    def of_the_base(found: Any, adapter: Path, tensors: Any, folder: Path) -> str:
         from_base("*.safetensors")(folder, run)
-        return compare(found, tensors, folder)
+        return compare(found, adapter, tensors, folder)
 
     monkeypatch.setattr(merging, "check_logits", of_the_base)
     with pytest.raises(ModelError, match="failed the check and are not kept: logits at 128 tokens differ by"):
@@ -203,7 +199,7 @@ def test_logits_that_do_not_fit_in_memory_are_one_line(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("pi_lora.merging.check.free_memory", lambda place: 1000)
-    lines = merge(run, tmp_path / "merged", check="logits").lines()
+    lines = merge(run, tmp_path / "merged", check="logits").lines
     assert lines[1:] == ["logits not compared: a model takes 0.0 GB in float32, 0.0 GB are free"]
 
 
@@ -212,7 +208,7 @@ def test_no_tokenizer_is_needed(run: Path, tmp_path: Path) -> None:
         shutil.copytree(run.parent / name, tmp_path / name)
         for path in (tmp_path / name).glob("tokenizer*"):
             path.unlink()
-    assert merge(tmp_path / "run", tmp_path / "merged", base=str(tmp_path / "base")).checks
+    assert merge(tmp_path / "run", tmp_path / "merged", base=str(tmp_path / "base")).lines
 
 
 OWN = """
@@ -238,4 +234,4 @@ def test_models_with_code_of_their_own(run: Path, tmp_path: Path, monkeypatch: p
         configured(model_type="own", auto_map=code)(folder, run)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
     merged = merge(adapter, tmp_path / "merged", base="someone/own", permissions=Permissions(remote_code=True))
-    assert merged.lines()[0].startswith("checked: 21 tensors")
+    assert merged.lines[0].startswith("checked: 21 tensors")

@@ -78,7 +78,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "base of another shape": (
         lambda at: edit(at / "base" / SECOND, lambda each: each.update({f"{Q}.weight": torch.zeros(8, 32)})),
-        rf"{Q}\.weight is \[32, 32\] here and \[8, 32\] in the base",
+        rf"does not fit its base, which has no {Q}\.weight \[32, 32\]$",
     ),
     "pickled adapter": (
         lambda at: (at / "run" / ADAPTER).rename(at / "run" / "adapter_model.bin"),
@@ -86,18 +86,18 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "half an adapter": (
         lambda at: edit(at / "run" / ADAPTER, lambda each: each.pop(f"base_model.model.{Q}.lora_A.weight")),
-        rf"does not fit its base: {Q}\.lora_B\.weight is not in the base's files",
+        rf"does not fit its base, which has no {Q}\.lora_B\.weight \[32, 4\]",
     ),
     "adapter of other layers": (
         lambda at: edit(at / "run" / ADAPTER, rename_layers),
-        r"does not fit its base: .*layers\.10\.self_attn\.q_proj\.weight is not in the base.s files; .*layers\.11\.",
+        r"does not fit its base, which has no .*layers\.10\.self_attn\.q_proj\.weight \[32, 32\]; .*layers\.11\.",
     ),
     "adapter of another width": (
         lambda at: edit(
             at / "run" / ADAPTER,
             lambda each: each.update({f"base_model.model.{Q}.lora_A.weight": torch.zeros(4, 16)}),
         ),
-        rf"does not fit its base: {Q}\.weight is \[32, 16\] here and \[32, 32\] in the base",
+        rf"does not fit its base, which has no {Q}\.weight \[32, 16\]$",
     ),
     "adapter of infinities": (
         lambda at: edit(
@@ -112,6 +112,13 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "adapter of parameters": (
         lambda at: edit_json(at / "run" / "adapter_config.json", target_parameters=["gate"], init_lora_weights="pissa"),
         r"target_parameters, init_lora_weights pissa: cannot be merged",
+    ),
+    "adapter of embeddings": (
+        lambda at: edit(
+            at / "run" / ADAPTER,
+            lambda each: each.update({"base_model.model.model.embed_tokens.lora_embedding_A": torch.zeros(4, 1024)}),
+        ),
+        r"run: LoRA on embeddings: cannot be merged",
     ),
     "another vocabulary": (lambda at: edit_json(at / "base" / "config.json", vocab_size=999), "vocab_size 999 instead"),
 }
@@ -138,7 +145,7 @@ def test_a_full_disk_is_seen_before_anything_is_read(
 ) -> None:
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr("shutil.disk_usage", lambda path: usage(10**9, 10**9, 50_100_000))
-    monkeypatch.setattr("pi_lora.merging.merging.write_shards", lambda *_: pytest.fail("began to write"))
+    monkeypatch.setattr("pi_lora.merging.merging.write_tensors", lambda *_: pytest.fail("began to write"))
     with pytest.raises(PiLoraError, match=r"takes 0\.0 GB, and 0\.1 GB are free; make room"):
         merge(whole / "run", tmp_path / "merged")
     assert list(tmp_path.iterdir()) == []
