@@ -83,10 +83,3 @@ class Benchmarks(Measurement[BenchmarksOptions, BenchmarkScores]):
                     hub = {"dataset": task, "hub_name": name}
                     metrics.append(Metric(f"{label} {name}", value, higher_is_better=higher, digits=3, **hub))
         return metrics
-
-    def about(self, scores: Sequence[BenchmarkScores]) -> str:
-        """Return the limits of inputs and examples, and the version of lm-eval."""
-        windows = "/".join(dict.fromkeys(str(each.window) for each in scores))
-        limit = scores[0].options.limit
-        examples = f", the first {limit} examples" if limit else ""
-        return f"accuracy{examples}, inputs cut to {windows} tokens, lm-eval {scores[0].lm_eval}"

@@ -81,8 +81,8 @@ class Chats(Measurement[ChatOptions, ChatScores]):
             dtype = str(model.model.dtype).removeprefix("torch.")
             base = find(options.base, permissions=model.permissions).load(dtype)
         decided_by = {**options.model_dump(), "rows": table.identity(), "base": base and identity_of(base)}
-        found = session.journal(model, decided_by).measure(
-            list(chats), lambda name: dict(chat_score(model, base, name, chats[name])), session.progress
+        found = session.measure(
+            model, decided_by, list(chats), lambda name: chat_score(model, base, chats[name]) | {"name": name}
         )
         per_chat = [ChatScore(**each) for each in found]
         tokens = [each.tokens for each in per_chat]
@@ -105,33 +105,28 @@ class Chats(Measurement[ChatOptions, ChatScores]):
 
     def metrics(self, scores: ChatScores) -> list[Metric]:
         """Return the perplexity, the divergence with its interval over chats, and the share of equal answers."""
-        dataset: Json = {"dataset": scores.options.data}
-        about: Json = {"samples": scores.tokens, "digits": 3, "higher_is_better": False, **dataset}
+        about: Json = {"dataset": scores.options.data, "samples": scores.tokens, "digits": 3, "higher_is_better": False}
         values = [Value(each.name, each.perplexity, each.tokens) for each in scores.per_chat]
-        hub: Json = {"hub_name": "perplexity", **about}
-        metrics = [Metric("chat perplexity", scores.perplexity, values=values, is_ratio=True, **hub)]
-        if scores.divergence is not None and scores.equal_answers is not None:
-            values = [Value(each.name, each.divergence, each.tokens) for each in scores.per_chat]
-            interval = of_means([[(0.0, each.value, each.weight) for each in values]])
-            hub = {"hub_name": "KL divergence", "interval": interval, **about}
-            metrics.append(Metric("chat KL divergence from the base", scores.divergence, values=values, **hub))
-            answers = [Value(each.name, each.equal_answers) for each in scores.per_chat]
-            label = f"chat answers with the base's first {ANSWER} tokens"
-            metrics.append(
-                share(label, scores.equal_answers, len(answers), values=answers, hub_name="equal answers", **dataset)
-            )
-        return metrics
-
-    def about(self, scores: Sequence[ChatScores]) -> str:
-        """Return the chats, and the base."""
-        options = scores[0].options
-        against = f"; nats a token and greedy answers against {options.base}" if options.base else ""
-        return f"{scores[0].chats:,} chats of {options.data} of at most {options.window} tokens{against}"
+        loss = Metric(
+            "chat perplexity", scores.perplexity, values=values, is_ratio=True, hub_name="perplexity", **about
+        )
+        if scores.divergence is None or scores.equal_answers is None:
+            return [loss]
+        values = [Value(each.name, each.divergence, each.tokens) for each in scores.per_chat]
+        about |= {"interval": of_means([[(0.0, each.value, each.weight) for each in values]]), "values": values}
+        label = f"chat answers with the base's first {ANSWER} tokens"
+        values = [Value(each.name, each.equal_answers) for each in scores.per_chat]
+        hub: Json = {"values": values, "hub_name": "equal answers", "dataset": scores.options.data}
+        return [
+            loss,
+            Metric("chat KL divergence from the base", scores.divergence, hub_name="KL divergence", **about),
+            share(label, scores.equal_answers, scores.chats, **hub),
+        ]
 
 
 @torch.no_grad()
-def chat_score(model: Model, base: Model | None, name: str, chat: Chat) -> ChatScore:
-    """Measure the assistant's tokens of a chat, against another model if there is a `base`."""
+def chat_score(model: Model, base: Model | None, chat: Chat) -> Json:
+    """Measure the assistant's tokens of a chat, against another model if there is a `base`: fields of ChatScore."""
     places = [place for place, learned in enumerate(chat.learned) if learned and place]
     ids = padded(model.model, [chat.ids])
     parts = in_parts(model.model, ids, places)
@@ -143,8 +138,12 @@ def chat_score(model: Model, base: Model | None, name: str, chat: Chat) -> ChatS
         divergence += kl_div(logs[0], logs[-1], log_target=True, reduction="none").sum(dim=1).double().sum().item()
     turns = [place for place in places if not chat.learned[place - 1]]
     equal = [begins_alike(model, base, chat.ids[:turn]) for turn in turns] if base else [True]
-    means = {"perplexity": math.exp(loss / len(places)), "divergence": divergence / len(places)}
-    return ChatScore(name=name, tokens=len(places), equal_answers=fmean(equal), **means)
+    return {
+        "tokens": len(places),
+        "perplexity": math.exp(loss / len(places)),
+        "divergence": divergence / len(places),
+        "equal_answers": fmean(equal),
+    }
 
 
 def begins_alike(model: Model, base: Model, prompt: list[int]) -> bool:

@@ -5,9 +5,9 @@ results say of the model that makes them.
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from copy import deepcopy
-from dataclasses import dataclass
 from itertools import takewhile
-from typing import Any, cast
+from operator import eq
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch.distributed.fsdp import FSDPModule
@@ -23,7 +23,7 @@ from pi_lora.types import Json
 
 # Tokens that keep the hardware busy in a forward pass, and stay in a processor's caches.
 PASS_TOKENS, PASS_TOKENS_ON_CPU = 16384, 2048
-# Tokens, shared ones included, of the inputs that go through a model together: this bounds the memory of their keys.
+# Tokens of the prompts that are continued together: this bounds the memory of their keys.
 HELD_TOKENS = 16384
 # Logits in memory at a time; a window of 32k tokens over a vocabulary of 128k has 4 billion.
 LOGITS, LOGITS_ON_CPU = 2**28, 2**25
@@ -125,36 +125,22 @@ def logits_at(model: Any, ids: torch.Tensor, parts: Sequence[torch.Tensor]) -> I
             yield model(input_ids=ids[:, :1] if made else ids, use_cache=False, logits_to_keep=part - 1).logits
 
 
-@dataclass
-class SharedPrefix:
+class SharedPrefix(NamedTuple):
     """The keys and values of `ids`, with which inputs may begin: as attention is causal, what follows changes none."""
 
     ids: Sequence[int]
     kept: DynamicCache
 
-    def length_in(self, rows: Sequence[Sequence[int]]) -> int:
-        """Return how many first tokens all rows share with `ids`: compared, as what follows may change tokens."""
-        same = takewhile(lambda column: len(set(column)) == 1, zip(self.ids, *rows, strict=False))
-        return sum(1 for _ in same)
-
-    def cache(self, length: int, rows: int) -> DynamicCache:
-        """Return a cache for `rows` inputs that begin with the first `length` tokens."""
-        cache = deepcopy(self.kept)
-        cache.crop(length - len(self.ids))
-        for layer in cache.layers:  # `batch_repeat_interleave` would copy what each layer copies again
-            layer.keys, layer.values = (each.expand(rows, -1, -1, -1) for each in (layer.keys, layer.values))
-        return cache
-
 
 @torch.no_grad()
 def shared_prefix(model: Any, ids: Sequence[int], length: int) -> SharedPrefix | None:
     """Return what inputs of up to `length` tokens share; None for a model that cannot share it, without room for its
-    keys and values beside those of the inputs, and for a sharded model, whose plan leaves none.
+    keys and values beside those of an input, and for a sharded model, whose plan leaves none.
     """
     if is_sharded(model) or (first := _cache_of(model, ids[:1])) is None:
         return None
     per_token = sum(layer.keys.nbytes + layer.values.nbytes for layer in first.layers)
-    needed = per_token * (len(ids) + max(length, HELD_TOKENS))
+    needed = per_token * (len(ids) + length)
     if needed > SHARE_OF_MEMORY * free_memory(model.device):
         return None
     cache = _cache_of(model, ids)
@@ -174,18 +160,21 @@ def _cache_of(model: Any, ids: Sequence[int]) -> DynamicCache | None:
 
 
 @torch.no_grad()
-def last_logits(model: Any, rows: Sequence[Sequence[int]], tail: int, prefix: SharedPrefix | None) -> torch.Tensor:
-    """Return the logits of the last `tail` positions of token ids: (rows, tail, vocabulary). Short rows are padded.
-    Every row must have a token of its own before its last `tail - 1`.
+def last_logits(model: Any, ids: Sequence[int], tail: int, prefix: SharedPrefix | None) -> torch.Tensor:
+    """Return the logits of the last `tail` positions of an input: (tail, vocabulary). It must have a token of its own
+    before its last `tail - 1`.
     """
-    ids = padded(model, rows)
-    shared = min(prefix.length_in(rows), ids.shape[1] - tail) if prefix else 0
+    row = torch.tensor([ids], device=model.device)
+    # Compared, as what follows may change tokens.
+    shared = len([*takewhile(bool, map(eq, prefix.ids, ids[:-tail]))]) if prefix else 0
     if prefix is None or not shared:
-        return cast(torch.Tensor, model(input_ids=ids, use_cache=False, logits_to_keep=tail).logits)
-    cache, own = prefix.cache(shared, len(rows)), ids[:, shared:]
+        return cast(torch.Tensor, model(input_ids=row, use_cache=False, logits_to_keep=tail).logits[0])
+    cache, own = deepcopy(prefix.kept), row[:, shared:]
+    cache.crop(shared - len(prefix.ids))
     # Pieces of about equal length: each attends to all before it.
-    size = max(2 * tail, min(pass_tokens(model), MASKED_PAIRS // ids.shape[1]) // len(rows))
+    size = max(2 * tail, min(pass_tokens(model), MASKED_PAIRS // len(ids)))
     *others, last = own.tensor_split(-(-own.shape[1] // size), dim=1)
     for piece in others:
         model(input_ids=piece, past_key_values=cache, use_cache=True, logits_to_keep=1)
-    return cast(torch.Tensor, model(input_ids=last, past_key_values=cache, use_cache=True, logits_to_keep=tail).logits)
+    made = model(input_ids=last, past_key_values=cache, use_cache=True, logits_to_keep=tail)
+    return cast(torch.Tensor, made.logits[0])

@@ -8,9 +8,8 @@ import io
 import math
 import random
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import cache
-from itertools import count
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -19,7 +18,7 @@ import numpy as np
 import torch
 import yaml
 from accelerate import Accelerator
-from lm_eval.api.model import CacheHook, CachingLM
+from lm_eval.api.model import CachingLM
 from lm_eval.defaults import DEFAULT_OTHER_SEED
 from lm_eval.evaluator import evaluate
 from lm_eval.models.huggingface import HFLM
@@ -38,10 +37,16 @@ from pi_lora.types import Json
 
 VERSION = lm_eval.__version__
 FOLDER = Path(lm_eval.tasks.__file__).parent
-# lm-eval's folders and names of the paper's tasks. Its `race` is RACE-H, and its data set has no other part. RACE-M is
-# the same task on the authors' middle school part, whose rows hold a question each and not an article.
-FOLDERS = ("super_glue/boolq", "piqa", "race", "winogrande")
-PAPERS = {"boolq": "boolq", "piqa": "piqa", "race_middle": "race", "race_high": "race", "winogrande": "winogrande"}
+# lm-eval's folders of the paper's tasks, which end with its names of them. Its `race` is RACE-H, and its data set has
+# no other part. RACE-M is the same task on the authors' middle school part, whose rows hold a question each and not an
+# article.
+PAPERS = {
+    "boolq": "super_glue/boolq",
+    "piqa": "piqa",
+    "race_middle": "race",
+    "race_high": "race",
+    "winogrande": "winogrande",
+}
 RULER = FOLDER / "ruler"
 RULER_TASKS: tuple[str, ...] = tuple(yaml.safe_load((RULER / "ruler.yaml").read_text(encoding="utf-8"))["task"])
 # In tokens. RULER's beginnings of answers, chat templates, and the answers of `ruler_fwe` are not in lm-eval's count.
@@ -86,7 +91,7 @@ class RankedLM(HFLM):
             super().__init__(calls, tokenizer=tokenizer, max_length=window, batch_size=batch_size)
         self.loaded, self.session, self.chats = loaded, session, chats
         decided_by = {**options.model_dump(exclude={"batch_size", "tasks"}), "lm_eval": VERSION}
-        folder = session.journal(loaded, decided_by).folder
+        folder = session.journal(loaded, decided_by)
         self.answers = str(folder / f"answers-{self.rank}.db") if folder else ":memory:"
         if self.world_size > 1:
             self.accelerator = Accelerator()
@@ -109,17 +114,10 @@ class RankedLM(HFLM):
         examples = len(task.eval_docs)
         if min(examples, limit or examples) < self.world_size:
             raise DataError(f"{name}: fewer examples than processes; start fewer processes")
-        done = count(1)
-
-        def answered(answer: Any) -> None:
-            number = answer[0] if isinstance(answer, tuple) else answer
-            finite = isinstance(number, str) or math.isfinite(number)
-            check_numbers(self.loaded, finite)
-            self.session.progress(next(done), len(task.instances), f"{name} at {self.max_length:,}")
-
         torch.manual_seed(DEFAULT_OTHER_SEED)
         lm: Any = CachingLM(self, self.answers)
-        self.set_cache_hook(Answers(lm, answered))
+        self.task, self.note, self.kept, self.answered = task, f"{name} at {self.max_length:,}", self.cache_hook, 0
+        self.set_cache_hook(self)
         tasks: Any = {"tasks": {name: task}}
         with contextlib.closing(lm.dbdict), quiet():
             results: Any = evaluate(lm, tasks, limit=limit, apply_chat_template=self.chats)
@@ -129,18 +127,13 @@ class RankedLM(HFLM):
             found = [{**results["results"][name], "shots": results["n-shot"][name] or 0, "samples": samples}]
         return from_all(found)[0]
 
-
-class Answers(CacheHook):
-    """Called by lm-eval with every answer: passes it on, and lets lm-eval keep it."""
-
-    def __init__(self, kept: CachingLM, answered: Callable[[Any], None]) -> None:
-        super().__init__(kept)
-        self.answered = answered
-
     def add_partial(self, attr: str, req: Any, res: Any) -> None:
-        """Keep the answer `res` to the request `req` of the method `attr`."""
-        self.answered(res)
-        super().add_partial(attr, req, res)
+        """Keep the answer `res` to the request `req` of the method `attr`: lm-eval calls this with every answer."""
+        number = res[0] if isinstance(res, tuple) else res
+        check_numbers(self.loaded, isinstance(number, str) or math.isfinite(number))
+        self.answered += 1
+        self.session.progress(self.answered, len(self.task.instances), self.note)
+        self.kept.add_partial(attr, req, res)
 
 
 def load_tasks(manager: TaskManager, spec: Any, seed: int = 0) -> dict[str, Any]:
@@ -159,7 +152,7 @@ def load_tasks(manager: TaskManager, spec: Any, seed: int = 0) -> dict[str, Any]
 @cache
 def manager(paper: bool) -> TaskManager:
     """Return lm-eval's tasks: with `paper` those of the paper, since the index of all 14,000 takes ten seconds."""
-    folders: list[str | Path] = [FOLDER / folder for folder in FOLDERS]
+    folders: list[str | Path] = [FOLDER / folder for folder in set(PAPERS.values())]
     return TaskManager(include_path=folders if paper else None, include_defaults=not paper)
 
 
@@ -172,7 +165,7 @@ def find_benchmarks(options: BenchmarksOptions) -> dict[str, Any]:
         raise DataError(f"--data: {unknown}: is not TASK=FILE with one of the --tasks; correct it")
     tasks: dict[str, Any] = {}
     for name in options.tasks:
-        base, file = PAPERS.get(name, name), files.get(name)
+        base, file = Path(PAPERS.get(name, name)).name, files.get(name)
         changes: Json = {}
         if name == "race_middle":
             changes = {"dataset_path": "ehovy/race", "dataset_name": "middle", "process_docs": articles}

@@ -8,7 +8,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import takewhile
@@ -147,50 +147,14 @@ Name = TypeVar("Name", str, int)
 WRITTEN_BY_REPORTS = (".md", ".html", ".png")
 
 
-class Journal:
-    """Results by name, in a folder named after what decides them, one file per process, a line as soon as a result is
-    known; what was cut off is measured again. Without a folder, or if it cannot be written, nothing is kept.
-    If `shared`, the processes of this run measure together, each its share; else this process measures all.
-    """
-
-    def __init__(self, folder: Path | None = None, shared: bool = False) -> None:
-        self.folder, self.shared = folder, shared
-        self.results: dict[str | int, Any] = {}
-        for file in sorted(folder.glob("*.jsonl")) if folder else ():
-            for line in file.read_bytes().splitlines():
-                with suppress(ValueError):
-                    name, result = json.loads(line)
-                    self.results[name] = result
-
-    def measure(self, names: Sequence[Name], measure: Callable[[Name], Any], progress: Progress = silent) -> list[Any]:
-        """Return the results of `names`, which are JSON: each process measures what is left of its share, and all
-        return the same. `progress` is told after each.
-        """
-        own = share_of(names) if self.shared else names
-        for done, name in enumerate(own, 1):
-            if name not in self.results:
-                self._keep(name, measure(name))
-                progress(done, len(own))
-        mine = [(name, self.results[name]) for name in own]
-        every = dict(from_all(mine) if self.shared else mine)
-        return [every[name] for name in names]
-
-    def _keep(self, name: str | int, result: Any) -> None:
-        self.results[name] = result
-        if self.folder is None:
-            return
-        with suppress(OSError):  # a full disk ends no measurement
-            self.folder.mkdir(parents=True, exist_ok=True)
-            own = self.folder / f"{os.environ.get('RANK', '0')}-{os.getpid()}.jsonl"
-            with own.open("a", encoding="utf-8") as file:
-                file.write(json.dumps([name, result]) + "\n")
-
-
 @dataclass
 class Session:
     """How models are measured: `progress` is told of it, `say` is told what a user should know. If `shared`, the
-    processes of this run measure together, and until the context ends without an error journals keep what was measured,
-    for the same command to go on from. Ctrl-C becomes Interrupted.
+    processes of this run measure together, and until the context ends without an error a journal keeps what was
+    measured, for the same command to go on from. Ctrl-C becomes Interrupted.
+
+    A journal is a folder named after what decides the results. It has one file per process, and a line as soon as a
+    result is known; what was cut off is measured again.
     """
 
     progress: Progress = silent
@@ -198,17 +162,37 @@ class Session:
     shared: bool = False
     folders: list[Path] = field(default_factory=list)
 
-    def journal(self, loaded: Model, decided_by: Mapping[str, Any]) -> Journal:
-        """Return a journal of what is measured of a model; `decided_by` is JSON that, with the model, decides it. A
-        model that trains has no files to tell it apart: nothing is kept of it. Every process measures all of a sharded
-        model: its forward passes gather the weights from all processes, so all make the same ones.
+    def journal(self, loaded: Model, decided_by: Mapping[str, Any]) -> Path | None:
+        """Return the folder for what is measured of a model; `decided_by` is JSON that, with the model, decides it. A
+        model that trains has no files to tell it apart: nothing is kept of it.
         """
         if not self.shared or loaded.in_training:
-            return Journal(shared=self.shared and not is_sharded(loaded.model))
+            return None
         key = json.dumps({**decided_by, "model": identity_of(loaded)}, sort_keys=True)
         folder = cache_folder() / "evaluations" / hashlib.sha256(key.encode()).hexdigest()
         self.folders.append(folder)
-        return Journal(folder, shared=True)
+        return folder
+
+    def measure(
+        self, loaded: Model, decided_by: Mapping[str, Any], names: Sequence[Name], measure: Callable[[Name], Any]
+    ) -> list[Any]:
+        """Return the results of `names`, which are JSON: each process measures what is left of its share, and all
+        return the same. Every process measures all of a sharded model: its forward passes gather the weights from all
+        processes, so all make the same ones.
+        """
+        folder = self.journal(loaded, decided_by)
+        results = dict(kept_in(folder)) if folder else {}
+        together = self.shared and not is_sharded(loaded.model)
+        own = share_of(names) if together else names
+        for done, name in enumerate(own, 1):
+            if name not in results:
+                results[name] = measure(name)
+                if folder:
+                    keep(name, results[name], folder)
+                self.progress(done, len(own))
+        mine = [(name, results[name]) for name in own]
+        every = dict(from_all(mine) if together else mine)
+        return [every[name] for name in names]
 
     def __enter__(self) -> Self:
         return self
@@ -220,6 +204,24 @@ class Session:
                 shutil.rmtree(folder, ignore_errors=True)
         if isinstance(error, KeyboardInterrupt) and any(folder.exists() for folder in self.folders):
             raise Interrupted("interrupted; what was measured is kept, the same command goes on from there") from None
+
+
+def kept_in(folder: Path) -> Iterator[tuple[str | int, Any]]:
+    """Yield the names and results in a journal, without lines that are damaged."""
+    for file in sorted(folder.glob("*.jsonl")):
+        for line in file.read_bytes().splitlines():
+            with suppress(ValueError):
+                name, result = json.loads(line)
+                yield name, result
+
+
+def keep(name: str | int, result: Any, folder: Path) -> None:
+    """Write a result to a journal; a full disk ends no measurement."""
+    with suppress(OSError):
+        folder.mkdir(parents=True, exist_ok=True)
+        own = folder / f"{os.environ.get('RANK', '0')}-{os.getpid()}.jsonl"
+        with own.open("a", encoding="utf-8") as file:
+            file.write(json.dumps([name, result]) + "\n")
 
 
 def identity_of(loaded: Model) -> Json:
@@ -260,9 +262,6 @@ class Measurement(Protocol[Asked, Found]):
 
     def metrics(self, scores: Found) -> list[Metric]:
         """Return the metrics in the order of the table."""
-
-    def about(self, scores: Sequence[Found]) -> str:
-        """Return how several models were measured, for the caption of their table."""
 
     def panels(self, scores: Mapping[str, Found]) -> list[Panel]:
         """Return the functions that draw the scores of several models by label, each on matplotlib axes of its own."""

@@ -3,26 +3,23 @@ forward pass each, typed scores, metrics and picture.
 """
 
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property, partial
 from statistics import fmean
-from typing import Any
+from typing import Any, NamedTuple
 
-import torch
 from pydantic import Field
 
 from pi_lora.drawing import Panel, draw_curves
 from pi_lora.errors import DataError
 from pi_lora.evaluation.forward import (
-    HELD_TOKENS,
     SharedPrefix,
     check_numbers,
     depends_on_length,
     described,
     forget_lengths,
     last_logits,
-    pass_tokens,
     shared_prefix,
 )
 from pi_lora.evaluation.measurement import (
@@ -110,9 +107,14 @@ class Passkey(Measurement[PasskeyOptions, PasskeyScores]):
         depths, and an interrupted evaluation continues when it is called again.
         """
         options = self.prepare(options, [model])
-        targets = sorted(options.targets or [options.target or 0])
-        grids = [Grid(target, options.depths, options.trials, options.seed) for target in targets]
-        lengths = [PasskeyTest(model, grid).run(session) for grid in grids]
+        lengths = []
+        for target in sorted(options.targets or [options.target or 0]):
+            test = PasskeyTest(model, Grid(target, options.depths, options.trials, options.seed))
+            # The first trial tells what the tokenizer makes of the prompt.
+            decided_by = {"passkey": asdict(test.grid), "first": test.first}
+            found = session.measure(model, decided_by, range(options.depths), test.measure)
+            depths = [PasskeyDepth(**each) for each in found]
+            lengths.append(PasskeyLength(target=target, k_max=k_max(depths), depths=depths))
         several: Json = {"lengths": lengths} if options.targets else {}
         return PasskeyScores(
             **described(model), **dict(lengths[-1]), **several, options=options, seed=options.seed, decoding="greedy"
@@ -134,13 +136,6 @@ class Passkey(Measurement[PasskeyOptions, PasskeyScores]):
                 hub |= {"hub_name": "accuracy", "values": trials}
                 metrics.append(share("passkeys retrieved", mean, len(trials), **hub))
         return metrics
-
-    def about(self, scores: Sequence[PasskeyScores]) -> str:
-        """Return how many trials there were."""
-        first = scores[0]
-        trials = max((depth.trials for depth in first.depths), default=0)
-        each = f"{trials} trial{'s' * (trials != 1)} at each of {len(first.depths)} depths"
-        return f"{each}, seed {first.seed}, greedy decoding"
 
     def panels(self, scores: Mapping[str, PasskeyScores]) -> list[Panel]:
         """Return success by distance, and for a model in several lengths depth against length."""
@@ -168,12 +163,11 @@ def _draw_map(label: str, lengths: Sequence[PasskeyLength], axes: Any) -> None:
     axes.figure.colorbar(drawn, ax=axes, label=f"retrieved by {label}", format=lambda part, _: f"{part:.0%}")
 
 
-@dataclass(frozen=True)
-class Trial:
+class Trial(NamedTuple):
     """Token ids of a prompt and its answer; `distance` in tokens from the first digit of the key to the end of both."""
 
-    prompt: tuple[int, ...]
-    answer: tuple[int, ...]
+    prompt: list[int]
+    answer: list[int]
     distance: int
 
     @property
@@ -243,7 +237,7 @@ def _trial(tokenizer: Any, key: str, before: int, after: int) -> Trial:
     ids = _without_eos(tokenizer, both["input_ids"])
     # Slow tokenizers do not say where their tokens are.
     digits = both.char_to_token(at) if tokenizer.is_fast else len(_ids(tokenizer, text[:at].rstrip()))
-    return Trial(tuple(prompt_ids), tuple(ids[len(prompt_ids) :]), len(ids) - digits)
+    return Trial(prompt_ids, ids[len(prompt_ids) :], len(ids) - digits)
 
 
 def _ids(tokenizer: Any, text: str) -> list[int]:
@@ -257,7 +251,7 @@ def _without_eos(tokenizer: Any, ids: list[int]) -> list[int]:
 class PasskeyTest:
     """Runs the trials of a grid. One forward pass over prompt and answer decides a trial: each digit must be the first
     choice given those before it, as greedy decoding gives them. Text ahead of the key is computed once where that pays
-    and has room, unless trials go `apart`, where frequencies follow the length of the input.
+    and has room, unless inputs stand `apart`, since frequencies follow their lengths.
     """
 
     def __init__(self, loaded: Model, grid: Grid) -> None:
@@ -265,29 +259,17 @@ class PasskeyTest:
         self.first = grid.trial(loaded.tokenizer, 0, 0)
         self.apart = depends_on_length(loaded.config)
 
-    def run(self, session: Session) -> PasskeyLength:
-        """Return how the trials at all depths end; what a journal holds is not asked again."""
-        # The first trial tells what the tokenizer makes of the prompt.
-        journal = session.journal(self.loaded, {"passkey": asdict(self.grid), "first": asdict(self.first)})
-        found = journal.measure(range(self.grid.depths), lambda depth: dict(self.measure(depth)), session.progress)
-        depths = [PasskeyDepth(**each) for each in found]
-        return PasskeyLength(target=self.grid.target, k_max=k_max(depths), depths=depths)
-
-    @torch.no_grad()
-    def measure(self, depth: int) -> PasskeyDepth:
-        """Return how the trials at one depth end."""
+    def measure(self, depth: int) -> Json:
+        """Return how the trials at one depth end: the fields of PasskeyDepth."""
         trials = [self.grid.trial(self.loaded.tokenizer, depth, number) for number in range(self.grid.trials)]
-        size = HELD_TOKENS if self._prefix else pass_tokens(self.model)
-        size = 1 if self.apart else max(1, size // self.grid.target)
-        batches = (trials[start : start + size] for start in range(0, len(trials), size))
-        outcomes = [success for batch in batches for success in self._succeed(batch)]
-        return PasskeyDepth(
-            k=self.grid.ks[depth],
-            distance=trials[0].distance,
-            success_rate=sum(outcomes) / len(outcomes),
-            trials=len(outcomes),
-            outcomes=outcomes,
-        )
+        outcomes = [self._succeeds(trial) for trial in trials]
+        return {
+            "k": self.grid.ks[depth],
+            "distance": trials[0].distance,
+            "success_rate": sum(outcomes) / len(outcomes),
+            "trials": len(outcomes),
+            "outcomes": outcomes,
+        }
 
     @cached_property
     def _prefix(self) -> SharedPrefix | None:
@@ -299,19 +281,14 @@ class PasskeyTest:
         ahead = self.first.prompt[: self.first.length - self.first.distance]
         return shared_prefix(self.model, ahead, self.grid.target)
 
-    def _succeed(self, batch: Sequence[Trial]) -> Iterator[bool]:
+    def _succeeds(self, trial: Trial) -> bool:
         if self.apart:
             forget_lengths(self.model)
         # The last digit predicts nothing that is asked for.
-        rows = [[*trial.prompt, *trial.answer[:-1]] for trial in batch]
-        width = max(map(len, rows))
-        tail = max(width - len(trial.prompt) + 1 for trial in batch)
-        logits = last_logits(self.model, rows, tail, self._prefix)
+        ids = [*trial.prompt, *trial.answer[:-1]]
+        logits = last_logits(self.model, ids, len(trial.answer), self._prefix)
         check_numbers(self.loaded, finite(logits))
-        chosen = logits.argmax(-1).tolist()
-        for trial, choices in zip(batch, chosen, strict=True):
-            first = len(trial.prompt) - 1 - (width - tail)
-            yield tuple(choices[first : first + len(trial.answer)]) == trial.answer
+        return bool(logits.argmax(-1).tolist() == trial.answer)
 
 
 def k_max(depths: Sequence[PasskeyDepth]) -> int:

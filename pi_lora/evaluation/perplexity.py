@@ -47,9 +47,6 @@ DEFAULTS: dict[str, dict[str, int]] = {
     "proof-pile": {"documents": 128, "min_tokens": 32768, "truncate": 32768, "seed": 0},
     STDLIB: {"documents": 12},
 }
-# Options that choose a text and are named in the caption of a table where they are not as usual.
-CHOICE = {"subset", "split", "hold_out", "column", "seed", "truncate"}
-WORDS = {"hold_out": "share held out"}
 
 
 class WindowPerplexity(Result):
@@ -173,17 +170,6 @@ class Perplexity(Measurement[PerplexityOptions, PerplexityScores]):
             )
             for row in scores.windows
         ]
-
-    def about(self, scores: Sequence[PerplexityScores]) -> str:
-        """Return the text, the documents, the stride and the weighting."""
-        first, options = scores[0], scores[0].options
-        least = max([row.window for row in first.windows] + [options.min_tokens or 0])
-        chosen = options.model_dump(include=CHOICE, exclude_defaults=True)
-        documents = f"{first.documents} document{'s' * (first.documents != 1)} of {first.data}"
-        parts = [documents, *(f"{WORDS.get(name, name)} {value}" for name, value in chosen.items())]
-        parts += [f"of at least {least:,} tokens", f"stride {first.stride}", "every token weighted equally"]
-        differ = len({row.tokens for each in scores for row in each.windows[:1]}) > 1
-        return ", ".join(parts) + "; the tokenizers differ: perplexities do not compare" * differ
 
     def panels(self, scores: Mapping[str, PerplexityScores]) -> list[Panel]:
         """Return perplexity by window if there are several, and the loss by position where all have it."""
@@ -349,9 +335,9 @@ def _measure(
         return pass_losses(model.model, documents[number].ids, pieces)
 
     texts = [hashlib.sha256(document.ids).hexdigest() for document in documents]
-    journal = session.journal(model, {"sweep": asdict(sweep), "texts": texts})
+    decided_by = {"sweep": asdict(sweep), "texts": texts}
     sums: list[list[LossSum]] = [[] for _ in documents]
-    for (number, _), found in zip(passes, journal.measure(range(len(passes)), measure, session.progress), strict=True):
+    for (number, _), found in zip(passes, session.measure(model, decided_by, range(len(passes)), measure), strict=True):
         sums[number] += found
     return sums
 

@@ -124,10 +124,3 @@ class Ruler(Measurement[RulerOptions, RulerScores]):
         label = f"effective length ({PAPERS_THRESHOLD:.1%}, {len(scores.lengths[0].tasks)} of {ALL_TASKS} tasks)"
         reached = Metric(label, scores.effective_length, "tokens", dataset="RULER", hub_name="effective length")
         return [*means, *details, reached]
-
-    def about(self, scores: Sequence[RulerScores]) -> str:
-        """Return the number of tasks and samples, and the form of the prompts."""
-        first, options = scores[0], scores[0].options
-        template = "chat template" if options.chat_template else "no chat template"
-        samples = f"{options.samples} samples a task and window, seed {options.seed}"
-        return f"{len(first.lengths[0].tasks)} of {ALL_TASKS} tasks; {samples}; {template}, lm-eval {first.lm_eval}"

@@ -73,7 +73,7 @@ def evaluate(
                 write_scores(scores[name], files[name])
             if is_leader() and plot:
                 panels = kinds[name].panels({each.model: each for each in scores[name]})
-                save(figure_of(*panels, title=kinds[name].about(scores[name])), plot)
+                save(figure_of(*panels, title=setting_of(scores[name][0])), plot)
     return scores
 
 
@@ -144,8 +144,16 @@ def metrics_of(scores: Scores) -> list[Metric]:
 
 
 def setting_of(scores: Scores) -> str:
-    """Return on which text and how scores were measured."""
-    return MEASUREMENTS[scores.measurement].about([scores])
+    """Return the options that decided scores, and of how many documents, trials or examples the first metrics are."""
+    options = scores.options.model_dump(mode="json", exclude=CHANGE_NO_NUMBER, exclude_none=True)
+    parts = []
+    for key, value in options.items():
+        # Tasks are named in the table.
+        shown = "/".join(str(each) for each in value if isinstance(each, int)) if isinstance(value, list) else value
+        if shown != "" and shown is not False:
+            parts.append(f"{key.replace('_', ' ')} {shown}")
+    numbers = dict.fromkeys(str(len(metric.values)) for metric in metrics_of(scores) if metric.values)
+    return ", ".join([*parts, *(f"n = {number}" for number in numbers)])
 
 
 def differences(scores: Scores, other: Scores) -> list[str]:
@@ -181,8 +189,7 @@ def write_scores(scores: Scores | Sequence[Scores], file: Path) -> None:
 
 def scores_table(scores: Sequence[Scores]) -> Table:
     """Return a row for each metric and a column for each model, with the number of samples; all of one measurement."""
-    measurement = MEASUREMENTS[scores[0].measurement]
-    columns = [{metric.heading: metric for metric in measurement.metrics(one)} for one in scores]
+    columns = [{metric.heading: metric for metric in metrics_of(one)} for one in scores]
     table = Table("", title=scores[0].measurement, caption_justify="left")
     for heading in (*(one.model for one in scores), "samples"):
         table.add_column(heading, justify="right", overflow="fold")
@@ -192,7 +199,10 @@ def scores_table(scores: Sequence[Scores]) -> Table:
         table.add_row(heading, *(each.text if each else "" for each in row), " / ".join(samples))
     scales = " / ".join(f"{one.scale:g}" for one in scores)
     dtypes = ", ".join(dict.fromkeys(str(one.dtype) for one in scores))
-    table.caption = f"scale {scales}, {dtypes}, {measurement.about(scores)}"
+    table.caption = f"scale {scales}, {dtypes}, {setting_of(scores[0])}"
     if any(metric.interval for column in columns for metric in column.values()):
         table.caption += "; 95 % intervals"
+    first = columns[0].items()
+    if any(not metric.compares_with(column.get(heading, metric)) for heading, metric in first for column in columns):
+        table.caption += "; perplexities of other tokens do not compare"
     return table

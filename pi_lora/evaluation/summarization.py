@@ -110,13 +110,6 @@ class Summarization(Measurement[SummarizationOptions, SummarizationScores]):
             metrics.append(Metric(f"ROUGE-{name[-1]}", getattr(scores, name), **about))
         return metrics
 
-    def about(self, scores: Sequence[SummarizationScores]) -> str:
-        """Return how the summaries were sampled and scored."""
-        first, options = scores[0], scores[0].options
-        cut = "/".join(f"{each.documents_cut:,}" for each in scores)
-        sampling = f"temperature {options.temperature:g}, top-p {options.top_p:g}, seed {options.seed}"
-        return f"{first.examples:,} examples, {cut} documents cut; {sampling}; rouge-score's F1 x 100 with stemming"
-
 
 def complete(options: SummarizationOptions, model: str) -> SummarizationOptions:
     """Return the options with all that decides the rows and their prompts, so that another model is measured on the
@@ -148,13 +141,12 @@ def written(
     """
     size = options.batch_size or prompts_at_once(loaded.window)
     decided_by = {**options.model_dump(exclude={"predictions"}), "rows": identity, "batch_size": size}
-    journal = session.journal(loaded, decided_by)
 
     def write(start: int) -> list[str]:
         seeded = options.changed(seed=(options.seed + start) % 2**32)
         return generate(loaded, prompts[start : start + size], seeded)
 
-    batches = journal.measure(range(0, len(prompts), size), write, session.progress)
+    batches = session.measure(loaded, decided_by, range(0, len(prompts), size), write)
     return [text for batch in batches for text in batch]
 
 

@@ -16,7 +16,7 @@ from test_cli import run
 
 from pi_lora.errors import DataError, Interrupted, ModelError
 from pi_lora.evaluation.benchmarks import TITLES, Benchmarks, BenchmarkScores
-from pi_lora.evaluation.harness import FOLDER, FOLDERS, RankedLM, articles, find_benchmarks, manager
+from pi_lora.evaluation.harness import FOLDER, PAPERS, RankedLM, articles, find_benchmarks, manager
 from pi_lora.evaluation.measurement import Session
 from pi_lora.evaluation.suite import scores_table
 from pi_lora.models.model import Model, load
@@ -111,7 +111,7 @@ def test_the_papers_folders_hold_what_lm_eval_finds() -> None:
     assert BenchmarksOptions().tasks == tuple(TITLES)
     for name in ("boolq", "piqa", "race", "winogrande"):
         assert few[name].yaml_path == all_of_them[name].yaml_path
-        assert few[name].yaml_path.parent in [FOLDER / folder for folder in FOLDERS]
+        assert few[name].yaml_path.parent in [FOLDER / folder for folder in PAPERS.values()]
 
 
 @pytest.fixture

@@ -18,7 +18,6 @@ from rich.console import Console
 from pi_lora import cli
 from pi_lora.errors import DataError
 from pi_lora.evaluation import forward
-from pi_lora.evaluation.forward import SharedPrefix
 from pi_lora.evaluation.measurement import Session
 from pi_lora.evaluation.passkey import (
     Grid,
@@ -114,7 +113,7 @@ def test_every_trial_of_a_grid_ends_as_generate_does(stretched: Model) -> None:
     successes = sum(map(sum, expected))
     assert 10 <= successes <= 30
     test = PasskeyTest(stretched, Grid(320, 8, 5))
-    found = [test.measure(depth) for depth in range(8)]
+    found = [PasskeyDepth(**test.measure(depth)) for depth in range(8)]
     assert [depth.outcomes for depth in found] == expected
     assert k_max(found) == plain_k_max(320, expected)
 
@@ -132,7 +131,7 @@ def test_text_ahead_of_the_key_goes_through_the_model_once(stretched: Model) -> 
     finally:
         hook.remove()
     behind = sum(grid.trial(stretched.tokenizer, depth, number).distance for depth in range(4) for number in range(2))
-    # What precedes the key, and up to a token a trial that is not the same in all of a batch.
+    # What precedes the key, and up to a token a trial that is not the same as in the first.
     ahead = test.first.length - test.first.distance
     assert sum(tokens) == pytest.approx(ahead + behind, abs=4 * 8)
 
@@ -196,7 +195,7 @@ def test_prompts_are_computed_whole_where_nothing_can_be_shared(
     stretched: Model, scores: PasskeyScores, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of keys and values alone every layer keeps those of 320 tokens and more."""
-    monkeypatch.setattr(SharedPrefix, "cache", lambda *_: pytest.fail("was shared"))
+    monkeypatch.setattr(forward, "deepcopy", lambda *_: pytest.fail("was shared"))
     monkeypatch.setattr(forward, "free_memory", lambda _device: 2**20)
     assert Passkey().run(stretched, ASKED, Session()) == scores
 

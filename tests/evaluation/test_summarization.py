@@ -171,7 +171,7 @@ def test_the_two_commands(
     assert scores["model"] == str(tuned)
     assert (scores["examples"], len(Path("predictions.jsonl").read_text().splitlines())) == (3, 3)
     assert f"{scores['rougeL']:.2f} (" in out
-    assert "3 documents cut" in " ".join(out.split())
+    assert "max new tokens 12, " in " ".join(out.split())
 
     Path("report.md").write_text("The agency found much to mend. " * 200)
     status, out, err = run(capsys, monkeypatch, "summarize", str(tuned), "report.md", "--max-new-tokens", "30")

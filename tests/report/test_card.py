@@ -169,13 +169,13 @@ TABLES = [
 |---|---|---|
 | BoolQ (0-shot) | 80 % (71 to 87) | 75 % (66 to 82) |
 """,
-    """**passkey**: 4 trials at each of 4 depths, seed 0, greedy decoding
+    """**passkey**: target 128, depths 4, trials 4, seed 0
 
 | metric | tuned |
 |---|---|
 | k_max at 128 | 96 tokens |
 """,
-    """**perplexity**: 3 documents of builtin:stdlib, of at least 128 tokens, stride 32, every token weighted equally
+    """**perplexity**: data builtin:stdlib, windows 64/128, stride 32, documents 3, split test, column text
 
 | metric | step 0 | step 10 |
 |---|---|---|
@@ -256,7 +256,7 @@ def test_the_card_holds_what_was_measured(run: Path) -> None:
     files = write_report(run)
     assert {file.name for file in files} == {"perplexity.png", "passkey.png", "loss.png", "README.md"}
     text = (run / "README.md").read_text()
-    assert "**perplexity**: 3 documents of builtin:stdlib, of at least 128 tokens, stride 32, every token" in text
+    assert "**perplexity**: data builtin:stdlib, windows 64/128, stride 32, documents 3," in text
     assert "| metric | base | step 0 | tuned |\n|---|---|---|---|\n" in text
     assert "| perplexity at 64 | 8.500 | 40.000 | 9.000 |\n" in text
     assert "| perplexity at 128 | 60.250 | 45.500 | 7.125 |\n" in text
@@ -377,8 +377,8 @@ def test_the_base_on_another_text_has_a_table_and_no_curve_of_its_own(
     assert (status, drawn) == (0, [["tuned"]])
     for name in ("README.md", "report.html"):
         text = (tmp_path / "mine" / name).read_text()
-        assert "3 documents of novels, of at least 128 tokens, stride 32" in text
-        assert "3 documents of builtin:stdlib" in text
+        assert "data novels, windows 64/128, stride 32, documents 3" in text
+        assert "data builtin:stdlib" in text
         assert "not to be compared, since measured with other data" in text
         assert "/home/me" not in text
     text = (tmp_path / "mine" / "README.md").read_text()

@@ -261,7 +261,7 @@ def test_a_text_of_the_users_own_is_compared_and_named(
     words = ["compare", str(small_model), "run", "--data", "novel.txt", "--json", "compared.json"]
     status, out, err = command(capsys, monkeypatch, *words)
     assert status == 0, err
-    assert "1 document of novel.txt" in " ".join(out.split())
+    assert "data novel.txt, windows 128, " in " ".join(out.split())
     assert "novel.txt" in json.loads(Path("compared.json").read_text())["settings"]["perplexity-novel-txt"]
     kept = {file.stem: json.loads(file.read_text()) for file in Path("run/scores").iterdir()}
     assert kept["perplexity-novel-txt"]["options"] == kept["perplexity-novel-txt-base"]["options"]
