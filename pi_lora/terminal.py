@@ -23,8 +23,8 @@ class Terminal(Console):
 
     def __init__(self, stderr: bool = False) -> None:
         # A caption names the text and the settings: rich's dim italics are hard to read.
-        legible = Theme({"table.caption": "none"})
-        super().__init__(stderr=stderr, markup=False, emoji=False, highlight=False, theme=legible)
+        theme = Theme({"table.caption": "none"})
+        super().__init__(stderr=stderr, markup=False, emoji=False, highlight=False, theme=theme)
 
     def wrapped(self, line: object) -> str:
         """Return a line as it is, or on a terminal broken between words."""

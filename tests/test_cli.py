@@ -84,7 +84,7 @@ def test_shipped_recipes_have_names(
         ),
         (["eval", "perplexity", "builtin:tiny", "--stride", "300"], "stride: 300 is longer than the shortest window"),
         (["eval", "passkey", "builtin:tiny", "--target", "40"], "--target: 40 tokens do not hold the passkey prompt"),
-        (["trian"], 'pi-lora: Unknown command "trian". Did you mean "train"? See pi-lora --help'),
+        (["trian"], 'pi-lora: Unknown command "trian". Did you mean "train"; see pi-lora --help'),
     ],
     ids=lambda value: " ".join(value)[-60:] if isinstance(value, list) else "",
 )

@@ -71,9 +71,8 @@ def _usage_problem(mistake: CycloptsError) -> str:
     command = " ".join(["pi-lora", *(mistake.command_chain or ())])
     if isinstance(mistake, MissingArgumentError) and mistake.argument:
         return f"{command}: {mistake.argument.name}: missing; see {command} --help"
-    message = str(mistake).partition(" Available commands")[0].rstrip(".")
-    see = " See" if message.endswith("?") else "; see"
-    return f"{command}: {message}{see} {command} --help"
+    message = str(mistake).partition(" Available commands")[0].rstrip(".?")
+    return f"{command}: {message}; see {command} --help"
 
 
 def _unforeseen(error: Exception) -> str:

@@ -1,6 +1,5 @@
 """`pi-lora eval`, `probe` and `compare`; the report of a run and its way to the hub; and texts that a model writes."""
 
-import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -167,7 +166,7 @@ def everything(
     scores = scores_of(folder, TUNED, asked_of(folder, data), lambda: how.find(run)[0], how.measured(again))
     for each in scores.values() if is_leader() else ():
         out.print(scores_table([each]))
-    say(f"{folder.path}: its scores are kept; to put them into its card: pi-lora report {shlex.quote(run)}")
+    say(f"{folder.path}: its scores are kept; to put them into its card: pi-lora report {run}")
 
 
 @app.command(group=MEASURE)

@@ -50,15 +50,12 @@ def new(
         from pi_lora.planning.choosing import new_recipe
         from pi_lora.planning.text import plan_lines
 
-        probed, found = None, None
+        probed = None
         if probe:
             from pi_lora.report.probe import read_probe
 
-            found = read_probe(probe)
-            probed = found.to_tune(target)
+            probed = read_probe(probe).at(target).to_tune()
         file, plan, notes = new_recipe(model, target, gpu, data or (), probed, output, Permissions(trust_remote_code))
-    if found and found.at(target).enough:
-        notes.append(f"--probe: {found.at(target).summary}; no tuning is needed: pi-lora extend writes the model")
     out.lines(*plan_lines(plan))
     err.lines(*notes)
     out.lines(f"{file}: written; read it, then: pi-lora train {shlex.quote(str(file))}")

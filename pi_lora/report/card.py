@@ -125,8 +125,8 @@ def is_hub_id(name: str) -> bool:
     >>> is_hub_id("huggyllama/llama-7b"), is_hub_id("builtin:tiny"), is_hub_id("data/*.jsonl")
     (True, False, False)
     """
-    hub_form = public_name(name) == name and re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", name)
-    return bool(hub_form) and not Path(name).exists()
+    public = public_name(name) == name and not Path(name).exists()
+    return public and re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", name) is not None
 
 
 def _metadata(run: MeasuredRun, full: bool, recipe: Recipe | None) -> ModelCardData:

@@ -69,6 +69,16 @@ class Reach(BaseModel):
     summary: str
     scalings: dict[Method, Probed]
 
+    def to_tune(self) -> tuple[Method, str] | None:
+        """Return the best scaling and the summary, unless the best is for comparison only. Raise ModelError if that
+        is enough.
+        """
+        if self.best not in FOR_COMPARISON:
+            return self.best, self.summary
+        if self.enough:
+            raise ModelError(f"--probe: {self.summary}; no tuning is needed; to tune all the same, leave --probe out")
+        return None
+
 
 class Probe(BaseModel):
     """A probed model, its original window (L, tokens), a `Reach` for each target, and what it was measured on."""
@@ -79,17 +89,13 @@ class Probe(BaseModel):
     versions: dict[str, str] = {}
     targets: list[Reach]
 
-    def to_tune(self, target: int) -> tuple[Method, str] | None:
-        """Return the best scaling at a target and the summary, unless the best is for comparison only."""
-        reach = self.at(target)
-        return (reach.best, reach.summary) if reach.best not in FOR_COMPARISON else None
-
     def at(self, target: int) -> Reach:
         """Return the scalings at a target; raise ModelError if it was not probed."""
-        if found := next((reach for reach in self.targets if reach.target == target), None):
-            return found
-        known = ", ".join(str(reach.target) for reach in self.targets)
-        raise ModelError(f"--probe: was made for --target {known}, not for {target}; probe again")
+        reaches = {reach.target: reach for reach in self.targets}
+        if target not in reaches:
+            known = ", ".join(map(str, reaches))
+            raise ModelError(f"--probe: was made for --target {known}, not for {target}; probe again")
+        return reaches[target]
 
 
 def probe(base: Model, options: ProbeOptions, json: Path | None = None, how: How = How()) -> Probe:
