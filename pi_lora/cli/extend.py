@@ -189,7 +189,8 @@ def gguf(
     with progress_bar("exporting") as progress, TemporaryDirectory(prefix=f".{name}.", dir=file.parent) as making:
         if found.adapter:
             found = find(str(merge(Path(model), Path(making, name), progress=progress).folder))
-        export_gguf(found, file, script, dtype, progress)
+        progress(0, 0, "converting")
+        export_gguf(found, file, script, dtype)
     out.lines(f"{file}: written for llama.cpp, with a window of {found.window:,} tokens", "")
     out.commands("Serve it:", *llama_cpp_lines(file, found.window, model))
 

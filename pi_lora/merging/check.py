@@ -45,7 +45,7 @@ def check_model(found: Model, expected: PreTrainedModel, tensors: Sequence[Outpu
         built, report = type(expected).from_pretrained(
             None,
             config=config_of(found.kind, config),
-            state_dict={tensor.name: torch.empty(tensor.shape, device="meta") for tensor in tensors},
+            state_dict={tensor.name: torch.empty(tensor.source.shape, device="meta") for tensor in tensors},
             device_map="meta",
             output_loading_info=True,
             ignore_mismatched_sizes=True,
@@ -82,7 +82,7 @@ def _is_written(tensor: OutputTensor, stored: StoredTensor | None) -> bool:
     """Whether a tensor was written as `W + scaling B A` (DoRA scales the rows), added in float32 and rounded once, or
     as a copy of its source.
     """
-    if stored is None or (stored.dtype, stored.shape) != (tensor.dtype, tensor.shape):
+    if stored is None or (stored.dtype, stored.shape) != (tensor.dtype, tensor.source.shape):
         return False
     if isinstance(tensor.delta, LowRank):
         return _agrees(tensor.source, tensor.delta, stored)
@@ -94,18 +94,17 @@ def _agrees(source: StoredTensor, delta: LowRank, stored: StoredTensor) -> bool:
     number.
     """
     a, b = delta.a.whole().double(), delta.b.whole().double() * delta.scaling
-    factors, kind = delta.row_factors(source)[:, None], torch.finfo(stored.dtype)
+    factors, kind = delta.row_factors(source), torch.finfo(stored.dtype)
     # Products of 16-bit numbers are exact in float32.
     columns, wide = stored.shape[1], torch.float64 if stored.dtype.itemsize > 2 else torch.float32
     signs = torch.randint(2, (columns,), generator=torch.Generator().manual_seed(0), dtype=wide) * 2 - 1
     added = (b @ (a @ signs.double())).to(wide)
     # By row, how far float32 may have moved the update of a number, or the smallest numbers of the dtype a rounded one.
-    slack = factors * (b.norm(dim=1, keepdim=True) * a.norm(dim=0).max()).float() * FLOAT32_ERROR
-    slack += kind.tiny * kind.eps
+    slack = factors * (b.norm(dim=1) * a.norm(dim=0).max()).float() * FLOAT32_ERROR + kind.tiny * kind.eps
     for start, stop in spans(stored.shape):
         base, written = (tensor.rows(start, stop).to(wide) for tensor in (source, stored))
-        error = written @ signs - (base @ signs + added[start:stop]) * factors[start:stop, 0]
-        bound = written.norm(dim=1) * (kind.eps / 2 + FLOAT32_ERROR) + slack[start:stop, 0] * columns**0.5
+        error = written @ signs - (base @ signs + added[start:stop]) * factors[start:stop]
+        bound = written.norm(dim=1) * (kind.eps / 2 + FLOAT32_ERROR) + slack[start:stop] * columns**0.5
         # Errors of at most e_j in n numbers add up to more than 8 |e| once in 10^13 rows (Hoeffding 1963, theorem 2).
         if not (error.abs() <= DEVIATIONS * bound).all():
             return False
@@ -122,7 +121,7 @@ def check_logits(found: Model, run: Path, tensors: Sequence[OutputTensor], merge
     """Compare logits of the folder `merged`, loaded as a user would, with those of base + the adapter `run`, both in
     float32 and whole. Return a line for the user; raise ModelError if they differ by more than rounding explains.
     """
-    needed = sum(math.prod(tensor.shape) for tensor in tensors) * torch.float32.itemsize
+    needed = sum(math.prod(tensor.source.shape) for tensor in tensors) * torch.float32.itemsize
     if needed > (free := free_memory(device())):
         return f"logits not compared: a model takes {needed / 1e9:.1f} GB in float32, {free / 1e9:.1f} GB are free"
     # Imported here: PEFT takes seconds, and merging does without.

@@ -101,21 +101,15 @@ class OutputTensor:
     delta: LowRank | Difference | None = None
 
     @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape, which is that of the source."""
-        return self.source.shape
-
-    @property
     def size(self) -> int:
         """The size in bytes."""
-        return math.prod(self.shape) * self.dtype.itemsize
+        return math.prod(self.source.shape) * self.dtype.itemsize
 
     def blocks(self) -> Iterator[torch.Tensor]:
         """Yield the merged tensor, a few rows at a time: added in float32, cast once."""
         for block in self.delta.blocks(self.source) if self.delta else self.source.blocks():
             cast = block.to(self.dtype)
-            # Only float16 has a smaller range than float32; of the others, float32 is faster to sum.
-            if cast.is_floating_point() and not finite(cast if self.dtype == torch.float16 else block):
+            if cast.is_floating_point() and not finite(cast):
                 problem = "has infinite or NaN values once merged; base or adapter is damaged, or its values do not fit"
                 raise ModelError(f"{self.source.path}: {self.name}: {problem} {self.dtype}")
             yield cast
@@ -251,7 +245,7 @@ def _make_file(shard: Sequence[OutputTensor], file: Path) -> dict[str, StoredTen
     # Wider dtypes first, as the library does, which aligns what is mapped from the file.
     for tensor in sorted(shard, key=lambda tensor: -tensor.dtype.itemsize):
         place = (end, end := end + tensor.size)
-        entries[tensor.name] = {"dtype": DTYPE_NAMES[tensor.dtype], "shape": tensor.shape, "data_offsets": place}
+        entries[tensor.name] = {"dtype": DTYPE_NAMES[tensor.dtype], "shape": tensor.source.shape, "data_offsets": place}
     header = json.dumps(entries).encode()
     header += b" " * (-len(header) % LENGTH_BYTES)
     with file.open("wb") as out:

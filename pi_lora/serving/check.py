@@ -143,13 +143,14 @@ def _judge(reference: Reference, prompt: Prompt, said: Completion, tolerance: fl
         distance, agreed = compared[RIGHT]
     verdict, _, size = reading.partition(" ")
     details = {
-        RIGHT: "",
         UNSCALED: "it computes the model without the scaling in its config.json",
         CUT: f"it saw only the last {size} tokens; start it with a window of {reference.target:,}",
         DIFFERENT: "it computes another model",
     }
     difference = distance if said.logprobs and isfinite(distance) else None
-    return Verdict(tokens=prompt.tokens, verdict=verdict, detail=details[verdict], agreed=agreed, difference=difference)
+    return Verdict(
+        tokens=prompt.tokens, verdict=verdict, detail=details.get(verdict, ""), agreed=agreed, difference=difference
+    )
 
 
 def _compare(computed: Answer, said: Completion) -> tuple[float, int]:

@@ -1,7 +1,6 @@
 """A model as a GGUF file with its whole window, by llama.cpp's own converter."""
 
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -14,7 +13,6 @@ from huggingface_hub import snapshot_download
 from pi_lora.errors import ModelError, RunExistsError
 from pi_lora.models.model import Model
 from pi_lora.scaling.config import method_of
-from pi_lora.types import Progress, silent
 
 CONVERTER = "convert_hf_to_gguf.py"
 WHERE = "it is in llama.cpp's repository (github.com/ggml-org/llama.cpp), and in the source package of llama-cpp-python"
@@ -27,7 +25,7 @@ def find_converter(found: Model, output: Path, converter: Path | None = None) ->
     default `$LLAMA_CPP`. Raise ModelError if there is none, or it drops the scaling of the model; RunExistsError if
     `output` exists.
     """
-    script = Path(converter or os.environ.get("LLAMA_CPP", CONVERTER)).expanduser()
+    script = Path(converter or os.environ.get("LLAMA_CPP", CONVERTER))
     script = (script / CONVERTER if script.is_dir() else script).resolve()
     if not script.is_file():
         raise ModelError(f"{script}: no such converter; {WHERE}; name it with --converter, or its folder in LLAMA_CPP")
@@ -38,17 +36,13 @@ def find_converter(found: Model, output: Path, converter: Path | None = None) ->
     return script
 
 
-def export_gguf(
-    found: Model, output: Path, script: Path, outtype: str | None = None, progress: Progress = silent
-) -> None:
+def export_gguf(found: Model, output: Path, script: Path, outtype: str | None = None) -> None:
     """Write full weights to the GGUF file `output` with the converter `script`, whole or not at all; `outtype` is by
     default the dtype of the weights. Raise ModelError if the converter fails.
     """
     folder = found.path
     if not Path(folder).is_dir():
-        progress(0, 0, "downloading")
         folder = snapshot_download(folder, revision=found.revision, allow_patterns=CONVERTED)
-    progress(0, 0, "converting")
     # bfloat16 is bf16 there.
     kind = outtype or found.base_config.get("dtype", "float32").replace("float", "f")
     with tempfile.TemporaryDirectory(prefix=f".{output.stem}.", dir=output.parent) as making:
@@ -61,7 +55,7 @@ def export_gguf(
                 f"{script}: cannot convert {found.name} ({reason}); see what it needs, and which models it knows"
             )
         _set_window(file, found.window)
-        shutil.move(file, output)
+        file.replace(output)
 
 
 def _set_window(file: Path, window: int) -> None:

@@ -93,8 +93,8 @@ class Reader(Reference):
         if reading not in prompt.answers:
             self._progress(0, 0, f"computing {prompt.tokens:,} tokens here: {reading}")
             ids = self._found.tokenizer(self.text[: prompt.characters], verbose=False)["input_ids"]
-            size = int(reading.removeprefix(CUT)) if reading.startswith(CUT) else len(ids)
-            prompt.answers[reading] = _answer(self._model(reading != UNSCALED), ids[-size:])
+            size = reading.partition(" ")[2] or len(ids)
+            prompt.answers[reading] = _answer(self._model(reading != UNSCALED), ids[-int(size) :])
         return prompt.answers[reading]
 
     def write(self, file: Path) -> None:

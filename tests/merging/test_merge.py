@@ -17,13 +17,9 @@ from test_merge_peft import ATTENTION, llama
 from transformers import AutoModelForCausalLM
 
 from pi_lora.errors import ModelError
-from pi_lora.evaluation.measurement import Session
-from pi_lora.evaluation.passkey import Passkey
-from pi_lora.evaluation.perplexity import Perplexity
 from pi_lora.merging.merging import extend, merge
 from pi_lora.merging.tensors import StoredTensor
 from pi_lora.models.model import Extension, find, load
-from pi_lora.recipe.evaluation import PasskeyOptions, PerplexityOptions
 
 IDS = torch.randint(2, 1024, (2, 128), generator=torch.Generator().manual_seed(5))
 
@@ -55,22 +51,12 @@ def test_the_config_speaks_both_dialects(merged: Path) -> None:
     assert config["architectures"] == ["LlamaForCausalLM"]
 
 
-def test_dtype_is_written_and_rounds_once(lora_run: Path, merged: Path, tmp_path: Path) -> None:
-    half = merge(lora_run, tmp_path / "half", dtype="bfloat16").folder
-    assert json.loads((half / "config.json").read_text())["dtype"] == "bfloat16"
-    exact = load(str(merged), dtype="float32").model.state_dict()
-    for name, weight in load(str(half), dtype="bfloat16").model.state_dict().items():
-        assert torch.equal(weight, exact[name].to(torch.bfloat16)), name
-
-
-def test_a_base_with_llama3_rope_is_tuned_merged_and_measured(small_model: Path, tmp_path: Path) -> None:
-    """It goes on from its own frequencies: its factor is multiplied, from the config to the measured scores."""
+def test_a_base_with_llama3_rope_goes_on_from_its_own_frequencies(small_model: Path, tmp_path: Path) -> None:
     base = Path(shutil.copytree(small_model, tmp_path / "base"))
     rope = {"rope_type": "llama3", "rope_theta": 500.0, "factor": 2.0, "original_max_position_embeddings": 32}
     config = json.loads((base / "config.json").read_text())
     config["rope_parameters"] = {**rope, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
     (base / "config.json").write_text(json.dumps(config))
-    (tmp_path / "text.txt").write_text("The door is open and the road is long. " * 60)
     run = train(small_recipe(base, context={"target": 256}, scaling="llama3"), tmp_path / "run")
     full = load(str(merge(run, tmp_path / "merged").folder))
     assert full.config["rope_parameters"]["factor"] == 8.0
@@ -79,15 +65,8 @@ def test_a_base_with_llama3_rope_is_tuned_merged_and_measured(small_model: Path,
     plain = 500.0 ** -(torch.arange(0, 16, 2) / 16)
     smooth = ((32 * plain / (2 * math.pi) - 1.0) / 3.0).clamp(0, 1)
     torch.testing.assert_close(full.model.model.rotary_emb.inv_freq, (1 - smooth) * plain / 8 + smooth * plain)
-    options = PerplexityOptions(data=str(tmp_path / "text.txt"), windows=(64, 256), stride=64)
-    of_run, of_merged, of_base = (
-        Perplexity().run(model, options, Session()).windows
-        for model in (load(str(run)), full, load(str(base), Extension(256, scaling="llama3")))
-    )
-    for ours, theirs, untuned in zip(of_run, of_merged, of_base, strict=True):
-        assert ours.perplexity == pytest.approx(theirs.perplexity, rel=1e-5)
-        assert ours.perplexity < untuned.perplexity
-    assert Passkey().run(full, PasskeyOptions(depths=2, trials=1), Session()).target == 256
+    with torch.no_grad():
+        torch.testing.assert_close(full.model(IDS).logits, load(str(run)).model(IDS).logits, rtol=1e-5, atol=1e-5)
 
 
 def test_what_is_no_adapter_is_refused(full_run: Path, tmp_path: Path) -> None:

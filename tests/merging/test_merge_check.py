@@ -167,7 +167,9 @@ def test_a_sound_merge_differs_by_rounding(
     monkeypatch.setattr("pi_lora.merging.tensors.BLOCK", 100)  # many blocks
     config, settings = SETTINGS[case]
     run = save_run(save_base(config, tmp_path / "base", dtype_named(base)), tmp_path / "run", r=4, **settings)
-    [line] = merge(run, tmp_path / "merged", dtype=dtype).lines
+    merged = merge(run, tmp_path / "merged", dtype=dtype)
+    assert json.loads((merged.folder / "config.json").read_text())["dtype"] == dtype
+    [line] = merged.lines
     summed, copied = map(int, re.findall(r"\d+", line))
     assert summed >= 8
     assert copied >= 6
