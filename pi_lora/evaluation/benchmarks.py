@@ -10,8 +10,6 @@ from pi_lora.models.model import Model
 from pi_lora.recipe.evaluation import BenchmarksOptions
 from pi_lora.types import Json
 
-TITLES = {"boolq": "BoolQ", "piqa": "PIQA", "race_middle": "RACE-M", "race_high": "RACE-H", "winogrande": "WinoGrande"}
-
 
 class TaskScore(Result):
     """Accuracy of a task with the `outcomes` of its examples, 1 or 0 (`stderr` is None for one example); or the
@@ -72,7 +70,7 @@ class Benchmarks(Measurement[BenchmarksOptions, BenchmarkScores]):
         """Return the accuracy of each task, or what lm-eval reports for it instead."""
         metrics = []
         for task, score in scores.tasks.items():
-            label = f"{TITLES.get(task, task)} ({score.shots or 0}-shot)"
+            label = f"{task} ({score.shots or 0}-shot)"
             if score.acc is not None:
                 values = [Value(f"{task} {number}", value) for number, value in enumerate(score.outcomes or ())]
                 hub: Json = {"dataset": task, "hub_name": "accuracy"}

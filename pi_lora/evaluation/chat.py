@@ -88,10 +88,6 @@ class Chats(Measurement[ChatOptions, ChatScores]):
         tokens = [each.tokens for each in per_chat]
         loss = fmean([math.log(each.perplexity) for each in per_chat], tokens)
         check_numbers(model, math.isfinite(loss))
-        against_base: Json = {}
-        if options.base:
-            against_base["divergence"] = fmean([each.divergence for each in per_chat], tokens)
-            against_base["equal_answers"] = fmean(each.equal_answers for each in per_chat)
         return ChatScores(
             **described(model),
             options=options,
@@ -99,13 +95,14 @@ class Chats(Measurement[ChatOptions, ChatScores]):
             left_out=counts.total(),
             tokens=sum(tokens),
             perplexity=math.exp(loss),
-            **against_base,
+            divergence=fmean([each.divergence for each in per_chat], tokens) if options.base else None,
+            equal_answers=fmean(each.equal_answers for each in per_chat) if options.base else None,
             per_chat=per_chat,
         )
 
     def metrics(self, scores: ChatScores) -> list[Metric]:
         """Return the perplexity, the divergence with its interval over chats, and the share of equal answers."""
-        about: Json = {"dataset": scores.options.data, "samples": scores.tokens, "digits": 3, "higher_is_better": False}
+        about: Json = {"dataset": scores.options.data, "digits": 3, "higher_is_better": False}
         values = [Value(each.name, each.perplexity, each.tokens) for each in scores.per_chat]
         loss = Metric(
             "chat perplexity", scores.perplexity, values=values, is_ratio=True, hub_name="perplexity", **about

@@ -81,9 +81,11 @@ def depends_on_length(config: Config) -> bool:
 
 
 @torch.no_grad()
-def forget_lengths(model: Any) -> None:
+def forget_lengths(loaded: Model) -> None:
     """Reset `dynamic` frequencies: transformers keeps those of the longest input until one shorter than L comes."""
-    model(input_ids=torch.zeros((1, 1), dtype=torch.long, device=model.device), use_cache=False)
+    if depends_on_length(loaded.config):
+        first = torch.zeros((1, 1), dtype=torch.long, device=loaded.model.device)
+        cast(Any, loaded.model)(input_ids=first, use_cache=False)
 
 
 @torch.no_grad()

@@ -52,10 +52,10 @@ def written_ids(loaded: Model, prompts: Sequence[Sequence[int]], sampling: Sampl
     inputs = {"input_ids": ids.clamp(min=0), "attention_mask": (ids >= 0).long()}
     streamer = Stream(loaded.tokenizer, write) if write else None
     torch.manual_seed(sampling.seed)
-    model.generation_config = config  # transformers 5 takes from the model's what the given config leaves open
+    model.generation_config = config  # what a given config leaves open is taken from the model's
     try:
         with quiet_loading():  # it takes max_position_embeddings for the longest input, which is L under `pi`
-            return model.generate(**inputs, generation_config=config, streamer=streamer)[:, longest:]
+            return model.generate(**inputs, streamer=streamer)[:, longest:]
     finally:
         model.generation_config = own
 

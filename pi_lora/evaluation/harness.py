@@ -150,10 +150,9 @@ def load_tasks(manager: TaskManager, spec: Any, seed: int = 0) -> dict[str, Any]
 
 
 @cache
-def manager(paper: bool) -> TaskManager:
-    """Return lm-eval's tasks: with `paper` those of the paper, since the index of all 14,000 takes ten seconds."""
-    folders: list[str | Path] = [FOLDER / folder for folder in set(PAPERS.values())]
-    return TaskManager(include_path=folders if paper else None, include_defaults=not paper)
+def manager(folder: str | None = None) -> TaskManager:
+    """Return lm-eval's tasks, or those of one folder: the index of all 14,000 takes ten seconds."""
+    return TaskManager(include_path=FOLDER / folder, include_defaults=False) if folder else TaskManager()
 
 
 def find_benchmarks(options: BenchmarksOptions) -> dict[str, Any]:
@@ -176,7 +175,7 @@ def find_benchmarks(options: BenchmarksOptions) -> dict[str, Any]:
             changes |= {"dataset_path": reader, "dataset_name": None, "dataset_kwargs": data} | splits
         spec = {"group": name, "task": [{"task": base, **changes}]} if changes else base
         try:
-            found = load_tasks(manager(paper=name in PAPERS), spec)
+            found = load_tasks(manager(PAPERS.get(name)), spec)
         except Exception as error:  # `datasets` and jinja raise a dozen kinds for what a user can correct
             wrong = f"{file}: cannot be read as examples of {name}" if file else f"--tasks: {name}"
             remedy = "correct the task or the file, or check the network"

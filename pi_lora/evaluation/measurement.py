@@ -46,8 +46,8 @@ class Value(NamedTuple):
 class Metric:
     """A number that a measurement found.
 
-    `at` is the window, distance or length of context in tokens that it belongs to, if any. `samples` is the number of
-    tokens, trials or examples that it is the mean of, `interval` its 95 % interval. Where `values` are known, the value
+    `at` is the window, distance or length of context in tokens that it belongs to, if any. `interval` is its 95 %
+    interval. Where `values` are known, the value
     is their weighted mean, or if `is_ratio` their geometric mean, and two models differ by a ratio. `dataset` and
     `hub_name` are the words of the hub; a detail, which only the terminal shows, has none.
     """
@@ -58,7 +58,6 @@ class Metric:
     higher_is_better: bool = True
     at: int | None = None
     digits: int = 0
-    samples: int | None = None
     interval: Interval | None = None
     values: Sequence[Value] = ()
     is_ratio: bool = False
@@ -105,7 +104,7 @@ def share(label: str, mean: float, samples: int, **others: Any) -> Metric:
     """
     low, high = (100 * bound for bound in wilson(mean, samples))
     digits = 1 if samples >= 1000 else 0
-    return Metric(label, 100 * mean, "%", digits=digits, samples=samples, interval=(low, high), **others)
+    return Metric(label, 100 * mean, "%", digits=digits, interval=(low, high), **others)
 
 
 def longest_passing(scores: Mapping[int, float], threshold: float) -> int:

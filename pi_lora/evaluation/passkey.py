@@ -251,13 +251,12 @@ def _without_eos(tokenizer: Any, ids: list[int]) -> list[int]:
 class PasskeyTest:
     """Runs the trials of a grid. One forward pass over prompt and answer decides a trial: each digit must be the first
     choice given those before it, as greedy decoding gives them. Text ahead of the key is computed once where that pays
-    and has room, unless inputs stand `apart`, since frequencies follow their lengths.
+    and has room.
     """
 
     def __init__(self, loaded: Model, grid: Grid) -> None:
-        self.loaded, self.model, self.grid = loaded, loaded.model, grid
+        self.loaded, self.grid = loaded, grid
         self.first = grid.trial(loaded.tokenizer, 0, 0)
-        self.apart = depends_on_length(loaded.config)
 
     def measure(self, depth: int) -> Json:
         """Return how the trials at one depth end: the fields of PasskeyDepth."""
@@ -276,17 +275,16 @@ class PasskeyTest:
         """The text ahead of the key where it stands nearest to the end: the longest. Computing it costs one
         prompt; a trial then saves half a prompt on average.
         """
-        if self.apart:
+        if depends_on_length(self.loaded.config):
             return None
         ahead = self.first.prompt[: self.first.length - self.first.distance]
-        return shared_prefix(self.model, ahead, self.grid.target)
+        return shared_prefix(self.loaded.model, ahead, self.grid.target)
 
     def _succeeds(self, trial: Trial) -> bool:
-        if self.apart:
-            forget_lengths(self.model)
+        forget_lengths(self.loaded)
         # The last digit predicts nothing that is asked for.
         ids = [*trial.prompt, *trial.answer[:-1]]
-        logits = last_logits(self.model, ids, len(trial.answer), self._prefix)
+        logits = last_logits(self.loaded.model, ids, len(trial.answer), self._prefix)
         check_numbers(self.loaded, finite(logits))
         return bool(logits.argmax(-1).tolist() == trial.answer)
 

@@ -163,7 +163,6 @@ class Perplexity(Measurement[PerplexityOptions, PerplexityScores]):
                 "perplexity",
                 row.perplexity,
                 at=row.window,
-                samples=row.tokens,
                 values=values[row.window],
                 hub_name="perplexity",
                 **about,
@@ -317,8 +316,8 @@ def _measure(
     """Return the sums of losses of the forward passes over each document. Where a model's frequencies follow the length
     of the input, each piece of each window goes through the model alone.
     """
-    sweeps, at_once, apart = [sweep], pass_tokens(model.model), depends_on_length(model.config)
-    if apart:
+    sweeps, at_once = [sweep], pass_tokens(model.model)
+    if depends_on_length(model.config):
         sweeps, at_once = [Sweep((window,), sweep.stride) for window in sweep.windows[:-1]], 1
         sweeps.append(replace(sweep, windows=sweep.windows[-1:]))
     passes = [
@@ -329,8 +328,7 @@ def _measure(
     ]
 
     def measure(index: int) -> list[LossSum]:
-        if apart:
-            forget_lengths(model.model)
+        forget_lengths(model)
         number, pieces = passes[index]
         return pass_losses(model.model, documents[number].ids, pieces)
 

@@ -95,13 +95,8 @@ class Ruler(Measurement[RulerOptions, RulerScores]):
                     task, tokens = ruler_task(name, options, lm, tokenizer)
                     samples = lm.evaluate(name, task, options.samples)["samples"]
                     outcomes = [float(sample[str(length)]) for sample in samples]
-                    measured: Json = {
-                        "samples": len(outcomes),
-                        "outcomes": outcomes,
-                        "length": length,
-                        "tokens": tokens,
-                    }
-                    tasks[name] = RulerTask(score=fmean(outcomes), **measured)
+                    made: Json = {"length": length, "tokens": tokens, "outcomes": outcomes}
+                    tasks[name] = RulerTask(score=fmean(outcomes), samples=len(outcomes), **made)
                 mean = fmean(task.score for task in tasks.values())
                 lengths.append(RulerWindow(window=window, score=mean, tasks=tasks))
         reached = longest_passing({each.window: each.score for each in lengths}, PAPERS_THRESHOLD)

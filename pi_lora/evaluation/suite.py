@@ -188,15 +188,14 @@ def write_scores(scores: Scores | Sequence[Scores], file: Path) -> None:
 
 
 def scores_table(scores: Sequence[Scores]) -> Table:
-    """Return a row for each metric and a column for each model, with the number of samples; all of one measurement."""
+    """Return a row for each metric and a column for each model; all of one measurement."""
     columns = [{metric.heading: metric for metric in metrics_of(one)} for one in scores]
     table = Table("", title=scores[0].measurement, caption_justify="left")
-    for heading in (*(one.model for one in scores), "samples"):
-        table.add_column(heading, justify="right", overflow="fold")
+    for one in scores:
+        table.add_column(one.model, justify="right", overflow="fold")
     for heading in dict.fromkeys(heading for column in columns for heading in column):
         row = [column.get(heading) for column in columns]
-        samples = dict.fromkeys(f"{each.samples:,}" for each in row if each and each.samples)
-        table.add_row(heading, *(each.text if each else "" for each in row), " / ".join(samples))
+        table.add_row(heading, *(each.text if each else "" for each in row))
     scales = " / ".join(f"{one.scale:g}" for one in scores)
     dtypes = ", ".join(dict.fromkeys(str(one.dtype) for one in scores))
     table.caption = f"scale {scales}, {dtypes}, {setting_of(scores[0])}"

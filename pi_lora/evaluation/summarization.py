@@ -59,21 +59,15 @@ class Summarization(Measurement[SummarizationOptions, SummarizationScores]):
             check_can_write(Path(options.predictions))
             if len(models) > 1:
                 raise DataError("--predictions: holds the summaries of one model; name one, or leave it out")
-        options = complete(options, models[0].name)
-        data_of(options)
-        return options
+        return complete(options, models[0].name)[0]
 
     def run(self, model: Model, options: SummarizationOptions, session: Session) -> SummarizationScores:
         """Score the summaries of a model. Raise DataError if the data cannot be read, lacks a column or holds nothing,
         or the window is too short.
         """
-        options = complete(options, model.name)
-        data = data_of(options)
-        prompter, table, counts = (
-            Prompter(data, model.tokenizer, model.window),
-            find_table(data.source[0]),
-            Counter[str](),
-        )
+        options, data = complete(options, model.name)
+        prompter = Prompter(data, model.tokenizer, model.window)
+        table, counts = find_table(data.source[0]), Counter[str]()
         batches = prompter.batches(table.read(prompter.task.columns, None), counts, options.limit)
         examples = [example for batch in batches for example in batch]
         if not examples:
@@ -101,7 +95,7 @@ class Summarization(Measurement[SummarizationOptions, SummarizationScores]):
 
     def metrics(self, scores: SummarizationScores) -> list[Metric]:
         """Return ROUGE-1, -2 and -L with their intervals over examples."""
-        about: Json = {"digits": 2, "samples": scores.examples, "dataset": scores.options.data or ""}
+        about: Json = {"digits": 2, "dataset": scores.options.data or ""}
         metrics = []
         for name in ROUGES:
             values = [Value(f"example {index}", value) for index, value in enumerate(scores.per_example.get(name, ()))]
@@ -111,9 +105,10 @@ class Summarization(Measurement[SummarizationOptions, SummarizationScores]):
         return metrics
 
 
-def complete(options: SummarizationOptions, model: str) -> SummarizationOptions:
+def complete(options: SummarizationOptions, model: str) -> tuple[SummarizationOptions, Data]:
     """Return the options with all that decides the rows and their prompts, so that another model is measured on the
-    same: what is left open is as a run was tuned, or as for GovReport; of a hub data set the validation split.
+    same, and the rows and prompts as in a recipe. What is left open is as a run was tuned, or as for GovReport; of a
+    hub data set the validation split. Raise RecipeError if keys do not go together.
     """
     run = Run(Path(model))
     usual = run.recipe.data if run.has_recipe and run.recipe.data.has_examples else GOVREPORT
@@ -123,14 +118,10 @@ def complete(options: SummarizationOptions, model: str) -> SummarizationOptions:
     if options.template:
         defaults |= {"document": None, "summary": None}
     given = options.model_dump(exclude_defaults=True)
-    return options.changed(**{"max_new_tokens": usual.completion_tokens, **defaults, **given})
-
-
-def data_of(options: SummarizationOptions) -> Data:
-    """Return the rows and prompts of complete options as in a recipe; raise RecipeError if keys do not go together."""
+    options = options.changed(**{"max_new_tokens": usual.completion_tokens, **defaults, **given})
     source = {"name": options.data, "subset": options.subset, "split": options.split}
     prompts = options.model_dump(include=PROMPT_KEYS)
-    return GOVREPORT.changed(**prompts, source=source, completion_tokens=options.max_new_tokens)
+    return options, GOVREPORT.changed(**prompts, source=source, completion_tokens=options.max_new_tokens)
 
 
 def written(
@@ -172,8 +163,7 @@ def summarize(
     """
     # All that fits is read, also where examples of training were cut shorter.
     options = SummarizationOptions(**sampling.model_dump(), document_tokens=loaded.window)
-    options = complete(options, loaded.name)
-    data = data_of(options)
+    options, data = complete(options, loaded.name)
     prompter = Prompter(data, loaded.tokenizer, loaded.window)
     columns = prompter.task.prompt_columns
     if columns != [data.document]:

@@ -166,7 +166,7 @@ def decided(scalings: Mapping[Method, Probed]) -> tuple[Method, bool, str]:
     before, (inside, beyond), keys = scalings["direct"].windows[0], scalings[best].windows, shares[best]
     kept = max(inside.value, beyond.value) <= KEPT * before.value
     keeps = f"{best} keeps {beyond.value:.2f} at {beyond.at:,} ({before.value:.2f} at {before.at:,} before)"
-    summary = f"{keeps} and finds {keys.value:.0f} % of {keys.samples} passkeys without tuning"
+    summary = f"{keeps} and finds {keys.value:.0f} % of {len(keys.values)} passkeys without tuning"
     return best, kept and keys.value >= RETRIEVED, summary
 
 

@@ -59,7 +59,7 @@ def test_what_the_recipe_names_is_measured_and_kept(
     assert all((scores["model"], scores["scale"]) == ("run", 4) for scores in kept.values())
     assert f"{kept['perplexity']['windows'][0]['perplexity']:,.3f}" in out
     assert "k_max" in out
-    assert "BoolQ (0-shot)" in out
+    assert "boolq (0-shot)" in out
 
 
 def test_what_is_there_is_measured_only_again(

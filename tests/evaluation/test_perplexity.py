@@ -93,14 +93,6 @@ def test_perplexities_of_other_tokens_are_said_not_to_compare(loaded: Model, fol
     assert "perplexities of other tokens do not compare" in " ".join(printed(scores_table([own, other])).split())
 
 
-def test_documents_are_chosen_by_length_and_number(loaded: Model, folder: Path) -> None:
-    assert names(loaded, folder) == ["0", "2", "3", "5", "6"]
-    assert names(loaded, folder, documents=2) == ["0", "2"]
-    all_of_them, _ = choose_documents(loaded, PerplexityOptions(data=str(folder)), 64)
-    lengths = {Path(each.name).stem: len(each.ids) for each in all_of_them}
-    assert names(loaded, folder, min_tokens=lengths["3"]) == ["2", "3", "5"]
-
-
 def test_a_seed_draws_documents_at_random(loaded: Model, folder: Path) -> None:
     drawn = {tuple(names(loaded, folder, documents=2, seed=seed)) for seed in range(8)}
     assert len(drawn) > 3

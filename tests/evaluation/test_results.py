@@ -99,14 +99,6 @@ def test_a_file_holds_the_fields_that_were_set_and_their_nulls(tmp_path: Path) -
     assert content["measurement"] == "perplexity"
 
 
-def test_several_models_are_a_list_and_one_is_not(tmp_path: Path) -> None:
-    file = tmp_path / "scores.json"
-    write_scores(RESULTS[:2], file)
-    assert [each["model"] for each in json.loads(file.read_text())] == ["m", "m"]
-    write_scores(RESULTS[:1], file)
-    assert read_scores(file) == RESULTS[0]
-
-
 def test_older_and_newer_files_are_read(tmp_path: Path) -> None:
     """Older ones do not name their measurement, or hold an option that is gone; newer ones may hold more."""
     file = tmp_path / "passkey-step-200.json"

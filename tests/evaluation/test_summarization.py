@@ -15,11 +15,10 @@ from conftest import small_recipe, train
 from rouge_score.rouge_scorer import RougeScorer
 from test_cli import run
 
-from pi_lora.data.batches import training_data
 from pi_lora.errors import Interrupted
 from pi_lora.evaluation.generation import generate
 from pi_lora.evaluation.measurement import Session
-from pi_lora.evaluation.summarization import Summarization, complete, data_of, rouge
+from pi_lora.evaluation.summarization import Summarization, complete, rouge
 from pi_lora.models.model import load
 from pi_lora.recipe.evaluation import Sampling, SummarizationOptions
 from pi_lora.recipe.schema import Recipe
@@ -66,7 +65,7 @@ def test_from_raw_reports_to_rouge_with_an_interruption(
 ) -> None:
     monkeypatch.setenv("PI_LORA_CACHE", str(tmp_path / "cache"))
     loaded = load(str(tuned))
-    asked = complete(SummarizationOptions(), str(tuned))
+    asked, _ = complete(SummarizationOptions(), str(tuned))
     assert (asked.data, asked.document, asked.max_new_tokens, asked.document_tokens) == (
         str(REPORTS),
         "report",
@@ -112,14 +111,6 @@ def test_from_raw_reports_to_rouge_with_an_interruption(
         assert metric.interval == (pytest.approx(expected) if reach else None)
 
 
-def test_tokens_are_counted_without_padding(tuned: Path, extended: Path) -> None:
-    recipe = recipe_of(extended, REPORTS)
-    data = training_data(recipe.data, recipe.training, load(str(extended)).tokenizer, 256, 512)
-    assert not isinstance(data.tokens, int)
-    log = [json.loads(line) for line in (tuned / "training.jsonl").read_text().splitlines()]
-    assert log[-1]["tokens"] == sum(data.tokens)
-
-
 def test_rouge_stems() -> None:
     predictions, references = ["The cats sat", "A dog", "Nothing"], ["the cat sat", "a dog barks", "all of it"]
     assert rouge(predictions, references)["rouge1"] == pytest.approx([100, 80, 0])
@@ -140,13 +131,12 @@ def test_writing_is_seeded_and_a_batch_is_greedy_as_each_prompt_alone(tuned: Pat
 
 
 def test_a_run_without_a_task_is_measured_on_govreport(extended: Path) -> None:
-    asked = complete(SummarizationOptions(), str(extended))
-    data = data_of(asked)
+    asked, data = complete(SummarizationOptions(), str(extended))
     assert (asked.data, asked.subset, asked.split) == ("tau/scrolls", "gov_report", "validation")
     assert (data.document, data.summary, data.document_tokens) == ("input", "output", 15000)
-    assert complete(asked, "builtin:tiny") == asked
+    assert complete(asked, "builtin:tiny") == (asked, data)
     other = SummarizationOptions(data="x.csv", template="{q}?", completion="a")
-    data = data_of(complete(other, "builtin:tiny"))
+    _, data = complete(other, "builtin:tiny")
     assert (data.source[0].name, data.source[0].subset) == ("x.csv", None)
     assert (data.template, data.completion, data.document) == ("{q}?", "a", None)
 
@@ -155,9 +145,9 @@ def test_a_hub_data_set_is_measured_on_its_validation_split(extended: Path, monk
     """A run that was tuned on the split `train` is not measured on it."""
     tuned = small_recipe(extended, scaling="keep", data={"source": {"name": "me/reports", "split": "train"}, **COLUMNS})
     monkeypatch.setattr("pi_lora.run.Run.recipe", tuned)
-    asked = complete(SummarizationOptions(), str(extended))
+    asked, _ = complete(SummarizationOptions(), str(extended))
     assert (asked.data, asked.split, asked.document) == ("me/reports", "validation", "report")
-    assert complete(SummarizationOptions(split="test"), str(extended)).split == "test"
+    assert complete(SummarizationOptions(split="test"), str(extended))[0].split == "test"
 
 
 def test_the_two_commands(

@@ -167,7 +167,7 @@ SCORES = {
 TABLES = [
     """| metric | base | tuned |
 |---|---|---|
-| BoolQ (0-shot) | 80 % (71 to 87) | 75 % (66 to 82) |
+| boolq (0-shot) | 80 % (71 to 87) | 75 % (66 to 82) |
 """,
     """**passkey**: target 128, depths 4, trials 4, seed 0
 
