@@ -156,7 +156,9 @@ def save(recipe: Recipe, model: Model, trainer: Trainer, run: Run) -> None:
         "versions": machine.versions(),
         "hardware": machine.hardware(),
     }
-    run.record({**facts, **run.log[-1]})
+    # The processes before a resume had another peak.
+    peak = max(line["peak_memory"] for line in run.log)
+    run.record({**facts, **run.log[-1], "peak_memory": peak})
 
 
 def closing_lines(recipe: Recipe, folder: Path) -> list[str]:

@@ -75,15 +75,24 @@ def heard() -> Iterator[None]:
 @pytest.mark.usefixtures("heard")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_ends_the_run_behind_a_checkpoint(
-    small_model: Path, tmp_path: Path, whole: dict[str, torch.Tensor], number: signal.Signals
+    small_model: Path,
+    tmp_path: Path,
+    whole: dict[str, torch.Tensor],
+    number: signal.Signals,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     recipe, output = recipe_for(small_model), tmp_path / "run"
-    interrupt_at(5, recipe, output, number)
+    with monkeypatch.context() as patch:
+        patch.setattr("pi_lora.training.callbacks.peak_memory", lambda: 2**40)
+        interrupt_at(5, recipe, output, number)
+    assert ("stopping after this step" in capfd.readouterr().err) is (number == signal.SIGINT)
     with pytest.raises(RunExistsError, match=f"resume it with pi-lora train {output} --resume"):
         train(recipe, output)
     train(recipe, output, resume=True)
     assert all(torch.equal(tensor, whole[name]) for name, tensor in weights(output).items())
     assert steps_of(output) == list(range(1, STEPS + 1))
+    assert Run(output).provenance.peak_memory == 2**40, "the process before the resume is forgotten"
     assert not (output / "checkpoints").exists()
 
 
