@@ -11,7 +11,6 @@ import pytest
 import torch
 from conftest import small_recipe, train
 from random_runs import save_base, save_run, stored, tuned
-from safetensors import safe_open
 from safetensors.torch import save_file
 from test_merge_peft import ATTENTION, llama
 from transformers import AutoModelForCausalLM
@@ -42,13 +41,10 @@ def test_merged_logits_equal_the_runs(merged: Path, lora_run: Path, small_model:
 def test_the_config_speaks_both_dialects(merged: Path) -> None:
     config = json.loads((merged / "config.json").read_text())
     assert config["rope_parameters"] == {"rope_type": "linear", "rope_theta": 500.0, "factor": 2.0}
-    assert config["rope_scaling"] == {"type": "linear", "rope_type": "linear", "factor": 2.0, "rope_theta": 500.0}
-    assert config["rope_theta"] == 500.0
+    assert config["rope_scaling"] == {"type": "linear", **config["rope_parameters"]}
+    # vLLM's and SGLang's rule for the window of a linear model multiplies it by the factor.
     assert config["max_position_embeddings"] == 64
-    # vLLM's and SGLang's rule for the window of a linear model.
-    assert config["max_position_embeddings"] * config["rope_scaling"]["factor"] == 128
     assert json.loads((merged / "tokenizer_config.json").read_text())["model_max_length"] == 128
-    assert config["architectures"] == ["LlamaForCausalLM"]
 
 
 def test_a_base_with_llama3_rope_goes_on_from_its_own_frequencies(small_model: Path, tmp_path: Path) -> None:
@@ -114,23 +110,14 @@ def sharded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_run(base, folder / "run", r=4, target_modules=ATTENTION)
 
 
-def files(folder: Path) -> dict[str, set[str]]:
-    found = {}
-    for path in folder.glob("*.safetensors"):
-        with safe_open(path, framework="pt") as file:
-            found[path.name] = set(file.keys())
-    return found
-
-
 def test_the_bases_division_is_kept(sharded: Path, tmp_path: Path) -> None:
     base = sharded.parent / "base"
     merged = merge(sharded, tmp_path / "merged", check="none").folder
-    assert files(merged) == files(base)
-    assert len(files(merged)) == 3
     index = json.loads((merged / INDEX).read_text())
     before, after = stored(base), stored(merged)
     changed = {name for name in before if not torch.equal(before[name], after[name])}
     assert changed == {name for name in before if name.rsplit(".", 2)[-2] in ATTENTION}
+    assert len({*index["weight_map"].values()}) == 3
     assert index["weight_map"] == json.loads((base / INDEX).read_text())["weight_map"]
     assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in after.values())
     assert {stat.S_IMODE(path.stat().st_mode) for path in merged.iterdir()} == {0o644}

@@ -92,13 +92,6 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda at: edit(at / "run" / ADAPTER, rename_layers),
         r"does not fit its base, which has no .*layers\.10\.self_attn\.q_proj\.weight \[32, 32\]; .*layers\.11\.",
     ),
-    "adapter of another width": (
-        lambda at: edit(
-            at / "run" / ADAPTER,
-            lambda each: each.update({f"base_model.model.{Q}.lora_A.weight": torch.zeros(4, 16)}),
-        ),
-        rf"does not fit its base, which has no {Q}\.weight \[32, 16\]$",
-    ),
     "adapter of infinities": (
         lambda at: edit(
             at / "run" / ADAPTER, lambda each: each[f"base_model.model.{Q}.lora_B.weight"].fill_(torch.inf)

@@ -120,14 +120,19 @@ def test_an_adapter_of_qlora_is_added_to_the_base_as_it_is_stored(tmp_path: Path
         assert torch.equal(weight, expected[name].to(torch.bfloat16)), name
 
 
+def sibling_of(base: Path, folder: Path) -> Path:
+    sibling = Path(shutil.copytree(base, folder / "sibling"))
+    tensors = {name: tensor * 1.1 + 0.01 for name, tensor in stored(sibling).items()}
+    save_file(tensors, sibling / "model.safetensors", {"format": "pt"})
+    return sibling
+
+
 @pytest.mark.parametrize("case", ["lora", "embeddings and norms", "tied, trained"])
 def test_the_difference_is_added_to_the_sibling(case: str, tmp_path: Path) -> None:
     config, settings = CASES[case]
     base = save_base(config, tmp_path / "base")
     run = save_run(base, tmp_path / "run", **settings)
-    sibling = Path(shutil.copytree(base, tmp_path / "sibling"))
-    tensors = {name: tensor * 1.1 + 0.01 for name, tensor in stored(sibling).items()}
-    save_file(tensors, sibling / "model.safetensors", {"format": "pt"})
+    sibling = sibling_of(base, tmp_path)
     for name, entry in (("config.json", {"eos_token_id": 7}), ("tokenizer_config.json", {"chat_template": "{{ 1 }}"})):
         (sibling / name).write_text(json.dumps({**json.loads((sibling / name).read_text()), **entry}))
     own = stored(merge(run, tmp_path / "own").folder)
@@ -148,9 +153,7 @@ def test_the_difference_is_added_to_the_sibling(case: str, tmp_path: Path) -> No
 
 
 def test_it_has_to_be_asked_for(lora_run: Path, small_model: Path, tmp_path: Path) -> None:
-    sibling = Path(shutil.copytree(small_model, tmp_path / "sibling"))
-    tensors = {name: tensor * 1.1 for name, tensor in stored(sibling).items()}
-    save_file(tensors, sibling / "model.safetensors", {"format": "pt"})
+    sibling = sibling_of(small_model, tmp_path)
     with pytest.raises(ModelError, match="has other weights than those that it was tuned on"):
         merge(lora_run, tmp_path / "merged", base=str(sibling))
     assert merge(lora_run, tmp_path / "merged", base=str(sibling), sibling=True).lines
