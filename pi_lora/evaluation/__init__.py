@@ -1,1 +1,1 @@
-"""The measurements: each in a folder with its arithmetic, driver, typed result, table and picture."""
+"""The measurements, a module each, with typed scores, metrics and pictures; what they share; and lm-eval's harness."""
