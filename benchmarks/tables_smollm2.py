@@ -89,9 +89,11 @@ def ruler(result: Result) -> Iterator[str]:
 
 def picture(result: Result, file: Path) -> None:
     """Perplexity and passkeys of the models of the first table."""
-    panels = []
-    for name in ("perplexity", "passkey"):
-        measured = {title: {"options": {}, **result[f"{name} {which}"]} for which, title in MODELS.items()}
-        scores = MEASUREMENTS[name].scores
-        panels.append({title: scores.model_validate(each) for title, each in measured.items()})
+    panels = [
+        {
+            title: MEASUREMENTS[name].scores.model_validate({"options": {}, **result[f"{name} {which}"]})
+            for which, title in MODELS.items()
+        }
+        for name in ("perplexity", "passkey")
+    ]
     comparison_picture(panels, 8192, file)
