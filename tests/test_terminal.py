@@ -3,6 +3,7 @@
 What they say while they are imported is in the errors of the `python` fixture's server, which has to have none.
 """
 
+import gc
 import json
 import subprocess
 import sys
@@ -118,3 +119,10 @@ def test_progress_is_lines_where_there_is_no_terminal(
     errors = capsys.readouterr().err
     assert errors.splitlines() == ["training: 10 of 1,011, 1:55:07 left, loss 2"]
     assert without_progress(errors) == ""
+
+
+def test_garbage_is_collected_again_after_libraries_are_loaded() -> None:
+    with pytest.raises(ModuleNotFoundError), working():
+        assert not gc.isenabled()
+        raise ModuleNotFoundError
+    assert gc.isenabled()
