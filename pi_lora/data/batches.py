@@ -31,7 +31,7 @@ from pi_lora.types import Json, Progress, silent
 from pi_lora.writing import make_once, write_json
 
 # Raise it with every change to how rows or recall documents are made: older caches are not taken for new ones.
-FORMAT = 5
+FORMAT = 6
 ROWS_AT_ONCE = 32
 ROWS, ABOUT = "rows.arrow", "about.json"
 # The label that the loss ignores (torch's `ignore_index`).

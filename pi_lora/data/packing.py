@@ -56,27 +56,22 @@ def wrapped(documents: Iterable[Tokens], length: int) -> Iterator[Tokens]:
 
 
 def packed(chats: Iterable[Chat], length: int) -> Iterator[list[Chat]]:
-    """Fill sequences of `length` tokens with whole chats: each goes where the least room is left.
+    """Fill sequences of `length` tokens with whole chats: each goes into the oldest open sequence that has room.
 
-    >>> [[len(chat.ids) for chat in chats] for chats in packed([Chat([0] * n, []) for n in (5, 6, 3, 4)], 9)]
-    [[5, 4], [6, 3]]
+    >>> [[len(chat.ids) for chat in chats] for chats in packed([Chat([0] * n, []) for n in (5, 6, 3, 2)], 9)]
+    [[5, 3], [6, 2]]
     """
-
-    def size(chats: list[Chat]) -> int:
-        return sum(len(chat.ids) for chat in chats)
-
     sequences: list[list[Chat]] = []
     for chat in chats:
-        with_room = [sequence for sequence in sequences if size(sequence) + len(chat.ids) <= length]
+        room = length - len(chat.ids)
+        with_room = [sequence for sequence in sequences if sum(len(other.ids) for other in sequence) <= room]
         if with_room:
-            max(with_room, key=size).append(chat)
+            with_room[0].append(chat)
             continue
         if len(sequences) == OPEN_SEQUENCES:
-            fullest = max(sequences, key=size)
-            sequences.remove(fullest)
-            yield fullest
+            yield sequences.pop(0)
         sequences.append([chat])
-    yield from sorted(sequences, key=size, reverse=True)
+    yield from sequences
 
 
 def grouped(chats: Iterator[Chat], room: int) -> Iterator[list[Chat]]:
