@@ -46,14 +46,9 @@ GROUP = Parameter(name="*")
 RecipeFile = Annotated[Path, Parameter(name="RECIPE", help="A file, or the name of a shipped recipe.")]
 Override = Annotated[str, Parameter(name="KEY=VALUE", help="Keys of the recipe to change.")]
 ModelName = Annotated[str, Parameter(name="MODEL", help="Hub id, folder, run or builtin:tiny.")]
-Models = Annotated[list[str], Parameter(name="MODEL", help="Hub ids, folders, runs or builtin:tiny.")]
 JsonFile = Annotated[Path | None, Parameter(help="Also write the result to this file.")]
-Plot = Annotated[Path | None, Parameter(help="Also draw the scores to this PNG file.")]
 Dtype = Annotated[Literal["float32", "bfloat16", "float16"] | None, Parameter(help="Data type of the weights.")]
-GpuName = Annotated[str | None, Parameter(help="A name (4090, H100), a memory size (48GB), or cpu.")]
 TrustRemoteCode = Annotated[bool, Parameter(help="Run Python code that a model brings.")]
-Again = Annotated[bool, Parameter(help="Measure again what has scores.")]
-OtherText = Annotated[str | None, Parameter(help="Measure perplexity on this text instead of the run's.")]
 
 
 def read_length(_: object, tokens: Sequence[Token]) -> int:

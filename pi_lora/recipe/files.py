@@ -58,7 +58,7 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> ResolvedRecipe:
         tree, origins = _merge(base, tree), {**base_origins, **origins}
     for override in overrides:
         key, value = _parsed_override(override)
-        origins[key] = COMMAND_LINE
+        origins = {key[:1]: COMMAND_LINE, **origins, key: COMMAND_LINE}  # an unknown section is blamed by its name
         for name in reversed(key):
             value = {name: value}
         tree = _merge(tree, value)
@@ -161,7 +161,7 @@ def _problem(path: Path, error: Any, origins: Mapping[KeyPath, str]) -> str:
         near = difflib.get_close_matches(str(location[-1]), fields, n=1)
         what = f"unknown key; did you mean {near[0]}?" if near else f"unknown key; choose from {', '.join(fields)}"
     elif error["type"] == "missing":
-        what = "missing; every recipe needs it"
+        what = "missing; add it"
     else:
         what = problem_text(error)
     return f"{known}: {key}: {what}" if key else f"{known}: {what}"

@@ -61,7 +61,7 @@ def test_all_mistakes_come_together_with_their_lines(tmp_path: Path) -> None:
     ("text", "expected"),
     [
         ("# only a comment\n", "recipe.yaml: holds no keys; write `key: value` lines, at least of model, context and"),
-        ("scaling: pi\nmodel: {name: x}\ndata: {source: x}\n", "recipe.yaml: context: missing; every recipe needs it"),
+        ("scaling: pi\nmodel: {name: x}\ndata: {source: x}\n", "recipe.yaml: context: missing; add it"),
         ("just words\n", "recipe.yaml: holds no keys; write `key: value` lines, at least of"),
         ("model: {name: x\n", "recipe.yaml:2: expected ',' or '}', but got '<stream end>'; correct the YAML"),
         ("scaling: pi\nscaling: direct\n", "recipe.yaml:2: scaling: given twice; keep one"),
@@ -87,9 +87,14 @@ def test_overrides_beat_the_file_and_say_so(tmp_path: Path) -> None:
     assert resolved.origins["training.seed"] == "default"
 
 
-@pytest.mark.parametrize("override", ["scaling", "=pi", "scaling.pi=1", "model.name=[", "trainin.steps=3"])
+@pytest.mark.parametrize("override", ["scaling", "=pi", "scaling.pi=1", "model.name=["])
 def test_a_bad_override_is_one_line(tmp_path: Path, override: str) -> None:
     assert len(problems(write(tmp_path, GOOD + "scaling: pi\n"), override)) == 1
+
+
+def test_a_section_mistyped_on_the_command_line_is_blamed_on_it(tmp_path: Path) -> None:
+    expected = "command line: trainin: unknown key; did you mean training?"
+    assert problems(write(tmp_path, GOOD), "trainin.steps=3") == [expected]
 
 
 def test_a_child_holds_only_its_difference(tmp_path: Path) -> None:
