@@ -192,8 +192,8 @@ def launch(command: Sequence[str]) -> int:
         raise Interrupted("interrupted before a step was done; earlier checkpoints are kept: go on with --resume")
     if not failures:
         return 0
-    # The launcher ends those that are left by SIGTERM. A process that ended by itself has shown its traceback.
-    rank, failure = min(failures.items(), key=lambda each: each[1].exitcode == -signal.SIGTERM)
+    # The launcher ends those that are left by SIGTERM. Where one was killed, others may fail for want of a connection.
+    rank, failure = min(failures.items(), key=lambda each: (each[1].exitcode == -signal.SIGTERM, each[1].exitcode > 0))
     if failure.exitcode < 0:
         print(f"process {rank}: ended by {failure.signal_name()}; go on with --resume", file=sys.stderr)
     return 1

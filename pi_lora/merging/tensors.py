@@ -61,7 +61,7 @@ class StoredTensor:
 def spans(shape: tuple[int, ...]) -> Iterator[tuple[int, int]]:
     """Yield the first and last row (exclusive) of blocks of at most `BLOCK` numbers, or one row if that has more.
 
-    >>> list(spans((5, 125_000))), list(spans(())), list(spans((0, 3)))
+    >>> list(spans((5, 250_000))), list(spans(())), list(spans((0, 3)))
     ([(0, 2), (2, 4), (4, 5)], [(0, 1)], [])
     """
     rows = shape[0] if shape else 1
