@@ -1,7 +1,7 @@
 """SmolLM2-135M-Instruct from 8k to 16k tokens as docs/experiments.md plans it: which scaling to tune, with a control.
 
     python scripts/fetch_smollm2.py
-    python benchmarks/experiment.py --books FOLDER --short FOLDER [--dry-run]
+    python benchmarks/experiment.py --books FOLDER --short FOLDER
 
 FOLDER of --books has one novel a file, named `AUTHOR_TITLE_YEAR.txt`; FOLDER of --short is written by convert_tasks.py.
 The experiment is a list of `pi-lora` commands, run in the root of the repository. A command whose result exists is left
@@ -117,8 +117,10 @@ def commands(short: Path) -> Iterator[Command]:
         trials = {}
         for rate in RATES:
             name = f"{scaling}_{rate}"
-            yield training(name, scaling, rate, TRIAL_STEPS)
-            yield (row := perplexity(name, [f"adapters/smollm2_16k/{name}"], "validation", window))
+            row = perplexity(name, [f"adapters/smollm2_16k/{name}"], "validation", window)
+            if not row[0].exists():
+                yield training(name, scaling, rate, TRIAL_STEPS)
+            yield row
             trials[measured(row[0])] = rate
         chosen[scaling] = trials[min(trials)]
     for scaling in (*SCALINGS, CONTROL):
@@ -157,14 +159,12 @@ def commands(short: Path) -> Iterator[Command]:
         yield file, ["float32" if word == "bfloat16" else word for word in words]
 
 
-def run_missing(commands: Iterable[Command], dry_run: bool = False) -> None:
-    """Run the commands whose result does not exist; if `dry_run`, print the first one."""
+def run_missing(commands: Iterable[Command]) -> None:
+    """Run the commands whose result does not exist."""
     for file, words in commands:
         if file.exists():
             continue
         print("pi-lora", *words, file=sys.stderr, flush=True)
-        if dry_run:
-            break
         subprocess.run([Path(sys.executable).with_name("pi-lora"), *words], check=True)
 
 
@@ -172,12 +172,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--books", type=Path, required=True)
     parser.add_argument("--short", type=Path, required=True)
-    parser.add_argument("--dry-run", action="store_true", help="print the next command and stop")
     options = parser.parse_args()
     if not (BOOKS / "test").is_dir():
         split_books(options.books)
     RESULTS.mkdir(exist_ok=True)
-    run_missing(commands(options.short), options.dry_run)
+    run_missing(commands(options.short))
 
 
 if __name__ == "__main__":
