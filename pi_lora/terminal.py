@@ -44,8 +44,9 @@ class Terminal(Console):
 
 out, err = Terminal(), Terminal(stderr=True)
 LIBRARIES = "loading libraries"
-# Seconds between lines of progress.
+# Seconds between lines of progress, and when the last one was printed.
 EACH_LINE = 60.0
+_last_line = time.monotonic()
 # Seconds after which a command says what it does.
 LONG = 10.0
 
@@ -79,21 +80,22 @@ def progress_bar(title: str) -> Iterator[Progress]:
     with Bar(*columns, console=err) as bar:
         task = bar.add_task(title, total=None, note="")
         yield lambda done, total, note="": bar.update(task, completed=done, total=total, note=note)
+        bar.update(task, visible=bar.tasks[0].total is not None)  # nothing was left to do
 
 
 def _progress_lines(title: str) -> Progress:
-    """Return what prints a line a minute."""
-    started = last = time.monotonic()
-    first = -1
+    """Return what prints a line a minute, however many bars a command has."""
+    started, first = time.monotonic(), -1
     stream = sys.stderr  # as it is now: while lm-eval works it leads nowhere
 
     def report(done: int, total: int, note: str = "") -> None:
-        nonlocal first, last
+        global _last_line
+        nonlocal first
         now = time.monotonic()
         first = done if first < 0 else first
-        if now - last < EACH_LINE:
+        if now - _last_line < EACH_LINE or done == first:
             return
-        last = now
+        _last_line = now
         pace = (now - started) / max(1, done - first)
         left = timedelta(seconds=round(pace * (total - done)))
         # A reader that is gone ends nothing; rich would end the process.

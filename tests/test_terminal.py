@@ -106,18 +106,23 @@ def test_what_takes_long_says_what_it_is(capsys: pytest.CaptureFixture[str], mon
 def test_progress_is_lines_where_there_is_no_terminal(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One a minute, however often the note changes."""
+    """One a minute, however often the note changes, and however many bars a command has."""
     now = 0.0
     monkeypatch.setattr(time, "monotonic", lambda: now)
+    monkeypatch.setattr(APP, "_last_line", now)
     calls = (0, 0, ""), (10, 1, "loss 2"), (10.5, 2, "loss 1"), (69, 10, "loss 2"), (71, 11, "loss 2")
     for _ in range(2):
         with progress_bar("training") as progress:
             for seconds, done, note in calls:
                 now = seconds
                 progress(done, 1011, note)
+        for bar, end in (("first", 110), ("second", 140)):
+            with progress_bar(bar) as progress:
+                for done, now in enumerate((end - 30, end - 10, end)):
+                    progress(done, 2)
         be_the_second_process(monkeypatch)
     errors = capsys.readouterr().err
-    assert errors.splitlines() == ["training: 10 of 1,011, 1:55:07 left, loss 2"]
+    assert errors.splitlines() == ["training: 10 of 1,011, 1:55:07 left, loss 2", "second: 1 of 2, 0:00:20 left"]
     assert without_progress(errors) == ""
 
 

@@ -123,7 +123,7 @@ def extend(model: Model, output: Path, probe: Probe | None = None, progress: Pro
             for scores in filter(None, (results.perplexity, results.passkey)):
                 write_scores(scores, folder.scores_file(scores.measurement, stage))
         write_whole(staging / CARD, card_of(folder, serving=serving_lines(typed)))
-        for number, file in enumerate(files):
+        for number, file in enumerate(files, 1):
             progress(number, len(files), file.name)
             try:
                 os.link(file.resolve(), staging / file.name)
