@@ -118,7 +118,8 @@ def test_progress_is_lines_where_there_is_no_terminal(
                 progress(done, 1011, note)
         for bar, end in (("first", 110), ("second", 140)):
             with progress_bar(bar) as progress:
-                for done, now in enumerate((end - 30, end - 10, end)):
+                for done, seconds in enumerate((end - 30, end - 10, end)):
+                    now = seconds
                     progress(done, 2)
         be_the_second_process(monkeypatch)
     errors = capsys.readouterr().err
