@@ -96,17 +96,14 @@ def label_logarithmic(axes: Any, label: str) -> None:
     axes.yaxis.set_minor_formatter(LogFormatter())
 
 
-def save(figure: Any, file: Path, kind: str = "png") -> Path:
+def save(figure: Any, file: Path) -> Path:
     """Write a figure whole or not at all, as a PNG under any file name; raise DataError if it cannot be
     written. The same figure gives the same bytes.
     """
-    from matplotlib import rc_context
-
     part = file.with_name(f".{file.name}.part")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        with rc_context({"svg.hashsalt": "pi-lora"}):
-            figure.savefig(part, format=kind, dpi=DOTS_PER_INCH, metadata={"Date": None})
+        figure.savefig(part, format="png", dpi=DOTS_PER_INCH)
         part.replace(file)
     except OSError as error:
         raise DataError(f"{file}: cannot be written ({error.strerror}); choose another place") from None

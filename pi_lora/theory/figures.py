@@ -34,11 +34,9 @@ def bounds_table(setting: Setting, found: bounds.Bounds) -> Table:
 
 
 def draw_theory(setting: Setting, folder: Path) -> list[Path]:
-    """Write `positions`, `fit` and `bound` as PNG and SVG; raise DataError if the folder cannot be written."""
+    """Write `positions`, `fit` and `bound` as PNG; raise DataError if the folder cannot be written."""
     figures = {"positions": _positions(setting), "fit": _fit(setting), "bound": _bound(setting)}
-    return [
-        save(figure, folder / f"{name}.{kind}", kind) for name, figure in figures.items() for kind in ("png", "svg")
-    ]
+    return [save(figure, folder / f"{name}.png") for name, figure in figures.items()]
 
 
 def _positions(setting: Setting) -> Any:
@@ -86,8 +84,7 @@ def _fit(setting: Setting) -> Any:
             axes.set(xlabel=DISTANCE, ylabel="attention score $a(s)$")
             plain(axes, title)
         inside, beyond, between = row
-        # Thousands of dots are one bitmap in the SVG.
-        inside.plot(points, ".", color=BLUE, alpha=0.35, markersize=3, rasterized=True, label="points", zorder=1)
+        inside.plot(points, ".", color=BLUE, alpha=0.35, markersize=3, label="points", zorder=1)
         inside.legend(loc="upper right")
         beyond.axvline(length, **DASHED)
         between.plot(whole, bounds.attention_score(h, whole, setting.theta), "o", color=BLUE, label="whole distances")

@@ -120,12 +120,9 @@ def test_the_command_prints_and_draws(
     status, printed, errors = run(capsys, monkeypatch, "theory", "--output", str(folder), "--json", str(file))
     assert status == 0, errors
     assert all(number in printed for number in ("294.73", "589.5", "256.11", "1.116"))
-    names = {f"{name}.{kind}" for name in ("positions", "fit", "bound") for kind in ("png", "svg")}
-    assert {file.name for file in folder.iterdir()} == names
+    assert {file.name for file in folder.iterdir()} == {"positions.png", "fit.png", "bound.png"}
     assert json.loads(file.read_text())["bounds"]["lowest_at"] == 3643
-    for name in names:
-        begin = (folder / name).read_bytes()[:8]
-        assert begin == b"\x89PNG\r\n\x1a\n" if name.endswith("png") else begin.startswith(b"<?xml")
+    assert all(file.read_bytes().startswith(b"\x89PNG") for file in folder.iterdir())
 
 
 @pytest.mark.parametrize(
