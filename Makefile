@@ -24,7 +24,6 @@ reproduce: .venv/installed
 
 recipes: .venv/installed
 	$(BIN)/python scripts/count_shapes.py
-	$(BIN)/pi-lora recipes --markdown > recipes/README.md
 	$(BIN)/pi-lora recipes --keys > docs/recipes.md
 
 # A worker for each core, of one thread each.

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from pi_lora.evaluation.passkey import PasskeyScores
     from pi_lora.evaluation.perplexity import PerplexityScores
     from pi_lora.models.model import Model
-    from pi_lora.planning.planning import TrainingPlan
+    from pi_lora.planning.plan import TrainingPlan
     from pi_lora.recipe.schema import Recipe
 
 # Each function imports what it needs: a plan does without torch.

@@ -2,9 +2,9 @@
 
 import importlib.util
 import shlex
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
 
 import torch
 from huggingface_hub import constants, get_safetensors_metadata
@@ -16,14 +16,12 @@ from pi_lora.merging.tensors import read_weights
 from pi_lora.models.adapter import check_shape
 from pi_lora.models.files import BUILTIN
 from pi_lora.models.model import Model, adapter_folder, find_to_tune
-from pi_lora.planning.planning import plan_here
-from pi_lora.planning.text import plan_lines
+from pi_lora.planning.planning import plan_here, plan_lines
 from pi_lora.recipe.schema import Data, Recipe
 from pi_lora.run import Run, check_output, staging_path
 from pi_lora.training.schedule import rate_share
 from pi_lora.types import NO_PERMISSIONS, Permissions
 
-T = TypeVar("T")
 # Where runs go by default; no repository on the hub has such a name.
 OUTPUTS = ("adapters/", "models/")
 
@@ -40,24 +38,33 @@ def check(
     on the hub too, which a training downloads next.
     """
     mistakes: list[PiLoraError] = []
+    model: Model | None = None
 
-    def attempt(step: Callable[..., T], *arguments: Any) -> T | None:
+    @contextmanager
+    def collected() -> Iterator[None]:
         try:
-            return step(*arguments)
+            yield
         except PiLoraError as mistake:
             mistakes.append(mistake)
-            return None
 
-    model = attempt(_check_model, recipe, permissions)
+    with collected():
+        model = _check_model(recipe, permissions)
     if model:
-        attempt(lambda: model.tokenizer)
-        attempt(_check_weights, model, ask_hub)
-    attempt(lambda: _raise_all(data_problems(recipe.data, ask_hub), _evaluation_problems(recipe, ask_hub)))
-    attempt(_raise_all, _machine_problems(recipe))
-    attempt(rate_share, recipe.training)
-    attempt(check_output, output, resume)
+        with collected():
+            _ = model.tokenizer
+        with collected():
+            _check_weights(model, ask_hub)
+    problems = data_problems(recipe.data, ask_hub)
+    problems += [*_evaluation_problems(recipe, ask_hub), *_machine_problems(recipe)]
+    if problems:
+        mistakes.append(RecipeError(problems))
+    with collected():
+        rate_share(recipe.training)
+    with collected():
+        check_output(output, resume)
     if resume:
-        attempt(Run(staging_path(output)).check_same_recipe, recipe)
+        with collected():
+            Run(staging_path(output)).check_same_recipe(recipe)
     if len(mistakes) == 1:
         raise mistakes[0]
     if mistakes or model is None:
@@ -68,13 +75,14 @@ def check(
 def check_data(recipe: Recipe, permissions: Permissions = NO_PERMISSIONS) -> Model:
     """Return the model of `recipe` on a machine that prepares its data alone; raise what is wrong with both."""
     model = _check_model(recipe, permissions)
-    _raise_all(data_problems(recipe.data))
+    if problems := data_problems(recipe.data):
+        raise RecipeError(problems)
     return model
 
 
 def check_fits(recipe: Recipe, model: Model, force: bool = False) -> list[str]:
     """Return the plan of a training here in lines; raise PiLoraError if it does not fit, unless by `force`."""
-    plan = plan_here(recipe, model)
+    plan = plan_here(recipe, model.permissions)
     if plan is None:
         return [f"{model.base}: no plan for a model of this kind; watch its memory"]
     lines = plan_lines(plan)
@@ -144,8 +152,3 @@ def _machine_problems(recipe: Recipe) -> Iterator[str]:
         yield "training.optimizer: paged_adamw_8bit cannot train weights that are sharded over GPUs; use adamw"
     if recipe.tuning.method == "qlora" and importlib.util.find_spec("bitsandbytes") is None:
         yield "tuning.method: qlora: needs the package bitsandbytes; pip install 'pi-lora[qlora]'"
-
-
-def _raise_all(*kinds: Iterable[str]) -> None:
-    if problems := [problem for kind in kinds for problem in kind]:
-        raise RecipeError(problems)

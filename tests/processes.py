@@ -34,7 +34,7 @@ PROGRESS = re.compile(r"^(.+: [\d,]+ of [\d,]+, \d.* left(, .*)?|[\w ./:-]+ \.\.
 # Passed on by the client; SIGKILL shows as a connection that breaks.
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 HEAVY = (
-    "pi_lora.training.training pi_lora.preflight pi_lora.merging.merging pi_lora.planning.text "
+    "pi_lora.training.training pi_lora.preflight pi_lora.merging.merging pi_lora.planning.planning "
     "pi_lora.evaluation.suite "
     "accelerate.commands.launch torch.distributed.run transformers.models.llama.modeling_llama "
     "peft.tuners.lora torch._dynamo torch.distributed.fsdp"

@@ -48,7 +48,7 @@ def new(
     """Write a recipe that extends MODEL to --target tokens and fits this machine's GPU, or --gpu."""
     with working("reading model and text"):
         from pi_lora.planning.choosing import new_recipe
-        from pi_lora.planning.text import plan_lines
+        from pi_lora.planning.planning import plan_lines
 
         probed = None
         if probe:
@@ -72,17 +72,12 @@ def plan(
 ) -> None:
     """Estimate memory, tokens and hours of a training on --gpu, or on hardware.gpu of RECIPE."""
     from pi_lora.planning.gpus import device_for
-    from pi_lora.planning.planning import plan_training
-    from pi_lora.planning.text import component_lines, plan_lines
+    from pi_lora.planning.planning import plan_lines, plan_training
     from pi_lora.recipe.files import load_recipe
 
     resolved = load_recipe(recipe, overrides).recipe
     training_plan = plan_training(resolved, device_for(resolved, gpu), Permissions(trust_remote_code))
-    table = Table("on each device", "at most", box=None)
-    for row in component_lines(training_plan):
-        table.add_row(*row)
     out.lines(*plan_lines(training_plan))
-    out.print(table)
     if json:
         write_json(json, training_plan.as_json())
 
@@ -104,9 +99,6 @@ def show(recipe: RecipeFile, /, *overrides: Override) -> None:
 @app.command(group=RECIPES)
 def recipes(
     *,
-    markdown: Annotated[
-        bool, Parameter(help="Print the page with the cost of every recipe, recipes/README.md.")
-    ] = False,
     keys: Annotated[bool, Parameter(help="Print every key that a recipe may have, docs/recipes.md.")] = False,
 ) -> None:
     """List the recipes that come with pi-lora."""
@@ -118,10 +110,6 @@ def recipes(
         from pi_lora.recipe.reference import reference_page
 
         print(reference_page(), end="")
-    elif markdown:
-        from pi_lora.planning.text import recipes_page
-
-        print(recipes_page(folder), end="")
     else:
         table = Table("recipe", "what it makes", box=None)
         for path in recipe_paths(folder):

@@ -9,16 +9,18 @@ import shlex
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from jinja2 import Template
+
 from pi_lora.data.chats import AT_STAKE
 from pi_lora.data.documents import looks_local
 from pi_lora.data.examples import data_problems
 from pi_lora.data.sources import find_corpus, held_out_text, share_to_hold_out
-from pi_lora.errors import DataError, PiLoraError, RecipeError, RunExistsError
+from pi_lora.errors import PiLoraError, RecipeError, RunExistsError
 from pi_lora.models.files import BUILTIN
 from pi_lora.models.tokenizer import has_chat_template
-from pi_lora.planning.gpus import CPU, GPUS, Gpu, device_here, find_gpu
-from pi_lora.planning.planning import TrainingPlan, find_shape, plan_recipe, plan_training
-from pi_lora.planning.text import Changes, plan_lines, render, replanned, slower
+from pi_lora.planning.gpus import CPU, Gpu, device_here, find_gpu
+from pi_lora.planning.plan import TrainingPlan
+from pi_lora.planning.planning import Changes, find_shape, plan_lines, plan_training, replanned, slower
 from pi_lora.recipe.schema import Data, Recipe, Source
 from pi_lora.scaling.config import methods_for
 from pi_lora.types import NO_PERMISSIONS, Json, Permissions
@@ -29,22 +31,19 @@ LARGE_VOCABULARY = 100_000
 CORPUS = ({"name": "monology/pile-uncopyrighted", "streaming": True},)
 MEASURED: Json = {"data": "pg19", "documents": 2}
 BUILTIN_CORPUS = ({"name": "builtin:stdlib", "weight": 0.4}, {"name": "builtin:recall", "weight": 0.6})
-# The most documents of what a text holds out, since a data set of the hub has any number; and the stride of perplexity
-# from so many tokens on.
-HELD_OUT_DOCUMENTS, STRIDE_OF_LONG, LONG = 20, 1024, 8192
+# The most documents of what a text holds out, since a data set of the hub has any number; and the longest stride.
+HELD_OUT_DOCUMENTS, STRIDE = 20, 1024
 # The shortest PoSE sequences that have been tried (adapters/smollm2_135m_16k).
 SHORTEST_SEQUENCE = 1024
-# Sequences a step, from PoSE's batches down, and the fewest steps of each; the most are the paper's. Contiguous
-# sequences begin at 16 a step, as in recipes/_qlora.yaml.
-STEPS, FEWEST_STEPS, CONTIGUOUS_SEQUENCES = 1000, 20, 16
-BATCHES = ((64, STEPS), (32, STEPS), (16, 200), (8, 100), (4, 50), (2, FEWEST_STEPS))
-# Candidates are compared by the fewest steps worth their time: the paper's models reach their whole window in 200
-# (table 4). Only too little text makes fewer.
-WORTHWHILE: Changes = {"training.steps": 200, "training.global_batch_size": 8}
+# The paper's steps; those after which its models reach their whole window (table 4), below which the batch is halved,
+# down to two sequences; and the fewest.
+STEPS, ENOUGH_STEPS, FEWEST_STEPS = 1000, 200, 20
+# Sequences a step: PoSE's, and of whole sequences those of recipes/_qlora.yaml.
+POSE_BATCH, BATCH = 64, 16
+# The size by which candidates are compared, and below which only too little text goes.
+WORTHWHILE: Changes = {"training.steps": ENOUGH_STEPS, "training.global_batch_size": 8}
 # Hours that a run may take while another size or kind of sequence takes fewer.
 MOST_HOURS, MOST_HOURS_ON_CPU = 48.0, 12.0
-# Tokens that keep a GPU or a CPU busy in a forward pass.
-BUSY_TOKENS, BUSY_TOKENS_ON_CPU = 8192, 2048
 # More than any tokenizer's of English or code, so that text is rather counted short.
 BYTES_PER_TOKEN = 5
 # Maximum rates by parameters: the demo's and that of recipes/smollm2_135m_32k.yaml, which fall; larger models have
@@ -72,63 +71,20 @@ def new_recipe(
     given = sections_of_texts(texts, target) if texts else {}
     if probed:
         given["scaling"] = probed[0]
-    plan = choose(model, target, device, given, permissions)
+    plan = choose(first_plan(model, target, device, given, permissions))
     with file.open("x", encoding="utf-8") as recipe:
         recipe.write(recipe_text(plan, file, probed and probed[1]))
-    hub = [name for name in texts if not looks_local(name) and not name.startswith(BUILTIN)]
-    notes = [f"--data: {name}: no such file or folder; it is taken for a data set on the hub" for name in hub]
-    sources = plan.recipe.data.source
-    held_out = tokens_of(sources[0]) * (sources[0].hold_out or 1)
+    notes = [
+        f"--data: {name}: no such file or folder; it is taken for a data set on the hub"
+        for name in texts
+        if not looks_local(name) and not name.startswith(BUILTIN)
+    ]
     if not texts:
-        notes.append(f"--data: not given; the recipe reads {' and '.join(source.name for source in sources)}")
-    elif held_out < target:
-        short = f"about {held_out:,.0f} tokens of it are held out, and a window has {target:,}"
-        notes.append(f"--data: {sources[0].name}: {short}; for perplexity at the target, give more text")
+        names = " and ".join(source.name for source in plan.recipe.data.source)
+        notes.append(f"--data: not given; the recipe reads {names}")
     if has_chat_template(model):
         notes.append(f"data: {AT_STAKE}")
     return file, plan, notes
-
-
-def choose(
-    model: str,
-    target: int,
-    gpu: Gpu,
-    given: Json,
-    permissions: Permissions = NO_PERMISSIONS,
-) -> TrainingPlan:
-    """Return the plan of the best candidate that fits on `gpu`, with the sections of a recipe that are `given`, as
-    `sections_of_texts` returns them. Raise PiLoraError if nothing fits, with the device that would do, and DataError if
-    there is too little text.
-    """
-    first = first_plan(model, target, gpu, given, permissions)
-    if plan := best(first):
-        return _sized(plan)
-    larger = (each for each in GPUS.values() if each.memory > gpu.memory and each.bfloat16)
-    enough = next((each.name for each in larger if best(plan_recipe(first.recipe, first.target, each))), None)
-    advice = f"the smallest device that does: {enough}" if enough else "several GPUs may: recipes/paper has examples"
-    raise PiLoraError(f"--gpu: {gpu.name}: holds no tuning of {model}, even QLoRA with PoSE; {advice}")
-
-
-def first_plan(
-    model: str, target: int, gpu: Gpu, given: Json, permissions: Permissions = NO_PERMISSIONS
-) -> TrainingPlan:
-    """Return the plan of what the candidates change: LoRA on contiguous sequences, with nothing that saves memory. The
-    scaling continues the frequencies of the base, of a plain base it is the paper's.
-    """
-    config, _ = find_shape(model, "main", permissions)
-    corpus, measured = (BUILTIN_CORPUS, Json()) if model.startswith(BUILTIN) else (CORPUS, MEASURED)
-    tree: Json = {
-        "scaling": next(iter(methods_for(config)), "pi"),
-        "model": {"name": model},
-        "context": {"target": target},
-        "data": {"source": list(corpus)},
-        "training": {"activation_checkpointing": False},
-        "hardware": {} if gpu.name == CPU else {"gpus": 1, "gpu": gpu.name},
-        "evaluation": {"perplexity": measured},
-    } | given
-    stride = {"stride": STRIDE_OF_LONG} if target >= LONG else {}
-    tree["evaluation"] = {"perplexity": tree["evaluation"]["perplexity"] | stride, "passkey": {}}
-    return plan_training(Recipe.model_validate(tree), gpu, permissions)
 
 
 def sections_of_texts(names: Sequence[str], target: int) -> Json:
@@ -146,18 +102,38 @@ def sections_of_texts(names: Sequence[str], target: int) -> Json:
     return {"data": {"source": sources}, "evaluation": {"perplexity": measured}}
 
 
-def tokens_of(source: Source) -> float:
-    """Return about how many tokens a text has, rather too few; infinitely many where its size is not known."""
-    size = find_corpus(source).size
-    return math.inf if size is None else size / BYTES_PER_TOKEN
+def first_plan(
+    model: str, target: int, gpu: Gpu, given: Json, permissions: Permissions = NO_PERMISSIONS
+) -> TrainingPlan:
+    """Return the plan of what the candidates change: LoRA on contiguous sequences, with nothing that saves memory, and
+    with the sections of a recipe that are `given`. The scaling continues the frequencies of the base, of a plain base
+    it is the paper's.
+    """
+    config, _ = find_shape(model, "main", permissions)
+    corpus, measured = (BUILTIN_CORPUS, Json()) if model.startswith(BUILTIN) else (CORPUS, MEASURED)
+    tree: Json = {
+        "scaling": next(iter(methods_for(config)), "pi"),
+        "model": {"name": model},
+        "context": {"target": target},
+        "data": {"source": list(corpus)},
+        "training": {"activation_checkpointing": False},
+        "hardware": {} if gpu.name == CPU else {"gpus": 1, "gpu": gpu.name},
+        "evaluation": {"perplexity": measured},
+    } | given
+    measured = tree["evaluation"]["perplexity"] | {"stride": min(STRIDE, target // 8)}
+    tree["evaluation"] = {"perplexity": measured, "passkey": {}}
+    return plan_training(Recipe.model_validate(tree), gpu, permissions)
 
 
-def best(first: TrainingPlan) -> TrainingPlan | None:
+def choose(first: TrainingPlan) -> TrainingPlan:
     """Return the plan of the best candidate with memory to spare that ends in time, else of the best with memory to
-    spare; None if there is none.
+    spare; raise PiLoraError if there is none.
     """
     roomy = [plan for _, plan in replanned(first, candidates(first)) if plan.has_room()]
-    return next((plan for plan in roomy if _share_of_time(plan) <= 1), roomy[0] if roomy else None)
+    if not roomy:
+        what = f"holds no tuning of {first.recipe.model.name}, even QLoRA with PoSE"
+        raise PiLoraError(f"--gpu: {first.gpu.name}: {what}; name a larger one, or see recipes/paper for several GPUs")
+    return _sized(next((plan for plan in roomy if _share_of_time(plan) <= 1), roomy[0]))
 
 
 def candidates(first: TrainingPlan) -> Iterator[Changes]:
@@ -167,7 +143,8 @@ def candidates(first: TrainingPlan) -> Iterator[Changes]:
     """
     sequences: list[Changes] = [{"data.positions": "contiguous", "data.sequence_tokens": None}]
     length = first.target.original
-    while len(sequences) == 1 or length >= SHORTEST_SEQUENCE:
+    shortest = min(length, SHORTEST_SEQUENCE)
+    while length >= shortest:
         sequences.append({"data.positions": "skip", "data.sequence_tokens": length})
         length //= 2
     extra_modules = ["embeddings_and_norms", "norms"][first.target.shape.vocabulary > LARGE_VOCABULARY :]
@@ -181,42 +158,48 @@ def _share_of_time(plan: TrainingPlan) -> float:
 
 
 def _sized(plan: TrainingPlan) -> TrainingPlan:
-    """Return the plan of a worthwhile size with as many steps and sequences as time and text allow, a rate for the
-    model's size, and several sequences at once where they keep the device busy and there is room; raise DataError if
-    the text is too short.
+    """Return the plan of a worthwhile size with as many steps and sequences as time and text allow, and a rate for the
+    model's size. `pi-lora train` refuses text that is too short for the fewest steps.
     """
-    length = plan.tokens_per_step // plan.recipe.training.global_batch_size
-    # A mixture ends when one of its sources is used up.
-    texts = plan.recipe.data.source
-    whole = sum(text.weight for text in texts)
-    tokens = min(tokens_of(text) * (1 - (text.hold_out or 0)) * whole / text.weight for text in texts)
-    # A longer run than the worthwhile one has to end in time.
-    share = _share_of_time(plan)
-    in_time = plan.tokens / min(share, 1.0) if share else math.inf
-    sequences = min(tokens, in_time) / length
-    most = CONTIGUOUS_SEQUENCES if plan.recipe.data.positions == "contiguous" else BATCHES[0][0]
-    enough = [batch for batch, fewest in BATCHES if batch <= most and batch * fewest <= sequences]
-    if not enough:
-        names = ", ".join(text.name for text in texts)
-        takes = f"{FEWEST_STEPS} steps take {FEWEST_STEPS * BATCHES[-1][0] * length:,}"
-        raise DataError(f"--data: {names}: holds about {tokens:,.0f} tokens, and {takes}; give more text")
-    steps = int(min(STEPS, sequences / enough[0])) // 10 * 10
-    changes: Changes = {"training.steps": steps, "training.global_batch_size": enough[0]}
+    data, length = plan.recipe.data, plan.tokens_per_step // plan.recipe.training.global_batch_size
+    sequences = math.inf
+    for text in data.source:
+        # No size is known on the hub.
+        if size := find_corpus(text).size:
+            # A mixture of equal shares ends when one of its sources is used up.
+            tokens = size * (1 - (text.hold_out or 0)) / BYTES_PER_TOKEN * len(data.source)
+            sequences = min(sequences, tokens / length)
+    if share := _share_of_time(plan):
+        # A longer run than the worthwhile one has to end in time.
+        sequences = min(sequences, plan.tokens / min(share, 1.0) / length)
+    batch = POSE_BATCH if data.positions == "skip" else BATCH
+    while batch > 2 and batch * ENOUGH_STEPS > sequences:
+        batch //= 2
+    steps = max(FEWEST_STEPS, int(min(STEPS, sequences / batch)) // 10 * 10)
+    changes: Changes = {"training.steps": steps, "training.global_batch_size": batch}
     if rates := [rate for parameters, rate in RATES if plan.target.shape.parameters < parameters]:
         changes |= {"training.learning_rate": rates[0], "training.schedule": "linear"}
-    busy = BUSY_TOKENS_ON_CPU if plan.gpu.name == CPU else BUSY_TOKENS
-    at_once = [number for number in (8, 4, 2, 1) if number == 1 or number * length <= busy]
-    plans = replanned(plan, (changes | {"training.per_device_batch_size": number} for number in at_once))
-    return next(sized for _, sized in plans if sized.has_room() or sized.recipe.training.per_device_batch_size == 1)
+    return next(sized for _, sized in replanned(plan, [changes]))
 
 
 def recipe_text(plan: TrainingPlan, file: Path, probed: str | None = None) -> str:
     """Return the recipe of a plan as a file with comments, and the plan as its header; `probed` is what a probe says of
     the scaling.
     """
-    named = {"file": shlex.quote(str(file)), "probed": probed, "short": short, "lines": plan_lines(plan)}
-    tree = plan.recipe.model_dump(exclude_defaults=True)
-    return render("recipe.yaml", recipe=plan.recipe, target=plan.target, tree=tree, **named)
+    template = Template(
+        Path(__file__).with_name("recipe.yaml").read_text(encoding="utf-8"),
+        keep_trailing_newline=True,
+        trim_blocks=True,
+    )
+    text: str = template.render(
+        plan=plan,
+        tree=plan.recipe.model_dump(exclude_defaults=True),
+        lines=plan_lines(plan),
+        file=shlex.quote(str(file)),
+        probed=probed,
+        short=short,
+    )
+    return text
 
 
 def short(tokens: int) -> str:

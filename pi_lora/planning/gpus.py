@@ -3,7 +3,7 @@
 import os
 import re
 import sys
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from pi_lora.errors import PiLoraError
 from pi_lora.models.host import has_bfloat16_instructions, host_memory
@@ -18,44 +18,42 @@ GPU_NODES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
 @dataclass(frozen=True)
 class Gpu:
     """A device by name: its memory in bytes, and its dense peak in FLOP/s, if it is known, in bfloat16 with float32
-    accumulation, in float16 where a GPU has no bfloat16, in float32 on a CPU. `float32_peak` is that of a GPU without
-    bfloat16. `host` is the memory of its host in bytes, if that is known. `assumed` says why a plan is for it, if
-    nobody named it.
+    accumulation, in float16 where a GPU has no bfloat16, in float32 on a CPU. `host` is the memory of its host in
+    bytes, which is known of this machine's device alone.
     """
 
     name: str
     memory: int
     peak: float | None
     bfloat16: bool = True
-    float32_peak: float | None = None
-    host: int | None = field(default=None, compare=False)
-    assumed: str = field(default="", compare=False)
+    host: int | None = None
 
 
 # Memory is what nvidia-smi reports; peaks are from NVIDIA's data sheets, half of a figure with sparsity, and of GeForce
-# and RTX cards from the architecture whitepapers (Ampere GA102, Ada, RTX Blackwell). Ordered by memory: the first that
-# holds a recipe is the smallest that does.
-_KNOWN = (
-    Gpu("T4", 15360 * MIB, 65e12, bfloat16=False, float32_peak=8.1e12),
-    Gpu("A10G", 23028 * MIB, 70e12),
-    Gpu("L4", 23034 * MIB, 121e12),
-    Gpu("4090", 24564 * MIB, 165.2e12),
-    Gpu("3090", 24576 * MIB, 71e12),
-    Gpu("5090", 32607 * MIB, 209.5e12),
-    Gpu("A100-40", 40960 * MIB, 312e12),
-    Gpu("L40S", 46068 * MIB, 362e12),
-    Gpu("A6000", 49140 * MIB, 154.8e12),
-    Gpu("6000-Ada", 49140 * MIB, 364.2e12),
-    Gpu("H100", 81559 * MIB, 989.4e12),  # SXM
-    Gpu("H100-PCIe", 81559 * MIB, 756e12),
-    Gpu("A100-80", 81920 * MIB, 312e12),
-    Gpu("H200", 143771 * MIB, 989.4e12),  # SXM
-    Gpu("B200", 183359 * MIB, 2250e12),  # one of the eight of an HGX
-    # A modest machine rather than this one, so that a plan says the same everywhere: two cores at 3 GHz with 64 float32
-    # operations a cycle (AVX-512).
-    Gpu(CPU, 16 * GIB, 0.384e12, bfloat16=False),
-)
-GPUS = {gpu.name: gpu for gpu in _KNOWN}
+# and RTX cards from the architecture whitepapers (Ampere GA102, Ada, RTX Blackwell).
+GPUS = {
+    gpu.name: gpu
+    for gpu in (
+        Gpu("T4", 15360 * MIB, 65e12, bfloat16=False),
+        Gpu("A10G", 23028 * MIB, 70e12),
+        Gpu("L4", 23034 * MIB, 121e12),
+        Gpu("4090", 24564 * MIB, 165.2e12),
+        Gpu("3090", 24576 * MIB, 71e12),
+        Gpu("5090", 32607 * MIB, 209.5e12),
+        Gpu("A100-40", 40960 * MIB, 312e12),
+        Gpu("L40S", 46068 * MIB, 362e12),
+        Gpu("A6000", 49140 * MIB, 154.8e12),
+        Gpu("6000-Ada", 49140 * MIB, 364.2e12),
+        Gpu("H100", 81559 * MIB, 989.4e12),  # SXM
+        Gpu("H100-PCIe", 81559 * MIB, 756e12),
+        Gpu("A100-80", 81920 * MIB, 312e12),
+        Gpu("H200", 143771 * MIB, 989.4e12),  # SXM
+        Gpu("B200", 183359 * MIB, 2250e12),  # one of the eight of an HGX
+        # A modest machine rather than this one, so that a plan says the same everywhere: two cores at 3 GHz with 64
+        # float32 operations a cycle (AVX-512).
+        Gpu(CPU, 16 * GIB, 0.384e12, bfloat16=False),
+    )
+}
 
 
 def find_gpu(name: str, where: str = "--gpu") -> Gpu:
@@ -75,21 +73,19 @@ def find_gpu(name: str, where: str = "--gpu") -> Gpu:
 
 def gpu_of_device(device_name: str, memory: int) -> Gpu:
     """Return the device that torch calls `device_name` and gives `memory` bytes, under a name that a recipe may give:
-    that of the table, with its peak, where the memory is its own within 5 %; else the memory in GB.
+    that of the table, where the memory is its own within 5 %; else the memory in GB.
 
     >>> gpu_of_device("NVIDIA A100-SXM4-80GB", 85_100_000_000).name, gpu_of_device("AMD X", 48_200_000_000).name
     ('A100-80', '48GB')
     """
-    words = set(re.findall(r"\w+", device_name))
     known = [
         gpu
         for gpu in GPUS.values()
         # Slower kinds, as of laptops, have other sizes.
-        if words >= set(gpu.name.split("-")) - {"40", "80"} and abs(gpu.memory / memory - 1) < 0.05
+        if all(part in device_name for part in gpu.name.split("-")) and abs(gpu.memory / memory - 1) < 0.05
     ]
     # The longest name: an H100 PCIe is not the H100.
-    alike = max(known, key=lambda gpu: len(gpu.name), default=Gpu(f"{memory // 10**9}GB", memory, None))
-    return replace(alike, memory=memory)
+    return max(known, key=lambda gpu: len(gpu.name), default=Gpu(f"{memory // 10**9}GB", memory, None))
 
 
 def may_have_gpu() -> bool:
@@ -97,15 +93,13 @@ def may_have_gpu() -> bool:
     return sys.platform != "linux" or any(map(os.path.exists, GPU_NODES))
 
 
-def device_here(recipe: Recipe | None = None) -> Gpu:
-    """Return this machine's accelerator with its memory, or its CPU with the memory that this process may use. torch,
-    which takes seconds, is imported where there may be a GPU, or where the CPU's arithmetic in bfloat16 is measured,
-    which decides `training.precision: auto`.
+def device_here() -> Gpu:
+    """Return this machine's accelerator, or its CPU with the memory that this process may use. torch, which takes
+    seconds, is imported where there may be a GPU, or a CPU whose arithmetic in bfloat16 is measured.
     """
     host = host_memory()[0]
     here = replace(GPUS[CPU], memory=host)
-    measured = recipe is None or recipe.training.precision == "auto"
-    if may_have_gpu() or (measured and has_bfloat16_instructions()):
+    if may_have_gpu() or has_bfloat16_instructions():
         import torch
 
         from pi_lora.models.machine import has_fast_bfloat16
@@ -114,16 +108,12 @@ def device_here(recipe: Recipe | None = None) -> Gpu:
             gpu = torch.cuda.get_device_properties(0)
             here = gpu_of_device(gpu.name, gpu.total_memory)
         here = replace(here, bfloat16=has_fast_bfloat16())
-    return replace(here, assumed="this machine's", host=host)
+    return replace(here, host=host)
 
 
-def device_for(recipe: Recipe, option: str | None = None) -> Gpu | None:
-    """Return the device of `--gpu`, or this machine's if `recipe` trains on it and names no other; else None."""
-    hardware = recipe.hardware
+def device_for(recipe: Recipe, option: str | None = None) -> Gpu:
+    """Return the device that `--gpu` names, else that of `hardware.gpu`, else this machine's."""
     if option:
         return find_gpu(option)
-    if hardware.gpus and not may_have_gpu():
-        return None
-    here = device_here(recipe)
-    is_another = hardware.gpu is not None and find_gpu(hardware.gpu, "hardware.gpu").name != here.name
-    return None if is_another or (hardware.gpus and here.name == CPU) else here
+    named = recipe.hardware.gpu
+    return find_gpu(named, "hardware.gpu") if named else device_here()

@@ -62,28 +62,24 @@ _LORA = {"bfloat16": (6, 4), "autocast": (7, 4), "float32": (6, 8), "casts": (16
 _BACKWARD = {"bfloat16": (2, 2), "autocast": (2, 2), "float32": (4, 4), "casts": (6, 1.75)}
 # DoRA multiplies with the base's weights a second time and keeps every product.
 _DORA = 2
-# LoRA on experts adds its product to their weights: bytes per number of one layer's experts, kept and at the peak.
-ADAPTED_EXPERTS_KEPT, ADAPTED_EXPERTS_PEAK = 2.0, 2.7
+# LoRA on experts adds its product to their weights: bytes per number of one layer's experts at the peak, of which 2.0
+# are kept.
+ADAPTED_EXPERTS = 2.7
 # Hidden widths at the peak of a chunked MLP, beyond those that are kept and those of a chunk; full tuning takes 8.
 _AROUND_CHUNKS = 12
 
 
 class DeviceMemory(NamedTuple):
-    """Bytes on one device: the most of each component, and of their sum, which need not coincide; `overhead` of the
-    process; and `host`, what the device pins in the memory of its host. `plain_loss`: whether the loss is the model's
-    own, from all logits at once, and not TRL's in chunks, which computes them twice.
+    """Bytes on one device: the most of each component, and of their sum, which need not coincide; the `peak`, which has
+    the process on top; and `host`, what the device pins in the memory of its host. `plain_loss`: whether the loss is
+    the model's own, from all logits at once, and not TRL's in chunks, which computes them twice.
     """
 
     components: Mapping[str, int]
     highest: int
-    overhead: int
+    peak: int
     host: int
     plain_loss: bool
-
-    @property
-    def peak(self) -> int:
-        """What the device must have: the highest sum, and the overhead."""
-        return self.highest + self.overhead
 
 
 def memory(shape: Shape, recipe: Recipe, original: int, gpu: Gpu) -> DeviceMemory:
@@ -96,7 +92,7 @@ def memory(shape: Shape, recipe: Recipe, original: int, gpu: Gpu) -> DeviceMemor
     on_cpu, full = gpu.name == CPU, tuning.method == "full"
     length = recipe.data.tokens_per_sequence(original, recipe.context.target)
     # Of a forward pass on one device.
-    tokens = training.per_device_batch_size * -(-length // hardware.context_parallel)
+    tokens = training.per_device_batch_size * length // hardware.context_parallel
     # FSDP2 shards the weights of a full or LoRA run over all GPUs; NF4 weights and CPUs hold plain copies.
     shards = hardware.processes if recipe.sharded else 1
     number = FLOAT32 if recipe.dtype_of_base(on_cpu, gpu.bfloat16) == "float32" else BFLOAT16
@@ -110,10 +106,10 @@ def memory(shape: Shape, recipe: Recipe, original: int, gpu: Gpu) -> DeviceMemor
     casts = (shape.linear_weights + shape.experts) * BFLOAT16 if arithmetic == "autocast" else 0
     casts_of_kept = casts * (shape.layers - training.checkpointed_layers(shape.layers)) // shape.layers
     accumulated = gradients if training.global_batch_size > recipe.sequences_at_once else 0
-    of_head = shape.embedding * (number if full else FLOAT32) // shards if _head_trains(shape, tuning) else 0
+    of_head = shape.embedding * FLOAT32 * (full or (shape.tied and tuning.with_embeddings))
     kept, working = _activations(shape, recipe, tokens, arithmetic)
     at_moments = [
-        (weights + casts_of_kept, accumulated or of_head, optimizer, kept + working, 0),
+        (weights + casts_of_kept, accumulated or of_head // shards, optimizer, kept + working, 0),
         (weights, gradients, optimizer, working + kept // shape.layers, 0),
     ]
     if recipe.evaluation.every:
@@ -123,22 +119,20 @@ def memory(shape: Shape, recipe: Recipe, original: int, gpu: Gpu) -> DeviceMemor
         at_moments.append((weights, buckets, optimizer, forward, logits))
     freed = min(MOST_FREED, FREED_ON_CPU * shape.layers * tokens * shape.hidden)
     overhead = OVERHEAD_ON_CPU + freed if on_cpu else OVERHEAD
-    at_loss = (weights + (casts if full else casts_of_kept), accumulated, optimizer, kept)
-    plain, chunked = loss_bytes(shape, tuning, tokens, arithmetic, on_cpu)
+    before_loss = (weights + (casts if full else casts_of_kept), accumulated, optimizer, kept)
+    plain, chunked = loss_bytes(shape, tokens, arithmetic, on_cpu)
     # On a GPU, reading float32 logits takes longer than computing them twice. TRL's loss alone balances experts over
     # accumulated batches.
-    highest = max(sum(at_loss) + plain, *map(sum, at_moments))
-    fits = plain <= chunked or (highest + overhead) * MARGIN <= gpu.memory
-    plain_loss = on_cpu and not shape.experts and fits
-    at_moments.append((*at_loss, plain if plain_loss else chunked))
+    plain_loss = on_cpu and not shape.experts and (sum(before_loss) + plain + overhead) * MARGIN <= gpu.memory
+    at_moments.append((*before_loss, of_head + (plain if plain_loss else chunked)))
+    highest = max(map(sum, at_moments))
+    # Each pinned tensor takes a power of two (torch 2.13).
+    pinned = shape.layers * 2 ** (hidden_states(shape, tokens, arithmetic) - 1).bit_length()
     return DeviceMemory(
         components=dict(zip(COMPONENTS, map(max, *at_moments), strict=True)),
-        highest=max(map(sum, at_moments)),
-        overhead=overhead,
-        # Each pinned tensor takes a power of two (torch 2.13).
-        host=shape.layers * 2 ** (hidden_states(shape, tokens, arithmetic) - 1).bit_length()
-        if hardware.offload_activations
-        else 0,
+        highest=highest,
+        peak=highest + overhead,
+        host=pinned if hardware.offload_activations else 0,
         plain_loss=plain_loss,
     )
 
@@ -183,18 +177,14 @@ def hidden_states(shape: Shape, tokens: int, arithmetic: Arithmetic) -> int:
     return tokens * shape.hidden * (FLOAT32 if arithmetic in WIDE_STREAM else BFLOAT16)
 
 
-def loss_bytes(shape: Shape, tuning: Tuning, tokens: int, arithmetic: Arithmetic, on_cpu: bool) -> tuple[int, int]:
-    """Return bytes of the plain loss and of TRL's in chunks: logits, all or a tile, the final hidden states with
-    gradient, the head's gradient. In chunks, gradients of the hidden states are summed in float32 once more.
+def loss_bytes(shape: Shape, tokens: int, arithmetic: Arithmetic, on_cpu: bool) -> tuple[int, int]:
+    """Return bytes of the plain loss and of TRL's in chunks: logits, all or a tile, and the final hidden states with
+    gradient. In chunks, gradients of the hidden states are summed in float32 once more.
     """
     per_logit = (FLOAT32 if arithmetic == "float32" else BFLOAT16) + (LOSS_TILE_UNFUSED if on_cpu else 0)
     tile = min(tokens, LOSS_TILE_TOKENS) * min(shape.vocabulary, LOSS_TILE_VOCABULARY) * per_logit
-    common = 2 * hidden_states(shape, tokens, arithmetic) + shape.embedding * FLOAT32 * _head_trains(shape, tuning)
+    common = 2 * hidden_states(shape, tokens, arithmetic)
     return tokens * shape.vocabulary * PLAIN_LOSS + common, tile + tokens * shape.hidden * FLOAT32 + common
-
-
-def _head_trains(shape: Shape, tuning: Tuning) -> bool:
-    return tuning.method == "full" or (shape.tied and tuning.with_embeddings)
 
 
 def _activations(shape: Shape, recipe: Recipe, tokens: int, arithmetic: Arithmetic) -> tuple[int, int]:
@@ -203,11 +193,10 @@ def _activations(shape: Shape, recipe: Recipe, tokens: int, arithmetic: Arithmet
     mlp_share = min(1.0, (training.mlp_chunk_tokens or tokens) / tokens)
     kept, peak = layer_bytes(shape, tuning, arithmetic, hardware.context_parallel, mlp_share)
     adapts_experts = tuning.method != "full" and tuning.targets == "all-linear"
-    experts = shape.experts / shape.layers if adapts_experts else 0
-    kept = kept * tokens + ADAPTED_EXPERTS_KEPT * experts
-    peak = peak * tokens + ADAPTED_EXPERTS_PEAK * experts
+    of_experts = ADAPTED_EXPERTS * shape.experts / shape.layers * adapts_experts
+    kept, peak = kept * tokens + of_experts, peak * tokens + of_experts
     checkpointed = training.checkpointed_layers(shape.layers)
-    resident = min(checkpointed, RESIDENT_WHEN_OFFLOADED) if hardware.offload_activations else checkpointed
+    resident = RESIDENT_WHEN_OFFLOADED if hardware.offload_activations else checkpointed
     of_checkpointed = hidden_states(shape, tokens, arithmetic)
     if training.activation_checkpointing == "selective":
         of_checkpointed += tokens * shape.queries * (FLOAT32 if arithmetic == "float32" else BFLOAT16)
@@ -225,28 +214,25 @@ def layer_bytes(
     """
     full = tuning.method == "full"
     hidden, intermediate = (_FULL if full else _LORA)[arithmetic]
-    more_hidden, more_intermediate = _BACKWARD[arithmetic]
     # Attention keeps q and its output, k and v.
     width = 2 if arithmetic == "float32" else 1
     # What norms keep beyond that: one of q and k a float32 copy, a third or fourth one of hidden states (Gemma) its
     # float32 values as well, and one that trains beside LoRA the normalized values.
     normalized = 4 if arithmetic in WIDE_STREAM else 2
     norms = 4 * max(0, shape.norms - 2) + (normalized if tuning.with_norms and not full else 0)
-    of_heads = 2 * width + (3 if shape.head_normed else 0)
-    common = _bytes(shape, norms, 0, of_heads, of_heads)
+    common = _bytes(shape, norms, heads=2 * width + (3 if shape.head_normed else 0))
     kept = _bytes(shape, hidden, intermediate)
-    peak = kept + _bytes(shape, more_hidden, more_intermediate)
+    peak = kept + _bytes(shape, *_BACKWARD[arithmetic])
     if mlp_share < 1:
         kept = _bytes(shape, hidden)
         peak = min(peak, kept + _bytes(shape, _AROUND_CHUNKS) + mlp_share * peak)
-    # Gradients of q, k and v; the other devices' k and v, and their gradients (torch's all-gather rotation).
-    others = 4 * context_parallel if context_parallel > 1 else 0
-    in_attention = _bytes(shape, hidden, 0, width, width * (2 + others))
+    # The gradients of q, k and v; the k and v of all devices, and their gradients (torch's all-gather rotation).
+    gathered = width * (shape.queries + (2 + 4 * context_parallel) * shape.keys) * BFLOAT16
     times = _DORA if tuning.dora else 1
-    return times * (kept + common), times * (max(peak, in_attention) + common)
+    return times * (kept + common), times * (max(peak, _bytes(shape, hidden) + gathered) + common)
 
 
-def _bytes(shape: Shape, hidden: float, intermediate: float = 0, queries: float = 0, keys: float = 0) -> float:
-    """Return bytes per token of bfloat16 tensors, so many of each of the model's widths."""
+def _bytes(shape: Shape, hidden: float, intermediate: float = 0, heads: float = 0) -> float:
+    """Return bytes per token of bfloat16 tensors, so many of each width; `heads` are of queries and of keys."""
     of_mlp = hidden * shape.hidden + intermediate * shape.intermediate
-    return (of_mlp + queries * shape.queries + keys * shape.keys) * BFLOAT16
+    return (of_mlp + heads * (shape.queries + shape.keys)) * BFLOAT16

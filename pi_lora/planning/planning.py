@@ -1,136 +1,60 @@
-"""Recipe to plan: memory of each device, tokens, operations and hours, from the shape of the model alone."""
+"""Recipe to plan: memory of each device, tokens, operations and hours, from the shape of the model alone; and what to
+change when a recipe does not fit, found by planning the changes.
+"""
 
 import json
 import os
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from pydantic import TypeAdapter
+from pydantic import ValidationError
 
 from pi_lora.errors import ModelError, PiLoraError
-from pi_lora.planning.gpus import CPU, GPUS, Gpu, device_here, find_gpu
-from pi_lora.planning.memory import MARGIN, DeviceMemory, memory
-from pi_lora.planning.shape import Flops, Shape, flops_of_sequences, trained_parameters
+from pi_lora.planning.gpus import CPU, Gpu, device_here
+from pi_lora.planning.memory import memory
+from pi_lora.planning.plan import Target, TrainingPlan
+from pi_lora.planning.shape import Shape, flops_of_training, trained_parameters
 from pi_lora.recipe.schema import Recipe
 from pi_lora.scaling.config import Config, Interpolation, check_extendable, check_reach, window_of
-from pi_lora.types import NO_PERMISSIONS, Json, Permissions
-
-if TYPE_CHECKING:
-    from pi_lora.models.model import Model
+from pi_lora.types import NO_PERMISSIONS, Permissions
 
 # Config and shape of the hub models that the recipes name, so that these are planned offline and without torch.
 CONFIGS = Path(__file__).parent / "configs"
 BUILTIN_MODELS = Path(__file__).parents[1] / "builtin"
-# Assumed: the share of a device's peak that a run reaches, recomputation counted as work. `full` lies between two
-# published runs: Qwen3-8B at 1M tokens on 8 H100 (TRL's long-context guide: 380 s per step, 0.45) and LLaMA-7B at 64k
-# on 8 A100 (EasyContext: 10,240 tokens/s, 0.50). None is published for LoRA or QLoRA at these lengths: LoRA adds small
-# products and casts, QLoRA unpacks every weight three times. The CPU's share gives the demo's 760 steps the five
-# minutes that they take on two cores.
-ASSUMED_UTILIZATION = {"full": 0.45, "lora": 0.40, "qlora": 0.30, "cpu": 0.38}
+Changes = dict[str, object]
+# What saves memory and costs only time, the cheapest first. A chunk is long enough to keep a GPU busy, and short
+# compared with the windows that do not fit.
+COSTS_TIME = (
+    *(("training.activation_checkpointing", value) for value in (4, 2, "selective", True)),
+    ("training.per_device_batch_size", 1),
+    ("training.mlp_chunk_tokens", 4096),
+    ("hardware.offload_activations", True),
+)
 
 
-@dataclass(frozen=True)
-class Target:
-    """The model that a plan is for: its shape, its window before it is extended (L) in tokens, and the window that its
-    config declares.
+def plan_training(recipe: Recipe, gpu: Gpu, permissions: Permissions = NO_PERMISSIONS) -> TrainingPlan:
+    """Find the model of `recipe` and plan its training on `gpu`, as `plan_recipe` does; raise ScalingError if it cannot
+    be extended as the recipe says.
     """
-
-    shape: Shape
-    original: int
-    declared: int
-
-
-@dataclass(frozen=True)
-class TrainingPlan:
-    """What a recipe takes on one kind of device; memory is that of each device, `flops` those of the whole training."""
-
-    recipe: Recipe
-    target: Target
-    gpu: Gpu
-    trained: int
-    memory: DeviceMemory
-    tokens_per_step: int
-    flops: Flops
-
-    def __str__(self) -> str:
-        verdict = "fits" if self.fits else "does not fit"
-        memory = f"{self.memory.peak / 2**30:.1f} of {self.gpu.memory / 2**30:.1f} GiB"
-        hours = "unknown" if self.hours is None else f"{self.hours:.1f}"
-        return f"{self.gpu.name}: {verdict}, {memory}; {self.tokens:,} tokens, hours: {hours}"
-
-    @property
-    def fits(self) -> bool:
-        """Whether each device has the memory, and its host, if that is known, what all devices pin."""
-        return self.has_room(1)
-
-    def has_room(self, margin: float = MARGIN) -> bool:
-        """Return whether it fits with a `margin` of the memory of each device to spare."""
-        pinned = self.memory.host * self.recipe.hardware.processes_per_machine
-        return self.memory.peak * margin <= self.gpu.memory and (self.gpu.host is None or pinned <= self.gpu.host)
-
-    @property
-    def tokens(self) -> int:
-        """Tokens that the run trains on."""
-        return self.tokens_per_step * self.recipe.training.steps
-
-    @property
-    def utilization(self) -> float:
-        """The assumed share of the devices' peak."""
-        return ASSUMED_UTILIZATION[CPU if self.gpu.name == CPU else self.recipe.tuning.method]
-
-    @property
-    def hours(self) -> float | None:
-        """Hours of training at the assumed utilization, if the device's peak is known; loading, evaluation and saving
-        come on top.
-        """
-        in_float32 = self.recipe.computes_in(self.gpu.name == CPU, self.gpu.bfloat16) == "float32"
-        peak = (in_float32 and self.gpu.float32_peak) or self.gpu.peak
-        reached = peak and peak * self.utilization * self.recipe.hardware.processes
-        return reached and sum(self.flops) / reached / 3600
-
-    def as_json(self) -> Json:
-        """Return the plan as `--json` writes it."""
-        return {
-            "gpu": self.gpu.name,
-            "gpus": self.recipe.hardware.processes,
-            "bytes": dict(self.memory.components),
-            "peak_bytes_per_gpu": self.memory.peak,
-            "host_bytes_per_gpu": self.memory.host,
-            "fits": self.fits,
-            "tokens_per_step": self.tokens_per_step,
-            "steps": self.recipe.training.steps,
-            "flops": self.flops._asdict(),
-            "hours": self.hours,
-        }
+    name, context = recipe.model.name, recipe.context
+    config, shape = find_shape(name, recipe.model.revision, permissions)
+    window = window_of(config)
+    original = context.original or window
+    if recipe.scaling == "keep":
+        check_reach(name, config, context.target)
+    else:
+        check_extendable(config, Interpolation(recipe.scaling, original, context.target, context.theta))
+    return plan_recipe(recipe, Target(shape, original, window), gpu)
 
 
-def plan_training(recipe: Recipe, gpu: Gpu | None = None, permissions: Permissions = NO_PERMISSIONS) -> TrainingPlan:
-    """Find the model of `recipe` and plan its training on `gpu`, as `plan_recipe` does."""
-    return plan_recipe(recipe, _target(recipe, *find_shape(recipe.model.name, recipe.model.revision, permissions)), gpu)
-
-
-def plan_here(recipe: Recipe, model: "Model") -> TrainingPlan | None:
+def plan_here(recipe: Recipe, permissions: Permissions = NO_PERMISSIONS) -> TrainingPlan | None:
     """Plan a training on this machine, whichever GPU the recipe names; None for a model that has no plan."""
-    from pi_lora.planning.counting import shape_of  # imports torch
-
     try:
-        config = model.config if recipe.scaling == "keep" else model.base_config
-        return plan_recipe(recipe, _target(recipe, config, shape_of(model.skeleton)), device_here(recipe))
+        return plan_training(recipe, device_here(), permissions)
     except ModelError:
         return None
-
-
-def _target(recipe: Recipe, config: Config, shape: Shape) -> Target:
-    """Return the model of a plan; raise ScalingError if it cannot be extended as the recipe says."""
-    window = window_of(config)
-    if recipe.scaling == "keep":
-        check_reach(recipe.model.name, config, recipe.context.target)
-        return Target(shape, window, window)
-    original = recipe.context.original or window
-    check_extendable(config, Interpolation(recipe.scaling, original, recipe.context.target, recipe.context.theta))
-    return Target(shape, original, window)
 
 
 @cache
@@ -139,8 +63,8 @@ def find_shape(name: str, revision: str = "main", permissions: Permissions = NO_
     shipped = shipped_config(name)
     # Another revision than the main one may have another shape.
     if revision == "main" and (shipped / "shape.json").is_file() and not os.path.isdir(name):
-        config, shape = ((shipped / file).read_text(encoding="utf-8") for file in ("config.json", "shape.json"))
-        return json.loads(config), TypeAdapter(Shape).validate_json(shape)
+        config, shape = (json.loads((shipped / file).read_bytes()) for file in ("config.json", "shape.json"))
+        return config, Shape(**shape)
     # Imported here: torch and transformers take seconds, and what is shipped does without.
     from pi_lora.models.model import find
     from pi_lora.planning.counting import shape_of
@@ -156,30 +80,63 @@ def shipped_config(name: str) -> Path:
     return CONFIGS / name.replace("/", "--")
 
 
-def plan_recipe(recipe: Recipe, target: Target, gpu: Gpu | None = None) -> TrainingPlan:
-    """Plan `recipe` on `gpu`, else on its `hardware.gpu`, else on the smallest device of the table that fits it and has
-    bfloat16 (the CPU without GPUs).
-    """
-    hardware, training = recipe.hardware, recipe.training
-    if gpu is None and hardware.gpu:
-        gpu = find_gpu(hardware.gpu, "hardware.gpu")
-    if gpu is None:
-        devices = [each for each in GPUS.values() if each.bfloat16] if hardware.gpus else [GPUS[CPU]]
-        assumed = "assumed, since hardware.gpu names none"
-        plans = [plan_recipe(recipe, target, replace(each, assumed=assumed)) for each in devices]
-        return next((plan for plan in plans if plan.fits), plans[-1])
-    if gpu.name == CPU and hardware.gpus:
+def plan_recipe(recipe: Recipe, target: Target, gpu: Gpu) -> TrainingPlan:
+    """Plan `recipe` for a model on `gpu`; raise PiLoraError if that is a CPU, and the recipe asks for GPUs."""
+    if gpu.name == CPU and recipe.hardware.gpus:
         raise PiLoraError("--gpu: cpu: the recipe asks for hardware.gpus; name a GPU, or set hardware.gpus=null")
-    shape, tokens = target.shape, recipe.data.tokens_per_sequence(target.original, recipe.context.target)
-    sequences = training.steps * training.global_batch_size
-    needed, selective = memory(shape, recipe, target.original, gpu), training.activation_checkpointing == "selective"
-    recomputed = training.checkpointed_layers(shape.layers) / shape.layers
+    shape, tuning, training = target.shape, recipe.tuning, recipe.training
+    tokens = recipe.data.tokens_per_sequence(target.original, recipe.context.target)
+    needed = memory(shape, recipe, target.original, gpu)
     return TrainingPlan(
         recipe=recipe,
         target=target,
         gpu=gpu,
-        trained=trained_parameters(shape, recipe.tuning),
+        trained=trained_parameters(shape, tuning),
         memory=needed,
         tokens_per_step=training.global_batch_size * tokens,
-        flops=flops_of_sequences(shape, recipe.tuning, tokens, recomputed, sequences, needed.plain_loss, selective),
+        flops=flops_of_training(shape, tuning, training, tokens, needed.plain_loss),
     )
+
+
+def plan_lines(plan: TrainingPlan) -> list[str]:
+    """Return a plan in words, and what to change where it does not fit."""
+    lines = plan.lines()
+    if not plan.fits:
+        lines.append(f"it does not fit on {plan.gpu.name}; {advice(plan)}")
+    return lines
+
+
+def advice(plan: TrainingPlan) -> str:
+    """Return the overrides of the cheapest change after which a plan fits, if one here does.
+
+    Tried in this order, each with ever more of what costs only time: nothing else, measuring afterwards, QLoRA too, and
+    PoSE too.
+    """
+    changes: list[Changes] = [{}]
+    for key, value in (("evaluation.every", None), ("tuning.method", "qlora"), ("data.positions", "skip")):
+        changes.append(changes[-1] | {key: value})
+    alternatives = (costs_time | change for change in changes for costs_time in slower(plan))
+    for overrides, changed in replanned(plan, alternatives):
+        if changed.fits:
+            return f"the cheapest change that fits: {overrides}"
+    return "no suggested change fits; take a larger GPU, or several"
+
+
+def slower(plan: TrainingPlan) -> list[Changes]:
+    """Return what saves memory and costs only time, each with all that costs less."""
+    # A CPU's activations are in the host's memory already.
+    useful = COSTS_TIME[:-1] if plan.gpu.name == CPU else COSTS_TIME
+    return [dict(useful[:number]) for number in range(len(useful) + 1)]
+
+
+def replanned(plan: TrainingPlan, alternatives: Iterable[Changes]) -> Iterator[tuple[str, TrainingPlan]]:
+    """Yield the overrides and plan of each change that the schema allows; no overrides where it changes nothing."""
+    for changes in alternatives:
+        tree, overrides = plan.recipe.model_dump(mode="json"), []
+        for key, value in changes.items():
+            section, name = key.split(".")
+            if value != tree[section][name]:
+                tree[section][name] = value
+                overrides.append(f"{key}={json.dumps(value)}".replace('"', ""))
+        with suppress(ValidationError):
+            yield " ".join(overrides), plan_recipe(Recipe.model_validate(tree), plan.target, plan.gpu)

@@ -4,14 +4,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from pi_lora.errors import RecipeError
-from pi_lora.recipe.schema import Tuning
-
-
-class Adapted(NamedTuple):
-    """What LoRA adapts: numbers that its matrices have per rank, and outputs, each of which DoRA scales."""
-
-    per_rank: int
-    outputs: int
+from pi_lora.recipe.schema import Training, Tuning
 
 
 @dataclass(frozen=True)
@@ -21,8 +14,8 @@ class Shape:
     `layer` is the number of parameters of the largest layer. `intermediate`, `queries` and `keys` are the widths of
     the widest layer, in numbers per token, and `norms` counts the norms of its hidden states; `head_normed` if
     attention has norms of its own. `linear_weights` are those of all layers' linear layers without biases: what is
-    quantized, and multiplied with each token. `lora` has what LoRA adapts by `tuning.targets`. The weights of experts
-    are stored in `experts` numbers, of which each token is multiplied with `active_experts`.
+    quantized, and multiplied with each token. `lora` has the numbers of LoRA's matrices per rank by `tuning.targets`.
+    The weights of experts are stored in `experts` numbers, of which each token is multiplied with `active_experts`.
     """
 
     parameters: int
@@ -35,7 +28,7 @@ class Shape:
     vocabulary: int
     tied: bool
     linear_weights: int
-    lora: dict[str, Adapted]
+    lora: dict[str, int]
     experts: int
     active_experts: int
     norms: int
@@ -52,16 +45,15 @@ class Shape:
 
 
 def adapter_parameters(shape: Shape, tuning: Tuning) -> int:
-    """Count LoRA's matrices as PEFT 0.21 makes them: on `targets`, never on the head; raise RecipeError if the model
-    has no such layer.
+    """Count LoRA's matrices as PEFT 0.21 makes them: on `targets`, never on the head; DoRA's magnitudes, a number for
+    each output, are taken for one more rank. Raise RecipeError if the model has no such layer.
     """
     if tuning.method == "full":
         return 0
     if unknown := sorted(tuning.target_names - shape.lora.keys()):
         choices = ", ".join(sorted(shape.lora))
         raise RecipeError([f"tuning.targets: {unknown[0]}: no such linear layer; choose from {choices}"])
-    adapted = [shape.lora[name] for name in tuning.target_names]
-    return sum(tuning.rank * each.per_rank + tuning.dora * each.outputs for each in adapted)
+    return (tuning.rank + tuning.dora) * sum(shape.lora[name] for name in tuning.target_names)
 
 
 def trained_parameters(shape: Shape, tuning: Tuning) -> int:
@@ -80,18 +72,9 @@ class Flops(NamedTuple):
     backward: float
 
 
-def flops_of_sequences(
-    shape: Shape,
-    tuning: Tuning,
-    tokens: int,
-    recomputed: float,
-    sequences: int = 1,
-    plain_loss: bool = False,
-    keeps_attention: bool = False,
-) -> Flops:
-    """Return the operations of training on `sequences` of `tokens` each, of whose layers the share `recomputed` is
-    computed again in the backward pass, without attention if `keeps_attention`. Left out: the optimizer's, norms,
-    softmax and state-space recurrences.
+def flops_of_training(shape: Shape, tuning: Tuning, training: Training, tokens: int, plain_loss: bool) -> Flops:
+    """Return the operations of a whole training on sequences of `tokens`; checkpointed layers are computed again in the
+    backward pass. Left out: the optimizer's, norms, softmax and state-space recurrences.
 
     A product with a weight costs 2 per token; backward, 2 for its input, and 2 for its own gradient where it trains.
     Attention's two products are causal: 2 x 2 operations per channel for each pair of tokens in reach. The loss in
@@ -105,6 +88,7 @@ def flops_of_sequences(
     forward = layers + adapter + attention
     trained = layers + head if tuning.method == "full" else adapter
     backward = layers + head + adapter + 2 * attention + trained
-    again = forward - attention if keeps_attention else forward
-    recomputation = recomputed * again + (0.0 if plain_loss else head)
+    again = forward - attention * (training.activation_checkpointing == "selective")
+    recomputation = training.checkpointed_layers(shape.layers) / shape.layers * again + head * (not plain_loss)
+    sequences = training.steps * training.global_batch_size
     return Flops((forward + head) * sequences, recomputation * sequences, backward * sequences)

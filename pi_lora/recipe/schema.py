@@ -269,7 +269,7 @@ class Hardware(Section):
     gpu: Annotated[str | None, BeforeValidator(lambda name: str(name) if isinstance(name, int) else name)] = Field(
         None, min_length=1
     )
-    """what it is planned for, as H100 or 48GB; by default the smallest that fits"""
+    """what it is planned for, as H100 or 48GB; by default this machine's"""
     cpu_processes: PositiveInt | None = None
     """per machine, without GPUs"""
     machines: PositiveInt = 1

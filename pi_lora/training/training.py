@@ -23,8 +23,8 @@ from pi_lora.models.machine import device
 from pi_lora.models.model import Model
 from pi_lora.models.tokenizer import save_tokenizer
 from pi_lora.models.weights import Placement
+from pi_lora.planning.plan import hours_in_words
 from pi_lora.planning.planning import plan_here
-from pi_lora.planning.text import hours_in_words
 from pi_lora.recipe.files import RECIPE_FILE, dump_recipe
 from pi_lora.recipe.schema import Recipe
 from pi_lora.report.card import write_card
@@ -95,7 +95,7 @@ def create_run(recipe: Recipe, model: Model, data: TrainingData, output: Path, r
             # Decided once: other processes, or a resumption on another machine, could decide otherwise.
             precision, plain_loss = run.provenance.precision or machine.computes_in(recipe), run.provenance.plain_loss
             if plain_loss is None:
-                plan = plan_here(recipe, model)
+                plan = plan_here(recipe, model.permissions)
                 plain_loss = plan is not None and plan.memory.plain_loss
             run.record({"origin": origin.model_dump(), "precision": precision, "plain_loss": plain_loss})
         wait_for_all()

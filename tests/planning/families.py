@@ -8,8 +8,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from pi_lora.models.weights import quiet_loading
 from pi_lora.planning.counting import shape_of
-from pi_lora.planning.gpus import GPUS
-from pi_lora.planning.planning import TrainingPlan, plan_training
+from pi_lora.planning.gpus import CPU, find_gpu
+from pi_lora.planning.plan import TrainingPlan
+from pi_lora.planning.planning import plan_training
 from pi_lora.planning.shape import Shape
 from pi_lora.recipe.schema import Recipe
 
@@ -71,4 +72,4 @@ def small_shape(kind: str) -> Shape:
 
 
 def plan_of(recipe: Recipe, gpu: str | None = None) -> TrainingPlan:
-    return plan_training(recipe, GPUS[gpu] if gpu else None)
+    return plan_training(recipe, find_gpu(gpu or recipe.hardware.gpu or CPU))

@@ -15,8 +15,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qw
 from pi_lora.models.adapter import disable_input_dtype_casting, prepare_for_tuning
 from pi_lora.planning.counting import shape_of
 from pi_lora.planning.memory import (
-    ADAPTED_EXPERTS_KEPT,
-    ADAPTED_EXPERTS_PEAK,
+    ADAPTED_EXPERTS,
     LOSS_TILE_UNFUSED,
     NF4,
     PLAIN_LOSS,
@@ -34,16 +33,15 @@ def trained_by_peft(kind: str, tuning: Tuning) -> int:
     return int(prepare_for_tuning(model, tuning, "small").num_parameters(only_trainable=True))
 
 
-@pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe", "deepseek_v3"])
-@pytest.mark.parametrize("rank", [4, 6])
+@pytest.mark.parametrize(
+    ("kind", "most"), [("mixtral", 1.0), ("qwen3_moe", 1.0), ("deepseek_v3", 1.6), ("qwen2_moe", 2.0)]
+)
 @pytest.mark.filterwarnings("ignore")  # PEFT 0.21 warns of what it does to experts
-def test_experts_are_adapted_as_peft_does(kind: str, rank: int) -> None:
-    """Mixtral's and Qwen 3's are; and where they are, not the dense MLPs of DeepSeek."""
-    tuning = Tuning(rank=rank)
-    model = on_meta(small_config(kind))
-    numbers = sum(weight.numel() for weight in model.parameters())
-    assert trained_parameters(shape_of(model), tuning) == trained_by_peft(kind, tuning)
-    assert sum(weight.numel() for weight in model.parameters()) == numbers, "asking changes nothing"
+def test_adapted_experts_are_counted_rather_too_many(kind: str, most: float) -> None:
+    """Routers are left out. PEFT leaves the dense MLPs of DeepSeek and the experts of Qwen 2 out."""
+    tuning = Tuning(rank=4)
+    trained = trained_by_peft(kind, tuning)
+    assert 0.95 * trained <= trained_parameters(small_shape(kind), tuning) <= most * trained
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -53,17 +51,14 @@ def test_adapted_experts_take_what_the_plan_says(kind: str) -> None:
     sizes = {"mixtral": {"num_local_experts": 8, "intermediate_size": 512}, "qwen3_moe": {"moe_intermediate_size": 512}}
     config = small_config(kind, hidden_size=256, **sizes[kind])
     shape = shape_of(on_meta(config))
-    short, long = (one_layer(config, Tuning(rank=1), tokens) for tokens in (64, 128))
-    for per_number, less, more in zip((ADAPTED_EXPERTS_KEPT, ADAPTED_EXPERTS_PEAK), short, long, strict=True):
-        assert per_number * shape.experts / shape.layers == pytest.approx(2 * less - more, rel=0.03)
-    attention = Tuning(rank=1, targets="attention")
-    kept = [one_layer(config, attention, tokens)[0] for tokens in (64, 128)]
-    assert abs(2 * kept[0] - kept[1]) < 0.01 * shape.experts
+    (kept, short), (more_kept, long) = (one_layer(config, Tuning(rank=1), tokens) for tokens in (64, 128))
+    planned = ADAPTED_EXPERTS * shape.experts / shape.layers
+    assert planned == pytest.approx(2 * short - long, rel=0.03)
+    assert 2 * kept - more_kept < planned
 
 
-# Of the mixtures that PEFT adapts otherwise see above.
 @pytest.mark.parametrize(
-    "kind", ["llama", "qwen3", "gemma2", "phi3", "gpt_neox", "glm4", "nemotron", "phi", "qwen2_moe", "starcoder2"]
+    "kind", ["llama", "qwen3", "gemma2", "phi3", "gpt_neox", "glm4", "nemotron", "phi", "starcoder2"]
 )
 @pytest.mark.parametrize(
     "tuning",
@@ -77,7 +72,8 @@ def test_adapted_experts_take_what_the_plan_says(kind: str) -> None:
     ids=["all", "norms", "attention", "dora", "full"],
 )
 def test_trained_parameters_are_those_that_peft_trains(kind: str, tuning: Tuning) -> None:
-    assert trained_parameters(small_shape(kind), tuning) == trained_by_peft(kind, tuning)
+    planned, trained = trained_parameters(small_shape(kind), tuning), trained_by_peft(kind, tuning)
+    assert trained <= planned <= 1.1 * trained if tuning.dora else planned == trained
 
 
 @pytest.mark.parametrize(
@@ -172,7 +168,6 @@ def one_layer(
 TUNINGS = {
     "full": Tuning(method="full"),
     "lora": Tuning(rank=1),
-    "plain lora": Tuning(rank=1, also_train="nothing"),
     "lora on attention": Tuning(rank=1, targets="attention"),
     "dora": Tuning(rank=1, dora=True),
 }

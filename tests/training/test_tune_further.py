@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from pi_lora.errors import Interrupted, PiLoraError
 from pi_lora.merging.merging import merge
 from pi_lora.models.model import load
-from pi_lora.planning.planning import plan_training
+from pi_lora.planning.planning import plan_here
 from pi_lora.recipe.schema import Recipe
 
 ROWS = [{"text": "The cat sat on the mat. " * 3, "gist": f"Cat {number}."} for number in range(4)]
@@ -46,7 +46,7 @@ def logits(run: Path) -> torch.Tensor:
 
 def test_an_adapter_is_tuned_further_as_one_adapter_of_its_base(lora_run: Path, rows: Path, tmp_path: Path) -> None:
     recipe = further(lora_run, rows)
-    assert plan_training(recipe).target.original == 128
+    assert plan_here(recipe).target.original == 128
     run = train(recipe, tmp_path / "further")
     first, second = (json.loads((each / "adapter_config.json").read_text()) for each in (lora_run, run))
     assert second["base_model_name_or_path"] == first["base_model_name_or_path"]
