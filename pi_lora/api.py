@@ -24,7 +24,6 @@ def train(
     *overrides: str | Mapping[str, Any],
     output: str | Path | None = None,
     resume: bool = False,
-    force: bool = False,
     progress: Progress | bool = True,
 ) -> Path:
     """Tune a model to its target window as `pi-lora train` does, and return the folder of the run.
@@ -34,7 +33,6 @@ def train(
         overrides: Keys to change, as on the command line, `"training.steps=100"`, or as `{"training.steps": 100}`.
         output: The folder of the run; by default `adapters/<recipe>`, of full tuning `models/<recipe>`.
         resume: Continue an interrupted run of the same recipe, or `recipe`, the folder of an interrupted run.
-        force: Train even what does not fit this machine according to its plan.
         progress: Whether to show a progress bar, or a function: it is called with the step, the number of steps, and a
             line with loss, tokens a second and memory.
 
@@ -50,7 +48,7 @@ def train(
     resolved, place = begun_or_new(Path(recipe), _as_words(overrides), Path(output) if output else None, resume)
     if (processes := resolved.hardware.processes) > 1 and not is_launched():
         raise RecipeError([f"hardware: asks for {processes} processes; start them with pi-lora train {recipe}"])
-    model, _ = model_to_train(resolved, place, resume, force)
+    model, _ = model_to_train(resolved, place, resume)
 
     from pi_lora.training.training import prepare_data, train
 
@@ -126,7 +124,7 @@ def merge(
 
     Raises:
         ModelError: `run` is no adapter folder, its base is missing or another one, or the check failed.
-        RunExistsError: `output` exists, or there is no room for it.
+        RunExistsError: `output` exists.
     """
     from pi_lora.merging.merging import merge
 
@@ -165,8 +163,7 @@ def evaluate_perplexity(
     from pi_lora.evaluation.perplexity import Perplexity
     from pi_lora.recipe.evaluation import PerplexityOptions
 
-    lengths = tuple(windows) if windows else None
-    options = PerplexityOptions(data=data, windows=lengths, stride=stride, documents=documents)
+    options = PerplexityOptions(data=data, windows=windows, stride=stride, documents=documents)
     return Perplexity().run(_loaded(model), options, Session(progress))
 
 

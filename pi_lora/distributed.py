@@ -4,22 +4,20 @@ which one leads, and what all agree on. torch is imported where it is used, so t
 
 import atexit
 import contextlib
-import json
 import logging
 import os
 import select
 import signal
 import sys
 import tempfile
-import types
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import psutil
 
-from pi_lora.errors import Diverged, Interrupted, PiLoraError, RecipeError
+from pi_lora.errors import Diverged, Interrupted, RecipeError
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -67,10 +65,7 @@ def number_of_processes() -> int:
 
 def wait_for_all() -> None:
     """Continue when every process has come this far."""
-    if number_of_processes() > 1:
-        import torch.distributed as dist
-
-        dist.barrier(group=_patient_group)
+    from_all([None])
 
 
 def share_of(items: Sequence[T]) -> list[T]:
@@ -94,11 +89,11 @@ def any_process(*flags: bool) -> list[bool]:
     return [any(raised) for raised in zip(*from_all([flags]), strict=True)]
 
 
-# The folder in which launched processes record how training ended, and its files.
-RESULT_DIR_ENV, OUTCOME, SIGNALLED = "PI_LORA_RESULTS", "outcome.json", "signalled"
-# A connection that dropped, Ctrl-C, and a cluster's end of a job. Windows has no SIGHUP.
-STOP_SIGNALS = [each for each in signal.Signals if each.name in ("SIGHUP", "SIGINT", "SIGTERM")]
-HANG_UP = next((each for each in STOP_SIGNALS if each.name == "SIGHUP"), None)
+# The file that the first launched process that fails leaves, or the launcher after a signal: others keep silent.
+FAILED_ENV = "PI_LORA_FAILED"
+# A connection that dropped, which Windows does not report; Ctrl-C, and a cluster's end of a job.
+HANG_UP = getattr(signal, "SIGHUP", None)
+STOP_SIGNALS = [each for each in (HANG_UP, signal.SIGINT, signal.SIGTERM) if each]
 
 
 def is_launched() -> bool:
@@ -126,38 +121,38 @@ def launch_arguments(
     number of this machine; machine 0 listens at `address` and `port`. Without FSDP2 every process holds the whole
     model: plain data parallelism. Workers choose their precision by their own hardware.
     """
-    hardware = recipe.hardware
-    if hardware.machines > 1 and address is None:
+    hardware, several = recipe.hardware, recipe.hardware.machines > 1
+    if several and address is None:
         raise RecipeError(["--main-process-ip: missing; name the machine of rank 0, the same on all of them"])
-    flags: dict[str, object] = {
-        "num_processes": hardware.processes,
-        "num_machines": hardware.machines,
-        "machine_rank": rank,
+    flags = [
+        f"--num_processes={hardware.processes}",
+        f"--num_machines={hardware.machines}",
+        f"--machine_rank={rank}",
         # Port 0: any that is free.
-        "main_process_port": port or (29500 if hardware.machines > 1 else 0),
-        "mixed_precision": "no",
-        "dynamo_backend": "no",
-        "num_cpu_threads_per_process": max(1, (os.cpu_count() or 1) // hardware.processes_per_machine),
-        "use_fsdp" if recipe.sharded else "multi_gpu": None,
-    }
-    if hardware.machines > 1:
+        f"--main_process_port={port or (29500 if several else 0)}",
+        "--mixed_precision=no",
+        "--dynamo_backend=no",
+        f"--num_cpu_threads_per_process={max(1, (os.cpu_count() or 1) // hardware.processes_per_machine)}",
+        "--use_fsdp" if recipe.sharded else "--multi_gpu",
+    ]
+    if several:
         # Machines come when their data is packed; torch's launcher gives them ten minutes.
-        flags |= {"main_process_ip": address, "rdzv_conf": f"timeout={round(PROCESS_TIMEOUT.total_seconds())}"}
+        timeout = round(PROCESS_TIMEOUT.total_seconds())
+        flags += [f"--main_process_ip={address}", f"--rdzv_conf=timeout={timeout}"]
     if recipe.sharded:
-        flags |= {
-            "fsdp_version": 2,
-            "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
-            "fsdp_state_dict_type": "SHARDED_STATE_DICT",
-            "fsdp_cpu_ram_efficient_loading": "true",  # the first process sends the weights
-        }
+        flags += [
+            "--fsdp_version=2",
+            "--fsdp_auto_wrap_policy=TRANSFORMER_BASED_WRAP",
+            "--fsdp_state_dict_type=SHARDED_STATE_DICT",
+            "--fsdp_cpu_ram_efficient_loading=true",  # the first process sends the weights
+        ]
         if hardware.context_parallel > 1:
-            flags |= {
-                "use_parallelism_config": None,
-                "parallelism_config_dp_shard_size": hardware.data_parallel,
-                "parallelism_config_cp_size": hardware.context_parallel,
-            }
-    written = [part for name, value in flags.items() for part in (f"--{name}", value) if part is not None]
-    return [*map(str, written), "--module", "pi_lora", *command]
+            flags += [
+                "--use_parallelism_config",
+                f"--parallelism_config_dp_shard_size={hardware.data_parallel}",
+                f"--parallelism_config_cp_size={hardware.context_parallel}",
+            ]
+    return [*flags, "--module", "pi_lora", *command]
 
 
 def launch(command: Sequence[str]) -> int:
@@ -172,48 +167,46 @@ def launch(command: Sequence[str]) -> int:
     # torch's own handlers of the other signals would kill the workers in the middle of a step.
     arguments.signals_to_handle = "SIGQUIT"
     failures = {}
-    # torch's launcher logs a worker's end in dozens of lines; those that matter follow here, a line each.
+    # torch's launcher logs a worker's end in dozens of lines; those that matter are printed, a line each.
     logging.disable()
-    with tempfile.TemporaryDirectory() as folder, patch_environment(**{RESULT_DIR_ENV: folder}):
+    with tempfile.TemporaryDirectory() as folder, patch_environment(**{FAILED_ENV: str(Path(folder, "failed"))}):
         arguments.log_dir = folder
         try:
-            with _signals_go_to_workers() as received:
+            with handle_signals(_pass_on_to_workers) as received:
                 launch_command(arguments)
-            received.clear()
+            return 0
         except ChildFailedError as failed:
             failures = failed.failures
         except BaseException:
             if not received:
                 raise
-        if (outcome := Path(folder, OUTCOME)).is_file():
-            ending = json.loads(outcome.read_text(encoding="utf-8"))
-            raise (Interrupted if ending["interrupted"] else PiLoraError)(ending["message"])
     if received:
+        if reported := [each.exitcode for each in failures.values() if each.exitcode > 0]:
+            return int(reported[0])
         raise Interrupted("interrupted before a step was done; earlier checkpoints are kept: go on with --resume")
-    if not failures:
-        return 0
     # The launcher ends those that are left by SIGTERM. Where one was killed, others may fail for want of a connection.
     rank, failure = min(failures.items(), key=lambda each: (each[1].exitcode == -signal.SIGTERM, each[1].exitcode > 0))
-    if failure.exitcode < 0:
-        print(f"process {rank}: ended by {failure.signal_name()}; go on with --resume", file=sys.stderr)
+    if failure.exitcode > 0:
+        return int(failure.exitcode)
+    print(f"process {rank}: ended by {failure.signal_name()}; go on with --resume", file=sys.stderr)
     return 1
 
 
-def worker_exit_status(ending: BaseException) -> int | None:
-    """Return the exit status of a worker of `launch`, and record the error for the launcher; None if not launched."""
-    if RESULT_DIR_ENV not in os.environ:
-        return None
-    outcome, signalled = (Path(os.environ[RESULT_DIR_ENV], name) for name in (OUTCOME, SIGNALLED))
-    if not isinstance(ending, PiLoraError):
-        # When one process ends, its connections break in the others.
-        return 1 if outcome.exists() or signalled.exists() else None
-    with contextlib.suppress(FileExistsError), outcome.open("x", encoding="utf-8") as file:
-        json.dump({"interrupted": isinstance(ending, Interrupted), "message": str(ending)}, file)
-    # All processes end together in these; a mistake may be one's alone, and then the launcher has to end the others.
-    return 0 if isinstance(ending, (Interrupted, Diverged)) else 1
+def is_to_report(error: Exception) -> bool:
+    """Whether this process reports an error: of launched ones the first that fails, while others lose their connections
+    to it; and of what ends all processes together, the first process of each machine.
+    """
+    if FAILED_ENV not in os.environ:
+        return True
+    if isinstance(error, (Interrupted, Diverged)):
+        return os.environ["LOCAL_RANK"] == "0"
+    with contextlib.suppress(FileExistsError):
+        Path(os.environ[FAILED_ENV]).touch(exist_ok=False)
+        return True
+    return False
 
 
-def leave_lost_terminals() -> None:
+def _leave_lost_terminals() -> None:
     """Discard what is written to a terminal that hung up, or to a program that ended: every write would fail."""
     for number in (1, 2):
         watched = select.poll()
@@ -223,33 +216,34 @@ def leave_lost_terminals() -> None:
 
 
 @contextlib.contextmanager
-def handle_signals(handler: Callable[[int, types.FrameType | None], None]) -> Iterator[None]:
-    """Call `handler` on the signals of `STOP_SIGNALS`, but those that are ignored, as under nohup."""
+def handle_signals(handler: Callable[[list[int]], None]) -> Iterator[list[int]]:
+    """Call `handler` with the numbers of the signals of `STOP_SIGNALS` so far, the newest last, at each of them, and
+    yield the list. Those that are ignored, as under nohup, stay so.
+    """
+    received: list[int] = []
+
+    def handle(number: int, frame: Any) -> None:
+        received.append(number)
+        if number == HANG_UP:
+            _leave_lost_terminals()
+        handler(received)
+
     heard = [each for each in STOP_SIGNALS if signal.getsignal(each) is not signal.SIG_IGN]
-    before = {each: signal.signal(each, handler) for each in heard}
+    before = {each: signal.signal(each, handle) for each in heard}
     try:
-        yield
+        yield received
     finally:
         for each, old in before.items():
             signal.signal(each, old)
 
 
-@contextlib.contextmanager
-def _signals_go_to_workers() -> Iterator[list[int]]:
-    received: list[int] = []
-
-    def forward(number: int, frame: types.FrameType | None) -> None:
-        received.append(number)
-        if number == HANG_UP:
-            leave_lost_terminals()
-        Path(os.environ[RESULT_DIR_ENV], SIGNALLED).touch()
-        # torch's launcher starts each worker in a session of its own, which Ctrl-C on the terminal does not reach.
-        workers = [each for each in psutil.Process().children() if os.getsid(each.pid) == each.pid]
-        for worker in workers:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                worker.send_signal(signal.SIGKILL if received.count(signal.SIGINT) > 1 else signal.SIGTERM)
-        if not workers:
-            raise KeyboardInterrupt
-
-    with handle_signals(forward):
-        yield received
+def _pass_on_to_workers(received: list[int]) -> None:
+    """End the workers after their step by SIGTERM, or at once after a second Ctrl-C."""
+    Path(os.environ[FAILED_ENV]).touch()
+    # torch's launcher starts each worker in a session of its own, which Ctrl-C on the terminal does not reach.
+    workers = [each for each in psutil.Process().children() if os.getsid(each.pid) == each.pid]
+    for worker in workers:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            worker.send_signal(signal.SIGKILL if received.count(signal.SIGINT) > 1 else signal.SIGTERM)
+    if not workers:
+        raise KeyboardInterrupt

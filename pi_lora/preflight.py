@@ -19,7 +19,6 @@ from pi_lora.models.model import Model, adapter_folder, find_to_tune
 from pi_lora.planning.planning import plan_here, plan_lines
 from pi_lora.recipe.schema import Data, Recipe
 from pi_lora.run import Run, check_output, staging_path
-from pi_lora.training.schedule import rate_share
 from pi_lora.types import NO_PERMISSIONS, Permissions
 
 # Where runs go by default; no repository on the hub has such a name.
@@ -58,8 +57,6 @@ def check(
     problems += [*_evaluation_problems(recipe, ask_hub), *_machine_problems(recipe)]
     if problems:
         mistakes.append(RecipeError(problems))
-    with collected():
-        rate_share(recipe.training)
     with collected():
         check_output(output, resume)
     if resume:
@@ -142,7 +139,7 @@ def _machine_problems(recipe: Recipe) -> Iterator[str]:
         "training.precision: float16": recipe.training.precision == "float16",
         "hardware.offload_activations": hardware.offload_activations,
         "model.kernels: liger": recipe.model.kernels == "liger",
-        "model.attention: flash_attention_2": kernel == "flash_attention_2",
+        f"model.attention: {kernel}": kernel.startswith("flash_attention"),
     }
     yield from (f"{key}: needs a GPU; leave it out" for key, asked in gpu_only.items() if asked and not here)
     if hardware.context_parallel > 1 and (not hardware.gpus or kernel not in ("auto", "sdpa")):

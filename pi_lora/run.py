@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import math
 import os
 import platform
 import re
@@ -28,11 +27,10 @@ from pi_lora.types import Permissions
 from pi_lora.writing import read_json, write_json, write_whole
 
 RUN_FILE, TRAINING_LOG, SCORES = "run.json", "training.jsonl", "scores"
-CHECKPOINTS, COMPLETE, LOCK = "checkpoints", "complete", "lock"
+CHECKPOINTS, COMPLETE = "checkpoints", "complete"
 BASE, STEP_0, TUNED = "base", "step 0", "tuned"
 # How a file of scores ends that is not of the finished run.
 STAGE = re.compile(r"-(base|step-\d+)$")
-SPARE_BYTES = 50_000_000  # for tokenizer, card, and other programs
 # Keys that a resumed run may change: they affect where it runs and what it logs, not its result.
 MAY_CHANGE = ("hardware.", "evaluation.", "training.save_every", "training.log_every", "training.tracking", "paper")
 
@@ -50,19 +48,13 @@ class Origin(BaseModel, frozen=True, strict=True):
 
 
 class Provenance(BaseModel, extra="allow", strict=True, frozen=True):
-    """What `run.json` says: the origin of a run from its start, what it took from its end."""
+    """What `run.json` says: the origin of a run from its start, and what it took from its end (see `training.save`),
+    of which the card tells.
+    """
 
     python: str
     origin: Origin | None = None
     precision: str | None = None
-    plain_loss: bool | None = None
-    tokens: int | None = None
-    seconds: float | None = None
-    peak_memory: int | None = None
-    loss: float | None = None
-    versions: dict[str, str] = {}
-    commit: str | None = None
-    hardware: str | None = None
     original: int | None = None
 
 
@@ -118,16 +110,16 @@ class Run:
     def score_files(self) -> list[tuple[str, str, Path]]:
         """Return stage, measurement and file of all scores, the stages in order: base, step 0, 200, ..., tuned."""
         found = []
-        for file in sorted((self.path / SCORES).glob("*.json")):
+        for file in (self.path / SCORES).glob("*.json"):
             stage = STAGE.search(file.stem)
             found.append((stage[1].replace("-", " ") if stage else TUNED, STAGE.sub("", file.stem), file))
-        return sorted(found, key=lambda each: _order(each[0]))
+        # A longer name of a step is that of a later one.
+        return sorted(found, key=lambda each: (each[0] == TUNED, len(each[0]), each))
 
     @property
     def checkpoints(self) -> list[Path]:
         """All checkpoints, the newest first, complete or not."""
-        paths = [path for path in (self.path / CHECKPOINTS).glob("checkpoint-*") if _step(path).isdecimal()]
-        return sorted(paths, key=lambda path: int(_step(path)), reverse=True)
+        return sorted((self.path / CHECKPOINTS).glob("checkpoint-*"), key=_step, reverse=True)
 
     @property
     def last_checkpoint(self) -> Path | None:
@@ -143,7 +135,7 @@ class Run:
             if file.is_file():
                 with file.open("rb") as content:
                     os.fsync(content.fileno())
-        write_whole(checkpoint / COMPLETE, json.dumps(_sizes(checkpoint), indent=2) + "\n")
+        write_json(checkpoint / COMPLETE, _sizes(checkpoint))
 
     def checkpoint_to_resume(self) -> tuple[Path | None, list[str]]:
         """Return the newest checkpoint whose files are all there, whose training log is restored, or None; and messages
@@ -216,12 +208,18 @@ def check_finished(output: Path) -> None:
 
 
 def check_output(output: Path, resume: bool = False) -> None:
-    """Raise RunExistsError if `output` cannot become a run: it exists, is a place that no folder can be renamed to, is
-    being made by another process, or holds an interrupted run that is neither resumed nor removed.
+    """Raise RunExistsError if `output` cannot become a run: it exists, is in a place that cannot be written, is being
+    made by another process, or holds an interrupted run that is neither resumed nor removed.
     """
-    _check_place(output)
+    place = _place(output)
+    if place == Path.cwd() or not _is_free(place):
+        problem = "already exists and is not overwritten; choose another --output or remove it"
+        raise RunExistsError(f"{output}: {problem}")
+    # Of a file, "file/." cannot be accessed either.
+    if not os.access(f"{next(parent for parent in place.parents if parent.exists())}/.", os.W_OK):
+        raise RunExistsError(f"{output}: is in a place that cannot be written; choose another --output")
     staging = staging_path(output)
-    if (staging / LOCK).exists():
+    if staging.with_suffix(".lock").exists():
         with _locked(output):  # what a killed process left locks nothing
             pass
     if resume and not staging.is_dir():
@@ -229,14 +227,6 @@ def check_output(output: Path, resume: bool = False) -> None:
     if not resume and Run(staging).last_checkpoint is not None:
         kept = f"an interrupted run is kept in {staging}"
         raise RunExistsError(f"{output}: {kept}; resume it with {resume_command(output)}, or remove that folder")
-
-
-def check_room(output: Path, needed: int) -> None:
-    """Raise RunExistsError if the disk has no room for `needed` bytes and a reserve."""
-    free = shutil.disk_usage(staging_path(output).parent).free
-    if free < needed + SPARE_BYTES:
-        sizes = f"takes {needed / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free"
-        raise RunExistsError(f"{output}: {sizes}; make room, or choose another --output")
 
 
 def staging_path(output: Path) -> Path:
@@ -251,46 +241,39 @@ def staged(output: Path, resume: bool = False) -> Iterator[Path]:
     which is then renamed. If the body fails, the staging folder is removed unless it holds a checkpoint to resume from.
     """
     check_output(output, resume)
-    staging = staging_path(output)
+    place, staging = _place(output), staging_path(output)
     with _locked(output):
+        if not resume:
+            shutil.rmtree(staging, ignore_errors=True)
+        staging.mkdir(exist_ok=True)
         try:
-            for path in () if resume else staging.iterdir():
-                if path.is_dir() and not path.is_symlink():
-                    shutil.rmtree(path)
-                elif path.name != LOCK:
-                    path.unlink()
             yield staging
         except BaseException:
             if Run(staging).last_checkpoint is None:
                 shutil.rmtree(staging, ignore_errors=True)
             raise
-        made = _publish(staging, output)
-        (made / LOCK).unlink(missing_ok=True)
-    if made != _place(output):
+        for weights in staging.glob("*.safetensors"):
+            weights.chmod(staging.stat().st_mode & 0o666)  # safetensors 0.8 writes them for their owner alone
+        made = place if _is_free(place) else place.with_name(f"{place.name}-2")
+        os.replace(staging, made)  # takes the place of an empty folder
+    if made != place:
         raise RunExistsError(f"{output}: was created meanwhile, and is not overwritten; saved to {made}")
-
-
-def _check_place(output: Path) -> None:
-    place, problem = _place(output), ""
-    if place == Path.cwd() or (place.exists() and (not place.is_dir() or any(place.iterdir()))):
-        problem = "already exists and is not overwritten; choose another --output or remove it"
-    # Of a file, "file/." cannot be accessed either.
-    elif not os.access(f"{next(parent for parent in place.parents if parent.exists())}/.", os.W_OK):
-        problem = "is in a place that cannot be written; choose another --output"
-    if problem:
-        raise RunExistsError(f"{output}: {problem}")
 
 
 def _place(output: Path) -> Path:
     return Path(os.path.realpath(output))
 
 
+def _is_free(place: Path) -> bool:
+    return not place.exists() or (place.is_dir() and not any(place.iterdir()))
+
+
 @contextmanager
 def _locked(output: Path) -> Iterator[None]:
-    """Hold the lock of the staging folder of `output`. The kernel releases the lock of a process that was killed, and
-    the file alone locks nothing.
+    """Hold the lock of `output`. The kernel releases the lock of a process that was killed, and the file alone locks
+    nothing.
     """
-    file = staging_path(output) / LOCK
+    file = staging_path(output).with_suffix(".lock")
     file.parent.mkdir(parents=True, exist_ok=True)
     try:
         held = FileLock(file, timeout=0).acquire()
@@ -298,26 +281,14 @@ def _locked(output: Path) -> Iterator[None]:
         problem = "is being made by another process; wait for it, or choose another --output"
         raise RunExistsError(f"{output}: {problem}") from None
     with held:
-        yield
+        try:
+            yield
+        finally:
+            file.unlink()
 
 
-def _publish(staging: Path, output: Path) -> Path:
-    """Rename what is finished to `output`, or beside it if that was created meanwhile; return the new folder."""
-    for weights in staging.glob("*.safetensors"):
-        weights.chmod((staging / LOCK).stat().st_mode)  # safetensors 0.8 writes them for their owner alone
-    place = _place(output)
-    try:
-        os.replace(staging, place)  # takes the place of an empty folder
-    except OSError:
-        if not place.exists():
-            raise
-        place = place.with_name(f"{place.name}-2")
-        os.replace(staging, place)
-    return place
-
-
-def _step(checkpoint: Path) -> str:
-    return checkpoint.name.rpartition("-")[2]
+def _step(checkpoint: Path) -> int:
+    return int(checkpoint.name.rpartition("-")[2])
 
 
 def _sizes(checkpoint: Path) -> dict[str, int]:
@@ -334,12 +305,6 @@ def _damage(checkpoint: Path) -> str | None:
         return f"{COMPLETE} is damaged"
     differing = sorted({name for name, _ in expected.items() ^ _sizes(checkpoint).items()})
     return f"{', '.join(differing)} changed since they were written" if differing else None
-
-
-def _order(stage: str) -> float:
-    """Return the step of a stage: before the first for the base, after the last for what was tuned."""
-    step = stage.removeprefix("step ")
-    return -1 if stage == BASE else int(step) if step.isdecimal() else math.inf
 
 
 def _commit() -> str | None:

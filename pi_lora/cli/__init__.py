@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from pi_lora.cli import extend, measure, recipes  # noqa: F401
 from pi_lora.cli.app import app
-from pi_lora.distributed import let_segments_grow, worker_exit_status
+from pi_lora.distributed import is_to_report, let_segments_grow
 from pi_lora.errors import Interrupted, PiLoraError, RecipeError
 from pi_lora.terminal import err
 from pi_lora.writing import problem_text
@@ -45,9 +45,8 @@ def main() -> NoReturn:
     except KeyboardInterrupt:
         _fail(INTERRUPTED, "interrupted; nothing was written")
     except Exception as error:
-        # The process that launched this one may report the error.
-        if (status := worker_exit_status(error)) is not None:
-            sys.exit(status)
+        if not is_to_report(error):
+            sys.exit()  # the launcher ends as the process that reports it
         if isinstance(error, OSError) and error.strerror:
             # A folder that nobody may read, a name that is too long, a full disk.
             place = error.filename or "pi-lora"

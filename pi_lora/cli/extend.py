@@ -170,7 +170,7 @@ def gguf(
     /,
     *,
     output: Annotated[Path | None, Parameter(help="A file; models/<model>.gguf by default.")] = None,
-    converter: Annotated[Path | None, Parameter(help="convert_hf_to_gguf.py of llama.cpp; else in $LLAMA_CPP.")] = None,
+    converter: Annotated[Path | None, Parameter(help="The folder of llama.cpp; else $LLAMA_CPP.")] = None,
     dtype: Annotated[
         Literal["f32", "f16", "bf16", "q8_0"] | None, Parameter(help="By default that of the weights.")
     ] = None,

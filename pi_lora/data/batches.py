@@ -64,10 +64,6 @@ class TrainingData:
                 found.update(values.tobytes())
         return found.hexdigest()
 
-    def tokens_per_step(self, rows: int) -> int | None:
-        """Return the tokens of a step of so many `rows`; None where they differ."""
-        return self.tokens[0] * rows if len(set(self.tokens)) == 1 else None
-
     def groups(self, at_once: int, seed: int) -> "LengthGroups | None":
         """Return which rows are computed together, `at_once` at a time; None where all have one length."""
         return LengthGroups(self.tokens, at_once, seed) if len(set(self.tokens)) > 1 else None

@@ -22,7 +22,7 @@ from pi_lora.models.weights import quiet_loading
 from pi_lora.report.card import CARD, card_of
 from pi_lora.report.probe import Probe
 from pi_lora.report.scores import MeasuredRun
-from pi_lora.run import BASE, STEP_0, check_room, staged
+from pi_lora.run import BASE, STEP_0, staged
 from pi_lora.scaling.config import ORIGINAL_WINDOW, Config, in_both_dialects
 from pi_lora.scaling.verify import build_on_meta, config_of
 from pi_lora.serving.commands import serving_lines
@@ -62,7 +62,7 @@ def merge(
     logits too, or nothing.
 
     Raise ModelError if `run` is no adapter, its base is missing, damaged or another one, they do not fit
-    together, or a check failed, after which nothing is kept; RunExistsError if `output` exists, or there is no room.
+    together, or a check failed, after which nothing is kept; RunExistsError if `output` exists.
     """
     if (folder := adapter_folder(str(run))) is None:
         raise ModelError(f"{run}: holds no adapter; name a run of lora tuning (full tuning needs no merge)")
@@ -79,7 +79,6 @@ def merge(
         with quiet_loading():
             model = build_on_meta(found.kind, found.config, permissions.remote_code)
         tensors = plan_merge(model, read_weights(found.base, found.file), folder, dtype, before)
-        check_room(output, sum(tensor.size for tensor in tensors))
         stored = str(max(tensors, key=lambda tensor: tensor.size).dtype).removeprefix("torch.")
         config = {**found.config, "architectures": [type(model).__name__], "dtype": stored}
         if any(tensor.name in model.all_tied_weights_keys for tensor in tensors):
@@ -106,7 +105,7 @@ def extend(model: Model, output: Path, probe: Probe | None = None, progress: Pro
     and scaling go to the card and to `scores/`.
 
     Raise ModelError if a weight file is missing or damaged or the probe is of another model, RunExistsError if `output`
-    exists or there is no room.
+    exists.
     """
     assert model.extension, "the base is extended"
     scaling, typed = model.extension.scaling, config_of(model.kind, model.config)

@@ -16,6 +16,7 @@ from pi_lora.errors import ModelError
 from pi_lora.models.host import has_bfloat16_instructions, host_memory
 from pi_lora.recipe.schema import Recipe
 
+# transformers' name of torch's attention, which chooses between cuDNN's kernel and torch's own.
 SDPA = "sdpa"
 LIBRARIES = ("pi-lora", "torch", "transformers", "trl", "peft", "accelerate", "datasets", "safetensors")
 OPTIONAL = ("bitsandbytes", "flash-attn", "liger-kernel", "lm-eval", "kernels", "vllm")
@@ -88,28 +89,6 @@ def measured_under_autocast(recipe: Recipe) -> bool:
     return in_float32 and computes_in(recipe) == "bfloat16" and device().type != "cpu"
 
 
-def attention_kernel(asked: str, in_bfloat16: bool, context_parallel: int = 1) -> str:
-    """Return the kernel by transformers' name: the one asked for, or for `auto` the one written for this GPU if it is
-    installed, else torch's, which chooses between cuDNN's and its own. FlashAttention does not support float32, and
-    context parallelism supports only torch's kernel (accelerate 1.15).
-    """
-    if asked != "auto":
-        return asked
-    if device().type == "cpu" or not in_bfloat16 or context_parallel > 1:
-        return SDPA
-    # Imported here: it takes a second, and plans do without.
-    from transformers.utils import is_flash_attn_3_available, is_flash_attn_4_available
-
-    # By the major number of the GPU's compute capability. FlashAttention 3 and 4 each support one generation (Shah et
-    # al. 2024 for Hopper). torch's own flash kernel is FlashAttention 2, so installing that package gains nothing.
-    made_for = {
-        9: ("flash_attention_3", is_flash_attn_3_available),
-        10: ("flash_attention_4", is_flash_attn_4_available),
-    }
-    name, is_present = made_for.get(torch.cuda.get_device_capability()[0], (SDPA, lambda: True))
-    return name if is_present() else SDPA
-
-
 def use_liger(model: Any) -> None:
     """Compute the layers of `model`, with or without an adapter, by Liger's Triton kernels of rotary embeddings, norms
     and gated MLPs (Hsu et al. 2024), an optional package; its weights stay as they are. The classes and functions of
@@ -147,11 +126,13 @@ def hardware() -> str:
 
 def facts() -> dict[str, str]:
     """Return what a report of a bug needs, by name: libraries, system, processor, memory, GPUs, kernels."""
-    in_bfloat16, instructions, without_it = has_fast_bfloat16(), "without bfloat16 instructions", "float32"
-    if device().type == "cuda":
-        without_it = "float16 for adapters, float32 for all weights"
+    instructions, precision = "without bfloat16 instructions", "float32"
     if has_bfloat16_instructions():
         instructions = f"bfloat16 {bfloat16_speed():.1f} times as fast as float32"
+    if has_fast_bfloat16():
+        precision = "bfloat16"
+    elif device().type == "cuda":
+        precision = "float16 for adapters, float32 for all weights"
     name = torch.cpu.get_capabilities().get("cpu_name") or platform.processor()
     gpus = [
         f"{gpu.name}, {gpu.total_memory / 2**30:.1f} GiB, compute capability {gpu.major}.{gpu.minor}"
@@ -165,6 +146,5 @@ def facts() -> dict[str, str]:
         "memory": "{:.1f} GiB, {:.1f} GiB available".format(*(size / 2**30 for size in host_memory())),
         "GPUs": "; ".join(gpus) or "none",
         "CUDA": torch.version.cuda or "none: torch is built for CPUs",
-        "precision": f"training.precision: auto is {'bfloat16' if in_bfloat16 else without_it}",
-        "attention": f"model.attention: auto is {attention_kernel('auto', in_bfloat16)}",
+        "precision": f"training.precision: auto is {precision}",
     }

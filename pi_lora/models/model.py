@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import snapshot_download
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from pi_lora.errors import ModelError
@@ -27,10 +28,9 @@ from pi_lora.models.files import (
 from pi_lora.models.machine import device, dtype_named
 from pi_lora.models.tokenizer import SETTINGS_FILE, TOKENIZER_FILES, load_tokenizer
 from pi_lora.models.weights import Placement, empty_weights, quiet_loading, read_weights
-from pi_lora.recipe.evaluation import Evaluation
 from pi_lora.recipe.files import RECIPE_FILE
 from pi_lora.recipe.schema import Recipe
-from pi_lora.run import BASE, RUN_FILE, SCORES, Origin, Run, check_finished
+from pi_lora.run import Origin, Run, check_finished
 from pi_lora.scaling.config import (
     Config,
     Interpolation,
@@ -49,6 +49,8 @@ from pi_lora.scaling.config import (
 from pi_lora.scaling.verify import build_on_meta, check_scaling, config_of
 from pi_lora.types import NO_PERMISSIONS, Json, Permissions
 from pi_lora.writing import read_json
+
+FILES_OF_RUNS = ["*.json", "*.yaml", ADAPTER_WEIGHTS_FILE, *TOKENIZER_FILES]
 
 
 @dataclass(frozen=True)
@@ -197,19 +199,6 @@ class Model:
             other = f"{self.base} ({self.folder}) has other weights than those that it was tuned on"
             raise ModelError(f"{self.adapter}: {other}; bring them back, or use these with --allow-changed")
 
-    def attention(self, asked: str, in_bfloat16: bool, context_parallel: int = 1) -> str:
-        """Return the attention kernel: the one `asked` for, or for `auto` the fastest that the model supports."""
-        kernel = machine.attention_kernel(asked, in_bfloat16, context_parallel)
-        if asked != "auto" or kernel == machine.SDPA:
-            return kernel
-        # For models that name their kernels of FlashAttention, transformers downloads one of those instead.
-        compatible = self.skeleton._compatible_flash_implementations
-        try:
-            self.skeleton.get_correct_attn_implementation(kernel)
-        except (ImportError, ValueError):
-            return machine.SDPA
-        return kernel if compatible is None or kernel in compatible else machine.SDPA
-
     def load(self, dtype: str | None = None) -> "Model":
         """Read the weights: by default in float32 on a CPU, in bfloat16 after QLoRA, and on an accelerator as stored; a
         run's as they are tuned there.
@@ -221,8 +210,7 @@ class Model:
         of_weights = dtype_named(dtype or stored)
         if dtype is None and self.adapter and recipe and (quantized or not on_cpu):
             of_weights = machine.dtype_of_base(recipe)
-        kernel = self.attention("auto", of_weights == torch.bfloat16)
-        model = self.load_weights(of_weights, kernel, "quantized" if quantized else "device").eval()
+        model = self.load_weights(of_weights, place="quantized" if quantized else "device").eval()
         if self.adapter is not None:
             # Imported here: PEFT takes seconds, and bases and full weights do without.
             from pi_lora.models.adapter import load_adapter
@@ -322,26 +310,19 @@ def adapter_folder(name: str, revision: str = "main") -> Path | None:
     if (Path(name) / ADAPTER_CONFIG_FILE).is_file():
         return Path(name)
     check_finished(Path(name))
-    if "/" not in name or is_local(name):
+    if "/" not in name or is_local(name) or not find_file(name, ADAPTER_CONFIG_FILE, revision):
         return None
-    try:
-        settings = find_file(name, ADAPTER_CONFIG_FILE, revision)
-    except ModelError:  # which says of a base what is wrong
-        return None
-    if settings is None:
-        return None
-    for file in (CONFIG_FILE, ADAPTER_WEIGHTS_FILE, RUN_FILE, RECIPE_FILE, *TOKENIZER_FILES):
-        find_file(name, file, revision)
-    return settings.parent
+    return _downloaded(name, revision)
 
 
 def run_folder(name: str) -> Path:
     """Return the folder of a run; of a hub id the one in the cache, with its scores."""
-    if is_local(name):
-        return Path(name)
-    names = [f"{SCORES}/{section}{stage}.json" for section in Evaluation.model_fields for stage in ("", f"-{BASE}")]
-    found = [find_file(name, file) for file in (RECIPE_FILE, RUN_FILE, CONFIG_FILE, ADAPTER_CONFIG_FILE, *names)]
-    return found[0].parent if found[0] else Path(name)
+    return Path(name) if is_local(name) or not find_file(name, RECIPE_FILE) else _downloaded(name)
+
+
+def _downloaded(name: str, revision: str = "main") -> Path:
+    """Return the folder in the cache of the hub with the files of a run, but full weights and pictures."""
+    return Path(snapshot_download(name, revision=revision, allow_patterns=FILES_OF_RUNS))
 
 
 def find_adapter(folder: Path, base: str | None = None, permissions: Permissions = NO_PERMISSIONS) -> Model:
@@ -389,8 +370,6 @@ def own_entries(config: PreTrainedConfig) -> Config:
 
 def _find_base(name: str, revision: str = "main", permissions: Permissions = NO_PERMISSIONS) -> Model:
     path = locate(name)
-    if (Path(path) / CONFIG_FILE).exists():
-        read_config(Path(path))
     with readable(name, CONFIG_FILE), quiet_loading():
         config = AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=permissions.remote_code)
     own = own_entries(config)

@@ -22,7 +22,7 @@ Schedule = Literal["constant", "linear", "cosine", "cosine_with_restarts", "cosi
                    "inverse_sqrt", "warmup_stable_decay"]
 # fmt: on
 Tracker = Literal["tensorboard", "wandb", "trackio"]
-Kernel = Literal["auto", "sdpa", "flash_attention_2", "eager"]
+Kernel = Literal["auto", "sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4", "eager"]
 Method = Literal["lora", "qlora", "full"]
 Scaling = Literal["pi", "yarn", "theta", "llama3", "dynamic", "direct", "keep"]
 ExtraModules = Literal["embeddings_and_norms", "norms", "nothing"]
@@ -47,7 +47,7 @@ class Model(Section):
     dtype: Dtype | None = None
     """of the loaded weights; by default what the tuning method needs"""
     attention: Kernel = "auto"
-    """auto: the fastest installed one for this GPU, else torch's (sdpa)"""
+    """auto: torch's (sdpa)"""
     kernels: Literal["transformers", "liger"] = "transformers"
     """of the other parts of layers"""
 

@@ -15,7 +15,7 @@ from pydantic import BaseModel
 from rich.table import Table
 
 from pi_lora.errors import PiLoraError
-from pi_lora.serving.reference import CUT, RIGHT, UNSCALED, WRITTEN, Answer, Prompt, Reference
+from pi_lora.serving.reference import RIGHT, UNSCALED, WRITTEN, Answer, Prompt, Reference
 from pi_lora.types import Json, Progress, silent
 
 # Seconds that a server may take for a long prompt.
@@ -27,7 +27,7 @@ GREEDY = {"temperature": 0, "repetition_penalty": 1, "repeat_penalty": 1, "prese
 LOGPROBS: tuple[Json, ...] = ({"logprobs": 1, "prompt_logprobs": 0}, {"logprobs": True}, {})
 # The message of an error; servers nest it differently.
 MESSAGE = re.compile(r'"(?:error|message|detail)": *"((?:[^"\\]|\\.)*)"')
-REFUSED, DIFFERENT = "refused", "different"
+CUT, REFUSED, DIFFERENT = "cut", "refused", "different"
 # Where the second choice is so close in nats to the first, rounding decides which one a server takes.
 TIE = 0.5
 # Without log probabilities, so many equal tokens are an agreement.
@@ -65,15 +65,13 @@ class Server:
     def complete(self, prompt: str) -> Completion | str:
         """Return the greedy continuation of a prompt by `WRITTEN` tokens, or why the server refuses."""
         body = {"prompt": prompt, "max_tokens": WRITTEN, **GREEDY, **({"model": self.name} if self.name else {})}
-        refusal = ""
         for logprobs in LOGPROBS:
             try:
                 return _completion(self._call("/v1/completions", body | logprobs))
             except HTTPError as error:
                 said = error.read().decode(errors="replace")
-                message = MESSAGE.search(said)
-                refusal = message[1] if message else f"{error}: {said:.300}"
-        return refusal
+        message = MESSAGE.search(said)
+        return message[1] if message else said[:300]
 
     def _call(self, path: str, body: Json | None = None) -> Json:
         headers = {"Content-Type": "application/json", "Authorization": f"Bearer {os.environ.get('OPENAI_API_KEY')}"}
@@ -119,10 +117,10 @@ def check_server(server: Server, reference: Reference, tolerance: float, progres
     """Ask a server both prompts of a reference, and judge it by the answers there. Log probabilities may differ by
     `tolerance` nats on average.
     """
-    verdicts, text = [], reference.text
+    verdicts = []
     for prompt in reference.prompts:
         progress(0, 0, f"asking the server about {prompt.tokens:,} tokens")
-        said = server.complete(text[: prompt.characters])
+        said = server.complete(reference.text[: prompt.characters])
         if isinstance(said, str):
             verdicts.append(Verdict(tokens=prompt.tokens, verdict=REFUSED, detail=said))
         else:
@@ -131,26 +129,20 @@ def check_server(server: Server, reference: Reference, tolerance: float, progres
 
 
 def _judge(reference: Reference, prompt: Prompt, said: Completion, tolerance: float) -> Verdict:
-    compared: dict[str, tuple[float, int]] = {}
-    for reading in reference.readings(prompt):
-        if computed := reference.answer(prompt, reading):
-            compared[reading] = distance, agreed = _compare(computed, said)
-            if distance <= tolerance:
-                break
+    for verdict in (RIGHT, UNSCALED):
+        distance, agreed = _compare(reference.answer(prompt, verdict), said)
+        if distance <= tolerance:
+            break
     else:
-        counted = said.seen or prompt.tokens
-        reading = f"{CUT} {counted}" if prompt.tokens - counted > CUT_SLACK else DIFFERENT
-        distance, agreed = compared[RIGHT]
-    verdict, _, size = reading.partition(" ")
+        verdict = CUT if prompt.tokens - (said.seen or prompt.tokens) > CUT_SLACK else DIFFERENT
+        distance, agreed = _compare(reference.answer(prompt, RIGHT), said)
     details = {
         UNSCALED: "it computes the model without the scaling in its config.json",
-        CUT: f"it saw only the last {size} tokens; start it with a window of {reference.target:,}",
+        CUT: f"it saw only {said.seen} tokens; start it with a window of {reference.target:,}",
         DIFFERENT: "it computes another model",
     }
-    difference = distance if said.logprobs and isfinite(distance) else None
-    return Verdict(
-        tokens=prompt.tokens, verdict=verdict, detail=details.get(verdict, ""), agreed=agreed, difference=difference
-    )
+    detail, difference = details.get(verdict, ""), distance if said.logprobs and isfinite(distance) else None
+    return Verdict(tokens=prompt.tokens, verdict=verdict, detail=detail, agreed=agreed, difference=difference)
 
 
 def _compare(computed: Answer, said: Completion) -> tuple[float, int]:
@@ -158,7 +150,7 @@ def _compare(computed: Answer, said: Completion) -> tuple[float, int]:
     tokens are equal. Without log probabilities the distance is 0 if enough tokens are equal.
     """
     # mlx-lm's server leaves out the space that an answer begins with.
-    begins = computed.text[: len(computed.text) - len(computed.text.lstrip(" "))]
+    begins = " " if computed.text.startswith(" ") else ""
     text = begins + said.text.lstrip(" ")
     agreed = sum(text.startswith(computed.text[:end]) for end in computed.ends)
     pairs = [*zip(computed.logprobs[:agreed], said.logprobs, strict=False)]

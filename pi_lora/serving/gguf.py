@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +20,13 @@ CONVERTED = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 
 
 def find_converter(found: Model, output: Path, converter: Path | None = None) -> Path:
-    """Return the script that writes a model to the GGUF file `output`: `converter`, or llama.cpp's in that folder, by
-    default `$LLAMA_CPP`. Raise ModelError if there is none, or it drops the scaling of the model; RunExistsError if
-    `output` exists.
+    """Return the script of llama.cpp, in the folder `converter` or else `$LLAMA_CPP`, that writes a model to the GGUF
+    file `output`. Raise ModelError if there is none, or it drops the scaling of the model; RunExistsError if `output`
+    exists.
     """
-    script = Path(converter or os.environ.get("LLAMA_CPP", CONVERTER))
-    script = (script / CONVERTER if script.is_dir() else script).resolve()
+    script = Path(converter or os.environ.get("LLAMA_CPP", "."), CONVERTER)
     if not script.is_file():
-        raise ModelError(f"{script}: no such converter; {WHERE}; name it with --converter, or its folder in LLAMA_CPP")
+        raise ModelError(f"{script}: no such converter; {WHERE}; name its folder with --converter, or in LLAMA_CPP")
     if method_of(found.config) == "dynamic":
         raise ModelError(f"{found.name}: llama.cpp's converter drops the scaling `dynamic`; use another scaling")
     if output.exists():
@@ -45,17 +43,16 @@ def export_gguf(found: Model, output: Path, script: Path, outtype: str | None = 
         folder = snapshot_download(folder, revision=found.revision, allow_patterns=CONVERTED)
     # bfloat16 is bf16 there.
     kind = outtype or found.base_config.get("dtype", "float32").replace("float", "f")
-    with tempfile.TemporaryDirectory(prefix=f".{output.stem}.", dir=output.parent) as making:
-        file = Path(making) / output.name
-        command = [sys.executable, str(script), folder, "--outfile", str(file), "--outtype", kind]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode:
-            reason = done.stderr.strip().rpartition("\n")[2]
-            raise ModelError(
-                f"{script}: cannot convert {found.name} ({reason}); see what it needs, and which models it knows"
-            )
-        _set_window(file, found.window)
-        file.replace(output)
+    part = output.with_suffix(".part")
+    command = [sys.executable, str(script), folder, "--outfile", str(part), "--outtype", kind]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        reason = done.stderr.strip().rpartition("\n")[2]
+        raise ModelError(
+            f"{script}: cannot convert {found.name} ({reason}); see what it needs, and which models it knows"
+        )
+    _set_window(part, found.window)
+    part.replace(output)
 
 
 def _set_window(file: Path, window: int) -> None:

@@ -3,10 +3,9 @@
 import random
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
 
 import torch
-from pydantic import AfterValidator, BaseModel
+from pydantic import BaseModel
 
 from pi_lora.data.recall import sentences
 from pi_lora.errors import DataError
@@ -19,12 +18,10 @@ from pi_lora.writing import write_whole
 WRITTEN, SCORED = 32, 64
 # In a merged folder.
 REFERENCE_FILE = "server_reference.json"
-# How a server can read a prompt; `cut N` is its last N tokens.
-RIGHT, UNSCALED, CUT = "right", "unscaled", "cut"
+# How a server can read a prompt.
+RIGHT, UNSCALED = "right", "unscaled"
 # What is left of a rope without its scaling.
 UNSCALED_ROPE = ("rope_theta", "partial_rotary_factor")
-# Five digits keep references small.
-Nats = list[Annotated[float, AfterValidator(lambda value: round(value, 5))]]
 
 
 class Answer(BaseModel):
@@ -34,9 +31,9 @@ class Answer(BaseModel):
 
     text: str
     ends: list[int]
-    logprobs: Nats
-    margins: Nats
-    prompt: Nats
+    logprobs: list[float]
+    margins: list[float]
+    prompt: list[float]
 
 
 class Prompt(BaseModel):
@@ -63,20 +60,15 @@ class Reference(BaseModel):
         """The text that the prompts begin."""
         return self.own_text or sentences(random.Random(0), self.target)
 
-    def readings(self, prompt: Prompt) -> list[str]:
-        """Return the ways in which a server can read a prompt."""
-        sizes = sorted({self.original, *(2**power for power in range(8, 24))})
-        return [RIGHT, *(f"{CUT} {size}" for size in sizes if size < prompt.tokens), UNSCALED]
-
-    def answer(self, prompt: Prompt, reading: str) -> Answer | None:
-        """Return the answer to a prompt in one reading; None if it is not known."""
-        return prompt.answers.get(reading)
+    def answer(self, prompt: Prompt, reading: str) -> Answer:
+        """Return the answer to a prompt in one reading."""
+        return prompt.answers[reading]
 
 
 class Reader(Reference):
     """A reference that computes the answers of the model `found`, each once and when it is needed."""
 
-    _loaded: dict[bool, Model] = {}
+    _loaded: dict[str, Model] = {}
 
     def __init__(self, found: Model, text: str = "", dtype: str | None = None, progress: Progress = silent) -> None:
         super().__init__(model=found.name, original=found.original, target=found.window, own_text=text)
@@ -89,54 +81,55 @@ class Reader(Reference):
         self.own_text = text[: ends[lengths[0]][0]]
 
     def answer(self, prompt: Prompt, reading: str) -> Answer:
-        """Return the answer to a prompt in one reading."""
+        """Return the answer to a prompt in one reading; load the model for it, or as engines compute it that drop the
+        scaling from its config.
+        """
         if reading not in prompt.answers:
+            if reading not in self._loaded:
+                self._loaded.clear()  # one model at a time
+                found = self._found if reading == RIGHT else unscaled(self._found)
+                self._loaded[reading] = found.load(self._dtype)
             self._progress(0, 0, f"computing {prompt.tokens:,} tokens here: {reading}")
-            ids = self._found.tokenizer(self.text[: prompt.characters], verbose=False)["input_ids"]
-            size = reading.partition(" ")[2] or len(ids)
-            prompt.answers[reading] = _answer(self._model(reading != UNSCALED), ids[-int(size) :])
-        return prompt.answers[reading]
+            prompt.answers[reading] = _answer(self._loaded[reading], self.text[: prompt.characters])
+        return super().answer(prompt, reading)
 
     def write(self, file: Path) -> None:
         """Compute all answers, and write them to a file of some kilobytes."""
-        pairs = [(prompt, reading) for prompt in self.prompts for reading in self.readings(prompt)]
-        # The unscaled model is loaded last.
-        for prompt, reading in sorted(pairs, key=lambda pair: pair[1] == UNSCALED):
-            self.answer(prompt, reading)
+        for reading in (RIGHT, UNSCALED):
+            for prompt in self.prompts:
+                self.answer(prompt, reading)
         write_whole(file, self.model_dump_json() + "\n")
 
-    def _model(self, scaled: bool) -> Model:
-        """Load the model, or as engines compute it that drop the scaling from its config."""
-        if scaled not in self._loaded:
-            self._loaded.clear()  # one model at a time
-            rope = full_attention_rope(self._found.config)
-            plain = {"rope_type": "default", **{key: rope[key] for key in UNSCALED_ROPE if key in rope}}
-            config = in_both_dialects(with_full_rope(self._found.config, plain))
-            found = self._found if scaled else replace(self._found, config=config)
-            self._loaded[scaled] = found.load(self._dtype)
-        return self._loaded[scaled]
+
+def unscaled(found: Model) -> Model:
+    """Return a model without the scaling of its rope."""
+    rope = full_attention_rope(found.config)
+    plain = {"rope_type": "default", **{key: rope[key] for key in UNSCALED_ROPE if key in rope}}
+    return replace(found, config=in_both_dialects(with_full_rope(found.config, plain)))
 
 
 @torch.no_grad()
-def _answer(loaded: Model, ids: list[int]) -> Answer:
-    model, scored = loaded.model, min(SCORED, len(ids) - 1)
-    output = model(torch.tensor([ids], device=model.device), use_cache=True, logits_to_keep=scored + 1)
-    rows, cache = output.logits[0].cpu().double().log_softmax(-1), output.past_key_values
-    best = [rows[-1].topk(2)]
-    while len(best) < WRITTEN:
-        tokens = best[-1].indices[None, :1].to(model.device)
-        output = model(tokens, past_key_values=cache, use_cache=True)
-        best.append(output.logits[0, -1].cpu().double().log_softmax(-1).topk(2))
-    written = [*ids, *(int(each.indices[0]) for each in best)]
+def _answer(loaded: Model, prompt: str) -> Answer:
+    tokenizer, model = loaded.tokenizer, loaded.model
+    ids: list[int] = tokenizer(prompt, verbose=False)["input_ids"]
+    scored = min(SCORED, len(ids) - 1)
+    written, cache = list(ids), None
+    rows: list[torch.Tensor] = []
+    while len(written) < len(ids) + WRITTEN:
+        tokens = torch.tensor([written[-1:] if rows else ids], device=model.device)
+        output = model(tokens, past_key_values=cache, use_cache=True, logits_to_keep=scored + 1)
+        rows += output.logits[0].cpu().double().log_softmax(-1)
+        written.append(int(rows[-1].argmax()))
+        cache = output.past_key_values
     # Decoded after the prompt's last token: some tokenizers drop the space before a text.
     pieces = [written[len(ids) - 1 : end] for end in range(len(ids), len(written) + 1)]
-    before, *texts = loaded.tokenizer.batch_decode(pieces, skip_special_tokens=True)
-    first, second = torch.stack([each.values for each in best]).T
+    before, *texts = tokenizer.batch_decode(pieces, skip_special_tokens=True)
+    first, second = torch.stack(rows[scored:]).topk(2).values.T
     return Answer(
         text=texts[-1][len(before) :],
         # A character of several tokens is not counted before the last of them.
         ends=[len(text.rstrip("\ufffd")) - len(before) for text in texts],
         logprobs=first.tolist(),
         margins=(first - second).tolist(),
-        prompt=rows[:-1].gather(1, torch.tensor(ids[-scored:])[:, None])[:, 0].tolist(),
+        prompt=[float(row[token]) for row, token in zip(rows, ids[-scored:], strict=False)],
     )

@@ -1,7 +1,7 @@
 """TRL's SFTTrainer with our schedule, batches of similar lengths, and checked losses; the only home of TRL."""
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import Sampler
-from transformers import PrinterCallback, TrainerCallback
+from transformers import PrinterCallback
 from transformers import Trainer as PlainTrainer
 
 os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")  # TRL reports usage otherwise
@@ -25,10 +25,10 @@ from pi_lora.models import adapter as adapters
 from pi_lora.models import machine
 from pi_lora.models.machine import device
 from pi_lora.models.model import Model
+from pi_lora.planning.planning import plan_here
 from pi_lora.recipe.schema import Recipe
 from pi_lora.run import CHECKPOINTS, Run
-from pi_lora.training.callbacks import TrainingLog
-from pi_lora.training.schedule import rate_share
+from pi_lora.training.callbacks import Monitor
 
 
 def trainer_arguments(recipe: Recipe, run: Run, name: str) -> SFTConfig:
@@ -52,6 +52,9 @@ def trainer_arguments(recipe: Recipe, run: Run, name: str) -> SFTConfig:
         adam_beta1=training.betas[0],
         adam_beta2=training.betas[1],
         max_grad_norm=training.max_grad_norm,
+        lr_scheduler_type=training.schedule,
+        lr_scheduler_kwargs=training.schedule_options,
+        warmup_steps=training.warmup_steps,
         **{"bf16": precision == "bfloat16", "fp16": precision == "float16"},
         use_cpu=device().type == "cpu",
         gradient_checkpointing=bool(every),
@@ -63,7 +66,7 @@ def trainer_arguments(recipe: Recipe, run: Run, name: str) -> SFTConfig:
         loss_type="nll",
         max_length=None,
         dataset_kwargs={"skip_prepare_dataset": True},
-        include_num_input_tokens_seen="non_padding" if recipe.data.has_examples or recipe.data.keep_short else "no",
+        include_num_input_tokens_seen="non_padding" if recipe.data.has_examples or recipe.data.keep_short else "all",
         # TRL does not count position_ids among the columns that are used, nor those of examples.
         remove_unused_columns=False,
         logging_steps=training.log_every,
@@ -92,20 +95,13 @@ class OneDevice(SFTConfig):
 class Trainer(SFTTrainer):
     """SFTTrainer with our schedule, batches of similar lengths, the loss that the plan chose, and checked losses."""
 
-    def __init__(
-        self,
-        recipe: Recipe,
-        model: Model,
-        data: TrainingData,
-        run: Run,
-        log: TrainingLog,
-        others: Sequence[TrainerCallback] = (),
-    ) -> None:
-        self.training, self.log_of_losses, tuned = recipe.training, log, model.model
+    def __init__(self, recipe: Recipe, model: Model, data: TrainingData, run: Run, monitor: Monitor) -> None:
+        self.training, self.monitor, tuned = recipe.training, monitor, model.model
         # PEFT's casts change no number then but of dropout and DoRA's norms, which depend on the dtype.
         tuning = recipe.tuning
         self.cast_by_autocast = machine.computes_in(recipe) != "float32" and not (tuning.dropout or tuning.dora)
-        self.plain_loss = run.provenance.plain_loss
+        plan = plan_here(recipe, model.permissions)
+        self.plain_loss = plan is not None and plan.memory.plain_loss
         self.groups: Sampler[int] | None = data.groups(recipe.sequences_at_once, self.training.seed)
         if recipe.model.kernels == "liger":
             machine.use_liger(tuned)
@@ -122,7 +118,7 @@ class Trainer(SFTTrainer):
                 data_collator=data.collate,
                 train_dataset=data.rows,
                 processing_class=model.tokenizer,
-                callbacks=[log, *others],
+                callbacks=[monitor],
             )
         self.remove_callback(PrinterCallback)
         # Without a mask torch chooses its fast kernel; FlashAttention leaves padding out by itself, and the loss that
@@ -142,8 +138,15 @@ class Trainer(SFTTrainer):
             plugin.mixed_precision_policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
 
     def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> LambdaLR:
-        """Follow the recipe's schedule."""
-        self.lr_scheduler = LambdaLR(optimizer or self.optimizer, rate_share(self.training))
+        """Follow transformers' schedule, after a linear warm-up from `warmup_start` (paper.tex, section 3.1)."""
+        training, after_warmup = self.training, super().create_scheduler(num_training_steps, optimizer).lr_lambdas[0]
+
+        def share(step: int) -> float:
+            if step < training.warmup_steps:
+                return training.warmup_start + (1 - training.warmup_start) * step / training.warmup_steps
+            return float(after_warmup(step))
+
+        self.lr_scheduler = LambdaLR(optimizer or self.optimizer, share)
         return self.lr_scheduler
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Sampler[int] | None:
@@ -164,7 +167,7 @@ class Trainer(SFTTrainer):
             inputs = {**inputs, "attention_mask": torch.ones_like(inputs["attention_mask"])}
         with adapters.disable_input_dtype_casting(self.model, self.cast_by_autocast):
             loss: torch.Tensor = super().training_step(model, inputs, *others)
-        self.log_of_losses.record_loss(loss)
+        self.monitor.record_loss(loss)
         return loss
 
 
@@ -186,10 +189,7 @@ def _in_pieces(run: Callable[[torch.Tensor], torch.Tensor], tokens: int) -> Call
         pieces = torch.split(hidden.reshape(1, -1, hidden.shape[-1]), tokens, dim=1)
         if len(pieces) == 1:
             return run(hidden)
-        if torch.is_grad_enabled():
-            outputs = [checkpoint(alone, piece, use_reentrant=False, preserve_rng_state=False) for piece in pieces]
-        else:
-            outputs = [run(piece) for piece in pieces]
+        outputs = [checkpoint(alone, piece, use_reentrant=False, preserve_rng_state=False) for piece in pieces]
         return torch.cat(outputs, dim=1).view(hidden.shape)
 
     def alone(piece: torch.Tensor) -> torch.Tensor:

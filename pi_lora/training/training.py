@@ -24,12 +24,11 @@ from pi_lora.models.model import Model
 from pi_lora.models.tokenizer import save_tokenizer
 from pi_lora.models.weights import Placement
 from pi_lora.planning.plan import hours_in_words
-from pi_lora.planning.planning import plan_here
 from pi_lora.recipe.files import RECIPE_FILE, dump_recipe
 from pi_lora.recipe.schema import Recipe
 from pi_lora.report.card import write_card
 from pi_lora.run import CHECKPOINTS, Run, resume_command, staged, staging_path
-from pi_lora.training.callbacks import TrainingLog, TrainingScores, redirect_library_logs, stop_after_step
+from pi_lora.training.callbacks import Monitor, redirect_library_logs, stop_after_step
 from pi_lora.training.trainer import Trainer
 from pi_lora.types import Progress, silent
 from pi_lora.writing import write_whole
@@ -47,28 +46,27 @@ def train(
     the number of steps, and a line about the loss and speed.
     """
     join_processes(cpu=device().type == "cpu")
-    log = TrainingLog(data.tokens_per_step(recipe.training.global_batch_size), recipe.evaluation.every, progress)
-    with stop_after_step(log), adapters.without_known_warnings():
+    with stop_after_step() as signals, adapters.without_known_warnings():
         with create_run(recipe, model, data, output, resume) as run, redirect_library_logs(run.path):
             # The precision that the run has from its start, instead of `auto`.
             training = recipe.training.changed(precision=run.provenance.precision)
-            log.run, recipe = run, recipe.model_copy(update={"training": training})
-            set_seed(recipe.training.seed)
+            recipe = recipe.model_copy(update={"training": training})
+            set_seed(training.seed)
             autocast = machine.measured_under_autocast(recipe)
             tuned = model.being_tuned(str(output), load_for_tuning(recipe, model), autocast)
-            scores = [TrainingScores(recipe, tuned, log)] if recipe.evaluation.every else []
-            trainer = Trainer(recipe, tuned, data, run, log, scores)
+            monitor = Monitor(recipe, tuned, run, signals, progress)
+            trainer = Trainer(recipe, tuned, data, run, monitor)
             trainer.train(resume_from_checkpoint=_checkpoint_to_resume(run) if resume else None)
-            if log.stopped:
+            if monitor.stopped:
                 step, how = trainer.state.global_step, resume_command(output)
                 kept = f"interrupted after step {step}, a checkpoint is kept; resume it with {how}"
                 raise Interrupted(f"{output}: {kept}")
             save(recipe, tuned, trainer, run)
         if is_leader():
             write_card(output)
-        # The run is whole by now: a signal loses no more than these scores.
-        for each in scores:
-            each.measure(Run(output), recipe.training.steps)
+        if recipe.evaluation.every:
+            # The run is whole by now: a signal loses no more than these scores.
+            monitor.measure(Run(output), training.steps)
             if is_leader():
                 write_card(output)
     return output
@@ -93,11 +91,8 @@ def create_run(recipe: Recipe, model: Model, data: TrainingData, output: Path, r
             run.check_same_origin(output, origin, model.permissions)
             write_whole(staging / RECIPE_FILE, dump_recipe(recipe))
             # Decided once: other processes, or a resumption on another machine, could decide otherwise.
-            precision, plain_loss = run.provenance.precision or machine.computes_in(recipe), run.provenance.plain_loss
-            if plain_loss is None:
-                plan = plan_here(recipe, model.permissions)
-                plain_loss = plan is not None and plan.memory.plain_loss
-            run.record({"origin": origin.model_dump(), "precision": precision, "plain_loss": plain_loss})
+            precision = run.provenance.precision or machine.computes_in(recipe)
+            run.record({"origin": origin.model_dump(), "precision": precision})
         wait_for_all()
         yield run
     if is_leader():
@@ -113,8 +108,7 @@ def load_for_tuning(recipe: Recipe, model: Model) -> Any:
     place: Placement = "quantized" if recipe.tuning.method == "qlora" else "host" if several else "device"
     if place == "host" and recipe.sharded and not is_leader():
         place = "empty"
-    in_half = machine.computes_in(recipe) != "float32"
-    attention = model.attention(recipe.model.attention, in_half, recipe.hardware.context_parallel)
+    attention = machine.SDPA if recipe.model.attention == "auto" else recipe.model.attention
     base = model.load_weights(machine.dtype_of_base(recipe), attention, place)
     if recipe.sharded and several:
         # transformers reads the weights of some modules in float32, whatever the dtype.

@@ -243,7 +243,6 @@ def test_short_chats_keep_their_lengths_beside_text_and_long_chats(
     assert kinds["short"] / 200 == pytest.approx(0.25, abs=0.08)
     assert kinds["text"] / 200 == pytest.approx(0.75 * 0.75, abs=0.1)
     assert kinds["chats"]
-    assert prepared.tokens_per_step(4) is None
 
 
 def test_without_chats_a_model_that_chats_says_what_is_at_stake(tmp_path: Path, tokenizer: Any) -> None:

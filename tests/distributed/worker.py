@@ -41,7 +41,7 @@ def shard_on_cpus() -> None:
     AcceleratorState.__init__ = sharding  # type: ignore[method-assign]
     # What a recipe asks of the hardware is not here.
     preflight._machine_problems = lambda _recipe: iter(())
-    training.plan_here = lambda *_: None
+    trainer.plan_here = lambda *_: None
 
 
 class Killed(TrainerCallback):

@@ -17,7 +17,7 @@ from pi_lora.evaluation.passkey import Passkey
 from pi_lora.models.model import find, load
 from pi_lora.recipe.evaluation import PasskeyOptions
 from pi_lora.run import Run, staging_path
-from pi_lora.training.callbacks import TrainingLog
+from pi_lora.training.callbacks import Monitor
 
 WEIGHTS = "model.safetensors"
 UP = "model.layers.1.mlp.up_proj.weight"
@@ -119,7 +119,7 @@ def test_a_step_to_nowhere_is_not_saved(
         if state.global_step == 1:
             next(weight for weight in model.parameters() if weight.requires_grad).data.view(-1)[3] = math.inf
 
-    monkeypatch.setattr(TrainingLog, "on_optimizer_step", overflow)
+    monkeypatch.setattr(Monitor, "on_optimizer_step", overflow)
     training = {"steps": 2, "global_batch_size": 1, "learning_rate": 1e-3, "save_every": 1}
     recipe = small_recipe(small_model, training=training, tuning={"method": method, "rank": 4})
     output = tmp_path / "run"

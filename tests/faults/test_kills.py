@@ -114,7 +114,7 @@ class Train(Command):
         assert not staging_path(output).exists()
         left = {str(each.relative_to(output)) for each in output.rglob("*")}
         # What is removed after the run stands under its name.
-        kept = {each for each in left if not each.startswith(("checkpoints", "lock"))}
+        kept = {each for each in left if not each.startswith("checkpoints")}
         assert self.files - kept <= ({"scores/passkey-step-4.json"} if finished else set())
         assert kept <= self.files
         weights = load_file(output / "adapter_model.safetensors")
@@ -144,7 +144,7 @@ class Merge(Command):
         if not output.exists():
             merge(self.place / "adapter", output)
         assert not staging_path(output).exists()
-        assert {each.name for each in output.iterdir() if each.name != "lock"} == self.files
+        assert {each.name for each in output.iterdir()} == self.files
         assert (output / "model.safetensors").read_bytes() == self.whole
         assert json.loads((output / "merge.json").read_text())["checks"]
 

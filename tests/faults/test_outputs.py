@@ -100,10 +100,10 @@ def test_a_lock_ends_with_its_process(python: str, tmp_path: Path) -> None:
             check_output(output)
         process.kill()
         assert process.stdout.read() == ""  # the pipe closes when the process itself has ended
-    assert (staging_path(output) / "lock").exists()
+    assert staging_path(output).with_suffix(".lock").exists()
     check_output(output)
     with staged(output) as staging:
-        assert [path.name for path in staging.iterdir()] == ["lock"]
+        assert not list(staging.iterdir())
         (staging / "whole").touch()
     assert [path.name for path in output.iterdir()] == ["whole"]
     assert [path.name for path in tmp_path.iterdir()] == ["run"]

@@ -14,7 +14,7 @@ from conftest import small_recipe, train
 from pi_lora.errors import Interrupted
 from pi_lora.recipe.files import dump_recipe
 from pi_lora.run import Run, staging_path
-from pi_lora.training.callbacks import TrainingScores
+from pi_lora.training.callbacks import Monitor
 
 # What these tests start inherits it.
 pytestmark = pytest.mark.skipif(
@@ -65,15 +65,15 @@ def test_a_signal_while_a_step_is_measured_ends_it_behind_a_checkpoint(small_mod
     recipe = small_recipe(small_model, evaluation={"every": 2, "passkey": {"depths": 2, "trials": 2}})
     measured: list[int] = []
 
-    def hang_up(self: TrainingScores, run: Run, step: int) -> None:
+    def hang_up(self: Monitor, run: Run, step: int) -> None:
         measured.append(step)
         if measured == [0, 2]:
             os.kill(os.getpid(), signal.SIGHUP)
         measure(self, run, step)
 
-    measure = TrainingScores.measure
+    measure = Monitor.measure
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(TrainingScores, "measure", hang_up)
+        patch.setattr(Monitor, "measure", hang_up)
         with pytest.raises(Interrupted, match="interrupted while step 2 was measured; continue with --resume"):
             train(recipe, tmp_path / "run")
         staging = staging_path(tmp_path / "run")

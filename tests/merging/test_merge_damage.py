@@ -3,7 +3,6 @@
 import errno
 import json
 import shutil
-from collections import namedtuple
 from collections.abc import Callable
 from pathlib import Path
 
@@ -131,17 +130,6 @@ def test_it_is_named_and_nothing_is_left(kind: str, broken: Path, tmp_path: Path
     assert "\n" not in str(raised.value)
     assert not list(tmp_path.glob("out/*"))
     assert not list(tmp_path.glob("out/.*"))
-
-
-def test_a_full_disk_is_seen_before_anything_is_read(
-    whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    usage = namedtuple("usage", "total used free")
-    monkeypatch.setattr("shutil.disk_usage", lambda path: usage(10**9, 10**9, 50_100_000))
-    monkeypatch.setattr("pi_lora.merging.merging.write_tensors", lambda *_: pytest.fail("began to write"))
-    with pytest.raises(PiLoraError, match=r"takes 0\.0 GB, and 0\.1 GB are free; make room"):
-        merge(whole / "run", tmp_path / "merged")
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_disk_that_fills_up_leaves_nothing(whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

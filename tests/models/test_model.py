@@ -2,7 +2,6 @@ import json
 import math
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,7 +15,6 @@ from pi_lora.models.files import read_adapter_settings, read_config, save_config
 from pi_lora.models.model import Extension, find, find_adapter, load
 from pi_lora.scaling.config import Method, method_of, window_of
 from pi_lora.scaling.verify import build_on_meta, rotary_frequencies
-from pi_lora.types import Permissions
 
 README = Path(__file__).parents[2] / "README.md"
 IDS = torch.randint(2, 1024, (1, 128), generator=torch.Generator().manual_seed(3))
@@ -119,21 +117,6 @@ def test_a_run_that_its_base_does_not_lead_to_is_refused(lora_run: Path, tmp_pat
     save_config(base.extended(Extension(192, 64)).config, base_folder)
     with pytest.raises(ModelError, match="its own scale 3 does not lead to 2"):
         find_adapter(run, str(base_folder))
-
-
-def test_a_run_names_the_revision_of_its_base(lora_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run, asked = shutil.copytree(lora_run, tmp_path / "run"), []
-    adapter = json.loads((run / "adapter_config.json").read_text())
-    (run / "adapter_config.json").write_text(json.dumps({**adapter, "revision": "v1"}))
-
-    def from_pretrained(path: str, revision: str, trust_remote_code: bool) -> Any:
-        asked.append((path, revision, trust_remote_code))
-        return own(path)
-
-    own = AutoConfig.from_pretrained
-    monkeypatch.setattr(AutoConfig, "from_pretrained", from_pretrained)
-    find_adapter(run, permissions=Permissions(remote_code=True))
-    assert asked == [(adapter["base_model_name_or_path"], "v1", True)]
 
 
 @pytest.mark.parametrize("model_type", ["stablelm", "gpt_neox", "glm", "phi3", "gemma3_text"])

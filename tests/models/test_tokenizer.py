@@ -10,7 +10,6 @@ from random_runs import TOKENIZER
 
 from pi_lora.errors import ModelError
 from pi_lora.models.model import find
-from pi_lora.models.tokenizer import load_tokenizer
 
 
 @pytest.fixture
@@ -22,14 +21,6 @@ def folder(small_model: Path, tmp_path: Path) -> Path:
 
 def edit(file: Path, **changes: Any) -> None:
     file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
-
-
-@pytest.mark.parametrize("content", [b"", b"[]", b"\xff"])
-def test_what_is_no_tokenizer_is_a_line(content: bytes, folder: Path) -> None:
-    (folder / TOKENIZER[0]).write_bytes(content)
-    with pytest.raises(ModelError, match="has no tokenizer that can be read") as raised:
-        load_tokenizer(folder, 64)
-    assert "\n" not in str(raised.value)
 
 
 def test_tokens_that_the_model_has_not(folder: Path) -> None:

