@@ -136,7 +136,7 @@ def commands(short: Path) -> Iterator[Command]:
     models = {"base": [BASE], **{f"untuned {scaling}": untuned(scaling) for scaling in SCALINGS}}
     models |= {f"tuned {scaling}": [f"adapters/smollm2_16k/{scaling}"] for scaling in SCALINGS} | {CONTROL: control}
     for row, model in models.items():
-        yield perplexity(row, model, "test", f"{ORIGINAL},{TARGET}", "--by-position")
+        yield perplexity(row, model, "test", f"{ORIGINAL},{TARGET}")
     for row, model in models.items():
         if row != "untuned pi":
             window = () if "--target" in model else ("--target", str(TARGET))

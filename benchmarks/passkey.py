@@ -11,16 +11,16 @@ scaled to all. Its verdicts must be pi-lora's. JSON goes to benchmarks/results/.
 import json
 import logging
 import statistics
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from record import seconds_of, write_run
 
 import pi_lora
-from pi_lora.evaluation.passkey import Grid
+from pi_lora.evaluation.passkey import PasskeyTest
+from pi_lora.recipe.evaluation import PasskeyOptions
 
-GRID = Grid(target=1024, depths=32, trials=10, seed=0)
+GRID = {"target": 1024, "depths": 32, "trials": 10, "seed": 0}
 ROUNDS = 3
 # Trials at each distance that `generate` is timed on.
 TIMED = {"generate_with_cache": 2, "generate_without_cache": 1}
@@ -30,28 +30,28 @@ def generate(loaded: Any, outcomes: list[list[bool]], trials: int, use_cache: bo
     """Decode `trials` at every distance."""
     from oracle_passkey import generated
 
-    for depth in range(GRID.depths):
-        for number in range(trials):
-            trial = GRID.trial(loaded.tokenizer, depth, number)
+    test = PasskeyTest(loaded, GRID["target"], PasskeyOptions(**GRID))
+    for depth, expected in enumerate(outcomes):
+        for trial, key, outcome in list(zip(test.trials(depth), test.keys[depth], expected, strict=True))[:trials]:
             answer = generated(loaded.model, loaded.tokenizer, trial, use_cache)
-            if (answer == GRID.keys[depth][number]) != outcomes[depth][number]:
-                raise SystemExit(f"generate disagrees at k {GRID.ks[depth]}, trial {number}: {answer}")
+            if (answer == key) != outcome:
+                raise SystemExit(f"generate disagrees at k {test.ks[depth]}, key {key}: {answer}")
 
 
 def main() -> None:
     logging.getLogger("transformers").setLevel(logging.ERROR)
     tuned = Path("demo/live").exists()
-    extension = pi_lora.Extension(target=GRID.target)
+    extension = pi_lora.Extension(target=GRID["target"])
     loaded = pi_lora.load("demo/live") if tuned else pi_lora.load("builtin:tiny", extension)
-    scores = pi_lora.evaluate_passkey(loaded, **asdict(GRID))
+    scores = pi_lora.evaluate_passkey(loaded, **GRID)
     outcomes = [row.outcomes for row in scores.depths]
     rounds = []
     for _ in range(ROUNDS):
-        seconds = {"pi_lora": seconds_of(lambda: pi_lora.evaluate_passkey(loaded, **asdict(GRID)))}
+        seconds = {"pi_lora": seconds_of(lambda: pi_lora.evaluate_passkey(loaded, **GRID))}
         for way, trials in TIMED.items():
             cached = way == "generate_with_cache"
             timed = seconds_of(lambda trials=trials, cached=cached: generate(loaded, outcomes, trials, cached))
-            seconds[way] = timed * GRID.trials / trials
+            seconds[way] = timed * GRID["trials"] / trials
         rounds.append({way: round(each, 2) for way, each in seconds.items()})
         print(rounds[-1], flush=True)
     median = {way: statistics.median(each[way] for each in rounds) for way in rounds[0]}
@@ -59,7 +59,7 @@ def main() -> None:
     result = {
         "model": loaded.name,
         "tuned": tuned,
-        "grid": asdict(GRID),
+        "grid": GRID,
         "k_max": scores.k_max,
         "seconds": median,
         "times_faster": faster,

@@ -55,7 +55,7 @@ def let_segments_grow() -> None:
 
 def is_leader() -> bool:
     """Whether this process writes what all have made."""
-    return _rank() == 0
+    return rank() == 0
 
 
 def number_of_processes() -> int:
@@ -70,7 +70,7 @@ def wait_for_all() -> None:
 
 def share_of(items: Sequence[T]) -> list[T]:
     """Return the items of this process: every n-th, so that neighbours are spread."""
-    return list(items[_rank() :: number_of_processes()])
+    return list(items[rank() :: number_of_processes()])
 
 
 def from_all(items: Sequence[T]) -> list[T]:
@@ -103,7 +103,8 @@ def is_launched() -> bool:
     return {"WORLD_SIZE", "RANK", "LOCAL_RANK"} <= os.environ.keys()
 
 
-def _rank() -> int:
+def rank() -> int:
+    """Return the number of this process among all, from 0."""
     return int(os.environ["RANK"]) if is_launched() else 0
 
 

@@ -1,6 +1,6 @@
 """Colours, axes and files of all pictures; the only home of matplotlib."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import cycle, pairwise
 from math import isfinite
 from pathlib import Path
@@ -18,6 +18,7 @@ WIDTH, HEIGHT = 5.0, 3.7
 
 # What draws on matplotlib axes.
 Panel = Callable[[Any], None]
+Curve = Sequence[tuple[float, float]]
 
 BARS = "▁▂▃▄▅▆▇█"
 
@@ -73,25 +74,21 @@ def plain(axes: Any, title: str = "", **legend: Any) -> None:
         axes.legend(**legend)
 
 
-def draw_curves(axes: Any, curves: Mapping[str, Sequence[tuple[float, float]]]) -> None:
-    """Draw points by label as curves, each in a style of its own."""
+def draw_curves(curves: Mapping[str, Curve], axes: Any, **settings: str) -> None:
+    """Draw points by label as curves, each in a style of its own, on axes with these settings, such as labels."""
     for (label, points), (colour, marker) in zip(curves.items(), cycle(STYLES), strict=False):
         axes.plot(*zip(*points, strict=True), color=colour, marker=marker, markersize=5, label=label)
+    axes.set(**settings)
 
 
-def label_windows(axes: Any, windows: Iterable[int]) -> None:
-    """Give axes windows in tokens as their horizontal, logarithmic axis."""
-    axes.set(xscale="log", xlabel="window (tokens)")
-    ticks = sorted(set(windows))
-    axes.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
-    axes.xaxis.minorticks_off()
-
-
-def label_logarithmic(axes: Any, label: str) -> None:
-    """Give axes a logarithmic vertical axis with plain numbers, as many as there is room for."""
+def draw_by_window(curves: Mapping[str, Curve], label: str, axes: Any) -> None:
+    """Draw curves over windows in tokens, both axes logarithmic, with plain numbers."""
     from matplotlib.ticker import LogFormatter
 
-    axes.set(yscale="log", ylabel=label)
+    draw_curves(curves, axes, xscale="log", xlabel="window (tokens)", yscale="log", ylabel=label)
+    ticks = sorted({window for points in curves.values() for window, _ in points})
+    axes.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
+    axes.xaxis.minorticks_off()
     axes.yaxis.set_major_formatter("{x:g}")
     axes.yaxis.set_minor_formatter(LogFormatter())
 

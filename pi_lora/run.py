@@ -199,6 +199,13 @@ def resume_command(output: Path) -> str:
     return f"pi-lora train {shlex.quote(str(output))} --resume"
 
 
+def check_tuned(run: Run) -> None:
+    """Raise ModelError if a folder is not that of a finished run, with its recipe."""
+    check_finished(run.path)
+    if not run.has_recipe:
+        raise ModelError(f"{run.path}: holds no {RECIPE_FILE}; name a run folder that pi-lora train made")
+
+
 def check_finished(output: Path) -> None:
     """Raise ModelError if the run of that name was interrupted and is not finished."""
     run = Run(staging_path(output))

@@ -77,6 +77,7 @@ def progress_bar(title: str) -> Iterator[Progress]:
         TimeRemainingColumn(table_column=whole),
         TextColumn("{task.fields[note]}", markup=False, table_column=wrapped),
     )
+    err.file = sys.stderr  # as it is now: while lm-eval works, sys.stderr leads nowhere
     with Bar(*columns, console=err) as bar:
         task = bar.add_task(title, total=None, note="")
         yield lambda done, total, note="": bar.update(task, completed=done, total=total, note=note)
@@ -86,7 +87,7 @@ def progress_bar(title: str) -> Iterator[Progress]:
 def _progress_lines(title: str) -> Progress:
     """Return what prints a line a minute, however many bars a command has."""
     started, first = time.monotonic(), -1
-    stream = sys.stderr  # as it is now: while lm-eval works it leads nowhere
+    stream = sys.stderr  # as it is now
 
     def report(done: int, total: int, note: str = "") -> None:
         global _last_line

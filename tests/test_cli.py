@@ -129,13 +129,13 @@ def test_train_evaluate_merge(
 
 
 def test_a_missing_package_of_an_extra_is_named_before_anything_is_measured(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    words = ["eval", "perplexity", "builtin:tiny", "--documents", "1", "--plot", str(tmp_path / "plot.png")]
-    status, out, err = run(capsys, monkeypatch, *words)
+    monkeypatch.setitem(sys.modules, "rouge_score", None)
+    monkeypatch.setattr("pi_lora.models.model.Model.load", lambda *_: pytest.fail("was read"))
+    status, out, err = run(capsys, monkeypatch, "eval", "summarization", "builtin:tiny")
     assert (status, out) == (2, "")
-    assert err.splitlines()[-1] == "pi-lora: needs the package matplotlib; pip install 'pi-lora[report]'"
+    assert err.splitlines()[-1] == "pi-lora: needs the package rouge_score; pip install 'pi-lora[eval]'"
 
 
 def test_an_unforeseen_error_is_one_line_and_its_traceback_a_file(

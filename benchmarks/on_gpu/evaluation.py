@@ -8,7 +8,6 @@ COMPARED is how many trials LongLoRA's way is timed on; 0: none.
 
 import json
 import sys
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,8 @@ from perplexity import ours, straightforward
 from record import seconds_of
 
 import pi_lora
-from pi_lora.evaluation.passkey import Grid
+from pi_lora.evaluation.passkey import PasskeyTest
+from pi_lora.recipe.evaluation import PasskeyOptions
 
 # Windows beyond the first one: enough to time.
 WINDOWS_TIMED = 15
@@ -36,22 +36,24 @@ def perplexity(loaded: Any, stride: int, window: int) -> dict[str, Any]:
     return {"stride": stride, "pi_lora": scored / mine, "yarn": scored / plain}
 
 
-def passkey(loaded: Any, grid: Grid, compared: int) -> dict[str, Any]:
+def passkey(loaded: Any, target: int, depths: int, trials: int, compared: int) -> dict[str, Any]:
     """Seconds of the whole grid; LongLoRA's way, a full prefill for every token of the answer, from a few trials."""
     from oracle_passkey import generated
 
-    def plain(trials: list[Any]) -> None:
-        for trial in trials:
-            generated(loaded.model, loaded.tokenizer, trial, use_cache=False)
+    def plain(prompts: list[Any]) -> None:
+        for prompt in prompts:
+            generated(loaded.model, loaded.tokenizer, prompt, use_cache=False)
 
-    row: dict[str, Any] = {"depths": grid.depths, "trials": grid.trials}
-    trials = [grid.trial(loaded.tokenizer, depth, 0) for depth in range(compared)]
-    if trials:
-        plain(trials[:1])
-        row["longlora"] = seconds_of(lambda: plain(trials)) / compared * grid.depths * grid.trials
+    grid = {"target": target, "depths": depths, "trials": trials}
+    row: dict[str, Any] = {"depths": depths, "trials": trials}
+    test = PasskeyTest(loaded, target, PasskeyOptions(**grid))
+    prompts = [test.trials(depth)[0] for depth in range(compared)]
+    if prompts:
+        plain(prompts[:1])
+        row["longlora"] = seconds_of(lambda: plain(prompts)) / compared * depths * trials
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
-    row["pi_lora"] = seconds_of(lambda: pi_lora.evaluate_passkey(loaded, **asdict(grid)))
+    row["pi_lora"] = seconds_of(lambda: pi_lora.evaluate_passkey(loaded, **grid))
     if torch.cuda.is_available():
         row["peak_bytes"] = torch.cuda.max_memory_allocated()
     return row
@@ -63,8 +65,7 @@ def main() -> None:
     if measure == "perplexity":
         row = perplexity(loaded, int(stride), int(length))
     else:
-        depths, trials, compared = map(int, grid)
-        row = passkey(loaded, Grid(int(length), depths, trials, seed=0), compared)
+        row = passkey(loaded, int(length), *map(int, grid))
     print(json.dumps(row))
 
 

@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     from pi_lora.models.model import Model
 
 Models = Annotated[list[str], Parameter(name="MODEL", help="Hub ids, folders, runs or builtin:tiny.")]
-Plot = Annotated[Path | None, Parameter(help="Also draw the scores to this PNG file.")]
 Again = Annotated[bool, Parameter(help="Measure again what has scores.")]
 OtherText = Annotated[str | None, Parameter(help="Measure perplexity on this text instead of the run's.")]
 
@@ -54,14 +53,14 @@ class Measuring(Loading):
     scaling: Scaling = None
     json: JsonFile = None
 
-    def report(self, name: str, models: list[str], options: Any, target: int | None, plot: Path | None = None) -> None:
-        """Measure models alike, plain bases extended to `target`, and write, print and draw their scores."""
+    def report(self, name: str, models: list[str], options: Any, target: int | None) -> None:
+        """Measure models alike, plain bases extended to `target`, and write and print their scores."""
         with working():
             from pi_lora.evaluation.suite import evaluate, scores_table
 
             found = self.find(*models, extension=extension_of(target, self.original, self.scaling))
         files = {name: self.json} if self.json else {}
-        scores = evaluate(found, {name: options}, files, plot=plot, how=self.measured())
+        scores = evaluate(found, {name: options}, files, self.measured())
         if is_leader():
             out.print(scores_table(scores[name]))
 
@@ -83,10 +82,9 @@ def perplexity(
     *,
     options: Annotated[PerplexityOptions, GROUP] = PerplexityOptions(),
     how: Extended = Extending(),
-    plot: Plot = None,
 ) -> None:
-    """Sliding-window perplexity (paper, section 3.2) of several models; --plot also draws the loss by position."""
-    how.report("perplexity", models, options, how.target, plot)
+    """Sliding-window perplexity (paper, section 3.2) of several models side by side."""
+    how.report("perplexity", models, options, how.target)
 
 
 @eval_app.command
@@ -96,13 +94,12 @@ def passkey(
     *,
     options: Annotated[PasskeyOptions, GROUP] = PasskeyOptions(),
     how: Annotated[Measuring, GROUP] = Measuring(),
-    plot: Plot = None,
 ) -> None:
     """Passkey retrieval and k_max (paper, section 3.3) in --target tokens of context, by default the longest window; of
     several models side by side. With --scaling or --original a plain base is extended to --target.
     """
     # A target alone is a length to measure: a base that is not extended is measured beyond its window.
-    how.report("passkey", models, options, options.longest if how.original or how.scaling else None, plot)
+    how.report("passkey", models, options, options.longest if how.original or how.scaling else None)
 
 
 @eval_app.command

@@ -4,7 +4,6 @@ metrics.
 
 from collections.abc import Sequence
 
-from pi_lora.evaluation.forward import described
 from pi_lora.evaluation.measurement import Measurement, Metric, Result, Scores, Session, Value, share
 from pi_lora.models.model import Model
 from pi_lora.recipe.evaluation import BenchmarksOptions
@@ -12,16 +11,13 @@ from pi_lora.types import Json
 
 
 class TaskScore(Result):
-    """Accuracy of a task with the `outcomes` of its examples, 1 or 0 (`stderr` is None for one example); or the
-    `metrics` that lm-eval reports for a task without accuracy.
-    """
+    """Accuracy of a task with the `outcomes` of its examples, 1 or 0; `stderr` is None for one example."""
 
-    acc: float | None = None
+    acc: float
     stderr: float | None = None
     examples: int = 0
     shots: int | None = None
     outcomes: list[float] | None = None
-    metrics: dict[str, float] | None = None
 
 
 class BenchmarkScores(Scores):
@@ -40,44 +36,41 @@ class Benchmarks(Measurement[BenchmarksOptions, BenchmarkScores]):
     scores = BenchmarkScores
 
     def prepare(self, options: BenchmarksOptions, models: Sequence[Model]) -> BenchmarksOptions:
+        """Fill in the window: the shortest original one."""
+        return options.changed(window=options.window or min(model.original for model in models))
+
+    def check(self, options: BenchmarksOptions) -> None:
         """Read the examples of the tasks."""
         from pi_lora.evaluation.harness import find_benchmarks
 
         find_benchmarks(options)
-        return options
 
-    def run(self, model: Model, options: BenchmarksOptions, session: Session) -> BenchmarkScores:
-        """Measure every task with inputs cut to a window, by default the original one; lm-eval divides the examples
-        among the processes. Raise Interrupted on Ctrl-C.
+    def measure(self, model: Model, options: BenchmarksOptions, session: Session) -> Json:
+        """Measure every task with inputs cut to the window; lm-eval divides the examples among the processes. Raise
+        Interrupted on Ctrl-C.
         """
         from pi_lora.evaluation.harness import VERSION, RankedLM, find_benchmarks
 
-        window = options.window or model.original
-        options = options.changed(window=window)
-        lm = RankedLM(model, window, options.batch_size, options, session)
+        lm = RankedLM(model, options.window or model.original, options.batch_size, options, session)
         tasks = {}
         for name, task in find_benchmarks(options).items():
             found = lm.evaluate(name, task, options.limit)
-            numbers = {key.removesuffix(",none"): float(x) for key, x in found.items() if "," in key and x != "N/A"}
-            measured: Json = {"metrics": numbers}
-            if "acc" in numbers:
-                outcomes = [float(sample["acc"]) for sample in found["samples"]]
-                measured = {"acc": numbers["acc"], "stderr": numbers.get("acc_stderr"), "outcomes": outcomes}
-            tasks[name] = TaskScore(examples=found["sample_len"], shots=found["shots"], **measured)
-        return BenchmarkScores(**described(model) | {"window": window}, options=options, lm_eval=VERSION, tasks=tasks)
+            stderr = found["acc_stderr,none"]
+            tasks[name] = TaskScore(
+                acc=found["acc,none"],
+                stderr=None if stderr == "N/A" else stderr,
+                examples=found["sample_len"],
+                shots=found["shots"],
+                outcomes=[float(sample["acc"]) for sample in found["samples"]],
+            )
+        return {"window": options.window, "lm_eval": VERSION, "tasks": tasks}
 
     def metrics(self, scores: BenchmarkScores) -> list[Metric]:
-        """Return the accuracy of each task, or what lm-eval reports for it instead."""
+        """Return the accuracy of each task."""
         metrics = []
         for task, score in scores.tasks.items():
             label = f"{task} ({score.shots or 0}-shot)"
-            if score.acc is not None:
-                values = [Value(f"{task} {number}", value) for number, value in enumerate(score.outcomes or ())]
-                hub: Json = {"dataset": task, "hub_name": "accuracy"}
-                metrics.append(share(label, score.acc, score.examples, values=values, **hub))
-            for name, value in (score.metrics or {}).items():
-                if "_stderr" not in name:
-                    higher = not name.endswith(("perplexity", "bits_per_byte"))
-                    hub = {"dataset": task, "hub_name": name}
-                    metrics.append(Metric(f"{label} {name}", value, higher_is_better=higher, digits=3, **hub))
+            values = [Value(f"{task} {number}", value) for number, value in enumerate(score.outcomes or ())]
+            hub: Json = {"values": values, "dataset": task, "hub_name": "accuracy"}
+            metrics.append(share(label, score.acc, score.examples, **hub))
         return metrics

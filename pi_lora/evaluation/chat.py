@@ -14,10 +14,19 @@ from torch.nn.functional import kl_div
 from pi_lora.data.chats import Chat, ChatTemplate
 from pi_lora.data.sources import count_lines, find_table
 from pi_lora.errors import DataError
-from pi_lora.evaluation.forward import check_numbers, described, in_parts, logits_at, padded
+from pi_lora.evaluation.forward import check_numbers, in_parts, logits_at, padded
 from pi_lora.evaluation.generation import written_ids
-from pi_lora.evaluation.intervals import of_means
-from pi_lora.evaluation.measurement import Measurement, Metric, Result, Scores, Session, Value, identity_of, share
+from pi_lora.evaluation.measurement import (
+    Measurement,
+    Metric,
+    Result,
+    Scores,
+    Session,
+    Value,
+    average,
+    identity_of,
+    share,
+)
 from pi_lora.models.model import Model, find
 from pi_lora.recipe.evaluation import ChatOptions, Sampling
 from pi_lora.recipe.schema import Source
@@ -64,9 +73,8 @@ class Chats(Measurement[ChatOptions, ChatScores]):
         known = [*models, find(options.base, permissions=models[0].permissions)] if options.base else models
         return options.changed(window=options.window or min(model.window for model in known))
 
-    def run(self, model: Model, options: ChatOptions, session: Session) -> ChatScores:
+    def measure(self, model: Model, options: ChatOptions, session: Session) -> Json:
         """Measure a model, with the base beside it. Raise DataError if the data cannot be read, or no chat fits."""
-        options = self.prepare(options, [model])
         source = Source(name=options.data, column=options.column, split=options.split)
         table, counts = find_table(source), Counter[str]()
         rows = table.read([source.column], None)
@@ -88,37 +96,33 @@ class Chats(Measurement[ChatOptions, ChatScores]):
         tokens = [each.tokens for each in per_chat]
         loss = fmean([math.log(each.perplexity) for each in per_chat], tokens)
         check_numbers(model, math.isfinite(loss))
-        return ChatScores(
-            **described(model),
-            options=options,
-            chats=len(chats),
-            left_out=counts.total(),
-            tokens=sum(tokens),
-            perplexity=math.exp(loss),
-            divergence=fmean([each.divergence for each in per_chat], tokens) if options.base else None,
-            equal_answers=fmean(each.equal_answers for each in per_chat) if options.base else None,
-            per_chat=per_chat,
-        )
+        return {
+            "chats": len(chats),
+            "left_out": counts.total(),
+            "tokens": sum(tokens),
+            "perplexity": math.exp(loss),
+            "divergence": fmean([each.divergence for each in per_chat], tokens) if options.base else None,
+            "equal_answers": fmean(each.equal_answers for each in per_chat) if options.base else None,
+            "per_chat": per_chat,
+        }
 
     def metrics(self, scores: ChatScores) -> list[Metric]:
         """Return the perplexity, the divergence with its interval over chats, and the share of equal answers."""
-        about: Json = {"dataset": scores.options.data, "digits": 3, "higher_is_better": False}
-        values = [Value(each.name, each.perplexity, each.tokens) for each in scores.per_chat]
+        data, chats = scores.options.data, scores.per_chat
+        about: Json = {"dataset": data, "digits": 3, "higher_is_better": False}
+        values = [Value(each.name, each.perplexity, each.tokens) for each in chats]
         loss = Metric(
             "chat perplexity", scores.perplexity, values=values, is_ratio=True, hub_name="perplexity", **about
         )
         if scores.divergence is None or scores.equal_answers is None:
             return [loss]
-        values = [Value(each.name, each.divergence, each.tokens) for each in scores.per_chat]
-        about |= {"interval": of_means([[(0.0, each.value, each.weight) for each in values]]), "values": values}
-        label = f"chat answers with the base's first {ANSWER} tokens"
-        values = [Value(each.name, each.equal_answers) for each in scores.per_chat]
-        hub: Json = {"values": values, "hub_name": "equal answers", "dataset": scores.options.data}
-        return [
-            loss,
-            Metric("chat KL divergence from the base", scores.divergence, hub_name="KL divergence", **about),
-            share(label, scores.equal_answers, scores.chats, **hub),
-        ]
+        values = [Value(each.name, each.divergence, each.tokens) for each in chats]
+        label, hub_name = "chat KL divergence from the base", "KL divergence"
+        divergence = average(label, scores.divergence, values, hub_name=hub_name, **about)
+        values = [Value(each.name, each.equal_answers) for each in chats]
+        label, hub_name = f"chat answers with the base's first {ANSWER} tokens", "equal answers"
+        equal = share(label, scores.equal_answers, scores.chats, values=values, dataset=data, hub_name=hub_name)
+        return [loss, divergence, equal]
 
 
 @torch.no_grad()

@@ -1,13 +1,11 @@
-"""Forward passes of long inputs in bounded memory: padding, logits in parts, and prefixes that inputs share; and what
-results say of the model that makes them.
-"""
+"""Forward passes of long inputs in bounded memory: padding, logits in parts, and prefixes that inputs share."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from copy import deepcopy
 from itertools import takewhile
 from operator import eq
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.fsdp import FSDPModule
@@ -16,10 +14,9 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from pi_lora.errors import ModelError
-from pi_lora.models.machine import free_memory, nf4_kernel
+from pi_lora.models.machine import free_memory
 from pi_lora.models.model import Model
 from pi_lora.scaling.config import Config, constant_longrope, full_attention_rope
-from pi_lora.types import Json
 
 # Tokens that keep the hardware busy in a forward pass, and stay in a processor's caches.
 PASS_TOKENS, PASS_TOKENS_ON_CPU = 16384, 2048
@@ -31,19 +28,6 @@ LOGITS, LOGITS_ON_CPU = 2**28, 2**25
 SHARE_OF_MEMORY = 0.75
 # Pairs of tokens in the mask of a pass that continues a cache, at most; a byte each, or two where a kernel adds it.
 MASKED_PAIRS = 2**27
-
-
-def described(loaded: Model) -> Json:
-    """Return what every result says of a loaded model."""
-    quantized = getattr(loaded.model, "is_loaded_in_4bit", False)
-    return {
-        "model": loaded.name,
-        "scale": loaded.scale,
-        "dtype": str(loaded.model.dtype).removeprefix("torch.") + ", computed in bfloat16" * loaded.autocast,
-        "kernel": loaded.kernel,
-        **({"quantized_kernel": nf4_kernel(loaded.model.device.type)} if quantized else {}),
-        "window": loaded.window,
-    }
 
 
 def check_numbers(loaded: Model, finite: bool) -> None:
@@ -85,7 +69,7 @@ def forget_lengths(loaded: Model) -> None:
     """Reset `dynamic` frequencies: transformers keeps those of the longest input until one shorter than L comes."""
     if depends_on_length(loaded.config):
         first = torch.zeros((1, 1), dtype=torch.long, device=loaded.model.device)
-        cast(Any, loaded.model)(input_ids=first, use_cache=False)
+        loaded.model(input_ids=first, use_cache=False)
 
 
 @torch.no_grad()
@@ -170,13 +154,15 @@ def last_logits(model: Any, ids: Sequence[int], tail: int, prefix: SharedPrefix 
     # Compared, as what follows may change tokens.
     shared = len([*takewhile(bool, map(eq, prefix.ids, ids[:-tail]))]) if prefix else 0
     if prefix is None or not shared:
-        return cast(torch.Tensor, model(input_ids=row, use_cache=False, logits_to_keep=tail).logits[0])
-    cache, own = deepcopy(prefix.kept), row[:, shared:]
-    cache.crop(shared - len(prefix.ids))
-    # Pieces of about equal length: each attends to all before it.
-    size = max(2 * tail, min(pass_tokens(model), MASKED_PAIRS // len(ids)))
-    *others, last = own.tensor_split(-(-own.shape[1] // size), dim=1)
-    for piece in others:
-        model(input_ids=piece, past_key_values=cache, use_cache=True, logits_to_keep=1)
-    made = model(input_ids=last, past_key_values=cache, use_cache=True, logits_to_keep=tail)
-    return cast(torch.Tensor, made.logits[0])
+        made = model(input_ids=row, use_cache=False, logits_to_keep=tail)
+    else:
+        cache, own = deepcopy(prefix.kept), row[:, shared:]
+        cache.crop(shared - len(prefix.ids))
+        # Pieces of about equal length: each attends to all before it.
+        size = max(2 * tail, min(pass_tokens(model), MASKED_PAIRS // len(ids)))
+        *others, last = own.tensor_split(-(-own.shape[1] // size), dim=1)
+        for piece in others:
+            model(input_ids=piece, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        made = model(input_ids=last, past_key_values=cache, use_cache=True, logits_to_keep=tail)
+    logits: torch.Tensor = made.logits[0]
+    return logits

@@ -2,16 +2,16 @@
 and a cache of answers; and the tasks of the installed lm-eval with their examples.
 """
 
-import contextlib
 import copy
-import io
 import math
+import os
 import random
 import sys
 from collections.abc import Iterator
+from contextlib import closing, contextmanager, redirect_stderr, redirect_stdout
 from functools import cache
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import Any
 
 import lm_eval.tasks
 import numpy as np
@@ -23,10 +23,8 @@ from lm_eval.defaults import DEFAULT_OTHER_SEED
 from lm_eval.evaluator import evaluate
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
-from rich.console import Console
-from rich.file_proxy import FileProxy
 
-from pi_lora.distributed import from_all, number_of_processes, share_of
+from pi_lora.distributed import from_all, number_of_processes, rank
 from pi_lora.errors import DataError, first_line
 from pi_lora.evaluation.forward import check_numbers
 from pi_lora.evaluation.measurement import Session
@@ -49,7 +47,7 @@ PAPERS = {
 }
 RULER = FOLDER / "ruler"
 RULER_TASKS: tuple[str, ...] = tuple(yaml.safe_load((RULER / "ruler.yaml").read_text(encoding="utf-8"))["task"])
-# In tokens. RULER's beginnings of answers, chat templates, and the answers of `ruler_fwe` are not in lm-eval's count.
+# In tokens. RULER's beginnings of answers, and the answers of `ruler_fwe`, are not in lm-eval's count.
 ROOM = 128
 # In tokens. In shorter windows lm-eval (0.4.13, issue 2963) may look for a shorter prompt forever.
 SHORTEST = {"ruler_vt": 1536, "ruler_cwe": 1536, "ruler_fwe": 768}
@@ -77,19 +75,17 @@ class ModelCalls:
 
 class RankedLM(HFLM):
     """lm-eval's model for transformers, given a model that is loaded, in every process of this run. Inputs are cut to
-    `window` tokens. Special tokens in texts are text, unless `chats`: there the chat template writes them.
+    `window` tokens. Special tokens in texts are text.
     """
 
-    def __init__(
-        self, loaded: Model, window: int, batch_size: int, options: Options, session: Session, chats: bool = False
-    ) -> None:
+    def __init__(self, loaded: Model, window: int, batch_size: int, options: Options, session: Session) -> None:
         tokenizer = copy.deepcopy(loaded.tokenizer)  # lm-eval adds a padding token where there is none
         tokenizer.model_max_length = sys.maxsize  # and cuts inputs itself
-        tokenizer.split_special_tokens = not chats
+        tokenizer.split_special_tokens = True
         calls: Any = ModelCalls(loaded.model)
         with quiet():
             super().__init__(calls, tokenizer=tokenizer, max_length=window, batch_size=batch_size)
-        self.loaded, self.session, self.chats = loaded, session, chats
+        self.loaded, self.session = loaded, session
         decided_by = {**options.model_dump(exclude={"batch_size", "tasks"}), "lm_eval": VERSION}
         folder = session.journal(loaded, decided_by)
         self.answers = str(folder / f"answers-{self.rank}.db") if folder else ":memory:"
@@ -99,7 +95,7 @@ class RankedLM(HFLM):
     @property
     def rank(self) -> int:
         """Which process this is."""
-        return share_of(range(number_of_processes()))[0]
+        return rank()
 
     @property
     def world_size(self) -> int:
@@ -119,8 +115,8 @@ class RankedLM(HFLM):
         self.task, self.note, self.kept, self.answered = task, f"{name} at {self.max_length:,}", self.cache_hook, 0
         self.set_cache_hook(self)
         tasks: Any = {"tasks": {name: task}}
-        with contextlib.closing(lm.dbdict), quiet():
-            results: Any = evaluate(lm, tasks, limit=limit, apply_chat_template=self.chats)
+        with closing(lm.dbdict), quiet():
+            results: Any = evaluate(lm, tasks, limit=limit)
         found = []
         if results:  # in the first process
             samples = sorted(results["samples"][name], key=lambda sample: int(sample["doc_id"]))
@@ -129,8 +125,7 @@ class RankedLM(HFLM):
 
     def add_partial(self, attr: str, req: Any, res: Any) -> None:
         """Keep the answer `res` to the request `req` of the method `attr`: lm-eval calls this with every answer."""
-        number = res[0] if isinstance(res, tuple) else res
-        check_numbers(self.loaded, isinstance(number, str) or math.isfinite(number))
+        check_numbers(self.loaded, isinstance(res, str) or math.isfinite(res[0]))
         self.answered += 1
         self.session.progress(self.answered, len(self.task.instances), self.note)
         self.kept.add_partial(attr, req, res)
@@ -157,7 +152,8 @@ def manager(folder: str | None = None) -> TaskManager:
 
 def find_benchmarks(options: BenchmarksOptions) -> dict[str, Any]:
     """Return lm-eval's tasks by name, and every task of a group, on the examples of the hub or of files. Raise
-    DataError if there is no such task, group or tag, or its examples are missing or of another schema.
+    DataError if there is no such task, group or tag, if its examples are missing or of another schema, or if lm-eval
+    gives no accuracy for it.
     """
     files = dict(given.partition("=")[::2] for given in options.data)
     if unknown := ", ".join(files.keys() - set(options.tasks)):
@@ -180,7 +176,10 @@ def find_benchmarks(options: BenchmarksOptions) -> dict[str, Any]:
             wrong = f"{file}: cannot be read as examples of {name}" if file else f"--tasks: {name}"
             remedy = "correct the task or the file, or check the network"
             raise DataError(f"{wrong} ({first_line(error)}); {remedy}") from error
-        tasks |= {name if part == base else part: task for part, task in found.items()}
+        for part, task in found.items():
+            if "acc" not in task.aggregation() or task.config.filter_list:
+                raise DataError(f"--tasks: {part}: lm-eval gives no accuracy for it; leave it out")
+            tasks[name if part == base else part] = task
     return tasks
 
 
@@ -225,9 +224,8 @@ def ruler_task(name: str, options: RulerOptions, lm: RankedLM, tokenizer: str) -
     sys.modules.pop(WORDS_MODULE, None)
     try:
         task = load_tasks(tasks, name, options.seed)[name]
-        chats: Any = {"apply_chat_template": lm.chats, "chat_template": lm.apply_chat_template}
         with quiet():
-            task.build_all_requests(limit=options.samples, rank=0, world_size=1, **chats)
+            task.build_all_requests(limit=options.samples, rank=0, world_size=1)
     except (LookupError, OSError, ValueError) as error:  # no example fits, or no network
         raise unsuitable(first_line(error)) from error
     longest = max(len(lm.tok_encode(each.args[0])) + each.args[1]["max_gen_toks"] for each in task.instances)
@@ -240,11 +238,8 @@ def ruler_task(name: str, options: RulerOptions, lm: RankedLM, tokenizer: str) -
     return task, longest
 
 
-@contextlib.contextmanager
+@contextmanager
 def quiet() -> Iterator[None]:
-    """Keep what lm-eval and transformers print off the terminal, bars and warnings; rich finds the terminal behind the
-    proxy, for our own bar.
-    """
-    proxy = FileProxy(Console(quiet=True), getattr(sys.stderr, "rich_proxied_file", sys.stderr))
-    with quiet_loading(), contextlib.redirect_stderr(cast(IO[str], proxy)), contextlib.redirect_stdout(io.StringIO()):
+    """Keep what lm-eval and transformers print off the terminal, bars and warnings; our own bar has its own stream."""
+    with quiet_loading(), open(os.devnull, "w") as nothing, redirect_stderr(nothing), redirect_stdout(nothing):
         yield

@@ -13,7 +13,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import takewhile
 from pathlib import Path
-from types import TracebackType
 from typing import Any, ClassVar, NamedTuple, Protocol, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict
@@ -22,8 +21,8 @@ from pi_lora.data.documents import fingerprint
 from pi_lora.distributed import from_all, is_leader, share_of, wait_for_all
 from pi_lora.drawing import Panel
 from pi_lora.errors import Interrupted
-from pi_lora.evaluation.forward import described, is_sharded
-from pi_lora.evaluation.intervals import Interval, wilson
+from pi_lora.evaluation.forward import is_sharded
+from pi_lora.evaluation.intervals import Interval, of_means, wilson
 from pi_lora.models.machine import versions
 from pi_lora.models.model import Model
 from pi_lora.recipe.evaluation import Options
@@ -107,6 +106,12 @@ def share(label: str, mean: float, samples: int, **others: Any) -> Metric:
     return Metric(label, 100 * mean, "%", digits=digits, interval=(low, high), **others)
 
 
+def average(label: str, mean: float, values: Sequence[Value], **others: Any) -> Metric:
+    """Return the mean of some values as a metric, with its interval by Student's t."""
+    interval = of_means([[(0.0, each.value, each.weight) for each in values]])
+    return Metric(label, mean, values=values, interval=interval, **others)
+
+
 def longest_passing(scores: Mapping[int, float], threshold: float) -> int:
     """Return the greatest length in tokens such that it and all shorter ones reach the threshold; 0 if none does.
 
@@ -134,14 +139,11 @@ class Scores(Result):
     scale: float = 1.0
     dtype: str | None = None
     kernel: str | None = None
-    quantized_kernel: str | None = None
     window: int | None = None
     step: int | None = None
     options: Any
 
 
-# What a journal names a result by.
-Name = TypeVar("Name", str, int)
 # Files of a model's folder that reports write, and that change no number.
 WRITTEN_BY_REPORTS = (".md", ".html", ".png")
 
@@ -173,11 +175,11 @@ class Session:
         return folder
 
     def measure(
-        self, loaded: Model, decided_by: Mapping[str, Any], names: Sequence[Name], measure: Callable[[Name], Any]
+        self, loaded: Model, decided_by: Mapping[str, Any], names: Sequence[Any], measure: Callable[[Any], Any]
     ) -> list[Any]:
-        """Return the results of `names`, which are JSON: each process measures what is left of its share, and all
-        return the same. Every process measures all of a sharded model: its forward passes gather the weights from all
-        processes, so all make the same ones.
+        """Return the results of `names`, which are texts or numbers; results are JSON. Each process measures what is
+        left of its share, and all return the same. Every process measures all of a sharded model: its forward passes
+        gather the weights from all processes, so all make the same ones.
         """
         folder = self.journal(loaded, decided_by)
         results = dict(kept_in(folder)) if folder else {}
@@ -196,7 +198,7 @@ class Session:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         if error is None and self.folders:
             wait_for_all()  # until here another process may read a journal
             for folder in self.folders if is_leader() else ():
@@ -223,13 +225,24 @@ def keep(name: str | int, result: Any, folder: Path) -> None:
             file.write(json.dumps([name, result]) + "\n")
 
 
+def described(loaded: Model) -> Json:
+    """Return what every result says of a loaded model."""
+    return {
+        "model": loaded.name,
+        "scale": loaded.scale,
+        "dtype": str(loaded.model.dtype).removeprefix("torch.") + ", computed in bfloat16" * loaded.autocast,
+        "kernel": loaded.kernel,
+        "window": loaded.window,
+    }
+
+
 def identity_of(loaded: Model) -> Json:
     """Return what decides the numbers that a model gives, as JSON: its files, config, dtype, kernel and versions."""
-    adapter = [loaded.adapter] if loaded.adapter else []
-    files = [file for folder in (*adapter, loaded.folder) for file in sorted(folder.iterdir()) if file.is_file()]
+    folders = filter(None, (loaded.adapter, loaded.folder))
+    files = [file for folder in folders for file in sorted(folder.iterdir()) if file.is_file()]
     return {
         **described(loaded),
-        "files": fingerprint([file for file in files if file.suffix not in WRITTEN_BY_REPORTS]),
+        "files": fingerprint(file for file in files if file.suffix not in WRITTEN_BY_REPORTS),
         "config": dict(loaded.config),
         "device": loaded.model.device.type,
         "versions": versions(),
@@ -251,13 +264,20 @@ class Measurement(Protocol[Asked, Found]):
     scores: type[Found]
 
     def prepare(self, options: Asked, models: Sequence[Model]) -> Asked:
-        """Return the options with defaults that depend on the models filled in, so that all are measured alike. Raise
-        PiLoraError for what shows before weights are read: a missing package, a data set that cannot be read.
-        """
+        """Return the options with defaults that depend on the models filled in, so that all are measured alike."""
         return options
 
+    def check(self, options: Asked) -> None:
+        """Raise PiLoraError for what shows before weights are read: a missing package, examples that cannot be read."""
+        return
+
     def run(self, model: Model, options: Asked, session: Session) -> Found:
-        """Measure a model; `options` need not be prepared."""
+        """Return the scores of a model; `options` need not be prepared."""
+        options = self.prepare(options, [model])
+        return self.scores(**{**described(model), "options": options, **self.measure(model, options, session)})
+
+    def measure(self, model: Model, options: Asked, session: Session) -> Json:
+        """Return the fields of the scores that hold what was measured, and how, of a model with prepared options."""
 
     def metrics(self, scores: Found) -> list[Metric]:
         """Return the metrics in the order of the table."""

@@ -4,7 +4,6 @@ forward pass each, typed scores, metrics and picture.
 
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
 from functools import cached_property, partial
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -17,7 +16,6 @@ from pi_lora.evaluation.forward import (
     SharedPrefix,
     check_numbers,
     depends_on_length,
-    described,
     forget_lengths,
     last_logits,
     shared_prefix,
@@ -47,8 +45,6 @@ QUESTION = "What is the pass key? The pass key is"
 DIGITS = 5
 # The share of trials that succeed up to k_max.
 REQUIRED_SUCCESS = 0.2
-# From red to blue, which the color-blind tell apart.
-COLOURS: Any = {"cmap": "RdYlBu", "vmin": 0, "vmax": 1}
 
 
 class PasskeyDepth(Result):
@@ -102,23 +98,20 @@ class Passkey(Measurement[PasskeyOptions, PasskeyScores]):
             return options
         return options.changed(target=max(model.window for model in models))
 
-    def run(self, model: Model, options: PasskeyOptions, session: Session) -> PasskeyScores:
+    def measure(self, model: Model, options: PasskeyOptions, session: Session) -> Json:
         """Measure one or several lengths of context. If the session is shared, each process measures its share of the
         depths, and an interrupted evaluation continues when it is called again.
         """
-        options = self.prepare(options, [model])
         lengths = []
         for target in sorted(options.targets or [options.target or 0]):
-            test = PasskeyTest(model, Grid(target, options.depths, options.trials, options.seed))
+            test = PasskeyTest(model, target, options)
             # The first trial tells what the tokenizer makes of the prompt.
-            decided_by = {"passkey": asdict(test.grid), "first": test.first}
+            decided_by = {**options.model_dump(), "target": target, "first": test.first}
             found = session.measure(model, decided_by, range(options.depths), test.measure)
             depths = [PasskeyDepth(**each) for each in found]
             lengths.append(PasskeyLength(target=target, k_max=k_max(depths), depths=depths))
-        several: Json = {"lengths": lengths} if options.targets else {}
-        return PasskeyScores(
-            **described(model), **dict(lengths[-1]), **several, options=options, seed=options.seed, decoding="greedy"
-        )
+        several = {"lengths": lengths} if options.targets else {}
+        return {**dict(lengths[-1]), **several, "seed": options.seed, "decoding": "greedy"}
 
     def metrics(self, scores: PasskeyScores) -> list[Metric]:
         """Return k_max and the share of keys that were retrieved, by length of context."""
@@ -133,8 +126,8 @@ class Passkey(Measurement[PasskeyOptions, PasskeyScores]):
             metrics.append(Metric("k_max", length.k_max, "tokens", hub_name="k_max", **hub))
             if trials and scores.left_out is None:
                 mean = fmean(trial.value for trial in trials)
-                hub |= {"hub_name": "accuracy", "values": trials}
-                metrics.append(share("passkeys retrieved", mean, len(trials), **hub))
+                hub |= {"hub_name": "accuracy"}
+                metrics.append(share("passkeys retrieved", mean, len(trials), values=trials, **hub))
         return metrics
 
     def panels(self, scores: Mapping[str, PasskeyScores]) -> list[Panel]:
@@ -148,61 +141,42 @@ def _draw_distances(scores: Mapping[str, PasskeyScores], axes: Any) -> None:
         f"{label}: k_max {each.k_max:,}": [(depth.k, 100 * depth.success_rate) for depth in each.depths]
         for label, each in scores.items()
     }
-    draw_curves(axes, curves)
+    draw_curves(curves, axes, xlabel="distance of the passkey (tokens)", ylabel="retrieved (%)")
     required = f"required for k_max ({REQUIRED_SUCCESS:.0%})"
     axes.axhline(100 * REQUIRED_SUCCESS, color="0.55", linestyle="--", linewidth=1.2, label=required)
-    axes.set(xlabel="distance of the passkey (tokens)", ylabel="retrieved (%)", ylim=(-4, 104))
+    axes.set_ylim(-4, 104)
 
 
 def _draw_map(label: str, lengths: Sequence[PasskeyLength], axes: Any) -> None:
-    """Draw depth, from the start of the text at the top, against length; every length is as wide as the others."""
+    """Draw depth, from the start of the text at the top, against length; every length is as wide as the others. The
+    colours go from red to blue, which the color-blind tell apart.
+    """
     columns = ([depth.success_rate for depth in reversed(length.depths)] for length in lengths)
-    drawn = axes.imshow([*zip(*columns, strict=True)], aspect="auto", extent=(0, len(lengths), 100, 0), **COLOURS)
+    rows = [*zip(*columns, strict=True)]
+    drawn = axes.imshow(rows, aspect="auto", extent=(0, len(lengths), 100, 0), cmap="RdYlBu", vmin=0, vmax=1)
     axes.set_xticks([index + 0.5 for index in range(len(lengths))], [f"{length.target:,}" for length in lengths])
     axes.set(xlabel="length (tokens)", ylabel="depth of the passkey (%)")
-    axes.figure.colorbar(drawn, ax=axes, label=f"retrieved by {label}", format=lambda part, _: f"{part:.0%}")
+    axes.figure.colorbar(drawn, ax=axes, label=f"share retrieved by {label}")
 
 
 class Trial(NamedTuple):
-    """Token ids of a prompt and its answer; `distance` in tokens from the first digit of the key to the end of both."""
+    """Token ids of a prompt and its answer; `distance` in tokens from the first digit of the key to the end of both,
+    which have `length` tokens together.
+    """
 
     prompt: list[int]
     answer: list[int]
     distance: int
-
-    @property
-    def length(self) -> int:
-        """Tokens of prompt and answer together."""
-        return len(self.prompt) + len(self.answer)
+    length: int
 
 
-@dataclass(frozen=True)
-class Grid:
-    """`trials` random keys at each of `depths` distances, spaced evenly to `target` tokens; the seed gives the keys."""
+def distances(target: int, depths: int) -> list[int]:
+    """Return so many distances in tokens, spaced evenly to `target`, the nearest first.
 
-    target: int
-    depths: int = 32
-    trials: int = 10
-    seed: int = 0
-
-    @property
-    def ks(self) -> list[int]:
-        """The distances in tokens, the nearest first.
-
-        >>> Grid(8192, 32).ks[:3], Grid(8192, 32).ks[-1]
-        ([256, 512, 768], 8192)
-        """
-        return [round(self.target * (index + 1) / self.depths) for index in range(self.depths)]
-
-    @cached_property
-    def keys(self) -> list[list[str]]:
-        """The keys of all trials, by depth."""
-        rng = random.Random(self.seed)
-        return [["".join(rng.choices("0123456789", k=DIGITS)) for _ in range(self.trials)] for _ in range(self.depths)]
-
-    def trial(self, tokenizer: Any, depth: int, number: int) -> Trial:
-        """Return a trial by depth and number; raise DataError if the prompt does not fit."""
-        return make_trial(tokenizer, self.target, self.ks[depth], self.keys[depth][number])
+    >>> distances(8192, 32)[:3], distances(8192, 32)[-1]
+    ([256, 512, 768], 8192)
+    """
+    return [round(target * (index + 1) / depths) for index in range(depths)]
 
 
 def prompt(key: str, before: int, after: int) -> str:
@@ -233,37 +207,46 @@ def _trial(tokenizer: Any, key: str, before: int, after: int) -> Trial:
     text = prompt(key, before, after)
     at, prompt_ids = text.index(key), _ids(tokenizer, text)
     # Encoded together and then split: a tokenizer may treat the blank before the digits as it likes.
-    both = tokenizer(f"{text} {key}", verbose=False)
-    ids = _without_eos(tokenizer, both["input_ids"])
+    whole = f"{text} {key}"
+    ids = _ids(tokenizer, whole)
     # Slow tokenizers do not say where their tokens are.
-    digits = both.char_to_token(at) if tokenizer.is_fast else len(_ids(tokenizer, text[:at].rstrip()))
-    return Trial(prompt_ids, ids[len(prompt_ids) :], len(ids) - digits)
+    digits = (
+        tokenizer(whole, verbose=False).char_to_token(at)
+        if tokenizer.is_fast
+        else len(_ids(tokenizer, text[:at].rstrip()))
+    )
+    return Trial(prompt_ids, ids[len(prompt_ids) :], len(ids) - digits, len(ids))
 
 
 def _ids(tokenizer: Any, text: str) -> list[int]:
-    return _without_eos(tokenizer, tokenizer(text, verbose=False)["input_ids"])
-
-
-def _without_eos(tokenizer: Any, ids: list[int]) -> list[int]:
-    return ids[:-1] if ids and ids[-1] == tokenizer.eos_token_id else ids
+    """Return the tokens of a text without the EOS that some tokenizers add."""
+    ids: list[int] = tokenizer(text, verbose=False)["input_ids"]
+    return ids[:-1] if ids[-1:] == [tokenizer.eos_token_id] else ids
 
 
 class PasskeyTest:
-    """Runs the trials of a grid. One forward pass over prompt and answer decides a trial: each digit must be the first
-    choice given those before it, as greedy decoding gives them. Text ahead of the key is computed once where that pays
-    and has room.
+    """Runs random keys at several distances up to `target` tokens. One forward pass over prompt and answer decides a
+    trial: each digit must be the first choice given those before it, as greedy decoding gives them. Text ahead of the
+    key is computed once where that pays and has room.
     """
 
-    def __init__(self, loaded: Model, grid: Grid) -> None:
-        self.loaded, self.grid = loaded, grid
-        self.first = grid.trial(loaded.tokenizer, 0, 0)
+    def __init__(self, loaded: Model, target: int, options: PasskeyOptions) -> None:
+        self.loaded, self.target = loaded, target
+        self.ks = distances(target, options.depths)
+        rng = random.Random(options.seed)
+        self.keys = [["".join(rng.choices("0123456789", k=DIGITS)) for _ in range(options.trials)] for _ in self.ks]
+        self.first = self.trials(0)[0]
+
+    def trials(self, depth: int) -> list[Trial]:
+        """Return the trials at one depth; raise DataError if a prompt does not fit."""
+        return [make_trial(self.loaded.tokenizer, self.target, self.ks[depth], key) for key in self.keys[depth]]
 
     def measure(self, depth: int) -> Json:
         """Return how the trials at one depth end: the fields of PasskeyDepth."""
-        trials = [self.grid.trial(self.loaded.tokenizer, depth, number) for number in range(self.grid.trials)]
+        trials = self.trials(depth)
         outcomes = [self._succeeds(trial) for trial in trials]
         return {
-            "k": self.grid.ks[depth],
+            "k": self.ks[depth],
             "distance": trials[0].distance,
             "success_rate": sum(outcomes) / len(outcomes),
             "trials": len(outcomes),
@@ -278,7 +261,7 @@ class PasskeyTest:
         if depends_on_length(self.loaded.config):
             return None
         ahead = self.first.prompt[: self.first.length - self.first.distance]
-        return shared_prefix(self.loaded.model, ahead, self.grid.target)
+        return shared_prefix(self.loaded.model, ahead, self.target)
 
     def _succeeds(self, trial: Trial) -> bool:
         forget_lengths(self.loaded)

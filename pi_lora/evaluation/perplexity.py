@@ -7,7 +7,6 @@ import hashlib
 import math
 import random
 from array import array
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -19,12 +18,11 @@ from pydantic import Field
 from pi_lora.data.documents import Document
 from pi_lora.data.sources import STDLIB, evaluation_documents
 from pi_lora.data.tokens import tokenized
-from pi_lora.drawing import Panel, draw_curves, label_logarithmic, label_windows
+from pi_lora.drawing import Panel, draw_by_window, draw_curves
 from pi_lora.errors import DataError
 from pi_lora.evaluation.forward import (
     check_numbers,
     depends_on_length,
-    described,
     forget_lengths,
     padded,
     pass_tokens,
@@ -120,14 +118,12 @@ class Perplexity(Measurement[PerplexityOptions, PerplexityScores]):
         default: Json = {"data": data, "windows": windows, "stride": stride, **DEFAULTS.get(data, {})}
         return options.changed(**default | options.model_dump(exclude_none=True))
 
-    def run(self, model: Model, options: PerplexityOptions, session: Session) -> PerplexityScores:
-        """Measure the documents that the options choose and that are at least as long as the longest window. If the
-        session is shared, each process makes its share of the forward passes, with the whole model, and an interrupted
-        evaluation continues when it is called again.
+    def measure(self, model: Model, options: PerplexityOptions, session: Session) -> Json:
+        """Measure the documents that the options choose and that are at least as long as the longest window. The
+        processes of a shared session divide the forward passes.
         """
-        options = self.prepare(options, [model])
         windows, stride = options.sweep(model.window)
-        sweep = Sweep(windows, stride, min(BINS, max(windows) - 1) if options.by_position else 0)
+        sweep = Sweep(windows, stride, min(BINS, max(windows) - 1))
         documents, too_short = choose_documents(model, options, max(windows))
         sums = _measure(model, documents, sweep, session)
         per_document = [
@@ -136,19 +132,17 @@ class Perplexity(Measurement[PerplexityOptions, PerplexityScores]):
         ]
         check_numbers(model, all(math.isfinite(row.perplexity) for each in per_document for row in each.windows))
         every = [each for own in sums for each in own]
-        return PerplexityScores(
-            **described(model),
-            options=options,
-            data=options.data or "",
-            documents=len(documents),
-            documents_too_short=too_short,
-            bos=documents[0].ids[0] == model.tokenizer.bos_token_id,
-            stride=stride,
-            weighting="token",
-            windows=window_scores(every, windows),
-            per_document=per_document,
-            **({"by_position": _by_position(every, sweep)} if sweep.bins else {}),
-        )
+        return {
+            "data": options.data,
+            "documents": len(documents),
+            "documents_too_short": too_short,
+            "bos": documents[0].ids[0] == model.tokenizer.bos_token_id,
+            "stride": stride,
+            "weighting": "token",
+            "windows": window_scores(every, windows),
+            "per_document": per_document,
+            "by_position": _by_position(every, sweep),
+        }
 
     def metrics(self, scores: PerplexityScores) -> list[Metric]:
         """Return the perplexity by window, with those of the documents."""
@@ -157,15 +151,17 @@ class Perplexity(Measurement[PerplexityOptions, PerplexityScores]):
             for row in document.windows:
                 name = f"{document.name} of {document.tokens} tokens"
                 values[row.window].append(Value(name, row.perplexity, row.tokens))
-        about: Json = {"digits": 3, "is_ratio": True, "higher_is_better": False, "dataset": scores.data}
         return [
             Metric(
                 "perplexity",
                 row.perplexity,
+                higher_is_better=False,
                 at=row.window,
+                digits=3,
                 values=values[row.window],
+                is_ratio=True,
+                dataset=scores.data,
                 hub_name="perplexity",
-                **about,
             )
             for row in scores.windows
         ]
@@ -173,23 +169,18 @@ class Perplexity(Measurement[PerplexityOptions, PerplexityScores]):
     def panels(self, scores: Mapping[str, PerplexityScores]) -> list[Panel]:
         """Return perplexity by window if there are several, and the loss by position where all have it."""
         panels: list[Panel] = []
-        if any(len(each.windows) > 1 for each in scores.values()):
-            panels.append(partial(_draw_windows, scores))
-        bins = {label: each.by_position.bins for label, each in scores.items() if each.by_position}
-        if len(bins) == len(scores):
-            panels.append(partial(_draw_positions, bins))
+        sweeps = {label: [(row.window, row.perplexity) for row in each.windows] for label, each in scores.items()}
+        if any(len(points) > 1 for points in sweeps.values()):
+            panels.append(partial(draw_by_window, sweeps, "perplexity (lower is better)"))
+        losses = {
+            label: [(part.first, part.loss) for part in each.by_position.bins]
+            for label, each in scores.items()
+            if each.by_position
+        }
+        if len(losses) == len(scores):
+            axes = {"xlabel": "tokens before, in the window", "ylabel": "loss (nats a token)"}
+            panels.append(partial(draw_curves, losses, **axes))
         return panels
-
-
-def _draw_windows(scores: Mapping[str, PerplexityScores], axes: Any) -> None:
-    draw_curves(axes, {label: [(row.window, row.perplexity) for row in each.windows] for label, each in scores.items()})
-    label_logarithmic(axes, "perplexity (lower is better)")
-    label_windows(axes, [row.window for each in scores.values() for row in each.windows])
-
-
-def _draw_positions(bins: Mapping[str, Sequence[PositionLoss]], axes: Any) -> None:
-    draw_curves(axes, {label: [(part.first, part.loss) for part in each] for label, each in bins.items()})
-    axes.set(xlabel="tokens before, in the window", ylabel="loss (nats a token)")
 
 
 class TokenizedDocument(NamedTuple):
@@ -300,12 +291,11 @@ def pass_losses(model: Any, document: Sequence[int], pieces: Sequence[Piece]) ->
     """Return the losses of some pieces of a document, which go through the model together."""
     ids = padded(model, [document[piece.start : piece.stop] for piece in pieces])
     wanted = sorted({token - piece.start for piece in pieces for tokens in piece.scored.values() for token in tokens})
-    column = {token: index for index, token in enumerate(wanted)}
     sums = []
     for piece, losses in zip(pieces, token_losses(model, ids, wanted).double(), strict=True):
         for name, tokens in piece.scored.items():
             # Tokens that follow each other in the document do so here: all between them are wanted too.
-            first = column[tokens.start - piece.start]
+            first = wanted.index(tokens.start - piece.start)
             sums.append((name, losses[first : first + len(tokens)].sum().item(), len(tokens)))
     return sums
 
@@ -340,28 +330,26 @@ def _measure(
     return sums
 
 
-def mean_losses(sums: Sequence[LossSum]) -> dict[str, tuple[float, int]]:
-    """Return the mean loss in nats and the number of tokens by what they count for, whatever the order of `sums`."""
-    losses, numbers = defaultdict[str, list[float]](list), defaultdict[str, int](int)
-    for name, loss, tokens in sums:
-        losses[name].append(loss)
-        numbers[name] += tokens
-    return {name: (math.fsum(losses[name]) / tokens, tokens) for name, tokens in numbers.items()}
+def mean_loss(sums: Sequence[LossSum], name: str) -> tuple[float, int]:
+    """Return the mean loss in nats of the tokens that count for `name`, and their number; `sums` may have any order."""
+    own = [each for each in sums if each[0] == name]
+    tokens = sum(number for _, _, number in own)
+    return math.fsum(loss for _, loss, _ in own) / tokens, tokens
 
 
 def window_scores(sums: Sequence[LossSum], windows: Sequence[int]) -> list[WindowPerplexity]:
     """Return the perplexities of some forward passes together, every token weighted equally; infinite on overflow."""
-    means, scores = mean_losses(sums), []
+    scores = []
     for window in windows:
-        loss, tokens = means[f"window {window}"]
+        loss, tokens = mean_loss(sums, f"window {window}")
         perplexity = math.exp(loss) if loss < MOST_LOSS else math.inf
         scores.append(WindowPerplexity(window=window, perplexity=perplexity, tokens=tokens))
     return scores
 
 
 def _by_position(sums: Sequence[LossSum], sweep: Sweep) -> LossByPosition:
-    means, bins = mean_losses(sums), []
+    bins = []
     for first, last in pairwise(sweep.positions):
-        loss, tokens = means[f"position {first}"]
+        loss, tokens = mean_loss(sums, f"position {first}")
         bins.append(PositionLoss(first=first, last=last, loss=loss, tokens=tokens))
     return LossByPosition(window=max(sweep.windows), bins=bins)

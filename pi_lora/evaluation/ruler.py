@@ -9,7 +9,7 @@ from tempfile import TemporaryDirectory
 from pydantic import Field
 
 from pi_lora.errors import DataError
-from pi_lora.evaluation.forward import described, prompts_at_once
+from pi_lora.evaluation.forward import prompts_at_once
 from pi_lora.evaluation.measurement import (
     Measurement,
     Metric,
@@ -77,32 +77,30 @@ class Ruler(Measurement[RulerOptions, RulerScores]):
         windows = options.windows or default_windows(max(model.window for model in models), original)
         return options.changed(windows=tuple(sorted(windows)), tasks=options.tasks or RULER_TASKS)
 
-    def run(self, model: Model, options: RulerOptions, session: Session) -> RulerScores:
+    def measure(self, model: Model, options: RulerOptions, session: Session) -> Json:
         """Measure the tasks, the shortest window first. Raise DataError if a window does not hold a prompt of a task,
         and Interrupted on Ctrl-C.
         """
         from pi_lora.evaluation.harness import ROOM, VERSION, RankedLM, ruler_task, save_tokenizer
 
-        options = self.prepare(options, [model])
         lengths = []
         with TemporaryDirectory() as tokenizer:
             save_tokenizer(model.tokenizer, tokenizer)
             for window in options.windows or ():
                 at_once, length = options.batch_size or prompts_at_once(window), window - ROOM
-                lm = RankedLM(model, window, at_once, options, session, options.chat_template)
+                lm = RankedLM(model, window, at_once, options, session)
                 tasks = {}
                 for name in options.tasks or ():
                     task, tokens = ruler_task(name, options, lm, tokenizer)
                     samples = lm.evaluate(name, task, options.samples)["samples"]
                     outcomes = [float(sample[str(length)]) for sample in samples]
-                    made: Json = {"length": length, "tokens": tokens, "outcomes": outcomes}
-                    tasks[name] = RulerTask(score=fmean(outcomes), samples=len(outcomes), **made)
+                    tasks[name] = RulerTask(
+                        score=fmean(outcomes), samples=len(outcomes), length=length, tokens=tokens, outcomes=outcomes
+                    )
                 mean = fmean(task.score for task in tasks.values())
                 lengths.append(RulerWindow(window=window, score=mean, tasks=tasks))
         reached = longest_passing({each.window: each.score for each in lengths}, PAPERS_THRESHOLD)
-        return RulerScores(
-            **described(model), options=options, lm_eval=VERSION, lengths=lengths, effective_length=reached
-        )
+        return {"lm_eval": VERSION, "lengths": lengths, "effective_length": reached}
 
     def metrics(self, scores: RulerScores) -> list[Metric]:
         """Return the mean of the tasks and each task by window, and the effective length."""
@@ -113,9 +111,10 @@ class Ruler(Measurement[RulerOptions, RulerScores]):
                 prompts = f"{name} {scores.options.seed} of {task.length} tokens"
                 values += [Value(f"{prompts}: {i}", value, group=name) for i, value in enumerate(task.outcomes or ())]
                 details.append(share(name, task.score, task.samples, at=length.window))
-            hub: Json = {"dataset": f"RULER, {len(length.tasks)} tasks at {length.window} tokens", "hub_name": "score"}
             samples = sum(task.samples for task in length.tasks.values())
-            means.append(share("RULER", length.score, samples, values=values, at=length.window, **hub))
+            data = f"RULER, {len(length.tasks)} tasks at {length.window} tokens"
+            hub: Json = {"at": length.window, "dataset": data, "hub_name": "score"}
+            means.append(share("RULER", length.score, samples, values=values, **hub))
         label = f"effective length ({PAPERS_THRESHOLD:.1%}, {len(scores.lengths[0].tasks)} of {ALL_TASKS} tasks)"
         reached = Metric(label, scores.effective_length, "tokens", dataset="RULER", hub_name="effective length")
         return [*means, *details, reached]

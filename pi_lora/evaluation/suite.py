@@ -1,4 +1,4 @@
-"""Every measurement, models measured as asked, and the files, tables and pictures of their scores."""
+"""Every measurement, models measured as asked, and the files and tables of their scores."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -9,7 +9,6 @@ from pydantic import ValidationError
 from rich.table import Table
 
 from pi_lora.distributed import is_leader
-from pi_lora.drawing import figure_of, new_figure, save
 from pi_lora.errors import ModelError
 from pi_lora.evaluation.benchmarks import Benchmarks
 from pi_lora.evaluation.chat import Chats
@@ -20,9 +19,8 @@ from pi_lora.evaluation.ruler import Ruler
 from pi_lora.evaluation.summarization import Summarization
 from pi_lora.models.model import Model
 from pi_lora.recipe.evaluation import Evaluation, PasskeyOptions, PerplexityOptions
-from pi_lora.recipe.files import RECIPE_FILE
 from pi_lora.recipe.section import Section
-from pi_lora.run import BASE, Run, check_finished
+from pi_lora.run import BASE, Run, check_tuned
 from pi_lora.types import How, Progress, silent
 from pi_lora.writing import check_can_write, first_problem, read_json, write_json
 
@@ -30,8 +28,8 @@ from pi_lora.writing import check_can_write, first_problem, read_json, write_jso
 MEASUREMENTS: Mapping[str, Measurement[Any, Any]] = {
     each.scores.measurement: each for each in (Perplexity(), Passkey(), Benchmarks(), Ruler(), Summarization(), Chats())
 }
-# Options that change how long a measurement takes or what it writes besides, but no metric that is compared.
-CHANGE_NO_NUMBER = {"batch_size", "predictions", "by_position"}
+# Options that change how long a measurement takes, but no metric that is compared.
+CHANGE_NO_NUMBER = {"batch_size"}
 # Options by measurement.
 Asked = Mapping[str, Section]
 
@@ -39,9 +37,7 @@ Asked = Mapping[str, Section]
 def evaluate(
     models: Sequence[Model],
     asked: Asked,
-    files: Mapping[str, Path] | None = None,
-    *,
-    plot: Path | None = None,
+    files: Mapping[str, Path],
     how: How = How(),
 ) -> dict[str, list[Scores]]:
     """Return the scores of models by measurement, written into `files` by measurement as soon as all models have them.
@@ -49,14 +45,13 @@ def evaluate(
     Defaults of the options are the same for all models. Raise PiLoraError for what shows before weights are read, such
     as a file that cannot be written. What was measured is kept until it is written.
     """
-    files = files or {}
-    check_can_write(plot, *files.values())
-    if plot:
-        new_figure(1, 1)  # fails here without matplotlib, not after the measurement
+    check_can_write(*files.values())
     with how.working("preparing the measurements"):
         # Scores are named after their measurement: `perplexity`, or `perplexity-novels`.
         kinds = {name: MEASUREMENTS[name.partition("-")[0]] for name in asked}
         prepared = {name: kinds[name].prepare(options, models) for name, options in asked.items()}
+        for name, options in prepared.items():
+            kinds[name].check(options)
 
     scores: dict[str, list[Scores]] = {name: [] for name in asked}
     loaded: Model | None = None
@@ -71,9 +66,6 @@ def evaluate(
                     scores[name].append(kinds[name].run(loaded, options, session))
             if is_leader() and name in files:
                 write_scores(scores[name], files[name])
-            if is_leader() and plot:
-                panels = kinds[name].panels({each.model: each for each in scores[name]})
-                save(figure_of(*panels, title=setting_of(scores[name][0])), plot)
     return scores
 
 
@@ -92,19 +84,13 @@ def scores_of(
     for name, file in files.items():
         scores = read_scores(file) if file.is_file() and not how.again else None
         # Of a run's own scores, options that are not asked for may be anything.
-        if scores and not _other_options(asked[name], scores, exclude_defaults=stage != BASE):
+        if scores and not differences(asked[name], scores, exclude_defaults=stage != BASE):
             kept[name] = scores
     missing = {name: options for name, options in asked.items() if name not in kept}
     if missing:
-        measured = evaluate([find()], missing, files, how=how)
+        measured = evaluate([find()], missing, files, how)
         kept |= {name: scores for name, [scores] in measured.items()}
     return {name: kept[name] for name in asked}
-
-
-def _other_options(asked: Section, scores: Scores, exclude_defaults: bool = False) -> list[str]:
-    """Return the options with which scores were measured otherwise than is asked."""
-    wanted = asked.model_dump(exclude=CHANGE_NO_NUMBER, exclude_defaults=exclude_defaults)
-    return [key for key, value in wanted.items() if getattr(scores.options, key) != value]
 
 
 def measure(loaded: Model, evaluation: Evaluation, progress: Progress = silent) -> dict[str, Scores]:
@@ -125,9 +111,7 @@ def asked_of(run: Run, data: str | None = None) -> dict[str, Any]:
     """Return the options that a run's recipe asks for, by the names of their files; perplexity and passkey if it names
     none. With `data`, perplexity is measured on this text instead, into a file of its own unless it is the run's text.
     """
-    check_finished(run.path)
-    if not run.has_recipe:
-        raise ModelError(f"{run.path}: holds no {RECIPE_FILE}; name a run folder that pi-lora train made")
+    check_tuned(run)
     asked = asked_for(run.recipe.evaluation) or {"perplexity": PerplexityOptions(), "passkey": PasskeyOptions()}
     if data is None:
         return asked
@@ -156,11 +140,12 @@ def setting_of(scores: Scores) -> str:
     return ", ".join([*parts, *(f"n = {number}" for number in numbers)])
 
 
-def differences(scores: Scores, other: Scores) -> list[str]:
-    """Return the options in which two scores were measured otherwise; they compare where there are none. Options that
-    change no number are left out.
+def differences(asked: Section, scores: Scores, exclude_defaults: bool = False) -> list[str]:
+    """Return the options with which scores were measured otherwise than is asked; they compare where there are none.
+    Options that change no number are left out.
     """
-    return [key.replace("_", " ") for key in _other_options(scores.options, other)]
+    wanted = asked.model_dump(exclude=CHANGE_NO_NUMBER, exclude_defaults=exclude_defaults)
+    return [key for key, value in wanted.items() if getattr(scores.options, key) != value]
 
 
 def read_scores(file: Path) -> Scores | None:
@@ -181,9 +166,9 @@ def read_scores(file: Path) -> Scores | None:
         raise ModelError(f"{file}: {first_problem(error)}; {again}") from None
 
 
-def write_scores(scores: Scores | Sequence[Scores], file: Path) -> None:
-    """Write scores, of several models as a list; raise DataError if the file cannot be written."""
-    every = [as_json(each) for each in ([scores] if isinstance(scores, Scores) else scores)]
+def write_scores(scores: Sequence[Scores], file: Path) -> None:
+    """Write the scores of a model, or those of several as a list; raise DataError if the file cannot be written."""
+    every = [as_json(each) for each in scores]
     write_json(file, every if len(every) > 1 else every[0])
 
 

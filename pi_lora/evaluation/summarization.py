@@ -2,28 +2,22 @@
 user's own: scored by ROUGE, and kept batch by batch; and the summary of one document.
 """
 
-import json
 from collections import Counter
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from statistics import fmean
 
 from pydantic import Field
 
 from pi_lora.data.examples import EMPTY, TOO_LONG, Prompter, no_example
 from pi_lora.data.sources import SCROLLS, count_lines, find_table
-from pi_lora.distributed import is_leader
 from pi_lora.errors import DataError
-from pi_lora.evaluation.forward import described, prompts_at_once
+from pi_lora.evaluation.forward import prompts_at_once
 from pi_lora.evaluation.generation import Write, generate
-from pi_lora.evaluation.intervals import of_means
-from pi_lora.evaluation.measurement import Measurement, Metric, Scores, Session, Value
+from pi_lora.evaluation.measurement import Measurement, Metric, Scores, Session, Value, average
 from pi_lora.models.model import Model
 from pi_lora.recipe.evaluation import Sampling, SummarizationOptions
 from pi_lora.recipe.schema import Data
-from pi_lora.run import Run
 from pi_lora.types import Json
-from pi_lora.writing import check_can_write, write_whole
 
 SOURCE: Json = {"name": SCROLLS, "subset": "gov_report"}
 GOVREPORT = Data.model_validate({"source": SOURCE, "document": "input", "summary": "output"})
@@ -53,19 +47,17 @@ class Summarization(Measurement[SummarizationOptions, SummarizationScores]):
 
     def prepare(self, options: SummarizationOptions, models: Sequence[Model]) -> SummarizationOptions:
         """Fill in the rows, by default those that the first model was tuned on, or GovReport."""
-        import rouge_score  # noqa: F401  fails here without it, not after the measurement
+        return complete(options, models[0])[0]
 
-        if options.predictions:
-            check_can_write(Path(options.predictions))
-            if len(models) > 1:
-                raise DataError("--predictions: holds the summaries of one model; name one, or leave it out")
-        return complete(options, models[0].name)[0]
+    def check(self, options: SummarizationOptions) -> None:
+        """Import the package that scores summaries."""
+        import rouge_score  # noqa: F401
 
-    def run(self, model: Model, options: SummarizationOptions, session: Session) -> SummarizationScores:
+    def measure(self, model: Model, options: SummarizationOptions, session: Session) -> Json:
         """Score the summaries of a model. Raise DataError if the data cannot be read, lacks a column or holds nothing,
         or the window is too short.
         """
-        options, data = complete(options, model.name)
+        _, data = complete(options, model)
         prompter = Prompter(data, model.tokenizer, model.window)
         table, counts = find_table(data.source[0]), Counter[str]()
         batches = prompter.batches(table.read(prompter.task.columns, None), counts, options.limit)
@@ -74,44 +66,44 @@ class Summarization(Measurement[SummarizationOptions, SummarizationScores]):
             raise no_example(data.source[0].name, counts, no_room(model, data.completion_tokens))
         for line in count_lines(counts):
             session.say(line)
-        texts = written(model, [prompt.ids for _, _, prompt in examples], options, session, table.identity())
+        size = options.batch_size or prompts_at_once(model.window)
+
+        def write(start: int) -> list[str]:
+            """Write a batch of summaries with a seed of its own, so that neither interruptions nor the number of
+            processes change them.
+            """
+            batch = [prompt.ids for _, _, prompt in examples[start : start + size]]
+            return generate(model, batch, options.changed(seed=(options.seed + start) % 2**32))
+
+        decided_by = {**options.model_dump(), "rows": table.identity(), "batch_size": size}
+        written = session.measure(model, decided_by, range(0, len(examples), size), write)
+        texts = [text for batch in written for text in batch]
         references = [row[prompter.task.completion] for _, row, _ in examples]
-        if options.predictions and is_leader():
-            lines = [
-                json.dumps({"id": name, "prediction": text, "reference": reference}) + "\n"
-                for (name, _, _), text, reference in zip(examples, texts, references, strict=True)
-            ]
-            write_whole(Path(options.predictions), "".join(lines))
         rouges = rouge(texts, references)
-        return SummarizationScores(
-            **described(model),
-            options=options,
-            examples=len(examples),
-            left_out={"empty": counts[EMPTY], "too_long": counts[TOO_LONG]},
-            documents_cut=sum(prompt.kept < prompt.document_tokens for _, _, prompt in examples),
+        return {
+            "examples": len(examples),
+            "left_out": {"empty": counts[EMPTY], "too_long": counts[TOO_LONG]},
+            "documents_cut": sum(prompt.kept < prompt.document_tokens for _, _, prompt in examples),
             **{name: fmean(values) for name, values in rouges.items()},
-            per_example=rouges,
-        )
+            "per_example": rouges,
+        }
 
     def metrics(self, scores: SummarizationScores) -> list[Metric]:
         """Return ROUGE-1, -2 and -L with their intervals over examples."""
-        about: Json = {"digits": 2, "dataset": scores.options.data or ""}
         metrics = []
         for name in ROUGES:
             values = [Value(f"example {index}", value) for index, value in enumerate(scores.per_example.get(name, ()))]
-            interval = of_means([[(0.0, each.value, 1.0) for each in values]])
-            about |= {"hub_name": name, "values": values, "interval": interval}
-            metrics.append(Metric(f"ROUGE-{name[-1]}", getattr(scores, name), **about))
+            hub: Json = {"dataset": scores.options.data or "", "hub_name": name}
+            metrics.append(average(f"ROUGE-{name[-1]}", getattr(scores, name), values, digits=2, **hub))
         return metrics
 
 
-def complete(options: SummarizationOptions, model: str) -> tuple[SummarizationOptions, Data]:
+def complete(options: SummarizationOptions, model: Model) -> tuple[SummarizationOptions, Data]:
     """Return the options with all that decides the rows and their prompts, so that another model is measured on the
     same, and the rows and prompts as in a recipe. What is left open is as a run was tuned, or as for GovReport; of a
     hub data set the validation split. Raise RecipeError if keys do not go together.
     """
-    run = Run(Path(model))
-    usual = run.recipe.data if run.has_recipe and run.recipe.data.has_examples else GOVREPORT
+    usual = model.recipe.data if model.recipe and model.recipe.data.has_examples else GOVREPORT
     defaults = {**usual.model_dump(include=PROMPT_KEYS), "split": "validation"}
     if options.data is None:
         defaults |= {"data": usual.source[0].name, "subset": usual.source[0].subset}
@@ -122,23 +114,6 @@ def complete(options: SummarizationOptions, model: str) -> tuple[SummarizationOp
     source = {"name": options.data, "subset": options.subset, "split": options.split}
     prompts = options.model_dump(include=PROMPT_KEYS)
     return options, GOVREPORT.changed(**prompts, source=source, completion_tokens=options.max_new_tokens)
-
-
-def written(
-    loaded: Model, prompts: Sequence[list[int]], options: SummarizationOptions, session: Session, identity: Json
-) -> list[str]:
-    """Return a summary for each prompt, made of the rows of `identity`. Each batch has its own seed, so that neither
-    interruptions nor the number of processes change what is written.
-    """
-    size = options.batch_size or prompts_at_once(loaded.window)
-    decided_by = {**options.model_dump(exclude={"predictions"}), "rows": identity, "batch_size": size}
-
-    def write(start: int) -> list[str]:
-        seeded = options.changed(seed=(options.seed + start) % 2**32)
-        return generate(loaded, prompts[start : start + size], seeded)
-
-    batches = session.measure(loaded, decided_by, range(0, len(prompts), size), write)
-    return [text for batch in batches for text in batch]
 
 
 def rouge(predictions: Sequence[str], references: Sequence[str]) -> dict[str, list[float]]:
@@ -163,7 +138,7 @@ def summarize(
     """
     # All that fits is read, also where examples of training were cut shorter.
     options = SummarizationOptions(**sampling.model_dump(), document_tokens=loaded.window)
-    options, data = complete(options, loaded.name)
+    options, data = complete(options, loaded)
     prompter = Prompter(data, loaded.tokenizer, loaded.window)
     columns = prompter.task.prompt_columns
     if columns != [data.document]:

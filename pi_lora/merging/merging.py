@@ -120,7 +120,7 @@ def extend(model: Model, output: Path, probe: Probe | None = None, progress: Pro
         _save_without_weights(model, model.config, staging)
         for stage, results in ((BASE, probed["direct"]), (STEP_0, probed[scaling])) if probe else ():
             for scores in filter(None, (results.perplexity, results.passkey)):
-                write_scores(scores, folder.scores_file(scores.measurement, stage))
+                write_scores([scores], folder.scores_file(scores.measurement, stage))
         write_whole(staging / CARD, card_of(folder, serving=serving_lines(typed)))
         for number, file in enumerate(files, 1):
             progress(number, len(files), file.name)

@@ -104,12 +104,6 @@ def use_liger(model: Any) -> None:
     apply_liger_kernel(model, {"cross_entropy": False, "fused_linear_cross_entropy": False})
 
 
-def nf4_kernel(device_type: str) -> str:
-    """Return what multiplies by NF4 weights on `cpu` or `cuda`, with its version."""
-    how = "weights dequantized" if device_type == "cpu" else "bitsandbytes' choice of CUDA kernel"
-    return f"bitsandbytes {importlib.metadata.version('bitsandbytes')}, NF4, {how}"
-
-
 def versions(names: tuple[str, ...] = LIBRARIES) -> dict[str, str]:
     """Return the version of each library that is installed."""
     found = {}

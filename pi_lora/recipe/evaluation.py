@@ -22,8 +22,19 @@ def default_windows(window: int, shortest: int | None = None) -> tuple[int, ...]
     return tuple(halves)
 
 
+# Options of drafts, which older recipes and results hold; they are ignored.
+FORMER_KEYS = {"by_position", "chat_template", "k_max_only", "predictions"}
+
+
 class Options(Section):
     """Options of a measurement."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_former_keys(cls, values: Any) -> Any:
+        if not isinstance(values, dict):
+            return values
+        return {key: value for key, value in values.items() if key not in FORMER_KEYS}
 
 
 class PerplexityOptions(Options):
@@ -51,8 +62,6 @@ class PerplexityOptions(Options):
     """of a hub data set that has several"""
     hold_out: float | None = Field(None, gt=0, lt=1)
     """only the share that a source with the same `hold_out` keeps out of training"""
-    by_position: bool = True
-    """also the loss by position in the longest window"""
 
     @model_validator(mode="after")
     def _stride_fits(self) -> Self:
@@ -81,14 +90,6 @@ class PasskeyOptions(Options):
     """random keys at each distance"""
     seed: Seed = 0
     """of the random keys"""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _without_former_keys(cls, values: Any) -> Any:
-        """Ignore `k_max_only` of older recipes and results."""
-        if not isinstance(values, dict):
-            return values
-        return {key: value for key, value in values.items() if key != "k_max_only"}
 
     @model_validator(mode="after")
     def _one_kind(self) -> Self:
@@ -125,7 +126,7 @@ class BenchmarksOptions(Options):
     tasks: Annotated[Texts, Field(min_length=1)] = ("boolq", "piqa", "race_middle", "race_high", "winogrande")
     """tasks or groups of lm-eval"""
     window: int | None = Field(None, gt=1)
-    """tokens that an input is cut to; by default L"""
+    """tokens that an input is cut to; by default the shortest L of the models"""
     limit: PositiveInt | None = None
     """examples of each task; by default all"""
     batch_size: PositiveInt = 8
@@ -147,8 +148,6 @@ class RulerOptions(Options):
     """of the prompts"""
     batch_size: PositiveInt | None = None
     """prompts at once; by default as many as 16,384 tokens hold"""
-    chat_template: bool = False
-    """put prompts as chats"""
 
 
 class Sampling(Options):
@@ -189,8 +188,6 @@ class SummarizationOptions(Sampling):
     """only the first examples; by default all"""
     batch_size: PositiveInt | None = None
     """summaries at once; by default as many as 16,384 tokens hold"""
-    predictions: str | None = None
-    """a file for the summaries, when all are written"""
 
 
 class ChatOptions(Options):

@@ -17,7 +17,6 @@ from pi_lora.drawing import VERMILION, Panel, figure_of, save
 from pi_lora.errors import ModelError
 from pi_lora.evaluation.measurement import Scores
 from pi_lora.evaluation.suite import MEASUREMENTS
-from pi_lora.recipe.files import RECIPE_FILE
 from pi_lora.recipe.schema import Recipe
 from pi_lora.report.scores import (
     MeasuredRun,
@@ -28,7 +27,7 @@ from pi_lora.report.scores import (
     public_setting,
     scores_sections,
 )
-from pi_lora.run import SCORES, check_finished
+from pi_lora.run import SCORES, check_tuned
 from pi_lora.scaling.config import full_attention_rope, method_of, scale_of, window_of
 from pi_lora.writing import write_whole
 
@@ -45,10 +44,8 @@ def write_report(path: Path, output: Path | None = None, html: bool = False) -> 
     the files. Raise ModelError if the folder is no run that was measured, if a result cannot be read, or if pi-lora did
     not write the card that is there; OSError if nothing can be written.
     """
-    check_finished(path)
     run, folder = MeasuredRun(path), output or path
-    if not run.has_recipe:
-        raise ModelError(f"{path}: holds no {RECIPE_FILE}; name a run folder that pi-lora train made")
+    check_tuned(run)
     if not run.last_scores:
         raise ModelError(f"{path}: was not measured yet; measure it with: pi-lora eval all {shlex.quote(str(path))}")
     card, page = folder / CARD, folder / "report.html"

@@ -86,7 +86,7 @@ def compare_run(
     tuned = scores_of(folder, TUNED, asked, lambda: find(run)[0], how)
     options = {name: scores.options for name, scores in tuned.items()}
     if is_other:
-        before = {name: each for name, [each] in evaluate([model], options, how=how).items()}
+        before = {name: each for name, [each] in evaluate([model], options, {}, how).items()}
     else:
         before = scores_of(folder, BASE, options, lambda: model, how)
     comparison = Comparison(base=base, run=run, original=folder.original, another=is_other, settings={}, rows=[])
@@ -99,7 +99,7 @@ def compare_run(
 
 def compare(base: Scores, run: Scores) -> Iterator[Row]:
     """Yield rows of the metrics that two results share, if both were measured on the same text in the same way."""
-    before = {} if differences(base, run) else {metric.heading: metric for metric in metrics_of(base)}
+    before = {} if differences(base.options, run) else {metric.heading: metric for metric in metrics_of(base)}
     for metric in metrics_of(run):
         # Perplexities of other tokens do not compare: another tokenizer, or documents that were changed.
         if not metric.is_detail and (other := before.get(metric.heading)) and metric.compares_with(other):

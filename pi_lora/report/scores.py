@@ -96,7 +96,8 @@ def scores_sections(run: MeasuredRun) -> Iterator[str]:
         yield f"**{literal(name)}**: {literal(public_setting(first))}"
         yield _metrics_table(first)
         for group in others:
-            keys = ", ".join(differences(next(iter(group.values())), next(iter(first.values()))))
+            keys = ", ".join(differences(next(iter(group.values())).options, next(iter(first.values()))))
+            keys = keys.replace("_", " ")
             setting = literal(public_setting(group))
             yield f"**{literal(name)}**, not to be compared, since measured with other {keys}: {setting}"
             yield _metrics_table(group)
@@ -111,7 +112,7 @@ def groups_of(name: str, columns: Columns) -> list[dict[str, Scores]]:
     groups: list[dict[str, Scores]] = []
     while left:
         last = list(left.values())[-1]
-        groups.append({label: scores for label, scores in left.items() if not differences(scores, last)})
+        groups.append({label: scores for label, scores in left.items() if not differences(scores.options, last)})
         left = {label: scores for label, scores in left.items() if label not in groups[-1]}
     return groups
 

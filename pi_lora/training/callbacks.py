@@ -141,7 +141,7 @@ class Monitor(TrainerCallback):
         with _as_when_loaded(self.model):
             scores = measure(self.model, self.recipe.evaluation, stop_if_signalled)
         for name, result in scores.items() if is_leader() else ():
-            write_scores(result.model_copy(update={"step": step}), run.scores_file(name, f"step {step}"))
+            write_scores([result.model_copy(update={"step": step})], run.scores_file(name, f"step {step}"))
 
     def _is_due(self, step: int) -> bool:
         every, last = self.recipe.evaluation.every, self.recipe.training.steps

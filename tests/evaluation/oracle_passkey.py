@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from pi_lora.evaluation.passkey import Grid, Trial, make_trial
+from pi_lora.evaluation.passkey import Trial, distances, make_trial
 
 
 def generated(model: Any, tokenizer: Any, trial: Trial, use_cache: bool = True) -> str:
@@ -26,7 +26,7 @@ def outcomes(model: Any, tokenizer: Any, target: int, number: int, trials: int, 
     """Whether each trial succeeds, by depth, the nearest first."""
     rng = random.Random(seed)
     found: list[list[bool]] = []
-    for k in Grid(target, number).ks:
+    for k in distances(target, number):
         found.append([])
         for _ in range(trials):
             key = "".join(rng.choices("0123456789", k=5))
@@ -37,5 +37,5 @@ def outcomes(model: Any, tokenizer: Any, target: int, number: int, trials: int, 
 def k_max(target: int, found: list[list[bool]]) -> int:
     """The largest k such that each k' up to it succeeds at least once in five."""
     reached = [sum(each) * 5 >= len(each) for each in found]
-    ks = Grid(target, len(found)).ks
+    ks = distances(target, len(found))
     return max((k for index, k in enumerate(ks) if all(reached[: index + 1])), default=0)

@@ -56,13 +56,7 @@ ROWS: dict[str, list[dict[str, Any]]] = {
     ],
     "race_high": list(articles(datasets.Dataset.from_list(RACE))),
     "race_middle": RACE,
-    # By perplexity, and by text that is generated: with those above, all that lm-eval does.
-    "wikitext": [{"page": "The cat sat . " * 50}, {"page": " = A dog = \n barks"}],
-    "triviaqa": [
-        {"question": f"Who was {name}", "answer": {"aliases": [name, "a man"]}}
-        for name in ("Ann", "Tom the cat", "Eve who " * 200)
-    ],
-    "gsm8k": [{"question": f"What is {n} and 1?", "answer": f"One more.\n#### {n + 1}"} for n in range(8)],
+    "ja_leaderboard_jnli": [{"sentence1": f"{n} cats", "sentence2": "A cat", "label": n % 3} for n in range(6)],
 }
 # Of the tasks, the files of lm-eval.
 BASES = {
@@ -70,8 +64,6 @@ BASES = {
     "piqa": "piqa/piqa.yaml",
     "winogrande": "winogrande/default.yaml",
     "race_high": "race/race.yaml",
-    "wikitext": "wikitext/wikitext.yaml",
-    "triviaqa": "triviaqa/default.yaml",
 }
 
 
@@ -146,31 +138,24 @@ def test_scores_are_those_of_lm_evals_own_tasks(tiny: Model, files: dict[str, st
     for name, ours in found.items():
         scores, samples = theirs["results"][f"own_{name}"], theirs["samples"][f"own_{name}"]
         assert (ours.examples, ours.shots) == (len(samples), 0)
-        if "acc,none" in scores:
-            assert (ours.acc, ours.stderr) == (scores["acc,none"], scores["acc_stderr,none"])
-            assert ours.metrics is None
-            assert ours.outcomes == [sample["acc"] for sample in samples]
+        assert (ours.acc, ours.stderr) == (scores["acc,none"], scores["acc_stderr,none"])
+        assert ours.outcomes == [sample["acc"] for sample in samples]
     assert found["race_high"].examples == 2
-    for name, metrics in (
-        ("wikitext", ("word_perplexity", "byte_perplexity", "bits_per_byte")),
-        ("triviaqa", ("exact_match,remove_whitespace", "exact_match_stderr,remove_whitespace")),
-    ):
-        scores = theirs["results"][f"own_{name}"]
-        assert found[name].metrics == {each: scores[each if "," in each else f"{each},none"] for each in metrics}
 
 
 def test_a_few_shot_task_is_not_said_to_be_zero_shot(tiny: Model, files: dict[str, str]) -> None:
-    scores = measured(tiny, options(files, "gsm8k", window=1024, limit=2))
-    assert (scores.tasks["gsm8k"].shots, scores.tasks["gsm8k"].examples) == (5, 2)
-    assert next(iter(scores_table([scores]).columns[0].cells)).startswith("gsm8k (5-shot)")
+    name = "ja_leaderboard_jnli"
+    scores = measured(tiny, options(files, name, window=1024, limit=2))
+    assert (scores.tasks[name].shots, scores.tasks[name].examples) == (3, 2)
+    assert next(iter(scores_table([scores]).columns[0].cells)).startswith(f"{name} (3-shot)")
 
 
 def test_answers_are_kept_when_interrupted(
     tiny: Model, files: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PI_LORA_CACHE", str(tmp_path / "cache"))
-    asked = options(files, "boolq", "triviaqa", batch_size=1, window=300)
-    forward, generate = HFLM._model_call, HFLM._model_generate
+    asked = options(files, "boolq", "piqa", batch_size=1, window=300)
+    forward = HFLM._model_call
     calls: list[int] = []
     stop_at = 0
 
@@ -178,10 +163,9 @@ def test_answers_are_kept_when_interrupted(
         calls.append(1)
         if len(calls) == stop_at:
             raise KeyboardInterrupt
-        return (generate if "context" in others else forward)(self, *arguments, **others)
+        return forward(self, *arguments, **others)
 
     monkeypatch.setattr(HFLM, "_model_call", call)
-    monkeypatch.setattr(HFLM, "_model_generate", call)
     whole, needed = measured(tiny, asked), len(calls)
     stop_at = needed + needed - 1  # in the second of the texts
     with pytest.raises(Interrupted, match="interrupted; what was measured is kept"):
@@ -191,7 +175,7 @@ def test_answers_are_kept_when_interrupted(
         again = Benchmarks().run(tiny, asked, session)
     assert again == whole
     assert len(calls) == needed + needed + 1
-    assert at == [(1, 3, "triviaqa at 300"), (2, 3, "triviaqa at 300")]
+    assert at == [(1, 6, "piqa at 300"), (2, 6, "piqa at 300")]
     assert not list((tmp_path / "cache").glob("evaluations/*"))
 
 
@@ -271,7 +255,10 @@ def test_authors_files_are_converted(tmp_path: Path) -> None:
             ["--tasks", "boolq", "--data", "boolq=piqa.jsonl"],
             "piqa.jsonl: cannot be read as examples of boolq ('passage' is undefined); correct",
         ),
-        (["--tasks", "copa"], "--tasks: copa ("),
+        (
+            ["--tasks", "gsm8k", "--data", "gsm8k=gsm8k.jsonl"],
+            "--tasks: gsm8k: lm-eval gives no accuracy for it; leave",
+        ),
         (["--tasks", "race_middle"], "--tasks: race_middle ("),
     ],
 )
@@ -287,6 +274,7 @@ def test_a_mistake_is_one_line_before_a_model_is_loaded(
         raise AssertionError("a model was loaded")
 
     monkeypatch.chdir(tmp_path)
+    Path("gsm8k.jsonl").write_text(lines([{"question": "What is 1 and 1?", "answer": "Two.\n#### 2"}] * 6))
     monkeypatch.setattr("pi_lora.models.model.Model.load", loaded)
     status, out, err = run(capsys, monkeypatch, "eval", "benchmarks", "builtin:tiny", *arguments)
     assert (status, out) == (2, "")
@@ -306,8 +294,8 @@ def test_more_processes_than_examples_are_refused(
 
 @pytest.mark.slow
 def test_two_processes_write_what_one_writes(python: str, files: dict[str, str], tmp_path: Path) -> None:
-    command = ["-m", "pi_lora", "eval", "benchmarks", "builtin:tiny", "--tasks", "boolq,piqa,wikitext,triviaqa"]
-    command += [f"--data={files[name]}" for name in ("boolq", "piqa", "wikitext", "triviaqa")]
+    command = ["-m", "pi_lora", "eval", "benchmarks", "builtin:tiny", "--tasks", "boolq,piqa"]
+    command += [f"--data={files[name]}" for name in ("boolq", "piqa")]
     command += ["--batch-size", "1", "--window", "300", "--json"]
     subprocess.run([python, *command, str(tmp_path / "one.json")], check=True, capture_output=True)
     launcher = [python, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2"]
@@ -316,7 +304,6 @@ def test_two_processes_write_what_one_writes(python: str, files: dict[str, str],
     one, two = (json.loads((tmp_path / name).read_text()) for name in ("one.json", "two.json"))
     for name, score in one["tasks"].items():  # sums of the same numbers in another order
         other = two["tasks"].pop(name)
-        assert other.pop("metrics", {}) == pytest.approx(score.pop("metrics", {}))
-        assert other.pop("stderr", None) == pytest.approx(score.pop("stderr", None))
+        assert other.pop("stderr") == pytest.approx(score.pop("stderr"))
         assert other == score
     assert one | {"tasks": {}} == two

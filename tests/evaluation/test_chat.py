@@ -137,7 +137,6 @@ def test_the_comparison_has_a_row_for_each_cost(
 @pytest.mark.parametrize(
     ("model", "rows", "line"),
     [
-        ("base", [{"text": "a"}], "chats.jsonl:1: has no column messages; choose from its columns: text"),
         ("base", [chat(["a " * 300, "b"])], "--data: chats.jsonl: holds no chat to measure; name others"),
         ("builtin:tiny", [chat(["a", "b"])], "data.source: the tokenizer of the model has no chat template"),
     ],

@@ -120,7 +120,6 @@ def test_another_text_has_scores_of_its_own(
             {"benchmarks": {**BENCHMARKS, "data": ["boolq=gone.jsonl"]}},
             "gone.jsonl: cannot be read as examples",
         ),
-        ({"benchmarks": {"tasks": ["bolq"]}}, "--tasks: bolq (Spec 'bolq' is not a registered task"),
     ],
 )
 def test_a_mistake_is_one_line_before_the_model_is_loaded(

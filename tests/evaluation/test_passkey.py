@@ -20,16 +20,15 @@ from pi_lora.errors import DataError
 from pi_lora.evaluation import forward
 from pi_lora.evaluation.measurement import Session
 from pi_lora.evaluation.passkey import (
-    Grid,
     Passkey,
     PasskeyDepth,
     PasskeyScores,
     PasskeyTest,
+    distances,
     k_max,
     make_trial,
     prompt,
 )
-from pi_lora.evaluation.suite import read_scores, write_scores
 from pi_lora.models.model import Extension, Model, load
 from pi_lora.recipe.evaluation import PasskeyOptions
 
@@ -53,7 +52,7 @@ def test_the_prompt_is_the_papers() -> None:
 
 @given(OUTCOMES)
 def test_k_max_is_the_papers(table: list[list[bool]]) -> None:
-    ks = Grid(10_000, len(table), len(table[0])).ks
+    ks = distances(10_000, len(table))
     depths = [
         PasskeyDepth(k=k, success_rate=sum(row) / len(row), trials=len(row)) for k, row in zip(ks, table, strict=True)
     ]
@@ -64,19 +63,19 @@ def test_trials_fill_the_window_and_put_the_key_where_asked() -> None:
     tokenizer = load("builtin:tiny").tokenizer
     filler = len(tokenizer(prompt("12345", 1, 2))["input_ids"]) - len(tokenizer(prompt("12345", 1, 1))["input_ids"])
     for target in (256, 1024):
-        distances = []
-        for k in Grid(target, 8).ks:
+        found = []
+        for k in distances(target, 8):
             trial = make_trial(tokenizer, target, k, "90817")
             ids = [*trial.prompt, *trial.answer]
             assert target - filler < len(ids) <= target
             assert tokenizer.decode(trial.answer).strip() == "90817"
             first_digit = tokenizer.convert_tokens_to_ids("9")
             assert len(ids) - ids.index(first_digit) == trial.distance
-            distances.append(trial.distance)
+            found.append(trial.distance)
             if 64 <= k <= target - 100:
                 assert abs(trial.distance - k) <= filler / 2 + 1
-        assert distances == sorted(distances)
-        assert distances[-1] > target - 100
+        assert found == sorted(found)
+        assert found[-1] > target - 100
 
 
 def test_a_slow_tokenizer_places_the_key_as_a_fast_one_does() -> None:
@@ -89,7 +88,7 @@ def test_a_slow_tokenizer_places_the_key_as_a_fast_one_does() -> None:
         def __call__(self, text: str, **options: bool) -> dict[str, list[int]]:
             return {"input_ids": fast(text, **options)["input_ids"]}
 
-    for k in Grid(512, 4).ks:
+    for k in distances(512, 4):
         slow, expected = (make_trial(each, 512, k, "90817") for each in (Slow(), fast))
         assert (slow.prompt, slow.answer) == (expected.prompt, expected.answer)
         assert abs(slow.distance - expected.distance) <= 1
@@ -100,19 +99,21 @@ def test_a_target_too_short_for_the_prompt_is_refused() -> None:
         make_trial(load("builtin:tiny").tokenizer, 50, 10, "12345")
 
 
-def test_the_seed_decides_the_keys() -> None:
-    keys = Grid(256, 4, 3, seed=1).keys
-    assert keys == Grid(1024, 4, 3, seed=1).keys != Grid(256, 4, 3, seed=2).keys
+def grid(model: Model, target: int, depths: int, trials: int, seed: int = 0) -> PasskeyTest:
+    return PasskeyTest(model, target, PasskeyOptions(depths=depths, trials=trials, seed=seed))
+
+
+def test_the_seed_decides_the_keys(stretched: Model) -> None:
+    keys = grid(stretched, 256, 4, 3, seed=1).keys
+    assert keys == grid(stretched, 1024, 4, 3, seed=1).keys != grid(stretched, 256, 4, 3, seed=2).keys
     assert len({key for each in keys for key in each}) == 12
-    tokenizer = load("builtin:tiny").tokenizer
-    assert Grid(256, 4, 3, seed=1).trial(tokenizer, 2, 1) == make_trial(tokenizer, 256, 192, keys[2][1])
 
 
 def test_every_trial_of_a_grid_ends_as_generate_does(stretched: Model) -> None:
     expected = outcomes(stretched.model, stretched.tokenizer, 320, 8, 5, seed=0)
     successes = sum(map(sum, expected))
     assert 10 <= successes <= 30
-    test = PasskeyTest(stretched, Grid(320, 8, 5))
+    test = grid(stretched, 320, 8, 5)
     found = [PasskeyDepth(**test.measure(depth)) for depth in range(8)]
     assert [depth.outcomes for depth in found] == expected
     assert k_max(found) == plain_k_max(320, expected)
@@ -123,14 +124,11 @@ def test_text_ahead_of_the_key_goes_through_the_model_once(stretched: Model) -> 
     hook = stretched.model.register_forward_pre_hook(
         lambda module, arguments, named: tokens.append(named["input_ids"].numel()), with_kwargs=True
     )
-    grid = Grid(1024, 4, 2)
+    test = grid(stretched, 1024, 4, 2)
     try:
-        test = PasskeyTest(stretched, grid)
-        for depth in range(4):
-            test.measure(depth)
+        behind = sum(2 * test.measure(depth)["distance"] for depth in range(4))
     finally:
         hook.remove()
-    behind = sum(grid.trial(stretched.tokenizer, depth, number).distance for depth in range(4) for number in range(2))
     # What precedes the key, and up to a token a trial that is not the same as in the first.
     ahead = test.first.length - test.first.distance
     assert sum(tokens) == pytest.approx(ahead + behind, abs=4 * 8)
@@ -138,7 +136,7 @@ def test_text_ahead_of_the_key_goes_through_the_model_once(stretched: Model) -> 
 
 def test_a_dynamic_model_gives_the_same_whatever_was_asked_before() -> None:
     loaded = load("builtin:tiny", Extension(512, 256, "dynamic"))
-    test = PasskeyTest(loaded, Grid(320, 4, 4, seed=1))
+    test = grid(loaded, 320, 4, 4, seed=1)
     alone = test.measure(1)
     loaded.model(input_ids=torch.full((1, 700), 5))
     assert test.measure(1) == alone
@@ -179,7 +177,7 @@ def scores(stretched: Model) -> PasskeyScores:
     return Passkey().run(stretched, ASKED, Session())
 
 
-def test_the_result_says_what_was_measured_and_how(scores: PasskeyScores, tmp_path: Path) -> None:
+def test_the_result_says_what_was_measured_and_how(scores: PasskeyScores) -> None:
     assert (scores.model, scores.scale, scores.target, scores.seed) == ("builtin:tiny", 1.25, 320, 0)
     assert (scores.kernel, scores.dtype, scores.decoding) == ("sdpa", "float32", "greedy")
     assert [row.k for row in scores.depths] == [80, 160, 240, 320]
@@ -187,8 +185,6 @@ def test_the_result_says_what_was_measured_and_how(scores: PasskeyScores, tmp_pa
         assert row.outcomes is not None
         assert row.trials == len(row.outcomes) == 3
         assert row.success_rate == sum(row.outcomes) / 3
-    write_scores(scores, tmp_path / "scores.json")
-    assert read_scores(tmp_path / "scores.json") == scores
 
 
 def test_prompts_are_computed_whole_where_nothing_can_be_shared(
@@ -229,21 +225,18 @@ def printed(table: Any) -> str:
     return capture.get()
 
 
-def test_several_lengths_are_each_measured_by_itself(stretched: Model, scores: PasskeyScores, tmp_path: Path) -> None:
+def test_several_lengths_are_each_measured_by_itself(stretched: Model, scores: PasskeyScores) -> None:
     both = Passkey().run(stretched, PasskeyOptions(targets=(320, 200), depths=4, trials=3), Session())
     shorter = Passkey().run(stretched, ASKED.changed(target=200), Session())
     assert [(each.target, each.depths) for each in both.by_length] == [(200, shorter.depths), (320, scores.depths)]
     assert (both.target, both.k_max) == (320, scores.k_max)
-    write_scores(both, tmp_path / "both.json")
-    assert read_scores(tmp_path / "both.json") == both
 
 
-def test_the_command_measures_several_lengths(pi_lora: Run, tmp_path: Path) -> None:
+def test_the_command_measures_several_lengths(pi_lora: Run) -> None:
     words = "builtin:tiny --targets 200,120 --depths 2 --trials 1".split()
-    status, out, errors = pi_lora(*words, "--plot", str(tmp_path / "map.png"))
+    status, out, errors = pi_lora(*words)
     assert (status, errors) == (0, "")
     assert "k_max at 120 " in out
-    assert (tmp_path / "map.png").is_file()
     for wrong, line in (
         ("--target 300", "--targets: measures every depth"),
         ("--targets no", "--targets: input should be a valid integer"),

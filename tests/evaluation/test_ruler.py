@@ -11,6 +11,7 @@ import lm_eval.tasks
 import pytest
 import torch
 from lm_eval import simple_evaluate
+from lm_eval.api.task import ConfigurableTask
 from lm_eval.models.huggingface import HFLM
 from test_cli import run
 from transformers import AutoTokenizer
@@ -165,8 +166,14 @@ def test_a_prompt_that_does_not_fit_or_lacks_its_answer_is_refused(
 
     refused("ruler_fwe", -100, "the longest prompt and its answer take 1[56]")
     refused("niah_single_1", 900, "the longest prompt and")
-    lm.chats = True
-    monkeypatch.setattr(lm, "apply_chat_template", lambda chat, **_: re.sub(r"\d", "0", chat[0]["content"]))
+    build = ConfigurableTask.build_all_requests
+
+    def without_digits(self: ConfigurableTask, **asked: Any) -> None:
+        build(self, **asked)
+        for each in self.instances:
+            each.arguments = (re.sub(r"\d", "0", each.args[0]), *each.args[1:])
+
+    monkeypatch.setattr(ConfigurableTask, "build_all_requests", without_digits)
     refused("niah_single_1", 128, "a prompt lacks its answer; leave")
 
 
@@ -177,26 +184,6 @@ def test_lm_eval_executes_no_code_that_a_tokenizer_names(small: Model, tmp_path:
     assert "stranger" not in "".join(file.read_text() for file in tmp_path.iterdir())
     again = AutoTokenizer.from_pretrained(tmp_path, trust_remote_code=True)
     assert again("a sea of words").input_ids == small.tokenizer("a sea of words").input_ids
-
-
-def test_special_tokens_of_a_chat_template_are_what_they_stand_for(
-    small: Model, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    template = "{% for each in messages %}[{{ each.role }}]{{ each.content }}{{ eos_token }}{% endfor %}"
-    monkeypatch.setattr(small.tokenizer, "chat_template", template, raising=False)
-    knowing(small, monkeypatch, list)
-    ends: list[bool] = []
-    generate = HFLM._model_generate
-
-    def seen(self: HFLM, context: torch.Tensor, *arguments: Any, **others: Any) -> torch.Tensor:
-        ends.extend((row == self.tokenizer.eos_token_id).any().item() for row in context)
-        return generate(self, context, *arguments, **others)
-
-    monkeypatch.setattr(HFLM, "_model_generate", seen)
-    for chat in (False, True):
-        found = scored(small, "ruler_fwe", samples=2, batch_size=1, chat_template=chat)
-        assert (found.score, found.tokens <= WINDOW) == (1, True)
-    assert ends == [False, False, True, True]
 
 
 def test_the_command(

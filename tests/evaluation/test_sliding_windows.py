@@ -15,7 +15,7 @@ from pi_lora.evaluation.perplexity import (
     Perplexity,
     Sweep,
     choose_documents,
-    mean_losses,
+    mean_loss,
     pass_losses,
     window_scores,
 )
@@ -108,10 +108,10 @@ def test_losses_by_position_are_those_of_windows_that_do_not_overlap(
     by_hand: list[Any] = []
     for start in range(0, len(document) - 63, 64):
         by_hand += losses_by_token(model, document[start : start + 64], 64, 64)
-    found = mean_losses(losses(model, document, sweep))
+    found = losses(model, document, sweep)
     for first, last in zip(sweep.positions, sweep.positions[1:], strict=False):
         expected = [loss for _, before, loss in by_hand if first <= before < last]
-        loss, tokens = found[f"position {first}"]
+        loss, tokens = mean_loss(found, f"position {first}")
         assert tokens == len(expected) > 0
         assert loss == pytest.approx(sum(expected) / tokens, rel=1e-5)
     assert len(by_hand) == 4 * 63

@@ -37,10 +37,8 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     ("command", "option"),
     [
         ("eval passkey builtin:tiny", "--json"),
-        ("eval passkey builtin:tiny", "--plot"),
         ("eval perplexity builtin:tiny --data builtin:stdlib", "--json"),
         ("eval summarization builtin:tiny --data rows.jsonl", "--json"),
-        ("eval summarization builtin:tiny --data rows.jsonl", "--predictions"),
     ],
 )
 @pytest.mark.parametrize("place", ["folder", "file/below.json", "x" * 300])
