@@ -104,8 +104,7 @@ def ours(given: list[str], warm: int) -> tuple[float, float]:
 
 
 def main() -> None:
-    from pi_lora.recipe.files import load_recipe
-    from pi_lora.recipe.places import find_recipe
+    from pi_lora.recipe.files import find_recipe, load_recipe
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--recipe", default="demo")

@@ -2,8 +2,8 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import cycle, pairwise
-from math import isfinite
 from pathlib import Path
+from statistics import fmean
 from textwrap import fill
 from typing import Any
 
@@ -25,18 +25,17 @@ BARS = "▁▂▃▄▅▆▇█"
 
 def sparkline(values: Sequence[float], width: int = 10) -> str:
     """Return a curve as a line of at most `width` characters, from its lowest to its highest value. Each character is
-    the mean of a group of values; it is blank if the mean is infinite or NaN.
+    the mean of a group of values.
 
     >>> sparkline([4, 2, 1, 1.5]), sparkline([])
     ('█▃▁▂', '')
     """
     groups = min(width, len(values))
     bounds = [len(values) * index // groups for index in range(groups + 1)] if groups else []
-    means = [sum(values[first:last]) / (last - first) for first, last in pairwise(bounds)]
-    finite = [mean for mean in means if isfinite(mean)] or [0.0]
-    bottom, top = min(finite), max(finite)
-    scale = (len(BARS) - 1) / (top - bottom) if top > bottom else 0.0
-    return "".join(BARS[round((mean - bottom) * scale)] if isfinite(mean) else " " for mean in means)
+    means = [fmean(values[first:last]) for first, last in pairwise(bounds)]
+    bottom, top = min(means, default=0), max(means, default=0)
+    scale = (len(BARS) - 1) / (top - bottom) if top > bottom else 0
+    return "".join(BARS[round((mean - bottom) * scale)] for mean in means)
 
 
 def new_figure(width: float, height: float) -> Any:
@@ -46,9 +45,9 @@ def new_figure(width: float, height: float) -> Any:
     return Figure(figsize=(width, height), layout="constrained")
 
 
-def figure_of(*panels: Panel, title: str = "") -> Any:
-    """Return a figure of panels, two side by side, each with its legend above it, where it hides no curve, and a title
-    in small letters below.
+def figure_of(*panels: Panel, title: str = "", window: int | None = None) -> Any:
+    """Return a figure of panels, two side by side, each with its legend above it, where it hides no curve, a line at
+    the original `window` (tokens), and a title in small letters below.
     """
     rows, columns = -(-len(panels) // 2), min(2, len(panels))
     figure = new_figure(WIDTH * columns, HEIGHT * rows)
@@ -57,6 +56,8 @@ def figure_of(*panels: Panel, title: str = "") -> Any:
     for part, panel in zip(figure.subfigures(rows, columns, squeeze=False).flat, panels, strict=False):
         axes = part.subplots()
         panel(axes)
+        if axes.lines and window:
+            axes.axvline(window, color="0.55", linestyle=":", linewidth=1.2, label="original window")
         plain(axes)
         if axes.get_legend_handles_labels()[0]:
             part.legend(frameon=False, loc="outside upper left", ncols=2, fontsize=10 if len(panels) == 1 else 8)

@@ -20,8 +20,7 @@ from filelock import FileLock, Timeout
 from pydantic import BaseModel
 
 from pi_lora.errors import ModelError, RecipeError, RunExistsError
-from pi_lora.recipe.files import RECIPE_FILE, load_recipe
-from pi_lora.recipe.places import find_recipe
+from pi_lora.recipe.files import RECIPE_FILE, find_recipe, load_recipe
 from pi_lora.recipe.schema import Recipe
 from pi_lora.types import Permissions
 from pi_lora.writing import read_json, write_json, write_whole

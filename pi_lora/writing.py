@@ -82,6 +82,11 @@ def write_whole(file: Path, text: str) -> None:
     part.replace(file)
 
 
+def cache_folder() -> Path:
+    """Return `$PI_LORA_CACHE`, or `~/.cache/pi-lora`; it may be deleted whenever nothing runs."""
+    return Path(os.environ.get("PI_LORA_CACHE") or "~/.cache/pi-lora").expanduser()
+
+
 def make_once(folder: Path, is_complete: Callable[[], bool], make: Callable[[Path], None]) -> None:
     """Let `make` fill a folder of the cache unless it `is_complete`, in one process at a time. A complete folder may be
     read-only. Raise DataError if the cache cannot be written.

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from pi_lora.cli import app
-from pi_lora.recipe.files import load_recipe
-from pi_lora.recipe.places import find_recipe
+from pi_lora.recipe.files import find_recipe, load_recipe
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]

@@ -31,8 +31,7 @@ for module, lacking in ((os, ("O_NONBLOCK", "fork", "getsid", "killpg", "setsid"
 load()
 from pathlib import Path
 from pi_lora.distributed import HANG_UP, STOP_SIGNALS
-from pi_lora.recipe.files import load_recipe
-from pi_lora.recipe.places import find_recipe
+from pi_lora.recipe.files import find_recipe, load_recipe
 assert {each.name for each in STOP_SIGNALS} == {"SIGINT", "SIGTERM"} and HANG_UP is None
 assert load_recipe(find_recipe(Path("demo"))).recipe.context.target == 1024
 print(len(names()), "modules")

@@ -32,7 +32,7 @@ from pi_lora.errors import PiLoraError
 from pi_lora.scaling.config import Method
 from pi_lora.terminal import out, progress_bar, working
 from pi_lora.types import Permissions
-from pi_lora.writing import check_can_write, read_json, write_json
+from pi_lora.writing import cache_folder, check_can_write, read_json, write_json
 
 
 @app.command(group=EXTEND)
@@ -46,7 +46,6 @@ def train(
     dry_run: Annotated[bool, Parameter(help="Check recipe, model, data and output, then stop.")] = False,
     force: Annotated[bool, Parameter(help="Train even if the plan says that it does not fit.")] = False,
     print_launch: Annotated[bool, Parameter(help="Print the accelerate launch line instead of running it.")] = False,
-    num_machines: Annotated[PositiveInt | None, Parameter(help="Machines, instead of hardware.machines.")] = None,
     machine_rank: Annotated[NonNegativeInt, Parameter(help="Number of this machine, from 0.")] = 0,
     main_process_ip: Annotated[str | None, Parameter(help="Address of machine 0.")] = None,
     main_process_port: Annotated[PositiveInt | None, Parameter(help="Port on machine 0.")] = None,
@@ -54,8 +53,7 @@ def train(
     """Tune a model to its target window by RECIPE."""
     from pi_lora.run import begun_or_new
 
-    changes = [*overrides, *([f"hardware.machines={num_machines}"] if num_machines else [])]
-    resolved, place = begun_or_new(recipe, changes, output, resume)
+    resolved, place = begun_or_new(recipe, overrides, output, resume)
     # A launched process gets the command line as it is; it starts no others.
     worker = [word for word in sys.argv[1:] if word != "--print-launch"]
     where = (machine_rank, main_process_ip, main_process_port)
@@ -149,7 +147,6 @@ def prepare(
     with working():
         from pi_lora.preflight import check_data
         from pi_lora.recipe.files import load_recipe
-        from pi_lora.recipe.places import cache_folder
         from pi_lora.training.training import prepare_data
 
         resolved = load_recipe(recipe, overrides).recipe
@@ -182,7 +179,7 @@ def gguf(
         from pi_lora.serving.commands import llama_cpp_lines
         from pi_lora.serving.gguf import export_gguf, find_converter
     found = find(model)
-    name = Path(model).resolve().name if Path(model).exists() else model.rpartition("/")[2].rpartition(":")[2]
+    name = Path(model).resolve().name.rpartition(":")[2]  # builtin:tiny is tiny
     file = output or Path("models") / f"{name.removesuffix('.gguf')}.gguf"
     script = find_converter(found, file, converter)
     file.parent.mkdir(parents=True, exist_ok=True)

@@ -198,9 +198,6 @@ def compare(
     *,
     how: Loaded = Loading(),
     data: OtherText = None,
-    another: Annotated[bool, Parameter(help="BASE is another model than the one that RUN was tuned from.")] = False,
-    short: Annotated[list[str] | None, Parameter(help="Also benchmarks: TASK or TASK=FILE.")] = None,
-    ruler: Annotated[PositiveInt | None, Parameter(help="Also RULER, with this number of prompts per task.")] = None,
     chat: Annotated[str | None, Parameter(help="Also the assistant's turns of these chats.")] = None,
     again: Again = False,
     json: JsonFile = None,
@@ -208,24 +205,18 @@ def compare(
     """Compare a run with its base: what the extension gained and cost, with 95 % intervals.
 
     Scores are read from RUN/scores; those that RUN's recipe names and that are missing are measured and kept there.
+    Another measurement joins with pi-lora eval NAME RUN --json RUN/scores/NAME.json.
     """
     with working():
         from pi_lora.report.comparison import compare_run, comparison_table
 
     check_can_write(json)
-    asked: dict[str, Any] = {}
-    if short:
-        tasks, files = [task.partition("=")[0] for task in short], [task for task in short if "=" in task]
-        asked["benchmarks"] = BenchmarksOptions(tasks=tasks, data=files)
-    if ruler:
-        asked["ruler"] = RulerOptions(samples=ruler)
-    if chat:
-        asked["chat"] = ChatOptions(data=chat, base=base)
-    comparison = compare_run(base, run, how.find, asked, data=data, another=another, how=how.measured(again))
+    asked = {"chat": ChatOptions(data=chat, base=base)} if chat else {}
+    comparison = compare_run(base, run, how.find, asked, data=data, how=how.measured(again))
     if is_leader():
         out.print(comparison_table(comparison))
-    if json and is_leader():
-        write_json(json, comparison.model_dump())
+        if json:
+            write_json(json, comparison.model_dump())
 
 
 @app.command(group=MEASURE)
@@ -234,13 +225,12 @@ def report(
     /,
     *,
     html: Annotated[bool, Parameter(help="Also write one HTML page that needs no other file.")] = False,
-    output: Annotated[Path | None, Parameter(help="Folder to write to; by default RUN itself.")] = None,
 ) -> None:
-    """Write the model card of a run, with pictures of its scores and its loss."""
+    """Write the model card of a run into its folder, with pictures of its scores and its loss."""
     with working("writing the report"):
         from pi_lora.report.card import write_report
 
-        files = write_report(run, output, html)
+        files = write_report(run, html)
     out.lines(*files)
 
 

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Annotated
 
 from cyclopts import Parameter
-from cyclopts.validators import Number
 from rich.table import Column, Table
 
 from pi_lora.cli.app import (
@@ -25,10 +24,9 @@ from pi_lora.cli.app import (
     app,
     read_length,
 )
-from pi_lora.errors import PiLoraError
 from pi_lora.terminal import err, out, working
 from pi_lora.types import Permissions
-from pi_lora.writing import write_json
+from pi_lora.writing import cache_folder, write_json
 
 GpuName = Annotated[str | None, Parameter(help="A name (4090, H100), a memory size (48GB), or cpu.")]
 
@@ -102,8 +100,7 @@ def recipes(
     keys: Annotated[bool, Parameter(help="Print every key that a recipe may have, docs/recipes.md.")] = False,
 ) -> None:
     """List the recipes that come with pi-lora."""
-    from pi_lora.recipe.files import recipe_paths, recipe_summary
-    from pi_lora.recipe.places import shipped_recipes
+    from pi_lora.recipe.files import recipe_paths, recipe_summary, shipped_recipes
 
     folder = shipped_recipes()
     if keys:
@@ -120,18 +117,14 @@ def recipes(
 @app.command(group=OTHERS)
 def theory(
     *,
-    model: Annotated[str | None, Parameter(help="Read d, c, L, L' from a hub id, folder, run or builtin:tiny.")] = None,
-    head_dim: Annotated[int | None, Parameter(help="d; 128 as in LLaMA-7B.", validator=Number(gte=2, modulo=2))] = None,
-    theta: Annotated[float | None, Parameter(help="c; 10000 as in LLaMA.", validator=Number(gt=1))] = None,
-    original: Annotated[Original, Parameter(help="L in tokens; the model's, or 2048.")] = None,
+    model: Annotated[str | None, Parameter(help="Read d, c, L, L' from it; LLaMA-7B's by default.")] = None,
+    original: Annotated[Original, Parameter(help="L in tokens; the model's by default.")] = None,
     target: Annotated[Target, Parameter(help="L' in tokens; the model's, or twice L.")] = None,
     output: Annotated[Path, Parameter(help="Folder for the figures.")] = Path("theory"),
     json: JsonFile = None,
     trust: Trusted = Trust(),
 ) -> None:
-    """Compute the bounds and draw the figures of the paper (section 2), for any setting or a model."""
-    if model and (head_dim is not None or theta is not None):
-        raise PiLoraError("--head-dim, --theta: come with --model; leave them out")
+    """Compute the bounds and draw the figures of the paper (section 2), for LLaMA-7B or another model."""
     with working("computing the bounds"):
         from pi_lora.theory.bounds import Setting, bounds_of, setting_of
         from pi_lora.theory.figures import bounds_table, draw_theory
@@ -142,7 +135,7 @@ def theory(
             setting = setting_of(find(model, permissions=trust.permissions).config, original, target)
         else:
             window = original or Setting.original
-            setting = Setting(head_dim or Setting.head_dim, theta or Setting.theta, window, target or 2 * window)
+            setting = Setting(original=window, target=target or 2 * window)
         bounds = bounds_of(setting)
     out.print(bounds_table(setting, bounds))
     with working("drawing"):
@@ -157,7 +150,6 @@ def env() -> None:
     """Print versions, processor, memory, GPUs and kernels, for a bug report."""
     with working():
         from pi_lora.models.machine import facts
-        from pi_lora.recipe.places import cache_folder
 
         entries = {**facts(), "cache": str(cache_folder())}
     width = max(map(len, entries))

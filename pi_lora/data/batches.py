@@ -25,10 +25,9 @@ from pi_lora.data.packing import Row, Stream, mixed
 from pi_lora.data.sources import count_lines
 from pi_lora.data.tokens import padding_id, tokenizer_identity
 from pi_lora.errors import DataError
-from pi_lora.recipe.places import cache_folder
 from pi_lora.recipe.schema import Data, Training
 from pi_lora.types import Json, Progress, silent
-from pi_lora.writing import make_once, write_json
+from pi_lora.writing import cache_folder, make_once, write_json
 
 # Raise it with every change to how rows or recall documents are made: older caches are not taken for new ones.
 FORMAT = 6

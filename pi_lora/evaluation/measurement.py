@@ -25,9 +25,9 @@ from pi_lora.evaluation.forward import is_sharded
 from pi_lora.evaluation.intervals import Interval, of_means, wilson
 from pi_lora.models.machine import versions
 from pi_lora.models.model import Model
-from pi_lora.recipe.evaluation import Options
-from pi_lora.recipe.places import cache_folder
+from pi_lora.recipe.section import Section
 from pi_lora.types import Json, Progress, silent
+from pi_lora.writing import cache_folder
 
 
 class Value(NamedTuple):
@@ -249,7 +249,7 @@ def identity_of(loaded: Model) -> Json:
     }
 
 
-Asked = TypeVar("Asked", bound=Options)
+Asked = TypeVar("Asked", bound=Section)
 Found = TypeVar("Found", bound=Scores)
 
 

@@ -1,7 +1,7 @@
 """Every measurement, models measured as asked, and the files and tables of their scores."""
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -172,15 +172,21 @@ def write_scores(scores: Sequence[Scores], file: Path) -> None:
     write_json(file, every if len(every) > 1 else every[0])
 
 
+def metric_rows(columns: Sequence[Mapping[str, Metric]]) -> Iterator[list[str]]:
+    """Yield a row for each heading: the heading, and the text of its metric in every column, if the column has one."""
+    for heading in dict.fromkeys(heading for column in columns for heading in column):
+        row = [column.get(heading) for column in columns]
+        yield [heading, *(metric.text if metric else "" for metric in row)]
+
+
 def scores_table(scores: Sequence[Scores]) -> Table:
     """Return a row for each metric and a column for each model; all of one measurement."""
     columns = [{metric.heading: metric for metric in metrics_of(one)} for one in scores]
     table = Table("", title=scores[0].measurement, caption_justify="left")
     for one in scores:
         table.add_column(one.model, justify="right", overflow="fold")
-    for heading in dict.fromkeys(heading for column in columns for heading in column):
-        row = [column.get(heading) for column in columns]
-        table.add_row(heading, *(each.text if each else "" for each in row))
+    for row in metric_rows(columns):
+        table.add_row(*row)
     scales = " / ".join(f"{one.scale:g}" for one in scores)
     dtypes = ", ".join(dict.fromkeys(str(one.dtype) for one in scores))
     table.caption = f"scale {scales}, {dtypes}, {setting_of(scores[0])}"

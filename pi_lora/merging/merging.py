@@ -87,14 +87,14 @@ def merge(
         _save_without_weights(found, config, staging)
         # What is wrong with the model or the card shows before the weights are written.
         check_model(found, model, tensors, staging)
-        measured, typed = MeasuredRun(folder, staging, found.base), config_of(found.kind, config)
+        measured, typed = MeasuredRun(folder, merged=staging, base_name=found.base), config_of(found.kind, config)
         card_of(measured)
         write_tensors(tensors, staging, progress)
         lines.append("not checked" if check == "none" else check_tensors(folder, tensors, staging, progress))
         if check == "logits":
             progress(0, 0, "comparing logits")
             lines.append(check_logits(found, folder, tensors, staging))
-        write_whole(staging / CARD, card_of(measured, None, lines, serving_lines(typed)))
+        write_whole(staging / CARD, card_of(measured, lines, serving_lines(typed)))
         write_json(staging / MERGE_FILE, {"base": found.base, "run": str(run), "checks": lines})
     return Merge(output, lines, serving_lines(typed, output))
 
@@ -116,7 +116,7 @@ def extend(model: Model, output: Path, probe: Probe | None = None, progress: Pro
         of = f"{probe.model} under {', '.join(probed)}"
         raise ModelError(f"--probe: is of {of}, not of {model.name} under {scaling}; probe it, or leave the option out")
     with staged(output) as staging:
-        folder = MeasuredRun(staging, staging, model.base)
+        folder = MeasuredRun(staging, untuned=True, base_name=model.base)
         _save_without_weights(model, model.config, staging)
         for stage, results in ((BASE, probed["direct"]), (STEP_0, probed[scaling])) if probe else ():
             for scores in filter(None, (results.perplexity, results.passkey)):

@@ -1,6 +1,7 @@
 """Options of every measurement: a section of a recipe, the options of its command, and kept whole in its scores."""
 
-from typing import Annotated, Any, Self
+from collections.abc import Iterator
+from typing import Annotated, Any
 
 from pydantic import Field, PositiveInt, model_validator
 
@@ -32,9 +33,9 @@ class Options(Section):
     @model_validator(mode="before")
     @classmethod
     def _without_former_keys(cls, values: Any) -> Any:
-        if not isinstance(values, dict):
-            return values
-        return {key: value for key, value in values.items() if key not in FORMER_KEYS}
+        for key in FORMER_KEYS if isinstance(values, dict) else ():
+            values.pop(key, None)
+        return values
 
 
 class PerplexityOptions(Options):
@@ -52,7 +53,7 @@ class PerplexityOptions(Options):
     """tokens of each document that are measured; by default all"""
     min_tokens: Tokens | None = None
     """shorter documents are left out"""
-    seed: int | None = Field(None, ge=0, lt=2**32)
+    seed: Seed | None = None
     """draw documents at random; by default the first"""
     split: str = "test"
     """of a hub data set or builtin:stdlib"""
@@ -63,13 +64,12 @@ class PerplexityOptions(Options):
     hold_out: float | None = Field(None, gt=0, lt=1)
     """only the share that a source with the same `hold_out` keeps out of training"""
 
-    @model_validator(mode="after")
-    def _stride_fits(self) -> Self:
+    def conflicts(self) -> Iterator[str]:
+        """Yield what no window fits."""
         if self.windows and self.stride and self.stride > min(self.windows):
-            raise ValueError(f"stride: {self.stride} is longer than the shortest window, {min(self.windows)}; lower it")
+            yield f"stride: {self.stride} is longer than the shortest window, {min(self.windows)}; lower it"
         if self.windows and self.truncate and self.truncate < max(self.windows):
-            raise ValueError(f"truncate: {self.truncate} tokens do not hold a window of {max(self.windows)}; raise it")
-        return self
+            yield f"truncate: {self.truncate} tokens do not hold a window of {max(self.windows)}; raise it"
 
     def sweep(self, window: int) -> tuple[tuple[int, ...], int]:
         """Return windows, the shortest first, and stride in tokens, for a model that reads `window` tokens."""
@@ -83,19 +83,13 @@ class PasskeyOptions(Options):
     target: Tokens | None = None
     """tokens of context; by default L'"""
     targets: Windows = None
-    """several lengths of context instead"""
-    depths: int = Field(32, gt=0, le=10_000)
+    """several lengths of context instead of `target`"""
+    depths: PositiveInt = 32
     """number of distances, uniformly spaced up to the target"""
-    trials: int = Field(10, gt=0, le=10_000)
+    trials: PositiveInt = 10
     """random keys at each distance"""
     seed: Seed = 0
     """of the random keys"""
-
-    @model_validator(mode="after")
-    def _one_kind(self) -> Self:
-        if self.targets and self.target:
-            raise ValueError("targets: measures every depth of each length; leave out target")
-        return self
 
     @property
     def longest(self) -> int | None:
@@ -108,7 +102,7 @@ class ProbeOptions(Options):
 
     target: Annotated[tuple[Tokens, ...], LIST, Field(min_length=1)]
     """L', the window to extend to; several to see how far"""
-    scalings: Annotated[tuple[str, ...] | None, LIST] = None
+    scalings: Texts | None = None
     """by default those of pi, yarn, theta that suit, and the model's own"""
     data: str | None = None
     """a file, folder, glob or hub id; `pg19` or `proof-pile`; of the built-in model builtin:stdlib"""
@@ -140,7 +134,7 @@ class RulerOptions(Options):
 
     windows: Windows = None
     """in tokens; by default L', L'/2, ... down to L"""
-    tasks: Annotated[tuple[str, ...] | None, LIST] = None
+    tasks: Texts | None = None
     """of lm-eval's 13; by default all"""
     samples: int = Field(100, gt=0, le=500)
     """prompts of each task and window"""
@@ -236,17 +230,11 @@ class Evaluation(Section):
     while_training: ShortEvaluation | None = None
 
     def in_short(self) -> "Evaluation":
-        """Return what is measured every so many steps: smaller where `while_training` says so, and no benchmarks."""
+        """Return what is measured every so many steps: smaller where `while_training` says so, and no benchmarks. Raise
+        RecipeError if a smaller value does not fit the others.
+        """
         smaller = self.while_training.model_dump(exclude_none=True) if self.while_training else {}
-        sections: dict[str, Any] = {
-            name: {**asked.model_dump(), **{key: smaller[key] for key in smaller if key in type(asked).model_fields}}
-            for name, asked in (("perplexity", self.perplexity), ("passkey", self.passkey))
-            if asked
-        }
-        return Evaluation.model_validate({"every": self.every, **sections})
-
-    @model_validator(mode="after")
-    def _short_fits(self) -> Self:
-        if self.while_training:
-            self.in_short()
-        return self
+        of_passkey = {key: smaller.pop(key) for key in ("depths", "trials") if key in smaller}
+        perplexity = self.perplexity and self.perplexity.changed(**smaller)
+        passkey = self.passkey and self.passkey.changed(**of_passkey)
+        return Evaluation(every=self.every, perplexity=perplexity, passkey=passkey)

@@ -3,15 +3,13 @@
 import difflib
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 from pydantic import ValidationError
 
-from pi_lora.errors import RecipeError, first_line
-from pi_lora.recipe.places import find_recipe, shipped_recipes
+from pi_lora.errors import RecipeError
 from pi_lora.recipe.schema import Recipe
 from pi_lora.recipe.section import Section, sections_in
 from pi_lora.writing import problem_text
@@ -32,8 +30,7 @@ _exponent = re.compile(r"^[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+$")
 _Loader.add_implicit_resolver("tag:yaml.org,2002:float", _exponent, list("-+0123456789."))
 
 
-@dataclass(frozen=True)
-class ResolvedRecipe:
+class ResolvedRecipe(NamedTuple):
     """A recipe, and for every dotted key the origin of its value: `file:line`, the command line, or the default."""
 
     recipe: Recipe
@@ -45,16 +42,10 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> ResolvedRecipe:
     RecipeError has all mistakes.
     """
     path = find_recipe(path)
-    if path.name.startswith("_"):
-        raise RecipeError([f"{path}: is a parent for other recipes (its name begins with _); run one that extends it"])
     tree, origins = _read(path)
-    if (parent := tree.pop(EXTENDS, None)) is not None:
-        where = origins.get((EXTENDS,), str(path))
-        if not isinstance(parent, str) or not Path(parent).name.startswith("_"):
-            raise RecipeError([f"{where}: extends: {parent}: a parent's file name begins with _; name such a file"])
-        base, base_origins = _read(path.parent / parent)
-        if own := base_origins.get((EXTENDS,)):
-            raise RecipeError([f"{own}: extends: a parent cannot extend another; write its keys here"])
+    if parent := tree.pop(EXTENDS, None):
+        origins.pop((EXTENDS,))
+        base, base_origins = _read(path.parent / str(parent))
         tree, origins = _merge(base, tree), {**base_origins, **origins}
     for override in overrides:
         key, value = _parsed_override(override)
@@ -77,35 +68,46 @@ def dump_recipe(recipe: Recipe) -> str:
     return text
 
 
-def recipe_summary(path: Path) -> str:
-    """Return the first line of a recipe file if it is a comment: what it makes and what it needs."""
-    first = path.read_text(encoding="utf-8", errors="replace").partition("\n")[0]
-    return first.removeprefix("#").strip() if first.startswith("#") else ""
+def shipped_recipes() -> Path:
+    """Return the folder of the recipes that come with the package: in it when installed, beside it in a checkout."""
+    package = Path(__file__).parents[1]
+    installed = package / "recipes"
+    return installed if installed.is_dir() else package.parent / "recipes"
+
+
+def find_recipe(name: Path) -> Path:
+    """Return the recipe file that a user means: `name`, or `name` with `.yaml`, in the current folder; else the shipped
+    recipe that is called so; else `name` itself, which does not exist.
+
+    >>> find_recipe(Path("paper/7b_8k")).relative_to(shipped_recipes()).as_posix()
+    'paper/7b_8k.yaml'
+    """
+    candidates = (folder / file for folder in (Path(), shipped_recipes()) for file in (name, Path(f"{name}.yaml")))
+    return next((file for file in candidates if file.is_file()), name)
 
 
 def recipe_paths(folder: Path) -> list[Path]:
     """Return every runnable recipe below `folder`, sorted; the folder is the registry."""
-    return sorted(path for path in folder.rglob("*.yaml") if not path.name.startswith("_"))
+    return sorted(folder.rglob("[!_]*.yaml"))
+
+
+def recipe_summary(path: Path) -> str:
+    """Return the first line of a recipe file, a comment: what it makes and what it needs."""
+    return path.read_text(encoding="utf-8").partition("\n")[0].lstrip("# ")
 
 
 def _read(path: Path) -> tuple[dict[str, Any], dict[KeyPath, str]]:
     """Return the tree of a file, and the `file:line` of each of its keys."""
     try:
-        text = path.read_text(encoding="utf-8")
+        content = path.read_bytes()
+        node, tree = yaml.compose(content, _Loader), yaml.load(content, _Loader)
     except FileNotFoundError:
-        folder = shipped_recipes()
-        shipped = {file.stem: file.relative_to(folder).with_suffix("") for file in reversed(recipe_paths(folder))}
-        known = shipped | {file.stem: file for file in path.parent.glob("*.yaml")}
-        near = difflib.get_close_matches(path.name.removesuffix(".yaml"), known, n=1)
-        hint = f"did you mean {known[near[0]]}?" if near else "pi-lora recipes lists what is there"
-        raise RecipeError([f"{path}: no such recipe; {hint}"]) from None
-    except (OSError, ValueError) as error:
-        raise RecipeError([f"{path}: cannot be read as a text file ({first_line(error)}); give a YAML file"]) from None
-    try:
-        node, tree = _parsed(text)
+        raise RecipeError([f"{path}: no such recipe; pi-lora recipes lists what is there"]) from None
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 1
         raise RecipeError([f"{path}:{line}: {error.problem}; correct the YAML"]) from None
+    except yaml.YAMLError:
+        raise RecipeError([f"{path}: is not a text file; give a YAML file"]) from None
     if not isinstance(tree, dict):
         raise RecipeError([f"{path}: holds no keys; write `key: value` lines, at least of model, context and data"])
     origins: dict[KeyPath, str] = {}
@@ -116,14 +118,8 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[KeyPath, str]]:
     return tree, origins
 
 
-def _parsed(text: str) -> tuple[yaml.Node | None, Any]:
-    """Return the node of a YAML document and its value; raise YAMLError if it is none."""
-    loader = _Loader(text)
-    node = loader.get_single_node()
-    return node, loader.construct_document(node) if node else None
-
-
 def _lines(node: yaml.Node | None, path: Path, at: KeyPath = ()) -> Iterator[tuple[KeyPath, str]]:
+    """Yield each key and list entry below a node, with the line where it stands."""
     entries = node.value if isinstance(node, yaml.CollectionNode) else []
     for index, entry in enumerate(entries):
         key, value = entry if isinstance(entry, tuple) else (entry, entry)
@@ -147,7 +143,7 @@ def _parsed_override(override: str) -> tuple[tuple[str, ...], Any]:
     if not equals or not key:
         raise RecipeError([f"{override}: not an override; write key=value, as in training.steps=100"])
     try:
-        return tuple(key.split(".")), _parsed(text)[1]
+        return tuple(key.split(".")), yaml.load(text, _Loader)
     except yaml.YAMLError:
         raise RecipeError([f"{override}: the value is not YAML; quote it"]) from None
 

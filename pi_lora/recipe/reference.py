@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from types import NoneType
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 from pydantic.fields import FieldInfo
@@ -14,6 +15,7 @@ HEAD = """# Every key of a recipe
 Written by `pi-lora recipes --keys` from the schema. A key without a default is required. On the command line:
 `pi-lora train RECIPE training.steps=200`. `pi-lora show RECIPE` prints a resolved recipe, and the origin of each value.
 """
+NAMES = {str: "text", int: "whole number", float: "number", bool: "`true`, `false`"}
 TABLE_HEAD = "| key | values | default | |\n|---|---|---|---|\n"
 
 
@@ -32,24 +34,21 @@ def _rows(prefix: str, section: type[Section]) -> Iterator[str]:
         if inner is None:
             yield f"| `{key}` | {_values(field.annotation)} | {_default(field)} | {field.description or ''} |\n"
         elif prefix:
-            kind = "section, or a list of them" if get_origin(field.annotation) is tuple else "section"
-            yield f"| `{key}` | {kind} | {_default(field)} | {_summary(inner)} |\n"
+            yield f"| `{key}` | section | {_default(field)} | {_summary(inner)} |\n"
             yield from _rows(f"{key}.", inner)
 
 
 def _values(annotation: Any) -> str:
-    if get_origin(annotation) is Literal:
-        return ", ".join(f"`{value}`" for value in get_args(annotation))
-    arguments = [each for each in get_args(annotation) if each not in (type(None), Ellipsis)]
-    if get_origin(annotation) is tuple:
-        return "list of " + _values(arguments[0])
-    if get_origin(annotation) is dict:
+    kind, arguments = get_origin(annotation), [each for each in get_args(annotation) if each not in (NoneType, ...)]
+    if kind is Literal:
+        return ", ".join(f"`{value}`" for value in arguments)
+    if kind is dict:
         return "keys with numbers"
-    if get_origin(annotation) is Annotated:
+    if kind is tuple:
+        return "list of " + _values(arguments[0])
+    if kind is Annotated:
         return _values(arguments[0])
-    if arguments:
-        return " or ".join(_values(each) for each in arguments)
-    return {str: "text", int: "whole number", float: "number", bool: "`true`, `false`"}[annotation]
+    return " or ".join(map(_values, arguments)) if arguments else NAMES[annotation]
 
 
 def _default(field: FieldInfo) -> str:

@@ -1,18 +1,10 @@
 """The schema of a recipe, checked once, and the only home of each default."""
 
-from typing import Annotated, Literal, Self
+from collections.abc import Iterator
+from typing import Annotated, Literal
 
-from pydantic import (
-    BeforeValidator,
-    Field,
-    NonNegativeFloat,
-    NonNegativeInt,
-    PositiveFloat,
-    PositiveInt,
-    model_validator,
-)
+from pydantic import BeforeValidator, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from pi_lora.errors import RecipeError
 from pi_lora.recipe.evaluation import Evaluation
 from pi_lora.recipe.section import LIST, Section, Seed, Texts, Tokens
 
@@ -21,11 +13,8 @@ Dtype = Literal["float32", "bfloat16", "float16"]
 Schedule = Literal["constant", "linear", "cosine", "cosine_with_restarts", "cosine_with_min_lr", "polynomial",
                    "inverse_sqrt", "warmup_stable_decay"]
 # fmt: on
-Tracker = Literal["tensorboard", "wandb", "trackio"]
-Kernel = Literal["auto", "sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4", "eager"]
 Method = Literal["lora", "qlora", "full"]
 Scaling = Literal["pi", "yarn", "theta", "llama3", "dynamic", "direct", "keep"]
-ExtraModules = Literal["embeddings_and_norms", "norms", "nothing"]
 
 
 # What TRL and ShareGPT call the column of chats.
@@ -46,7 +35,7 @@ class Model(Section):
     """branch, tag or commit on the hub"""
     dtype: Dtype | None = None
     """of the loaded weights; by default what the tuning method needs"""
-    attention: Kernel = "auto"
+    attention: Literal["auto", "sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4", "eager"] = "auto"
     """auto: torch's (sdpa)"""
     kernels: Literal["transformers", "liger"] = "transformers"
     """of the other parts of layers"""
@@ -62,11 +51,10 @@ class Context(Section):
     theta: float | None = Field(None, gt=1)
     """of `scaling: theta`: the new rope_theta; by default NTK-aware"""
 
-    @model_validator(mode="after")
-    def _longer(self) -> Self:
-        if self.original is not None and self.target <= self.original:
-            raise ValueError(f"target {self.target} is not longer than original {self.original}; nothing to extend")
-        return self
+    def conflicts(self) -> Iterator[str]:
+        """Yield that there is nothing to extend."""
+        if self.target <= (self.original or 0):
+            yield f"target {self.target} is not longer than original {self.original}; nothing to extend"
 
 
 class Tuning(Section):
@@ -86,7 +74,7 @@ class Tuning(Section):
     """probability, on the adapter's inputs"""
     targets: Literal["attention", "all-linear"] | Texts = "all-linear"
     """linear layers that get an adapter; or the names of modules, as [q_proj, v_proj]"""
-    also_train: ExtraModules = "embeddings_and_norms"
+    also_train: Literal["embeddings_and_norms", "norms", "nothing"] = "embeddings_and_norms"
     """beside the adapter, in full (LongLoRA)"""
 
     @property
@@ -111,7 +99,7 @@ class Tuning(Section):
 
 
 class Source(Section):
-    """One source of documents, and its share of the training tokens."""
+    """A source of documents, and its share of the training tokens; or a list of them."""
 
     name: str = Field(min_length=1)
     """hub id, file, folder, glob, builtin:stdlib or builtin:recall"""
@@ -145,7 +133,7 @@ class Data(Section):
     positions: Literal["contiguous", "skip"] = "contiguous"
     """skip: PoSE, few tokens spread over L'"""
     sequence_tokens: Tokens | None = Field(None, gt=1)
-    """PoSE: tokens of a sequence, at most L; by default L, of `scaling: keep` none"""
+    """PoSE: tokens of a sequence, at most L'; by default L, of `scaling: keep` none"""
     chunks: int = Field(2, ge=2)
     """PoSE (Zhu et al. 2023): runs of consecutive positions in a sequence"""
     min_document_tokens: PositiveInt = 1
@@ -184,33 +172,27 @@ class Data(Section):
         return not self.has_examples and any(source.has_chats for source in self.source)
 
     def tokens_per_sequence(self, original: int, target: int) -> int:
-        """Return the tokens of a packed sequence: `target` (L'), under PoSE `sequence_tokens` or `original` (L); raise
-        RecipeError if the model's own window of `original` is shorter than `sequence_tokens`.
-        """
-        if self.sequence_tokens is not None and self.sequence_tokens > original:
-            too_long = f"{self.sequence_tokens} is more than the model's own window of {original}; lower it"
-            raise RecipeError([f"data.sequence_tokens: {too_long}"])
+        """Return the tokens of a packed sequence: `target` (L'), under PoSE `sequence_tokens` or `original` (L)."""
         return target if self.positions == "contiguous" else self.sequence_tokens or original
 
-    @model_validator(mode="after")
-    def _one_kind(self) -> Self:
+    def conflicts(self) -> Iterator[str]:
+        """Yield keys of packed text with those of examples, and of text with those of chats."""
         if self.sequence_tokens is not None and self.positions != "skip":
-            raise ValueError("sequence_tokens: is the length of PoSE sequences; set positions: skip, or leave it out")
+            yield "sequence_tokens: is the length of PoSE sequences; set positions: skip, or leave it out"
         columns = {"document", "summary", "template", "completion"}
         given = self.model_dump(include=columns, exclude_none=True).keys()
         own = {"template", "completion"}
         if given and given not in ({"document", "summary"}, own, own | {"document"}):
             kinds = "document and summary, or template and completion, with a document if one may be cut"
-            raise ValueError(f"{', '.join(given)}: examples have {kinds}; give one of the two")
+            yield f"{', '.join(given)}: examples have {kinds}; give one of the two"
         if self.has_examples and self.positions == "skip":
-            raise ValueError("positions: skip: is for packed text; examples need contiguous")
+            yield "positions: skip: is for packed text; examples need contiguous"
         if any(source.hold_out and (self.has_examples or source.has_chats) for source in self.source):
-            raise ValueError("source: hold_out is for text; hold examples and chats out in a file of their own")
+            yield "source: hold_out is for text; hold examples and chats out in a file of their own"
         if self.keep_short and not self.has_chats:
-            raise ValueError("keep_short: takes its sequences from chats; add a source with column: messages")
+            yield "keep_short: takes its sequences from chats; add a source with column: messages"
         if self.has_examples and any(source.weight != 1.0 for source in self.source):
-            raise ValueError("source: weight is for packed text; all examples are used equally often")
-        return self
+            yield "source: weight is for packed text; all examples are used equally often"
 
 
 class Training(Section):
@@ -250,7 +232,7 @@ class Training(Section):
     """steps between checkpoints; a complete run keeps none"""
     log_every: PositiveInt = 10
     """steps between lines of training.jsonl"""
-    tracking: Annotated[tuple[Tracker, ...], LIST] = ()
+    tracking: Annotated[tuple[Literal["tensorboard", "wandb", "trackio"], ...], LIST] = ()
     """also log to these"""
     seed: Seed = 0
     """of the adapter's initial values, dropout and the order of sequences"""
@@ -266,12 +248,10 @@ class Hardware(Section):
 
     gpus: PositiveInt | None = None
     """per machine; by default one process on what there is"""
-    gpu: Annotated[str | None, BeforeValidator(lambda name: str(name) if isinstance(name, int) else name)] = Field(
-        None, min_length=1
-    )
+    gpu: Annotated[str | None, BeforeValidator(lambda name: name if name is None else str(name))] = None
     """what it is planned for, as H100 or 48GB; by default this machine's"""
     cpu_processes: PositiveInt | None = None
-    """per machine, without GPUs"""
+    """per machine, if gpus is left out"""
     machines: PositiveInt = 1
     """each is started with its own --machine-rank"""
     context_parallel: PositiveInt = 1
@@ -342,49 +322,40 @@ class Recipe(Section):
         in_float32 = method == "full" or (method == "lora" if on_cpu else not (has_bfloat16 or in_float16))
         return self.model.dtype or ("float32" if in_float32 else "float16" if in_float16 else "bfloat16")
 
-    @model_validator(mode="after")
-    def _fits_together(self) -> Self:
-        dtype, target, training, hardware = self.model.dtype, self.context.target, self.training, self.hardware
-        parallel, sequences = hardware.context_parallel, hardware.data_parallel
-        batch, at_once = training.global_batch_size, training.per_device_batch_size
-        pose, keep = self.data.positions == "skip", self.scaling == "keep"
-        if self.tuning.method == "full" and dtype not in (None, "float32"):
-            raise ValueError(f"model.dtype: {dtype} weights would round most updates of full tuning away; leave it out")
+    def conflicts(self) -> Iterator[str]:
+        """Yield keys of different sections that do not fit together."""
+        data, training, hardware = self.data, self.training, self.hardware
+        target, at_once, parallel = self.context.target, training.per_device_batch_size, hardware.context_parallel
+        if self.tuning.method == "full" and self.model.dtype not in (None, "float32"):
+            yield f"model.dtype: {self.model.dtype} weights would round most updates of full tuning away; leave it out"
         if hardware.offload_activations and training.activation_checkpointing is not True:
-            raise ValueError("hardware.offload_activations: needs training.activation_checkpointing: true")
+            yield "hardware.offload_activations: needs training.activation_checkpointing: true"
         if training.mlp_chunk_tokens and self.tuning.dropout:
-            raise ValueError("training.mlp_chunk_tokens: cannot repeat dropout; leave it or tuning.dropout out")
+            yield "training.mlp_chunk_tokens: cannot repeat dropout; leave it or tuning.dropout out"
         if training.precision == "float16" and not self._takes_float16:
-            raise ValueError(
-                "training.precision: float16 is for lora on one GPU and for qlora; use bfloat16 or float32"
-            )
-        if hardware.gpus and hardware.cpu_processes:
-            raise ValueError("hardware: gpus and cpu_processes exclude each other; keep one")
+            yield "training.precision: float16 is for lora on one GPU and for qlora; use bfloat16 or float32"
         if hardware.processes % parallel:
-            raise ValueError(f"hardware.context_parallel: {parallel} does not divide {hardware.processes} processes")
-        if batch % (at_once * sequences):
-            multiple = f"{at_once * sequences} (per_device_batch_size {at_once} on {sequences} processes)"
-            raise ValueError(f"training.global_batch_size: {batch} is not a multiple of {multiple}")
-        if self.data.keep_short and at_once > 1:
-            raise ValueError("data.keep_short: its sequences have other lengths; set training.per_device_batch_size: 1")
-        if parallel > 1 and (self.data.has_examples or pose or self.data.keep_short):
-            what = "examples differ in length, and positions: skip and keep_short have short sequences"
-            raise ValueError(f"hardware.context_parallel: {what}; set it to 1")
-        if parallel > 1 and self.evaluation.every:
-            raise ValueError("evaluation.every: cannot measure while GPUs share a sequence; measure the finished run")
-        if parallel > 1 and target % (2 * parallel):
-            multiple = f"{2 * parallel}, twice hardware.context_parallel"
-            raise ValueError(f"context.target: {target} is not a multiple of {multiple}")
-        if self.context.theta is not None and self.scaling != "theta":
-            raise ValueError(f"context.theta: has no effect under scaling: {self.scaling}; use theta, or leave it out")
-        measured = self.evaluation.perplexity
-        same_text = [source for source in self.data.source if measured and source.name == measured.data]
-        if measured and any(source.hold_out != measured.hold_out for source in same_text):
-            raise ValueError(
-                "evaluation.perplexity.hold_out: data.source has another of the same text; make them equal"
+            yield f"hardware.context_parallel: {parallel} does not divide {hardware.processes} processes"
+        if training.global_batch_size % self.sequences_at_once:
+            multiple = (
+                f"{self.sequences_at_once} (per_device_batch_size {at_once} on {hardware.data_parallel} processes)"
             )
-        if keep and self.context.original is not None:
-            raise ValueError("context.original: with scaling: keep the windows are the model's own; leave it out")
-        if keep and pose and self.data.sequence_tokens is None:
-            raise ValueError("data.positions: skip: with scaling: keep name the tokens of a sequence, sequence_tokens")
-        return self
+            yield f"training.global_batch_size: {training.global_batch_size} is not a multiple of {multiple}"
+        if data.keep_short and at_once > 1:
+            yield "data.keep_short: its sequences have other lengths; set training.per_device_batch_size: 1"
+        if (data.sequence_tokens or 0) > target:
+            yield f"data.sequence_tokens: {data.sequence_tokens} is more than context.target, {target}; lower it"
+        if parallel > 1 and (data.has_examples or data.positions == "skip" or data.keep_short):
+            what = "examples differ in length, and positions: skip and keep_short have short sequences"
+            yield f"hardware.context_parallel: {what}; set it to 1"
+        if parallel > 1 and self.evaluation.every:
+            yield "evaluation.every: cannot measure while GPUs share a sequence; measure the finished run"
+        if parallel > 1 and target % (2 * parallel):
+            yield f"context.target: {target} is not a multiple of {2 * parallel}, twice hardware.context_parallel"
+        if self.context.theta is not None and self.scaling != "theta":
+            yield f"context.theta: has no effect under scaling: {self.scaling}; use theta, or leave it out"
+        measured = self.evaluation.perplexity
+        if measured and any(each.name == measured.data and each.hold_out != measured.hold_out for each in data.source):
+            yield "evaluation.perplexity.hold_out: data.source has another of the same text; make them equal"
+        if self.scaling == "keep" and data.positions == "skip" and data.sequence_tokens is None:
+            yield "data.positions: skip: with scaling: keep name the tokens of a sequence, sequence_tokens"

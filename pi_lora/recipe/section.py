@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Annotated, Any, Self, get_args
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PositiveInt, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PositiveInt, ValidationError, model_validator
 
 from pi_lora.errors import RecipeError
 from pi_lora.writing import first_problem
@@ -43,6 +43,16 @@ class Section(BaseModel):
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True)
+
+    def conflicts(self) -> Iterator[str]:
+        """Yield how values do not fit together."""
+        yield from ()
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
+        for conflict in self.conflicts():
+            raise ValueError(conflict)
+        return self
 
     def changed(self, **values: Any) -> Self:
         """Return the section with other values; raise RecipeError for the first that is wrong."""

@@ -13,7 +13,7 @@ from urllib.parse import quote
 
 from huggingface_hub import ModelCard, ModelCardData
 
-from pi_lora.drawing import VERMILION, Panel, figure_of, save
+from pi_lora.drawing import VERMILION, figure_of, save
 from pi_lora.errors import ModelError
 from pi_lora.evaluation.measurement import Scores
 from pi_lora.evaluation.suite import MEASUREMENTS
@@ -21,14 +21,14 @@ from pi_lora.recipe.schema import Recipe
 from pi_lora.report.scores import (
     MeasuredRun,
     eval_results,
-    groups_of,
     literal,
     public_name,
     public_setting,
     scores_sections,
 )
-from pi_lora.run import SCORES, check_tuned
+from pi_lora.run import check_tuned
 from pi_lora.scaling.config import full_attention_rope, method_of, scale_of, window_of
+from pi_lora.types import Json
 from pi_lora.writing import write_whole
 
 CARD, PICTURES = "README.md", "pictures"
@@ -39,47 +39,39 @@ METADATA_OR_COMMENT = re.compile(r"\A---\n.*?\n---\n|<!--.*?-->", re.DOTALL)
 PICTURE = re.compile(rf'!<a href="{PICTURES}/(?P<file>[\w-]+\.png)">(?P<caption>[^<"]*)</a>')
 
 
-def write_report(path: Path, output: Path | None = None, html: bool = False) -> list[Path]:
-    """Write the card of a run into its folder, or into `output`, with pictures, and as an HTML page if asked; return
-    the files. Raise ModelError if the folder is no run that was measured, if a result cannot be read, or if pi-lora did
-    not write the card that is there; OSError if nothing can be written.
+def write_report(path: Path, html: bool = False) -> list[Path]:
+    """Write the card of a run into its folder, with pictures, and as an HTML page if asked; return the files. Raise
+    ModelError if the folder is no run that was measured, if a result cannot be read, or if pi-lora did not write the
+    card that is there; OSError if nothing can be written.
     """
-    run, folder = MeasuredRun(path), output or path
+    run, card, page = MeasuredRun(path), path / CARD, path / "report.html"
     check_tuned(run)
     if not run.last_scores:
         raise ModelError(f"{path}: was not measured yet; measure it with: pi-lora eval all {shlex.quote(str(path))}")
-    card, page = folder / CARD, folder / "report.html"
-    refreshed = folder == path and card.is_file()
-    if refreshed and SCORES_BEGIN not in card.read_text(encoding="utf-8"):
+    if card.is_file() and SCORES_BEGIN not in card.read_text(encoding="utf-8"):
         raise ModelError(f"{card}: has no section for scores, so pi-lora did not write it; move it away")
-    folder.mkdir(parents=True, exist_ok=True)
-    files = [*draw_run(run, folder), card]
-    if refreshed:
+    files = [*draw_run(run), card]
+    if card.is_file():
         refresh_scores(run)
     else:
-        write_whole(card, card_of(run, folder))
+        write_card(path)
     if html:
-        write_whole(page, html_page(card.read_text(encoding="utf-8"), folder, run.name))
+        write_whole(page, html_page(card.read_text(encoding="utf-8"), path, run.name))
         files.append(page)
     return files
 
 
 def write_card(folder: Path) -> None:
     """Write the card of the run in a folder, with the pictures there; raise ModelError if a file is damaged."""
-    write_whole(folder / CARD, card_of(MeasuredRun(folder), folder))
+    write_whole(folder / CARD, card_of(MeasuredRun(folder)))
 
 
-def card_of(
-    run: MeasuredRun,
-    pictures: Path | None = None,
-    merged: Sequence[str] = (),
-    serving: Sequence[str] = (),
-) -> str:
-    """Return the card of a run with the pictures in a folder. Of merged weights, `merged` says what was added and
-    checked, and `serving` has the commands that serve them. Raise ModelError if a file is damaged.
+def card_of(run: MeasuredRun, merged: Sequence[str] = (), serving: Sequence[str] = ()) -> str:
+    """Return the card of a run with its pictures. Of merged weights, `merged` says what was added and checked, and
+    `serving` has the commands that serve them. Raise ModelError if a file is damaged.
     """
     recipe = run.recipe if run.has_recipe else None
-    full = run.merged is not None or run.recipe.tuning.method == "full"
+    full = run.untuned or run.merged is not None or run.recipe.tuning.method == "full"
     card = ModelCard.from_template(
         _metadata(run, full, recipe),
         template_path=str(Path(__file__).with_name("card.md")),
@@ -94,19 +86,19 @@ def card_of(
         theta=full_attention_rope(run.config)["rope_theta"],
         merged=merged,
         serving=serving,
-        scores=_scores_section(run, pictures),
+        scores=_scores_section(run),
     )
     return str(card)
 
 
 def refresh_scores(run: MeasuredRun) -> None:
     """Bring the scores in a card and its metadata up to date and keep the rest; raise ModelError as `card_of`."""
-    if not (run.path / SCORES).is_dir():
+    if not run.scores:
         return
     file = run.path / CARD
     before = file.read_text(encoding="utf-8")
     section = re.compile(f"{SCORES_BEGIN}.*?{SCORES_END}", re.DOTALL)
-    after = section.sub(lambda _: _scores_section(run, run.path), before)
+    after = section.sub(lambda _: _scores_section(run), before)
     if results := eval_results(run.last_scores):
         card = ModelCard(after)
         card.data["model_name"], card.data["eval_results"] = run.name, results
@@ -133,49 +125,50 @@ def _metadata(run: MeasuredRun, full: bool, recipe: Recipe | None) -> ModelCardD
     if not run.untuned:
         tags.append(recipe.tuning.method if recipe else "lora")
     sources = recipe.data.source if recipe else ()
-    fields: dict[str, Any] = {"datasets": [source.name for source in sources if is_hub_id(source.name)] or None}
-    if results := eval_results(run.last_scores):
-        name = public_name(run.base.name) if run.untuned else run.name
-        fields |= {"model_name": name, "eval_results": results}
+    results = eval_results(run.last_scores)
+    name = public_name(run.base.name) if run.untuned else run.name
+    links: Json = {}
     if is_hub_id(run.base.name):
-        fields |= {"base_model": run.base.name, "base_model_relation": "finetune" if full else "adapter"}
-    library = "transformers" if full else "peft"
-    return ModelCardData(library_name=library, pipeline_tag="text-generation", tags=[*tags, "pi-lora"], **fields)
+        links = {"base_model": run.base.name, "base_model_relation": "finetune" if full else "adapter"}
+    return ModelCardData(
+        datasets=[source.name for source in sources if is_hub_id(source.name)] or None,
+        eval_results=results or None,
+        library_name="transformers" if full else "peft",
+        model_name=name if results else None,
+        pipeline_tag="text-generation",
+        tags=[*tags, "pi-lora"],
+        **links,
+    )
 
 
-def _scores_section(run: MeasuredRun, pictures: Path | None) -> str:
-    introduction = "With the adapter, before it was merged:\n\n" if run.is_merged and run.columns else ""
+def _scores_section(run: MeasuredRun) -> str:
+    """The scores of a run and its pictures, between the comments by which they are found again."""
     lines = list(scores_sections(run)) or ["Not measured yet."]
-    for file in sorted((pictures / PICTURES).glob("*.png")) if pictures else ():
+    if run.merged and run.scores:
+        lines.insert(0, "With the adapter, before it was merged:")
+    for file in () if run.merged else sorted((run.path / PICTURES).glob("*.png")):
         lines.append(f"![{literal(file.stem)}]({PICTURES}/{quote(file.name)})")
-    return f"{SCORES_BEGIN}\n{introduction}" + "\n\n".join(lines) + f"\n{SCORES_END}"
+    return f"{SCORES_BEGIN}\n" + "\n\n".join(lines) + f"\n{SCORES_END}"
 
 
-def draw_run(run: MeasuredRun, folder: Path) -> Iterator[Path]:
-    """Draw the scores of a run and its base, and the loss of its training, into `folder`; yield each file."""
-    columns = run.columns
-    for name in sorted({name for results in columns.values() for name in results}):
-        scores, *_ = groups_of(name, columns)  # what was measured otherwise is not drawn on the same axis
-        if panels := _panels(scores, run.original):
-            yield save(figure_of(*panels, title=public_setting(scores)), folder / PICTURES / f"{name}.png")
+def draw_run(run: MeasuredRun) -> Iterator[Path]:
+    """Draw the scores of a run and its base, and the loss of its training, into its folder; yield each file."""
+    for name in run.scores:
+        alike, _ = run.side_by_side(name)  # what was measured otherwise is not drawn on the same axis
+        *_, last = alike.values()
+        if panels := MEASUREMENTS[last.measurement].panels(alike):
+            figure = figure_of(*panels, title=public_setting(last), window=run.provenance.original)
+            yield save(figure, run.path / PICTURES / f"{name}.png")
     if run.log:
-        yield save(figure_of(partial(_loss, run.log)), folder / PICTURES / "loss.png")
+        yield save(figure_of(partial(_loss, run.log)), run.path / PICTURES / "loss.png")
 
 
 def comparison_picture(measurements: Sequence[Mapping[str, Scores]], original: int, file: Path) -> None:
     """Draw several models, the panels of each measurement; raise DataError if the file cannot be written."""
-    save(figure_of(*(panel for scores in measurements for panel in _panels(scores, original))), file)
-
-
-def _panels(scores: Mapping[str, Scores], original: int | None) -> list[Panel]:
-    panels = MEASUREMENTS[next(iter(scores.values())).measurement].panels(scores)
-    return [partial(_with_window, panel, original) for panel in panels]
-
-
-def _with_window(panel: Panel, original: int | None, axes: Any) -> None:
-    panel(axes)
-    if axes.lines and original:
-        axes.axvline(original, color="0.55", linestyle=":", linewidth=1.2, label="original window")
+    panels = []
+    for scores in measurements:
+        panels += MEASUREMENTS[next(iter(scores.values())).measurement].panels(scores)
+    save(figure_of(*panels, window=original), file)
 
 
 def _loss(log: Sequence[Mapping[str, Any]], axes: Any) -> None:

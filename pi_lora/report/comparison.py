@@ -15,13 +15,11 @@ from pi_lora.evaluation.suite import (
     Asked,
     asked_of,
     differences,
-    evaluate,
-    metrics_of,
     scores_of,
     setting_of,
 )
 from pi_lora.models.model import Model, run_folder
-from pi_lora.report.scores import MeasuredRun
+from pi_lora.report.scores import MeasuredRun, shown_metrics
 from pi_lora.run import BASE, TUNED
 from pi_lora.types import How
 
@@ -48,13 +46,12 @@ class Row(BaseModel):
 
 class Comparison(BaseModel):
     """The rows of a base and its run, and by measurement on which text and how both were measured. `original` is the
-    original window (L, tokens) if it is known; `another` says that the base is another model than the run's.
+    original window (L, tokens) if it is known.
     """
 
     base: str
     run: str
     original: int | None
-    another: bool = False
     settings: dict[str, str]
     rows: list[Row]
 
@@ -63,33 +60,26 @@ def compare_run(
     base: str,
     run: str,
     find: Callable[..., list[Model]],
-    asked: Asked | None = None,
+    asked: Asked,
     *,
     data: str | None = None,
-    another: bool = False,
     how: How = How(),
 ) -> Comparison:
-    """Compare a run with its base, or if allowed with `another` model, in what was measured of it, what its recipe
-    names, and what is `asked` besides; `data` is another text for perplexity. What is missing is measured and kept in
-    the run's scores: the base with the options of the run's scores. `find` returns the models of some names. Raise
-    ModelError if `base` is not the base of the run; PiLoraError as a measurement does.
+    """Compare a run with its base in what was measured of it, what its recipe names, and what is `asked` besides;
+    `data` is another text for perplexity. What is missing is measured and kept in the run's scores: the base with the
+    options of the run's scores. `find` returns the models of some names. Raise ModelError if `base` is not the base of
+    the run; PiLoraError as a measurement does.
     """
     folder = MeasuredRun(run_folder(run))
-    kept = {name: scores.options for name, scores in folder.scores.get(TUNED, {}).items()}
+    kept = {name: stages[TUNED].options for name, stages in folder.scores.items() if TUNED in stages}
     named = asked_of(folder, data)
-    asked = {**named, **kept, **named, **(asked or {})}  # in the order of the recipe
+    asked = {**named, **kept, **named, **asked}  # in the order of the recipe
     [model] = find(base)
-    is_other = not model.is_base_of(folder)
-    if is_other and not another:
-        own = f"was tuned from other weights ({folder.base.name})"
-        raise ModelError(f"{run}: {own} than {base}; name its own base, or compare it all the same with --another")
+    if not model.is_base_of(folder):
+        raise ModelError(f"{run}: was tuned from other weights ({folder.base.name}) than {base}; name its own base")
     tuned = scores_of(folder, TUNED, asked, lambda: find(run)[0], how)
-    options = {name: scores.options for name, scores in tuned.items()}
-    if is_other:
-        before = {name: each for name, [each] in evaluate([model], options, {}, how).items()}
-    else:
-        before = scores_of(folder, BASE, options, lambda: model, how)
-    comparison = Comparison(base=base, run=run, original=folder.original, another=is_other, settings={}, rows=[])
+    before = scores_of(folder, BASE, {name: scores.options for name, scores in tuned.items()}, lambda: model, how)
+    comparison = Comparison(base=base, run=run, original=folder.provenance.original, settings={}, rows=[])
     for name, scores in tuned.items():
         rows = list(compare(before[name], scores))
         comparison.rows.extend(rows)
@@ -99,10 +89,11 @@ def compare_run(
 
 def compare(base: Scores, run: Scores) -> Iterator[Row]:
     """Yield rows of the metrics that two results share, if both were measured on the same text in the same way."""
-    before = {} if differences(base.options, run) else {metric.heading: metric for metric in metrics_of(base)}
-    for metric in metrics_of(run):
+    before = {} if differences(base.options, run) else shown_metrics(base)
+    for heading, metric in shown_metrics(run).items():
+        other = before.get(heading)
         # Perplexities of other tokens do not compare: another tokenizer, or documents that were changed.
-        if not metric.is_detail and (other := before.get(metric.heading)) and metric.compares_with(other):
+        if other and metric.compares_with(other):
             yield change_of(other, metric)
 
 
@@ -127,13 +118,12 @@ def comparison_table(comparison: Comparison) -> Table:
     """Return the rows as a table."""
     title = f"{comparison.base} and {comparison.run}"
     table = Table("", title=title, caption_justify="left", box=None, pad_edge=False)  # fits 80 columns
-    for heading in ("another model" if comparison.another else "base", "run", "verdict", "95 % interval"):
+    for heading in ("base", "run", "verdict", "95 % interval"):
         table.add_column(heading, justify="right")
     for row in comparison.rows:
         number = {"tokens": "{:,.0f}", "points": "{:.1f} %"}.get(row.unit, "{:,.3f}")
-        values = [number.format(value) for value in (row.base, row.run)]
         interval = " to ".join(f"{end:+,.{DIGITS.get(row.unit, 1)}f}" for end in row.interval or ())
-        table.add_row(row.measurement, *values, row.verdict, interval)
+        table.add_row(row.measurement, number.format(row.base), number.format(row.run), row.verdict, interval)
     settings = [f"{name}: {setting}" for name, setting in comparison.settings.items()]
     window = f"the original window has {comparison.original:,} tokens; " if comparison.original else ""
     table.caption = "\n".join([*settings, f"{window}intervals of the change, in the unit of the verdict"])
@@ -178,17 +168,16 @@ def _too_few(change: float, interval: Interval | None, pairs: int, metric: Metri
 
 def _paired_interval(pairs: Sequence[tuple[Value, Value]], metric: Metric) -> Interval | None:
     """The interval of the change of a metric, in percent of it or in points."""
+    scaled = math.log if metric.is_ratio else float
     groups: dict[str, Pairs] = {}
     for before, after in pairs:
-        groups.setdefault(after.group, []).append((before.value, after.value, after.weight))
-    if metric.is_ratio:
-        logs = [[(math.log(x), math.log(y), weight) for x, y, weight in group] for group in groups.values()]
-        interval = of_means(logs)
-        return interval and (_percent(interval[0]), _percent(interval[1]))
-    is_binary = all(value.value in (0, 1) for pair in pairs for value in pair)
+        groups.setdefault(after.group, []).append((scaled(before.value), scaled(after.value), after.weight))
+    is_binary = not metric.is_ratio and all(value.value in (0, 1) for pair in pairs for value in pair)
     interval = of_successes(*groups.values()) if is_binary and len(groups) == 1 else of_means(list(groups.values()))
-    of_unit = 100 if metric.unit == "%" else 1
-    return interval and (of_unit * interval[0], of_unit * interval[1])
+    if interval is None or not (metric.is_ratio or metric.unit == "%"):
+        return interval
+    low, high = (_percent(bound) if metric.is_ratio else 100 * bound for bound in interval)
+    return low, high
 
 
 def _percent(log_ratio: float) -> float:

@@ -3,7 +3,7 @@ documents and passkeys.
 """
 
 import shlex
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,11 +20,10 @@ from pi_lora.evaluation.suite import MEASUREMENTS, metrics_of, setting_of
 from pi_lora.models.machine import device, hardware, has_fast_bfloat16, versions
 from pi_lora.models.model import Extension, Model
 from pi_lora.recipe.evaluation import PasskeyOptions, PerplexityOptions, ProbeOptions
-from pi_lora.recipe.places import cache_folder
 from pi_lora.report.comparison import change_of, verdict
 from pi_lora.scaling.config import Method, methods_for
 from pi_lora.types import How, Json
-from pi_lora.writing import check_can_write, read_json, write_json
+from pi_lora.writing import cache_folder, check_can_write, read_json, write_json
 
 # Scalings that no recipe tunes by default: a probe shows them beside the others.
 FOR_COMPARISON = ("direct", "dynamic")
@@ -91,11 +90,10 @@ class Probe(BaseModel):
 
     def at(self, target: int) -> Reach:
         """Return the scalings at a target; raise ModelError if it was not probed."""
-        reaches = {reach.target: reach for reach in self.targets}
-        if target not in reaches:
-            known = ", ".join(map(str, reaches))
-            raise ModelError(f"--probe: was made for --target {known}, not for {target}; probe again")
-        return reaches[target]
+        for reach in self.targets:
+            if reach.target == target:
+                return reach
+        raise ModelError(f"--probe: was not made for --target {target}; probe again")
 
 
 def probe(base: Model, options: ProbeOptions, json: Path | None = None, how: How = How()) -> Probe:
@@ -112,21 +110,21 @@ def probe(base: Model, options: ProbeOptions, json: Path | None = None, how: How
     dtype = how.dtype or ("bfloat16" if has_fast_bfloat16() else None)
     with Session(say=how.say, shared=True) as session:
 
-        def measure(name: str, model: Model, title: str, asked: Any) -> Json:
+        def measure(name: str, model: Model, title: str, asked: Any) -> Any:
             with how.progress(f"{title}, {name}") as session.progress:
-                return {name: MEASUREMENTS[name].run(model.load(dtype), asked, session)}
+                return MEASUREMENTS[name].run(model.load(dtype), asked, session)
 
         reaches = [_reach(base, target, options, measure) for target in sorted(options.target)]
         found = Probe(model=base.name, original=base.window, hardware=hardware(), versions=versions(), targets=reaches)
         if is_leader():
             for reach in reaches:
                 write_json(_kept_file(base.name, reach.target), reach.model_dump(include={"best", "summary"}))
-        if json and is_leader():
-            write_json(json, found.model_dump(mode="json", by_alias=True, exclude_unset=True))
+            if json:
+                write_json(json, found.model_dump(mode="json", by_alias=True, exclude_unset=True))
     return found
 
 
-def _reach(base: Model, target: int, options: ProbeOptions, measure: Callable[..., Json]) -> Reach:
+def _reach(base: Model, target: int, options: ProbeOptions, measure: Callable[..., Any]) -> Reach:
     """Measure the base and its scalings at one target; the shortest target shows whether they are possible."""
     models: dict[Method, Model] = {"direct": base}
     for method in cast("tuple[Method, ...]", options.scalings) or methods_for(base.config)[:USUAL]:
@@ -145,19 +143,17 @@ def _reach(base: Model, target: int, options: ProbeOptions, measure: Callable[..
     depths, promising = (DEPTHS, PROMISING) if trials > 1 else (FEW_DEPTHS, 1.0)
     keys_of = PasskeyOptions(target=target, depths=depths, trials=trials, seed=options.seed)
     scalings = {
-        name: Probed(**measure("perplexity", model, f"{name} at {target:,}", losses_of))
+        name: Probed(perplexity=measure("perplexity", model, f"{name} at {target:,}", losses_of))
         for name, model in models.items()
     }
     lowest = min(each.windows[1].value for each in scalings.values())
     for name, each in scalings.items():
         if each.windows[1].value <= promising * lowest:
-            passkeys = measure("passkey", models[name], f"{name} at {target:,}", keys_of)
-            scalings[name] = each.model_copy(update=passkeys)
-    best, enough, summary = decided(scalings)
-    return Reach(target=target, best=best, enough=enough, summary=summary, scalings=scalings)
+            each.passkey = measure("passkey", models[name], f"{name} at {target:,}", keys_of)
+    return decided(target, scalings)
 
 
-def decided(scalings: Mapping[Method, Probed]) -> tuple[Method, bool, str]:
+def decided(target: int, scalings: dict[Method, Probed]) -> Reach:
     """Return the best scaling, whether it needs no tuning, and what it keeps and finds without."""
     shares = {name: share for name, each in scalings.items() if (share := each.retrieved)}
     most = max(share.value for share in shares.values())
@@ -167,7 +163,8 @@ def decided(scalings: Mapping[Method, Probed]) -> tuple[Method, bool, str]:
     kept = max(inside.value, beyond.value) <= KEPT * before.value
     keeps = f"{best} keeps {beyond.value:.2f} at {beyond.at:,} ({before.value:.2f} at {before.at:,} before)"
     summary = f"{keeps} and finds {keys.value:.0f} % of {len(keys.values)} passkeys without tuning"
-    return best, kept and keys.value >= RETRIEVED, summary
+    enough = kept and keys.value >= RETRIEVED
+    return Reach(target=target, best=best, enough=enough, summary=summary, scalings=scalings)
 
 
 def read_probe(file: Path) -> Probe:
@@ -181,14 +178,14 @@ def probe_table(found: Probe, reach: Reach) -> Table:
     """
     base = reach.scalings["direct"].windows[0]
     headings = [f"perplexity at {window:,}" for window in (found.original, reach.target)]
-    columns = ("scaling", *headings, "loss by position", "passkeys")
-    table = Table(*columns, title=f"{found.model}, without tuning", caption_justify="left")
+    title = f"{found.model}, without tuning"
+    table = Table("scaling", *headings, "loss by position", "passkeys", title=title, caption_justify="left")
     for name, each in reach.scalings.items():
         rows = [change_of(base, metric) for metric in each.windows]
         cells = [f"{row.run:.2f}, {verdict(row.change, row.interval, row.unit, False)}" for row in rows]
-        losses = [part.loss for part in each.perplexity.by_position.bins] if each.perplexity.by_position else []
-        keys = each.retrieved.text if each.retrieved else "not asked"
-        table.add_row(name, *cells, sparkline(losses), keys)
+        positions = each.perplexity.by_position
+        losses = [part.loss for part in positions.bins] if positions else []
+        table.add_row(name, *cells, sparkline(losses), each.retrieved.text if each.retrieved else "not asked")
     best = reach.scalings[reach.best]
     about = [setting_of(scores) for scores in (best.perplexity, best.passkey) if scores]
     table.caption = "; ".join([*about, str(best.perplexity.dtype), "95 % intervals"])

@@ -22,8 +22,8 @@ from pi_lora.evaluation.passkey import FILLER, STATEMENT
 from pi_lora.models.files import BUILTIN_FOLDER
 from pi_lora.models.tokenizer import load_tokenizer
 from pi_lora.recipe.files import load_recipe
-from pi_lora.recipe.places import cache_folder
 from pi_lora.recipe.schema import Data, Training
+from pi_lora.writing import cache_folder
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 

@@ -9,7 +9,6 @@ from statistics import fmean, stdev
 from typing import Any
 
 import pytest
-import yaml
 from conftest import small_recipe
 from reported import make_run, passkey, passkey_map, perplexity
 from test_cli import run as command
@@ -22,7 +21,7 @@ from pi_lora.evaluation.perplexity import PerplexityScores
 from pi_lora.evaluation.ruler import RulerScores
 from pi_lora.evaluation.suite import differences
 from pi_lora.recipe.files import dump_recipe, load_recipe
-from pi_lora.report.comparison import compare, verdict
+from pi_lora.report.comparison import compare
 
 
 def read(windows: dict[int, list[float]], tokens: int = 1000) -> PerplexityScores:
@@ -190,61 +189,7 @@ def test_ruler_is_paired_by_prompt() -> None:
     assert beyond.interval[0] < 75 < beyond.interval[1], "all differ alike, which is no certainty"
 
 
-def test_what_is_known_without_an_interval_says_so() -> None:
-    assert verdict(0.0, None, "%") == "the same"
-    assert verdict(-2.5, None, "%", higher_is_better=False) == "2.5 % better, no interval"
-    assert verdict(-512, None, "tokens") == "512 tokens shorter"
-
-
-def test_the_command_measures_what_is_missing(
-    small_model: Path,
-    lora_run: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-
-    monkeypatch.chdir(tmp_path)
-    shutil.copytree(lora_run, tmp_path / "run")
-    texts = tmp_path / "texts"
-    texts.mkdir()
-    for name in "ab":
-        (texts / name).with_suffix(".txt").write_text(f"The road {name} is long and the door is open. " * 40)
-    file = tmp_path / "run" / "recipe.yaml"
-    perplexity = {"data": "texts", "windows": [64, 128], "stride": 32}
-    passkeys = {"depths": 2, "trials": 2, "target": 256}
-    asked = {"perplexity": perplexity, "passkey": passkeys}
-    file.write_text(yaml.safe_dump({**yaml.safe_load(file.read_text()), "evaluation": asked}))
-    status, out, err = command(capsys, monkeypatch, "compare", str(small_model), "run")
-    assert status == 0, err
-    assert "k_max at" in out
-    kept = {file.stem: json.loads(file.read_text()) for file in (tmp_path / "run" / "scores").iterdir()}
-    assert set(kept) == {"perplexity", "perplexity-base", "passkey", "passkey-base"}
-    assert kept["perplexity-base"]["model"] == str(small_model)
-    assert kept["perplexity-base"]["stride"] == kept["perplexity"]["stride"] == 32
-    again = command(capsys, monkeypatch, "compare", str(small_model), "run")
-    assert again == (0, out, "")
-    shutil.copytree(small_model, "moved")
-    assert command(capsys, monkeypatch, "compare", "moved", "run")[0] == 0
-    assert {file.stem: json.loads(file.read_text()) for file in (tmp_path / "run" / "scores").iterdir()} == kept
-
-
-def test_another_model_than_the_base_is_refused_or_named(
-    small_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Whatever was given as BASE stood in the table as "base"."""
-    scores = {"passkey": passkey(96), "passkey-base": {**passkey(32), "model": str(small_model)}}
-    run = make_run(small_model, tmp_path / "run", scores, small_recipe(small_model, evaluation={"passkey": {}}))
-    status, out, err = command(capsys, monkeypatch, "compare", "builtin:tiny", str(run))
-    assert (status, out, err.count("\n")) == (2, "", 1)
-    assert err.startswith(f"{run}: was tuned from other weights ({small_model}) than builtin:tiny; name its own base")
-    status, out, err = command(capsys, monkeypatch, "compare", "builtin:tiny", str(run), "--another")
-    assert status == 0, err
-    assert "another" in out
-    assert json.loads((run / "scores" / "passkey-base.json").read_text())["k_max"] == 32
-
-
-def test_a_text_of_the_users_own_is_compared_and_named(
+def test_the_command_measures_what_is_missing_on_a_text_that_it_names(
     small_model: Path,
     lora_run: Path,
     tmp_path: Path,
@@ -255,13 +200,31 @@ def test_a_text_of_the_users_own_is_compared_and_named(
     shutil.copytree(lora_run, tmp_path / "run")
     _, _, refusal = command(capsys, monkeypatch, "compare", str(small_model), "run")
     assert refusal.startswith("--data: name a text that run")
-    recipe = load_recipe(tmp_path / "run" / "recipe.yaml", ["evaluation.passkey={target: 256, depths: 1, trials: 1}"])
+    recipe = load_recipe(tmp_path / "run" / "recipe.yaml", ["evaluation.passkey={target: 256, depths: 2, trials: 2}"])
     (tmp_path / "run" / "recipe.yaml").write_text(dump_recipe(recipe.recipe))
     Path("novel.txt").write_text("The road is long and the door is open. " * 40)
-    words = ["compare", str(small_model), "run", "--data", "novel.txt", "--json", "compared.json"]
-    status, out, err = command(capsys, monkeypatch, *words)
+    words = ["--data", "novel.txt", "--json", "compared.json"]
+    status, out, err = command(capsys, monkeypatch, "compare", str(small_model), "run", *words)
     assert status == 0, err
+    assert "k_max at" in out
     assert "data novel.txt, windows 128, " in " ".join(out.split())
     assert "novel.txt" in json.loads(Path("compared.json").read_text())["settings"]["perplexity-novel-txt"]
     kept = {file.stem: json.loads(file.read_text()) for file in Path("run/scores").iterdir()}
+    assert set(kept) == {"perplexity-novel-txt", "perplexity-novel-txt-base", "passkey", "passkey-base"}
+    assert kept["passkey-base"]["model"] == str(small_model)
     assert kept["perplexity-novel-txt"]["options"] == kept["perplexity-novel-txt-base"]["options"]
+    assert command(capsys, monkeypatch, "compare", str(small_model), "run", *words) == (0, out, "")
+    shutil.copytree(small_model, "moved")
+    assert command(capsys, monkeypatch, "compare", "moved", "run", *words)[0] == 0
+    assert {file.stem: json.loads(file.read_text()) for file in Path("run/scores").iterdir()} == kept
+
+
+def test_another_model_than_the_base_is_refused(
+    small_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever was given as BASE stood in the table as "base"."""
+    scores = {"passkey": passkey(96), "passkey-base": {**passkey(32), "model": str(small_model)}}
+    run = make_run(small_model, tmp_path / "run", scores, small_recipe(small_model, evaluation={"passkey": {}}))
+    status, out, err = command(capsys, monkeypatch, "compare", "builtin:tiny", str(run))
+    assert (status, out, err.count("\n")) == (2, "", 1)
+    assert err.startswith(f"{run}: was tuned from other weights ({small_model}) than builtin:tiny; name its own base")

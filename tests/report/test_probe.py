@@ -121,7 +121,7 @@ def test_new_names_the_scaling_and_why(
     status, _, err = command(capsys, monkeypatch, "new", BUILTIN, "--target", "1024", *own, "--probe", "enough.json")
     assert (status, err.startswith("--probe: yarn keeps 8.30; no tuning is needed")) == (2, True)
     status, _, err = command(capsys, monkeypatch, "new", BUILTIN, "--target", "512", *own, "--probe", "probe.json")
-    assert (status, err.strip()) == (2, "--probe: was made for --target 1024, not for 512; probe again")
+    assert (status, err.strip()) == (2, "--probe: was not made for --target 512; probe again")
 
 
 def test_a_long_target_has_one_document_and_passkeys_of_the_lowest_perplexity(
@@ -163,9 +163,9 @@ def test_the_best_finds_the_most_passkeys_and_then_has_the_lowest_perplexity(
     scalings: dict[str, tuple[float, float, float]], best: str, enough: bool
 ) -> None:
     found = {name: measured(*values) for name, values in (scalings | {"direct": (8.0, 90.0, 0.0)}).items()}
-    *found_best, summary = decided(found)
-    assert found_best == [best, enough]
-    assert summary.startswith(f"{best} keeps {scalings[best][1]:.2f} at 4,096 (8.00 at 1,024 before) and finds ")
+    reach = decided(4096, found)
+    assert (reach.best, reach.enough) == (best, enough)
+    assert reach.summary.startswith(f"{best} keeps {scalings[best][1]:.2f} at 4,096 (8.00 at 1,024 before) and finds ")
 
 
 @pytest.mark.parametrize("best", ["pi", "direct"])
@@ -173,7 +173,11 @@ def test_several_targets_are_probed_the_shortest_first_and_train_knows_the_best(
     monkeypatch: pytest.MonkeyPatch, small_model: Path, texts: Path, tmp_path: Path, best: str
 ) -> None:
     """Nobody is told to tune with the scaling of the base, which changes nothing."""
-    monkeypatch.setattr("pi_lora.report.probe.decided", lambda scalings: (best, False, "kept"))
+
+    def found_best(target: int, scalings: dict[str, Probed]) -> Reach:
+        return Reach(target=target, best=best, enough=False, summary="kept", scalings=scalings)
+
+    monkeypatch.setattr("pi_lora.report.probe.decided", found_best)
     options = ProbeOptions(target=(512, TARGET), data=str(texts), documents=1, trials=1, scalings=("pi",))
     found = probe(find(str(small_model)), options)
     assert [reach.target for reach in found.targets] == [TARGET, 512]
@@ -181,7 +185,7 @@ def test_several_targets_are_probed_the_shortest_first_and_train_knows_the_best(
         recipe = small_recipe(small_model, context={"target": 512}, scaling=scaling)
         _, lines = model_to_train(recipe, tmp_path / "run")
         assert any(f"scaling={best} tunes from there" in line for line in lines) is (best == "pi" != scaling)
-    with pytest.raises(ModelError, match="--target 256, 512, not for 1024"):
+    with pytest.raises(ModelError, match="was not made for --target 1024; probe again"):
         found.at(1024)
 
 

@@ -20,7 +20,7 @@ from reported import make_run, passkey, perplexity
 from pi_lora import cli
 from pi_lora.errors import ModelError
 from pi_lora.report.card import write_report
-from pi_lora.report.upload import PushError, push
+from pi_lora.report.upload import push
 
 TOKEN = "hf_standin"
 # huggingface_hub 2.4 hands a file to httpx2 in a way that httpx2 is about to drop.
@@ -182,18 +182,13 @@ def test_no_path_of_this_machine_goes_up(small_model: Path, hub: Hub, tmp_path: 
     assert contents(run) == before
 
 
-def test_the_card_goes_up_with_the_newest_scores(lora_run: Path, hub: Hub, tmp_path: Path) -> None:
+def test_the_command_uploads_the_newest_scores_and_says_nothing_of_the_token(
+    lora_run: Path, hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     run = shutil.copytree(lora_run, tmp_path / "run")
     (run / "scores").mkdir()
     (run / "scores" / "passkey.json").write_text(json.dumps(passkey(96)))
-    push(run, "me/model")
-    assert b"| k_max at 128 | 96 tokens |" in hub.files["me/model@main"]["README.md"]
-
-
-def test_the_command_says_where_it_went_and_nothing_of_the_token(
-    lora_run: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["pi-lora", "push", str(lora_run), "model", "--private"])
+    monkeypatch.setattr(sys, "argv", ["pi-lora", "push", str(run), "model", "--private"])
     with pytest.raises(SystemExit) as exit_:
         cli.main()
     assert not exit_.value.code
@@ -201,12 +196,13 @@ def test_the_command_says_where_it_went_and_nothing_of_the_token(
     assert captured.out == f"{hub.url}/me/model\n"
     assert TOKEN not in captured.out + captured.err
     assert hub.private == {"me/model": True}
+    assert b"| k_max at 128 | 96 tokens |" in hub.files["me/model@main"]["README.md"]
 
 
 def test_private_is_not_quietly_public(lora_run: Path, hub: Hub) -> None:
     push(lora_run, "me/model")
     hub.files.clear()
-    with pytest.raises(PushError, match="me/model: is public already"):
+    with pytest.raises(ModelError, match="me/model: is public already"):
         push(lora_run, "me/model", private=True)
     assert hub.files == {}
 
@@ -224,30 +220,26 @@ def test_a_link_to_a_file_elsewhere_is_refused(lora_run: Path, hub: Hub, tmp_pat
     assert hub.private == {}
 
 
-def test_nobody_logged_in(lora_run: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("HF_TOKEN")
-    with pytest.raises(PushError, match="not logged in to the hub; run `hf auth login`"):
-        push(lora_run, "me/model")
-    assert hub.private == {}
-
-
 def test_what_the_hub_refuses_is_one_line(
     lora_run: Path, hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(PushError, match=r"others/model: the hub refused it \(.*rights to create") as raised:
+    with pytest.raises(ModelError, match=r"others/model: the hub refused it \(.*rights to create") as raised:
         push(lora_run, "others/model")
     assert "\n" not in str(raised.value)
-    with pytest.raises(PushError, match=r"a/b/c: the hub refused it .*check the name"):
+    with pytest.raises(ModelError, match=r"a/b/c: the hub refused it .*check the name"):
         push(lora_run, "a/b/c")
     run = shutil.copytree(lora_run, tmp_path / "run")
     card = run / "README.md"
     card.write_text(card.read_text().replace("---\n", "---\nbase_model: /home/me/base\n", 1))
-    with pytest.raises(PushError, match=r'Invalid metadata in README.md. - "base_model" is not valid'):
+    with pytest.raises(ModelError, match=r'Invalid metadata in README.md. - "base_model" is not valid'):
         push(run, "me/model")
     monkeypatch.setenv("HF_TOKEN", "hf_wrong")
-    with pytest.raises(PushError, match=r"Invalid credentials.*and your token") as raised:
+    with pytest.raises(ModelError, match=r"Invalid credentials.*and your login") as raised:
         push(lora_run, "me/model")
     assert "hf_wrong" not in str(raised.value)
+    monkeypatch.delenv("HF_TOKEN")
+    with pytest.raises(ModelError, match=r"the hub refused it .*hf auth login"):
+        push(lora_run, "me/model")
     assert hub.files == {}
 
 
@@ -256,16 +248,13 @@ def test_what_the_hub_refuses_is_one_line(
     [
         ("lora_run", "config.json"),
         ("lora_run", "README.md"),
-        ("lora_run", "adapter_model.safetensors"),
-        ("full_run", "model.safetensors"),
+        ("full_run", "*.safetensors"),
     ],
 )
 def test_a_folder_that_lacks_a_part_is_refused(
     run: str, name: str, hub: Hub, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     part = shutil.copytree(request.getfixturevalue(run), tmp_path / "run", ignore=shutil.ignore_patterns(name))
-    with pytest.raises(ModelError, match=f"{name}: is missing; upload a whole run or model"):
+    with pytest.raises(ModelError, match=f"{re.escape(name)}: is missing; upload a whole run or model"):
         push(part, "me/model")
-    with pytest.raises(ModelError, match="no such folder; name a run"):
-        push(tmp_path / "nothing", "me/model")
     assert hub.private == {}

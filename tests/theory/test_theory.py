@@ -129,8 +129,6 @@ def test_the_command_prints_and_draws(
     ("options", "line"),
     [
         (["--target", "2048"], "--target: 2048 is not longer than the window of 2048"),
-        (["--head-dim", "7"], "head-dim"),
-        (["--model", "builtin:tiny", "--theta", "1e4"], "--head-dim, --theta: come with --model; leave them out"),
         (["--output", "README.md/figures"], ": cannot be written"),
     ],
 )

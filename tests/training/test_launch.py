@@ -127,7 +127,7 @@ def test_two_machines_train_like_one_process(python: str, alone: Path) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
-    where = ["--num-machines", "2", "--main-process-ip", "127.0.0.1", "--main-process-port", port]
+    where = ["hardware.machines=2", "--main-process-ip", "127.0.0.1", "--main-process-port", port]
     machines = [start(python, alone, "--output", "machines", *where, "--machine-rank", rank) for rank in "01"]
     for machine in machines:
         said = machine.communicate(timeout=200)
