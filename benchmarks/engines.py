@@ -26,9 +26,8 @@ from pi_lora.merging.merging import extend, merge
 from pi_lora.models.files import BUILTIN_FOLDER
 from pi_lora.models.model import Extension, find
 from pi_lora.scaling.config import Method
-from pi_lora.serving.check import Server, check_server
+from pi_lora.serving.check import Reader, Server, check_server
 from pi_lora.serving.gguf import CONVERTER, export_gguf
-from pi_lora.serving.reference import Reader
 from pi_lora.writing import cache_folder
 
 PLACE = cache_folder() / "engines"

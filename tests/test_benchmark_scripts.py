@@ -31,7 +31,7 @@ from pi_lora.cli import app  # noqa: E402
 from pi_lora.models.model import find  # noqa: E402
 from pi_lora.planning.planning import CONFIGS  # noqa: E402
 from pi_lora.recipe.files import load_recipe  # noqa: E402
-from pi_lora.serving.reference import Reader  # noqa: E402
+from pi_lora.serving.check import Reader  # noqa: E402
 
 HUB_IDS = [path.name.replace("--", "/") for path in sorted(CONFIGS.iterdir())]
 SHAPES = [TINY, *(name for name in HUB_IDS if not name.startswith(("adapters/", "models/")))]

@@ -101,7 +101,7 @@ def merge(
     with working():
         from pi_lora.merging.merging import merge
         from pi_lora.models.model import find
-        from pi_lora.serving.reference import REFERENCE_FILE, Reader
+        from pi_lora.serving.check import REFERENCE_FILE, Reader
     with progress_bar("merging bytes") as progress:
         to = output or Path("models") / run.resolve().name
         merged = merge(run, to, base, dtype, check, progress, trust.permissions, sibling)
@@ -213,8 +213,7 @@ def check_server(
         )
     check_can_write(json, reference if write_reference else None)
     with working():
-        from pi_lora.serving.check import Server, check_server, verdicts_table
-        from pi_lora.serving.reference import Reader, Reference
+        from pi_lora.serving.check import Reader, Reference, Server, check_server, verdicts_table
     words = text.read_text(encoding="utf-8") if text else ""
     with progress_bar("checking") as progress:
         if named := model or write_reference:

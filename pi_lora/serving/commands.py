@@ -10,19 +10,19 @@ from pi_lora.models.machine import dtype_named
 from pi_lora.scaling.config import window_of
 
 
-def serving_lines(config: PreTrainedConfig, folder: Path | None = None) -> list[str]:
+def serving_lines(config: PreTrainedConfig, folder: Path = Path()) -> list[str]:
     """Return the commands that serve a model with its whole window in vLLM, and as a GGUF file in llama.cpp, the KV
     cache of one sequence, and the commands that check the servers. The model is in `folder`, by default the current
     one.
     """
     window, dtype = window_of(config.to_dict()), str(config.dtype or "float32").removeprefix("torch.")
-    model, file = (folder, folder.with_suffix(".gguf")) if folder else (Path("."), Path("model.gguf"))
-    name, size = shlex.quote(str(model)), cache_bytes(config, window, dtype_named(dtype).itemsize)
+    name, file = shlex.quote(str(folder)), Path(f"{folder.name or 'model'}.gguf")
+    size = cache_bytes(config, window, dtype_named(dtype).itemsize)
     return [
         f"vllm serve {name} --max-model-len {window} --dtype {dtype}",
         f"pi-lora check-server http://localhost:8000 {name}",
         f"pi-lora export gguf {name} --output {shlex.quote(str(file))}",
-        *llama_cpp_lines(file, window, str(model)),
+        *llama_cpp_lines(file, window, str(folder)),
         f"# a sequence of {window:,} tokens takes {size / 1e6:,.0f} MB of KV cache in {dtype}",
     ]
 

@@ -14,8 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from pi_lora import cli
 from pi_lora.merging.merging import merge
-from pi_lora.serving.check import Completion, _compare
-from pi_lora.serving.reference import Answer
+from pi_lora.serving.check import Answer, Completion, _compare
 
 Json = dict[str, Any]
 

@@ -61,8 +61,8 @@ def test_a_merge_says_how_to_serve_it(lora_run: Path, tmp_path: Path) -> None:
     assert merged.serving == [
         f"vllm serve {folder} --max-model-len 128 --dtype float32",
         f"pi-lora check-server http://localhost:8000 {folder}",
-        f"pi-lora export gguf {folder} --output {folder}.gguf",
-        f"llama-server --model {folder}.gguf --ctx-size 128",
+        f"pi-lora export gguf {folder} --output merged.gguf",
+        "llama-server --model merged.gguf --ctx-size 128",
         f"pi-lora check-server http://localhost:8080 {folder}",
         f"# a sequence of 128 tokens takes {size / 1e6:,.0f} MB of KV cache in float32",
     ]
