@@ -1,9 +1,8 @@
-"""Small files read with one clear line for damage; files and cached folders written whole or not at all."""
+"""Small files read with one clear line for damage; files, also of the cache, written whole or not at all."""
 
 import errno
 import json
 import os
-import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -87,26 +86,26 @@ def cache_folder() -> Path:
     return Path(os.environ.get("PI_LORA_CACHE") or "~/.cache/pi-lora").expanduser()
 
 
-def make_once(folder: Path, is_complete: Callable[[], bool], make: Callable[[Path], None]) -> None:
-    """Let `make` fill a folder of the cache unless it `is_complete`, in one process at a time. A complete folder may be
-    read-only. Raise DataError if the cache cannot be written.
+def make_once(file: Path, read: Callable[[Path], T | None], write: Callable[[Path], None]) -> T:
+    """Return what `read` finds in a file of the cache, which `write` makes if it is None, in one process at a time. A
+    complete cache may be read-only. Raise DataError if it cannot be written.
     """
-    if is_complete():
-        return
-    partial = folder.with_suffix(".partial")
+    if (found := read(file)) is not None:
+        return found
+    part = file.with_suffix(".partial")
     try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(folder.with_suffix(".lock")):
-            if is_complete():
-                return
-            shutil.rmtree(partial, ignore_errors=True)
-            partial.mkdir()
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(file.with_suffix(".lock")):
+            if (found := read(file)) is not None:
+                return found
             try:
-                make(partial)
-                shutil.rmtree(folder, ignore_errors=True)
-                partial.rename(folder)
+                write(part)
+                part.replace(file)
             finally:
-                shutil.rmtree(partial, ignore_errors=True)
+                part.unlink(missing_ok=True)
     except OSError as error:
         advice = "make room, or name another folder in the environment variable PI_LORA_CACHE"
-        raise DataError(f"{folder}: the cache cannot be written ({error.strerror or error}); {advice}") from error
+        raise DataError(f"{file}: the cache cannot be written ({error.strerror or error}); {advice}") from error
+    found = read(file)
+    assert found is not None, f"{file}: cannot be read back"
+    return found

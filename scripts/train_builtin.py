@@ -16,7 +16,8 @@ import torch
 from pretraining import Mixture, optimizers_for, save, train_step, train_tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM, logging
 
-from pi_lora.data.sources import standard_library
+from pi_lora.data.sources import STDLIB, find_table
+from pi_lora.recipe.schema import Source
 
 VOCABULARY = 1024
 WINDOW = 256
@@ -68,7 +69,8 @@ def main() -> None:
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     texts, held_out = (
-        [document.text for document in standard_library(split).documents()] for split in ("train", "validation")
+        [document.text for document in find_table(Source(name=STDLIB, split=split)).documents()]
+        for split in ("train", "validation")
     )
     tokenizer, model = train_tokenizer(texts, VOCABULARY, WINDOW, SEED), new_model()
     mixture = Mixture(tokenizer, texts, SHARES, SEED)

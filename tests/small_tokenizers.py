@@ -2,7 +2,8 @@
 
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from pi_lora.data.sources import standard_library
+from pi_lora.data.sources import STDLIB, find_table
+from pi_lora.recipe.schema import Source
 
 # What cl100k, Llama 3 and Qwen split text by before BPE.
 CL100K = (
@@ -33,7 +34,7 @@ def made(kind: str) -> Tokenizer:
         tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(False, use_regex=False)])
         tokenizer.decoder = decoders.ByteLevel()
         trainer.initial_alphabet = pre_tokenizers.ByteLevel.alphabet()
-    texts = [document.text for document, _ in zip(standard_library().documents(), range(12), strict=False)]
+    texts = [document.text for document, _ in zip(find_table(Source(name=STDLIB)).documents(), range(12), strict=False)]
     tokenizer.train_from_iterator(texts, trainer)
     if kind == "llama":
         tokenizer.pre_tokenizer = None

@@ -23,7 +23,7 @@ def test_what_passes_is_found_and_nothing_is_written(small_model: Path, tmp_path
         ("model.safetensors", lambda whole: whole[:-100], "truncated, damaged or not safetensors"),
         ("model.safetensors", None, "has no model.safetensors"),
         ("tokenizer.json", lambda whole: whole[:100], "has no tokenizer that can be read"),
-        ("notes.jsonl", lambda whole: b'{"body": "a"}', "has no column text"),
+        ("notes.jsonl", lambda whole: b'{"body": "a"}', "has no text in column text"),
         ("notes.jsonl", lambda whole: b'{"text": " "}', "holds no text"),
         ("held_out.txt", None, "evaluation.perplexity.data: "),
         ("runs", lambda whole: b"a file", "is in a place that cannot be written"),

@@ -31,6 +31,6 @@ def test_a_recipe_for_gpus_is_prepared_without_and_read_by_training(
     file.write_text(dump_recipe(recipe))
     assert run_command("prepare", str(file)) == 0
     said = capsys.readouterr().out
-    assert "data: 2,048 tokens at hand, as many as needed: 16 sequences of 128" in said
+    assert "data: 16 sequences of at most 128 tokens" in said
     assert f"{tmp_path / 'cache'}: has the data of {file}; pi-lora train reads it from there" in said
     assert len(prepare_data(recipe, check_data(recipe), never).rows) == 16

@@ -27,7 +27,6 @@ INTERRUPTED = 130
 EXTRAS = {
     **dict.fromkeys(("matplotlib", "markdown_it"), "report"),
     **dict.fromkeys(("lm_eval", "wonderwords", "rouge_score"), "eval"),
-    "pypdf": "pdf",
     "gguf": "gguf",
     "liger_kernel": "liger",
 }

@@ -70,7 +70,7 @@ def train(
             return
         from pi_lora.training.training import closing_lines, prepare_data, train
 
-    with progress_bar("preparing examples" if resolved.data.has_examples else "packing tokens") as progress:
+    with progress_bar("preparing examples" if resolved.data.has_examples else "packing sequences") as progress:
         data = prepare_data(resolved, model, progress)
     if not is_launched():
         out.lines(*lines, *(f"data: {line}" for line in data.messages))

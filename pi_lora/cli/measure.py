@@ -260,7 +260,7 @@ def summarize(
     model: ModelName,
     file: Annotated[
         str,
-        Parameter(name="FILE", help="A .txt, .md or .pdf file, or - for standard input.", allow_leading_hyphen=True),
+        Parameter(name="FILE", help="A file of text, or - for standard input.", allow_leading_hyphen=True),
     ],
     /,
     *,

@@ -1,39 +1,32 @@
 """Chats to token ids: rendered by the chat template of the model, with the turns of the assistant."""
 
-import json
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 from jinja2 import TemplateError
 
-from pi_lora.data.sources import NamedRow
+from pi_lora.data.documents import NamedJson
+from pi_lora.data.tokens import Labelled
 from pi_lora.errors import DataError, first_line
 from pi_lora.types import Json
 
 # Names of ShareGPT's `from` for the roles of chat templates.
-ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant", "model": "assistant"}
+ROLES = {"human": "user", "gpt": "assistant"}
 AT_STAKE = (
     "the model has a chat template and the data no chats: a model tuned on raw text alone chats worse; "
     "add a source with column: messages, and data.keep_short: 0.1"
 )
 
 
-class Chat(NamedTuple):
-    """The token ids of a chat, and whether each is learned."""
-
-    ids: list[int]
-    learned: list[bool]
-
-
-def messages_of(where: str, text: str) -> list[Json]:
-    """Return messages of `role` and `content` from JSON of them or of ShareGPT's `from` and `value`; raise DataError
+def messages_of(where: str, given: list[Any]) -> list[Json]:
+    """Return messages of `role` and `content` from those or from ShareGPT's with `from` and `value`; raise DataError
     that names the row if they are neither.
     """
     messages = []
-    for message in json.loads(text):
-        if isinstance(message, dict) and "from" in message and "value" in message:
-            message = {"role": ROLES.get(message["from"], message["from"]), "content": message["value"]}
+    for message in given:
+        if isinstance(message, dict) and "from" in message:
+            message = {"role": ROLES.get(message["from"], message["from"]), "content": message.get("value")}
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             wanted = "write {role: user, content: ...}, or {from: human, value: ...}"
             raise DataError(f"{where}: holds a message without role and content; {wanted}")
@@ -52,19 +45,18 @@ class ChatTemplate:
             raise DataError(f"data.source: {no_template}; tune a model that has one, or leave chats out")
         self.tokenizer, self.learn_all = tokenizer, learn_all
         self.special = [] if special_tokens else tokenizer.all_special_tokens
-        self.marks_turns = "{% generation" in tokenizer.get_chat_template().replace("{%-", "{%")
 
-    def chats(self, rows: Iterable[NamedRow], longest: int, counts: Counter[str]) -> Iterator[tuple[str, Chat]]:
+    def chats(self, rows: Iterable[NamedJson], longest: int, counts: Counter[str]) -> Iterator[tuple[str, Labelled]]:
         """Yield the chats of at most `longest` tokens by the names of their rows, and count the others by reason."""
         for where, row in rows:
-            [text] = row.values()
-            chat = self.encode(messages_of(where, text), longest)
+            [messages] = row.values()
+            chat = self.encode(messages_of(where, messages), longest)
             if isinstance(chat, str):
                 counts[f"{chat} left out"] += 1
             else:
                 yield where, chat
 
-    def encode(self, messages: list[Json], longest: int) -> Chat | str:
+    def encode(self, messages: list[Json], longest: int) -> Labelled | str:
         """Return a chat of at most `longest` tokens, or which chats like it are left out."""
         contents = [str(message.get("content")) for message in messages]
         if any(token in content for token in self.special for content in contents):
@@ -77,16 +69,12 @@ class ChatTemplate:
             return f"chats of over {longest:,} tokens"
         return chat if any(chat.learned) else "chats without a turn of the assistant"
 
-    def _encoded(self, messages: list[Json]) -> Chat:
-        if self.marks_turns and not self.learn_all:
-            marked = self.tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
-            return Chat(marked["input_ids"], list(map(bool, marked["assistant_masks"])))
+    def _encoded(self, messages: list[Json]) -> Labelled:
         text = self._rendered(messages)
-        is_learned = bytearray(len(text))
-        for start, end in [(0, len(text))] if self.learn_all else self._turns(messages, text):
-            is_learned[start:end] = b"\1" * (end - start)
+        turns = [(0, len(text))] if self.learn_all else list(self._turns(messages, text))
         encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-        return Chat(encoded["input_ids"], [bool(is_learned[start]) for start, _ in encoded["offset_mapping"]])
+        starts = [start for start, _ in encoded["offset_mapping"]]
+        return Labelled(encoded["input_ids"], [any(first <= start < end for first, end in turns) for start in starts])
 
     def _rendered(self, messages: list[Json], prompt: bool = False) -> str:
         return str(self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt))
@@ -106,5 +94,5 @@ class ChatTemplate:
             while turn and not text.startswith(turn, start):
                 turn = turn[1:]
             if not turn:
-                raise TemplateError("earlier turns change with later ones; mark turns with {% generation %}")
+                raise TemplateError("earlier turns change with later ones")
             yield start, start + len(turn)

@@ -17,10 +17,9 @@ from pi_lora.errors import DataError, first_line
 from pi_lora.types import Json
 
 JSON_LINES = (".jsonl", ".jsonl.gz")
-PARQUET, CSV, PDF = ".parquet", ".csv", ".pdf"
-# Of a folder; beside texts, a CSV file is often a list of them, and is read only if it is named.
-DOCUMENT_SUFFIXES = (".txt", ".md", ".tex", ".py", ".rst", *JSON_LINES, PARQUET)
+PARQUET, CSV = ".parquet", ".csv"
 TABLE_SUFFIXES = (*JSON_LINES, PARQUET, CSV)
+SUFFIXES = (".txt", ".md", ".tex", ".py", ".rst", *TABLE_SUFFIXES)
 
 File = Path | zipfile.Path
 # What names a row in a message (`file:line`), and its values by column.
@@ -36,25 +35,24 @@ class Document:
 
 
 def looks_local(name: str) -> bool:
-    """Whether a source is a file, folder or glob rather than a data set of the hub, whether it exists or not.
+    """Whether a source is built in, a file, folder or glob, which need not exist, rather than a data set of the hub.
 
     >>> [looks_local(name) for name in ("./books", "~/x", "books/*.txt", "gone.jsonl", "owner/books")]
     [True, True, True, True, False]
     """
-    is_path = name.startswith((".", "~", "/")) or name.lower().endswith((*DOCUMENT_SUFFIXES, CSV))
+    is_path = name.startswith((".", "~", "/", "builtin:")) or name.lower().endswith(SUFFIXES)
     return is_path or glob.has_magic(name) or Path(name).exists()
 
 
-def files_named(name: str, suffixes: tuple[str, ...]) -> list[Path]:
+def files_named(name: str) -> list[Path]:
     """Return the files that `name` stands for: itself, a folder's at any depth, a glob's; or raise DataError."""
     path = Path(name).expanduser()
     if path.is_file():
         return [path]
     found = path.rglob("*") if path.is_dir() else map(Path, glob.iglob(str(path), recursive=True))
-    files = sorted(file for file in found if file.name.lower().endswith(suffixes) and file.is_file())
+    files = sorted(file for file in found if file.name.lower().endswith(SUFFIXES) and file.is_file())
     if not files:
-        kinds = ", ".join(suffixes)
-        raise DataError(f"{name}: no such file or folder, or no text files in it ({kinds}); name others")
+        raise DataError(f"{name}: no such file or folder, or no text files in it ({', '.join(SUFFIXES)}); name others")
     return files
 
 
@@ -69,7 +67,7 @@ def fingerprint(files: Iterable[Path]) -> str:
 
 def rows_in(file: File, name: str, columns: Sequence[str]) -> Iterator[NamedJson]:
     """Yield `(name:row, row)` for every row of a file; raise DataError that names the row if one cannot be read. A file
-    of text is one row with its text under every column.
+    of text is one row with the column `text`.
     """
     is_table, number = file.name.lower().endswith(TABLE_SUFFIXES), 1
     try:
@@ -105,23 +103,16 @@ def _rows(file: File, columns: Sequence[str]) -> Iterator[Any]:
         with file.open(encoding="utf-8-sig", newline="") as lines:
             yield from csv.DictReader(lines, strict=True)
     else:
-        yield dict.fromkeys(columns, file.read_text(encoding="utf-8"))
+        yield {"text": file.read_text(encoding="utf-8")}
 
 
 def read_document(name: str) -> str:
-    """Return the text of a text or PDF file (by pypdf), or of standard input (`-`); raise DataError without any."""
-    file = Path(name).expanduser()
+    """Return the text of a file, or of standard input (`-`); raise DataError without any."""
     try:
-        if name == "-":
-            text = sys.stdin.buffer.read().decode("utf-8-sig")
-        elif name.lower().endswith(PDF):
-            from pypdf import PdfReader
-
-            text = "\n\n".join(page.extract_text() for page in PdfReader(file).pages)
-        else:
-            text = file.read_text(encoding="utf-8-sig")
+        content = sys.stdin.buffer.read() if name == "-" else Path(name).expanduser().read_bytes()
+        text = content.decode("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{name}: cannot be read ({first_line(error)}); name a .txt, .md or .pdf file, or - ") from None
+        raise DataError(f"{name}: cannot be read ({first_line(error)}); name a file of text, or - ") from None
     if not text.strip():
-        raise DataError(f"{name}: holds no text; of a PDF, the pages may be pictures: recognize their text (OCR) first")
+        raise DataError(f"{name}: holds no text; name a file of text")
     return text

@@ -9,10 +9,12 @@ from typing import Any, NamedTuple
 
 from huggingface_hub.constants import HF_HUB_OFFLINE
 
-from pi_lora.data.sources import NamedRow, characters, find_corpus, find_table
+from pi_lora.data.documents import NamedJson, looks_local
+from pi_lora.data.sources import find_table
 from pi_lora.data.tokens import in_batches
 from pi_lora.errors import DataError
 from pi_lora.recipe.schema import Data
+from pi_lora.types import Json
 
 # The paper's, to the letter (paper.tex, `fig:summ-format`), where "# .... Document goes here" stands for the document.
 # That one newline divides lines, and that a space comes between `Summary:` and the summary, is our reading.
@@ -23,9 +25,10 @@ Now summarize the above article.
 Summary:"""
 EMPTY, TOO_LONG = "empty rows left out", "rows too long for the window left out"
 
-Texts = dict[str, str]
-# The name of a row, its texts, and its prompt.
-Batch = list[tuple[str, Texts, "Prompt"]]
+NO_EXAMPLE = "no row has text in every column and a prompt that fits the window; name others, or a longer window"
+
+# The name of a row, its texts, its prompt, and the token ids of its completion.
+Example = tuple[str, Json, "Prompt", list[int]]
 
 
 class Task:
@@ -50,12 +53,12 @@ class Task:
         self.prompt_columns = list(dict.fromkeys(column for _, column in self.pieces if column is not None))
         self.columns = list(dict.fromkeys([*self.prompt_columns, self.completion]))
         wanted = data.document or "column"
-        if not self.prompt_columns or "" in self.prompt_columns or data.document not in (None, *self.prompt_columns):
+        if not self.prompt_columns or data.document not in (None, *self.prompt_columns):
             raise DataError(f"data.template: names no {{{wanted}}}; write {{{wanted}}} where the text of a row goes")
 
-    def prompt(self, row: Texts) -> str:
+    def prompt(self, row: Json) -> str:
         """Return the prompt of a row."""
-        return "".join(text + (row[column] if column is not None else "") for text, column in self.pieces)
+        return "".join(text + row.get(column or "", "") for text, column in self.pieces)
 
 
 class Prompt(NamedTuple):
@@ -81,30 +84,31 @@ class Prompter:
             how = "set data.special_tokens: true, which reads those in the rows as well, or leave it out"
             raise DataError(f"data.template: {special[0]} is a special token, and would be read as text; {how}")
 
-    def batches(self, rows: Iterable[NamedRow], counts: Counter[str], limit: int | None = None) -> Iterator[Batch]:
+    def examples(self, rows: Iterable[NamedJson], counts: Counter[str], limit: int | None = None) -> Iterator[Example]:
         """Yield rows with prompts that fit, and count the others: those with an empty column, beside which `limit` are
         read, and those too long.
         """
 
-        def has_text(named: NamedRow) -> bool:
+        def has_text(named: NamedJson) -> bool:
             is_full = all(text.strip() for text in named[1].values())
             counts[EMPTY] += not is_full
             return is_full
 
-        for batch in in_batches(itertools.islice(filter(has_text, rows), limit), characters):
-            prompts = self.prompts([row for _, row in batch])
-            fitting = [(*named, prompt) for named, prompt in zip(batch, prompts, strict=True) if prompt.fits]
-            counts[TOO_LONG] += len(batch) - len(fitting)
-            yield fitting
+        for batch in in_batches(itertools.islice(filter(has_text, rows), limit)):
+            texts = [row for _, row in batch]
+            for named, prompt, completion in zip(batch, self.prompts(texts), self.completions(texts), strict=True):
+                counts[TOO_LONG] += not prompt.fits
+                if prompt.fits:
+                    yield *named, prompt, completion
 
-    def prompts(self, rows: Sequence[Texts]) -> list[Prompt]:
+    def prompts(self, rows: Sequence[Json]) -> list[Prompt]:
         """Return the prompts of rows, as the tokenizer begins a text; many at a time are encoded in parallel."""
         column = self.data.document or ""
         plain = partial(self.tokenizer, add_special_tokens=False, return_offsets_mapping=True)
         documents = plain([row.get(column, "") for row in rows])["offset_mapping"]
         kept = [min(len(document), self.data.document_tokens, max(0, self.longest)) for document in documents]
 
-        def cut(index: int) -> Texts:
+        def cut(index: int) -> Json:
             """Return a row with the first tokens of its document."""
             row, document, tokens = rows[index], documents[index], kept[index]
             end = document[tokens - 1][1] if tokens else 0
@@ -121,7 +125,7 @@ class Prompter:
             prompts.append(Prompt(ids, tokens, kept[index], fits))
         return prompts
 
-    def completions(self, rows: Sequence[Texts]) -> list[list[int]]:
+    def completions(self, rows: Sequence[Json]) -> list[list[int]]:
         """Return what follows the prompts, after a space if they end in none: cut to `completion_tokens`, and EOS.
         It is tokenized after the last words of the prompt, since tokenizers treat the start of a text differently.
         """
@@ -137,15 +141,10 @@ class Prompter:
             completions.append([*own[: self.data.completion_tokens], self.eos])
         return completions
 
-    def _framed(self, rows: Sequence[Texts]) -> list[list[int]]:
+    def _framed(self, rows: Sequence[Json]) -> list[list[int]]:
         """Encode with the BOS of the tokenizer, but without the EOS that some add."""
         encoded = self.tokenizer([self.task.prompt(row) for row in rows])["input_ids"]
         return [ids[:-1] if ids[-1:] == [self.eos] else ids for ids in encoded]
-
-
-def no_example(source: str, counts: Counter[str], too_long: str) -> DataError:
-    """Return the error that `source` gave no example; `too_long` says what leaves no room for its prompts."""
-    return DataError(too_long if counts[TOO_LONG] else f"{source}: no row has text in every column; name others")
 
 
 def data_problems(data: Data, ask_hub: bool = False) -> list[str]:
@@ -158,12 +157,12 @@ def data_problems(data: Data, ask_hub: bool = False) -> list[str]:
         return [str(problem)]
     problems = []
     for source in data.source:
+        if not ask_hub and not looks_local(source.name):
+            continue
         try:
             # Without a network, `datasets` reads what it downloaded earlier, and streams nothing.
-            first = source if HF_HUB_OFFLINE else source.model_copy(update={"streaming": True})
-            table = find_table(first) if columns else find_corpus(first)
-            if ask_hub or table.size is not None:
-                next(table.read(columns, None) if columns else table.documents(), None)
+            table = find_table(source if HF_HUB_OFFLINE else source.changed(streaming=True))
+            next(table.read(columns, None) if columns else table.documents(), None)
         except DataError as problem:
             problems.append(str(problem))
     return [f"data.source: {problem}" for problem in problems]

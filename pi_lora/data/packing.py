@@ -7,11 +7,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from pi_lora.data.chats import Chat, ChatTemplate
+from pi_lora.data.chats import ChatTemplate
 from pi_lora.data.examples import Prompter
 from pi_lora.data.recall import recall_document
-from pi_lora.data.sources import RECALL, count_lines, find_corpus, find_table
-from pi_lora.data.tokens import Tokens, in_batches, padding_id, tokenized
+from pi_lora.data.sources import RECALL, Table, count_lines
+from pi_lora.data.tokens import Labelled, Tokens, in_batches, padding_id, tokenized
 from pi_lora.errors import DataError
 from pi_lora.recipe.schema import Data, Source
 
@@ -42,7 +42,7 @@ def skip_positions(rng: random.Random, tokens: int, target: int, chunks: int) ->
     return positions
 
 
-def wrapped(documents: Iterable[Tokens], length: int) -> Iterator[Tokens]:
+def wrapped(documents: Iterable[Tokens], length: int) -> Iterator[list[int]]:
     """Cut the continuous stream of `documents` into sequences of exactly `length` tokens; only the last rest is lost.
 
     `trl.pack_dataset` (1.16) cuts each batch of documents by itself, and its sequences differ in length.
@@ -55,13 +55,13 @@ def wrapped(documents: Iterable[Tokens], length: int) -> Iterator[Tokens]:
         yield sequence
 
 
-def packed(chats: Iterable[Chat], length: int) -> Iterator[list[Chat]]:
+def packed(chats: Iterable[Labelled], length: int) -> Iterator[list[Labelled]]:
     """Fill sequences of `length` tokens with whole chats: each goes into the oldest open sequence that has room.
 
-    >>> [[len(chat.ids) for chat in chats] for chats in packed([Chat([0] * n, []) for n in (5, 6, 3, 2)], 9)]
+    >>> [[len(chat.ids) for chat in chats] for chats in packed([Labelled([0] * n, []) for n in (5, 6, 3, 2)], 9)]
     [[5, 3], [6, 2]]
     """
-    sequences: list[list[Chat]] = []
+    sequences: list[list[Labelled]] = []
     for chat in chats:
         room = length - len(chat.ids)
         with_room = [sequence for sequence in sequences if sum(len(other.ids) for other in sequence) <= room]
@@ -74,14 +74,14 @@ def packed(chats: Iterable[Chat], length: int) -> Iterator[list[Chat]]:
     yield from sequences
 
 
-def grouped(chats: Iterator[Chat], room: int) -> Iterator[list[Chat]]:
+def grouped(chats: Iterator[Labelled], room: int) -> Iterator[list[Labelled]]:
     """Group chats of similar lengths that take at most `room` tokens when they are padded to the longest of a group.
 
-    >>> [[len(chat.ids) for chat in group] for group in grouped(iter([Chat([0] * n, []) for n in (5, 2, 3)]), 6)]
+    >>> [[len(chat.ids) for chat in group] for group in grouped(iter([Labelled([0] * n, []) for n in (5, 2, 3)]), 6)]
     [[2, 3], [5]]
     """
     while batch := sorted(itertools.islice(chats, GROUPED_CHATS), key=lambda chat: len(chat.ids)):
-        group: list[Chat] = []
+        group: list[Labelled] = []
         for chat in batch:
             if group and (len(group) + 1) * len(chat.ids) > room:
                 yield group
@@ -90,129 +90,131 @@ def grouped(chats: Iterator[Chat], room: int) -> Iterator[list[Chat]]:
         yield group
 
 
+def columns(sequences: Sequence[Labelled]) -> dict[str, list[int]]:
+    """Return the row that holds sequences one after the other, each with positions from 0."""
+    ids, learned = zip(*sequences, strict=True)
+    lengths = list(map(len, ids))
+    return {
+        "input_ids": [*itertools.chain(*ids)],
+        "learned": [*itertools.chain(*learned)],
+        "lengths": lengths,
+        "position_ids": [*itertools.chain(*map(range, lengths))],
+    }
+
+
 @dataclass
 class Stream:
-    """The rows of a source: sequences of `length` tokens, examples of at most so many, or with `short` groups of its
-    chats of at most `short` tokens. `tokens` counts what was read for them, `counts` what was cut or left out.
+    """The rows of a source in parts: the text or the whole chats of a sequence of `length` tokens, an example of at
+    most so many, or, with `short`, a group of chats of at most `short` tokens, each a sequence. `counts` counts what
+    was cut or left out.
     """
 
-    source: Source
+    table: Table
     data: Data
     tokenizer: Any
     length: int
+    counts: Counter[str]
     short: int = 0
 
-    def __post_init__(self) -> None:
-        self.tokens, self.counts = 0, Counter[str]()
-        self.table = find_table(self.source) if self.data.has_examples else find_corpus(self.source)
-        if self.data.has_examples:
-            self.prompter = Prompter(self.data, self.tokenizer, self.length)
-        elif self.source.has_chats:
-            self.template = ChatTemplate(self.tokenizer, self.data.loss == "all", self.data.special_tokens)
+    @property
+    def source(self) -> Source:
+        """The source as the recipe names it."""
+        return self.table.source
 
-    def rows(self) -> Iterator[Row]:
-        """Yield rows until the source is used up; `builtin:recall` has no end."""
+    def rows(self) -> Iterator[list[Labelled]]:
+        """Return the rows, until the source is used up; `builtin:recall` has no end."""
         if self.data.has_examples:
-            yield from self._examples()
-        elif self.short:
-            fitting = (chat for chat in self._chats() if len(chat.ids) <= self.short)
-            for chats in grouped(fitting, self.length):
-                positions = [position for chat in chats for position in range(len(chat.ids))]
-                yield {**_joined(chats), "position_ids": positions}
-        elif self.source.has_chats:
-            for chats in packed(self._chats(), self.length):
-                room = self.length - sum(len(chat.ids) for chat in chats)
-                padding = Chat([padding_id(self.tokenizer)] * room, [False] * room)
-                yield {**_joined([*chats, padding]), "lengths": [self.length]}
-        else:
-            sequences = self._recall() if self.source.name == RECALL else wrapped(self._documents(), self.length)
-            for ids in sequences:
-                yield {"input_ids": ids, "learned": [True] * self.length, "lengths": [self.length]}
+            return self._examples()
+        if self.short:
+            return grouped(self._chats(), self.length)
+        if self.source.has_chats:
+            return packed(self._chats(), self.length)
+        sequences = self._recall() if self.source.name == RECALL else wrapped(self._documents(), self.length)
+        return ([Labelled(ids, [True] * self.length)] for ids in sequences)
 
     def encode(self, texts: Sequence[str]) -> list[Tokens]:
         """Return texts in token ids with the BOS of the tokenizer, if it has one, and EOS."""
         sequences, end = tokenized(self.tokenizer, texts, self.data.special_tokens), self.tokenizer.eos_token_id
         for ids in sequences:
-            if end is not None and (not ids or ids[-1] != end):
+            if end is not None and end not in ids[-1:]:
                 ids.append(end)
         return sequences
 
-    def too_little(self, needed: int) -> DataError:
-        """Return the error when the source is used up: its tokens, those needed, and what to do."""
-        at_hand = ", ".join([f"{self.tokens:,} tokens in data.epochs: {self.data.epochs}", *count_lines(self.counts)])
+    def too_little(self, held: int, needed: int) -> DataError:
+        """Return the error when the source is used up: the sequences that it holds, those needed, and what to do."""
+        at_hand = f"{held:,} sequences of {self.length:,} tokens in data.epochs: {self.data.epochs}"
+        why = ", ".join([at_hand, *count_lines(self.counts)])
         do = "add text, raise data.epochs, or lower training.steps"
-        return DataError(f"data.source: {self.source.name}: holds {at_hand}; {needed:,} are needed for its share; {do}")
+        return DataError(f"data.source: {self.source.name}: holds {why}; {needed:,} are needed for its share; {do}")
 
     def _documents(self) -> Iterator[Tokens]:
         # Each epoch has an order of its own.
         for epoch in range(self.data.epochs):
-            texts = (document.text for document in self.table.documents(self.data.seed + epoch))
-            for ids in itertools.chain.from_iterable(map(self.encode, in_batches(texts, len))):
-                if len(ids) < self.data.min_document_tokens:
-                    self.counts[f"documents of under {self.data.min_document_tokens} tokens left out"] += not epoch
-                else:
-                    self.tokens += len(ids)
-                    yield ids
+            for batch in in_batches(self.table.documents(self.data.seed + epoch)):
+                for ids in self.encode([document.text for document in batch]):
+                    if len(ids) >= self.data.min_document_tokens:
+                        yield ids
+                    else:
+                        self.counts[f"documents of under {self.data.min_document_tokens} tokens left out"] += not epoch
 
-    def _recall(self) -> Iterator[Tokens]:
+    def _recall(self) -> Iterator[list[int]]:
         """Yield sequences that begin with a document: the facts that it asks for must stand in the same sequence."""
+        frame = len(self.encode([""])[0])  # BOS and EOS
 
         def count(text: str) -> int:
-            return len(self.encode([text])[0])
+            return len(self.encode([text])[0]) - frame
 
-        frame = count("")  # BOS and EOS
         lines = [line for document in self.table.documents() for line in document.text.splitlines() if line.strip()]
         rng = random.Random(self.data.seed)
         while True:
             ids: list[int] = []
             while len(ids) < self.length:
-                text = recall_document(rng, self.length - frame, lambda text: count(text) - frame, lines)
-                ids += self.encode([text])[0]
+                ids += self.encode([recall_document(rng, self.length - frame, count, lines)])[0]
             yield ids[: self.length]
 
-    def _chats(self) -> Iterator[Chat]:
+    def _chats(self) -> Iterator[Labelled]:
+        template = ChatTemplate(self.tokenizer, self.data.loss == "all", self.data.special_tokens)
         for epoch in range(self.data.epochs):
             rows = self.table.read([self.source.column], self.data.seed + epoch)
-            for _, chat in self.template.chats(rows, self.length, Counter() if epoch else self.counts):
-                self.tokens += len(chat.ids)
-                yield chat
+            counts = Counter() if epoch else self.counts
+            yield from (chat for _, chat in template.chats(rows, self.short or self.length, counts))
 
-    def _examples(self) -> Iterator[Row]:
-        rows = self.table.read(self.prompter.task.columns, None)
-        for batch in self.prompter.batches(rows, self.counts):
-            completions = self.prompter.completions([row for _, row, _ in batch])
-            for (_, _, prompt), completion in zip(batch, completions, strict=True):
-                self.counts["documents cut"] += prompt.kept < prompt.document_tokens
-                self.counts["completions cut"] += len(completion) > self.data.completion_tokens
-                learned = [self.data.loss == "all"] * len(prompt.ids) + [True] * len(completion)
-                yield {"input_ids": prompt.ids + completion, "learned": learned}
+    def _examples(self) -> Iterator[list[Labelled]]:
+        prompter = Prompter(self.data, self.tokenizer, self.length)
+        rows = self.table.read(prompter.task.columns, None)
+        for _, _, prompt, completion in prompter.examples(rows, self.counts):
+            self.counts["documents cut"] += prompt.kept < prompt.document_tokens
+            self.counts["completions cut"] += len(completion) > self.data.completion_tokens
+            learned = [self.data.loss == "all"] * len(prompt.ids) + [True] * len(completion)
+            yield [Labelled(prompt.ids + completion, learned)]
 
 
-def _joined(chats: Sequence[Chat]) -> dict[str, list[int]]:
-    return {
-        "input_ids": [token for chat in chats for token in chat.ids],
-        "learned": [learned for chat in chats for learned in chat.learned],
-        "lengths": [len(chat.ids) for chat in chats],
-    }
-
-
-def mixed(streams: Sequence[Stream], original: int, target: int, number: int) -> Iterator[Row]:
-    """Yield `number` sequences of the streams of a recipe, drawn by weight and seed, with positions for PoSE; short
-    chats have at most `original` (L) tokens. Raise DataError if a source has too little text for its share: going on
-    without it would train on another mixture than the recipe names.
+def training_rows(streams: Sequence[Stream], original: int, target: int, number: int) -> Iterator[Row]:
+    """Yield all examples of the streams of a recipe, or `number` sequences drawn by weight and seed, with positions for
+    PoSE; short chats have at most `original` (L) tokens. Raise DataError if a source has too little text for its share:
+    going on without it would train on another mixture than the recipe names.
     """
-    data, length = streams[0].data, streams[0].length
-    # Streams of their own: a chat is used at its own length and in a long sequence.
-    short = [replace(stream, short=original) for stream in streams if stream.source.has_chats and data.keep_short]
-    whole, own = (sum(stream.source.weight for stream in some) for some in (streams, short))
-    share = data.keep_short / (1 - data.keep_short) * whole / (own or 1)
-    drawn = [*streams, *short]
-    weights = [stream.source.weight * (share if stream.short else 1) for stream in drawn]
+    data, length, padding = streams[0].data, streams[0].length, padding_id(streams[0].tokenizer)
+    if data.has_examples:
+        yield from (columns(example) for stream in streams for example in stream.rows())
+        return
+    drawn, weights = [*streams], [stream.source.weight for stream in streams]
+    if data.keep_short:
+        # Streams of their own: a chat is used at its own length and in a long sequence.
+        chats = [stream for stream in streams if stream.source.has_chats]
+        drawn += [replace(stream, short=min(original, length), counts=Counter()) for stream in chats]
+        share = data.keep_short / (1 - data.keep_short) * sum(weights) / sum(stream.source.weight for stream in chats)
+        weights += [stream.source.weight * share for stream in chats]
     order = random.Random(data.seed).choices(range(len(drawn)), weights, k=number)
     rows = [stream.rows() for stream in drawn]
     rng = random.Random(data.seed)
-    for index in order:
-        if (row := next(rows[index], None)) is None:
-            raise drawn[index].too_little(order.count(index) * length)
+    for done, index in enumerate(order):
+        if (sequences := next(rows[index], None)) is None:
+            raise drawn[index].too_little(order[:done].count(index), order.count(index))
         positions = skip_positions(rng, length, target, data.chunks) if data.positions == "skip" else []
-        yield {"position_ids": positions, **row}
+        if drawn[index].short:
+            yield columns(sequences)
+        else:
+            room = length - sum(len(sequence.ids) for sequence in sequences)
+            row = columns([*sequences, Labelled([padding] * room, [False] * room)])
+            yield row | {"lengths": [length], "position_ids": positions}

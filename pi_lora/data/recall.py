@@ -11,12 +11,9 @@ from pathlib import Path
 
 import yaml
 
-LISTS = Path(__file__).with_suffix(".yaml")
-_lists = yaml.safe_load(LISTS.read_text(encoding="utf-8"))
-NAMES, THINGS, WORDS = (_lists[name].split() for name in ("names", "things", "words"))
-# A statement, and the question for it.
-FORMS: list[tuple[str, str]] = [(state, ask) for state, ask in _lists["forms"]]
-SUBJECTS, PREDICATES = ([each.strip() for each in _lists[name].split("|")] for name in ("subjects", "predicates"))
+LISTS = Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8")
+# The forms are pairs of a statement and the question for it.
+NAMES, THINGS, WORDS, FORMS, SUBJECTS, PREDICATES = yaml.safe_load(LISTS).values()
 DIGITS, LETTERS_AND_DIGITS = "0123456789", "0123456789abcdef"
 
 Counter = Callable[[str], int]

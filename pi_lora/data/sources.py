@@ -2,7 +2,6 @@
 
 import functools
 import hashlib
-import json
 import os
 import random
 import sysconfig
@@ -12,12 +11,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from huggingface_hub import HfApi, hf_hub_download
 
 from pi_lora.data.documents import (
-    DOCUMENT_SUFFIXES,
     TABLE_SUFFIXES,
     Document,
     File,
@@ -41,26 +38,23 @@ SKIPPED_FOLDERS = frozenset(
 HELD_OUT_SHARE = 0.1
 # The names before this one are of the validation split: with them the settings of the demo were chosen.
 FIRST_OF_TEST = "e"
-SHUFFLE_CHARACTERS = 32_000_000
+# As many rows of a file as `datasets` (5.2) holds of a stream.
+SHUFFLED_ROWS = 1000
 # Its loader is a script, which `datasets` no longer runs; the script reads `SPLIT.jsonl` out of `SUBSET.zip`.
 SCROLLS = "tau/scrolls"
-
-# What names a row in a message (`file:line`), and its texts by column.
-NamedRow = tuple[str, dict[str, str]]
 
 
 @dataclass(frozen=True)
 class Table:
     """The rows of a source. `read` yields the texts in some columns of every row as they are asked for, in a fixed
-    order or in that of a seed. `identity` returns JSON that changes with the rows: a cache made from them is stale
-    then. `size` is the bytes of its files on this machine, None on the hub. `texts` are the names of the files if
-    every file is a text.
+    order or in that of a seed. `identity` is JSON that changes with the rows: a cache made from them is stale then.
+    `size` is the bytes of its files on this machine. `texts` are the names of the files if every file is a text.
     """
 
     source: Source
-    read: Callable[[Sequence[str], int | None], Iterator[NamedRow]]
-    identity: Callable[[], Json]
-    size: int | None = None
+    read: Callable[[Sequence[str], int | None], Iterator[NamedJson]]
+    identity: Json
+    size: int = 0
     texts: Sequence[str] = ()
 
     def documents(self, seed: int | None = None, held_out: bool = False) -> Iterator[Document]:
@@ -101,21 +95,17 @@ def draw(text: str) -> float:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") / 2**64
 
 
-def texts(rows: Iterable[NamedJson], columns: Sequence[str]) -> Iterator[NamedRow]:
-    """Yield `columns` of each row, None as an empty text, chats as JSON; raise DataError where one is absent or is
-    neither.
-    """
+def texts(rows: Iterable[NamedJson], columns: Sequence[str]) -> Iterator[NamedJson]:
+    """Yield `columns` of each row, texts or chats, None as an empty one; raise DataError where a row has none."""
     for where, row in rows:
         found = {}
         for column in columns:
-            if column not in row:
-                raise DataError(f"{where}: has no column {column}; choose from its columns: {', '.join(row)}")
-            value, kind = row[column], list if column in CHAT_COLUMNS else str
-            if not isinstance(value, kind | None):
-                wanted = "text" if kind is str else "a list of messages"
-                holds = f"{where}: column {column} holds {type(value).__name__}, not {wanted}"
-                raise DataError(f"{holds}; name a column of text, or one of chats: {' or '.join(CHAT_COLUMNS)}")
-            found[column] = json.dumps(value or [], default=str) if kind is list else str(value or "")
+            kind = list if column in CHAT_COLUMNS else str
+            if column not in row or not isinstance(row[column], kind | None):
+                wanted = "list of messages" if kind is list else "text"
+                choice = f"choose text, or chats named {' or '.join(CHAT_COLUMNS)}, from its columns: {', '.join(row)}"
+                raise DataError(f"{where}: has no {wanted} in column {column}; {choice}")
+            found[column] = row[column] or kind()
         yield where, found
 
 
@@ -124,48 +114,34 @@ def count_lines(counts: Counter[str]) -> list[str]:
     return [f"{what}: {number:,}" for what, number in counts.items() if number]
 
 
-def characters(row: NamedRow) -> int:
-    """Return the length of all texts of a row."""
-    return sum(map(len, row[1].values()))
-
-
-def shuffled(rows: Iterable[NamedRow], seed: int | None, room: int = SHUFFLE_CHARACTERS) -> Iterator[NamedRow]:
-    """Shuffle a stream if there is a seed: hold about `room` characters, and yield a random one of the rows held for
-    each that comes. A thousand books are a gigabyte and a thousand posts are not, so it is not rows that are counted.
-    """
-    if seed is None:
-        yield from rows
-        return
+def shuffled(rows: Iterable[NamedJson], seed: int) -> Iterator[NamedJson]:
+    """Shuffle a stream: hold some rows, and yield a random one of them for each that comes."""
     rng = random.Random(seed)
-    held: list[NamedRow] = []
-    size = 0
+    held: list[NamedJson] = []
     for row in rows:
         held.append(row)
-        size += characters(row)
-        while size > room:
-            index = rng.randrange(len(held))
-            held[index], held[-1] = held[-1], held[index]
-            size -= characters(held[-1])
-            yield held.pop()
+        if len(held) > SHUFFLED_ROWS:
+            yield held.pop(rng.randrange(len(held)))
     rng.shuffle(held)
     yield from held
 
 
-def read_files(files: Mapping[str, File], columns: Sequence[str], seed: int | None) -> Iterator[NamedRow]:
+def read_files(files: Mapping[str, File], columns: Sequence[str], seed: int | None) -> Iterator[NamedJson]:
     """Yield the rows of named files, one file at a time; a seed shuffles the files, and the rows of each."""
     names = list(files)
     if seed is not None:
         random.Random(seed).shuffle(names)
     for name in names:
-        yield from shuffled(texts(rows_in(files[name], name, columns), columns), seed)
+        rows = texts(rows_in(files[name], name, columns), columns)
+        yield from rows if seed is None else shuffled(rows, seed)
 
 
 def local_files(source: Source, files: Mapping[str, Path]) -> Table:
     """Return named files as a table."""
     size = sum(file.stat().st_size for file in files.values())
-    identity = {"files": len(files), "sha256": fingerprint(files.values())}
     holds_rows = any(file.name.lower().endswith(TABLE_SUFFIXES) for file in files.values())
-    return Table(source, functools.partial(read_files, files), lambda: identity, size, () if holds_rows else [*files])
+    identity = {"sha256": fingerprint(files.values())}
+    return Table(source, functools.partial(read_files, files), identity, size, () if holds_rows else [*files])
 
 
 def split_of(relative_path: str) -> str:
@@ -175,7 +151,7 @@ def split_of(relative_path: str) -> str:
     return "validation" if relative_path < FIRST_OF_TEST else "test"
 
 
-def standard_library(split: str = "train", hold_out: float | None = None) -> Table:
+def standard_library(source: Source) -> Table:
     """Return a split of Python's own sources, train, validation or test: a few megabytes at most."""
     root = Path(sysconfig.get_path("stdlib"))
     paths: list[Path] = []
@@ -184,58 +160,40 @@ def standard_library(split: str = "train", hold_out: float | None = None) -> Tab
         folders[:] = set(folders) - SKIPPED_FOLDERS
         paths += (Path(folder, name) for name in names if name.endswith(".py"))
     named = {path.relative_to(root).as_posix(): path for path in sorted(paths) if path.stat().st_size}
-    source = Source(name=STDLIB, split=split, hold_out=hold_out)
-    return local_files(source, {name: path for name, path in named.items() if split_of(name) == split})
+    return local_files(source, {name: path for name, path in named.items() if split_of(name) == source.split})
 
 
 def hub_dataset(source: Source) -> Table:
-    """Return a split of a hub data set; nothing is fetched before it is read. Rows are named by their number where the
-    order is fixed. The seeded order permutes all rows on disk. In a stream it permutes the files and reads several
-    in turns.
+    """Return a split of a hub data set. Rows are named by their number where the order is fixed. The seeded order
+    permutes all rows on disk. In a stream it permutes the files, and shuffles as many rows at a time as `shuffled`.
     """
+    # `datasets` takes a second to import, and local text does without.
+    from datasets import load_dataset
+
     name, revision, streaming = source.name, source.revision, source.streaming
+    with _hub_errors(name):
+        if streaming:
+            revision = str(HfApi().dataset_info(name, revision=revision).sha)
+        dataset = load_dataset(name, source.subset, split=source.split, revision=revision, streaming=streaming)
+    # In the cache of `datasets` a data set is in a folder with the name of its commit.
+    commit = revision if streaming else Path(dataset.cache_files[0]["filename"]).parent.name
 
-    @functools.cache
-    def loaded() -> Any:
-        # `datasets` takes a second to import, and local text does without.
-        from datasets import load_dataset
+    def read(columns: Sequence[str], seed: int | None) -> Iterator[NamedJson]:
+        for number, row in enumerate(dataset if seed is None else dataset.shuffle(seed), 1):
+            yield from texts([(f"{name}:{number}" if seed is None else name, row)], columns)
 
-        with _hub_errors(name):
-            return load_dataset(name, source.subset, split=source.split, revision=revision, streaming=streaming)
-
-    def identity() -> Json:
-        if not streaming:
-            # In the cache of `datasets` a data set is in a folder with the name of its commit.
-            return {"commit": Path(loaded().cache_files[0]["filename"]).parent.name}
-        with _hub_errors(name):
-            return {"commit": HfApi().dataset_info(name, revision=revision).sha}
-
-    def read(columns: Sequence[str], seed: int | None) -> Iterator[NamedRow]:
-        dataset = loaded()
-        if seed is not None:
-            # A small buffer suffices, since `shuffled` comes after it.
-            dataset = dataset.shuffle(seed, **({"buffer_size": 100} if streaming else {}))
-        rows = ((f"{name}:{number}" if seed is None else name, row) for number, row in enumerate(dataset, 1))
-        yield from shuffled(texts(rows, columns), seed if streaming else None)
-
-    return Table(source, read, identity)
+    return Table(source, read, {"commit": commit})
 
 
 def hub_file(source: Source, file: str, member: str = "") -> Table:
     """Return one file of a data set on the hub as it was uploaded, or a `member` of a zip archive, so that no script
     runs. Rows are named by their place on the hub.
     """
-
-    def downloaded() -> Path:
-        with _hub_errors(f"{source.name}/{file}"):
-            return Path(hf_hub_download(source.name, file, repo_type="dataset", revision=source.revision))
-
-    def read(columns: Sequence[str], seed: int | None) -> Iterator[NamedRow]:
-        opened = zipfile.Path(downloaded(), member) if member else downloaded()
-        return read_files({f"{source.name}/{member or file}": opened}, columns, seed)
-
+    with _hub_errors(f"{source.name}/{file}"):
+        path = Path(hf_hub_download(source.name, file, repo_type="dataset", revision=source.revision))
+    files = {f"{source.name}/{member or file}": zipfile.Path(path, member) if member else path}
     # In the cache of the hub a file is in a folder with the name of its commit.
-    return Table(source, read, lambda: {"commit": downloaded().parents[file.count("/")].name})
+    return Table(source, functools.partial(read_files, files), {"commit": path.parents[file.count("/")].name})
 
 
 @contextmanager
@@ -249,34 +207,29 @@ def _hub_errors(name: str) -> Iterator[None]:
         raise DataError(f"{name}: {what}; {advice}") from error
 
 
-def find_table(source: Source, suffixes: tuple[str, ...] = TABLE_SUFFIXES) -> Table:
-    """Find the rows that `source` names; raise DataError if they are not there (for the hub, when they are read)."""
+def find_table(source: Source) -> Table:
+    """Return the rows that `source` names, of `builtin:recall` the text between its facts; raise DataError if they are
+    not there.
+    """
     name = source.name
+    if name in (STDLIB, RECALL):
+        return standard_library(source)
     if name.startswith("builtin:"):
-        raise DataError(f"{name}: no such built-in rows; there are {STDLIB} and {RECALL}, and only as text to pack")
+        raise DataError(f"{name}: no such built-in text; choose {STDLIB} or {RECALL}")
     if name == SCROLLS:
         return hub_file(source, f"{source.subset}.zip", f"{source.subset}/{source.split}.jsonl")
     if not looks_local(name):
         return hub_dataset(source)
-    files = files_named(name, suffixes)
-    if suffixes == TABLE_SUFFIXES and not files[0].name.lower().endswith(suffixes):
-        raise DataError(f"{name}: holds no rows with columns; name {', '.join(suffixes)} files")
-    return local_files(source, {str(file): file for file in files})
-
-
-def find_corpus(source: Source) -> Table:
-    """Find the documents that `source` names, as `find_table` does; of `builtin:recall` the text between its facts."""
-    if source.name in (STDLIB, RECALL):
-        return standard_library(source.split, source.hold_out)
-    return find_table(source, DOCUMENT_SUFFIXES)
+    return local_files(source, {str(file): file for file in files_named(name)})
 
 
 def share_to_hold_out(source: Source, target: int) -> float:
     """Return the share of `source` that a recipe for windows of `target` tokens (L') holds out: about four windows, a
     fiftieth to a fifth of local text, and a hundredth of a data set on the hub.
     """
-    size = find_corpus(source).size
-    return 0.01 if size is None else round(min(0.2, max(0.02, 16 * target / max(1, size))), 2)
+    if not looks_local(source.name):
+        return 0.01
+    return round(min(0.2, max(0.02, 16 * target / max(1, find_table(source).size))), 2)
 
 
 # What a source of text and `evaluation.perplexity` have in common.
@@ -310,6 +263,5 @@ def evaluation_documents(options: PerplexityOptions) -> Iterator[Document]:
     if name in PINNED:
         return hub_file(*PINNED[name]).documents()
     # The first of a large data set are measured without downloading all of it.
-    streaming = options.hold_out is not None
-    source = Source(name=name, streaming=streaming, **options.model_dump(include=HELD_OUT_KEYS))
-    return find_corpus(source).documents(held_out=True)
+    keys = {"streaming": options.hold_out is not None, **options.model_dump(include=HELD_OUT_KEYS)}
+    return find_table(Source(name=name, **keys)).documents(held_out=True)

@@ -1,19 +1,29 @@
 """Text to token ids: special tokens in a text are text, and a long text is tokenized in pieces."""
 
 import hashlib
+import itertools
 import json
 from array import array
 from collections.abc import Callable, Iterable, Iterator, MutableSequence, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 Item = TypeVar("Item")
 Tokens = MutableSequence[int]
-# A fast tokenizer works on the texts of a call in parallel; its own records of a call take some 100 bytes a token.
-CHARACTERS_AT_ONCE = 4_000_000
-CHARACTERS_AT_FIRST = 50_000
+
+
+# A fast tokenizer works on the texts of a call in parallel. Its own records of a call take some 100 bytes a token,
+# 200 MB for so many novels.
+TEXTS_AT_ONCE = 16
 # How many characters of a long text are tokenized together.
 PIECE = 500_000
+
+
+class Labelled(NamedTuple):
+    """Token ids, and whether each is learned."""
+
+    ids: list[int]
+    learned: list[bool]
 
 
 def tokenized(tokenizer: Any, texts: Sequence[str], special_tokens: bool = False) -> list[Tokens]:
@@ -51,19 +61,10 @@ def pieces(text: str) -> Iterator[str]:
         start = end
 
 
-def in_batches(
-    items: Iterable[Item], size: Callable[[Item], int], room: int = CHARACTERS_AT_ONCE
-) -> Iterator[list[Item]]:
-    """Yield batches of items whose sizes come to about `room`; less at first, so that who needs little waits little."""
-    limit, held = CHARACTERS_AT_FIRST, 0
-    batch: list[Item] = []
-    for item in items:
-        batch.append(item)
-        held += size(item)
-        if held >= min(limit, room):
-            yield batch
-            batch, held, limit = [], 0, 2 * limit
-    if batch:
+def in_batches(items: Iterable[Item]) -> Iterator[list[Item]]:
+    """Yield lists of a few items, as many as are tokenized together."""
+    remaining = iter(items)
+    while batch := list(itertools.islice(remaining, TEXTS_AT_ONCE)):
         yield batch
 
 

@@ -11,8 +11,9 @@ from statistics import fmean
 import torch
 from torch.nn.functional import kl_div
 
-from pi_lora.data.chats import Chat, ChatTemplate
+from pi_lora.data.chats import ChatTemplate
 from pi_lora.data.sources import count_lines, find_table
+from pi_lora.data.tokens import Labelled
 from pi_lora.errors import DataError
 from pi_lora.evaluation.forward import check_numbers, in_parts, logits_at, padded
 from pi_lora.evaluation.generation import written_ids
@@ -88,7 +89,7 @@ class Chats(Measurement[ChatOptions, ChatScores]):
         if options.base and (options.base != model.name or model.extension):  # else the model is its own base
             dtype = str(model.model.dtype).removeprefix("torch.")
             base = find(options.base, permissions=model.permissions).load(dtype)
-        decided_by = {**options.model_dump(), "rows": table.identity(), "base": base and identity_of(base)}
+        decided_by = {**options.model_dump(), "rows": table.identity, "base": base and identity_of(base)}
         found = session.measure(
             model, decided_by, list(chats), lambda name: chat_score(model, base, chats[name]) | {"name": name}
         )
@@ -126,7 +127,7 @@ class Chats(Measurement[ChatOptions, ChatScores]):
 
 
 @torch.no_grad()
-def chat_score(model: Model, base: Model | None, chat: Chat) -> Json:
+def chat_score(model: Model, base: Model | None, chat: Labelled) -> Json:
     """Measure the assistant's tokens of a chat, against another model if there is a `base`: fields of ChatScore."""
     places = [place for place, learned in enumerate(chat.learned) if learned and place]
     ids = padded(model.model, [chat.ids])

@@ -8,7 +8,7 @@ from statistics import fmean
 
 from pydantic import Field
 
-from pi_lora.data.examples import EMPTY, TOO_LONG, Prompter, no_example
+from pi_lora.data.examples import EMPTY, NO_EXAMPLE, TOO_LONG, Prompter
 from pi_lora.data.sources import SCROLLS, count_lines, find_table
 from pi_lora.errors import DataError
 from pi_lora.evaluation.forward import prompts_at_once
@@ -60,10 +60,9 @@ class Summarization(Measurement[SummarizationOptions, SummarizationScores]):
         _, data = complete(options, model)
         prompter = Prompter(data, model.tokenizer, model.window)
         table, counts = find_table(data.source[0]), Counter[str]()
-        batches = prompter.batches(table.read(prompter.task.columns, None), counts, options.limit)
-        examples = [example for batch in batches for example in batch]
+        examples = list(prompter.examples(table.read(prompter.task.columns, None), counts, options.limit))
         if not examples:
-            raise no_example(data.source[0].name, counts, no_room(model, data.completion_tokens))
+            raise DataError(f"{data.source[0].name}: {NO_EXAMPLE}")
         for line in count_lines(counts):
             session.say(line)
         size = options.batch_size or prompts_at_once(model.window)
@@ -72,18 +71,18 @@ class Summarization(Measurement[SummarizationOptions, SummarizationScores]):
             """Write a batch of summaries with a seed of its own, so that neither interruptions nor the number of
             processes change them.
             """
-            batch = [prompt.ids for _, _, prompt in examples[start : start + size]]
+            batch = [prompt.ids for _, _, prompt, _ in examples[start : start + size]]
             return generate(model, batch, options.changed(seed=(options.seed + start) % 2**32))
 
-        decided_by = {**options.model_dump(), "rows": table.identity(), "batch_size": size}
+        decided_by = {**options.model_dump(), "rows": table.identity, "batch_size": size}
         written = session.measure(model, decided_by, range(0, len(examples), size), write)
         texts = [text for batch in written for text in batch]
-        references = [row[prompter.task.completion] for _, row, _ in examples]
+        references = [row[prompter.task.completion] for _, row, *_ in examples]
         rouges = rouge(texts, references)
         return {
             "examples": len(examples),
             "left_out": {"empty": counts[EMPTY], "too_long": counts[TOO_LONG]},
-            "documents_cut": sum(prompt.kept < prompt.document_tokens for _, _, prompt in examples),
+            "documents_cut": sum(prompt.kept < prompt.document_tokens for _, _, prompt, _ in examples),
             **{name: fmean(values) for name, values in rouges.items()},
             "per_example": rouges,
         }
@@ -146,14 +145,9 @@ def summarize(
         raise DataError(f"{loaded.name}: {tuned_on}; try pi-lora eval summarization on such rows")
     [prompt] = prompter.prompts([dict.fromkeys(columns, text)])
     if not prompt.fits:
-        raise DataError(no_room(loaded, data.completion_tokens))
+        left = f"{data.completion_tokens} leave no room for a document in the {loaded.window} tokens"
+        raise DataError(f"--max-new-tokens: {left} that {loaded.name} reads; choose fewer, or a model that reads more")
     if prompt.kept < prompt.document_tokens:
         cut = f"{prompt.document_tokens:,} tokens are longer than the window of {loaded.name}"
         say(f"{name}: {cut}; truncated to the first {prompt.kept:,}")
     generate(loaded, [prompt.ids], options, write)
-
-
-def no_room(loaded: Model, completion_tokens: int) -> str:
-    """Return that the window holds no document beside its summary."""
-    left = f"{completion_tokens} leave no room for a document in the {loaded.window} tokens"
-    return f"--max-new-tokens: {left} that {loaded.name} reads; choose fewer, or a model that reads more"

@@ -14,7 +14,7 @@ from jinja2 import Template
 from pi_lora.data.chats import AT_STAKE
 from pi_lora.data.documents import looks_local
 from pi_lora.data.examples import data_problems
-from pi_lora.data.sources import find_corpus, held_out_text, share_to_hold_out
+from pi_lora.data.sources import find_table, held_out_text, share_to_hold_out
 from pi_lora.errors import PiLoraError, RecipeError, RunExistsError
 from pi_lora.models.files import BUILTIN
 from pi_lora.models.tokenizer import has_chat_template
@@ -77,7 +77,7 @@ def new_recipe(
     notes = [
         f"--data: {name}: no such file or folder; it is taken for a data set on the hub"
         for name in texts
-        if not looks_local(name) and not name.startswith(BUILTIN)
+        if not looks_local(name)
     ]
     if not texts:
         names = " and ".join(source.name for source in plan.recipe.data.source)
@@ -165,9 +165,9 @@ def _sized(plan: TrainingPlan) -> TrainingPlan:
     sequences = math.inf
     for text in data.source:
         # No size is known on the hub.
-        if size := find_corpus(text).size:
+        if looks_local(text.name):
             # A mixture of equal shares ends when one of its sources is used up.
-            tokens = size * (1 - (text.hold_out or 0)) / BYTES_PER_TOKEN * len(data.source)
+            tokens = find_table(text).size * (1 - (text.hold_out or 0)) / BYTES_PER_TOKEN * len(data.source)
             sequences = min(sequences, tokens / length)
     if share := _share_of_time(plan):
         # A longer run than the worthwhile one has to end in time.

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")  # TRL reports usage othe
 from trl import SFTConfig, SFTTrainer
 from trl.models import enable_selective_activation_checkpointing
 
-from pi_lora.data.batches import TrainingData
+from pi_lora.data.batches import LengthGroups, TrainingData, collate
 from pi_lora.errors import ModelError
 from pi_lora.models import adapter as adapters
 from pi_lora.models import machine
@@ -102,7 +103,9 @@ class Trainer(SFTTrainer):
         self.cast_by_autocast = machine.computes_in(recipe) != "float32" and not (tuning.dropout or tuning.dora)
         plan = plan_here(recipe, model.permissions)
         self.plain_loss = plan is not None and plan.memory.plain_loss
-        self.groups: Sampler[int] | None = data.groups(recipe.sequences_at_once, self.training.seed)
+        self.groups: Sampler[int] | None = None
+        if len(set(data.tokens)) > 1:
+            self.groups = LengthGroups(recipe.sequences_at_once, lengths=data.tokens)
         if recipe.model.kernels == "liger":
             machine.use_liger(tuned)
         if self.training.mlp_chunk_tokens:
@@ -115,7 +118,7 @@ class Trainer(SFTTrainer):
             super().__init__(
                 model=tuned,
                 args=trainer_arguments(recipe, run, model.name),
-                data_collator=data.collate,
+                data_collator=partial(collate, padding=data.padding),
                 train_dataset=data.rows,
                 processing_class=model.tokenizer,
                 callbacks=[monitor],

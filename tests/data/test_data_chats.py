@@ -10,8 +10,9 @@ from small_tokenizers import made
 from transformers import PreTrainedTokenizerFast
 
 from pi_lora.data.batches import collate, training_data
-from pi_lora.data.chats import AT_STAKE, Chat, ChatTemplate, messages_of
+from pi_lora.data.chats import AT_STAKE, ChatTemplate, messages_of
 from pi_lora.data.examples import data_problems
+from pi_lora.data.tokens import Labelled
 from pi_lora.errors import DataError
 from pi_lora.recipe.schema import Data, Training
 
@@ -152,9 +153,9 @@ def test_every_label_is_that_of_a_plain_reference(name: str) -> None:
         own = tokenizer(text, add_special_tokens=False)["input_ids"]
         ids += own
         learned += [by_assistant] * len(own)
-    assert chat == Chat(ids, learned)
+    assert chat == Labelled(ids, learned)
     everything = ChatTemplate(tokenizer, learn_all=True).encode(messages, 10_000)
-    assert everything == Chat(ids, [True] * len(ids))
+    assert everything == Labelled(ids, [True] * len(ids))
 
 
 @pytest.mark.parametrize(
@@ -180,13 +181,13 @@ def test_a_chat_that_cannot_be_used_is_left_out_with_the_reason(
 
 def test_sharegpt_is_read_as_messages() -> None:
     theirs = [{"from": "system", "value": "s"}, {"from": "human", "value": "u"}, {"from": "gpt", "value": "a"}]
-    assert messages_of("x:1", json.dumps(theirs)) == [
+    assert messages_of("x:1", theirs) == [
         {"role": "system", "content": "s"},
         {"role": "user", "content": "u"},
         {"role": "assistant", "content": "a"},
     ]
     with pytest.raises(DataError, match=r"^x:1: holds a message without role and content; write \{role"):
-        messages_of("x:1", '[{"text": "a"}]')
+        messages_of("x:1", [{"text": "a"}])
 
 
 def test_chats_are_packed_whole_and_padded(tmp_path: Path, tokenizer: Any) -> None:
@@ -252,15 +253,19 @@ def test_without_chats_a_model_that_chats_says_what_is_at_stake(tmp_path: Path, 
     assert AT_STAKE in training_data(data, training, tokenizer, 64, 128).messages
     assert AT_STAKE not in training_data(data, training, make_tokenizer(None), 64, 128).messages
     with pytest.raises(DataError, match=r"^data.source: the tokenizer of the model has no chat template"):
-        training_data(data_of({"name": "x", "column": "messages"}), training, make_tokenizer(None), 64, 128)
+        training_data(data_of(write_chats(tmp_path / "x.jsonl", [])), training, make_tokenizer(None), 64, 128)
 
 
 @pytest.mark.parametrize(
     ("row", "column", "message"),
     [
-        ({"chat": QUESTIONS}, "chat", r"column chat holds list, not text; .*one of chats: messages or conversations"),
-        ({"messages": "Hello"}, "messages", "column messages holds str, not a list of messages"),
-        ({"text": "Hello"}, "messages", "has no column messages; choose from its columns: text"),
+        (
+            {"chat": QUESTIONS},
+            "chat",
+            "has no text in column chat; choose text, or chats named messages or conversations",
+        ),
+        ({"messages": "Hello"}, "messages", "has no list of messages in column messages"),
+        ({"text": "Hello"}, "messages", "in column messages; .* from its columns: text"),
     ],
 )
 def test_a_refused_column_says_what_to_write(tmp_path: Path, row: dict[str, Any], column: str, message: str) -> None:

@@ -122,14 +122,12 @@ def test_a_completion_is_what_stands_behind_the_prompt_and_ends(tokenizer: Any) 
 def test_rows_that_are_cut_or_left_out_are_counted(tmp_path: Path, tokenizer: Any) -> None:
     rows = [*ROWS, {"text": " ", "gist": "x"}, {"text": "x", "gist": None}, {"text": "Fine.", "gist": "Good."}]
     file, training = write(tmp_path / "rows.jsonl", rows), Training(steps=1, global_batch_size=1)
-    # The second time from the cache.
-    for _ in range(2):
-        found = training_data(data_of(file, completion_tokens=8), training, tokenizer, 64, 90)
-        assert found.tokens == [len(row["input_ids"]) for row in found.rows]
-        lengths = f"4 examples of {min(found.tokens)} to {max(found.tokens)} tokens"
-        assert found.messages == [lengths, "empty rows left out: 2", "documents cut: 2"]
-        texts = [tokenizer.decode(row["input_ids"][row["learned"]]) for row in found.rows]
-        assert texts[2:] == [" Cold.</s>", " Good.</s>"]
+    found = training_data(data_of(file, completion_tokens=8), training, tokenizer, 64, 90)
+    assert found.tokens == [len(row["input_ids"]) for row in found.rows]
+    lengths = f"4 sequences of at most {max(found.tokens)} tokens"
+    assert found.messages == [lengths, "empty rows left out: 2", "documents cut: 2"]
+    texts = [tokenizer.decode(row["input_ids"][row["learned"]]) for row in found.rows]
+    assert texts[2:] == [" Cold.</s>", " Good.</s>"]
     keys = {"template": "Say {text}:", "completion": "gist", "document": None, "summary": None, "completion_tokens": 8}
     found = training_data(data_of(file, **keys), training, tokenizer, 64, 90)
     assert found.messages[1:] == ["empty rows left out: 2", "rows too long for the window left out: 1"]
@@ -140,7 +138,7 @@ def test_rows_that_are_cut_or_left_out_are_counted(tmp_path: Path, tokenizer: An
     [
         ("rows.csv", "text,gist\na,b,c\n", "rows.csv:1: cannot be read (it is not one value for each column)"),
         ("rows.csv", 'text,gist\n"a,b\n', "rows.csv:1: cannot be read (unexpected end of data)"),
-        ("rows.txt", "text", "holds no rows with columns"),
+        ("rows.txt", "text", "has no text in column gist; choose"),
     ],
 )
 def test_damaged_files_are_seen_before_training(tmp_path: Path, name: str, content: str, message: str) -> None:
@@ -152,11 +150,8 @@ def test_damaged_files_are_seen_before_training(tmp_path: Path, name: str, conte
 @pytest.mark.parametrize(
     ("training", "message"),
     [
-        (
-            {"steps": 5, "global_batch_size": 2},
-            r"training.steps: 5 of 2 are 2.5 epochs of 3 examples; set data.epochs to 3",
-        ),
-        ({"steps": 1, "global_batch_size": 4}, "training.global_batch_size: 4 is more than the 3 examples"),
+        ({"steps": 3, "global_batch_size": 2}, "training.steps: 3 of 2 are more than 1 epochs of 3 examples; raise"),
+        ({"steps": 2, "global_batch_size": 4}, "training.steps: 2 of 4 are more than 1 epochs of 3 examples"),
     ],
 )
 def test_more_steps_than_examples_are_refused(

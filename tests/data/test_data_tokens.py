@@ -13,12 +13,12 @@ from transformers import PreTrainedTokenizerFast
 from pi_lora.data import tokens
 from pi_lora.data.batches import training_data
 from pi_lora.data.examples import Prompter
-from pi_lora.data.sources import standard_library
-from pi_lora.data.tokens import in_batches, pieces, tokenized, tokenizer_identity
+from pi_lora.data.sources import STDLIB, find_table
+from pi_lora.data.tokens import pieces, tokenized, tokenizer_identity
 from pi_lora.errors import DataError
 from pi_lora.models.files import BUILTIN_FOLDER
 from pi_lora.models.tokenizer import load_tokenizer, save_tokenizer
-from pi_lora.recipe.schema import Data, Training
+from pi_lora.recipe.schema import Data, Source, Training
 
 
 @pytest.fixture(scope="module", params=["builtin", "llama", "cl100k", "unigram"])
@@ -41,17 +41,11 @@ def test_pieces_are_the_text_and_end_with_a_line(text: str) -> None:
     assert all(piece.endswith("\n") for piece in found[:-1] if "\n" in piece)
 
 
-@given(sizes=st.lists(st.integers(0, 9), max_size=30), room=st.integers(1, 40))
-def test_batches_lose_nothing_and_end_where_they_are_full(sizes: list[int], room: int) -> None:
-    batches = list(in_batches(sizes, int, room))
-    assert [size for batch in batches for size in batch] == sizes
-    assert all(sum(batch[:-1]) < room for batch in batches)
-    assert all(sum(batch) >= room for batch in batches[:-1])
-
-
 def test_a_long_text_is_tokenized_in_pieces(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the frame of a whole text, its characters, and other tokens only where it was cut."""
-    text = "".join(document.text for document, _ in zip(standard_library().documents(), range(8), strict=False))
+    text = "".join(
+        document.text for document, _ in zip(find_table(Source(name=STDLIB)).documents(), range(8), strict=False)
+    )
     [whole] = tokenized(tokenizer, [text])
     monkeypatch.setattr(tokens, "PIECE", 10_000)
     cuts = len(list(pieces(text)))

@@ -172,36 +172,18 @@ def test_the_two_commands(
     assert (status, err) == (0, "")
 
 
-def test_a_pdf_is_read(tmp_path: Path) -> None:
-    from pi_lora.data.documents import read_document
-
-    objects = [
-        "<</Type/Catalog/Pages 2 0 R>>",
-        "<</Type/Pages/Kids[3 0 R]/Count 1>>",
-        "<</Type/Page/Parent 2 0 R/MediaBox[0 0 300 200]/Contents 4 0 R/Resources<</Font<</F 5 0 R>>>>>>",
-        "<</Length 46>>stream\nBT /F 12 Tf 20 100 Td (Agencies found it) Tj ET\n\nendstream",
-        "<</Type/Font/Subtype/Type1/BaseFont/Helvetica>>",
-    ]
-    body, places = "%PDF-1.4\n", []
-    for number, content in enumerate(objects, 1):
-        places.append(len(body))
-        body += f"{number} 0 obj{content}endobj\n"
-    table = "".join(f"{place:010} 00000 n \n" for place in places)
-    body += f"xref\n0 6\n0000000000 65535 f \n{table}trailer<</Size 6/Root 1 0 R>>\nstartxref\n{len(body)}\n%%EOF\n"
-    file = tmp_path / "report.pdf"
-    file.write_bytes(body.encode("latin-1"))
-    assert read_document(str(file)) == "Agencies found it"
-
-
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
         (["summarize", "builtin:tiny", "gone.txt"], "gone.txt: cannot be read ([Errno 2] No such file or directory"),
         (["summarize", "builtin:tiny", "some.txt"], "--max-new-tokens: 1000 leave no room for a document in the 256"),
-        (["eval", "summarization", "builtin:tiny", "--data", "rows.jsonl"], "rows.jsonl:1: has no column input"),
+        (
+            ["eval", "summarization", "builtin:tiny", "--data", "rows.jsonl"],
+            "rows.jsonl:1: has no text in column input; choose text, or chats named messages",
+        ),
         (
             ["eval", "summarization", "builtin:tiny", "--data", "rows.jsonl", "--document", "a", "--summary", "b"],
-            "--max-new-tokens: 1000 leave no room for a document in the 256",
+            "rows.jsonl: no row has text in every column and a prompt that fits",
         ),
         (
             ["eval", "summarization", "builtin:tiny", "--data", "rows.jsonl", "--template", "{a}"],

@@ -13,7 +13,7 @@ from conftest import train
 from test_cli import run
 
 from pi_lora.data.chats import AT_STAKE
-from pi_lora.data.sources import evaluation_documents, find_corpus
+from pi_lora.data.sources import evaluation_documents, find_table
 from pi_lora.errors import PiLoraError
 from pi_lora.models.model import find_to_tune
 from pi_lora.planning import choosing
@@ -146,7 +146,7 @@ def test_the_recipe_trains(command: Command, tmp_path: Path) -> None:
     assert measured
     assert (measured.data, measured.hold_out) == (source.name, source.hold_out) == ("notes.txt", 0.03)
     held_out = next(evaluation_documents(measured)).text
-    assert len(held_out) + len(next(find_corpus(source).documents()).text) == 270_000
+    assert len(held_out) + len(next(find_table(source).documents()).text) == 270_000
 
 
 def test_new_plan_and_train_say_the_same_on_this_machine(command: Command, tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import architectures
-import numpy as np
 import pytest
 import torch
 from conftest import small_recipe, train
@@ -17,8 +16,8 @@ LENGTHS = ((30, 10), (15, 6), (20, 20))
 
 
 def batch() -> dict[str, torch.Tensor]:
-    ids = torch.randint(2, 60, (40,), generator=torch.Generator().manual_seed(3)).numpy()
-    return collate([{"input_ids": ids[: n + m], "learned": np.arange(n + m) >= n} for n, m in LENGTHS], PADDING)
+    ids = torch.randint(2, 60, (40,), generator=torch.Generator().manual_seed(3))
+    return collate([{"input_ids": ids[: n + m], "learned": torch.arange(n + m) >= n} for n, m in LENGTHS], PADDING)
 
 
 # Full attention, sliding windows shorter than the examples, LayerNorm and biases, state spaces, local and full layers.
