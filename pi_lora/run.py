@@ -8,6 +8,7 @@ import re
 import shlex
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -136,9 +137,9 @@ class Run:
                     os.fsync(content.fileno())
         write_json(checkpoint / COMPLETE, _sizes(checkpoint))
 
-    def checkpoint_to_resume(self) -> tuple[Path | None, list[str]]:
-        """Return the newest checkpoint whose files are all there, whose training log is restored, or None; and messages
-        about newer ones, which are removed. Raise ModelError if there are only damaged ones.
+    def checkpoint_to_resume(self) -> Path | None:
+        """Return the newest checkpoint whose files are all there, and restore its training log. Newer ones are removed,
+        and a line on stderr says which of them is damaged. Raise ModelError if there are only damaged ones.
         """
         unusable: list[Path] = []
         damaged: list[str] = []
@@ -152,11 +153,13 @@ class Run:
             if damaged:
                 none_left = f"no checkpoint before is left: remove {self.path} and start again"
                 raise ModelError(f"{'; '.join(damaged)}; {none_left}")
-            return None, []
+            return None
         for path in unusable:
             shutil.rmtree(path)
         write_whole(self.path / TRAINING_LOG, (checkpoint / TRAINING_LOG).read_text(encoding="utf-8"))
-        return checkpoint, [f"{line}; resuming from {checkpoint.name}" for line in damaged]
+        for line in damaged:
+            print(f"{line}; resuming from {checkpoint.name}", file=sys.stderr)
+        return checkpoint
 
     def check_same_origin(self, output: Path, now: Origin, permissions: Permissions) -> None:
         """Raise ModelError if this interrupted run of `output` began with another base, tokenizer or data."""

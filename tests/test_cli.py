@@ -63,14 +63,6 @@ def test_ctrl_c_while_it_starts_is_one_line(tmp_path: Path, delay: float) -> Non
     assert errors.startswith("interrupted; nothing was written") or "interrupted after step" in errors
 
 
-def test_shipped_recipes_have_names(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    out = run(capsys, monkeypatch, "recipes")[1]
-    assert {"demo", "7b_16k", "paper/65b_8k"} < {line.split()[0] for line in out.splitlines()}
-
-
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [

@@ -2,7 +2,6 @@
 
 import shlex
 import shutil
-import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -56,7 +55,8 @@ def train(
             tuned = model.being_tuned(str(output), load_for_tuning(recipe, model), autocast)
             monitor = Monitor(recipe, tuned, run, signals, progress)
             trainer = Trainer(recipe, tuned, data, run, monitor)
-            trainer.train(resume_from_checkpoint=_checkpoint_to_resume(run) if resume else None)
+            # The first process finds the checkpoint that all of them resume.
+            trainer.train(from_all([run.checkpoint_to_resume() if resume and is_leader() else None])[0])
             if monitor.stopped:
                 step, how = trainer.state.global_step, resume_command(output)
                 kept = f"interrupted after step {step}, a checkpoint is kept; resume it with {how}"
@@ -171,12 +171,3 @@ def closing_lines(recipe: Recipe, folder: Path) -> list[str]:
         f"{folder}: step {last['step']}, loss {last['loss']:.3f}, {hours}, {speed:,.0f} tokens/s",
         f"measure it with {shlex.join(['pi-lora', 'eval', *how])}",
     ]
-
-
-def _checkpoint_to_resume(run: Run) -> str | None:
-    """Return the checkpoint that the first process finds undamaged, in every process."""
-    checkpoint, messages = run.checkpoint_to_resume() if is_leader() else (None, [])
-    for line in messages:
-        print(line, file=sys.stderr)
-    checkpoint = from_all([checkpoint])[0]
-    return str(checkpoint) if checkpoint else None

@@ -30,12 +30,14 @@ def interrupted(staging: Path) -> list[Path]:
 
 @pytest.mark.parametrize("damage", [half, Path.unlink])
 @pytest.mark.parametrize("name", ["optimizer.pt", "shards/0", "training.jsonl", "complete"])
-def test_the_one_before_is_taken(name: str, damage: Callable[[Path], None], tmp_path: Path) -> None:
+def test_the_one_before_is_taken(
+    name: str, damage: Callable[[Path], None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     newest, before = interrupted(tmp_path)
-    assert Run(tmp_path).checkpoint_to_resume() == (newest, [])
+    assert Run(tmp_path).checkpoint_to_resume() == newest
     damage(newest / name)
-    found, said = Run(tmp_path).checkpoint_to_resume()
-    assert found == before
+    assert Run(tmp_path).checkpoint_to_resume() == before
+    said = capsys.readouterr().err.splitlines()
     # Without its mark a checkpoint is one that was never finished.
     assert len(said) == (0 if (name, damage) == ("complete", Path.unlink) else 1)
     assert all(line.startswith(f"{newest}: ") and line.endswith("; resuming from checkpoint-2") for line in said)
