@@ -35,8 +35,6 @@ from pi_lora.planning.planning import (
 from pi_lora.planning.shape import Shape, flops_of_training
 from pi_lora.recipe.schema import Recipe, Training, Tuning
 
-REPOSITORY = Path(__file__).parents[2]
-LARGEST = str(REPOSITORY / "recipes" / "paper" / "65b_8k.yaml")
 LLAMA = "huggyllama/llama-7b"
 OPTIMIZERS = ("adamw", "paged_adamw_8bit")
 # One sequence, and nothing is computed twice.
@@ -230,7 +228,6 @@ def test_a_named_device_is_planned_for() -> None:
     assert device_for(asked) is GPUS["4090"]
     assert device_for(asked, "h100") is GPUS["H100"]
     plan = plan_of(asked, "48GB")
-    assert plan.gpu.name == "48GB"
     assert plan.memory == plan_of(plan.recipe, "A6000").memory
     assert plan.hours is plan.as_json()["hours"] is None
     assert "no hours, since the peak of this device is not known" in str(plan)
@@ -309,7 +306,7 @@ def test_a_recipe_with_a_shipped_shape_is_planned_without_torch(tmp_path: Path) 
         "import sys\n"
         "from contextlib import suppress\n"
         "from pi_lora.cli import main\n"
-        f"sys.argv = ['pi-lora', 'plan', {LARGEST!r}, '--json', {str(file)!r}]\n"
+        f"sys.argv = ['pi-lora', 'plan', 'paper/65b_8k', '--json', {str(file)!r}]\n"
         "with suppress(SystemExit): main()\n"
         "print({'torch', 'transformers', 'trl', 'peft', 'datasets', 'bitsandbytes'} & set(sys.modules))"
     )
@@ -320,4 +317,5 @@ def test_a_recipe_with_a_shipped_shape_is_planned_without_torch(tmp_path: Path) 
     assert (found["gpu"], found["gpus"], found["fits"], found["steps"]) == ("A100-80", 128, True, 1000)
     assert found["tokens_per_step"] == 128 * 8192
     assert 0 < found["peak_bytes_per_gpu"] < GPUS["A100-80"].memory
-    assert "on each of 128 x A100-80 (16 machines)" in answer.stdout
+    for words in ("on each of 128 x A100-80 (16 machines)", "each part: weights 5.4, ", "the paper has: table 1: "):
+        assert words in answer.stdout
