@@ -59,6 +59,7 @@ def read_length(_: object, tokens: Sequence[Token]) -> int:
     return length
 
 
+NewWindow = Annotated[int, Parameter(converter=read_length, help="L', the window to extend to, as 16384 or 16k.")]
 Original = Annotated[
     int | None, Parameter(converter=read_length, help="Original window of a plain base, if not its config's.")
 ]

@@ -11,11 +11,11 @@ from cyclopts.types import NonNegativeInt, PositiveInt
 
 from pi_lora.cli.app import (
     EXTEND,
-    Dtype,
     JsonFile,
     Loaded,
     Loading,
     ModelName,
+    NewWindow,
     Original,
     Override,
     Probe,
@@ -25,7 +25,6 @@ from pi_lora.cli.app import (
     TrustRemoteCode,
     app,
     extension_of,
-    read_length,
 )
 from pi_lora.distributed import is_launched, is_leader, launch, launch_arguments
 from pi_lora.errors import PiLoraError
@@ -87,12 +86,10 @@ def merge(
     run: Annotated[Path, Parameter(name="RUN", help="A run or adapter: a folder or a hub id.")],
     /,
     *,
-    trust: Trusted = Trust(),
-    base: Annotated[str | None, Parameter(help="Base model, if it moved or is not named.")] = None,
+    how: Loaded = Loading(),
     reference: Annotated[bool, Parameter(help="Also write answers for check-server into the folder.")] = False,
     sibling: Annotated[bool, Parameter(help="--base is a sibling of the base it was tuned on.")] = False,
     output: Annotated[Path | None, Parameter(help="A new folder; models/<run> by default.")] = None,
-    dtype: Dtype = None,
     check: Annotated[
         Literal["tensors", "logits", "none"], Parameter(help="Written tensors, or logits too, against base + adapter.")
     ] = "tensors",
@@ -104,9 +101,9 @@ def merge(
         from pi_lora.serving.check import REFERENCE_FILE, Reader
     with progress_bar("merging bytes") as progress:
         to = output or Path("models") / run.resolve().name
-        merged = merge(run, to, base, dtype, check, progress, trust.permissions, sibling)
+        merged = merge(run, to, how.base, how.dtype, check, progress, how.permissions, sibling)
         if reference:
-            model = find(str(to), permissions=trust.permissions)
+            model = find(str(to), permissions=how.permissions)
             Reader(model, progress=progress).write(to / REFERENCE_FILE)
     out.lines(*merged.lines, f"{to}: merged; it loads like any model, its scaling is in config.json", "")
     out.commands("Serve it:", *merged.serving)
@@ -117,7 +114,7 @@ def extend(
     model: ModelName,
     /,
     *,
-    target: Annotated[int, Parameter(converter=read_length, help="L', the window to extend to, as 16384 or 16k.")],
+    target: NewWindow,
     scaling: Annotated[Method, Parameter(help="What pi-lora probe found best.")],
     original: Original = None,
     probe: Probe = None,

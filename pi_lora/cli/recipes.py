@@ -13,6 +13,7 @@ from pi_lora.cli.app import (
     RECIPES,
     JsonFile,
     ModelName,
+    NewWindow,
     Original,
     Override,
     Probe,
@@ -22,7 +23,6 @@ from pi_lora.cli.app import (
     Trusted,
     TrustRemoteCode,
     app,
-    read_length,
 )
 from pi_lora.terminal import err, out, working
 from pi_lora.types import Permissions
@@ -36,7 +36,7 @@ def new(
     model: ModelName,
     /,
     *,
-    target: Annotated[int, Parameter(converter=read_length, help="L', the window to extend to, as 16384 or 16k.")],
+    target: NewWindow,
     gpu: GpuName = None,
     data: Annotated[list[str] | None, Parameter(help="Text to tune on: a file, folder, glob or hub id.")] = None,
     probe: Probe = None,

@@ -9,7 +9,6 @@ import pytest
 import yaml
 from conftest import BUILTIN, small_recipe
 from test_cli import run as command
-from transformers import LlamaConfig
 
 from pi_lora.api import model_to_train
 from pi_lora.errors import DataError, Interrupted, ModelError, ScalingError
@@ -85,7 +84,7 @@ def test_an_interrupted_probe_continues(small_model: Path, texts: Path, monkeypa
 def test_new_names_the_scaling_and_why(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Of a probe, of a plain base, and of a base whose frequencies a scaling continues."""
+    """Of a probe, and of a plain base."""
     monkeypatch.chdir(tmp_path)
     scores = measured(8.2, 8.3, 0.9)
     reach = Reach(target=1024, best="yarn", enough=False, summary="yarn keeps 8.30", scalings={"yarn": scores})
@@ -106,16 +105,6 @@ def test_new_names_the_scaling_and_why(
     assert header(BUILTIN, *own, "--probe", "probe.json") == ("yarn", "# Scaling yarn: in a probe, yarn keeps 8.30.")
     scaling, why = header(BUILTIN, *own)
     assert (scaling, "the paper's" in why) == ("pi", True)
-    rope = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": 128}
-    config = LlamaConfig(
-        **{"vocab_size": 1024, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2},
-        **{"num_attention_heads": 2, "max_position_embeddings": 256},
-        rope_parameters={**rope, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
-    )
-    config.architectures = ["LlamaForCausalLM"]
-    config.save_pretrained(tmp_path / "llama3")
-    scaling, why = header("llama3", *own)
-    assert (scaling, "frequencies of this base" in why) == ("llama3", True)
     found = Probe(model=BUILTIN, original=256, targets=[reach.model_copy(update={"best": "direct", "enough": True})])
     (tmp_path / "enough.json").write_text(found.model_dump_json(by_alias=True))
     status, _, err = command(capsys, monkeypatch, "new", BUILTIN, "--target", "1024", *own, "--probe", "enough.json")
