@@ -44,8 +44,8 @@ def passkey(loaded: Any, target: int, depths: int, trials: int, compared: int) -
         for prompt in prompts:
             generated(loaded.model, loaded.tokenizer, prompt, use_cache=False)
 
-    grid = {"target": target, "depths": depths, "trials": trials}
-    row: dict[str, Any] = {"depths": depths, "trials": trials}
+    grid = {"depths": depths, "trials": trials}
+    row: dict[str, Any] = {**grid}
     test = PasskeyTest(loaded, target, PasskeyOptions(**grid))
     prompts = [test.trials(depth)[0] for depth in range(compared)]
     if prompts:
@@ -53,7 +53,7 @@ def passkey(loaded: Any, target: int, depths: int, trials: int, compared: int) -
         row["longlora"] = seconds_of(lambda: plain(prompts)) / compared * depths * trials
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
-    row["pi_lora"] = seconds_of(lambda: pi_lora.evaluate_passkey(loaded, **grid))
+    row["pi_lora"] = seconds_of(lambda: pi_lora.evaluate_passkey(loaded, target, **grid))
     if torch.cuda.is_available():
         row["peak_bytes"] = torch.cuda.max_memory_allocated()
     return row

@@ -118,12 +118,12 @@ class Chats(Measurement[ChatOptions, ChatScores]):
         if scores.divergence is None or scores.equal_answers is None:
             return [loss]
         values = [Value(each.name, each.divergence, each.tokens) for each in chats]
-        label, hub_name = "chat KL divergence from the base", "KL divergence"
-        divergence = average(label, scores.divergence, values, hub_name=hub_name, **about)
+        label = "chat KL divergence from the base"
+        divergence = average(label, scores.divergence, values, hub_name="KL divergence", **about)
         values = [Value(each.name, each.equal_answers) for each in chats]
-        label, hub_name = f"chat answers with the base's first {ANSWER} tokens", "equal answers"
-        equal = share(label, scores.equal_answers, scores.chats, values=values, dataset=data, hub_name=hub_name)
-        return [loss, divergence, equal]
+        about = {"values": values, "dataset": data, "hub_name": "equal answers"}
+        label = f"chat answers with the base's first {ANSWER} tokens"
+        return [loss, divergence, share(label, scores.equal_answers, scores.chats, **about)]
 
 
 @torch.no_grad()
