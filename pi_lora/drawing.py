@@ -7,8 +7,6 @@ from statistics import fmean
 from textwrap import fill
 from typing import Any
 
-from pi_lora.errors import DataError
-
 # Colours that the colour-blind tell apart (Okabe and Ito), each with its own marker for print.
 BLUE, VERMILION, GREEN, ORANGE, PURPLE, GREY = "#0072B2", "#D55E00", "#009E73", "#E69F00", "#CC79A7", "#999999"
 STYLES = ((VERMILION, "o"), (GREY, "s"), (BLUE, "^"), (ORANGE, "D"), (GREEN, "v"), (PURPLE, "P"))
@@ -95,14 +93,9 @@ def draw_by_window(curves: Mapping[str, Curve], label: str, axes: Any) -> None:
 
 
 def save(figure: Any, file: Path) -> Path:
-    """Write a figure whole or not at all, as a PNG under any file name; raise DataError if it cannot be
-    written. The same figure gives the same bytes.
-    """
+    """Write a figure whole or not at all, as a PNG under any file name. The same figure gives the same bytes."""
     part = file.with_name(f".{file.name}.part")
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(part, format="png", dpi=DOTS_PER_INCH)
-        part.replace(file)
-    except OSError as error:
-        raise DataError(f"{file}: cannot be written ({error.strerror}); choose another place") from None
+    file.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(part, format="png", dpi=DOTS_PER_INCH)
+    part.replace(file)
     return file

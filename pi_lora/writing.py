@@ -3,8 +3,7 @@
 import errno
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any, TypeVar
@@ -12,7 +11,7 @@ from typing import Any, TypeVar
 from filelock import FileLock
 from pydantic import TypeAdapter, ValidationError
 
-from pi_lora.errors import DataError, ModelError
+from pi_lora.errors import ModelError
 
 T = TypeVar("T")
 
@@ -47,27 +46,18 @@ def problem_text(problem: Mapping[str, Any]) -> str:
 
 
 def write_json(file: Path, content: Any) -> None:
-    """Write a file of JSON whole or not at all, in a new folder if need be; raise DataError if that is impossible."""
-    with _in_its_folder(file):
-        write_whole(file, json.dumps(content, indent=2) + "\n")
+    """Write a file of JSON whole or not at all, in a new folder if need be."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(file, json.dumps(content, indent=2) + "\n")
 
 
 def check_can_write(*files: Path | None) -> None:
-    """Raise DataError if one of `files` cannot be written, before hours are spent on what it is to hold."""
+    """Raise OSError if one of `files` cannot be written, before hours are spent on what it is to hold."""
     for file in filter(None, files):
-        with _in_its_folder(file):
-            if file.is_dir():
-                raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
-            TemporaryFile(dir=file.parent).close()
-
-
-@contextmanager
-def _in_its_folder(file: Path) -> Iterator[None]:
-    try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        yield
-    except OSError as error:
-        raise DataError(f"{file}: cannot be written ({error.strerror}); choose another file") from None
+        if file.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(file))
+        TemporaryFile(dir=file.parent).close()
 
 
 def write_whole(file: Path, text: str) -> None:
@@ -88,24 +78,20 @@ def cache_folder() -> Path:
 
 def make_once(file: Path, read: Callable[[Path], T | None], write: Callable[[Path], None]) -> T:
     """Return what `read` finds in a file of the cache, which `write` makes if it is None, in one process at a time. A
-    complete cache may be read-only. Raise DataError if it cannot be written.
+    complete cache may be read-only.
     """
     if (found := read(file)) is not None:
         return found
     part = file.with_suffix(".partial")
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(file.with_suffix(".lock")):
-            if (found := read(file)) is not None:
-                return found
-            try:
-                write(part)
-                part.replace(file)
-            finally:
-                part.unlink(missing_ok=True)
-    except OSError as error:
-        advice = "make room, or name another folder in the environment variable PI_LORA_CACHE"
-        raise DataError(f"{file}: the cache cannot be written ({error.strerror or error}); {advice}") from error
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(file.with_suffix(".lock")):
+        if (found := read(file)) is not None:
+            return found
+        try:
+            write(part)
+            part.replace(file)
+        finally:
+            part.unlink(missing_ok=True)
     found = read(file)
     assert found is not None, f"{file}: cannot be read back"
     return found

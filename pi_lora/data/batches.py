@@ -107,7 +107,7 @@ def _check_epochs(examples: int, data: Data, training: Training) -> None:
 
 def cached(made_from: Json, columns: Sequence[str], make: Callable[[], Iterator[Row]]) -> Dataset:
     """Return the `columns` of the rows made from `made_from`, tensors read from disk as they are needed: those in the
-    cache, or those that `make` yields. Raise DataError if the cache cannot be written.
+    cache, or those that `make` yields. Raise OSError if the cache cannot be written.
     """
     key = hashlib.sha256(json.dumps(made_from, sort_keys=True).encode()).hexdigest()
     file = cache_folder() / "sequences" / f"{key}.arrow"

@@ -167,7 +167,7 @@ def read_scores(file: Path) -> Scores | None:
 
 
 def write_scores(scores: Sequence[Scores], file: Path) -> None:
-    """Write the scores of a model, or those of several as a list; raise DataError if the file cannot be written."""
+    """Write the scores of a model, or those of several as a list."""
     every = [as_json(each) for each in scores]
     write_json(file, every if len(every) > 1 else every[0])
 

@@ -164,7 +164,7 @@ def draw_run(run: MeasuredRun) -> Iterator[Path]:
 
 
 def comparison_picture(measurements: Sequence[Mapping[str, Scores]], original: int, file: Path) -> None:
-    """Draw several models, the panels of each measurement; raise DataError if the file cannot be written."""
+    """Draw several models, the panels of each measurement."""
     panels = []
     for scores in measurements:
         panels += MEASUREMENTS[next(iter(scores.values())).measurement].panels(scores)

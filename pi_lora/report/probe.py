@@ -100,9 +100,8 @@ def probe(base: Model, options: ProbeOptions, json: Path | None = None, how: How
     """Measure a plain base as it is and under each scaling, untuned, at each target; all in the same arithmetic.
 
     What was measured is kept until the end, so that an interrupted probe continues. The best scalings stay in the
-    cache, where `pi-lora train` reads them. Raise ScalingError if a scaling
-    does not suit the model, ModelError if it is a run, DataError if a file cannot be written or no document is long
-    enough.
+    cache, where `pi-lora train` reads them. Raise ScalingError if a scaling does not suit the model, ModelError if it
+    is a run, DataError if no document is long enough.
     """
     if base.adapter:
         raise ModelError(f"{base.name}: brings its own scaling; probe its base, {base.base}")

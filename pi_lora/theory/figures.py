@@ -34,7 +34,7 @@ def bounds_table(setting: Setting, found: bounds.Bounds) -> Table:
 
 
 def draw_theory(setting: Setting, folder: Path) -> list[Path]:
-    """Write `positions`, `fit` and `bound` as PNG; raise DataError if the folder cannot be written."""
+    """Write `positions`, `fit` and `bound` as PNG."""
     figures = {"positions": _positions(setting), "fit": _fit(setting), "bound": _bound(setting)}
     return [save(figure, folder / f"{name}.png") for name, figure in figures.items()]
 

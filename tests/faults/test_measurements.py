@@ -55,7 +55,8 @@ def test_a_place_that_cannot_be_written_is_refused_before_a_model_is_read(
     monkeypatch.setattr("pi_lora.models.model.Model.load", lambda *_: pytest.fail("was read"))
     assert run_command(*command.split(), option, place) == 2
     said = capsys.readouterr().err
-    assert said.startswith(f"{place}: cannot be written (")
+    assert said.startswith(f"{place.partition('/')[0]}: ")
+    assert said.endswith("; name another file or folder, or make room\n")
     assert said.count("\n") == 1
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "folder"]
 

@@ -129,7 +129,7 @@ def test_the_command_prints_and_draws(
     ("options", "line"),
     [
         (["--target", "2048"], "--target: 2048 is not longer than the window of 2048"),
-        (["--output", "README.md/figures"], ": cannot be written"),
+        (["--output", "README.md/figures"], "README.md/figures: Not a directory; name another file or folder"),
     ],
 )
 def test_mistakes_are_one_line(
