@@ -79,9 +79,7 @@ def check_tensors(run: Path, tensors: Sequence[OutputTensor], folder: Path, prog
 
 
 def _is_written(tensor: OutputTensor, stored: StoredTensor | None) -> bool:
-    """Whether a tensor was written as `W + scaling B A` (DoRA scales the rows), added in float32 and rounded once, or
-    as a copy of its source.
-    """
+    """Whether a tensor was written as a copy, or as `W + scaling B A`, added in float32 and rounded once."""
     if stored is None or (stored.dtype, stored.shape) != (tensor.dtype, tensor.source.shape):
         return False
     if isinstance(tensor.delta, LowRank):
@@ -94,22 +92,22 @@ def _agrees(source: StoredTensor, delta: LowRank, stored: StoredTensor) -> bool:
     number.
     """
     a, b = delta.a.whole().double(), delta.b.whole().double() * delta.scaling
-    factors, kind = delta.row_factors(source), torch.finfo(stored.dtype)
+    kind = torch.finfo(stored.dtype)
     # Products of 16-bit numbers are exact in float32.
     columns, wide = stored.shape[1], torch.float64 if stored.dtype.itemsize > 2 else torch.float32
     signs = torch.randint(2, (columns,), generator=torch.Generator().manual_seed(0), dtype=wide) * 2 - 1
     added = (b @ (a @ signs.double())).to(wide)
     # By row, how far float32 may have moved the update of a number, or the smallest numbers of the dtype a rounded one.
-    slack = factors * (b.norm(dim=1) * a.norm(dim=0).max()).float() * FLOAT32_ERROR + kind.tiny * kind.eps
+    slack = (b.norm(dim=1) * a.norm(dim=0).max()).float() * FLOAT32_ERROR + kind.tiny * kind.eps
     for start, stop in spans(stored.shape):
         base, written = (tensor.rows(start, stop).to(wide) for tensor in (source, stored))
-        error = written @ signs - (base @ signs + added[start:stop]) * factors[start:stop]
+        error = written @ signs - (base @ signs + added[start:stop])
         bound = written.norm(dim=1) * (kind.eps / 2 + FLOAT32_ERROR) + slack[start:stop] * columns**0.5
         # Errors of at most e_j in n numbers add up to more than 8 |e| once in 10^13 rows (Hoeffding 1963, theorem 2).
         if not (error.abs() <= DEVIATIONS * bound).all():
             return False
         # Rounding is monotone: a number lies between the rounded ends of the interval around its exact value.
-        exact = (base[0].double() + b[start] @ a).float() * factors[start]
+        exact = (base[0].double() + b[start] @ a).float()
         moved = exact.abs() * FLOAT32_ERROR + slack[start]
         low, high = (exact - moved).to(stored.dtype), (exact + moved).to(stored.dtype)
         if not ((low <= written[0]) & (written[0] <= high)).all():

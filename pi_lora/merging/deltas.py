@@ -31,7 +31,7 @@ PREFIX = "base_model.model."
 # Initializations that do not change the base; PiSSA, OLoRA, CorDA and LoftQ subtract theirs from it.
 PLAIN_STARTS = (True, False, "gaussian", "orthogonal", "eva")
 # Kinds of LoRA whose update is not a single matrix product, or depends on the input.
-NOT_MERGED = ("alora_invocation_tokens", "arrow_config", "target_parameters")
+NOT_MERGED = ("use_dora", "alora_invocation_tokens", "arrow_config", "target_parameters")
 # Threads that read, compute and write; and bytes, more than those of a block.
 THREADS, KEPT = 2, 2**23
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -39,33 +39,19 @@ DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 @dataclass(frozen=True)
 class LowRank:
-    """`W + scaling B A` (Hu et al. 2021), with `a` of rank x inputs and `b` of outputs x rank. With a `magnitude` m for
-    each output it is DoRA (Liu et al. 2024, Eqn. 5): each output's weights are scaled to the norm m.
-    """
+    """`W + scaling B A` (Hu et al. 2021), with `a` of rank x inputs and `b` of outputs x rank."""
 
     a: StoredTensor
     b: StoredTensor
     scaling: float
-    magnitude: StoredTensor | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape of the base's tensor."""
         return self.b.shape[0], self.a.shape[1]
 
-    def row_factors(self, base: StoredTensor) -> torch.Tensor:
-        """Return what DoRA multiplies each row of the sum with: its magnitude over its norm; ones without DoRA."""
-        if self.magnitude is None:
-            return torch.ones(self.shape[0])
-        return self.magnitude.whole().float() / torch.cat([rows.norm(dim=1) for rows in self._sums(base)])
-
     def blocks(self, base: StoredTensor) -> Iterator[torch.Tensor]:
         """Yield the merged tensor in float32, a few rows at a time."""
-        factors = self.row_factors(base)
-        for (start, stop), rows in zip(spans(self.shape), self._sums(base), strict=True):
-            yield rows.mul_(factors[start:stop, None]) if self.magnitude else rows
-
-    def _sums(self, base: StoredTensor) -> Iterator[torch.Tensor]:
         a, b = self.a.whole().float(), self.b.whole().float()
         for start, stop in spans(self.shape):
             yield base.rows(start, stop).float().addmm_(b[start:stop], a, alpha=self.scaling)
@@ -134,11 +120,10 @@ def read_adapter(folder: Path) -> dict[str, Change]:
     changes: dict[str, Change] = {}
     for first in [name for name in parts if name.endswith(".lora_A")]:
         module = first.removesuffix(".lora_A")
-        second, magnitude = f"{module}.lora_B", f"{module}.lora_magnitude_vector"
-        # Parts that are left out here are refused: the base has no such tensors.
-        if second in parts and (magnitude in parts) == bool(settings.use_dora):
-            a, b, m = parts.pop(first), parts.pop(second), parts.pop(magnitude, None)
-            changes[f"{module}.weight"] = LowRank(a, b, settings.scaling(module, a.shape[0]), m)
+        # A part that is left out here is refused: the base has no such tensor.
+        if (second := f"{module}.lora_B") in parts:
+            a, b = parts.pop(first), parts.pop(second)
+            changes[f"{module}.weight"] = LowRank(a, b, settings.scaling(module, a.shape[0]))
     # A trained bias is saved under the layer that PEFT has wrapped.
     full = {tensor.name.removeprefix(PREFIX).replace(".base_layer.", "."): tensor for tensor in parts.values()}
     return changes | full

@@ -37,7 +37,6 @@ def prepare_for_tuning(
         r=tuning.rank,
         lora_alpha=tuning.lora_alpha,
         use_rslora=tuning.rank_stabilized,
-        use_dora=tuning.dora,
         lora_dropout=tuning.dropout,
         target_modules="all-linear" if tuning.targets == "all-linear" else sorted(names),
         modules_to_save=whole or None,
@@ -212,7 +211,7 @@ def _trained_whole(model: PeftModel) -> list[ModulesToSaveWrapper]:
 def _saved_name(name: str) -> str:
     for internal in (".modules_to_save.default", ".default", ".original_module"):
         name = name.replace(internal, "")
-    return name.replace("lora_magnitude_vector.weight", "lora_magnitude_vector")
+    return name
 
 
 def _names_trained_whole(model: PreTrainedModel, tuning: Tuning) -> list[str]:

@@ -60,8 +60,6 @@ _FULL = {"bfloat16": (8, 4), "autocast": (11, 4), "float32": (10, 8)}
 _LORA = {"bfloat16": (6, 4), "autocast": (7, 4), "float32": (6, 8), "casts": (16, 5)}
 # What the backward of the MLP adds.
 _BACKWARD = {"bfloat16": (2, 2), "autocast": (2, 2), "float32": (4, 4), "casts": (6, 1.75)}
-# DoRA multiplies with the base's weights a second time and keeps every product.
-_DORA = 2
 # LoRA on experts adds its product to their weights: bytes per number of one layer's experts at the peak, of which 2.0
 # are kept.
 ADAPTED_EXPERTS = 2.7
@@ -228,8 +226,7 @@ def layer_bytes(
         peak = min(peak, kept + _bytes(shape, _AROUND_CHUNKS) + mlp_share * peak)
     # The gradients of q, k and v; the k and v of all devices, and their gradients (torch's all-gather rotation).
     gathered = width * (shape.queries + (2 + 4 * context_parallel) * shape.keys) * BFLOAT16
-    times = _DORA if tuning.dora else 1
-    return times * (kept + common), times * (max(peak, _bytes(shape, hidden) + gathered) + common)
+    return kept + common, max(peak, _bytes(shape, hidden) + gathered) + common
 
 
 def _bytes(shape: Shape, hidden: float, intermediate: float = 0, heads: float = 0) -> float:

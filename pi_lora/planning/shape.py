@@ -45,15 +45,15 @@ class Shape:
 
 
 def adapter_parameters(shape: Shape, tuning: Tuning) -> int:
-    """Count LoRA's matrices as PEFT 0.21 makes them: on `targets`, never on the head; DoRA's magnitudes, a number for
-    each output, are taken for one more rank. Raise RecipeError if the model has no such layer.
+    """Count LoRA's matrices as PEFT 0.21 makes them: on `targets`, never on the head. Raise RecipeError if the model
+    has no such layer.
     """
     if tuning.method == "full":
         return 0
     if unknown := sorted(tuning.target_names - shape.lora.keys()):
         choices = ", ".join(sorted(shape.lora))
         raise RecipeError([f"tuning.targets: {unknown[0]}: no such linear layer; choose from {choices}"])
-    return (tuning.rank + tuning.dora) * sum(shape.lora[name] for name in tuning.target_names)
+    return tuning.rank * sum(shape.lora[name] for name in tuning.target_names)
 
 
 def trained_parameters(shape: Shape, tuning: Tuning) -> int:

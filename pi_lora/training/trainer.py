@@ -98,9 +98,9 @@ class Trainer(SFTTrainer):
 
     def __init__(self, recipe: Recipe, model: Model, data: TrainingData, run: Run, monitor: Monitor) -> None:
         self.training, self.monitor, tuned = recipe.training, monitor, model.model
-        # PEFT's casts change no number then but of dropout and DoRA's norms, which depend on the dtype.
+        # PEFT's casts change no number then but of dropout, which depends on the dtype.
         tuning = recipe.tuning
-        self.cast_by_autocast = machine.computes_in(recipe) != "float32" and not (tuning.dropout or tuning.dora)
+        self.cast_by_autocast = machine.computes_in(recipe) != "float32" and not tuning.dropout
         plan = plan_here(recipe, model.permissions)
         self.plain_loss = plan is not None and plan.memory.plain_loss
         self.groups: Sampler[int] | None = None

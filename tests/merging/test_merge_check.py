@@ -22,10 +22,7 @@ from pi_lora.types import Permissions
 SETTINGS = {
     "untied": (UNTIED, {"target_modules": ALL, "modules_to_save": ["embed_tokens", *NORMS]}),
     "tied": (TIED, {"target_modules": ALL, "modules_to_save": ["embed_tokens"], "ensure_weight_tying": True}),
-    "dora": (
-        UNTIED,
-        {"target_modules": ["q_proj", "v_proj", "up_proj", "down_proj", "lm_head"], "use_dora": True},
-    ),
+    "head": (UNTIED, {"target_modules": ["q_proj", "v_proj", "up_proj", "down_proj", "lm_head"]}),
     "gpt-neox": (NEOX, {"target_modules": ALL}),
 }
 Tensors = dict[str, torch.Tensor]

@@ -102,8 +102,8 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
         r"adapter_config\.json: peft_type LOHA: only LoRA adapters can be loaded and merged",
     ),
     "adapter of parameters": (
-        lambda at: edit_json(at / "run" / "adapter_config.json", target_parameters=["gate"], init_lora_weights="pissa"),
-        r"target_parameters, init_lora_weights pissa: cannot be merged",
+        lambda at: edit_json(at / "run" / "adapter_config.json", use_dora=True, init_lora_weights="pissa"),
+        r"use_dora, init_lora_weights pissa: cannot be merged",
     ),
     "adapter of embeddings": (
         lambda at: edit(

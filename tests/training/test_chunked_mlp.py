@@ -62,9 +62,7 @@ def assert_alike(
 
 @pytest.mark.parametrize("checkpointing", [True, False], ids=["checkpointed", "kept"])
 @pytest.mark.parametrize("tokens", [1, 8, 37, 73], ids=lambda tokens: f"pieces of {tokens}")
-@pytest.mark.parametrize(
-    "tuning", [Tuning(rank=4), Tuning(method="full"), Tuning(rank=4, targets="attention"), Tuning(rank=4, dora=True)]
-)
+@pytest.mark.parametrize("tuning", [Tuning(rank=4), Tuning(method="full"), Tuning(rank=4, targets="attention")])
 def test_losses_and_gradients_are_those_of_the_whole(tuning: Tuning, tokens: int, checkpointing: bool) -> None:
     assert_alike("llama", tuning, tokens, checkpointing)
 
