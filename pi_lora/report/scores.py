@@ -22,8 +22,8 @@ from pi_lora.run import BASE, STEP_0, Run
 class MeasuredRun(Run):
     """A run with its scores, or an adapter folder of other origin.
 
-    `merged` is the folder of full weights that were made of it, if it was merged. `untuned` says that it is a base that
-    was extended without tuning. `base_name` is that of the base of both, if the adapter names none.
+    If it was merged, `merged` is the folder of the full weights. A base that was extended without tuning is `untuned`.
+    `base_name` is the name of the base, where no adapter names it.
     """
 
     merged: Path | None = None
