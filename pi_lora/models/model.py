@@ -173,7 +173,7 @@ class Model:
         if extension.scaling != "direct":
             with quiet_loading():
                 check_scaling(self.skeleton, self.base_config, interpolation, self.permissions.remote_code)
-        return self._with(config=config, extension=extension)
+        return self.changed(config=config, extension=extension)
 
     def origin(self, tokenizer: str, data: str) -> Origin:
         """Return what a run of this base is made from, with the digests of its tokenizer and data."""
@@ -221,7 +221,7 @@ class Model:
         if autocast:
             # Without a cache, which would hold all weights a second time.
             model.forward = torch.autocast(model.device.type, torch.bfloat16, cache_enabled=False)(model.forward)
-        return self._with(model=model, autocast=autocast)
+        return self.changed(model=model, autocast=autocast)
 
     def load_weights(
         self, dtype: torch.dtype, attention: str = machine.SDPA, place: Placement = "device"
@@ -233,18 +233,10 @@ class Model:
         source = {"revision": self.revision, "trust_remote_code": trust}
         return read_weights(self.base, self.path, config, dtype, attention, place, **source)
 
-    def with_adapter(self, folder: Path, config: Config | None = None) -> "Model":
-        """Return this base with the adapter in `folder`, tuned under `config` or that of this base."""
-        return self._with(name=str(folder), adapter=folder, config=config or self.config)
-
-    def being_tuned(self, name: str, model: Any, autocast: bool) -> "Model":
-        """Return this model as `name` with the weights that are tuned just now in `model`."""
-        return self._with(name=name, model=model, autocast=autocast, in_training=True)
-
-    def _with(self, **changes: Any) -> "Model":
+    def changed(self, **fields: Any) -> "Model":
         """Return a copy with other fields, that goes on to use the tokenizer and skeleton."""
         other = copy(self)
-        vars(other).update(changes)
+        vars(other).update(fields)
         return other
 
 
@@ -340,7 +332,7 @@ def find_adapter(folder: Path, base: str | None = None, permissions: Permissions
         differing.append(f"its own scale {found.scale:g} does not lead to {scale_of(config):g}")
     if differing:
         raise ModelError(f"{folder}: was not tuned from {found.base}: {'; '.join(differing)}; name its own base")
-    return found.with_adapter(folder, config)
+    return found.changed(name=str(folder), adapter=folder, config=config)
 
 
 def find_base_of(folder: Path, base: str | None = None, permissions: Permissions = NO_PERMISSIONS) -> Model:

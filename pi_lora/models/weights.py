@@ -101,11 +101,7 @@ def _check_complete(name: str, report: Mapping[str, Any]) -> None:
     """
     mismatched = [f"{key} is {list(stored)} instead of {list(own)}" for key, stored, own in report["mismatched_keys"]]
     kinds = {"lack": report["missing_keys"], "have": mismatched, "have beyond its config": report["unexpected_keys"]}
-    problems = []
-    for verb, keys in kinds.items():
-        more = f" and {len(keys) - SHOWN} more" if len(keys) > SHOWN else ""
-        problems += [f"{verb} {', '.join(sorted(keys)[:SHOWN])}{more}"] if keys else []
-    if problems:
+    if problems := [f"{verb} {', '.join(sorted(keys)[:SHOWN])}" for verb, keys in kinds.items() if keys]:
         raise ModelError(f"{name}: its weights {', and '.join(problems)}; download all of its files")
 
 

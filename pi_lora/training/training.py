@@ -51,8 +51,12 @@ def train(
             training = recipe.training.changed(precision=run.provenance.precision)
             recipe = recipe.model_copy(update={"training": training})
             set_seed(training.seed)
-            autocast = machine.measured_under_autocast(recipe)
-            tuned = model.being_tuned(str(output), load_for_tuning(recipe, model), autocast)
+            tuned = model.changed(
+                name=str(output),
+                model=load_for_tuning(recipe, model),
+                autocast=machine.measured_under_autocast(recipe),
+                in_training=True,
+            )
             monitor = Monitor(recipe, tuned, run, signals, progress)
             trainer = Trainer(recipe, tuned, data, run, monitor)
             # The first process finds the checkpoint that all of them resume.
@@ -156,8 +160,8 @@ def save(recipe: Recipe, model: Model, trainer: Trainer, run: Run) -> None:
 
 
 def closing_lines(recipe: Recipe, folder: Path) -> list[str]:
-    """Return how a training ended, and the command that measures it on the text that its recipe names; a source that
-    has no split of its own for measuring was trained on whole, so another text is asked for.
+    """Return how a training ended, and the command that measures it on the text that its recipe names; a source was
+    trained on whole, so another text is asked for.
     """
     last = Run(folder).log[-1]
     speed, hours = last["tokens"] / last["seconds"], hours_in_words(last["seconds"] / 3600)
@@ -165,8 +169,7 @@ def closing_lines(recipe: Recipe, folder: Path) -> list[str]:
     if recipe.data.has_examples:
         how = ["summarization", str(folder)]
     elif not asked_for(recipe.evaluation):
-        name = recipe.data.source[0].name
-        how = ["perplexity", str(folder), "--data", name if name.startswith("builtin:") else "HELD_OUT_TEXT"]
+        how = ["perplexity", str(folder), "--data", "HELD_OUT_TEXT"]
     return [
         f"{folder}: step {last['step']}, loss {last['loss']:.3f}, {hours}, {speed:,.0f} tokens/s",
         f"measure it with {shlex.join(['pi-lora', 'eval', *how])}",

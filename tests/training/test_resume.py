@@ -14,7 +14,6 @@ from safetensors.torch import load_file
 from pi_lora.errors import Diverged, Interrupted, RecipeError, RunExistsError
 from pi_lora.recipe.schema import Recipe
 from pi_lora.run import Run, staging_path
-from pi_lora.training.training import closing_lines
 
 STEPS = 12
 
@@ -120,14 +119,7 @@ def test_an_interrupted_run_is_known_by_its_name(
     last = Run(output).log[-1]
     said = " ".join(capsys.readouterr().out.split())
     assert f"{output}: step 12, loss {last['loss']:.3f}, a minute, " in said
-    assert f"measure it with pi-lora eval perplexity {output} --data builtin:stdlib" in said
-
-
-def test_the_end_proposes_no_measurement_on_text_that_was_trained_on(tmp_path: Path) -> None:
-    line = {"step": 1, "loss": 2.0, "tokens": 100, "seconds": 10.0}
-    (tmp_path / "training.jsonl").write_text(json.dumps(line))
-    recipe = small_recipe("builtin:tiny", context={"target": 512}, data={"source": "books"})
-    assert closing_lines(recipe, tmp_path)[-1].endswith(f"eval perplexity {tmp_path} --data HELD_OUT_TEXT")
+    assert f"measure it with pi-lora eval perplexity {output} --data HELD_OUT_TEXT" in said
 
 
 def test_resume_needs_an_interrupted_run(small_model: Path, tmp_path: Path) -> None:

@@ -60,7 +60,7 @@ def interpolated_base(run: Path) -> Model:
     model = found.load_weights(torch.bfloat16, place="quantized")
     if recipe.tuning.with_embeddings:  # which compute in float32, the tied head as well
         model = prepare_for_tuning(model, recipe.tuning, found.name)
-    return found.being_tuned(found.name, model.eval(), autocast=False)
+    return found.changed(model=model.eval(), in_training=True)
 
 
 def scores(run: Path, name: str, step: int) -> dict[str, object]:
