@@ -141,11 +141,11 @@ class Stream:
         return sequences
 
     def too_little(self, held: int, needed: int) -> DataError:
-        """Return the error when the source is used up: the sequences that it holds, those needed, and what to do."""
-        at_hand = f"{held:,} sequences of {self.length:,} tokens in data.epochs: {self.data.epochs}"
-        why = ", ".join([at_hand, *count_lines(self.counts)])
-        do = "add text, raise data.epochs, or lower training.steps"
-        return DataError(f"data.source: {self.source.name}: holds {why}; {needed:,} are needed for its share; {do}")
+        """Return the error that the source is used up after `held` sequences of those `needed`."""
+        at_hand = f"holds {held:,} sequences of {self.length:,} tokens in data.epochs: {self.data.epochs}"
+        short = f"{', '.join([at_hand, *count_lines(self.counts)])}; {needed:,} are needed for its share"
+        advice = "add text, raise data.epochs, or lower training.steps"
+        return DataError(f"data.source: {self.source.name}: {short}; {advice}")
 
     def _documents(self) -> Iterator[Tokens]:
         # Each epoch has an order of its own.

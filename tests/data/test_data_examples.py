@@ -133,30 +133,14 @@ def test_rows_that_are_cut_or_left_out_are_counted(tmp_path: Path, tokenizer: An
     assert found.messages[1:] == ["empty rows left out: 2", "rows too long for the window left out: 1"]
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "message"),
-    [
-        ("rows.csv", "text,gist\na,b,c\n", "rows.csv:1: cannot be read (it is not one value for each column)"),
-        ("rows.csv", 'text,gist\n"a,b\n', "rows.csv:1: cannot be read (unexpected end of data)"),
-        ("rows.txt", "text", "has no text in column gist; choose"),
-    ],
-)
-def test_damaged_files_are_seen_before_training(tmp_path: Path, name: str, content: str, message: str) -> None:
-    (tmp_path / name).write_text(content)
-    [problem] = data_problems(data_of(tmp_path / name))
-    assert message in problem
+def test_a_text_is_no_row_of_other_columns(tmp_path: Path) -> None:
+    (tmp_path / "rows.txt").write_text("text")
+    [problem] = data_problems(data_of(tmp_path / "rows.txt"))
+    assert "has no text in column gist" in problem
 
 
-@pytest.mark.parametrize(
-    ("training", "message"),
-    [
-        ({"steps": 3, "global_batch_size": 2}, "training.steps: 3 of 2 are more than 1 epochs of 3 examples; raise"),
-        ({"steps": 2, "global_batch_size": 4}, "training.steps: 2 of 4 are more than 1 epochs of 3 examples"),
-    ],
-)
-def test_more_steps_than_examples_are_refused(
-    tmp_path: Path, tokenizer: Any, training: dict[str, int], message: str
-) -> None:
+@pytest.mark.parametrize(("steps", "batch"), [(3, 2), (2, 4)])
+def test_more_steps_than_examples_are_refused(tmp_path: Path, tokenizer: Any, steps: int, batch: int) -> None:
     data = data_of(write(tmp_path / "rows.jsonl", ROWS), completion_tokens=8)
-    with pytest.raises(DataError, match=message):
-        training_data(data, Training(**training), tokenizer, 64, 90)
+    with pytest.raises(DataError, match=f"training.steps: {steps} of {batch} are more than 1 epochs of 3 examples"):
+        training_data(data, Training(steps=steps, global_batch_size=batch), tokenizer, 64, 90)

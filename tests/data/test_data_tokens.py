@@ -98,11 +98,11 @@ def test_what_is_saved_reads_chats_as_before(tokenizer: Any, tmp_path: Path) -> 
 
 def test_a_template_with_special_tokens_says_how_to_have_them() -> None:
     tokenizer = load_tokenizer(BUILTIN_FOLDER / "tiny", 1024)
-    data = {"source": "x.jsonl", "template": "<s>Q: {q}</s>A:", "completion": "a"}
+    data = Data.model_validate({"source": "x.jsonl", "template": "<s>Q: {q}</s>A:", "completion": "a"})
     with pytest.raises(DataError, match=r"data.template: <s> is a special token.*set data.special_tokens: true"):
-        Prompter(Data.model_validate(data), tokenizer, 1024)
-    allowed = Prompter(Data.model_validate({**data, "special_tokens": True}), tokenizer, 1024)
-    plain = Prompter(Data.model_validate({**data, "template": "Q: {q} A:"}), tokenizer, 1024)
-    assert allowed.prompts([{"q": "why"}])[0].ids.count(1) == 1
-    assert plain.prompts([{"q": "</s>"}])[0].ids.count(1) == 0
-    assert plain.completions([{"q": "", "a": "x </s> y"}])[0].count(1) == 1  # EOS at the end
+        Prompter(data, tokenizer, 1024)
+    row = {"q": "</s>", "a": "x </s> y"}
+    for keys, ends in (({"special_tokens": True}, 2), ({"template": "Q: {q} A:"}, 0)):
+        prompter = Prompter(data.changed(**keys), tokenizer, 1024)
+        assert prompter.prompts([row])[0].ids.count(1) == ends
+    assert prompter.completions([row])[0].count(1) == 1  # EOS at the end
