@@ -198,6 +198,7 @@ def compare(
     *,
     how: Loaded = Loading(),
     data: OtherText = None,
+    another: Annotated[bool, Parameter(help="BASE is another model than the one that RUN was tuned from.")] = False,
     chat: Annotated[str | None, Parameter(help="Also the assistant's turns of these chats.")] = None,
     again: Again = False,
     json: JsonFile = None,
@@ -212,7 +213,7 @@ def compare(
 
     check_can_write(json)
     asked = {"chat": ChatOptions(data=chat, base=base)} if chat else {}
-    comparison = compare_run(base, run, how.find, asked, data=data, how=how.measured(again))
+    comparison = compare_run(base, run, how.find, asked, data=data, another=another, how=how.measured(again))
     if is_leader():
         out.print(comparison_table(comparison))
         if json:

@@ -15,6 +15,7 @@ from pi_lora.evaluation.suite import (
     Asked,
     asked_of,
     differences,
+    evaluate,
     scores_of,
     setting_of,
 )
@@ -46,14 +47,14 @@ class Row(BaseModel):
 
 class Comparison(BaseModel):
     """The rows of a base and its run, and by measurement on which text and how both were measured. `original` is the
-    original window (L, tokens) if it is known.
+    original window (L, tokens) if it is known. `base` says so if it is another model than the run's.
     """
 
     base: str
     run: str
     original: int | None
-    settings: dict[str, str]
-    rows: list[Row]
+    settings: dict[str, str] = {}
+    rows: list[Row] = []
 
 
 def compare_run(
@@ -63,23 +64,32 @@ def compare_run(
     asked: Asked,
     *,
     data: str | None = None,
+    another: bool = False,
     how: How = How(),
 ) -> Comparison:
-    """Compare a run with its base in what was measured of it, what its recipe names, and what is `asked` besides;
-    `data` is another text for perplexity. What is missing is measured and kept in the run's scores: the base with the
-    options of the run's scores. `find` returns the models of some names. Raise ModelError if `base` is not the base of
-    the run; PiLoraError as a measurement does.
+    """Compare a run with its base, or if allowed with `another` model, in what was measured of it, what its recipe
+    names, and what is `asked` besides; `data` is another text for perplexity. What is missing is measured and kept in
+    the run's scores, but of another model: the base with the options of the run's scores. `find` returns the models of
+    some names. Raise ModelError if `base` is not the base of the run; PiLoraError as a measurement does.
     """
     folder = MeasuredRun(run_folder(run))
     kept = {name: stages[TUNED].options for name, stages in folder.scores.items() if TUNED in stages}
     named = asked_of(folder, data)
     asked = {**named, **kept, **named, **asked}  # in the order of the recipe
     [model] = find(base)
-    if not model.is_base_of(folder):
-        raise ModelError(f"{run}: was tuned from other weights ({folder.base.name}) than {base}; name its own base")
+    is_base = model.is_base_of(folder)
+    if not is_base and not another:
+        raise ModelError(
+            f"{run}: was tuned from other weights ({folder.base.name}) than {base}; name its own, or add --another"
+        )
     tuned = scores_of(folder, TUNED, asked, lambda: find(run)[0], how)
-    before = scores_of(folder, BASE, {name: scores.options for name, scores in tuned.items()}, lambda: model, how)
-    comparison = Comparison(base=base, run=run, original=folder.provenance.original, settings={}, rows=[])
+    options = {name: scores.options for name, scores in tuned.items()}
+    if is_base:
+        before = scores_of(folder, BASE, options, lambda: model, how)
+    else:
+        base += " (another model)"
+        before = {name: scores for name, [scores] in evaluate([model], options, {}, how).items()}
+    comparison = Comparison(base=base, run=run, original=folder.provenance.original)
     for name, scores in tuned.items():
         rows = list(compare(before[name], scores))
         comparison.rows.extend(rows)

@@ -219,7 +219,7 @@ def test_the_command_measures_what_is_missing_on_a_text_that_it_names(
     assert {file.stem: json.loads(file.read_text()) for file in Path("run/scores").iterdir()} == kept
 
 
-def test_another_model_than_the_base_is_refused(
+def test_another_model_than_the_base_is_refused_or_named(
     small_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever was given as BASE stood in the table as "base"."""
@@ -227,4 +227,10 @@ def test_another_model_than_the_base_is_refused(
     run = make_run(small_model, tmp_path / "run", scores, small_recipe(small_model, evaluation={"passkey": {}}))
     status, out, err = command(capsys, monkeypatch, "compare", "builtin:tiny", str(run))
     assert (status, out, err.count("\n")) == (2, "", 1)
-    assert err.startswith(f"{run}: was tuned from other weights ({small_model}) than builtin:tiny; name its own base")
+    assert err.startswith(
+        f"{run}: was tuned from other weights ({small_model}) than builtin:tiny; name its own, or add --another"
+    )
+    status, out, err = command(capsys, monkeypatch, "compare", "builtin:tiny", str(run), "--another")
+    assert status == 0, err
+    assert "builtin:tiny (another model)" in out
+    assert json.loads((run / "scores" / "passkey-base.json").read_text())["k_max"] == 32
