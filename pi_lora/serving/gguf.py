@@ -47,6 +47,7 @@ def export_gguf(found: Model, output: Path, script: Path, outtype: str | None = 
     command = [sys.executable, str(script), folder, "--outfile", str(part), "--outtype", kind]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
+        part.unlink(missing_ok=True)
         reason = done.stderr.strip().rpartition("\n")[2]
         raise ModelError(
             f"{script}: cannot convert {found.name} ({reason}); see what it needs, and which models it knows"

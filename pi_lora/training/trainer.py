@@ -48,7 +48,7 @@ def trainer_arguments(recipe: Recipe, run: Run, name: str) -> SFTConfig:
         learning_rate=training.learning_rate,
         per_device_train_batch_size=training.per_device_batch_size,
         gradient_accumulation_steps=training.global_batch_size // recipe.sequences_at_once,
-        optim={"adamw": "adamw_torch_fused", "paged_adamw_8bit": "paged_adamw_8bit"}[training.optimizer],
+        optim="adamw_torch_fused" if training.optimizer == "adamw" else training.optimizer,
         weight_decay=training.weight_decay,
         adam_beta1=training.betas[0],
         adam_beta2=training.betas[1],
@@ -56,7 +56,8 @@ def trainer_arguments(recipe: Recipe, run: Run, name: str) -> SFTConfig:
         lr_scheduler_type=training.schedule,
         lr_scheduler_kwargs=training.schedule_options,
         warmup_steps=training.warmup_steps,
-        **{"bf16": precision == "bfloat16", "fp16": precision == "float16"},
+        bf16=precision == "bfloat16",
+        fp16=precision == "float16",
         use_cpu=device().type == "cpu",
         gradient_checkpointing=bool(every),
         gradient_checkpointing_kwargs=checkpointing or None,
@@ -80,7 +81,8 @@ def trainer_arguments(recipe: Recipe, run: Run, name: str) -> SFTConfig:
         report_to=list(training.tracking) or "none",
         run_name=name,
         disable_tqdm=True,
-        **dict.fromkeys(("log_level", "log_level_replica"), "error"),
+        log_level="error",
+        log_level_replica="error",
     )
 
 
