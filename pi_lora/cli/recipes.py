@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Annotated
 
 from cyclopts import Parameter
+from cyclopts.types import PositiveFloat, PositiveInt
 from rich.table import Column, Table
 
 from pi_lora.cli.app import (
@@ -14,15 +15,13 @@ from pi_lora.cli.app import (
     JsonFile,
     ModelName,
     NewWindow,
-    Original,
     Override,
     Probe,
     RecipeFile,
     Target,
-    Trust,
-    Trusted,
     TrustRemoteCode,
     app,
+    read_length,
 )
 from pi_lora.terminal import err, out, working
 from pi_lora.types import Permissions
@@ -117,25 +116,19 @@ def recipes(
 @app.command(group=OTHERS)
 def theory(
     *,
-    model: Annotated[str | None, Parameter(help="Read d, c, L, L' from it; LLaMA-7B's by default.")] = None,
-    original: Annotated[Original, Parameter(help="L in tokens; the model's by default.")] = None,
-    target: Annotated[Target, Parameter(help="L' in tokens; the model's, or twice L.")] = None,
+    head_dim: Annotated[PositiveInt, Parameter(help="d, the numbers of a head that rotate.")] = 128,
+    theta: Annotated[PositiveFloat, Parameter(help="c, the base of the frequencies.")] = 10_000.0,
+    original: Annotated[int, Parameter(converter=read_length, help="L in tokens.")] = 2048,
+    target: Annotated[Target, Parameter(help="L' in tokens; twice L by default.")] = None,
     output: Annotated[Path, Parameter(help="Folder for the figures.")] = Path("theory"),
     json: JsonFile = None,
-    trust: Trusted = Trust(),
 ) -> None:
-    """Compute the bounds and draw the figures of the paper (section 2), for LLaMA-7B or another model."""
+    """Compute the bounds and draw the figures of the paper (section 2), by default for LLaMA-7B."""
     with working("computing the bounds"):
-        from pi_lora.theory.bounds import Setting, bounds_of, setting_of
+        from pi_lora.theory.bounds import Setting, bounds_of
         from pi_lora.theory.figures import bounds_table, draw_theory
 
-        if model:
-            from pi_lora.models.model import find
-
-            setting = setting_of(find(model, permissions=trust.permissions).config, original, target)
-        else:
-            window = original or Setting.original
-            setting = Setting(original=window, target=target or 2 * window)
+        setting = Setting(head_dim, theta, original, target or 2 * original)
         bounds = bounds_of(setting)
     out.print(bounds_table(setting, bounds))
     with working("drawing"):

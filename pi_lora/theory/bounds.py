@@ -14,7 +14,6 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from pi_lora.errors import ScalingError
-from pi_lora.scaling.config import Config, full_attention_rope, method_of, scale_of, window_of
 
 Reals: TypeAlias = NDArray[np.float64]
 Complexes: TypeAlias = NDArray[np.complex128]
@@ -93,20 +92,6 @@ class Setting:
     def __post_init__(self) -> None:
         if self.target <= self.original:
             raise ScalingError(f"--target: {self.target} is not longer than the window of {self.original}; give more")
-
-
-def setting_of(config: Config, original: int | None = None, target: int | None = None) -> Setting:
-    """Return the setting of a model; L' is its own if PI extended it, else twice L, unless given. Raise ScalingError if
-    it has no rotary embeddings, or frequencies that are not `c^(-2j / d)` over one scale.
-    """
-    rope = full_attention_rope(config)
-    if (kind := rope.get("rope_type", "default")) not in ("default", "linear"):
-        raise ScalingError(f"rope_type {kind}: its frequencies are not those of the bounds; take default or linear")
-    own = original or round(window_of(config) / scale_of(config))
-    extended = window_of(config) if method_of(config) == "pi" else 2 * own
-    head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-    share = rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
-    return Setting(int(head_dim * share), float(rope["rope_theta"]), own, target or extended)
 
 
 @dataclass(frozen=True)

@@ -64,7 +64,6 @@ def run(lora_run: Path, base: Path, tmp_path: Path) -> Path:
         "eval all RUN",
         "summarize RUN README.md",
         "merge RUN --output OUT",
-        "theory --model RUN",
         "train RUN/recipe.yaml --dry-run --output OUT",
         "plan RUN/recipe.yaml",
     ],

@@ -13,9 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_cli import run
 
-from pi_lora.errors import PiLoraError
 from pi_lora.theory import bounds
-from pi_lora.theory.bounds import Setting, fit_noise, setting_of
+from pi_lora.theory.bounds import fit_noise
 
 dims = st.integers(1, 32).map(lambda half: 2 * half)
 bases = st.floats(1.5, 1e7)
@@ -104,15 +103,6 @@ def test_a_fit_is_calm_inside_and_in_between_and_wild_beyond() -> None:
         assert abs(calm(beyond)).max() < 3 * abs(calm(inside)).max()
 
 
-def test_a_setting_is_read_off_a_config() -> None:
-    config = {"hidden_size": 64, "num_attention_heads": 4, "max_position_embeddings": 256, "rope_theta": 500.0}
-    assert setting_of(config) == Setting(16, 500.0, 256, 512)
-    stretched = {**config, "rope_scaling": {"type": "linear", "factor": 4.0}, "partial_rotary_factor": 0.5}
-    assert setting_of(stretched) == Setting(8, 500.0, 256, 1024)
-    with pytest.raises(PiLoraError, match="not those of the bounds"):
-        setting_of({**config, "rope_scaling": {"rope_type": "llama3", "factor": 8.0}})
-
-
 def test_the_command_prints_and_draws(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -123,6 +113,11 @@ def test_the_command_prints_and_draws(
     assert {file.name for file in folder.iterdir()} == {"positions.png", "fit.png", "bound.png"}
     assert json.loads(file.read_text())["bounds"]["lowest_at"] == 3643
     assert all(file.read_bytes().startswith(b"\x89PNG") for file in folder.iterdir())
+    words = "--head-dim 64 --theta 100000 --original 8k --target 16k".split()
+    status, printed, errors = run(capsys, monkeypatch, "theory", *words, "--output", str(folder), "--json", str(file))
+    assert status == 0, errors
+    setting = json.loads(file.read_text())["setting"]
+    assert setting == {"head_dim": 64, "theta": 100000.0, "original": 8192, "target": 16384}
 
 
 @pytest.mark.parametrize(
