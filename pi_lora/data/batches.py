@@ -21,7 +21,7 @@ from pi_lora.data.chats import AT_STAKE
 from pi_lora.data.examples import NO_EXAMPLE
 from pi_lora.data.packing import Row, Stream, training_rows
 from pi_lora.data.sources import count_lines, find_table
-from pi_lora.data.tokens import padding_id, tokenizer_identity
+from pi_lora.data.tokens import in_batches, padding_id, tokenizer_identity
 from pi_lora.errors import DataError
 from pi_lora.recipe.schema import Data, Training
 from pi_lora.types import Json, Progress, silent
@@ -91,7 +91,7 @@ def training_data(
     if data.has_examples:
         _check_epochs(len(rows), data, training)
     messages = [f"{len(rows):,} sequences of at most {max(tokens):,} tokens", *count_lines(counts)]
-    if tokenizer.chat_template is not None and not data.has_chats and not data.has_examples:
+    if tokenizer.chat_template is not None and "learned" not in columns:
         messages.append(AT_STAKE)
     return TrainingData(rows, tokens, messages, padding_id(tokenizer))
 
@@ -111,14 +111,15 @@ def cached(made_from: Json, columns: Sequence[str], make: Callable[[], Iterator[
     """
     key = hashlib.sha256(json.dumps(made_from, sort_keys=True).encode()).hexdigest()
     file = cache_folder() / "sequences" / f"{key}.arrow"
-    kinds = {name: pyarrow.bool_() if name == "learned" else pyarrow.int32() for name in columns}
-    schema = pyarrow.schema([(name, pyarrow.list_(kind)) for name, kind in kinds.items()])
+    kinds = {name: pyarrow.list_(pyarrow.bool_() if name == "learned" else pyarrow.int32()) for name in columns}
+    schema = pyarrow.schema(kinds)
 
     def write(part: Path) -> None:
         with part.open("wb") as out:
             with pyarrow.ipc.new_file(out, schema) as writer:
-                for row in make():
-                    writer.write_batch(pyarrow.RecordBatch.from_pylist([row], schema))
+                # Opening the file reads as many places of it as there are batches.
+                for batch in in_batches(make()):
+                    writer.write_batch(pyarrow.RecordBatch.from_pylist(batch, schema))
             # A machine that loses power after the file was renamed must not leave zeros under its name.
             out.flush()
             os.fsync(out.fileno())
@@ -129,9 +130,11 @@ def cached(made_from: Json, columns: Sequence[str], make: Callable[[], Iterator[
 def read_rows(file: Path) -> Dataset | None:
     """Return the rows in a file, which begins and ends with an index of them; None if it is missing or damaged."""
     try:
-        return Dataset(pyarrow.ipc.open_file(pyarrow.memory_map(str(file))).read_all()).with_format("torch")
+        rows = pyarrow.ipc.open_file(pyarrow.memory_map(str(file))).read_all()
     except (pyarrow.ArrowException, OSError):
         return None
+    # Without a fingerprint `datasets` (5.2) would make one from all the rows.
+    return Dataset(rows, fingerprint=file.stem).with_format("torch")
 
 
 def collate(rows: Sequence[Batch], padding: int = 0) -> Batch:

@@ -9,9 +9,8 @@ import sys
 import zipfile
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from pi_lora.errors import DataError, first_line
 from pi_lora.types import Json
@@ -26,8 +25,7 @@ File = Path | zipfile.Path
 NamedJson = tuple[str, Json]
 
 
-@dataclass(frozen=True)
-class Document:
+class Document(NamedTuple):
     """A text and where it came from."""
 
     name: str

@@ -143,9 +143,9 @@ class Stream:
     def too_little(self, held: int, needed: int) -> DataError:
         """Return the error that the source is used up after `held` sequences of those `needed`."""
         at_hand = f"holds {held:,} sequences of {self.length:,} tokens in data.epochs: {self.data.epochs}"
-        short = f"{', '.join([at_hand, *count_lines(self.counts)])}; {needed:,} are needed for its share"
-        advice = "add text, raise data.epochs, or lower training.steps"
-        return DataError(f"data.source: {self.source.name}: {short}; {advice}")
+        lines = ", ".join([at_hand, *count_lines(self.counts)])
+        wanted = f"{needed:,} are needed for its share; add text, raise data.epochs, or lower training.steps"
+        return DataError(f"data.source: {self.source.name}: {lines}; {wanted}")
 
     def _documents(self) -> Iterator[Tokens]:
         # Each epoch has an order of its own.

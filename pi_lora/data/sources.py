@@ -229,7 +229,7 @@ def share_to_hold_out(source: Source, target: int) -> float:
     """
     if not looks_local(source.name):
         return 0.01
-    return round(min(0.2, max(0.02, 16 * target / max(1, find_table(source).size))), 2)
+    return round(min(0.2, max(0.02, 16 * target / find_table(source).size)), 2)
 
 
 # What a source of text and `evaluation.perplexity` have in common.

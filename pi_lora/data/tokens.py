@@ -62,7 +62,7 @@ def pieces(text: str) -> Iterator[str]:
 
 
 def in_batches(items: Iterable[Item]) -> Iterator[list[Item]]:
-    """Yield lists of a few items, as many as are tokenized together."""
+    """Yield lists of a few items, as many texts as are tokenized and rows as are written together."""
     remaining = iter(items)
     while batch := list(itertools.islice(remaining, TEXTS_AT_ONCE)):
         yield batch
