@@ -24,8 +24,8 @@ from record import ROOT, read, write_row
 from pi_lora.errors import PiLoraError
 from pi_lora.merging.merging import extend, merge
 from pi_lora.models.files import BUILTIN_FOLDER
-from pi_lora.models.model import Extension, find
-from pi_lora.scaling.config import Method
+from pi_lora.models.model import find
+from pi_lora.scaling.config import Extension, Method
 from pi_lora.serving.check import Reader, Server, check_server
 from pi_lora.serving.gguf import CONVERTER, export_gguf
 from pi_lora.writing import cache_folder

@@ -6,7 +6,8 @@ from pi_lora.errors import PiLoraError
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from pi_lora.api import evaluate_passkey, evaluate_perplexity, generate, merge, plan, train
-    from pi_lora.models.model import Extension, Model, load
+    from pi_lora.models.model import Model, load
+    from pi_lora.scaling.config import Extension
 
 __all__ = [
     "Extension",

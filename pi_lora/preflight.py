@@ -1,7 +1,6 @@
 """Every mistake of a recipe that shows before anything is downloaded, tokenized or loaded, reported together."""
 
 import importlib.util
-import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,14 +14,11 @@ from pi_lora.errors import ModelError, PiLoraError, RecipeError, first_line
 from pi_lora.merging.tensors import read_weights
 from pi_lora.models.adapter import check_shape
 from pi_lora.models.files import BUILTIN
-from pi_lora.models.model import Model, adapter_folder, find_to_tune
+from pi_lora.models.model import Model, find_to_tune
 from pi_lora.planning.planning import plan_here, plan_lines
 from pi_lora.recipe.schema import Data, Recipe
 from pi_lora.run import Run, check_output, staging_path
 from pi_lora.types import NO_PERMISSIONS, Permissions
-
-# Where runs go by default; no repository on the hub has such a name.
-OUTPUTS = ("adapters/", "models/")
 
 
 def check(
@@ -89,13 +85,6 @@ def check_fits(recipe: Recipe, model: Model, force: bool = False) -> list[str]:
 
 
 def _check_model(recipe: Recipe, permissions: Permissions) -> Model:
-    name, keep = recipe.model.name, recipe.scaling == "keep"
-    if not keep and adapter_folder(name):
-        merged = f"merge it first (pi-lora merge {shlex.quote(name)}) and extend the merged model"
-        kept = f"{name} is an adapter of an extended model; tune it further with scaling: keep"
-        raise ModelError(f"model.name: {kept}, or {merged}")
-    if keep and name.startswith(OUTPUTS) and not Path(name).exists():
-        raise ModelError(f"model.name: {name}: no such run yet; train its recipe first, or name an extended model")
     model = find_to_tune(recipe, permissions)
     if model.adapter:
         check_shape(model.adapter, recipe.tuning, model.skeleton)

@@ -263,10 +263,10 @@ def staged(output: Path, resume: bool = False) -> Iterator[Path]:
             raise
         for weights in staging.glob("*.safetensors"):
             weights.chmod(staging.stat().st_mode & 0o666)  # safetensors 0.8 writes them for their owner alone
-        made = place if _is_free(place) else place.with_name(f"{place.name}-2")
-        os.replace(staging, made)  # takes the place of an empty folder
-    if made != place:
-        raise RunExistsError(f"{output}: was created meanwhile, and is not overwritten; saved to {made}")
+        if not _is_free(place):
+            problem = f"was created meanwhile and is not overwritten; move the result from {staging}"
+            raise RunExistsError(f"{output}: {problem}")
+        os.replace(staging, place)  # takes the place of an empty folder
 
 
 def _place(output: Path) -> Path:

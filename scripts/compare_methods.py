@@ -19,9 +19,10 @@ from pathlib import Path
 from pi_lora.evaluation.measurement import Session
 from pi_lora.evaluation.passkey import Passkey
 from pi_lora.evaluation.perplexity import Perplexity
-from pi_lora.models.model import Extension, load
+from pi_lora.models.model import load
 from pi_lora.recipe.evaluation import PasskeyOptions, PerplexityOptions
 from pi_lora.run import staging_path
+from pi_lora.scaling.config import Extension
 from pi_lora.writing import write_json
 
 ROOT = Path(__file__).parent.parent

@@ -20,11 +20,12 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig,
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from pi_lora.errors import ScalingError
-from pi_lora.models.model import Extension, Model, find
+from pi_lora.models.model import Model, find
 from pi_lora.scaling.config import (
     FULL_ATTENTION,
     LOCAL_ATTENTION,
     WINDOW_DECLARED,
+    Extension,
     Method,
     constant_longrope,
     full_attention_rope,

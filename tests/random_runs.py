@@ -13,7 +13,8 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from pi_lora.models.adapter import without_known_warnings
 from pi_lora.models.files import BUILTIN_FOLDER, save_config
-from pi_lora.models.model import Extension, find
+from pi_lora.models.model import find
+from pi_lora.scaling.config import Extension
 
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
 

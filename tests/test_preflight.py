@@ -20,7 +20,7 @@ def test_what_passes_is_found_and_nothing_is_written(small_model: Path, tmp_path
 @pytest.mark.parametrize(
     ("file", "damage", "line"),
     [
-        ("model.safetensors", lambda whole: whole[:-100], "truncated, damaged or not safetensors"),
+        ("model.safetensors", lambda whole: whole[:-100], "missing, damaged or not safetensors"),
         ("model.safetensors", None, "has no model.safetensors"),
         ("tokenizer.json", lambda whole: whole[:100], "has no tokenizer that can be read"),
         ("notes.jsonl", lambda whole: b'{"body": "a"}', "has no text in column text"),

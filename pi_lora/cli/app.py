@@ -11,12 +11,12 @@ from cyclopts import App, Group, Parameter, Token
 from pi_lora.distributed import is_launched, join_processes
 from pi_lora.errors import PiLoraError
 from pi_lora.recipe.section import as_tokens
-from pi_lora.scaling.config import Method
+from pi_lora.scaling.config import Extension, Method
 from pi_lora.terminal import progress_bar, say, working
 from pi_lora.types import How, Permissions
 
 if TYPE_CHECKING:
-    from pi_lora.models.model import Extension, Model
+    from pi_lora.models.model import Model
 
 
 def _shown_default(value: object) -> str | None:
@@ -90,7 +90,7 @@ class Loading(Trust):
     dtype: Dtype = None
     base: Annotated[str | None, Parameter(help="Where the base of a run is now, if it moved.")] = None
 
-    def find(self, *names: str, extension: "Extension | None" = None) -> "list[Model]":
+    def find(self, *names: str, extension: Extension | None = None) -> "list[Model]":
         """Find every model, and meet the other processes of this command if a launcher started several."""
         from pi_lora.models.machine import device
         from pi_lora.models.model import find
@@ -109,10 +109,8 @@ Trusted = Annotated[Trust, GROUP]
 Loaded = Annotated[Loading, GROUP]
 
 
-def extension_of(target: int | None, original: int | None, scaling: Method | None) -> "Extension | None":
+def extension_of(target: int | None, original: int | None, scaling: Method | None) -> Extension | None:
     """Return the extension of a plain base that three options ask for; None if they ask for none."""
-    from pi_lora.models.model import Extension
-
     if target is None and (original is not None or scaling is not None):
         raise PiLoraError("--original, --scaling: need --target, the window to extend to; give it as well")
     return Extension(target, original, scaling or "pi") if target else None

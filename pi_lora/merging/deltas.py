@@ -106,8 +106,6 @@ def read_adapter(folder: Path) -> dict[str, Change]:
     ModelError if the adapter is missing, damaged, incomplete, or of a kind that cannot be merged.
     """
     path, settings = folder / ADAPTER_WEIGHTS_FILE, read_adapter_settings(folder)
-    if not path.is_file():
-        raise ModelError(f"{path}: is missing (pickle can run code and is not read); tune or download it again")
     parts = {key.removeprefix(PREFIX).removesuffix(".weight"): tensor for key, tensor in read_header(path).items()}
     kinds = [key for key in NOT_MERGED if getattr(settings, key, None)]
     if settings.init_lora_weights not in PLAIN_STARTS:

@@ -54,10 +54,6 @@ def prepare_for_tuning(
 
 def check_shape(folder: Path, tuning: Tuning, base: PreTrainedModel) -> None:
     """Raise ModelError if `tuning` describes another adapter of `base`, on the meta device, than `folder` has."""
-    merge_it = f"merge it first (pi-lora merge {shlex.quote(str(folder))})"
-    if tuning.method == "full":
-        why = f"{folder} is an adapter, which tuning.method: full cannot tune"
-        raise ModelError(f"model.name: {why}; {merge_it}, or use lora or qlora")
     saved = files.read_adapter_settings(folder)
     stored = files.read_tensors(folder / files.ADAPTER_WEIGHTS_FILE)[1]
     weights = prepare_for_tuning(deepcopy(base), tuning, "").named_parameters(remove_duplicate=False)
@@ -65,7 +61,8 @@ def check_shape(folder: Path, tuning: Tuning, base: PreTrainedModel) -> None:
     same_scale = (saved.lora_alpha, bool(saved.use_rslora)) == (tuning.lora_alpha, tuning.rank_stabilized)
     if not same_scale or shapes != {name: entry.shape for name, entry in stored.items()}:
         other = f"describes another adapter than {folder} has, of rank {saved.r} and alpha {saved.lora_alpha:g}"
-        raise ModelError(f"tuning: {other}; take over the tuning of its recipe.yaml, or {merge_it} and tune a new one")
+        how = f"merge it first (pi-lora merge {shlex.quote(str(folder))}) and tune its weights"
+        raise ModelError(f"tuning: {other}; take over the tuning of its recipe.yaml, or {how}")
 
 
 def train_in_float32(model: nn.Module) -> None:
@@ -80,11 +77,10 @@ def train_in_float32(model: nn.Module) -> None:
 @contextmanager
 def kept_values(model: nn.Module) -> Iterator[None]:
     """Keep the values of what trains, which TRL 1.16 rounds to bfloat16 if the model is quantized."""
-    values = {name: weight.data for name, weight in model.named_parameters() if weight.requires_grad}
+    kept = [(weight, weight.data) for weight in model.parameters() if weight.requires_grad]
     yield
-    for name, weight in model.named_parameters():
-        if weight.requires_grad:
-            weight.data = values[name]
+    for weight, values in kept:
+        weight.data = values
 
 
 def keep_ties(model: PeftModel) -> None:
@@ -216,16 +212,13 @@ def _saved_name(name: str) -> str:
 
 def _names_trained_whole(model: PreTrainedModel, tuning: Tuning) -> list[str]:
     """Return the last part of the names of the modules that train in full beside LoRA."""
-    embedding = [_embedding_name(model)] if tuning.with_embeddings else []
-    norms = ((name, module) for name, module in model.named_modules() if "Norm" in type(module).__name__)
-    # The norms of OLMo have no parameters.
-    with_weights = [name for name, module in norms if tuning.with_norms and any(True for _ in module.parameters())]
-    return sorted(_last_parts([*embedding, *with_weights]))
-
-
-def _embedding_name(model: PreTrainedModel) -> str:
-    embedding = model.get_input_embeddings()
-    return next(str(name) for name, module in model.named_modules() if module is embedding).rpartition(".")[2]
+    names, embeddings = [], model.get_input_embeddings()
+    for name, module in model.named_modules():
+        # The norms of OLMo have no parameters.
+        is_norm = "Norm" in type(module).__name__ and any(True for _ in module.parameters())
+        if (tuning.with_embeddings and module is embeddings) or (tuning.with_norms and is_norm):
+            names.append(name)
+    return sorted(_last_parts(names))
 
 
 def _attention_names(model: nn.Module) -> set[str]:

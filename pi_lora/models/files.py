@@ -41,15 +41,13 @@ SAMPLE_BYTES = 4096
 
 def locate(name: str) -> str:
     """Return the folder or hub id that `name` means; raise ModelError if it is a folder that does not exist."""
+    folder = Path(name).expanduser()
     if name.startswith(BUILTIN):
-        folders = {BUILTIN + path.name: path for path in sorted(BUILTIN_FOLDER.iterdir()) if path.is_dir()}
-        if name not in folders:
-            raise ModelError(f"{name}: no such built-in model; there is {', '.join(folders)}")
-        return str(folders[name])
-    if not is_local(name):
+        folder = BUILTIN_FOLDER / name.removeprefix(BUILTIN)
+    elif not is_local(name):
         return name
-    if not (folder := Path(os.path.expanduser(name))).is_dir():
-        raise ModelError(f"{name}: no such folder; give a model folder, a hub id or {BUILTIN}tiny")
+    if not folder.is_dir():
+        raise ModelError(f"{name}: no such model; give a model folder, a hub id or {BUILTIN}tiny")
     return str(folder)
 
 
@@ -93,11 +91,7 @@ class _Stored(BaseModel):
 
 def read_config(folder: Path) -> Json:
     """Read the config in a run or model folder; raise ModelError if it is missing or wrong."""
-    file = folder / CONFIG_FILE
-    if not file.is_file():
-        how = "copy it from the model that was tuned: from the base, or from what pi-lora extend writes"
-        raise ModelError(f"{folder}: has no {CONFIG_FILE}, without which its scaling is unknown; {how}")
-    return read_json(file, Json, "tune or download it again")
+    return read_json(folder / CONFIG_FILE, Json, "copy it from the model that was tuned: the base or what extend wrote")
 
 
 def save_config(config: Config, folder: Path) -> None:
@@ -165,7 +159,7 @@ def read_tensors(file: Path) -> tuple[int, dict[str, TensorEntry]]:
             size = int.from_bytes(content.read(LENGTH_BYTES), "little")
             header = json.loads(content.read(size))
     except (OSError, SafetensorError) as error:
-        why = f"truncated, damaged or not safetensors ({first_line(error)})"
+        why = f"missing, damaged or not safetensors ({first_line(error)})"
         raise ModelError(f"{file}: {why}; download it again") from None
     header.pop(METADATA, None)
     entries = {name: TensorEntry(each["dtype"], each["shape"], each["data_offsets"]) for name, each in header.items()}

@@ -120,13 +120,9 @@ def hardware() -> str:
 
 def facts() -> dict[str, str]:
     """Return what a report of a bug needs, by name: libraries, system, processor, memory, GPUs, kernels."""
-    instructions, precision = "without bfloat16 instructions", "float32"
+    instructions = "without bfloat16 instructions"
     if has_bfloat16_instructions():
         instructions = f"bfloat16 {bfloat16_speed():.1f} times as fast as float32"
-    if has_fast_bfloat16():
-        precision = "bfloat16"
-    elif device().type == "cuda":
-        precision = "float16 for adapters, float32 for all weights"
     name = torch.cpu.get_capabilities().get("cpu_name") or platform.processor()
     gpus = [
         f"{gpu.name}, {gpu.total_memory / 2**30:.1f} GiB, compute capability {gpu.major}.{gpu.minor}"
@@ -139,6 +135,4 @@ def facts() -> dict[str, str]:
         "processor": f"{name}, {hardware()}, {instructions}; torch uses {torch.get_num_threads()} threads",
         "memory": "{:.1f} GiB, {:.1f} GiB available".format(*(size / 2**30 for size in host_memory())),
         "GPUs": "; ".join(gpus) or "none",
-        "CUDA": torch.version.cuda or "none: torch is built for CPUs",
-        "precision": f"training.precision: auto is {precision}",
     }

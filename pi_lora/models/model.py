@@ -33,8 +33,7 @@ from pi_lora.recipe.schema import Recipe
 from pi_lora.run import Origin, Run, check_finished
 from pi_lora.scaling.config import (
     Config,
-    Interpolation,
-    Method,
+    Extension,
     check_reach,
     declaring_original,
     extend_config,
@@ -51,19 +50,6 @@ from pi_lora.types import NO_PERMISSIONS, Json, Permissions
 from pi_lora.writing import read_json
 
 FILES_OF_RUNS = ["*.json", "*.yaml", ADAPTER_WEIGHTS_FILE, *TOKENIZER_FILES]
-
-
-@dataclass(frozen=True)
-class Extension:
-    """How a plain base is extended to `target` tokens: the paper's `pi`, no rescaling (`direct`), or other scalings.
-    `original` is its window L, by default the one in its config; `theta` a base of the frequencies for the scaling
-    `theta`, by default NTK-aware.
-    """
-
-    target: int
-    original: int | None = None
-    scaling: Method = "pi"
-    theta: float | None = None
 
 
 @dataclass
@@ -116,7 +102,7 @@ class Model:
     def original(self) -> int:
         """The window L before the extension, in tokens."""
         if self.extension:
-            return self.extension.original or window_of(self.base_config)
+            return self.extension.original_of(self.base_config)
         return round(self.window / self.scale)
 
     @property
@@ -167,12 +153,10 @@ class Model:
 
     def extended(self, extension: Extension) -> "Model":
         """Return this base extended; raise ScalingError if that is impossible, or transformers does not apply it."""
-        original = extension.original or window_of(self.base_config)
-        interpolation = Interpolation(extension.scaling, original, extension.target, extension.theta)
-        config = extend_config(self.base_config, interpolation)
+        config = extend_config(self.base_config, extension)
         if extension.scaling != "direct":
             with quiet_loading():
-                check_scaling(self.skeleton, self.base_config, interpolation, self.permissions.remote_code)
+                check_scaling(self.skeleton, self.base_config, extension, self.permissions.remote_code)
         return self.changed(config=config, extension=extension)
 
     def origin(self, tokenizer: str, data: str) -> Origin:
@@ -252,7 +236,8 @@ def find(
     """
     if folder := adapter_folder(name, revision):
         if extension is not None:
-            raise ModelError(f"{name}: brings its own scaling; leave out --original, --target and --scaling")
+            how = "leave out --original, --target and --scaling (in a recipe: scaling: keep), or merge it first"
+            raise ModelError(f"{name}: brings its own scaling; {how}")
         found = find_adapter(folder, base, permissions)
         found.name = name
         return found

@@ -17,7 +17,7 @@ from pi_lora.planning.memory import memory
 from pi_lora.planning.plan import Target, TrainingPlan
 from pi_lora.planning.shape import Shape, flops_of_training, trained_parameters
 from pi_lora.recipe.schema import Recipe
-from pi_lora.scaling.config import Config, Interpolation, check_extendable, check_reach, window_of
+from pi_lora.scaling.config import Config, Extension, check_extendable, check_reach, window_of
 from pi_lora.types import NO_PERMISSIONS, Permissions
 
 # Config and shape of the hub models that the recipes name, so that these are planned offline and without torch.
@@ -45,7 +45,7 @@ def plan_training(recipe: Recipe, gpu: Gpu, permissions: Permissions = NO_PERMIS
     if recipe.scaling == "keep":
         check_reach(name, config, context.target)
     else:
-        check_extendable(config, Interpolation(recipe.scaling, original, context.target, context.theta))
+        check_extendable(config, Extension(context.target, original, recipe.scaling, context.theta))
     return plan_recipe(recipe, Target(shape, original, window), gpu)
 
 

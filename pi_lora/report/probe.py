@@ -18,10 +18,10 @@ from pi_lora.evaluation.passkey import PasskeyScores
 from pi_lora.evaluation.perplexity import PerplexityScores
 from pi_lora.evaluation.suite import MEASUREMENTS, metrics_of, setting_of
 from pi_lora.models.machine import device, hardware, has_fast_bfloat16, versions
-from pi_lora.models.model import Extension, Model
+from pi_lora.models.model import Model
 from pi_lora.recipe.evaluation import PasskeyOptions, PerplexityOptions, ProbeOptions
 from pi_lora.report.comparison import change_of, verdict
-from pi_lora.scaling.config import Method, methods_for
+from pi_lora.scaling.config import Extension, Method, methods_for
 from pi_lora.types import How, Json
 from pi_lora.writing import cache_folder, check_can_write, read_json, write_json
 

@@ -60,25 +60,24 @@ LOCAL_ROPE_ONLY = set("afmoe cohere2 cohere2_moe exaone4 exaone_moe flint kolibr
 
 
 @dataclass(frozen=True)
-class Interpolation:
-    """An extension from the `original` window (L, tokens) to the `target` window (L', tokens); `theta` overrides the
-    NTK-aware base of the method `theta`.
+class Extension:
+    """How a plain base is extended to `target` tokens: the paper's `pi`, no rescaling (`direct`), or other scalings.
+    `original` is its window L, by default the one in its config; `theta` a base of the frequencies for the scaling
+    `theta`, by default NTK-aware.
     """
 
-    method: Method
-    original: int
     target: int
+    original: int | None = None
+    scaling: Method = "pi"
     theta: float | None = None
 
-    def __post_init__(self) -> None:
-        if self.target <= self.original:
-            window = f"the model's own window of {self.original}"
-            raise ScalingError(f"context.target: {self.target} is not longer than {window}; nothing to extend")
+    def original_of(self, config: Config) -> int:
+        """Return the window L of the model that is extended, in tokens."""
+        return self.original or window_of(config)
 
-    @property
-    def scale(self) -> float:
-        """L'/L, the `factor` of configs; 1 for `direct`."""
-        return 1.0 if self.method == "direct" else self.target / self.original
+    def scale_of(self, config: Config) -> float:
+        """Return L'/L, the `factor` of configs."""
+        return self.target / self.original_of(config)
 
 
 def read_rope(config: Config) -> dict[str, Any]:
@@ -221,8 +220,8 @@ def in_both_dialects(config: Config) -> dict[str, Any]:
     return both
 
 
-def extend_config(config: Config, interpolation: Interpolation) -> dict[str, Any]:
-    """Return a copy of a model config with a window of `interpolation.target` tokens, in both dialects.
+def extend_config(config: Config, extension: Extension) -> dict[str, Any]:
+    """Return a copy of a model config with a window of `extension.target` tokens, in both dialects.
 
     Ropes per layer type change on full-attention layers only; `direct` declares the longer window alone.
     `max_position_embeddings` is the number from which every reader computes L':
@@ -232,27 +231,29 @@ def extend_config(config: Config, interpolation: Interpolation) -> dict[str, Any
     - L' under `yarn`: transformers 4 computes the factor from it, and SGLang takes it as the window;
     - L' under every other rope.
     """
-    check_extendable(config, interpolation)
-    rope = _extended_rope(config, interpolation)
+    check_extendable(config, extension)
+    rope = _extended_rope(config, extension)
     divisor = 1.0 if rope["rope_type"] == "yarn" else _window_factor(config, rope)
-    declared = round(interpolation.target / divisor)
+    declared = round(extension.target / divisor)
     extended = {**with_full_rope(config, rope), "max_position_embeddings": declared}
     extended.pop(ORIGINAL_WINDOW, None)
-    if interpolation.method == "theta" or (rope["rope_type"] == "longrope" and constant_longrope(rope) is None):
-        extended[ORIGINAL_WINDOW] = interpolation.original
+    if extension.scaling == "theta" or (rope["rope_type"] == "longrope" and constant_longrope(rope) is None):
+        extended[ORIGINAL_WINDOW] = extension.original_of(config)
     if constant_longrope(rope) is not None:
         extended["original_max_position_embeddings"] = declared
     return in_both_dialects(extended)
 
 
-def check_extendable(config: Config, interpolation: Interpolation) -> None:
-    """Raise ScalingError if the model's rope cannot be extended by this method, or no layer has positions and attends
-    to the target window.
+def check_extendable(config: Config, extension: Extension) -> None:
+    """Raise ScalingError if the target window is not longer, the model's rope cannot be extended by this scaling, or no
+    layer has positions and attends to the target window.
     """
-    model_type, method = config.get("model_type"), interpolation.method
-    target, reach, suitable = interpolation.target, local_window(config), methods_for(config)
+    model_type, method, original = config.get("model_type"), extension.scaling, extension.original_of(config)
+    target, reach, suitable = extension.target, local_window(config), methods_for(config)
     problem = None
-    if model_type in LOCAL_ROPE_ONLY:
+    if target <= original:
+        problem = f"context.target: {target} is not longer than the model's own window of {original}; nothing to extend"
+    elif model_type in LOCAL_ROPE_ONLY:
         problem = f"model of type {model_type}: only its local-attention layers are rotary; nothing to interpolate"
     elif method not in suitable:
         kind = full_attention_rope(config).get("rope_type", "default")
@@ -268,11 +269,10 @@ def check_extendable(config: Config, interpolation: Interpolation) -> None:
 def methods_for(config: Config) -> tuple[Method, ...]:
     """Return the scalings that can extend a model, by its rope type."""
     rope = full_attention_rope(config)
-    kind = "linear" if constant_longrope(rope) is not None else rope.get("rope_type", "default")
-    methods = METHODS_OF.get(kind, ())
-    if config.get("model_type") in LONGROPE_ONLY:
-        return tuple(method for method in methods if method in ("pi", "theta", "direct"))
-    return methods
+    kind = rope.get("rope_type", "default")
+    if constant_longrope(rope) is not None or (kind == "default" and config.get("model_type") in LONGROPE_ONLY):
+        kind = "linear"
+    return METHODS_OF.get(kind, ())
 
 
 def check_reach(name: str, config: Config, target: int) -> None:
@@ -327,21 +327,21 @@ def ntk_theta(config: Config, scale: float) -> float:
     return float(rope["rope_theta"]) * growth
 
 
-def _extended_rope(config: Config, interpolation: Interpolation) -> dict[str, Any]:
+def _extended_rope(config: Config, extension: Extension) -> dict[str, Any]:
     """Return the rope of the full-attention layers after the extension."""
-    rope, scale, method = full_attention_rope(config), interpolation.scale, interpolation.method
-    kind, original = rope.setdefault("rope_type", "default"), interpolation.original
+    rope, scale, method = full_attention_rope(config), extension.scale_of(config), extension.scaling
+    kind = rope.setdefault("rope_type", "default")
     if method == "direct":
         return rope
     if method == "theta":
-        theta = interpolation.theta or ntk_theta(config, interpolation.target / original)
+        theta = extension.theta or ntk_theta(config, scale)
         if theta <= rope["rope_theta"]:
             raise ScalingError(f"context.theta: {theta:g} is not larger than the model's own {rope['rope_theta']:g}")
         return {**rope, "rope_theta": theta}
     if method == "dynamic":
         return {**rope, "rope_type": "dynamic", "factor": scale}
     if method in ("yarn", "llama3"):
-        new = {"rope_type": method, "factor": 1.0, "original_max_position_embeddings": original}
+        new = {"rope_type": method, "factor": 1.0, "original_max_position_embeddings": extension.original_of(config)}
         own = rope if kind == method else {**rope, **new, **(LLAMA3_BANDS if method == "llama3" else {})}
         return _without_default_attention({**own, "factor": own["factor"] * scale}, own["factor"])
     if kind == "longrope" and constant_longrope(rope) is None:
@@ -350,7 +350,7 @@ def _extended_rope(config: Config, interpolation: Interpolation) -> dict[str, An
         return {**rope, **longer}
     factor = (constant_longrope(rope) or float(rope.get("factor") or 1)) * scale
     if config.get("model_type") in LONGROPE_ONLY:
-        return _constant_longrope(config, rope, factor, interpolation.target)
+        return _constant_longrope(config, rope, factor, extension.target)
     return {**rope, "rope_type": "proportional" if kind == "proportional" else "linear", "factor": factor}
 
 

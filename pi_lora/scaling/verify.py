@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from pi_lora.errors import ScalingError
-from pi_lora.scaling.config import SLIDING_ATTENTION, Config, Interpolation, extend_config
+from pi_lora.scaling.config import SLIDING_ATTENTION, Config, Extension, Method, extend_config
 
 
 def config_of(kind: type[PreTrainedConfig], config: Config) -> PreTrainedConfig:
@@ -29,8 +29,8 @@ def build_on_meta(
     return model
 
 
-def check_scaling(plain: PreTrainedModel, config: Config, interpolation: Interpolation, trust: bool = False) -> None:
-    """Raise ScalingError if the rotary frequencies of the model of `config` under `interpolation`, which changes some,
+def check_scaling(plain: PreTrainedModel, config: Config, extension: Extension, trust: bool = False) -> None:
+    """Raise ScalingError if the rotary frequencies of the model of `config` under `extension`, which changes some,
     do not follow from those of `plain`, the same on the meta device without it.
 
     Config classes drop or reject a scaling, and models without positions have a rope in their config all the same, so
@@ -38,13 +38,13 @@ def check_scaling(plain: PreTrainedModel, config: Config, interpolation: Interpo
     by the scale; under `yarn` and `llama3` it lies between the two; under `theta` the first stays and the others fall.
     Sliding layers keep theirs. `dynamic` scales long inputs only, so its model is checked with `pi`.
     """
-    asked = replace(interpolation, method="pi") if interpolation.method == "dynamic" else interpolation
+    asked = replace(extension, scaling="pi") if extension.scaling == "dynamic" else extension
     kind = type(plain.config)
     frequencies = rotary_frequencies(plain)
     scaled = rotary_frequencies(build_on_meta(kind, extend_config(config, asked), trust))
     if not frequencies:
         raise ScalingError(f"model of type {kind.model_type}: is built without rotary embeddings; choose another")
-    if not _follows(frequencies, scaled, asked):
+    if not _follows(frequencies, scaled, asked.scaling, asked.scale_of(config)):
         unscaled = "transformers does not apply the scaling of its config"
         raise ScalingError(f"model of type {kind.model_type}: {unscaled}; choose another model")
 
@@ -73,13 +73,13 @@ def _cannot_be_built(kind: type[PreTrainedConfig], error: Exception) -> ScalingE
     return ScalingError(f"model of type {kind.model_type}: cannot be built with this scaling ({reason})")
 
 
-def _follows(plain: dict[str, torch.Tensor], scaled: dict[str, torch.Tensor], interpolation: Interpolation) -> bool:
+def _follows(plain: dict[str, torch.Tensor], scaled: dict[str, torch.Tensor], method: Method, scale: float) -> bool:
     if plain.keys() != scaled.keys() or any(plain[name].shape != scaled[name].shape for name in plain):
         return False
     changed = [name for name in plain if not torch.equal(plain[name], scaled[name])]
-    slack, method = 1 + 1e-5, interpolation.method
+    slack = 1 + 1e-5
     for name in changed:
-        lowest = plain[name] * 0 if method == "theta" else plain[name] / interpolation.scale
+        lowest = plain[name] * 0 if method == "theta" else plain[name] / scale
         highest = lowest if method == "pi" else plain[name]
         within = (scaled[name] * slack >= lowest) & (scaled[name] <= highest * slack)
         if SLIDING_ATTENTION in name or not within.all():

@@ -5,7 +5,6 @@ original window: its answers to long prompts beside those that are computed here
 import json
 import os
 import random
-import re
 from dataclasses import dataclass, replace
 from math import inf, isfinite
 from pathlib import Path
@@ -39,8 +38,6 @@ GREEDY = {"temperature": 0, "repetition_penalty": 1, "repeat_penalty": 1, "prese
 # Requests for log probabilities, from the most to none. vLLM gives those of the prompt; mlx-lm takes true alone; a
 # llama-cpp-python that was started without `--logits_all true` refuses all but the last.
 LOGPROBS: tuple[Json, ...] = ({"logprobs": 1, "prompt_logprobs": 0}, {"logprobs": True}, {})
-# The message of an error; servers nest it differently.
-MESSAGE = re.compile(r'"(?:error|message|detail)": *"((?:[^"\\]|\\.)*)"')
 CUT, REFUSED, DIFFERENT = "cut", "refused", "different"
 # Where the second choice is so close in nats to the first, rounding decides which one a server takes.
 TIE = 0.5
@@ -92,9 +89,7 @@ class Reference(BaseModel):
 
 
 class Reader(Reference):
-    """A reference that computes the answers of the model `found`, each once and when it is needed."""
-
-    _loaded: dict[str, Model] = {}
+    """A reference that computes the answers of the model `found` by a reading, once and when they are needed."""
 
     def __init__(self, found: Model, text: str = "", dtype: str | None = None, progress: Progress = silent) -> None:
         super().__init__(model=found.name, original=found.original, target=found.window, own_text=text)
@@ -107,23 +102,23 @@ class Reader(Reference):
         self.own_text = text[: ends[lengths[0]][0]]
 
     def answer(self, prompt: Prompt, reading: str) -> Answer:
-        """Return the answer to a prompt in one reading; load the model for it, or as engines compute it that drop the
-        scaling from its config.
-        """
+        """Return the answer to a prompt in one reading."""
         if reading not in prompt.answers:
-            if reading not in self._loaded:
-                self._loaded.clear()  # one model at a time
-                found = self._found if reading == RIGHT else unscaled(self._found)
-                self._loaded[reading] = found.load(self._dtype)
-            self._progress(0, 0, f"computing {prompt.tokens:,} tokens here: {reading}")
-            prompt.answers[reading] = _answer(self._loaded[reading], self.text[: prompt.characters])
+            self._compute(reading)
         return super().answer(prompt, reading)
+
+    def _compute(self, reading: str) -> None:
+        """Load the model, or what engines compute that drop the scaling from its config, and answer all prompts."""
+        found = self._found if reading == RIGHT else unscaled(self._found)
+        loaded = found.load(self._dtype)
+        for prompt in self.prompts:
+            self._progress(0, 0, f"computing {prompt.tokens:,} tokens here: {reading}")
+            prompt.answers[reading] = _answer(loaded, self.text[: prompt.characters])
 
     def write(self, file: Path) -> None:
         """Compute all answers, and write them to a file of some kilobytes."""
         for reading in (RIGHT, UNSCALED):
-            for prompt in self.prompts:
-                self.answer(prompt, reading)
+            self._compute(reading)
         write_whole(file, self.model_dump_json() + "\n")
 
 
@@ -195,8 +190,7 @@ class Server:
                 return _completion(self._call("/v1/completions", body | logprobs))
             except HTTPError as error:
                 said = error.read().decode(errors="replace")
-        message = MESSAGE.search(said)
-        return message[1] if message else said[:300]
+        return said[:300]
 
     def _call(self, path: str, body: Json | None = None) -> Json:
         headers = {"Content-Type": "application/json", "Authorization": f"Bearer {os.environ.get('OPENAI_API_KEY')}"}

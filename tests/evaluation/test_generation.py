@@ -11,7 +11,8 @@ from test_cli import run
 
 import pi_lora
 from pi_lora.errors import DataError
-from pi_lora.models.model import Extension, Model, load
+from pi_lora.models.model import Model, load
+from pi_lora.scaling.config import Extension
 
 TEMPLATE = "{% for each in messages %}[{{ each.role }}]{{ each.content }}{% endfor %}[{{ add_generation_prompt }}]"
 

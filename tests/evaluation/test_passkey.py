@@ -29,8 +29,9 @@ from pi_lora.evaluation.passkey import (
     make_trial,
     prompt,
 )
-from pi_lora.models.model import Extension, Model, load
+from pi_lora.models.model import Model, load
 from pi_lora.recipe.evaluation import PasskeyOptions
+from pi_lora.scaling.config import Extension
 
 PAPER_PROMPT = """\
 There is an important info hidden inside a lot of irrelevant text. Find it and memorize them. \

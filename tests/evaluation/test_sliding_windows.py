@@ -19,8 +19,9 @@ from pi_lora.evaluation.perplexity import (
     pass_losses,
     window_scores,
 )
-from pi_lora.models.model import Extension, load
+from pi_lora.models.model import load
 from pi_lora.recipe.evaluation import PerplexityOptions
+from pi_lora.scaling.config import Extension
 
 WINDOWS = st.lists(st.integers(2, 60), min_size=1, max_size=4).map(tuple)
 

@@ -55,11 +55,13 @@ def test_what_is_finished_stays_when_its_name_was_taken_meanwhile(tmp_path: Path
             output.mkdir()
             (output / "weights").write_text("another's")
 
-    with pytest.raises(RunExistsError, match=rf"not overwritten; saved to {output}-2$"):
+    with pytest.raises(RunExistsError, match=rf"is not overwritten; move the result from {staging_path(output)}$"):
         another_takes_its_name()
     assert (output / "weights").read_text() == "another's"
-    assert [path.name for path in (tmp_path / "run-2").iterdir()] == ["weights"]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["run", "run-2"]
+    assert (staging_path(output) / "weights").read_text() == "mine"
+    with pytest.raises(RunExistsError, match="already exists"), staged(output):
+        pass
+    assert (staging_path(output) / "weights").exists()
 
 
 def test_one_process_makes_it(tmp_path: Path, small_model: Path) -> None:

@@ -11,9 +11,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from pi_lora.errors import ModelError
 from pi_lora.merging.merging import extend
-from pi_lora.models.model import Extension, find, load
+from pi_lora.models.model import find, load
 from pi_lora.recipe.evaluation import ProbeOptions
 from pi_lora.report.probe import probe
+from pi_lora.scaling.config import Extension
 from pi_lora.types import How
 
 IDS = torch.randint(2, 1024, (2, 256), generator=torch.Generator().manual_seed(5))

@@ -18,7 +18,8 @@ from transformers import AutoModelForCausalLM
 from pi_lora.errors import ModelError
 from pi_lora.merging.merging import extend, merge
 from pi_lora.merging.tensors import StoredTensor
-from pi_lora.models.model import Extension, find, load
+from pi_lora.models.model import find, load
+from pi_lora.scaling.config import Extension
 
 IDS = torch.randint(2, 1024, (2, 128), generator=torch.Generator().manual_seed(5))
 
@@ -164,7 +165,7 @@ def adapter(small_model: Path, tmp_path: Path) -> Path:
 
 
 def test_an_adapter_made_elsewhere_needs_a_config_and_a_base(small_model: Path, adapter: Path, tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match=r"adapter: has no config\.json, .* what pi-lora extend writes$"):
+    with pytest.raises(ModelError, match=r"adapter/config\.json: cannot be read .* what extend wrote$"):
         merge(adapter, tmp_path / "merged", base=str(small_model))
     extend(find(str(small_model), Extension(128)), tmp_path / "extended")
     shutil.copyfile(tmp_path / "extended" / "config.json", adapter / "config.json")

@@ -59,9 +59,9 @@ def pickled(folder: Path, name: str, new: str) -> None:
 DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "truncated shard": (
         lambda at: (at / "base" / SECOND).write_bytes((at / "base" / SECOND).read_bytes()[:-100]),
-        rf"{SECOND}: truncated, damaged or not safetensors \(",
+        rf"{SECOND}: missing, damaged or not safetensors \(",
     ),
-    "bit of the header": (lambda at: flip_a_bit(at / "base" / SECOND, 9), rf"{SECOND}: (truncated, damaged|lacks)"),
+    "bit of the header": (lambda at: flip_a_bit(at / "base" / SECOND, 9), rf"{SECOND}: (missing, damaged|lacks)"),
     "bit that makes no number": (
         lambda at: edit(at / "base" / SECOND, lambda each: each[f"{Q}.weight"].view(-1)[3:4].fill_(torch.nan)),
         rf"{SECOND}: {Q}\.weight: has infinite or NaN values once merged; base or adapter is damaged",
@@ -81,7 +81,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "pickled adapter": (
         lambda at: (at / "run" / ADAPTER).rename(at / "run" / "adapter_model.bin"),
-        r"adapter_model\.safetensors: is missing \(pickle can run code",
+        r"adapter_model\.safetensors: missing, damaged or not safetensors \(",
     ),
     "half an adapter": (
         lambda at: edit(at / "run" / ADAPTER, lambda each: each.pop(f"base_model.model.{Q}.lora_A.weight")),

@@ -16,9 +16,10 @@ from pi_lora.evaluation import perplexity
 from pi_lora.evaluation.measurement import Session
 from pi_lora.evaluation.passkey import Passkey
 from pi_lora.evaluation.perplexity import Perplexity
-from pi_lora.models.model import Extension, find, load
+from pi_lora.models.model import find, load
 from pi_lora.recipe.evaluation import PasskeyOptions, PerplexityOptions, ProbeOptions
 from pi_lora.report.probe import Probe, Probed, Reach, decided, probe, read_probe
+from pi_lora.scaling.config import Extension
 from pi_lora.types import How
 
 TARGET = 256

@@ -27,9 +27,9 @@ from transformers import (
 
 from pi_lora.errors import ScalingError
 from pi_lora.merging.merging import extend
-from pi_lora.models.model import Extension, find
+from pi_lora.models.model import find
 from pi_lora.scaling.config import (
-    Interpolation,
+    Extension,
     Method,
     extend_config,
     full_attention_rope,
@@ -134,7 +134,7 @@ SUITABLE = [
 def extended(family: str, method: Method, factor: float = 4) -> tuple[dict[str, Any], dict[str, Any]]:
     config = FAMILIES[family].to_dict()
     window = window_of(config)
-    return config, extend_config(config, Interpolation(method, window, round(factor * window)))
+    return config, extend_config(config, Extension(round(factor * window), window, method))
 
 
 def frequencies(family: str, config: Mapping[str, Any]) -> NDArray[np.float64]:
@@ -200,7 +200,7 @@ def test_every_suitable_scaling_is_what_its_formula_says_in_transformers(family:
     config, after = extended(family, method)
     window = window_of(config)
     kind = type(FAMILIES[family])
-    check_scaling(build_on_meta(kind, config), config, Interpolation(method, window, 4 * window))
+    check_scaling(build_on_meta(kind, config), config, Extension(4 * window, window, method))
     assert frequencies(family, after) == pytest.approx(formula(family, after), rel=1e-5)
     assert window_of(after) == window_in_vllm(after) == 4 * window
     assert method_of(after) == method
@@ -275,10 +275,10 @@ def test_theta_divides_the_lowest_frequency_by_the_scale() -> None:
 
 def test_a_given_theta_is_written() -> None:
     config = FAMILIES["Llama 3"].to_dict()
-    after = extend_config(config, Interpolation("theta", 8192, 65536, theta=8e6))
+    after = extend_config(config, Extension(65536, 8192, "theta", theta=8e6))
     assert full_attention_rope(after)["rope_theta"] == after["rope_theta"] == 8e6
     with pytest.raises(ScalingError, match=r"context\.theta: 400000 is not larger than the model's own 500000"):
-        extend_config(config, Interpolation("theta", 8192, 65536, theta=4e5))
+        extend_config(config, Extension(65536, 8192, "theta", theta=4e5))
 
 
 def test_the_attention_factor_of_yarn_follows_its_factor() -> None:
@@ -286,7 +286,7 @@ def test_the_attention_factor_of_yarn_follows_its_factor() -> None:
     assert "attention_factor" not in full_attention_rope(after)
     own = {**FAMILIES["Qwen 3 under YaRN"].to_dict()}
     own["rope_parameters"] = {**own["rope_parameters"], "attention_factor": 0.5}
-    kept = extend_config(own, Interpolation("yarn", 131072, 262144))
+    kept = extend_config(own, Extension(262144, 131072, "yarn"))
     assert full_attention_rope(kept)["attention_factor"] == 0.5
 
 

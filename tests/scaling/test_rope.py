@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from pi_lora.errors import ScalingError
 from pi_lora.scaling.config import (
-    Interpolation,
+    Extension,
     Method,
     declaring_original,
     extend_config,
@@ -41,12 +41,12 @@ windows = st.integers(16, 8192)
 @given(windows, scales)
 def test_interpolated_positions_stay_in_the_original_window(original: int, factor: int) -> None:
     target = original * factor
-    assert (target - 1) / Interpolation("pi", original, target).scale < original
+    assert (target - 1) / Extension(target, original).scale_of({}) < original
 
 
 @pytest.mark.parametrize("base", [LLAMA_5, LLAMA_4])
 def test_pi_writes_both_dialects_and_keeps_theta(base: dict[str, Any]) -> None:
-    extended = extend_config(base, Interpolation("pi", 2048, 16384))
+    extended = extend_config(base, Extension(16384, 2048))
     assert extended["rope_parameters"] == {"rope_type": "linear", "rope_theta": 10000.0, "factor": 8.0}
     assert extended["rope_theta"] == 10000.0
     assert extended["rope_scaling"] == {"type": "linear", "rope_type": "linear", "factor": 8.0, "rope_theta": 10000.0}
@@ -56,21 +56,21 @@ def test_pi_writes_both_dialects_and_keeps_theta(base: dict[str, Any]) -> None:
 
 
 def test_both_dialects_read_the_same() -> None:
-    extended = extend_config(LLAMA_5, Interpolation("pi", 2048, 8192))
+    extended = extend_config(LLAMA_5, Extension(8192, 2048))
     old_reader = {key: value for key, value in extended.items() if key != "rope_parameters"}
     assert read_rope(old_reader) == read_rope(extended)
 
 
 def test_direct_declares_the_window_and_rescales_nothing() -> None:
-    extended = extend_config(LLAMA_5, Interpolation("direct", 2048, 8192))
+    extended = extend_config(LLAMA_5, Extension(8192, 2048, "direct"))
     assert scale_of(extended) == 1
     assert extended["rope_scaling"] is None
     assert window_of(extended) == 8192
 
 
 def test_a_linear_base_multiplies() -> None:
-    once = extend_config(LLAMA_5, Interpolation("pi", 2048, 4096))
-    twice = extend_config(once, Interpolation("pi", window_of(once), 16384))
+    once = extend_config(LLAMA_5, Extension(4096, 2048))
+    twice = extend_config(once, Extension(16384, window_of(once)))
     assert scale_of(twice) == 8
     assert window_of(twice) == 16384
 
@@ -78,7 +78,7 @@ def test_a_linear_base_multiplies() -> None:
 @given(windows, st.integers(1, 100_000))
 def test_the_extended_window_is_the_target_and_the_original_stays(original: int, more: int) -> None:
     target = original + more
-    extended = extend_config({**LLAMA_5, "max_position_embeddings": original}, Interpolation("pi", original, target))
+    extended = extend_config({**LLAMA_5, "max_position_embeddings": original}, Extension(target, original))
     assert window_of(extended) == target
     assert extended["max_position_embeddings"] == original
 
@@ -106,12 +106,12 @@ def test_the_window_is_what_an_architecture_means(name: str) -> None:
     read = declaring_original(config, longest_input)
     assert window_of(read) == window
     if method_of(read) == "pi":
-        extended = extend_config(read, Interpolation("pi", window, 2 * window))
+        extended = extend_config(read, Extension(2 * window, window))
         assert (window_of(extended), scale_of(extended)) == (2 * window, 2 * scale_of(config))
 
 
 def test_per_layer_ropes_change_on_full_attention_only() -> None:
-    extended = extend_config(GEMMA, Interpolation("pi", 8192, 32768))
+    extended = extend_config(GEMMA, Extension(32768, 8192))
     assert extended["rope_parameters"]["full_attention"] == {
         "rope_type": "linear",
         "rope_theta": 1e6,
@@ -125,7 +125,7 @@ def test_per_layer_ropes_change_on_full_attention_only() -> None:
 
 def test_dynamic_is_written_for_every_reader() -> None:
     """Engines multiply `max_position_embeddings` by the factor, and transformers rescales beyond it: it stays L."""
-    extended = extend_config(LLAMA_5, Interpolation("dynamic", 2048, 8192))
+    extended = extend_config(LLAMA_5, Extension(8192, 2048, "dynamic"))
     assert extended["rope_parameters"] == {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
     assert extended["rope_scaling"] == {"type": "dynamic", "rope_type": "dynamic", "factor": 4.0}
     assert extended["max_position_embeddings"] == 2048
@@ -133,7 +133,7 @@ def test_dynamic_is_written_for_every_reader() -> None:
 
 def test_yarn_is_written_for_every_reader() -> None:
     """transformers 4 divides `max_position_embeddings` by the original, and SGLang reads it as it is: it is L'."""
-    extended = extend_config(LLAMA_5, Interpolation("yarn", 2048, 8192))
+    extended = extend_config(LLAMA_5, Extension(8192, 2048, "yarn"))
     parameters = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048}
     assert extended["rope_parameters"] == {**parameters, "rope_theta": 10000.0}
     assert extended["rope_scaling"] == {"type": "yarn", **parameters}
@@ -151,7 +151,7 @@ def test_every_method_declares_target_and_scale_in_both_dialects(
 ) -> None:
     target = original + more
     small = {**base, "max_position_embeddings": original, "head_dim": 16}
-    extended = extend_config(small, Interpolation(method, original, target))
+    extended = extend_config(small, Extension(target, original, method))
     old_reader = {key: value for key, value in extended.items() if key != "rope_parameters"}
     for config in (extended, old_reader):
         assert window_of(config) == target
@@ -164,10 +164,10 @@ def test_every_method_declares_target_and_scale_in_both_dialects(
 @given(st.sampled_from(get_args(Method)), st.integers(1, 512), st.integers(1, 512))
 def test_a_run_is_an_extension_of_its_base(method: Method, more: int, even_more: int) -> None:
     base = {**LLAMA_5, "max_position_embeddings": 64, "head_dim": 16}
-    run = extend_config(base, Interpolation(method, 64, 64 + more))
+    run = extend_config(base, Extension(64 + more, 64, method))
     assert is_extension_of(run, base)
-    further = extend_config(base, Interpolation("pi", 64, 64 + more + even_more))
-    interpolated = extend_config(base, Interpolation("pi", 64, 64 + more))
+    further = extend_config(base, Extension(64 + more + even_more, 64))
+    interpolated = extend_config(base, Extension(64 + more, 64))
     assert is_extension_of(further, interpolated)
     assert not is_extension_of(interpolated, further)
     assert is_extension_of(run, interpolated) == (method == "pi")
@@ -175,38 +175,36 @@ def test_a_run_is_an_extension_of_its_base(method: Method, more: int, even_more:
 
 @pytest.mark.parametrize("method", ["dynamic", "yarn", "llama3"])
 def test_an_interpolated_base_names_the_scalings_that_it_takes(method: Method) -> None:
-    once = extend_config(LLAMA_5, Interpolation("pi", 2048, 4096))
+    once = extend_config(LLAMA_5, Extension(4096, 2048))
     with pytest.raises(ScalingError, match=f"scaling: {method}: .*rope type linear; use pi or theta or direct"):
-        extend_config(once, Interpolation(method, 4096, 8192))
+        extend_config(once, Extension(8192, 4096, method))
 
 
 def test_phi3_is_interpolated_in_the_words_of_longrope() -> None:
     base = {**LLAMA_5, "model_type": "phi3", "hidden_size": 64, "num_attention_heads": 4}
-    once = extend_config(base, Interpolation("pi", 2048, 4096))
+    once = extend_config(base, Extension(4096, 2048))
     assert once["rope_scaling"] == {"type": "longrope", "short_factor": [2.0] * 8, "long_factor": [2.0] * 8}
     assert once["max_position_embeddings"] == once["original_max_position_embeddings"] == 4096
-    twice = extend_config(once, Interpolation("pi", window_of(once), 16384))
+    twice = extend_config(once, Extension(16384, window_of(once)))
     assert (scale_of(twice), window_of(twice), method_of(twice)) == (8, 16384, "pi")
 
 
 def test_ropes_per_layer_type_that_transformers_4_did_not_know_get_no_top_level() -> None:
     """transformers 5 would give a top-level `rope_scaling` to the sliding layers too, or replace both ropes by it."""
-    extended = extend_config({**GEMMA, "model_type": "mimo_v2_flash"}, Interpolation("pi", 8192, 32768))
+    extended = extend_config({**GEMMA, "model_type": "mimo_v2_flash"}, Extension(32768, 8192))
     assert scale_of(extended) == 4
     assert not {"rope_scaling", "rope_theta", "rope_local_base_freq"} & extended.keys()
 
 
 @pytest.mark.parametrize("method", ["pi", "dynamic"])
 def test_olmo_in_transformers_4_reads_two_fields(method: Method) -> None:
-    extended = extend_config({**LLAMA_5, "model_type": "olmo2"}, Interpolation(method, 2048, 4096))
+    extended = extend_config({**LLAMA_5, "model_type": "olmo2"}, Extension(4096, 2048, method))
     assert extended["rope_scaling"] == {"type": {"pi": "linear"}.get(method, method), "factor": 2.0}
 
 
 def test_gpt_neox_is_written_in_its_own_words_too() -> None:
     rope = {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5}
-    extended = extend_config(
-        {**LLAMA_5, "model_type": "gpt_neox", "rope_parameters": rope}, Interpolation("pi", 2048, 4096)
-    )
+    extended = extend_config({**LLAMA_5, "model_type": "gpt_neox", "rope_parameters": rope}, Extension(4096, 2048))
     assert (extended["rotary_emb_base"], extended["rotary_pct"]) == (500.0, 0.5)
 
 
@@ -231,10 +229,10 @@ def test_how_far_the_layers_see(fields: dict[str, Any], reach: int | None) -> No
 def test_a_target_beyond_the_sight_of_every_layer_is_refused(target: int) -> None:
     base = {**LLAMA_5, "sliding_window": 4096}
     if target <= 4096:
-        assert window_of(extend_config(base, Interpolation("pi", 2048, target))) == target
+        assert window_of(extend_config(base, Extension(target, 2048))) == target
     else:
         with pytest.raises(ScalingError, match=f"target: {target}: every layer of this model attends to at most 4096"):
-            extend_config(base, Interpolation("pi", 2048, target))
+            extend_config(base, Extension(target, 2048))
 
 
 def test_a_window_that_the_config_does_not_say_is_refused() -> None:
@@ -245,7 +243,7 @@ def test_a_window_that_the_config_does_not_say_is_refused() -> None:
 def test_a_dynamic_base_is_refused() -> None:
     dynamic = {**LLAMA_5, "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}
     with pytest.raises(ScalingError, match=r"scaling: pi: .*rope type dynamic; start from an unextended base"):
-        extend_config(dynamic, Interpolation("pi", 2048, 8192))
+        extend_config(dynamic, Extension(8192, 2048))
 
 
 def test_a_model_without_rotary_embeddings_is_refused() -> None:
@@ -256,7 +254,7 @@ def test_a_model_without_rotary_embeddings_is_refused() -> None:
 @pytest.mark.parametrize("target", [2048, 1000])
 def test_a_target_that_is_not_longer_is_refused(target: int) -> None:
     with pytest.raises(ScalingError, match=f"{target} is not longer than the model's own window of 2048"):
-        Interpolation("pi", 2048, target)
+        extend_config(LLAMA_5, Extension(target, 2048))
 
 
 def test_layers_without_a_rope_have_none_in_either_dialect() -> None:

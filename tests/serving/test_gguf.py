@@ -8,7 +8,8 @@ from random_runs import put_on_hub
 
 from pi_lora import cli
 from pi_lora.errors import ModelError, RunExistsError
-from pi_lora.models.model import Extension, find
+from pi_lora.models.model import find
+from pi_lora.scaling.config import Extension
 from pi_lora.serving.gguf import CONVERTER, export_gguf, find_converter
 
 # What llama.cpp's converter writes about positions, and one tensor.

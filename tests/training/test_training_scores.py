@@ -10,9 +10,10 @@ from safetensors.torch import load_file
 from pi_lora.evaluation.measurement import as_json
 from pi_lora.evaluation.suite import measure
 from pi_lora.models.adapter import prepare_for_tuning
-from pi_lora.models.model import Extension, Model, find, load
+from pi_lora.models.model import Model, find, load
 from pi_lora.recipe.evaluation import Evaluation
 from pi_lora.recipe.files import load_recipe
+from pi_lora.scaling.config import Extension
 
 EVALUATION = {
     "every": 2,

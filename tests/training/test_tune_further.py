@@ -114,14 +114,17 @@ def test_merged_weights_are_tuned_with_any_shape(
             ({"tuning": {"rank": 4, **other}}, "another adapter than .* has, of rank 4 and alpha 8; .* merge it first")
             for other in ({"rank": 8, "alpha": 8}, {"alpha": 9}, {"also_train": "nothing"}, {"targets": ["q_proj"]})
         ),
-        ({"tuning": {"method": "full"}}, "which tuning.method: full cannot tune; merge it first"),
+        ({"tuning": {"method": "full"}}, "another adapter than .*; take over the tuning .* or merge it first"),
         ({"context": {"target": 129}}, "129 is longer than the window of .*, 128 tokens"),
-        ({"scaling": "pi", "context": {"target": 256}}, "tune it further with scaling: keep, or merge it first"),
+        (
+            {"scaling": "pi", "context": {"target": 256}},
+            "its own scaling; .*in a recipe: scaling: keep.*, or merge it first",
+        ),
         (
             {"model": {"name": "builtin:tiny"}, "context": {"target": 512}},
             r"512 is longer than the window of .*, 256 tokens, which scaling: keep",
         ),
-        ({"model": {"name": "adapters/none"}}, "adapters/none: no such run yet; train its recipe first"),
+        ({"model": {"name": "adapters/none"}}, r"adapters/none: has no config.json .*; give a hub id, a model folder"),
     ],
 )
 def test_what_cannot_be_tuned_further_is_refused(
