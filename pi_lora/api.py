@@ -85,7 +85,12 @@ def model_to_train(
     return model, [*check_fits(recipe, model, force or resume), *better]
 
 
-def plan(recipe: str | Path, *overrides: str | Mapping[str, Any], gpu: str | None = None) -> "TrainingPlan":
+def plan(
+    recipe: str | Path,
+    *overrides: str | Mapping[str, Any],
+    gpu: str | None = None,
+    permissions: Permissions = NO_PERMISSIONS,
+) -> "TrainingPlan":
     """Plan the memory, tokens and hours of a recipe as `pi-lora plan` does, before anything is downloaded or loaded.
 
     Args:
@@ -93,6 +98,7 @@ def plan(recipe: str | Path, *overrides: str | Mapping[str, Any], gpu: str | Non
         overrides: Keys to change, as for `train`.
         gpu: A device such as `4090`, `A100-80` or `H100`, any by its memory, as `48GB`, or `cpu`; by default the one
             that the recipe names as `hardware.gpu`, else this machine's.
+        permissions: Whether code of the model may run, and a changed run be used.
 
     Returns:
         The plan: `fits`, `memory.peak` in bytes on each device, `tokens`, and `hours`, which is None where the peak of
@@ -107,7 +113,7 @@ def plan(recipe: str | Path, *overrides: str | Mapping[str, Any], gpu: str | Non
     from pi_lora.recipe.files import load_recipe
 
     resolved = load_recipe(Path(recipe), _as_words(overrides)).recipe
-    return plan_training(resolved, device_for(resolved, gpu))
+    return plan_training(resolved, device_for(resolved, gpu), permissions)
 
 
 def merge(

@@ -163,7 +163,7 @@ class Run:
 
     def check_same_origin(self, output: Path, now: Origin, permissions: Permissions) -> None:
         """Raise ModelError if this interrupted run of `output` began with another base, tokenizer or data."""
-        before = None if permissions.changed else self.provenance.origin
+        before = None if permissions.allow_changed else self.provenance.origin
         names = ("weights", "tokenizer", "data")
         if before and (changed := [name for name in names if getattr(before, name) != getattr(now, name)]):
             what = f"{' and '.join(changed)} are others than those that the interrupted run began with"

@@ -13,12 +13,12 @@ class Permissions:
     """What only the person at the keyboard can permit, by a flag of the command: no file of a run or model does.
 
     Attributes:
-        remote_code: Python code that a model brings is run.
-        changed: A run is used although its base, tokenizer or data are not what they were.
+        trust_remote_code: Run Python code that a model brings.
+        allow_changed: Use a run although its base or data changed.
     """
 
-    remote_code: bool = False
-    changed: bool = False
+    trust_remote_code: bool = False
+    allow_changed: bool = False
 
 
 NO_PERMISSIONS = Permissions()

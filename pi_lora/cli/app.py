@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from cyclopts import App, Group, Parameter, Token
 
 from pi_lora.distributed import is_launched, join_processes
-from pi_lora.errors import PiLoraError
 from pi_lora.recipe.section import as_tokens
 from pi_lora.scaling.config import Extension, Method
 from pi_lora.terminal import progress_bar, say, working
-from pi_lora.types import How, Permissions
+from pi_lora.types import NO_PERMISSIONS, How, Permissions
 
 if TYPE_CHECKING:
     from pi_lora.models.model import Model
@@ -48,7 +47,7 @@ Override = Annotated[str, Parameter(name="KEY=VALUE", help="Keys of the recipe t
 ModelName = Annotated[str, Parameter(name="MODEL", help="Hub id, folder, run or builtin:tiny.")]
 JsonFile = Annotated[Path | None, Parameter(help="Also write the result to this file.")]
 Dtype = Annotated[Literal["float32", "bfloat16", "float16"] | None, Parameter(help="Data type of the weights.")]
-TrustRemoteCode = Annotated[bool, Parameter(help="Run Python code that a model brings.")]
+Permitted = Annotated[Permissions, GROUP]
 
 
 def read_length(_: object, tokens: Sequence[Token]) -> int:
@@ -71,22 +70,10 @@ Probe = Annotated[Path | None, Parameter(help="What pi-lora probe wrote with --j
 
 
 @dataclass(frozen=True)
-class Trust:
-    """What only the person at the keyboard can allow."""
-
-    trust_remote_code: TrustRemoteCode = False
-    allow_changed: Annotated[bool, Parameter(help="Use a run although its base or data changed.")] = False
-
-    @property
-    def permissions(self) -> Permissions:
-        """These permissions, as models are found with them."""
-        return Permissions(self.trust_remote_code, self.allow_changed)
-
-
-@dataclass(frozen=True)
-class Loading(Trust):
+class Loading:
     """How models are found and loaded."""
 
+    permissions: Permitted = NO_PERMISSIONS
     dtype: Dtype = None
     base: Annotated[str | None, Parameter(help="Where the base of a run is now, if it moved.")] = None
 
@@ -105,12 +92,4 @@ class Loading(Trust):
         return How(again, self.dtype, say, working, progress_bar)
 
 
-Trusted = Annotated[Trust, GROUP]
 Loaded = Annotated[Loading, GROUP]
-
-
-def extension_of(target: int | None, original: int | None, scaling: Method | None) -> Extension | None:
-    """Return the extension of a plain base that three options ask for; None if they ask for none."""
-    if target is None and (original is not None or scaling is not None):
-        raise PiLoraError("--original, --scaling: need --target, the window to extend to; give it as well")
-    return Extension(target, original, scaling or "pi") if target else None

@@ -1,6 +1,5 @@
 """`pi-lora train` and `prepare`; `merge`, `extend` and `export gguf`; and `check-server`."""
 
-import shlex
 import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -18,19 +17,16 @@ from pi_lora.cli.app import (
     NewWindow,
     Original,
     Override,
+    Permitted,
     Probe,
     RecipeFile,
-    Trust,
-    Trusted,
-    TrustRemoteCode,
     app,
-    extension_of,
 )
 from pi_lora.distributed import is_launched, is_leader, launch, launch_arguments
 from pi_lora.errors import PiLoraError
-from pi_lora.scaling.config import Method
+from pi_lora.scaling.config import Extension, Method
 from pi_lora.terminal import out, progress_bar, working
-from pi_lora.types import Permissions
+from pi_lora.types import NO_PERMISSIONS
 from pi_lora.writing import cache_folder, check_can_write, read_json, write_json
 
 
@@ -39,12 +35,11 @@ def train(
     recipe: RecipeFile,
     /,
     *overrides: Override,
-    trust: Trusted = Trust(),
+    permissions: Permitted = NO_PERMISSIONS,
     output: Annotated[Path | None, Parameter(help="The run folder; adapters/<recipe> by default.")] = None,
     resume: Annotated[bool, Parameter(help="Continue an interrupted run, by its recipe or its folder.")] = False,
     dry_run: Annotated[bool, Parameter(help="Check recipe, model, data and output, then stop.")] = False,
     force: Annotated[bool, Parameter(help="Train even if the plan says that it does not fit.")] = False,
-    print_launch: Annotated[bool, Parameter(help="Print the accelerate launch line instead of running it.")] = False,
     machine_rank: Annotated[NonNegativeInt, Parameter(help="Number of this machine, from 0.")] = 0,
     main_process_ip: Annotated[str | None, Parameter(help="Address of machine 0.")] = None,
     main_process_port: Annotated[PositiveInt | None, Parameter(help="Port on machine 0.")] = None,
@@ -53,17 +48,11 @@ def train(
     from pi_lora.run import begun_or_new
 
     resolved, place = begun_or_new(recipe, overrides, output, resume)
-    # A launched process gets the command line as it is; it starts no others.
-    worker = [word for word in sys.argv[1:] if word != "--print-launch"]
-    where = (machine_rank, main_process_ip, main_process_port)
-    if print_launch:
-        out.lines(shlex.join(["accelerate", "launch", *launch_arguments(resolved, worker, *where)]))
-        return
     # Ctrl-C ends at once until all libraries are imported: some turn it into an error of their own.
     with working():
         from pi_lora.api import model_to_train
 
-        model, lines = model_to_train(resolved, place, resume, force, trust.permissions, ask_hub=dry_run)
+        model, lines = model_to_train(resolved, place, resume, force, permissions, ask_hub=dry_run)
         if dry_run:
             out.lines(*lines)
             return
@@ -74,7 +63,8 @@ def train(
     if not is_launched():
         out.lines(*lines, *(f"data: {line}" for line in data.messages))
         if resolved.hardware.processes > 1:
-            sys.exit(launch(launch_arguments(resolved, worker, *where)))
+            # A launched process gets the command line as it is; it starts no others.
+            sys.exit(launch(launch_arguments(resolved, sys.argv[1:], machine_rank, main_process_ip, main_process_port)))
     with progress_bar("training steps") as progress:
         folder = train(resolved, model, data, place, resume, progress)
     if is_leader():
@@ -119,14 +109,14 @@ def extend(
     original: Original = None,
     probe: Probe = None,
     output: Annotated[Path, Parameter(help="A new folder.")],
-    trust: Trusted = Trust(),
+    permissions: Permitted = NO_PERMISSIONS,
 ) -> None:
     """Write MODEL with a window of --target tokens and no tuning, for every engine; its weights stay as they are."""
     with working():
         from pi_lora.merging.merging import extend
         from pi_lora.models.model import find
         from pi_lora.report.probe import read_probe
-    found = find(model, extension_of(target, original, scaling), trust.permissions)
+    found = find(model, Extension(target, original, scaling), permissions)
     with progress_bar("linking weights") as progress:
         serving = extend(found, output, read_probe(probe) if probe else None, progress)
     out.lines(f"{output}: written; it loads like any model, its scaling is in config.json", "")
@@ -138,7 +128,7 @@ def prepare(
     recipe: RecipeFile,
     /,
     *overrides: Override,
-    trust_remote_code: TrustRemoteCode = False,
+    permissions: Permitted = NO_PERMISSIONS,
 ) -> None:
     """Tokenize and pack the training data of RECIPE into the cache; no GPU is needed."""
     with working():
@@ -147,7 +137,7 @@ def prepare(
         from pi_lora.training.training import prepare_data
 
         resolved = load_recipe(recipe, overrides).recipe
-        model = check_data(resolved, Permissions(trust_remote_code))
+        model = check_data(resolved, permissions)
     with progress_bar("preparing data") as progress:
         data = prepare_data(resolved, model, progress)
     out.lines(*(f"data: {line}" for line in data.messages))

@@ -18,9 +18,9 @@ from pi_lora.cli.app import (
     Scaling,
     Target,
     app,
-    extension_of,
 )
 from pi_lora.distributed import is_leader
+from pi_lora.errors import PiLoraError
 from pi_lora.recipe.evaluation import (
     BenchmarksOptions,
     ChatOptions,
@@ -31,6 +31,7 @@ from pi_lora.recipe.evaluation import (
     Sampling,
     SummarizationOptions,
 )
+from pi_lora.scaling.config import Extension
 from pi_lora.terminal import out, say, working
 from pi_lora.writing import check_can_write, write_json
 
@@ -58,7 +59,10 @@ class Measuring(Loading):
         with working():
             from pi_lora.evaluation.suite import evaluate, scores_table
 
-            found = self.find(*models, extension=extension_of(target, self.original, self.scaling))
+            if not target and (self.original or self.scaling):
+                raise PiLoraError("--original, --scaling: need --target, the window to extend to; give it as well")
+            extension = Extension(target, self.original, self.scaling or "pi") if target else None
+            found = self.find(*models, extension=extension)
         files = {name: self.json} if self.json else {}
         scores = evaluate(found, {name: options}, files, self.measured())
         if is_leader():

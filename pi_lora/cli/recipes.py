@@ -16,15 +16,15 @@ from pi_lora.cli.app import (
     ModelName,
     NewWindow,
     Override,
+    Permitted,
     Probe,
     RecipeFile,
     Target,
-    TrustRemoteCode,
     app,
     read_length,
 )
 from pi_lora.terminal import err, out, working
-from pi_lora.types import Permissions
+from pi_lora.types import NO_PERMISSIONS
 from pi_lora.writing import cache_folder, write_json
 
 GpuName = Annotated[str | None, Parameter(help="A name (4090, H100), a memory size (48GB), or cpu.")]
@@ -40,7 +40,7 @@ def new(
     data: Annotated[list[str] | None, Parameter(help="Text to tune on: a file, folder, glob or hub id.")] = None,
     probe: Probe = None,
     output: Annotated[Path | None, Parameter(help="The recipe file; MODEL_TARGET.yaml by default.")] = None,
-    trust_remote_code: TrustRemoteCode = False,
+    permissions: Permitted = NO_PERMISSIONS,
 ) -> None:
     """Write a recipe that extends MODEL to --target tokens and fits this machine's GPU, or --gpu."""
     with working("reading model and text"):
@@ -52,7 +52,7 @@ def new(
             from pi_lora.report.probe import read_probe
 
             probed = read_probe(probe).at(target).to_tune()
-        file, plan, notes = new_recipe(model, target, gpu, data or (), probed, output, Permissions(trust_remote_code))
+        file, plan, notes = new_recipe(model, target, gpu, data or (), probed, output, permissions)
     out.lines(*plan_lines(plan))
     err.lines(*notes)
     out.lines(f"{file}: written; read it, then: pi-lora train {shlex.quote(str(file))}")
@@ -64,16 +64,14 @@ def plan(
     /,
     *overrides: Override,
     gpu: GpuName = None,
-    trust_remote_code: TrustRemoteCode = False,
+    permissions: Permitted = NO_PERMISSIONS,
     json: JsonFile = None,
 ) -> None:
     """Estimate memory, tokens and hours of a training on --gpu, or on hardware.gpu of RECIPE."""
-    from pi_lora.planning.gpus import device_for
-    from pi_lora.planning.planning import plan_lines, plan_training
-    from pi_lora.recipe.files import load_recipe
+    from pi_lora.api import plan
+    from pi_lora.planning.planning import plan_lines
 
-    resolved = load_recipe(recipe, overrides).recipe
-    training_plan = plan_training(resolved, device_for(resolved, gpu), Permissions(trust_remote_code))
+    training_plan = plan(recipe, *overrides, gpu=gpu, permissions=permissions)
     out.lines(*plan_lines(training_plan))
     if json:
         write_json(json, training_plan.as_json())

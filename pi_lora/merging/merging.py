@@ -77,7 +77,7 @@ def merge(
         raise ModelError(f"{found.base}: has quantized weights; name the model that it was made from with --base")
     with staged(output) as staging:
         with quiet_loading():
-            model = build_on_meta(found.kind, found.config, permissions.remote_code)
+            model = build_on_meta(found.kind, found.config, permissions.trust_remote_code)
         tensors = plan_merge(model, read_weights(found.base, found.file), folder, dtype, before)
         stored = str(max(tensors, key=lambda tensor: tensor.size).dtype).removeprefix("torch.")
         config = {**found.config, "architectures": [type(model).__name__], "dtype": stored}

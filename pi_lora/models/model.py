@@ -133,14 +133,14 @@ class Model:
         """The tokenizer of the run, or of the base."""
         # Adapters made elsewhere may have none of their own.
         own = self.adapter if self.adapter and (self.adapter / SETTINGS_FILE).is_file() else None
-        trust, vocabulary = self.permissions.remote_code, self.config.get("vocab_size")
+        trust, vocabulary = self.permissions.trust_remote_code, self.config.get("vocab_size")
         return load_tokenizer(own or self.path, self.window, self.revision, trust, vocabulary)
 
     @cached_property
     def skeleton(self) -> PreTrainedModel:
         """The unextended base on the meta device: every module with its shape, no memory for weights."""
         with quiet_loading():
-            return build_on_meta(self.kind, self.base_config, self.permissions.remote_code)
+            return build_on_meta(self.kind, self.base_config, self.permissions.trust_remote_code)
 
     @cached_property
     def weights_digest(self) -> str:
@@ -156,7 +156,7 @@ class Model:
         config = extend_config(self.base_config, extension)
         if extension.scaling != "direct":
             with quiet_loading():
-                check_scaling(self.skeleton, self.base_config, extension, self.permissions.remote_code)
+                check_scaling(self.skeleton, self.base_config, extension, self.permissions.trust_remote_code)
         return self.changed(config=config, extension=extension)
 
     def origin(self, tokenizer: str, data: str) -> Origin:
@@ -179,7 +179,7 @@ class Model:
 
     def check_origin(self) -> None:
         """Raise ModelError if the weights of the base are not those that the adapter was tuned on."""
-        if self.adapter and not self.permissions.changed and not self.is_base_of(Run(self.adapter)):
+        if self.adapter and not self.permissions.allow_changed and not self.is_base_of(Run(self.adapter)):
             other = f"{self.base} ({self.folder}) has other weights than those that it was tuned on"
             raise ModelError(f"{self.adapter}: {other}; bring them back, or use these with --allow-changed")
 
@@ -211,7 +211,7 @@ class Model:
         self, dtype: torch.dtype, attention: str = machine.SDPA, place: Placement = "device"
     ) -> PreTrainedModel:
         """Return the base with its weights under `config`, without an adapter; see `read_weights`."""
-        config, trust = config_of(self.kind, self.config), self.permissions.remote_code
+        config, trust = config_of(self.kind, self.config), self.permissions.trust_remote_code
         if place == "empty":
             return empty_weights(config, dtype, attention, trust)
         source = {"revision": self.revision, "trust_remote_code": trust}
@@ -348,7 +348,7 @@ def own_entries(config: PreTrainedConfig) -> Config:
 def _find_base(name: str, revision: str = "main", permissions: Permissions = NO_PERMISSIONS) -> Model:
     path = locate(name)
     with readable(name, CONFIG_FILE), quiet_loading():
-        config = AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=permissions.remote_code)
+        config = AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=permissions.trust_remote_code)
     own = own_entries(config)
     if full_attention_rope(own).get("rope_type") == "linear":
         file = find_file(path, SETTINGS_FILE, revision)

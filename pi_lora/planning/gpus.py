@@ -88,18 +88,15 @@ def gpu_of_device(device_name: str, memory: int) -> Gpu:
     return max(known, key=lambda gpu: len(gpu.name), default=Gpu(f"{memory // 10**9}GB", memory, None))
 
 
-def may_have_gpu() -> bool:
-    """Whether a driver shows a GPU; only Linux tells without torch."""
-    return sys.platform != "linux" or any(map(os.path.exists, GPU_NODES))
-
-
 def device_here() -> Gpu:
     """Return this machine's accelerator, or its CPU with the memory that this process may use. torch, which takes
     seconds, is imported where there may be a GPU, or a CPU whose arithmetic in bfloat16 is measured.
     """
     host = host_memory()[0]
     here = replace(GPUS[CPU], memory=host)
-    if may_have_gpu() or has_bfloat16_instructions():
+    # Only Linux tells without torch whether a driver shows a GPU.
+    may_have_gpu = sys.platform != "linux" or any(map(os.path.exists, GPU_NODES))
+    if may_have_gpu or has_bfloat16_instructions():
         import torch
 
         from pi_lora.models.machine import has_fast_bfloat16

@@ -40,19 +40,19 @@ def attention_score(h: ArrayLike, s: ArrayLike, theta: float) -> Reals:
     return (h @ np.exp(1j * np.outer(frequencies(2 * h.shape[-1], theta), np.asarray(s)))).real
 
 
-def interpolation_bound(head_dim: int, theta: float, largest: float, s: float, papers: bool = False) -> float:
-    """Return the bound on `|a - a_linear|` that holds, `max|h| sum_j theta_j^2 (s - s1) (s2 - s) / 2`, or the paper's.
+def interpolation_bound(head_dim: int, theta: float, s: float, papers: bool = False) -> float:
+    """Return the bound on `|a - a_linear|` that holds, `sum_j theta_j^2 (s - s1) (s2 - s) / 2`, or the paper's, for
+    `max_j |h_j|` of 1.
 
-    `a_linear` is the chord between the scores at the whole distances `s1` and `s2` around `s` (Eqn. 6), `largest` is
-    `max_j |h_j|`. The paper's, `d max|h| (s - s1) (s2 - s) / (8 ln c)` (Eqn. 5; Eqn. 7 in the middle), is 13 % lower
-    and exceeded: see `curvature`.
+    `a_linear` is the chord between the scores at the whole distances `s1` and `s2` around `s` (Eqn. 6). The paper's,
+    `d (s - s1) (s2 - s) / (8 ln c)` (Eqn. 5; Eqn. 7 in the middle), is 13 % lower and exceeded: see `curvature`.
 
-    >>> [round(128 / interpolation_bound(128, 1e4, 1.0, 0.5, papers), 2) for papers in (False, True)]
+    >>> [round(128 / interpolation_bound(128, 1e4, 0.5, papers), 2) for papers in (False, True)]
     [256.11, 294.73]
     """
     share = s % 1.0
     bend = head_dim / (4 * math.log(theta)) if papers else curvature(head_dim, theta)
-    return largest * bend * share * (1 - share) / 2
+    return bend * share * (1 - share) / 2
 
 
 def curvature(head_dim: int, theta: float) -> float:
@@ -112,27 +112,19 @@ def bounds_of(setting: Setting) -> Bounds:
     (294.73, 256.11, 1.116)
     """
     d, c = setting.head_dim, setting.theta
-    papers_divisor, divisor = (d / interpolation_bound(d, c, 1.0, 0.5, papers) for papers in (True, False))
+    papers_divisor, divisor = (d / interpolation_bound(d, c, 0.5, papers) for papers in (True, False))
     sums = partial_sums(d, c, np.arange(setting.target + 1)) / d
     return Bounds(papers_divisor, divisor, float(sums.min()), int(sums.argmin()))
 
 
-def fit_noise(head_dim: int, theta: float, original: int, ridge: float = 0.0, seed: int = 0) -> tuple[Reals, Complexes]:
+def fit_noise(head_dim: int, theta: float, original: int, seed: int = 0) -> tuple[Reals, Complexes]:
     """Fit a score to standard normal noise at every distance inside the window, as in figure 2 (appendix C.1).
 
-    Returns the points [L] at the distances 0, 1, ... L - 1, and the coefficients `h` [d / 2]. `ridge` times `sum_j
-    |h_j|^2` is added to the sum of squares (last remark of section 2.3), as rows of the system. Solved by singular
+    Returns the points [L] at the distances 0, 1, ... L - 1, and the coefficients `h` [d / 2]. Solved by singular
     values: the basis is so nearly dependent (condition 1e16) that rounding decides how far the fit goes beyond.
-
-    >>> (_, calm), (_, wild) = fit_noise(16, 100.0, 64, ridge=1.0), fit_noise(16, 100.0, 64)
-    >>> bool(np.abs(calm).max() < np.abs(wild).max())
-    True
     """
     points = np.random.default_rng(seed).standard_normal(original)
     angles = np.outer(np.arange(original), frequencies(head_dim, theta))
     waves = np.concatenate([np.cos(angles), np.sin(angles)], axis=1)
-    if ridge:
-        waves = np.concatenate([waves, np.sqrt(ridge) * np.eye(head_dim)])
-    heights = np.concatenate([points, np.zeros(len(waves) - original)])
-    cosines, sines = np.split(np.linalg.lstsq(waves, heights)[0], 2)
+    cosines, sines = np.split(np.linalg.lstsq(waves, points)[0], 2)
     return points, cosines - 1j * sines

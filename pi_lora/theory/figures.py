@@ -10,8 +10,6 @@ from pi_lora.drawing import BLUE, GREEN, GREY, VERMILION, new_figure, plain, sav
 from pi_lora.theory import bounds
 from pi_lora.theory.bounds import Setting
 
-# Figure 2's second row: what is added to the sum of squares; the fit stays as close to the points as without.
-RIDGE = 10.0
 DOTS, DOTS_INSIDE = 48, 6  # of figure 1 in all, and inside the window; the fewest of each
 SAMPLES = 4096  # of a curve
 FEW = 50  # distances between which figure 2 looks
@@ -65,8 +63,8 @@ def _positions(setting: Setting) -> Any:
 
 
 def _fit(setting: Setting) -> Any:
-    """Figure 2: a score fitted to noise inside the window, beyond it and in between; by least squares, and by ridge."""
-    figure = new_figure(13, 6.8)
+    """Figure 2: a score fitted to noise inside the window by least squares, beyond it and in between."""
+    figure = new_figure(13, 3.4)
     length = setting.original
     first = min(25, length // 4)
     whole = np.arange(first, min(first + FEW, length))
@@ -76,19 +74,18 @@ def _fit(setting: Setting) -> Any:
         ("Effect of extrapolation", np.linspace(0, setting.target, SAMPLES)),
         ("Effect of interpolation", fine),
     )
-    for row, ridge in zip(figure.subplots(2, 3), (0.0, RIDGE), strict=True):
-        points, h = bounds.fit_noise(setting.head_dim, setting.theta, length, ridge)
-        name = f"ridge, {ridge:g}" if ridge else "least squares"
-        for axes, (title, s) in zip(row, parts, strict=True):
-            axes.plot(s, bounds.attention_score(h, s, setting.theta), color=VERMILION, linewidth=1.5, label=name)
-            axes.set(xlabel=DISTANCE, ylabel="attention score $a(s)$")
-            plain(axes, title)
-        inside, beyond, between = row
-        inside.plot(points, ".", color=BLUE, alpha=0.35, markersize=3, label="points", zorder=1)
-        inside.legend(loc="upper right")
-        beyond.axvline(length, **DASHED)
-        between.plot(whole, bounds.attention_score(h, whole, setting.theta), "o", color=BLUE, label="whole distances")
-        between.legend()
+    points, h = bounds.fit_noise(setting.head_dim, setting.theta, length)
+    panels = figure.subplots(1, 3)
+    for axes, (title, s) in zip(panels, parts, strict=True):
+        axes.plot(s, bounds.attention_score(h, s, setting.theta), color=VERMILION, linewidth=1.5, label="fit")
+        axes.set(xlabel=DISTANCE, ylabel="attention score $a(s)$")
+        plain(axes, title)
+    inside, beyond, between = panels
+    inside.plot(points, ".", color=BLUE, alpha=0.35, markersize=3, label="points", zorder=1)
+    inside.legend(loc="upper right")
+    beyond.axvline(length, **DASHED)
+    between.plot(whole, bounds.attention_score(h, whole, setting.theta), "o", color=BLUE, label="whole distances")
+    between.legend()
     return figure
 
 

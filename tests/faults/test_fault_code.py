@@ -80,5 +80,5 @@ def test_no_command_runs_it(
 
 
 def test_it_runs_when_it_is_allowed(base: Path, trace: Path) -> None:
-    assert find(str(base), permissions=Permissions(remote_code=True)).kind.__name__ == "OwnConfig"
+    assert find(str(base), permissions=Permissions(trust_remote_code=True)).kind.__name__ == "OwnConfig"
     assert trace.exists()

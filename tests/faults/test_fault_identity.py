@@ -63,8 +63,8 @@ def test_a_base_with_other_weights_is_refused(place: Path, monkeypatch: pytest.M
     further = small_recipe("run", context={"target": 100}, scaling="keep", data={"source": "builtin:recall"})
     with pytest.raises(ModelError, match="has other weights"):
         train(further, Path("further"))
-    load("run", permissions=Permissions(changed=True))
-    merge(Path("run"), Path("merged"), permissions=Permissions(changed=True), check="none")
+    load("run", permissions=Permissions(allow_changed=True))
+    merge(Path("run"), Path("merged"), permissions=Permissions(allow_changed=True), check="none")
 
 
 def test_a_relative_name_is_that_of_the_folder_where_it_was_tuned(
@@ -113,7 +113,7 @@ def test_an_interrupted_run_is_not_resumed_with_something_else(small_model: Path
         book.write_text("one two four " * 4000)
     with pytest.raises(ModelError, match=rf"^{output}: {changed} are others .*go on with --allow-changed"):
         train(recipe, output, resume=True)
-    train(recipe, output, resume=True, permissions=Permissions(changed=True))
+    train(recipe, output, resume=True, permissions=Permissions(allow_changed=True))
     assert output.is_dir()
 
 

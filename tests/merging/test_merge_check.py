@@ -228,5 +228,5 @@ def test_models_with_code_of_their_own(run: Path, tmp_path: Path, monkeypatch: p
         code = {"AutoConfig": f"{prefix}own.OwnConfig", "AutoModelForCausalLM": f"{prefix}own.OwnModel"}
         configured(model_type="own", auto_map=code)(folder, run)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
-    merged = merge(adapter, tmp_path / "merged", base="someone/own", permissions=Permissions(remote_code=True))
+    merged = merge(adapter, tmp_path / "merged", base="someone/own", permissions=Permissions(trust_remote_code=True))
     assert merged.lines[0].startswith("checked: 21 tensors")
