@@ -79,6 +79,12 @@ def test_no_command_runs_it(
     assert not trace.exists()
 
 
+@pytest.mark.parametrize("command", ["eval passkey RUN --depths 1 --trials 1", "plan RUN/recipe.yaml"])
+def test_the_option_of_a_command_allows_it(run: Path, trace: Path, command: str) -> None:
+    run_command(*command.replace("RUN", str(run)).split(), "--trust-remote-code")
+    assert trace.exists()
+
+
 def test_it_runs_when_it_is_allowed(base: Path, trace: Path) -> None:
     assert find(str(base), permissions=Permissions(trust_remote_code=True)).kind.__name__ == "OwnConfig"
     assert trace.exists()
