@@ -74,7 +74,8 @@ def new_recipe(
     plan = choose(first_plan(model, target, device, given, permissions))
     with file.open("x", encoding="utf-8") as recipe:
         recipe.write(recipe_text(plan, file, probed and probed[1]))
-    notes = []
+    hub = (name for name in texts if not looks_local(name))
+    notes = [f"--data: {name}: no such file or folder; it is taken for a data set on the hub" for name in hub]
     if not texts:
         names = " and ".join(source.name for source in plan.recipe.data.source)
         notes.append(f"--data: not given; the recipe reads {names}")

@@ -201,3 +201,12 @@ def test_a_name_that_yaml_would_misread_is_quoted(small_model: Path, tmp_path: P
     written = load_recipe(file).recipe
     assert written.model.name == str(odd)
     assert written.data.source[0].name == 'no: "text"'
+
+
+def test_a_name_that_is_no_file_is_said_to_be_taken_for_the_hubs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(choosing, "data_problems", lambda data, ask_hub: [])
+    texts = ["owner/books", "builtin:recall"]
+    _, _, notes = choosing.new_recipe("builtin:tiny", 512, CPU, texts, output=tmp_path / "mine.yaml")
+    assert notes == ["--data: owner/books: no such file or folder; it is taken for a data set on the hub"]
