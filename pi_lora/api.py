@@ -1,7 +1,7 @@
 """The commands as functions: names and plain values in, folders and typed results out. They print nothing."""
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -215,7 +215,7 @@ def generate(
     tokens: int = 256,
     temperature: float = 0.0,
     seed: int = 0,
-    write: Callable[[str], object] | None = None,
+    stream: bool = False,
 ) -> str:
     """Return the text that a model writes after a prompt, as `pi-lora generate` does.
 
@@ -226,7 +226,7 @@ def generate(
         tokens: The longest answer; a shorter one ends with the model's end of text, or with the window.
         temperature: Of sampling; 0 takes the likeliest token.
         seed: Of sampling.
-        write: Called with every word as soon as it is known.
+        stream: Also print every word as soon as it is known.
 
     Raises:
         DataError: The prompt is empty, or leaves no room in the window.
@@ -236,7 +236,7 @@ def generate(
     from pi_lora.recipe.evaluation import Sampling
 
     sampling = Sampling(temperature=temperature, max_new_tokens=tokens, seed=seed)
-    return answer(_loaded(model), prompt, sampling, chat_template, write)
+    return answer(_loaded(model), prompt, sampling, chat_template, stream)
 
 
 def _loaded(model: "str | Model") -> "Model":

@@ -257,7 +257,7 @@ def generate(
 
     text, loaded = _read_and_load(file, prompt, model, how)
     chat = not no_chat_template
-    generate(loaded, text, chat_template=chat, tokens=tokens, temperature=temperature, seed=seed, write=_written)
+    generate(loaded, text, chat_template=chat, tokens=tokens, temperature=temperature, seed=seed, stream=True)
 
 
 @app.command(group=MEASURE)
@@ -276,7 +276,7 @@ def summarize(
     from pi_lora.evaluation.summarization import summarize
 
     text, loaded = _read_and_load(file, None, model, how)
-    summarize(loaded, file, text, sampling, say, _written)
+    summarize(loaded, file, text, sampling, say)
 
 
 @app.command(group=MEASURE)
@@ -304,8 +304,3 @@ def _read_and_load(file: str, prompt: str | None, model: str, how: Loading) -> "
         [found] = how.find(model)
     with working(f"loading {model}"):
         return text, found.load(how.dtype)
-
-
-def _written(text: str) -> None:
-    """Print text of a model as it comes."""
-    out.print(text, end="", soft_wrap=True)

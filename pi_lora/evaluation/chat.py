@@ -25,6 +25,7 @@ from pi_lora.evaluation.measurement import (
     Session,
     Value,
     average,
+    described,
     identity_of,
     share,
 )
@@ -87,8 +88,7 @@ class Chats(Measurement[ChatOptions, ChatScores]):
             raise DataError(f"--data: {options.data}: holds no chat to measure; name others, or a longer --window")
         base = None
         if options.base and (options.base != model.name or model.extension):  # else the model is its own base
-            dtype = str(model.model.dtype).removeprefix("torch.")
-            base = find(options.base, permissions=model.permissions).load(dtype)
+            base = find(options.base, permissions=model.permissions).load(described(model)["dtype"])
         decided_by = {**options.model_dump(), "rows": table.identity, "base": base and identity_of(base)}
         found = session.measure(
             model, decided_by, list(chats), lambda name: chat_score(model, base, chats[name]) | {"name": name}

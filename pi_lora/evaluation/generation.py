@@ -1,6 +1,6 @@
-"""Text that a model writes after prompts, greedily or sampled from a seed, and passed on as it is written."""
+"""Text that a model writes after prompts, greedily or sampled from a seed, and printed as it is written."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,34 +11,17 @@ from pi_lora.models.model import Model
 from pi_lora.models.weights import quiet_loading
 from pi_lora.recipe.evaluation import Sampling
 
-# Called with text as soon as it is written.
-Write = Callable[[str], object]
 
-
-class Stream(TextStreamer):
-    """Passes on the text after a prompt, word by word."""
-
-    def __init__(self, tokenizer: Any, write: Write) -> None:
-        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
-        self.write = write
-
-    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-        """Pass on a piece of text, the last one with the end of its line."""
-        self.write(text + "\n" * stream_end)
-
-
-def generate(
-    loaded: Model, prompts: Sequence[Sequence[int]], sampling: Sampling, write: Write | None = None
-) -> list[str]:
+def generate(loaded: Model, prompts: Sequence[Sequence[int]], sampling: Sampling, stream: bool = False) -> list[str]:
     """Return the text that is written after each of `prompts` (token ids), as `written_ids` does."""
-    ids = written_ids(loaded, prompts, sampling, write)
+    ids = written_ids(loaded, prompts, sampling, stream)
     return [text.strip() for text in loaded.tokenizer.batch_decode(ids, skip_special_tokens=True)]
 
 
-def written_ids(loaded: Model, prompts: Sequence[Sequence[int]], sampling: Sampling, write: Write | None = None) -> Any:
+def written_ids(loaded: Model, prompts: Sequence[Sequence[int]], sampling: Sampling, stream: bool = False) -> Any:
     """Return the token ids that are written after each of `prompts`, which go through the model together: (prompts,
-    tokens), padded. Of the model's own generation config only the tokens that end a text count. `write` gets the text
-    after a single prompt.
+    tokens), padded. Of the model's own generation config only the tokens that end a text count. With `stream`, the
+    text after a single prompt is printed word by word.
     """
     model: Any = loaded.model
     own, longest = model.generation_config, max(map(len, prompts))
@@ -50,7 +33,7 @@ def written_ids(loaded: Model, prompts: Sequence[Sequence[int]], sampling: Sampl
     rows = [[-1] * (longest - len(prompt)) + list(prompt) for prompt in prompts]  # -1 is masked
     ids = torch.tensor(rows, device=model.device)
     inputs = {"input_ids": ids.clamp(min=0), "attention_mask": (ids >= 0).long()}
-    streamer = Stream(loaded.tokenizer, write) if write else None
+    streamer = TextStreamer(loaded.tokenizer, skip_prompt=True, skip_special_tokens=True) if stream else None
     torch.manual_seed(sampling.seed)
     model.generation_config = config  # what a given config leaves open is taken from the model's
     try:
@@ -60,7 +43,7 @@ def written_ids(loaded: Model, prompts: Sequence[Sequence[int]], sampling: Sampl
         model.generation_config = own
 
 
-def answer(loaded: Model, prompt: str, sampling: Sampling, chat: bool = True, write: Write | None = None) -> str:
+def answer(loaded: Model, prompt: str, sampling: Sampling, chat: bool = True, stream: bool = False) -> str:
     """Return what a model writes after a prompt, with `chat` as the turn of a user under the tokenizer's chat template
     if there is one. Raise DataError if the prompt leaves no room in the window.
     """
@@ -75,4 +58,4 @@ def answer(loaded: Model, prompt: str, sampling: Sampling, chat: bool = True, wr
         tokens = f"{len(ids):,} tokens do not suit {loaded.name}, which reads {loaded.window:,}"
         raise DataError(f"--prompt: {tokens}; give a text that leaves room for the answer")
     fitting = sampling.changed(max_new_tokens=min(room, sampling.max_new_tokens or room))
-    return generate(loaded, [ids], fitting, write)[0]
+    return generate(loaded, [ids], fitting, stream)[0]

@@ -191,9 +191,9 @@ class Session:
                 if folder:
                     keep(name, results[name], folder)
                 self.progress(done, len(own))
-        mine = [(name, results[name]) for name in own]
-        every = dict(from_all(mine) if together else mine)
-        return [every[name] for name in names]
+        if together:
+            results = dict(from_all([*results.items()]))
+        return [results[name] for name in names]
 
     def __enter__(self) -> Self:
         return self

@@ -146,25 +146,18 @@ class Perplexity(Measurement[PerplexityOptions, PerplexityScores]):
 
     def metrics(self, scores: PerplexityScores) -> list[Metric]:
         """Return the perplexity by window, with those of the documents."""
-        values: dict[int, list[Value]] = {row.window: [] for row in scores.windows}
-        for document in scores.per_document or ():
-            for row in document.windows:
-                name = f"{document.name} of {document.tokens} tokens"
-                values[row.window].append(Value(name, row.perplexity, row.tokens))
-        return [
-            Metric(
-                "perplexity",
-                row.perplexity,
-                higher_is_better=False,
-                at=row.window,
-                digits=3,
-                values=values[row.window],
-                is_ratio=True,
-                dataset=scores.data,
-                hub_name="perplexity",
-            )
-            for row in scores.windows
-        ]
+        about: Json = {"dataset": scores.data, "digits": 3, "higher_is_better": False, "is_ratio": True}
+        metrics = []
+        for row in scores.windows:
+            values = [
+                Value(f"{document.name} of {document.tokens} tokens", own.perplexity, own.tokens)
+                for document in scores.per_document or ()
+                for own in document.windows
+                if own.window == row.window
+            ]
+            hub: Json = {"values": values, "hub_name": "perplexity", **about}
+            metrics.append(Metric("perplexity", row.perplexity, at=row.window, **hub))
+        return metrics
 
     def panels(self, scores: Mapping[str, PerplexityScores]) -> list[Panel]:
         """Return perplexity by window if there are several, and the loss by position where all have it."""

@@ -175,8 +175,7 @@ def write_scores(scores: Sequence[Scores], file: Path) -> None:
 def metric_rows(columns: Sequence[Mapping[str, Metric]]) -> Iterator[list[str]]:
     """Yield a row for each heading: the heading, and the text of its metric in every column, if the column has one."""
     for heading in dict.fromkeys(heading for column in columns for heading in column):
-        row = [column.get(heading) for column in columns]
-        yield [heading, *(metric.text if metric else "" for metric in row)]
+        yield [heading, *(column[heading].text if heading in column else "" for column in columns)]
 
 
 def scores_table(scores: Sequence[Scores]) -> Table:
@@ -192,7 +191,4 @@ def scores_table(scores: Sequence[Scores]) -> Table:
     table.caption = f"scale {scales}, {dtypes}, {setting_of(scores[0])}"
     if any(metric.interval for column in columns for metric in column.values()):
         table.caption += "; 95 % intervals"
-    first = columns[0].items()
-    if any(not metric.compares_with(column.get(heading, metric)) for heading, metric in first for column in columns):
-        table.caption += "; perplexities of other tokens do not compare"
     return table

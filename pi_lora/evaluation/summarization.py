@@ -12,7 +12,7 @@ from pi_lora.data.examples import EMPTY, NO_EXAMPLE, TOO_LONG, Prompter
 from pi_lora.data.sources import SCROLLS, count_lines, find_table
 from pi_lora.errors import DataError
 from pi_lora.evaluation.forward import prompts_at_once
-from pi_lora.evaluation.generation import Write, generate
+from pi_lora.evaluation.generation import generate
 from pi_lora.evaluation.measurement import Measurement, Metric, Scores, Session, Value, average
 from pi_lora.models.model import Model
 from pi_lora.recipe.evaluation import Sampling, SummarizationOptions
@@ -129,10 +129,8 @@ def rouge(predictions: Sequence[str], references: Sequence[str]) -> dict[str, li
     return {name: [100 * score[name].fmeasure for score in scores] for name in ROUGES}
 
 
-def summarize(
-    loaded: Model, name: str, text: str, sampling: Sampling, say: Callable[[str], object], write: Write
-) -> None:
-    """Write a summary of `text` as it is generated, by the prompt that the model was tuned on or the paper's, and `say`
+def summarize(loaded: Model, name: str, text: str, sampling: Sampling, say: Callable[[str], object]) -> None:
+    """Print a summary of `text` as it is generated, by the prompt that the model was tuned on or the paper's, and `say`
     how much was cut off. Raise DataError if the prompt needs more than a document, or the window has no room for one.
     """
     # All that fits is read, also where examples of training were cut shorter.
@@ -150,4 +148,4 @@ def summarize(
     if prompt.kept < prompt.document_tokens:
         cut = f"{prompt.document_tokens:,} tokens are longer than the window of {loaded.name}"
         say(f"{name}: {cut}; truncated to the first {prompt.kept:,}")
-    generate(loaded, [prompt.ids], options, write)
+    generate(loaded, [prompt.ids], options, stream=True)

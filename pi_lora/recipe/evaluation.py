@@ -233,8 +233,10 @@ class Evaluation(Section):
         """Return what is measured every so many steps: smaller where `while_training` says so, and no benchmarks. Raise
         RecipeError if a smaller value does not fit the others.
         """
-        smaller = self.while_training.model_dump(exclude_none=True) if self.while_training else {}
-        of_passkey = {key: smaller.pop(key) for key in ("depths", "trials") if key in smaller}
-        perplexity = self.perplexity and self.perplexity.changed(**smaller)
-        passkey = self.passkey and self.passkey.changed(**of_passkey)
-        return Evaluation(every=self.every, perplexity=perplexity, passkey=passkey)
+        smaller = self.while_training or ShortEvaluation()
+        of_perplexity = smaller.model_dump(exclude_none=True, exclude={"depths", "trials"})
+        of_passkey = smaller.model_dump(exclude_none=True, include={"depths", "trials"})
+        return Evaluation(
+            perplexity=self.perplexity and self.perplexity.changed(**of_perplexity),
+            passkey=self.passkey and self.passkey.changed(**of_passkey),
+        )

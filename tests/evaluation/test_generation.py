@@ -29,12 +29,12 @@ def written(model: Model, text: str, **tokenized: Any) -> str:
     return str(model.tokenizer.decode(found, skip_special_tokens=True)).strip()
 
 
-def test_text_is_that_of_transformers_and_streamed(extended: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    pieces: list[str] = []
-    text = pi_lora.generate(extended, "The sea was", tokens=20, write=pieces.append)
+def test_text_is_that_of_transformers_and_printed(
+    extended: Model, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = pi_lora.generate(extended, "The sea was", tokens=20, stream=True)
     assert text == written(extended, "The sea was")
-    assert "".join(pieces).strip() == text
-    assert len(pieces) > 3
+    assert capsys.readouterr().out.strip() == text
     drawn = [pi_lora.generate(extended, "The sea was", tokens=20, temperature=1.0, seed=seed) for seed in (3, 3, 4)]
     assert drawn[0] == drawn[1] != drawn[2]
     monkeypatch.setattr(extended.tokenizer, "chat_template", TEMPLATE, raising=False)

@@ -12,16 +12,13 @@ from typing import Any
 import huggingface_hub
 import pytest
 import torch
-from small_tokenizers import made
 from test_cli import run
-from test_passkey import printed
 
 from pi_lora.data.sources import PINNED
 from pi_lora.errors import DataError, Interrupted, ModelError
 from pi_lora.evaluation import perplexity
 from pi_lora.evaluation.measurement import Session, as_json
 from pi_lora.evaluation.perplexity import Perplexity, choose_documents
-from pi_lora.evaluation.suite import scores_table
 from pi_lora.models.model import Model, find, load
 from pi_lora.recipe.evaluation import PerplexityOptions
 from pi_lora.recipe.files import RECIPE_FILE, dump_recipe, load_recipe
@@ -83,14 +80,6 @@ def test_the_result_says_how_it_was_measured(loaded: Model, folder: Path) -> Non
     ]
     log_mean = sum(torch.tensor(each.windows[1].perplexity).log().item() for each in documents) / 3
     assert scores.windows[1].perplexity == pytest.approx(torch.tensor(log_mean).exp().item(), rel=1e-5)
-
-
-def test_perplexities_of_other_tokens_are_said_not_to_compare(loaded: Model, folder: Path) -> None:
-    own = Perplexity().run(loaded, options(folder), Session())
-    loaded.tokenizer.backend_tokenizer.__setstate__(made("llama").__getstate__())
-    other = Perplexity().run(loaded, options(folder), Session())
-    assert "do not compare" not in printed(scores_table([own, own]))
-    assert "perplexities of other tokens do not compare" in " ".join(printed(scores_table([own, other])).split())
 
 
 def test_a_seed_draws_documents_at_random(loaded: Model, folder: Path) -> None:
