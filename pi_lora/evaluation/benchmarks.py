@@ -71,6 +71,5 @@ class Benchmarks(Measurement[BenchmarksOptions, BenchmarkScores]):
         for task, score in scores.tasks.items():
             label = f"{task} ({score.shots or 0}-shot)"
             values = [Value(f"{task} {number}", value) for number, value in enumerate(score.outcomes or ())]
-            hub: Json = {"values": values, "dataset": task, "hub_name": "accuracy"}
-            metrics.append(share(label, score.acc, score.examples, **hub))
+            metrics.append(share(label, score.acc, score.examples, values=values, dataset=task, hub_name="accuracy"))
         return metrics

@@ -92,8 +92,8 @@ class Summarization(Measurement[SummarizationOptions, SummarizationScores]):
         metrics = []
         for name in ROUGES:
             values = [Value(f"example {index}", value) for index, value in enumerate(scores.per_example.get(name, ()))]
-            hub: Json = {"dataset": scores.options.data or "", "hub_name": name}
-            metrics.append(average(f"ROUGE-{name[-1]}", getattr(scores, name), values, digits=2, **hub))
+            mean, data = getattr(scores, name), scores.options.data or ""
+            metrics.append(average(f"ROUGE-{name[-1]}", mean, values, digits=2, dataset=data, hub_name=name))
         return metrics
 
 
