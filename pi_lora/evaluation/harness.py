@@ -52,6 +52,8 @@ ROOM = 128
 SHORTEST = {"ruler_vt": 1536, "ruler_cwe": 1536, "ruler_fwe": 768}
 # `ruler_cwe` draws from a generator of its own, which is seeded when lm-eval executes this module.
 WORDS_MODULE = "lm_eval.tasks.ruler.cwe_utils"
+# Tasks of RULER whose prompts need not hold the answer.
+QUESTIONS = ("ruler_qa_squad", "ruler_qa_hotpot")
 
 
 class ModelCalls:
@@ -204,7 +206,7 @@ def save_tokenizer(tokenizer: Any, folder: str) -> None:
 def ruler_task(name: str, options: RulerOptions, lm: RankedLM, tokenizer: str) -> tuple[Any, int]:
     """Return a task of RULER as lm-eval makes it: 500 prompts for the window of `lm`, counted by the `tokenizer` in a
     folder; and the tokens of its longest prompt with what is generated after it. Raise DataError if its texts are
-    missing, or one of its first prompts does not fit the window with that.
+    missing, or one of its first prompts does not fit the window with that, or lacks its answer.
 
     The prompts are those of `lm_eval run --seed SEED,SEED+1234,SEED --metadata '{"max_seq_lengths": [window - ROOM]}'`.
     """
@@ -227,6 +229,10 @@ def ruler_task(name: str, options: RulerOptions, lm: RankedLM, tokenizer: str) -
     longest = max(len(lm.tok_encode(each.args[0])) + each.args[1]["max_gen_toks"] for each in task.instances)
     if not window / 2 <= longest <= window:
         raise unsuitable(f"the longest prompt and its answer take {longest}")
+    for each in task.instances:
+        answers = [] if name in QUESTIONS else each.doc["outputs"]
+        if not each.doc["outputs"] or not all(str(answer) in each.args[0] for answer in answers):
+            raise unsuitable("a prompt lacks its answer")
     return task, longest
 
 

@@ -11,13 +11,14 @@ import lm_eval.tasks
 import pytest
 import torch
 from lm_eval import simple_evaluate
+from lm_eval.api.task import ConfigurableTask
 from lm_eval.models.huggingface import HFLM
 from test_cli import run
 from transformers import AutoTokenizer
 
 from pi_lora.errors import DataError
 from pi_lora.evaluation import harness
-from pi_lora.evaluation.harness import RULER, RULER_TASKS, WORDS_MODULE, RankedLM, ruler_task, save_tokenizer
+from pi_lora.evaluation.harness import QUESTIONS, RULER, RULER_TASKS, WORDS_MODULE, RankedLM, ruler_task, save_tokenizer
 from pi_lora.evaluation.measurement import Session
 from pi_lora.evaluation.ruler import Ruler, RulerTask
 from pi_lora.models.model import Model, load
@@ -25,7 +26,6 @@ from pi_lora.recipe.evaluation import RulerOptions
 
 wonderwords = pytest.importorskip("wonderwords", reason="RULER of lm-eval draws its words from it")
 
-QUESTIONS = ("ruler_qa_squad", "ruler_qa_hotpot")
 ESSAYS = ("niah_single_2", "niah_single_3", "niah_multikey_1", "niah_multiquery", "niah_multivalue")
 OFFLINE = [name for name in RULER_TASKS if name not in (*ESSAYS, *QUESTIONS)]
 WINDOW, SAMPLES, SEED = 1536, 3, 5
@@ -153,7 +153,9 @@ def test_prompts_that_cannot_be_made_are_refused(small: Model, name: str, window
         scored(small, name, windows=(window,))
 
 
-def test_a_prompt_that_does_not_fit_is_refused(small: Model, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_prompt_that_does_not_fit_or_lacks_its_answer_is_refused(
+    small: Model, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     save_tokenizer(small.tokenizer, str(tmp_path))
     lm = RankedLM(small, WINDOW, 1, RulerOptions(), Session())
 
@@ -164,6 +166,15 @@ def test_a_prompt_that_does_not_fit_is_refused(small: Model, monkeypatch: pytest
 
     refused("ruler_fwe", -100, "the longest prompt and its answer take 1[56]")
     refused("niah_single_1", 900, "the longest prompt and")
+    build = ConfigurableTask.build_all_requests
+
+    def without_digits(self: ConfigurableTask, **asked: Any) -> None:
+        build(self, **asked)
+        for each in self.instances:
+            each.arguments = (re.sub(r"\d", "0", each.args[0]), *each.args[1:])
+
+    monkeypatch.setattr(ConfigurableTask, "build_all_requests", without_digits)
+    refused("niah_single_1", 128, "a prompt lacks its answer; leave")
 
 
 def test_lm_eval_executes_no_code_that_a_tokenizer_names(small: Model, tmp_path: Path) -> None:
