@@ -109,12 +109,12 @@ class Run:
 
     def score_files(self) -> list[tuple[str, str, Path]]:
         """Return stage, measurement and file of all scores, the stages in order: base, step 0, 200, ..., tuned."""
-        found = []
+        files = []
         for file in (self.path / SCORES).glob("*.json"):
             stage = STAGE.search(file.stem)
-            found.append((stage[1].replace("-", " ") if stage else TUNED, STAGE.sub("", file.stem), file))
+            files.append((stage[1].replace("-", " ") if stage else TUNED, STAGE.sub("", file.stem), file))
         # A longer name of a step is that of a later one.
-        return sorted(found, key=lambda each: (each[0] == TUNED, len(each[0]), each))
+        return sorted(files, key=lambda each: (each[0] == TUNED, len(each[0]), each))
 
     @property
     def checkpoints(self) -> list[Path]:

@@ -116,9 +116,9 @@ def extend(
         from pi_lora.merging.merging import extend
         from pi_lora.models.model import find
         from pi_lora.report.probe import read_probe
-    found = find(model, Extension(target, original, scaling), permissions)
+    extended = find(model, Extension(target, original, scaling), permissions)
     with progress_bar("linking weights") as progress:
-        serving = extend(found, output, read_probe(probe) if probe else None, progress)
+        serving = extend(extended, output, read_probe(probe) if probe else None, progress)
     out.lines(f"{output}: written; it loads like any model, its scaling is in config.json", "")
     out.commands("Serve it:", *serving)
 
@@ -165,18 +165,18 @@ def gguf(
         from pi_lora.models.model import find
         from pi_lora.serving.commands import llama_cpp_lines
         from pi_lora.serving.gguf import export_gguf, find_converter
-    found = find(model)
+    source = find(model)
     name = Path(model).resolve().name.rpartition(":")[2]  # builtin:tiny is tiny
     file = output or Path("models") / f"{name.removesuffix('.gguf')}.gguf"
-    script = find_converter(found, file, converter)
+    script = find_converter(source, file, converter)
     file.parent.mkdir(parents=True, exist_ok=True)
     with progress_bar("exporting") as progress, TemporaryDirectory(prefix=f".{name}.", dir=file.parent) as making:
-        if found.adapter:
-            found = find(str(merge(Path(model), Path(making, name), progress=progress).folder))
+        if source.adapter:
+            source = find(str(merge(Path(model), Path(making, name), progress=progress).folder))
         progress(0, 0, "converting")
-        export_gguf(found, file, script, dtype)
-    out.lines(f"{file}: written for llama.cpp, with a window of {found.window:,} tokens", "")
-    out.commands("Serve it:", *llama_cpp_lines(file, found.window, model))
+        export_gguf(source, file, script, dtype)
+    out.lines(f"{file}: written for llama.cpp, with a window of {source.window:,} tokens", "")
+    out.commands("Serve it:", *llama_cpp_lines(file, source.window, model))
 
 
 @app.command(name="check-server", group=EXTEND)

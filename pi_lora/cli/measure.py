@@ -62,9 +62,9 @@ class Measuring(Loading):
             if not target and (self.original or self.scaling):
                 raise PiLoraError("--original, --scaling: need --target, the window to extend to; give it as well")
             extension = Extension(target, self.original, self.scaling or "pi") if target else None
-            found = self.find(*models, extension=extension)
+            named = self.find(*models, extension=extension)
         files = {name: self.json} if self.json else {}
-        scores = evaluate(found, {name: options}, files, self.measured())
+        scores = evaluate(named, {name: options}, files, self.measured())
         if is_leader():
             out.print(scores_table(scores[name]))
 
@@ -187,11 +187,11 @@ def probe(
         from pi_lora.report.probe import next_command, probe, probe_table
 
         [base] = how.find(model)
-    found = probe(base, options, json, how.measured())
-    for reach in found.targets if is_leader() else ():
-        out.print(probe_table(found, reach))
+    probed = probe(base, options, json, how.measured())
+    for reach in probed.targets if is_leader() else ():
+        out.print(probe_table(probed, reach))
         out.lines(f"{reach.summary}; {'no tuning is needed' if reach.enough else 'tuning can add to it'}:")
-        out.commands(next_command(found, reach, json))
+        out.commands(next_command(probed, reach, json))
 
 
 @app.command(group=MEASURE)
@@ -301,6 +301,6 @@ def _read_and_load(file: str, prompt: str | None, model: str, how: Loading) -> "
         from pi_lora.data.documents import read_document
 
         text = read_document(file) if prompt is None else prompt
-        [found] = how.find(model)
+        [named] = how.find(model)
     with working(f"loading {model}"):
-        return text, found.load(how.dtype)
+        return text, named.load(how.dtype)

@@ -47,11 +47,11 @@ class TrainingData:
     @property
     def digest(self) -> str:
         """A SHA-256 of the number of rows and of about a thousand of them."""
-        found = hashlib.sha256(f"{len(self.rows)}".encode())
+        digest = hashlib.sha256(f"{len(self.rows)}".encode())
         for index in range(0, len(self.rows), max(1, len(self.rows) // 1000)):
             for values in self.rows[index].values():
-                found.update(values.numpy().tobytes())
-        return found.hexdigest()
+                digest.update(values.numpy().tobytes())
+        return digest.hexdigest()
 
 
 def training_data(

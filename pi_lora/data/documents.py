@@ -47,8 +47,8 @@ def files_named(name: str) -> list[Path]:
     path = Path(name).expanduser()
     if path.is_file():
         return [path]
-    found = path.rglob("*") if path.is_dir() else map(Path, glob.iglob(str(path), recursive=True))
-    files = sorted(file for file in found if file.name.lower().endswith(SUFFIXES) and file.is_file())
+    matches = path.rglob("*") if path.is_dir() else map(Path, glob.iglob(str(path), recursive=True))
+    files = sorted(file for file in matches if file.name.lower().endswith(SUFFIXES) and file.is_file())
     if not files:
         raise DataError(f"{name}: no such file or folder, or no text files in it ({', '.join(SUFFIXES)}); name others")
     return files

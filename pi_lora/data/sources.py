@@ -98,15 +98,15 @@ def draw(text: str) -> float:
 def texts(rows: Iterable[NamedJson], columns: Sequence[str]) -> Iterator[NamedJson]:
     """Yield `columns` of each row, texts or chats, None as an empty one; raise DataError where a row has none."""
     for where, row in rows:
-        found = {}
+        values = {}
         for column in columns:
             kind = list if column in CHAT_COLUMNS else str
             if column not in row or not isinstance(row[column], kind | None):
                 wanted = "list of messages" if kind is list else "text"
                 choice = f"choose text, or chats named {' or '.join(CHAT_COLUMNS)}, from its columns: {', '.join(row)}"
                 raise DataError(f"{where}: has no {wanted} in column {column}; {choice}")
-            found[column] = row[column] or kind()
-        yield where, found
+            values[column] = row[column] or kind()
+        yield where, values
 
 
 def count_lines(counts: Counter[str]) -> list[str]:

@@ -35,8 +35,8 @@ def tokenized(tokenizer: Any, texts: Sequence[str], special_tokens: bool = False
     """
     encode = partial(tokenizer, split_special_tokens=not special_tokens, verbose=False)
     short = [text for text in texts if len(text) <= 2 * PIECE]
-    found = iter(encode(short)["input_ids"] if short else [])
-    return [next(found) if len(text) <= 2 * PIECE else _in_pieces(encode, text) for text in texts]
+    encoded = iter(encode(short)["input_ids"] if short else [])
+    return [next(encoded) if len(text) <= 2 * PIECE else _in_pieces(encode, text) for text in texts]
 
 
 def _in_pieces(encode: Callable[..., Any], text: str) -> Tokens:

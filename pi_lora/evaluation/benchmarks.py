@@ -54,14 +54,14 @@ class Benchmarks(Measurement[BenchmarksOptions, BenchmarkScores]):
         lm = RankedLM(model, options.window or model.original, options.batch_size, options, session)
         tasks = {}
         for name, task in find_benchmarks(options).items():
-            found = lm.evaluate(name, task, options.limit)
-            stderr = found["acc_stderr,none"]
+            result = lm.evaluate(name, task, options.limit)
+            stderr = result["acc_stderr,none"]
             tasks[name] = TaskScore(
-                acc=found["acc,none"],
+                acc=result["acc,none"],
                 stderr=None if stderr == "N/A" else stderr,
-                examples=found["sample_len"],
-                shots=found["shots"],
-                outcomes=[float(sample["acc"]) for sample in found["samples"]],
+                examples=result["sample_len"],
+                shots=result["shots"],
+                outcomes=[float(sample["acc"]) for sample in result["samples"]],
             )
         return {"window": options.window, "lm_eval": VERSION, "tasks": tasks}
 

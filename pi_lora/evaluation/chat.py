@@ -90,10 +90,10 @@ class Chats(Measurement[ChatOptions, ChatScores]):
         if options.base and (options.base != model.name or model.extension):  # else the model is its own base
             base = find(options.base, permissions=model.permissions).load(described(model)["dtype"])
         decided_by = {**options.model_dump(), "rows": table.identity, "base": base and identity_of(base)}
-        found = session.measure(
+        results = session.measure(
             model, decided_by, list(chats), lambda name: chat_score(model, base, chats[name]) | {"name": name}
         )
-        per_chat = [ChatScore(**each) for each in found]
+        per_chat = [ChatScore(**each) for each in results]
         tokens = [each.tokens for each in per_chat]
         loss = fmean([math.log(each.perplexity) for each in per_chat], tokens)
         check_numbers(model, math.isfinite(loss))

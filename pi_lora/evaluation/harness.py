@@ -115,11 +115,11 @@ class RankedLM(HFLM):
         tasks: Any = {"tasks": {name: task}}
         with closing(lm.dbdict), quiet():
             results: Any = evaluate(lm, tasks, limit=limit)
-        found = []
+        scores = []
         if results:  # in the first process
             samples = sorted(results["samples"][name], key=lambda sample: int(sample["doc_id"]))
-            found = [{**results["results"][name], "shots": results["n-shot"][name] or 0, "samples": samples}]
-        return from_all(found)[0]
+            scores = [{**results["results"][name], "shots": results["n-shot"][name] or 0, "samples": samples}]
+        return from_all(scores)[0]
 
     def add_partial(self, attr: str, req: Any, res: Any) -> None:
         """Keep the answer `res` to the request `req` of the method `attr`: lm-eval calls this with every answer."""
@@ -169,12 +169,12 @@ def find_benchmarks(options: BenchmarksOptions) -> dict[str, Any]:
             changes |= {"dataset_path": reader, "dataset_name": None, "dataset_kwargs": data} | splits
         spec = {"group": name, "task": [{"task": base, **changes}]} if changes else base
         try:
-            found = load_tasks(manager(PAPERS.get(name, "")), spec)
+            named = load_tasks(manager(PAPERS.get(name, "")), spec)
         except Exception as error:  # `datasets` and jinja raise a dozen kinds for what a user can correct
             wrong = f"{file}: cannot be read as examples of {name}" if file else f"--tasks: {name}"
             remedy = "correct the task or the file, or check the network"
             raise DataError(f"{wrong} ({first_line(error)}); {remedy}") from error
-        for part, task in found.items():
+        for part, task in named.items():
             if "acc" not in task.aggregation() or task.config.filter_list:
                 raise DataError(f"--tasks: {part}: lm-eval gives no accuracy for it; leave it out")
             tasks[name if part == base else part] = task

@@ -46,9 +46,9 @@ class Metric:
     """A number that a measurement found.
 
     `at` is the window, distance or length of context in tokens that it belongs to, if any. `interval` is its 95 %
-    interval. Where `values` are known, the value
-    is their weighted mean, or if `is_ratio` their geometric mean, and two models differ by a ratio. `dataset` and
-    `hub_name` are the words of the hub; a detail, which only the terminal shows, has none.
+    interval. Where `values` are known, the value is their weighted mean, or if `is_ratio` their geometric mean, and two
+    models differ by a ratio. `dataset` and `hub_name` are the words of the hub; a detail, which only the terminal
+    shows, has none.
     """
 
     label: str

@@ -107,8 +107,8 @@ class Passkey(Measurement[PasskeyOptions, PasskeyScores]):
             test = PasskeyTest(model, target, options)
             # The first trial tells what the tokenizer makes of the prompt.
             decided_by = {**options.model_dump(), "target": target, "first": test.first}
-            found = session.measure(model, decided_by, range(options.depths), test.measure)
-            depths = [PasskeyDepth(**each) for each in found]
+            results = session.measure(model, decided_by, range(options.depths), test.measure)
+            depths = [PasskeyDepth(**each) for each in results]
             lengths.append(PasskeyLength(target=target, k_max=k_max(depths), depths=depths))
         several = {"lengths": lengths} if options.targets else {}
         return {**dict(lengths[-1]), **several, "seed": options.seed, "decoding": "greedy"}
@@ -197,9 +197,9 @@ def make_trial(tokenizer: Any, target: int, k: int, key: str) -> Trial:
     # Where a line begins, a filler may take more tokens than inside it: one filler fewer may be needed.
     while True:
         after = min(fillers, wanted)
-        found = _trial(tokenizer, key, fillers - after, after)
-        if found.length <= target or fillers == 0:
-            return found
+        trial = _trial(tokenizer, key, fillers - after, after)
+        if trial.length <= target or fillers == 0:
+            return trial
         fillers -= 1
 
 

@@ -318,8 +318,8 @@ def _measure(
     texts = [hashlib.sha256(document.ids).hexdigest() for document in documents]
     decided_by = {"sweep": asdict(sweep), "texts": texts}
     sums: list[list[LossSum]] = [[] for _ in documents]
-    for (number, _), found in zip(passes, session.measure(model, decided_by, range(len(passes)), measure), strict=True):
-        sums[number] += found
+    for (number, _), own in zip(passes, session.measure(model, decided_by, range(len(passes)), measure), strict=True):
+        sums[number] += own
     return sums
 
 

@@ -36,7 +36,7 @@ SHOWN = 3
 FAILED = "{}: the merged weights failed the check and are not kept: {}"
 
 
-def check_model(found: Model, expected: PreTrainedModel, tensors: Sequence[OutputTensor], folder: Path) -> None:
+def check_model(model: Model, expected: PreTrainedModel, tensors: Sequence[OutputTensor], folder: Path) -> None:
     """Raise ModelError if the model that transformers builds from the config in `folder` is not `expected`, that of the
     run: names and shapes of weights, ties, rotary frequencies. Both are on the meta device.
     """
@@ -44,7 +44,7 @@ def check_model(found: Model, expected: PreTrainedModel, tensors: Sequence[Outpu
     with quiet_loading():
         built, report = type(expected).from_pretrained(
             None,
-            config=config_of(found.kind, config),
+            config=config_of(model.kind, config),
             state_dict={tensor.name: torch.empty(tensor.source.shape, device="meta") for tensor in tensors},
             device_map="meta",
             output_loading_info=True,
@@ -55,11 +55,11 @@ def check_model(found: Model, expected: PreTrainedModel, tensors: Sequence[Outpu
     problems += [f"{tensor.name} is tied" for tensor in tensors if tensor.name in built.all_tied_weights_keys]
     frequencies = rotary_frequencies(built)
     same = all(torch.equal(values, frequencies[name]) for name, values in rotary_frequencies(expected).items())
-    if not same or window_of(config) != found.window:
+    if not same or window_of(config) != model.window:
         problems.append("its scaling is not the run's")
     if problems:
         shown = "; ".join(sorted(problems)[:SHOWN])
-        raise ModelError(f"{found.base}: does not make the model of the config: {shown}; download all of its files")
+        raise ModelError(f"{model.base}: does not make the model of the config: {shown}; download all of its files")
 
 
 def check_tensors(run: Path, tensors: Sequence[OutputTensor], folder: Path, progress: Progress) -> str:
@@ -115,7 +115,7 @@ def _agrees(source: StoredTensor, delta: LowRank, stored: StoredTensor) -> bool:
     return True
 
 
-def check_logits(found: Model, run: Path, tensors: Sequence[OutputTensor], merged: Path) -> str:
+def check_logits(model: Model, run: Path, tensors: Sequence[OutputTensor], merged: Path) -> str:
     """Compare logits of the folder `merged`, loaded as a user would, with those of base + the adapter `run`, both in
     float32 and whole. Return a line for the user; raise ModelError if they differ by more than rounding explains.
     """
@@ -125,10 +125,10 @@ def check_logits(found: Model, run: Path, tensors: Sequence[OutputTensor], merge
     # Imported here: PEFT takes seconds, and merging does without.
     from pi_lora.models.adapter import load_adapter
 
-    ids = found.tokenizer(inspect.getsource(argparse), verbose=False)["input_ids"][: min(found.window, LONGEST)]
+    ids = model.tokenizer(inspect.getsource(argparse), verbose=False)["input_ids"][: min(model.window, LONGEST)]
     with quiet_loading():
-        tuned = _logits(load_adapter(found.load_weights(torch.float32), run), ids)
-        logits = _logits(find(str(merged), permissions=found.permissions).load("float32").model, ids)
+        tuned = _logits(load_adapter(model.load_weights(torch.float32), run), ids)
+        logits = _logits(find(str(merged), permissions=model.permissions).load("float32").model, ids)
     difference = float((logits - tuned).norm() / (tuned - tuned.mean(dim=-1, keepdim=True)).norm())
     line = f"logits at {len(ids)} tokens differ by {difference:.1e} of their size"
     epsilon = max(torch.finfo(tensor.dtype).eps for tensor in tensors if tensor.dtype.is_floating_point)

@@ -66,36 +66,36 @@ def merge(
     """
     if (folder := adapter_folder(str(run))) is None:
         raise ModelError(f"{run}: holds no adapter; name a run of lora tuning (full tuning needs no merge)")
-    found, before, lines = find_adapter(folder, base, permissions), None, []
+    model, before, lines = find_adapter(folder, base, permissions), None, []
     if sibling:
-        found, tuned_on = _onto_sibling(found, base), find_base_of(folder, permissions=permissions)
+        model, tuned_on = _onto_sibling(model, base), find_base_of(folder, permissions=permissions)
         before = read_weights(tuned_on.base, tuned_on.file)
-        lines.append(f"sibling: tuned on {tuned_on.base}, and added to {found.base}")
+        lines.append(f"sibling: tuned on {tuned_on.base}, and added to {model.base}")
     else:
-        found.check_origin()
-    if found.base_config.get("quantization_config"):
-        raise ModelError(f"{found.base}: has quantized weights; name the model that it was made from with --base")
+        model.check_origin()
+    if model.base_config.get("quantization_config"):
+        raise ModelError(f"{model.base}: has quantized weights; name the model that it was made from with --base")
     with staged(output) as staging:
         with quiet_loading():
-            model = build_on_meta(found.kind, found.config, permissions.trust_remote_code)
-        tensors = plan_merge(model, read_weights(found.base, found.file), folder, dtype, before)
+            skeleton = build_on_meta(model.kind, model.config, permissions.trust_remote_code)
+        tensors = plan_merge(skeleton, read_weights(model.base, model.file), folder, dtype, before)
         stored = str(max(tensors, key=lambda tensor: tensor.size).dtype).removeprefix("torch.")
-        config = {**found.config, "architectures": [type(model).__name__], "dtype": stored}
-        if any(tensor.name in model.all_tied_weights_keys for tensor in tensors):
+        config = {**model.config, "architectures": [type(skeleton).__name__], "dtype": stored}
+        if any(tensor.name in skeleton.all_tied_weights_keys for tensor in tensors):
             config["tie_word_embeddings"] = False
             lines.append("head: was tied to the embeddings, but they diverged: it is a tensor of its own now")
-        _save_without_weights(found, config, staging)
+        _save_without_weights(model, config, staging)
         # What is wrong with the model or the card shows before the weights are written.
-        check_model(found, model, tensors, staging)
-        measured, typed = MeasuredRun(folder, merged=staging, base_name=found.base), config_of(found.kind, config)
+        check_model(model, skeleton, tensors, staging)
+        measured, typed = MeasuredRun(folder, merged=staging, base_name=model.base), config_of(model.kind, config)
         card_of(measured)
         write_tensors(tensors, staging, progress)
         lines.append("not checked" if check == "none" else check_tensors(folder, tensors, staging, progress))
         if check == "logits":
             progress(0, 0, "comparing logits")
-            lines.append(check_logits(found, folder, tensors, staging))
+            lines.append(check_logits(model, folder, tensors, staging))
         write_whole(staging / CARD, card_of(measured, lines, serving_lines(typed)))
-        write_json(staging / MERGE_FILE, {"base": found.base, "run": str(run), "checks": lines})
+        write_json(staging / MERGE_FILE, {"base": model.base, "run": str(run), "checks": lines})
     return Merge(output, lines, serving_lines(typed, output))
 
 
@@ -140,9 +140,9 @@ def _save_without_weights(model: Model, config: Config, folder: Path) -> None:
         shutil.copyfile(generation, folder / GENERATION_CONFIG_NAME)
 
 
-def _onto_sibling(found: Model, base: str | None) -> Model:
+def _onto_sibling(model: Model, base: str | None) -> Model:
     """Return the sibling `base` with its own tokenizer, and its own config with the positions of the run."""
     if base is None:
-        raise ModelError(f"{found.adapter}: --sibling: name the sibling of its base with --base")
-    positions = {key: found.config[key] for key in POSITIONS if key in found.config}
-    return replace(found, adapter=None, config=in_both_dialects({**found.base_config, **positions}))
+        raise ModelError(f"{model.adapter}: --sibling: name the sibling of its base with --base")
+    positions = {key: model.config[key] for key in POSITIONS if key in model.config}
+    return replace(model, adapter=None, config=in_both_dialects({**model.base_config, **positions}))

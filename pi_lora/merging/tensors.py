@@ -92,7 +92,7 @@ def read_weights(model: str, find: Callable[[str], Path | None]) -> dict[str, St
         raise ModelError(
             f"{model}: has no {SAFE_WEIGHTS_NAME} (pickle can run code and is not read); name another base"
         )
-    found: dict[str, StoredTensor] = {}
+    weights: dict[str, StoredTensor] = {}
     for file in sorted(set(files.values())):
         # transformers does not read what the index leaves out either.
         names = {name for name, holder in files.items() if holder == file}
@@ -101,5 +101,5 @@ def read_weights(model: str, find: Callable[[str], Path | None]) -> dict[str, St
         tensors = read_header(path)
         if lacking := names - tensors.keys():
             raise ModelError(f"{path}: lacks {min(lacking)}, which the index places there; download it again")
-        found |= {name: tensor for name, tensor in tensors.items() if name in names}
-    return found
+        weights |= {name: tensor for name, tensor in tensors.items() if name in names}
+    return weights

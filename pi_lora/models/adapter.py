@@ -196,12 +196,12 @@ def _keep_the_dtype_of_activations(model: PeftModel) -> None:
 
 def _trained_whole(model: PeftModel) -> list[ModulesToSaveWrapper]:
     """Return the embeddings, norms and head that train beside LoRA; adapters made elsewhere may have other modules."""
-    found = []
+    whole = []
     for module in model.modules():
         own = module.original_module if isinstance(module, ModulesToSaveWrapper) else None
         if isinstance(own, (nn.Embedding, nn.Linear)) or "Norm" in type(own).__name__:
-            found.append(module)
-    return found
+            whole.append(module)
+    return whole
 
 
 def _saved_name(name: str) -> str:

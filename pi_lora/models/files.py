@@ -181,14 +181,14 @@ def weights_digest(find_file: Callable[[str], Path | None]) -> str:
     """
     index = find_file(INDEX_FILE)
     files = map(find_file, sorted({*read_index(index).values()}) if index else [WEIGHTS_FILE])
-    found = dict(tensor for file in files if file for tensor in _tensors(file))
-    return hashlib.sha256(json.dumps(sorted(found.items())).encode()).hexdigest()
+    digests = dict(tensor for file in files if file for tensor in _tensors(file))
+    return hashlib.sha256(json.dumps(sorted(digests.items())).encode()).hexdigest()
 
 
 def _tensors(file: Path) -> list[tuple[str, list[object]]]:
     """Return each tensor's name with its type, shape and a digest of sampled bytes."""
     start_of_data, entries = read_tensors(file)
-    found: list[tuple[str, list[object]]] = []
+    digests: list[tuple[str, list[object]]] = []
     with file.open("rb", buffering=0) as stream:
         for name, entry in entries.items():
             first, last = (start_of_data + offset for offset in entry.data_offsets)
@@ -196,5 +196,5 @@ def _tensors(file: Path) -> list[tuple[str, list[object]]]:
             for start in sorted({first, max(first, (first + last) // 2), max(first, last - SAMPLE_BYTES)}):
                 stream.seek(start)
                 digest.update(stream.read(min(SAMPLE_BYTES, last - start)))
-            found.append((name, [entry.dtype, entry.shape, digest.hexdigest()]))
-    return found
+            digests.append((name, [entry.dtype, entry.shape, digest.hexdigest()]))
+    return digests

@@ -32,7 +32,7 @@ def device() -> torch.device:
 def has_fast_bfloat16() -> bool:
     """Return whether bfloat16 arithmetic is faster than float32: on a GPU with instructions for it (those before Ampere
     emulate it), and on a CPU that has them and is measured to be faster. AVX512-BF16 alone is no proof: an AMD EPYC
-    multiplies four times as fast in bfloat16, an Intel Xeon whose AMX is not to be had at half the speed.
+    multiplies four times as fast in bfloat16, an Intel Xeon without usable AMX half as fast.
     """
     if device().type == "cuda":
         return bool(torch.cuda.is_bf16_supported(including_emulation=False))
@@ -61,8 +61,8 @@ def bfloat16_speed() -> float:
 
 def dtype_named(name: str) -> torch.dtype:
     """Return torch's dtype of that name, such as `bfloat16`."""
-    found: torch.dtype = getattr(torch, name)
-    return found
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
 
 
 def free_memory(place: torch.device) -> int:
@@ -106,11 +106,11 @@ def use_liger(model: Any) -> None:
 
 def versions(names: tuple[str, ...] = LIBRARIES) -> dict[str, str]:
     """Return the version of each library that is installed."""
-    found = {}
+    installed = {}
     for name in names:
         with suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = importlib.metadata.version(name)
-    return found
+            installed[name] = importlib.metadata.version(name)
+    return installed
 
 
 def hardware() -> str:

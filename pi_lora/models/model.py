@@ -238,9 +238,9 @@ def find(
         if extension is not None:
             how = "leave out --original, --target and --scaling (in a recipe: scaling: keep), or merge it first"
             raise ModelError(f"{name}: brings its own scaling; {how}")
-        found = find_adapter(folder, base, permissions)
-        found.name = name
-        return found
+        adapter = find_adapter(folder, base, permissions)
+        adapter.name = name
+        return adapter
     model = _find_base(name, revision, permissions)
     return model.extended(extension) if extension else model
 
@@ -306,18 +306,18 @@ def find_adapter(folder: Path, base: str | None = None, permissions: Permissions
     """Find an adapter with its base (the one it names, or another `base`) and the config that it was tuned under; raise
     ModelError if base and config disagree.
     """
-    config, found = read_config(folder), find_base_of(folder, base, permissions)
-    own = found.config
+    config, model = read_config(folder), find_base_of(folder, base, permissions)
+    own = model.config
     keys = ("model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
     sizes = {key: (own.get(key), config.get(key)) for key in keys}
     if method_of(config) != "theta":
         sizes["rope_theta"] = tuple(full_attention_rope(each)["rope_theta"] for each in (own, config))
     differing = [f"{key} {has} instead of {expected}" for key, (has, expected) in sizes.items() if has != expected]
     if not is_extension_of(config, own):
-        differing.append(f"its own scale {found.scale:g} does not lead to {scale_of(config):g}")
+        differing.append(f"its own scale {model.scale:g} does not lead to {scale_of(config):g}")
     if differing:
-        raise ModelError(f"{folder}: was not tuned from {found.base}: {'; '.join(differing)}; name its own base")
-    return found.changed(name=str(folder), adapter=folder, config=config)
+        raise ModelError(f"{folder}: was not tuned from {model.base}: {'; '.join(differing)}; name its own base")
+    return model.changed(name=str(folder), adapter=folder, config=config)
 
 
 def find_base_of(folder: Path, base: str | None = None, permissions: Permissions = NO_PERMISSIONS) -> Model:
@@ -331,9 +331,9 @@ def find_base_of(folder: Path, base: str | None = None, permissions: Permissions
     revision = adapter.revision or "main"
     if known and (known.commit or (known.place and Path(known.place).exists())):
         # Where it was then: a relative path means another folder from elsewhere, and branches move.
-        found = _find_base(known.place or name, known.commit or revision, permissions)
-        found.base = name
-        return found
+        model = _find_base(known.place or name, known.commit or revision, permissions)
+        model.base = name
+        return model
     if known and known.place and not Path(name).exists():
         raise ModelError(f"{folder}: its base is no longer in {known.place}; say where it is with --base MODEL")
     return _find_base(name, revision, permissions)

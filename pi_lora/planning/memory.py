@@ -44,7 +44,7 @@ RESIDENT_WHEN_OFFLOADED = 4
 PLAIN_LOSS = 3 * FLOAT32
 # How far a measured peak may lie above the planned one; room is what is left beyond it.
 MARGIN = 1.15
-# Logits that a measurement holds at a time, in bfloat16 and twice in float32 (evaluation/perplexity/losses.py).
+# Logits that a measurement holds at a time, in bfloat16 and twice in float32 (evaluation/forward.py).
 MEASURED_LOGITS, MEASURED_LOGITS_ON_CPU = 10 * 2**28, 10 * 2**25
 
 

@@ -114,13 +114,13 @@ def probe(base: Model, options: ProbeOptions, json: Path | None = None, how: How
                 return MEASUREMENTS[name].run(model.load(dtype), asked, session)
 
         reaches = [_reach(base, target, options, measure) for target in sorted(options.target)]
-        found = Probe(model=base.name, original=base.window, hardware=hardware(), versions=versions(), targets=reaches)
+        probed = Probe(model=base.name, original=base.window, hardware=hardware(), versions=versions(), targets=reaches)
         if is_leader():
             for reach in reaches:
                 write_json(_kept_file(base.name, reach.target), reach.model_dump(include={"best", "summary"}))
             if json:
-                write_json(json, found.model_dump(mode="json", by_alias=True, exclude_unset=True))
-    return found
+                write_json(json, probed.model_dump(mode="json", by_alias=True, exclude_unset=True))
+    return probed
 
 
 def _reach(base: Model, target: int, options: ProbeOptions, measure: Callable[..., Any]) -> Reach:
@@ -171,13 +171,13 @@ def read_probe(file: Path) -> Probe:
     return read_json(file, Probe, "probe again")
 
 
-def probe_table(found: Probe, reach: Reach) -> Table:
+def probe_table(probed: Probe, reach: Reach) -> Table:
     """Return a row for each scaling: perplexity in both windows beside the base's in its own, with the verdict at
     95 %; loss by position as a picture; passkeys with their interval.
     """
     base = reach.scalings["direct"].windows[0]
-    headings = [f"perplexity at {window:,}" for window in (found.original, reach.target)]
-    title = f"{found.model}, without tuning"
+    headings = [f"perplexity at {window:,}" for window in (probed.original, reach.target)]
+    title = f"{probed.model}, without tuning"
     table = Table("scaling", *headings, "loss by position", "passkeys", title=title, caption_justify="left")
     for name, each in reach.scalings.items():
         rows = [change_of(base, metric) for metric in each.windows]
@@ -191,9 +191,9 @@ def probe_table(found: Probe, reach: Reach) -> Table:
     return table
 
 
-def next_command(found: Probe, reach: Reach, json: Path | None) -> str:
+def next_command(probed: Probe, reach: Reach, json: Path | None) -> str:
     """Return the command that makes the extended model: without tuning if that is enough, else a recipe."""
-    words = [found.model, "--target", str(reach.target), *(["--probe", str(json)] if json else [])]
+    words = [probed.model, "--target", str(reach.target), *(["--probe", str(json)] if json else [])]
     if not reach.enough:
         return shlex.join(["pi-lora", "new", *words])
     folder = f"models/{reach.best}_{reach.target}"

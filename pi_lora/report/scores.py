@@ -101,14 +101,14 @@ def public_setting(scores: Scores) -> str:
 
 def eval_results(results: Mapping[str, Scores]) -> list[EvalResult]:
     """Return the metrics in the scores of a model, by measurement, as the hub takes them."""
-    found = []
+    entries = []
     for scores in results.values():
         for heading, metric in shown_metrics(scores).items():
             name = public_name(metric.dataset)
             data = re.sub(r"[^\w./-]+", "-", name).strip("-")  # as the hub spells its own
             title = f"{heading}, {metric.unit}" if metric.unit else heading
-            found.append(EvalResult("text-generation", data, name, metric.hub_name, metric.value, metric_name=title))
-    return found
+            entries.append(EvalResult("text-generation", data, name, metric.hub_name, metric.value, metric_name=title))
+    return entries
 
 
 def public_name(name: str) -> str:

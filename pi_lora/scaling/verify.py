@@ -54,7 +54,7 @@ def rotary_frequencies(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     device leaves its buffers without values, so the rotary modules are built again by themselves. A `longrope` is asked
     about its longest input, for which its long factors count.
     """
-    found = {}
+    frequencies = {}
     try:
         for name, module in model.named_modules():
             if any(buffer.endswith("inv_freq") for buffer, _ in module.named_buffers(recurse=False)):
@@ -62,10 +62,10 @@ def rotary_frequencies(model: PreTrainedModel) -> dict[str, torch.Tensor]:
                 if getattr(rotary, "rope_type", None) == "longrope":
                     rotary(torch.zeros(1), torch.tensor([[module.config.max_position_embeddings - 1]]))
                 for buffer, values in rotary.named_buffers():
-                    found[f"{name}.{buffer}"] = values
+                    frequencies[f"{name}.{buffer}"] = values
     except Exception as error:  # model code raises its own kinds
         raise _cannot_be_built(type(model.config), error) from None
-    return found
+    return frequencies
 
 
 def _cannot_be_built(kind: type[PreTrainedConfig], error: Exception) -> ScalingError:

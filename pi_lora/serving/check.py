@@ -89,13 +89,13 @@ class Reference(BaseModel):
 
 
 class Reader(Reference):
-    """A reference that computes the answers of the model `found` by a reading, once and when they are needed."""
+    """A reference that computes the answers of `model` by a reading, once and when they are needed."""
 
-    def __init__(self, found: Model, text: str = "", dtype: str | None = None, progress: Progress = silent) -> None:
-        super().__init__(model=found.name, original=found.original, target=found.window, own_text=text)
-        self._found, self._dtype, self._progress = found, dtype, progress
-        ends = found.tokenizer(self.text, return_offsets_mapping=True, verbose=False)["offset_mapping"]
-        lengths = (found.window * 9 // 10, found.original // 2)
+    def __init__(self, model: Model, text: str = "", dtype: str | None = None, progress: Progress = silent) -> None:
+        super().__init__(model=model.name, original=model.original, target=model.window, own_text=text)
+        self._model, self._dtype, self._progress = model, dtype, progress
+        ends = model.tokenizer(self.text, return_offsets_mapping=True, verbose=False)["offset_mapping"]
+        lengths = (model.window * 9 // 10, model.original // 2)
         if len(ends) <= lengths[0]:
             raise DataError(f"--text: has fewer than {lengths[0]:,} tokens; name a longer text")
         self.prompts = [Prompt(characters=ends[tokens][0], tokens=tokens) for tokens in lengths]
@@ -109,8 +109,8 @@ class Reader(Reference):
 
     def _compute(self, reading: str) -> None:
         """Load the model, or what engines compute that drop the scaling from its config, and answer all prompts."""
-        found = self._found if reading == RIGHT else unscaled(self._found)
-        loaded = found.load(self._dtype)
+        model = self._model if reading == RIGHT else unscaled(self._model)
+        loaded = model.load(self._dtype)
         for prompt in self.prompts:
             self._progress(0, 0, f"computing {prompt.tokens:,} tokens here: {reading}")
             prompt.answers[reading] = _answer(loaded, self.text[: prompt.characters])
@@ -122,11 +122,11 @@ class Reader(Reference):
         write_whole(file, self.model_dump_json() + "\n")
 
 
-def unscaled(found: Model) -> Model:
+def unscaled(model: Model) -> Model:
     """Return a model without the scaling of its rope."""
-    rope = full_attention_rope(found.config)
+    rope = full_attention_rope(model.config)
     plain = {"rope_type": "default", **{key: rope[key] for key in UNSCALED_ROPE if key in rope}}
-    return replace(found, config=in_both_dialects(with_full_rope(found.config, plain)))
+    return replace(model, config=in_both_dialects(with_full_rope(model.config, plain)))
 
 
 @torch.no_grad()

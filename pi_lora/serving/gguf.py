@@ -19,7 +19,7 @@ WHERE = "it is in llama.cpp's repository (github.com/ggml-org/llama.cpp), and in
 CONVERTED = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 
 
-def find_converter(found: Model, output: Path, converter: Path | None = None) -> Path:
+def find_converter(model: Model, output: Path, converter: Path | None = None) -> Path:
     """Return the script of llama.cpp, in the folder `converter` or else `$LLAMA_CPP`, that writes a model to the GGUF
     file `output`. Raise ModelError if there is none, or it drops the scaling of the model; RunExistsError if `output`
     exists.
@@ -27,22 +27,22 @@ def find_converter(found: Model, output: Path, converter: Path | None = None) ->
     script = Path(converter or os.environ.get("LLAMA_CPP", "."), CONVERTER)
     if not script.is_file():
         raise ModelError(f"{script}: no such converter; {WHERE}; name its folder with --converter, or in LLAMA_CPP")
-    if method_of(found.config) == "dynamic":
-        raise ModelError(f"{found.name}: llama.cpp's converter drops the scaling `dynamic`; use another scaling")
+    if method_of(model.config) == "dynamic":
+        raise ModelError(f"{model.name}: llama.cpp's converter drops the scaling `dynamic`; use another scaling")
     if output.exists():
         raise RunExistsError(f"{output}: already exists and is not overwritten; choose another --output or remove it")
     return script
 
 
-def export_gguf(found: Model, output: Path, script: Path, outtype: str | None = None) -> None:
+def export_gguf(model: Model, output: Path, script: Path, outtype: str | None = None) -> None:
     """Write full weights to the GGUF file `output` with the converter `script`, whole or not at all; `outtype` is by
     default the dtype of the weights. Raise ModelError if the converter fails.
     """
-    folder = found.path
+    folder = model.path
     if not Path(folder).is_dir():
-        folder = snapshot_download(folder, revision=found.revision, allow_patterns=CONVERTED)
+        folder = snapshot_download(folder, revision=model.revision, allow_patterns=CONVERTED)
     # bfloat16 is bf16 there.
-    kind = outtype or found.base_config.get("dtype", "float32").replace("float", "f")
+    kind = outtype or model.base_config.get("dtype", "float32").replace("float", "f")
     part = output.with_suffix(".part")
     command = [sys.executable, str(script), folder, "--outfile", str(part), "--outtype", kind]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -50,9 +50,9 @@ def export_gguf(found: Model, output: Path, script: Path, outtype: str | None = 
         part.unlink(missing_ok=True)
         reason = done.stderr.strip().rpartition("\n")[2]
         raise ModelError(
-            f"{script}: cannot convert {found.name} ({reason}); see what it needs, and which models it knows"
+            f"{script}: cannot convert {model.name} ({reason}); see what it needs, and which models it knows"
         )
-    _set_window(part, found.window)
+    _set_window(part, model.window)
     part.replace(output)
 
 
