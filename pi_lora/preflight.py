@@ -10,6 +10,7 @@ from huggingface_hub import constants, get_safetensors_metadata
 from huggingface_hub.errors import HfHubHTTPError, NotASafetensorsRepoError, SafetensorsParsingError
 
 from pi_lora.data.examples import data_problems
+from pi_lora.data.sources import HELD_OUT_KEYS, PINNED
 from pi_lora.errors import ModelError, PiLoraError, RecipeError, first_line
 from pi_lora.merging.tensors import read_weights
 from pi_lora.models.adapter import check_shape
@@ -111,8 +112,9 @@ def _evaluation_problems(recipe: Recipe, ask_hub: bool) -> Iterator[str]:
             break
     if measured.data is None and not recipe.model.name.startswith(BUILTIN):
         yield "evaluation.perplexity.data: is missing; name a text that the model is not tuned on"
-    if measured.data:
-        for problem in data_problems(Data.model_validate({"source": measured.data}), ask_hub):
+    if measured.data and measured.data not in PINNED:
+        source = {"name": measured.data, **measured.model_dump(include=HELD_OUT_KEYS)}
+        for problem in data_problems(Data.model_validate({"source": source}), ask_hub):
             yield problem.replace("data.source", "evaluation.perplexity.data", 1)
 
 

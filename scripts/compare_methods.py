@@ -131,10 +131,16 @@ def main() -> None:
     logging.getLogger("transformers").setLevel(logging.ERROR)
     found = {name: compared(name) for name in METHODS}
     rows = {label: [untuned(label)] for label in UNTUNED} | {name: runs for name, (_, runs) in found.items()}
-    facts = {"steps": STEPS, "depths": DEPTHS, "trials": TRIALS}
     labels = {label: label for label in UNTUNED} | {name: label for name, (label, _) in METHODS.items()}
-    rates = {name: tried for name, (tried, _) in found.items()}
-    write("methods", {**facts, "labels": labels, "rows": rows, "rates": rates})
+    facts = {
+        "steps": STEPS,
+        "depths": DEPTHS,
+        "trials": TRIALS,
+        "labels": labels,
+        "rows": rows,
+        "rates": {name: tried for name, (tried, _) in found.items()},
+    }
+    write("methods", facts)
     write_pages()
 
 

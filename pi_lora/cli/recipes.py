@@ -38,6 +38,7 @@ def new(
     target: NewWindow,
     gpu: GpuName = None,
     data: Annotated[list[str] | None, Parameter(help="Text to tune on: a file, folder, glob or hub id.")] = None,
+    column: Annotated[str, Parameter(help="Of rows: the one that holds the text, or chats.")] = "text",
     probe: Probe = None,
     output: Annotated[Path | None, Parameter(help="The recipe file; MODEL_TARGET.yaml by default.")] = None,
     permissions: Permitted = NO_PERMISSIONS,
@@ -52,7 +53,7 @@ def new(
             from pi_lora.report.probe import read_probe
 
             probed = read_probe(probe).at(target).to_tune()
-        file, plan, notes = new_recipe(model, target, gpu, data or (), probed, output, permissions)
+        file, plan, notes = new_recipe(model, target, gpu, data or (), probed, output, permissions, column)
     out.lines(*plan_lines(plan))
     err.lines(*notes)
     out.lines(f"{file}: written; read it, then: pi-lora train {shlex.quote(str(file))}")

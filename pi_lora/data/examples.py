@@ -162,7 +162,8 @@ def data_problems(data: Data, ask_hub: bool = False) -> list[str]:
         try:
             # Without a network, `datasets` reads what it downloaded earlier, and streams nothing.
             table = find_table(source if HF_HUB_OFFLINE else source.changed(streaming=True))
-            next(table.read(columns, None) if columns else table.documents(), None)
+            read = columns or [source.column] * source.has_chats
+            next(table.read(read, None) if read else table.documents(), None)
         except DataError as problem:
             problems.append(str(problem))
     return [f"data.source: {problem}" for problem in problems]

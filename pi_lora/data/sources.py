@@ -2,6 +2,7 @@
 
 import functools
 import hashlib
+import itertools
 import os
 import random
 import sysconfig
@@ -159,8 +160,12 @@ def standard_library(source: Source) -> Table:
         # Not entered at all: what is installed beside the library is often a hundred times as much.
         folders[:] = set(folders) - SKIPPED_FOLDERS
         paths += (Path(folder, name) for name in names if name.endswith(".py"))
-    named = {path.relative_to(root).as_posix(): path for path in sorted(paths) if path.stat().st_size}
-    return local_files(source, {name: path for name, path in named.items() if split_of(name) == source.split})
+    files = {
+        name: path
+        for path in sorted(paths)
+        if split_of(name := path.relative_to(root).as_posix()) == source.split and path.stat().st_size
+    }
+    return local_files(source, files)
 
 
 def hub_dataset(source: Source) -> Table:
@@ -224,12 +229,15 @@ def find_table(source: Source) -> Table:
 
 
 def share_to_hold_out(source: Source, target: int) -> float:
-    """Return the share of `source` that a recipe for windows of `target` tokens (L') holds out: about four windows, a
-    fiftieth to a fifth of local text, and a hundredth of a data set on the hub.
+    """Return the share of `source` that a recipe for windows of `target` tokens (L') holds out: about four windows and
+    ten documents, a fiftieth to a fifth of local text, and a hundredth of a data set on the hub.
     """
     if not looks_local(source.name):
         return 0.01
-    return round(min(0.2, max(0.02, 16 * target / find_table(source).size)), 2)
+    table = find_table(source)
+    documents = len(table.texts) or sum(1 for _ in itertools.islice(table.read([source.column], None), 500))
+    share = max(16 * target / table.size, 10 / documents if documents > 1 else 0)
+    return round(min(0.2, max(0.02, share)), 2)
 
 
 # What a source of text and `evaluation.perplexity` have in common.

@@ -59,16 +59,17 @@ def new_recipe(
     probed: tuple[str, str] | None = None,
     output: Path | None = None,
     permissions: Permissions = NO_PERMISSIONS,
+    column: str = "text",
 ) -> tuple[Path, TrainingPlan, list[str]]:
     """Write a recipe that extends a model to a target window on a device, by default this machine's, and return the
-    file, the plan, and what a user should know. `probed` is the scaling that a probe found, and what it says of it.
-    Raise RunExistsError if the file exists; PiLoraError as `choose` does.
+    file, the plan, and what a user should know. In rows, `column` holds the text or the chats. `probed` is the scaling
+    that a probe found, and what it says of it. Raise RunExistsError if the file exists; PiLoraError as `choose` does.
     """
     file = output or file_for(model, target)
     if file.exists():
         raise RunExistsError(f"{file}: exists, and is not overwritten; remove it, or name another file with --output")
     device = find_gpu(gpu) if gpu else device_here()
-    given = sections_of_texts(texts, target) if texts else {}
+    given = sections_of_texts(texts, target, column) if texts else {}
     if probed:
         given["scaling"] = probed[0]
     plan = choose(first_plan(model, target, device, given, permissions))
@@ -79,24 +80,27 @@ def new_recipe(
     if not texts:
         names = " and ".join(source.name for source in plan.recipe.data.source)
         notes.append(f"--data: not given; the recipe reads {names}")
-    if has_chat_template(model):
+    if has_chat_template(model) and not plan.recipe.data.has_chats:
         notes.append(f"data: {AT_STAKE}")
     return file, plan, notes
 
 
-def sections_of_texts(names: Sequence[str], target: int) -> Json:
+def sections_of_texts(names: Sequence[str], target: int, column: str) -> Json:
     """Return the sections of a recipe that tunes on named texts and holds a share of each out; perplexity is measured
-    on what the first holds out. Raise RecipeError if one cannot be read, also of those on the hub.
+    on what the first holds out. Of chats all train. Raise RecipeError if one cannot be read, also of those on the hub.
     """
-    sources = [Source(name=name) for name in names]
+    sources = [Source(name=name, column=column) for name in names]
     if problems := data_problems(Data(source=sources), ask_hub=True):
         raise RecipeError([problem.replace("data.source", "--data", 1) for problem in problems])
-    sources = [
-        source if source.name.startswith(BUILTIN) else source.changed(hold_out=share_to_hold_out(source, target))
-        for source in sources
-    ]
-    measured = {**held_out_text(sources[0]), "documents": HELD_OUT_DOCUMENTS} if sources[0].hold_out else {}
-    return {"data": {"source": sources}, "evaluation": {"perplexity": measured}}
+    if not sources[0].has_chats:
+        sources = [
+            source if source.name.startswith(BUILTIN) else source.changed(hold_out=share_to_hold_out(source, target))
+            for source in sources
+        ]
+    sections: Json = {"data": {"source": sources}}
+    if sources[0].hold_out:
+        sections["evaluation"] = {"perplexity": {**held_out_text(sources[0]), "documents": HELD_OUT_DOCUMENTS}}
+    return sections
 
 
 def first_plan(

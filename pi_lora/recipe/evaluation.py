@@ -106,6 +106,8 @@ class ProbeOptions(Options):
     """by default those of pi, yarn, theta that suit, and the model's own"""
     data: str | None = None
     """a file, folder, glob or hub id; `pg19` or `proof-pile`; of the built-in model builtin:stdlib"""
+    column: str = "text"
+    """of rows: the one that holds the text"""
     documents: PositiveInt | None = None
     """how many; by default 1 to 12, by the target"""
     trials: PositiveInt | None = None

@@ -28,7 +28,6 @@ from pi_lora.report.scores import (
 )
 from pi_lora.run import check_tuned
 from pi_lora.scaling.config import full_attention_rope, method_of, scale_of, window_of
-from pi_lora.types import Json
 from pi_lora.writing import write_whole
 
 CARD, PICTURES = "README.md", "pictures"
@@ -127,17 +126,16 @@ def _metadata(run: MeasuredRun, full: bool, recipe: Recipe | None) -> ModelCardD
     sources = recipe.data.source if recipe else ()
     results = eval_results(run.last_scores)
     name = public_name(run.base.name) if run.untuned else run.name
-    links: Json = {}
-    if is_hub_id(run.base.name):
-        links = {"base_model": run.base.name, "base_model_relation": "finetune" if full else "adapter"}
+    base = run.base.name if is_hub_id(run.base.name) else None
     return ModelCardData(
+        base_model=base,
+        base_model_relation=("finetune" if full else "adapter") if base else None,
         datasets=[source.name for source in sources if is_hub_id(source.name)] or None,
         eval_results=results or None,
         library_name="transformers" if full else "peft",
         model_name=name if results else None,
         pipeline_tag="text-generation",
         tags=[*tags, "pi-lora"],
-        **links,
     )
 
 

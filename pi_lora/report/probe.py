@@ -133,6 +133,7 @@ def _reach(base: Model, target: int, options: ProbeOptions, measure: Callable[..
     trials = options.trials or min(MOST_TRIALS, sample)
     losses_of = PerplexityOptions(
         data=options.data,
+        column=options.column,
         windows=(base.window, target),
         stride=base.window,
         truncate=target,

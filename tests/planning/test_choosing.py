@@ -1,5 +1,6 @@
 """The recipe that `pi-lora new` writes: it fits, it is the best that does, and it loads, plans and trains."""
 
+import json
 import os
 import shutil
 from collections.abc import Callable
@@ -22,7 +23,7 @@ from pi_lora.planning.gpus import CPU, GPUS, device_for, find_gpu
 from pi_lora.planning.memory import MARGIN
 from pi_lora.planning.plan import TrainingPlan
 from pi_lora.planning.planning import find_shape, plan_lines, plan_recipe, plan_training
-from pi_lora.preflight import check_fits
+from pi_lora.preflight import check, check_fits
 from pi_lora.recipe.files import load_recipe
 from pi_lora.scaling.config import window_of
 
@@ -147,6 +148,32 @@ def test_the_recipe_trains(command: Command, tmp_path: Path) -> None:
     assert (measured.data, measured.hold_out) == (source.name, source.hold_out) == ("notes.txt", 0.03)
     held_out = next(evaluation_documents(measured)).text
     assert len(held_out) + len(next(find_table(source).documents()).text) == 270_000
+
+
+def test_rows_have_their_text_in_any_column_and_ten_of_them_are_held_out(command: Command, tmp_path: Path) -> None:
+    row = json.dumps({"id": 1, "body": "Long documents serve best. " * 100})
+    (tmp_path / "rows.jsonl").write_text(f"{row}\n" * 100)
+    words = "builtin:tiny --target 512 --gpu cpu --data rows.jsonl --column body --output my.yaml".split()
+    assert command(*words)[0] == 0
+    recipe = load_recipe(tmp_path / "my.yaml").recipe
+    measured, source = recipe.evaluation.perplexity, recipe.data.source[0]
+    assert measured
+    assert (measured.column, measured.hold_out) == (source.column, source.hold_out) == ("body", 0.1)
+    check(recipe, tmp_path / "run")
+
+
+def test_chats_all_train_and_nothing_more_is_said_of_them(command: Command, small_model: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(small_model, folder)
+    (folder / "chat_template.jinja").write_text("{% for message in messages %}{{ message.content }}{% endfor %}")
+    turns = [{"role": role, "content": "Long documents serve best. " * 50} for role in ("user", "assistant")]
+    (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": turns}) + "\n")
+    words = [str(folder), *"--target 256 --gpu cpu --data chats.jsonl --column messages --output my.yaml".split()]
+    status, _, errors = command(*words)
+    assert (status, errors) == (0, "")
+    recipe = load_recipe(tmp_path / "my.yaml").recipe
+    assert (recipe.data.has_chats, recipe.data.source[0].hold_out) == (True, None)
+    check(recipe, tmp_path / "run")
 
 
 def test_new_plan_and_train_say_the_same_on_this_machine(command: Command, tmp_path: Path) -> None:
