@@ -67,6 +67,8 @@ def test_ctrl_c_while_it_starts_is_one_line(tmp_path: Path, delay: float) -> Non
     ("arguments", "line"),
     [
         (["train", "nowhere.yaml"], "nowhere.yaml: no such recipe; pi-lora recipes lists what is there"),
+        (["train", "taken"], "taken: no such recipe; pi-lora recipes lists what is there"),
+        (["eval", "all", "builtin:tiny"], "builtin:tiny: holds no recipe.yaml; name a run folder"),
         (["train", DEMO, "context.target=200"], "context.target: 200 is not longer than the model's own window of 256"),
         (["train", DEMO, "--output", "taken"], "taken: already exists and is not overwritten"),
         (["merge", "nowhere"], "nowhere: holds no adapter"),

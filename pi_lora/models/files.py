@@ -52,8 +52,8 @@ def locate(name: str) -> str:
 
 
 def is_local(name: str) -> bool:
-    """Whether a name cannot be a hub id, or is that of a file or folder."""
-    return name.startswith((".", "/", "~")) or name.count("/") > 1 or Path(name).exists()
+    """Whether a name cannot be a hub id, or is that of a file, a folder or a built-in model."""
+    return name.startswith((".", "/", "~", BUILTIN)) or name.count("/") > 1 or Path(name).exists()
 
 
 def find_file(path: str, name: str, revision: str = "main") -> Path | None:

@@ -101,7 +101,7 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[KeyPath, str]]:
     try:
         content = path.read_bytes()
         node, tree = yaml.compose(content, _Loader), yaml.load(content, _Loader)
-    except FileNotFoundError:
+    except (FileNotFoundError, IsADirectoryError):
         raise RecipeError([f"{path}: no such recipe; pi-lora recipes lists what is there"]) from None
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 1

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import CommitOperationAdd, HfApi
-from huggingface_hub.errors import HfHubHTTPError
 
 from pi_lora.errors import ModelError
 from pi_lora.models.files import CONFIG_FILE
@@ -44,7 +43,7 @@ def push(folder: Path, repo: str, private: bool = False) -> str:
         if private and not hub.model_info(url.repo_id).private:
             raise ModelError(f"{url}: is public already; make it private in its settings, or leave out --private")
         hub.create_commit(url.repo_id, operations, commit_message=f"Upload {folder.resolve().name} with pi-lora")
-    except (HfHubHTTPError, ValueError) as error:  # ValueError: the name of the repository, or the card's metadata
+    except (OSError, ValueError) as error:  # the hub's; ValueError: the name of the repository, or the card's metadata
         reason = " ".join(str(error).split())
         remedy = "check the name, your rights there, and your login (`hf auth login`, or HF_TOKEN)"
         raise ModelError(f"{repo}: the hub refused it ({reason}); {remedy}") from error
