@@ -54,7 +54,7 @@ def let_segments_grow() -> None:
 
 
 def is_leader() -> bool:
-    """Whether this process writes what all have made."""
+    """Whether this process writes files and prints: the one of rank 0."""
     return rank() == 0
 
 
@@ -64,7 +64,7 @@ def number_of_processes() -> int:
 
 
 def wait_for_all() -> None:
-    """Continue when every process has come this far."""
+    """Wait until every process has called this."""
     from_all([None])
 
 
@@ -85,11 +85,11 @@ def from_all(items: Sequence[T]) -> list[T]:
 
 
 def any_process(*flags: bool) -> list[bool]:
-    """Return for each flag whether any process raised it: what must not be decided differently by two of them."""
+    """Return for every flag whether any process raised it, so that all processes decide alike."""
     return [any(raised) for raised in zip(*from_all([flags]), strict=True)]
 
 
-# The file that the first launched process that fails leaves, or the launcher after a signal: others keep silent.
+# Names a file that the first failing process creates, or the launcher after a signal. The others then print no error.
 FAILED_ENV = "PI_LORA_FAILED"
 # A connection that dropped, which Windows does not report; Ctrl-C, and a cluster's end of a job.
 HANG_UP = getattr(signal, "SIGHUP", None)

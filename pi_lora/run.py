@@ -48,8 +48,8 @@ class Origin(BaseModel, frozen=True, strict=True):
 
 
 class Provenance(BaseModel, extra="allow", strict=True, frozen=True):
-    """What `run.json` says: the origin of a run from its start, and what it took from its end (see `training.save`),
-    of which the card tells.
+    """The content of `run.json`: the origin, written when a run starts, and what the training took, written at the end
+    (see `training.save`). The card shows both.
     """
 
     python: str
@@ -60,7 +60,7 @@ class Provenance(BaseModel, extra="allow", strict=True, frozen=True):
 
 @dataclass(frozen=True)
 class Run:
-    """The folder of a run, in the making or finished; each file is read once, when it is first asked for."""
+    """The folder of a run, finished or not. A file is read once, on first use."""
 
     path: Path
 

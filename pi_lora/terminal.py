@@ -47,7 +47,7 @@ LIBRARIES = "loading libraries"
 # Seconds between lines of progress, and when the last one was printed.
 EACH_LINE = 60.0
 _last_line = time.monotonic()
-# Seconds after which a command says what it does.
+# Seconds after which that line is printed.
 LONG = 10.0
 
 
@@ -108,7 +108,7 @@ def _progress_lines(title: str) -> Progress:
 
 @contextlib.contextmanager
 def working(what: str = LIBRARIES) -> Iterator[None]:
-    """Something turning on stderr while `what` goes on, or where that is no terminal a line if it takes long."""
+    """Show a spinner on stderr while `what` runs; without a terminal, print a line if it takes long."""
     if what != LIBRARIES:
         _work_begins()
     with contextlib.ExitStack() as signs:
@@ -130,6 +130,6 @@ def working(what: str = LIBRARIES) -> Iterator[None]:
 
 
 def _work_begins() -> None:
-    """Let Ctrl-C unwind from here on: until libraries are loaded there is nothing to clean up."""
+    """Raise KeyboardInterrupt on Ctrl-C from now on. Before libraries are loaded there is nothing to clean up."""
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)

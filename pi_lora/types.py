@@ -37,8 +37,8 @@ def silent(done: int, total: int, note: str = "") -> None:
 
 @dataclass(frozen=True)
 class How:
-    """How models are measured: `again`, although scores are kept; in which `dtype`; and what a user sees meanwhile:
-    lines, what is worked on, and progress, by default nothing.
+    """How models are measured: `again` although scores exist, in `dtype`, and by which functions a user is shown lines
+    (`say`), the current work (`working`) and progress bars (`progress`); by default nothing is shown.
     """
 
     again: bool = False

@@ -104,9 +104,9 @@ def columns(sequences: Sequence[Labelled]) -> dict[str, list[int]]:
 
 @dataclass
 class Stream:
-    """The rows of a source in parts: the text or the whole chats of a sequence of `length` tokens, an example of at
-    most so many, or, with `short`, a group of chats of at most `short` tokens, each a sequence. `counts` counts what
-    was cut or left out.
+    """The rows that a source gives. A row is a packed sequence of `length` tokens (text, or whole chats), an example of
+    at most `length` tokens, or with `short` a group of chats of at most `short` tokens each. `counts` counts what was
+    cut or left out.
     """
 
     table: Table

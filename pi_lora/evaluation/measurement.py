@@ -43,7 +43,7 @@ class Value(NamedTuple):
 
 @dataclass(frozen=True)
 class Metric:
-    """A number that a measurement found.
+    """A number that a measurement gives.
 
     `at` is the window, distance or length of context in tokens that it belongs to, if any. `interval` is its 95 %
     interval. Where `values` are known, the value is their weighted mean, or if `is_ratio` their geometric mean, and two
@@ -150,9 +150,9 @@ WRITTEN_BY_REPORTS = (".md", ".html", ".png")
 
 @dataclass
 class Session:
-    """How models are measured: `progress` is told of it, `say` is told what a user should know. If `shared`, the
-    processes of this run measure together, and until the context ends without an error a journal keeps what was
-    measured, for the same command to go on from. Ctrl-C becomes Interrupted.
+    """A measurement in progress: `progress` is called as results come, `say` prints what a user should know. If
+    `shared`, the processes of this run divide the work, and a journal keeps the results until the context ends without
+    an error: the same command continues from there. Ctrl-C becomes Interrupted.
 
     A journal is a folder named after what decides the results. It has one file per process, and a line as soon as a
     result is known; what was cut off is measured again.
