@@ -128,13 +128,13 @@ def methods(result: Result) -> Lines:
 
 
 def rates(result: Result) -> Lines:
-    """Perplexity at the target and passkeys by learning rate."""
+    """Perplexity at the target, a learning rate a column."""
+    rates = sorted({rate for runs in result["rates"].values() for rate in runs}, key=float)
     rows = []
     for name, runs in result["rates"].items():
-        for rate, run in runs.items():
-            window, perplexity = list(run["perplexity"].items())[-1]
-            rows.append((result["labels"][name], rate, f"{perplexity:.2f}", run["k_max"], f"{run['success_rate']:.0%}"))
-    yield from table(("method", "rate", f"ppl {window}", "k_max", "passkeys"), rows)
+        cells = (f"{[*runs[rate]['perplexity'].values()][-1]:.2f}" if rate in runs else "" for rate in rates)
+        rows.append((result["labels"][name], *cells))
+    yield from table(("method", *rates), rows)
 
 
 # Page, name of the block in it, name of the result, and what writes its tables.
