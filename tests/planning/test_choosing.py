@@ -159,6 +159,7 @@ def test_rows_have_their_text_in_any_column_and_ten_of_them_are_held_out(command
     measured, source = recipe.evaluation.perplexity, recipe.data.source[0]
     assert measured
     assert (measured.column, measured.hold_out) == (source.column, source.hold_out) == ("body", 0.1)
+    assert (measured.documents, measured.truncate) == (5, 512)
     check(recipe, tmp_path / "run")
 
 
