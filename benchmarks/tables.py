@@ -130,10 +130,13 @@ def methods(result: Result) -> Lines:
 def rates(result: Result) -> Lines:
     """Perplexity at the target, a learning rate a column."""
     rates = sorted({rate for runs in result["rates"].values() for rate in runs}, key=float)
-    rows = []
-    for name, runs in result["rates"].items():
-        cells = (f"{[*runs[rate]['perplexity'].values()][-1]:.2f}" if rate in runs else "" for rate in rates)
-        rows.append((result["labels"][name], *cells))
+    rows = [
+        (
+            result["labels"][name],
+            *(f"{[*runs[rate]['perplexity'].values()][-1]:.2f}" if rate in runs else "" for rate in rates),
+        )
+        for name, runs in result["rates"].items()
+    ]
     yield from table(("method", *rates), rows)
 
 
