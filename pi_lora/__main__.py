@@ -1,5 +1,6 @@
 """`pi-lora`, which is `python -m pi_lora`: Ctrl-C is answered in one line from the first moment on."""
 
+import gc
 import os
 import signal
 import types
@@ -18,6 +19,7 @@ def main() -> None:
     """Run the command line."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, leave_at_once)
+    gc.disable()  # until libraries are loaded: see pi_lora.terminal.working
     try:
         from pi_lora.cli import main
 

@@ -114,8 +114,7 @@ def working(what: str = LIBRARIES) -> Iterator[None]:
     with contextlib.ExitStack() as signs:
         if what == LIBRARIES:
             # Their hundred thousands of objects stay: to look for garbage among them, now and at the end, takes a third
-            # of the time of loading them.
-            gc.disable()
+            # of the time of loading them. `pi_lora.__main__` has turned that off.
             signs.callback(gc.enable)
             signs.callback(gc.freeze)
         if err.is_terminal:

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from processes import without_progress
 
+from pi_lora.__main__ import main
 from pi_lora.terminal import progress_bar, working
 
 APP = sys.modules[progress_bar.__module__]
@@ -127,7 +128,10 @@ def test_progress_is_lines_where_there_is_no_terminal(
     assert without_progress(errors) == ""
 
 
-def test_garbage_is_collected_again_after_libraries_are_loaded() -> None:
+def test_garbage_is_collected_again_after_libraries_are_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    monkeypatch.setattr("pi_lora.cli.main", lambda: seen.append(gc.isenabled()))
+    main()
     with working():
-        assert not gc.isenabled()
-    assert gc.isenabled()
+        seen.append(gc.isenabled())
+    assert [*seen, gc.isenabled()] == [False, False, True]
