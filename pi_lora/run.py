@@ -127,8 +127,8 @@ class Run:
         return next((path for path in self.checkpoints if (path / COMPLETE).is_file()), None)
 
     def mark_complete(self, checkpoint: Path) -> None:
-        """Mark a checkpoint as complete, with the training log up to it and the sizes of its files, all of which are on
-        the disk then and not only in memory.
+        """Mark a checkpoint as complete, with the training log up to it and the sizes of its files, once
+        all of them are on the disk.
         """
         shutil.copyfile(self.path / TRAINING_LOG, checkpoint / TRAINING_LOG)
         for file in checkpoint.rglob("*"):

@@ -47,7 +47,7 @@ LIBRARIES = "loading libraries"
 # Seconds between lines of progress, and when the last one was printed.
 EACH_LINE = 60.0
 _last_line = time.monotonic()
-# Seconds after which that line is printed.
+# Seconds after which a command says what it is doing, without a terminal.
 LONG = 10.0
 
 

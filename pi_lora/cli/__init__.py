@@ -43,7 +43,7 @@ def main() -> NoReturn:
         _fail(2, _usage_problem(mistake))
     except KeyboardInterrupt:
         _fail(INTERRUPTED, "interrupted; nothing was written")
-    except Exception as error:
+    except Exception as error:  # the one place that turns an unforeseen exception into a line
         if not is_to_report(error):
             sys.exit()  # the launcher ends as the process that reports it
         if isinstance(error, OSError) and error.strerror:

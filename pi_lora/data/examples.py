@@ -85,8 +85,8 @@ class Prompter:
             raise DataError(f"data.template: {special[0]} is a special token, and would be read as text; {how}")
 
     def examples(self, rows: Iterable[NamedJson], counts: Counter[str], limit: int | None = None) -> Iterator[Example]:
-        """Yield rows with prompts that fit, and count the others: those with an empty column, beside which `limit` are
-        read, and those too long.
+        """Yield rows with prompts that fit, and count the others: those with an empty column, which `limit` does
+        not count, and those too long.
         """
 
         def has_text(named: NamedJson) -> bool:

@@ -157,7 +157,7 @@ def standard_library(source: Source) -> Table:
     root = Path(sysconfig.get_path("stdlib"))
     paths: list[Path] = []
     for folder, folders, names in os.walk(root):
-        # Not entered at all: what is installed beside the library is often a hundred times as much.
+        # Installed packages, which are not entered, are often a hundred times as much.
         folders[:] = set(folders) - SKIPPED_FOLDERS
         paths += (Path(folder, name) for name in names if name.endswith(".py"))
     files = {
@@ -205,8 +205,7 @@ def hub_file(source: Source, file: str, member: str = "") -> Table:
 def _hub_errors(name: str) -> Iterator[None]:
     try:
         yield
-    except Exception as error:
-        # `datasets` raises a dozen kinds for a user's mistakes: not found, gated, offline, no such split.
+    except Exception as error:  # `datasets` raises a dozen kinds: not found, gated, offline, no such split
         what = f"is neither a file or folder nor a hub data set that can be read ({first_line(error)})"
         advice = "check its name, subset, split and revision, the network, or log in with `hf auth login`"
         raise DataError(f"{name}: {what}; {advice}") from error

@@ -121,7 +121,7 @@ class SharedPrefix(NamedTuple):
 @torch.no_grad()
 def shared_prefix(model: Any, ids: Sequence[int], length: int) -> SharedPrefix | None:
     """Return what inputs of up to `length` tokens share; None for a model that cannot share it, without room for its
-    keys and values beside those of an input, and for a sharded model, whose plan leaves none.
+    keys and values next to those of an input, and for a sharded model, whose plan leaves none.
     """
     if is_sharded(model) or (first := _cache_of(model, ids[:1])) is None:
         return None

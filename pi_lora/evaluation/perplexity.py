@@ -1,6 +1,6 @@
-"""Sliding-window perplexity (Press et al. 2022; paper.tex, section 3.2): which tokens of which documents each window
-scores, the sums of their losses, typed scores, metrics and picture. Windows of every length start at the same offsets:
-one pass of the model over the longest serves a whole sweep.
+"""Sliding-window perplexity (Press et al. 2022; paper.tex, section 3.2): the tokens that a window scores, the
+sums of their losses, typed scores, metrics and picture. Windows of every length start at the same offsets, so one pass
+of the model over the longest serves a whole sweep.
 """
 
 import hashlib

@@ -114,7 +114,7 @@ def save_adapter(model: PeftModel, folder: Path, weights: Mapping[str, torch.Ten
 def mark_adapter_extended(folder: Path) -> None:
     """Keep others from putting the adapter on its base without the scaling, which its settings cannot say: PEFT's
     `AutoPeftModelForCausalLM` fails for a library that it does not import, and `PeftModel` warns of a key that it does
-    not know (see `WARNING`). transformers' `AutoModelForCausalLM` fails for want of full weights beside `config.json`.
+    not know (see `WARNING`). transformers' `AutoModelForCausalLM` fails because there are no full weights.
     """
     file = folder / files.ADAPTER_CONFIG_FILE
     settings = json.loads(file.read_text(encoding="utf-8"))
@@ -162,7 +162,7 @@ def load_adapter(model: PreTrainedModel, folder: Path, dropout: float = 0.0, tra
 @contextmanager
 def without_known_warnings() -> Iterator[None]:
     """Ignore warnings of PEFT 0.21: its name for activation checkpointing, as TRL 1.16's, is deprecated in transformers
-    5.23; no base's config is where it looks beside a checkpoint; and our own to users of plain PEFT.
+    5.23; a checkpoint has no base's config where PEFT looks for it; and our own to users of plain PEFT.
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*gradient_checkpointing(_kwargs|_enable)?` is deprecated", FutureWarning)

@@ -70,10 +70,10 @@ def find_file(path: str, name: str, revision: str = "main") -> Path | None:
 
 @contextmanager
 def readable(name: str | Path, what: str) -> Iterator[None]:
-    """Raise ModelError if transformers cannot read `what` of a model; its classes raise exceptions of any kind."""
+    """Raise ModelError if transformers cannot read `what` of a model."""
     try:
         yield
-    except Exception as error:
+    except Exception as error:  # config and tokenizer classes raise exceptions of any kind
         cause = first_line(error)
         if HF_HUB_OFFLINE and not Path(name).exists():
             cause = "no folder here, nor in the cache of the hub, which HF_HUB_OFFLINE=1 forbids to ask"

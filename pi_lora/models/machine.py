@@ -43,7 +43,7 @@ def has_fast_bfloat16() -> bool:
 def bfloat16_speed() -> float:
     """Measure how many times as fast as in float32 this processor multiplies matrices in bfloat16: once, in 20 ms.
 
-    The best of twenty short rounds each, in turns and on one thread, is the same beside other work, which would delay
+    The best of twenty short rounds each, in turns and on one thread, does not change with other work, which would delay
     one of several threads: a run that is resumed has to compute as it did before.
     """
     best = {torch.float32: math.inf, torch.bfloat16: math.inf}

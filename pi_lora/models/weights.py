@@ -30,8 +30,8 @@ def read_weights(
     name: str, path: str, config: PreTrainedConfig, dtype: torch.dtype, attention: str, place: Placement, **source: Any
 ) -> PreTrainedModel:
     """Load the model `name` of `config` with the weights in the folder or hub id `path`; `source` holds the options
-    `revision` and `trust_remote_code` of `from_pretrained`. A `quantized` model computes in `dtype` but is made from
-    bfloat16 whatever that is, so that its values are always those of training.
+    `revision` and `trust_remote_code` of `from_pretrained`. A `quantized` model computes in `dtype`; NF4 is
+    always made from bfloat16, as in training.
 
     Raises:
         ModelError: They cannot be read, are not exactly those of the config, or are infinite or NaN.

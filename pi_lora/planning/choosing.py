@@ -1,5 +1,5 @@
-"""A recipe for a model, a target window and a device: candidates in the order of their quality, of which the first is
-taken whose plan fits; and the commented file that `pi-lora new` writes. docs/new.md explains the order.
+"""A recipe for a model, a target window and a device: the first candidate, by quality, whose plan fits; and the
+commented file that `pi-lora new` writes. docs/new.md explains the order.
 """
 
 import itertools
@@ -25,7 +25,7 @@ from pi_lora.recipe.schema import Data, Recipe, Source
 from pi_lora.scaling.config import methods_for
 from pi_lora.types import NO_PERMISSIONS, Json, Permissions
 
-# Embeddings and head of more tokens take gigabytes in float32 with AdamW: norms alone train beside the adapter.
+# Embeddings and head of more tokens take gigabytes in float32 with AdamW: norms alone train with the adapter.
 LARGE_VOCABULARY = 100_000
 # What most of the shipped recipes read; and the built-in model, which knows Python alone, what its demo does.
 CORPUS = ({"name": "monology/pile-uncopyrighted", "streaming": True},)

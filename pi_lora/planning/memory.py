@@ -35,7 +35,7 @@ ADAMW_8BIT = 2 * (1 + 4 / 256)
 # The chunked loss of TRL 1.16 works on tiles of the logits (trl/kernels/chunked_logprob.py, trl/trainer/utils.py).
 LOSS_TILE_TOKENS, LOSS_TILE_VOCABULARY = 4096, 32768
 # Its kernels fuse what they do to a tile; without Triton, as on a CPU, the backward holds seven float32 tensors of the
-# tile's size and a mask of bytes beside it.
+# tile's size and a mask of bytes.
 LOSS_TILE_UNFUSED = 7 * FLOAT32 + 1
 # With offloading, saved inputs on the device at once: one on its way out, one in use, two on their way in
 # (measured in TRL's long-context guide: "only 4 are ever resident at once").
@@ -60,7 +60,7 @@ _FULL = {"bfloat16": (8, 4), "autocast": (11, 4), "float32": (10, 8)}
 _LORA = {"bfloat16": (6, 4), "autocast": (7, 4), "float32": (6, 8), "casts": (16, 5)}
 # What the backward of the MLP adds.
 _BACKWARD = {"bfloat16": (2, 2), "autocast": (2, 2), "float32": (4, 4), "casts": (6, 1.75)}
-# LoRA on experts adds its product to their weights: bytes per number of one layer's experts at the peak, of which 2.0
+# LoRA on experts adds its product to their weights: bytes per number of one layer's experts at the peak; 2.0 of them
 # are kept.
 ADAPTED_EXPERTS = 2.7
 # Hidden widths at the peak of a chunked MLP, beyond those that are kept and those of a chunk; full tuning takes 8.
@@ -154,7 +154,7 @@ def _states(shape: Shape, recipe: Recipe, number: int, shards: int) -> tuple[int
     # NF4 applies to linear layers alone, without head or biases.
     in_nf4 = shape.linear_weights if tuning.method == "qlora" else 0
     base = round(in_nf4 * NF4 + (shape.parameters - in_nf4) * number)
-    # The base itself trains in its own precision; what trains beside it is float32 (rule 4 of docs/design.md).
+    # The base itself trains in its own precision; what an adapter trains is float32 (rule 4 of docs/design.md).
     trained_number = number if full else FLOAT32
     trained = trained_parameters(shape, tuning) * trained_number
     moments = trained * ADAMW_MOMENTS
@@ -215,7 +215,7 @@ def layer_bytes(
     # Attention keeps q and its output, k and v.
     width = 2 if arithmetic == "float32" else 1
     # What norms keep beyond that: one of q and k a float32 copy, a third or fourth one of hidden states (Gemma) its
-    # float32 values as well, and one that trains beside LoRA the normalized values.
+    # float32 values as well, and one that trains with LoRA the normalized values.
     normalized = 4 if arithmetic in WIDE_STREAM else 2
     norms = 4 * max(0, shape.norms - 2) + (normalized if tuning.with_norms and not full else 0)
     common = _bytes(shape, norms, heads=2 * width + (3 if shape.head_normed else 0))

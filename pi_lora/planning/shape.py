@@ -15,7 +15,7 @@ class Shape:
     the widest layer, in numbers per token, and `norms` counts the norms of its hidden states; `head_normed` if
     attention has norms of its own. `linear_weights` are those of all layers' linear layers without biases: what is
     quantized, and multiplied with each token. `lora` has the numbers of LoRA's matrices per rank by `tuning.targets`.
-    The weights of experts are stored in `experts` numbers, of which each token is multiplied with `active_experts`.
+    The weights of experts are stored in `experts` numbers; a token is multiplied with `active_experts` of them.
     """
 
     parameters: int

@@ -75,7 +75,7 @@ class Tuning(Section):
     targets: Literal["attention", "all-linear"] | Texts = "all-linear"
     """linear layers that get an adapter; or the names of modules, as [q_proj, v_proj]"""
     also_train: Literal["embeddings_and_norms", "norms", "nothing"] = "embeddings_and_norms"
-    """beside the adapter, in full (LongLoRA)"""
+    """in full, with the adapter (LongLoRA)"""
 
     @property
     def target_names(self) -> set[str]:

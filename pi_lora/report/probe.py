@@ -173,7 +173,7 @@ def read_probe(file: Path) -> Probe:
 
 
 def probe_table(probed: Probe, reach: Reach) -> Table:
-    """Return a row for each scaling: perplexity in both windows beside the base's in its own, with the verdict at
+    """Return a row for each scaling: perplexity in both windows and the base's in its own, with the verdict at
     95 %; loss by position as a picture; passkeys with their interval.
     """
     base = reach.scalings["direct"].windows[0]

@@ -1,5 +1,7 @@
 """Check that the model transformers builds applies the scaling of its config, before any weights are read."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import replace
 
@@ -19,13 +21,10 @@ def build_on_meta(
     kind: type[PreTrainedConfig], config: Config, trust_remote_code: bool = False, dtype: torch.dtype | None = None
 ) -> PreTrainedModel:
     """Build the model of `config` on the meta device: every module with its shape, no memory for weights."""
-    try:
-        with torch.device("meta"):
-            model: PreTrainedModel = AutoModelForCausalLM.from_config(
-                config_of(kind, config), trust_remote_code=trust_remote_code, dtype=dtype
-            )
-    except Exception as error:  # config classes and model code raise their own kinds
-        raise _cannot_be_built(kind, error) from None
+    with _building(kind), torch.device("meta"):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(
+            config_of(kind, config), trust_remote_code=trust_remote_code, dtype=dtype
+        )
     return model
 
 
@@ -55,7 +54,7 @@ def rotary_frequencies(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     about its longest input, for which its long factors count.
     """
     frequencies = {}
-    try:
+    with _building(type(model.config)):
         for name, module in model.named_modules():
             if any(buffer.endswith("inv_freq") for buffer, _ in module.named_buffers(recurse=False)):
                 rotary = type(module)(config=module.config)
@@ -63,14 +62,16 @@ def rotary_frequencies(model: PreTrainedModel) -> dict[str, torch.Tensor]:
                     rotary(torch.zeros(1), torch.tensor([[module.config.max_position_embeddings - 1]]))
                 for buffer, values in rotary.named_buffers():
                     frequencies[f"{name}.{buffer}"] = values
-    except Exception as error:  # model code raises its own kinds
-        raise _cannot_be_built(type(model.config), error) from None
     return frequencies
 
 
-def _cannot_be_built(kind: type[PreTrainedConfig], error: Exception) -> ScalingError:
-    reason = (str(error).strip() or type(error).__name__).splitlines()[-1].strip()
-    return ScalingError(f"model of type {kind.model_type}: cannot be built with this scaling ({reason})")
+@contextmanager
+def _building(kind: type[PreTrainedConfig]) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:  # config classes and model code raise their own kinds
+        reason = (str(error).strip() or type(error).__name__).splitlines()[-1].strip()
+        raise ScalingError(f"model of type {kind.model_type}: cannot be built with this scaling ({reason})") from None
 
 
 def _follows(plain: dict[str, torch.Tensor], scaled: dict[str, torch.Tensor], method: Method, scale: float) -> bool:

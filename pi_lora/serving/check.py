@@ -1,5 +1,5 @@
 """Whether a server of the OpenAI API (vLLM, SGLang, llama.cpp, mlx-lm, TGI, Ollama) computes a model beyond its
-original window: its answers to long prompts beside those that are computed here.
+original window: its answers to long prompts are compared with those computed here.
 """
 
 import json

@@ -181,7 +181,7 @@ def stop_after_step() -> Iterator[list[int]]:
 def _as_when_loaded(tuned: Model) -> Iterator[None]:
     """Let a model that trains compute as it will when `load` reads it back: with torch's kernel, in its weights' dtype
     unless under autocast. accelerate 1.15 puts it around the forward of the model that it prepares, and keeps the
-    model's own beside it as `_original_forward`. Under FSDP2 there is none: the sharded layers compute as their policy
+    model's own as `_original_forward`. Under FSDP2 there is none: the sharded layers compute as their policy
     says.
     """
     model: Any = tuned.model

@@ -115,7 +115,7 @@ def load_for_tuning(recipe: Recipe, model: Model) -> Any:
     attention = machine.SDPA if recipe.model.attention == "auto" else recipe.model.attention
     base = model.load_weights(machine.dtype_of_base(recipe), attention, place)
     if recipe.sharded and several:
-        # transformers reads the weights of some modules in float32, whatever the dtype.
+        # transformers reads the weights of some modules in float32 even if asked for bfloat16.
         dtypes = from_all([{name: weight.dtype for name, weight in base.named_parameters()}])[0]
         for name, weight in base.named_parameters():
             weight.data = weight.data.to(dtypes[name])

@@ -3,6 +3,7 @@ input, and each is answered by a line on standard output.
 
 accelerate 1.15 shards on accelerators alone and trains copies on CPUs; `shard_on_cpus` removes this check. Everything
 else is what a launched process does: the settings come from the environment, which the tests make from the launch line.
+No fixture reaches a launched process, so it has a `MonkeyPatch` of its own.
 """
 
 import faulthandler
@@ -14,6 +15,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from accelerate.state import AcceleratorState, DistributedType, PartialState
 from transformers import TrainerCallback
@@ -26,7 +28,7 @@ from pi_lora.recipe.schema import Recipe
 from pi_lora.training import trainer, training
 
 
-def shard_on_cpus() -> None:
+def shard_on_cpus(patch: pytest.MonkeyPatch) -> None:
     """Let accelerate shard where `ACCELERATE_USE_FSDP` asks for it, whatever the device."""
     initialize = AcceleratorState.__init__
 
@@ -38,10 +40,10 @@ def shard_on_cpus() -> None:
                 fsdp_plugin.set_mixed_precision(self._mixed_precision)
             self.fsdp_plugin = fsdp_plugin
 
-    AcceleratorState.__init__ = sharding  # type: ignore[method-assign]
-    # What a recipe asks of the hardware is not here.
-    preflight._machine_problems = lambda _recipe: iter(())
-    trainer.plan_here = lambda *_: None
+    patch.setattr(AcceleratorState, "__init__", sharding)
+    # A recipe asks for hardware that is not here.
+    patch.setattr(preflight, "_machine_problems", lambda _recipe: iter(()))
+    patch.setattr(trainer, "plan_here", lambda *_: None)
 
 
 class Killed(TrainerCallback):
@@ -56,9 +58,9 @@ class Killed(TrainerCallback):
 
 
 class Watched:
-    """What a training does that its files do not show."""
+    """Record how a training shards, which no file shows."""
 
-    def __init__(self, killed_at: int | None) -> None:
+    def __init__(self, patch: pytest.MonkeyPatch, killed_at: int | None) -> None:
         self.unsharded: list[int] = []
         self.policies: set[tuple[str, ...]] = set()
         self.read = 0
@@ -91,21 +93,10 @@ class Watched:
             )
             return gathered
 
-        self.undo = [
-            (trainer.Trainer, "__init__", build),
-            (trainer.Trainer, "training_step", step),
-            (weights.AutoModelForCausalLM, "from_pretrained", load),
-            (training, "get_model_state_dict", gather),
-        ]
-        trainer.Trainer.__init__ = watch_building  # type: ignore[method-assign]
-        trainer.Trainer.training_step = watch_step  # type: ignore[method-assign]
-
-        weights.AutoModelForCausalLM.from_pretrained = watch_loading  # type: ignore[method-assign]
-        training.get_model_state_dict = watch_gathering
-
-    def end(self) -> None:
-        for owner, name, value in self.undo:
-            setattr(owner, name, value)
+        patch.setattr(trainer.Trainer, "__init__", watch_building)
+        patch.setattr(trainer.Trainer, "training_step", watch_step)
+        patch.setattr(weights.AutoModelForCausalLM, "from_pretrained", watch_loading)
+        patch.setattr(training, "get_model_state_dict", watch_gathering)
 
 
 def sharded_groups(model: torch.nn.Module) -> list[Any]:
@@ -126,13 +117,11 @@ def unsharded_gradients(group: Any) -> int:
 def run(job: dict[str, Any]) -> dict[str, Any]:
     os.environ.update(job["environment"])
     recipe, output = Recipe.model_validate(job["recipe"]), Path(job["output"])
-    watched = Watched(job.get("killed_at"))
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        watched = Watched(patch, job.get("killed_at"))
         resume = job.get("resume", False)
         model = preflight.check(recipe, output, resume) if is_leader() else find_to_tune(recipe)
         training.train(recipe, model, training.prepare_data(recipe, model), output, resume)
-    finally:
-        watched.end()
     return {
         "unsharded": watched.unsharded,
         "read": watched.read,
@@ -143,7 +132,7 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
 
 def main() -> None:
     faulthandler.register(signal.SIGUSR1)  # where one waits for the other in vain
-    shard_on_cpus()
+    shard_on_cpus(pytest.MonkeyPatch())
     for line in sys.stdin:
         try:
             answer = run(json.loads(line))
