@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import record
-from experiment import BASE, BOOKS, ORIGINAL, STRIDE, TARGET, Command, run_missing, split_books
+from experiment import BASE, BOOKS, ORIGINAL, STRIDE, TARGET, Command, run_missing, split_books, untuned
 
 RESULTS = record.RESULTS / "chats"
 RUNS = Path("adapters/chats")
@@ -35,12 +35,11 @@ def commands() -> Iterator[Command]:
         words = [f"{key}={value}" for key, value in keys.items()]
         yield RUNS / name / "run.json", ["train", "smollm2_135m_16k_cpu", *words, "--output", str(RUNS / name)]
     tuned = [str(RUNS / name) for name in MIXTURES]
-    untuned = [BASE, "--original", str(ORIGINAL), "--target", str(TARGET), "--scaling", "yarn"]
     chats = ["--data", "chats/test.jsonl", "--base", BASE, "--dtype", "float32"]
     novels = ["--data", str(NOVELS / MEASURED), "--windows", str(TARGET), "--stride", str(STRIDE)]
     novels += ["--truncate", str(TARGET), "--dtype", "bfloat16"]
     for measurement, options in (("chat", chats), ("perplexity", novels)):
-        for name, models in (("tuned", tuned), ("untuned", untuned)):
+        for name, models in (("tuned", tuned), ("untuned", untuned("yarn"))):
             file = RESULTS / f"{measurement}-{name}.json"
             yield file, ["eval", measurement, *models, *options, "--json", str(file)]
     file = RESULTS / "passkey-tuned.json"

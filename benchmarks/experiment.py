@@ -18,7 +18,10 @@ from pathlib import Path
 RESULTS = Path("benchmarks/results/smollm2_16k")
 BASE = "models/smollm2_135m_instruct"
 BOOKS = Path("books_16k")
-ORIGINAL, TARGET, STRIDE = 8192, 16384, 8192
+RUNS = Path("adapters/smollm2_16k")
+ORIGINAL, TARGET = 8192, 16384
+# Of the second stride a token beyond 8k has at least 6k of context in a window of 8k.
+STRIDE, SHORT_STRIDE = 8192, 2048
 VALIDATION = {"Kipling": "Kim", "Morris": "Water", "Stevenson": "Catriona"}
 TEST = {
     "Chesterton": "Thursday",
@@ -41,9 +44,9 @@ SCALINGS = ("pi", "yarn", "theta")
 CONTROL = "control"
 # Three rates are tried of every scaling, and further ones while the highest is the best.
 RATES = ("5e-4", "1e-3", "2e-3", "4e-3", "8e-3")
-TRIAL_STEPS, STEPS, TOKENS_PER_STEP = 32, 104, 4096
+TRIAL_STEPS, STEPS = 32, 104
 RULER_TASKS, RULER_CANDIDATES = 2, "niah_single_1,niah_multikey_2,ruler_vt,ruler_cwe,ruler_fwe"
-QUESTIONS = {"boolq": 500, "piqa": 500, "winogrande": 500}
+QUESTIONS = ("boolq", "piqa", "winogrande")
 
 Command = tuple[Path, list[str]]
 
@@ -69,15 +72,15 @@ def score(measurement: str, row: str, model: list[str], *options: str) -> Comman
     return file, ["eval", measurement, *model, "--dtype", "bfloat16", *options, "--json", str(file)]
 
 
-def perplexity(row: str, model: list[str], part: str, windows: str, *options: str) -> Command:
+def perplexity(row: str, model: list[str], part: str, windows: str, *options: str, stride: int = STRIDE) -> Command:
     """Return the command that measures the first 16,384 tokens of each document of a part of the novels."""
-    text = ("--data", str(BOOKS / part), "--windows", windows, "--stride", str(STRIDE), "--truncate", str(TARGET))
+    text = ("--data", str(BOOKS / part), "--windows", windows, "--stride", str(stride), "--truncate", str(TARGET))
     return score("perplexity", f"{part} {row}", model, *text, *options)
 
 
 def training(name: str, scaling: str, rate: str, steps: int) -> Command:
     """Return the command that tunes with a scaling, and the file that says that the run is complete."""
-    run = Path("adapters/smollm2_16k") / name
+    run = RUNS / name
     control = scaling == CONTROL
     keys = {
         "model.name": BASE,
@@ -97,6 +100,11 @@ def training(name: str, scaling: str, rate: str, steps: int) -> Command:
 def untuned(scaling: str) -> list[str]:
     """Return the model and the options of the base under a scaling."""
     return [BASE, "--original", str(ORIGINAL), "--target", str(TARGET), "--scaling", scaling]
+
+
+def tuned(name: str) -> list[str]:
+    """Return the run of that name."""
+    return [str(RUNS / name)]
 
 
 def measured(file: Path) -> float:
@@ -120,7 +128,7 @@ def commands(short: Path) -> Iterator[Command]:
             if len(trials) > 2 and [*trials][-1] != min(trials):
                 break
             name = f"{scaling}_{rate}"
-            row = perplexity(name, [f"adapters/smollm2_16k/{name}"], "validation", window)
+            row = perplexity(name, tuned(name), "validation", window)
             if not row[0].exists():
                 yield training(name, scaling, rate, TRIAL_STEPS)
             yield row
@@ -129,35 +137,36 @@ def commands(short: Path) -> Iterator[Command]:
     for scaling in (*SCALINGS, CONTROL):
         yield training(scaling, scaling, chosen[scaling], STEPS)
     for scaling in SCALINGS:
-        run = [f"adapters/smollm2_16k/{scaling}"]
-        yield (row := perplexity(f"tuned {scaling}", run, "validation", str(TARGET)))
+        yield (row := perplexity(f"tuned {scaling}", tuned(scaling), "validation", str(TARGET)))
         rows[scaling] = measured(row[0])
     best_tuned = min(rows, key=rows.__getitem__)
 
     # Once, on novels and passkeys that chose nothing.
-    control, best = [f"adapters/smollm2_16k/{CONTROL}"], [f"adapters/smollm2_16k/{best_tuned}"]
     models = {"base": [BASE], **{f"untuned {scaling}": untuned(scaling) for scaling in SCALINGS}}
-    models |= {f"tuned {scaling}": [f"adapters/smollm2_16k/{scaling}"] for scaling in SCALINGS} | {CONTROL: control}
+    models |= {f"tuned {scaling}": tuned(scaling) for scaling in SCALINGS} | {CONTROL: tuned(CONTROL)}
+    best = f"tuned {best_tuned}"
     for row, model in models.items():
         yield perplexity(row, model, "test", f"{ORIGINAL},{TARGET}")
+    for row in ("base", best, CONTROL):
+        name = f"{row} stride {SHORT_STRIDE}"
+        yield perplexity(name, models[row], "test", str(ORIGINAL), stride=SHORT_STRIDE)
     for row, model in models.items():
         if row != "untuned pi":
             window = () if "--target" in model else ("--target", str(TARGET))
             yield score("passkey", row, model, *window, "--depths", "8", "--trials", "3", "--seed", "5")
-    for row, model in (("base", [BASE]), (f"tuned {best_tuned}", best)):
+    for row in ("base", best):
         files = ",".join(f"{task}={short}/{task}.jsonl" for task in QUESTIONS)
         limit = ("--tasks", ",".join(QUESTIONS), "--data", files, "--limit", "500", "--window", "2048")
-        yield score("benchmarks", row, model, *limit)
+        yield score("benchmarks", row, models[row], *limit)
     # RULER: the two tasks that the base does best at 4k, on other prompts than those that count.
     few = ("--windows", "4096", "--tasks", RULER_CANDIDATES, "--samples", "10", "--seed", "1")
     yield (row := score("ruler", "base at 4k", [BASE], *few))
     by_task = json.loads(row[0].read_bytes())["lengths"][0]["tasks"]
     tasks = ",".join(sorted(by_task, key=lambda task: -by_task[task]["score"])[:RULER_TASKS])
-    asked = {f"untuned {best_untuned}": untuned(best_untuned), f"tuned {best_tuned}": best, CONTROL: control}
-    for row, model in asked.items():
-        yield score("ruler", row, model, "--windows", str(TARGET), "--tasks", tasks, "--samples", "10")
+    for row in (f"untuned {best_untuned}", best, CONTROL):
+        yield score("ruler", row, models[row], "--windows", str(TARGET), "--tasks", tasks, "--samples", "10")
     # How much bfloat16 changes: two documents in float32.
-    for row in ("base", f"tuned {best_tuned}"):
+    for row in ("base", best):
         file, words = perplexity(f"{row} float32", models[row], "test", str(TARGET), "--documents", "2")
         yield file, ["float32" if word == "bfloat16" else word for word in words]
 
@@ -165,10 +174,9 @@ def commands(short: Path) -> Iterator[Command]:
 def run_missing(commands: Iterable[Command]) -> None:
     """Run the commands whose result does not exist."""
     for file, words in commands:
-        if file.exists():
-            continue
-        print("pi-lora", *words, file=sys.stderr, flush=True)
-        subprocess.run([Path(sys.executable).with_name("pi-lora"), *words], check=True)
+        if not file.exists():
+            print("pi-lora", *words, file=sys.stderr, flush=True)
+            subprocess.run([Path(sys.executable).with_name("pi-lora"), *words], check=True)
 
 
 def main() -> None:

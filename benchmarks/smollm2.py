@@ -51,7 +51,7 @@ def commands(short: Path | None) -> Iterator[tuple[str, list[str]]]:
     for name, model in (MODELS | SAME_BUDGET).items():
         yield f"perplexity {name}", ["perplexity", *model, "--data", str(BOOKS / "held-out"), *SWEEP]
     for name, model in MODELS.items():
-        words = {"base": ["--target", str(TARGET)], "pi": [], "tuned": []}[name]
+        words = ["--target", str(TARGET)] if name == "base" else []
         yield f"passkey {name}", ["passkey", *model, "--depths", "4", "--trials", "2", *words]
     for name in ("base", "tuned"):
         yield f"test perplexity {name}", ["perplexity", *MODELS[name], "--data", str(BOOKS / "test"), *SWEEP]
