@@ -109,7 +109,7 @@ FIGURES: dict[str, Figure] = {
     ),
     "released": Figure(
         "[perplexity and passkeys](../docs/results.md#the-demo) of the released `adapters/demo`",
-        ("pi-lora eval all adapters/demo",),
+        ("pi-lora eval all adapters/demo --again",),
         "`adapters/demo/scores/`",
         "builtin:stdlib",
         "0.1",
