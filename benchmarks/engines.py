@@ -159,8 +159,8 @@ def main() -> None:
         model, (run, base) = model_of(case), CASES[case]
         reader = Reader(find(str(model)), dtype="float32")
         rows = read("engines").get("cases", {}).get(case, {})
-        for engine in (engine for engine in options.engines if "verdicts" not in rows.get(engine, {})):
-            if engine == "vllm_adapter" and case != LORA_ALONE:
+        for engine in options.engines:
+            if "verdicts" in rows.get(engine, {}) or (engine == "vllm_adapter" and case != LORA_ALONE):
                 continue
             print(f"{case}: {engine}", flush=True)
             packages, _, command = ENGINES[engine]
@@ -170,7 +170,7 @@ def main() -> None:
             except (subprocess.CalledProcessError, PiLoraError) as error:
                 row = {"failed": f"cannot be prepared: {error}"}
             else:
-                words = {"model": model, "run": run, "base": base, "gguf": file, "window": reader.reference.target}
+                words = {"model": model, "run": run, "base": base, "gguf": file, "window": reader.target}
                 served = "long" if engine.endswith("_adapter") else None
                 row = verdicts_of([python, *(word.format(**words) for word in command)], reader, served)
             write_row("engines", ("cases", case, engine), {"version": packages[0], **row})

@@ -45,7 +45,7 @@ def merge(result: Result) -> Lines:
 def engines(result: Result) -> Lines:
     """For each case a table, an engine a row: the verdicts of check-server on both prompts."""
     for case, rows in result["cases"].items():
-        lengths = next([each["tokens"] for each in row["verdicts"]] for row in rows.values() if "verdicts" in row)
+        lengths = next(([each["tokens"] for each in row["verdicts"]] for row in rows.values() if "verdicts" in row), [])
         yield f"`{case}`:\n"
         head = ("server", *(f"{tokens:,} tokens" for tokens in lengths), "day")
         yield from table(head, [engine_row(engine, row) for engine, row in rows.items()])

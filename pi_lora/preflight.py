@@ -50,8 +50,9 @@ def check(
             _ = model.tokenizer
         with collected():
             _check_weights(model, ask_hub)
-    problems = data_problems(recipe.data, ask_hub)
-    problems += [*_evaluation_problems(recipe, ask_hub), *_machine_problems(recipe)]
+    problems = [*data_problems(recipe.data, ask_hub), *_machine_problems(recipe)]
+    with collected():
+        problems += _evaluation_problems(recipe, ask_hub)
     if problems:
         mistakes.append(RecipeError(problems))
     with collected():

@@ -90,8 +90,7 @@ class Run:
     def record(self, facts: Mapping[str, Any]) -> None:
         """Add `facts` to `run.json`, with the commit of pi-lora and the version of Python."""
         made_with = {"python": platform.python_version(), "commit": _commit()}
-        known = self.provenance.model_dump(exclude_unset=True)
-        write_json(self.path / RUN_FILE, {**known, **facts, **made_with})
+        write_json(self.path / RUN_FILE, {**self.provenance.model_dump(exclude_unset=True), **facts, **made_with})
         vars(self).pop("provenance")
 
     @property
@@ -151,8 +150,9 @@ class Run:
             unusable.append(checkpoint)
         else:
             if damaged:
-                none_left = f"no checkpoint before is left: remove {self.path} and start again"
-                raise ModelError(f"{'; '.join(damaged)}; {none_left}")
+                raise ModelError(
+                    f"{'; '.join(damaged)}; no checkpoint before is left: remove {self.path} and start again"
+                )
             return None
         for path in unusable:
             shutil.rmtree(path)
@@ -166,8 +166,10 @@ class Run:
         before = None if permissions.allow_changed else self.provenance.origin
         names = ("weights", "tokenizer", "data")
         if before and (changed := [name for name in names if getattr(before, name) != getattr(now, name)]):
-            what = f"{' and '.join(changed)} are others than those that the interrupted run began with"
-            raise ModelError(f"{output}: {what}; bring them back, start a new run, or go on with --allow-changed")
+            raise ModelError(
+                f"{output}: {' and '.join(changed)} are others than those that the interrupted run began with; "
+                "bring them back, start a new run, or go on with --allow-changed"
+            )
 
     def check_same_recipe(self, recipe: Recipe) -> None:
         """Raise RecipeError with the keys that differ from this interrupted run and affect the result."""
@@ -212,8 +214,10 @@ def check_finished(output: Path) -> None:
     """Raise ModelError if the run of that name was interrupted and is not finished."""
     run = Run(staging_path(output))
     if not output.exists() and (last := run.last_checkpoint):
-        where = f"interrupted at step {_step(last)} of {run.recipe.training.steps}"
-        raise ModelError(f"{output}: {where}; resume it with {resume_command(output)}")
+        raise ModelError(
+            f"{output}: interrupted at step {_step(last)} of {run.recipe.training.steps}; "
+            f"resume it with {resume_command(output)}"
+        )
 
 
 def check_output(output: Path, resume: bool = False) -> None:
@@ -222,8 +226,7 @@ def check_output(output: Path, resume: bool = False) -> None:
     """
     place = _place(output)
     if place == Path.cwd() or not _is_free(place):
-        problem = "already exists and is not overwritten; choose another --output or remove it"
-        raise RunExistsError(f"{output}: {problem}")
+        raise RunExistsError(f"{output}: already exists and is not overwritten; choose another --output or remove it")
     # Of a file, "file/." cannot be accessed either.
     if not os.access(f"{next(parent for parent in place.parents if parent.exists())}/.", os.W_OK):
         raise RunExistsError(f"{output}: is in a place that cannot be written; choose another --output")
@@ -234,8 +237,10 @@ def check_output(output: Path, resume: bool = False) -> None:
     if resume and not staging.is_dir():
         raise RunExistsError(f"{output}: no interrupted run to resume; start it without --resume")
     if not resume and Run(staging).last_checkpoint is not None:
-        kept = f"an interrupted run is kept in {staging}"
-        raise RunExistsError(f"{output}: {kept}; resume it with {resume_command(output)}, or remove that folder")
+        raise RunExistsError(
+            f"{output}: an interrupted run is kept in {staging}; resume it with {resume_command(output)}, or remove "
+            "that folder"
+        )
 
 
 def staging_path(output: Path) -> Path:
@@ -262,10 +267,12 @@ def staged(output: Path, resume: bool = False) -> Iterator[Path]:
                 shutil.rmtree(staging, ignore_errors=True)
             raise
         for weights in staging.glob("*.safetensors"):
-            weights.chmod(staging.stat().st_mode & 0o666)  # safetensors 0.8 writes them for their owner alone
+            if weights.stat().st_nlink == 1:  # not the base's own file
+                weights.chmod(staging.stat().st_mode & 0o666)  # safetensors 0.8 writes them for their owner alone
         if not _is_free(place):
-            problem = f"was created meanwhile and is not overwritten; move the result from {staging}"
-            raise RunExistsError(f"{output}: {problem}")
+            raise RunExistsError(
+                f"{output}: was created meanwhile and is not overwritten; move the result from {staging}"
+            )
         os.replace(staging, place)  # takes the place of an empty folder
 
 
@@ -287,8 +294,9 @@ def _locked(output: Path) -> Iterator[None]:
     try:
         held = FileLock(file, timeout=0).acquire()
     except Timeout:
-        problem = "is being made by another process; wait for it, or choose another --output"
-        raise RunExistsError(f"{output}: {problem}") from None
+        raise RunExistsError(
+            f"{output}: is being made by another process; wait for it, or choose another --output"
+        ) from None
     with held:
         try:
             yield

@@ -41,7 +41,8 @@ def problem_text(problem: Mapping[str, Any]) -> str:
     message: str = problem["msg"].removeprefix("Value error, ")
     value = problem["input"]
     shown = isinstance(value, str | int | float | None) and problem["type"] not in ("missing", "value_error")
-    written = value if value and isinstance(value, str) else json.dumps(value)  # as in YAML, or on the command line
+    # As in YAML, which also has dates, or on the command line.
+    written = value if value and isinstance(value, str) else json.dumps(value, default=str)
     return message[0].lower() + message[1:] + (f", not {written:.60}" if shown else "")
 
 

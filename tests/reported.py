@@ -42,26 +42,9 @@ def passkey_map() -> dict[str, Any]:
 
 def benchmarks(accuracy: float, stderr: float | None) -> dict[str, Any]:
     """As `pi-lora eval benchmarks` writes them: a single example has no standard error."""
-    task = {"acc": accuracy, "stderr": stderr, "examples": 100, "truncated_inputs": 0}
-    facts = {"shots": 0, "metric": "acc", "lm_eval": "0.4.13", "limit": None, "batch_size": 8}
+    task = {"acc": accuracy, "stderr": stderr, "shots": 0, "examples": 100}
     about = {"model": "m", "scale": 2.0, "dtype": "float32", "options": {"tasks": ["boolq"]}}
-    return {**about, **facts, "tasks": {"boolq": task}}
-
-
-def ruler(*means: float) -> dict[str, Any]:
-    """At 64 tokens, 128, ..., two tasks of the same score."""
-    score = {"samples": 4, "length": 60, "tokens": 63}
-    lengths = [
-        {
-            "window": 64 * (number + 1),
-            "score": mean,
-            "tasks": {name: {**score, "score": mean} for name in ("ruler_vt", "ruler_fwe")},
-        }
-        for number, mean in enumerate(means)
-    ]
-    reached = max((each["window"] for each in lengths if each["score"] >= 0.856), default=0)
-    facts = {"options": {"samples": 4}, "window": 64, "scale": 1.0}
-    return {"model": "m", **facts, "lengths": lengths, "effective_length": reached}
+    return {**about, "lm_eval": "0.4.13", "tasks": {"boolq": task}}
 
 
 def summarization(rouge1: float, rouge2: float, rouge_l: float) -> dict[str, Any]:

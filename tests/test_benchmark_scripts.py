@@ -176,3 +176,17 @@ def test_pages_say_what_the_results_hold() -> None:
 def test_an_engine_that_fails_says_why(full_run: Path) -> None:
     command = [sys.executable, "-c", "raise SystemExit('no such model')"]
     assert engines.verdicts_of(command, Reader(find(str(full_run)))) == {"failed": "no such model"}
+
+
+def test_engines_that_fail_are_rows(full_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows: dict[str, Any] = {}
+    monkeypatch.setattr(sys, "argv", ["engines.py", "--engines", "mlx", "--cases", "demo_1k"])
+    monkeypatch.setattr(engines, "model_of", lambda _case: full_run)
+    monkeypatch.setattr(engines, "python_of", lambda _engine: sys.executable)
+    monkeypatch.setattr(engines, "read", lambda _name: {})
+    monkeypatch.setattr(engines, "verdicts_of", lambda command, reader, _served: {"failed": f"{command[-1]} | it"})
+    monkeypatch.setattr(engines, "write_row", lambda _name, path, row: rows.update({path[-1]: row}))
+    engines.main()
+    assert rows == {"mlx": {"version": "mlx-lm==0.32.2", "failed": f"{full_run} | it"}}
+    row = {**rows["mlx"], "machine": record.machine()}
+    assert f"| mlx | **failed**: {full_run}   it |" in "".join(tables.engines({"cases": {"demo_1k": {"mlx": row}}}))

@@ -22,6 +22,7 @@ def test_it_runs_from_first_to_last(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     names: dict[str, Any] = {}
+    assert any("T4" in "".join(cell["source"]) for cell in CODE)
     for cell in CODE:
         is_parameters = "parameters" in cell["metadata"].get("tags", ())
         with contextlib.redirect_stdout(io.StringIO()) as out:

@@ -65,8 +65,8 @@ def test_everything_wrong_is_said_at_once(small_model: Path, tmp_path: Path) -> 
     with pytest.raises(RecipeError) as raised:
         check(recipe, taken)
     said = {line.split(": ")[0] for line in str(raised.value).splitlines()}
-    wrong = "data.source evaluation.perplexity.data hardware.gpus"
-    wrong += " hardware.offload_activations"
+    wrong = "data.source evaluation.perplexity.data hardware.gpus hardware.offload_activations model.attention"
+    wrong += " training.optimizer"
     assert {"./gone", str(taken), *wrong.split()} <= said
 
 
@@ -87,3 +87,10 @@ def test_what_would_fail_after_days_is_refused(
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     with pytest.raises(RecipeError, match=rf"(?m)^{where}"):
         check(small_recipe(small_model, **changes), tmp_path / "run")
+
+
+def test_measurements_that_do_not_fit_hide_no_other_mistake(small_model: Path, tmp_path: Path) -> None:
+    evaluation = {"perplexity": {"data": "x", "windows": [64], "stride": 32}, "while_training": {"stride": 128}}
+    with pytest.raises(RecipeError) as raised:
+        check(small_recipe("./gone", evaluation=evaluation), tmp_path / "run")
+    assert {"./gone", "stride"} <= {line.split(": ")[0] for line in str(raised.value).splitlines()}

@@ -48,8 +48,7 @@ def main() -> NoReturn:
             sys.exit()  # the launcher ends as the process that reports it
         if isinstance(error, OSError) and error.strerror:
             # A folder that nobody may read, a name that is too long, a full disk.
-            place = error.filename or "pi-lora"
-            _fail(2, f"{place}: {error.strerror}; name another file or folder, or make room")
+            _fail(2, f"{error.filename or 'pi-lora'}: {error.strerror}; name another file or folder, or make room")
         package = str(error.name).partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
         if package in EXTRAS:
             _fail(2, f"pi-lora: needs the package {package}; pip install 'pi-lora[{EXTRAS[package]}]'")

@@ -167,7 +167,7 @@ def everything(
     scores = scores_of(folder, TUNED, asked_of(folder, data), lambda: how.find(run)[0], how.measured(again))
     for each in scores.values() if is_leader() else ():
         out.print(scores_table([each]))
-    say(f"{folder.path}: its scores are kept; to put them into its card: pi-lora report {run}")
+    say(f"{folder.path}: its scores are kept; to put them into its card: pi-lora report {folder.path}")
 
 
 @app.command(group=MEASURE)

@@ -101,8 +101,10 @@ def _check_epochs(examples: int, data: Data, training: Training) -> None:
         raise DataError(f"data.source: {NO_EXAMPLE}")
     # As the Trainer counts: the last step of an epoch takes what is left.
     if training.steps > data.epochs * math.ceil(examples / training.global_batch_size):
-        more = f"{training.steps:,} of {training.global_batch_size} are more than {data.epochs} epochs"
-        raise DataError(f"training.steps: {more} of {examples:,} examples; raise data.epochs, or lower it")
+        raise DataError(
+            f"training.steps: {training.steps:,} of {training.global_batch_size} are more than {data.epochs} epochs of "
+            f"{examples:,} examples; raise data.epochs, or lower it"
+        )
 
 
 def cached(made_from: Json, columns: Sequence[str], make: Callable[[], Iterator[Row]]) -> Dataset:

@@ -28,8 +28,10 @@ def messages_of(where: str, given: list[Any]) -> list[Json]:
         if isinstance(message, dict) and "from" in message:
             message = {"role": ROLES.get(message["from"], message["from"]), "content": message.get("value")}
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            wanted = "write {role: user, content: ...}, or {from: human, value: ...}"
-            raise DataError(f"{where}: holds a message without role and content; {wanted}")
+            raise DataError(
+                f"{where}: holds a message without role and content; "
+                "write {role: user, content: ...}, or {from: human, value: ...}"
+            )
         messages.append(message)
     return messages
 
@@ -41,8 +43,10 @@ class ChatTemplate:
 
     def __init__(self, tokenizer: Any, learn_all: bool = False, special_tokens: bool = False) -> None:
         if tokenizer.chat_template is None:
-            no_template = "the tokenizer of the model has no chat template, which chats need"
-            raise DataError(f"data.source: {no_template}; tune a model that has one, or leave chats out")
+            raise DataError(
+                "data.source: the tokenizer of the model has no chat template, which chats need; "
+                "tune a model that has one, or leave chats out"
+            )
         self.tokenizer, self.learn_all = tokenizer, learn_all
         self.special = [] if special_tokens else tokenizer.all_special_tokens
 

@@ -81,8 +81,10 @@ class Prompter:
         self.tokenizer = partial(tokenizer, split_special_tokens=not data.special_tokens, verbose=False)
         special = [token for token in tokenizer.all_special_tokens if token in self.task.template]
         if special and not data.special_tokens:
-            how = "set data.special_tokens: true, which reads those in the rows as well, or leave it out"
-            raise DataError(f"data.template: {special[0]} is a special token, and would be read as text; {how}")
+            raise DataError(
+                f"data.template: {special[0]} is a special token, and would be read as text; "
+                "set data.special_tokens: true, which reads those in the rows as well, or leave it out"
+            )
 
     def examples(self, rows: Iterable[NamedJson], counts: Counter[str], limit: int | None = None) -> Iterator[Example]:
         """Yield rows with prompts that fit, and count the others: those with an empty column, which `limit` does
@@ -120,9 +122,8 @@ class Prompter:
             while len(ids) > self.longest and kept[index]:
                 kept[index] = max(0, kept[index] - (len(ids) - self.longest))
                 [ids] = self._framed([cut(index)])
-            tokens = len(documents[index])
-            fits = len(ids) <= self.longest and (kept[index] > 0 or not tokens)
-            prompts.append(Prompt(ids, tokens, kept[index], fits))
+            tokens, short_enough = len(documents[index]), len(ids) <= self.longest
+            prompts.append(Prompt(ids, tokens, kept[index], short_enough and (kept[index] > 0 or not tokens)))
         return prompts
 
     def completions(self, rows: Sequence[Json]) -> list[list[int]]:

@@ -74,20 +74,22 @@ def packed(chats: Iterable[Labelled], length: int) -> Iterator[list[Labelled]]:
     yield from sequences
 
 
-def grouped(chats: Iterator[Labelled], room: int) -> Iterator[list[Labelled]]:
-    """Group chats of similar lengths that take at most `room` tokens when they are padded to the longest of a group.
+def grouped(chats: Iterator[Labelled], room: int, rng: random.Random) -> Iterator[list[Labelled]]:
+    """Group chats of similar lengths that take at most `room` tokens when they are padded to the longest of a group;
+    the groups are in random order, since a run may take a few of them.
 
-    >>> [[len(chat.ids) for chat in group] for group in grouped(iter([Labelled([0] * n, []) for n in (5, 2, 3)]), 6)]
-    [[2, 3], [5]]
+    >>> chats = iter([Labelled([0] * n, []) for n in (5, 2, 3)])
+    >>> [[len(chat.ids) for chat in group] for group in grouped(chats, 6, random.Random(1))]
+    [[5], [2, 3]]
     """
     while batch := sorted(itertools.islice(chats, GROUPED_CHATS), key=lambda chat: len(chat.ids)):
-        group: list[Labelled] = []
-        for chat in batch:
-            if group and (len(group) + 1) * len(chat.ids) > room:
-                yield group
-                group = []
-            group.append(chat)
-        yield group
+        groups = [[batch[0]]]
+        for chat in batch[1:]:
+            if (len(groups[-1]) + 1) * len(chat.ids) > room:
+                groups.append([])
+            groups[-1].append(chat)
+        rng.shuffle(groups)
+        yield from groups
 
 
 def columns(sequences: Sequence[Labelled]) -> dict[str, list[int]]:
@@ -126,7 +128,7 @@ class Stream:
         if self.data.has_examples:
             return self._examples()
         if self.short:
-            return grouped(self._chats(), self.length)
+            return grouped(self._chats(), self.length, random.Random(self.data.seed))
         if self.source.has_chats:
             return packed(self._chats(), self.length)
         sequences = self._recall() if self.source.name == RECALL else wrapped(self._documents(), self.length)
@@ -139,13 +141,6 @@ class Stream:
             if end is not None and end not in ids[-1:]:
                 ids.append(end)
         return sequences
-
-    def too_little(self, held: int, needed: int) -> DataError:
-        """Return the error that the source is used up after `held` sequences of those `needed`."""
-        at_hand = f"holds {held:,} sequences of {self.length:,} tokens in data.epochs: {self.data.epochs}"
-        lines = ", ".join([at_hand, *count_lines(self.counts)])
-        wanted = f"{needed:,} are needed for its share; add text, raise data.epochs, or lower training.steps"
-        return DataError(f"data.source: {self.source.name}: {lines}; {wanted}")
 
     def _documents(self) -> Iterator[Tokens]:
         # Each epoch has an order of its own.
@@ -209,10 +204,16 @@ def training_rows(streams: Sequence[Stream], original: int, target: int, number:
     rows = [stream.rows() for stream in drawn]
     rng = random.Random(data.seed)
     for done, index in enumerate(order):
+        stream = drawn[index]
         if (sequences := next(rows[index], None)) is None:
-            raise drawn[index].too_little(order[:done].count(index), order.count(index))
+            held = f"holds {order[:done].count(index):,} sequences of {length:,} tokens in data.epochs: {data.epochs}"
+            raise DataError(
+                f"data.source: {stream.source.name}: {', '.join([held, *count_lines(stream.counts)])}; "
+                f"{order.count(index):,} are needed for its share; "
+                "add text, raise data.epochs, or lower training.steps"
+            )
         positions = skip_positions(rng, length, target, data.chunks) if data.positions == "skip" else []
-        if drawn[index].short:
+        if stream.short:
             yield columns(sequences)
         else:
             room = length - sum(len(sequence.ids) for sequence in sequences)

@@ -104,8 +104,10 @@ def texts(rows: Iterable[NamedJson], columns: Sequence[str]) -> Iterator[NamedJs
             kind = list if column in CHAT_COLUMNS else str
             if column not in row or not isinstance(row[column], kind | None):
                 wanted = "list of messages" if kind is list else "text"
-                choice = f"choose text, or chats named {' or '.join(CHAT_COLUMNS)}, from its columns: {', '.join(row)}"
-                raise DataError(f"{where}: has no {wanted} in column {column}; {choice}")
+                raise DataError(
+                    f"{where}: has no {wanted} in column {column}; choose text, or chats named "
+                    f"{' or '.join(CHAT_COLUMNS)}, from its columns: {', '.join(row)}"
+                )
             values[column] = row[column] or kind()
         yield where, values
 
@@ -206,9 +208,10 @@ def _hub_errors(name: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # `datasets` raises a dozen kinds: not found, gated, offline, no such split
-        what = f"is neither a file or folder nor a hub data set that can be read ({first_line(error)})"
-        advice = "check its name, subset, split and revision, the network, or log in with `hf auth login`"
-        raise DataError(f"{name}: {what}; {advice}") from error
+        raise DataError(
+            f"{name}: is neither a file or folder nor a hub data set that can be read ({first_line(error)}); "
+            "check its name, subset, split and revision, the network, or log in with `hf auth login`"
+        ) from error
 
 
 def find_table(source: Source) -> Table:

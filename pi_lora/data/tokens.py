@@ -81,5 +81,5 @@ def tokenizer_identity(tokenizer: Any) -> str:
         del state["truncation"], state["padding"]
     else:
         state = {"class": type(tokenizer).__name__, "vocabulary": tokenizer.get_vocab()}
-    state = {"end": tokenizer.eos_token_id, **state}
-    return hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()
+    decided_by = json.dumps({"end": tokenizer.eos_token_id, **state}, sort_keys=True)
+    return hashlib.sha256(decided_by.encode()).hexdigest()

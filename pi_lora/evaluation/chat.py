@@ -25,7 +25,6 @@ from pi_lora.evaluation.measurement import (
     Session,
     Value,
     average,
-    described,
     identity_of,
     share,
 )
@@ -88,7 +87,7 @@ class Chats(Measurement[ChatOptions, ChatScores]):
             raise DataError(f"--data: {options.data}: holds no chat to measure; name others, or a longer --window")
         base = None
         if options.base and (options.base != model.name or model.extension):  # else the model is its own base
-            base = find(options.base, permissions=model.permissions).load(described(model)["dtype"])
+            base = find(options.base, permissions=model.permissions).load(model.dtype)
         decided_by = {**options.model_dump(), "rows": table.identity, "base": base and identity_of(base)}
         results = session.measure(
             model, decided_by, list(chats), lambda name: chat_score(model, base, chats[name]) | {"name": name}

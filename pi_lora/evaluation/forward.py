@@ -33,8 +33,7 @@ MASKED_PAIRS = 2**27
 def check_numbers(loaded: Model, finite: bool) -> None:
     """Raise ModelError unless what was measured of a model is `finite`."""
     if not finite:
-        gives = f"gives infinite or NaN numbers in {str(loaded.model.dtype).removeprefix('torch.')}"
-        raise ModelError(f"{loaded.name}: {gives}; try another --dtype")
+        raise ModelError(f"{loaded.name}: gives infinite or NaN numbers in {loaded.dtype}; try another --dtype")
 
 
 def pass_tokens(model: Any) -> int:
@@ -116,6 +115,11 @@ class SharedPrefix(NamedTuple):
 
     ids: Sequence[int]
     kept: DynamicCache
+
+
+def without_end(tokenizer: Any, ids: Any) -> Any:
+    """Return the tokens of a text without the EOS that some tokenizers add."""
+    return ids[:-1] if ids and ids[-1] == tokenizer.eos_token_id else ids
 
 
 @torch.no_grad()

@@ -7,6 +7,7 @@ import torch
 from transformers import GenerationConfig, TextStreamer
 
 from pi_lora.errors import DataError
+from pi_lora.evaluation.forward import without_end
 from pi_lora.models.model import Model
 from pi_lora.models.weights import quiet_loading
 from pi_lora.recipe.evaluation import Sampling
@@ -52,10 +53,12 @@ def answer(loaded: Model, prompt: str, sampling: Sampling, chat: bool = True, st
         turns = [{"role": "user", "content": prompt}]
         ids = tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=False)
     else:
-        ids = tokenizer(prompt, verbose=False)["input_ids"]
+        ids = without_end(tokenizer, tokenizer(prompt, verbose=False)["input_ids"])
     room = loaded.window - len(ids)
     if not prompt.strip() or room < 1:
-        tokens = f"{len(ids):,} tokens do not suit {loaded.name}, which reads {loaded.window:,}"
-        raise DataError(f"--prompt: {tokens}; give a text that leaves room for the answer")
+        raise DataError(
+            f"--prompt: {len(ids):,} tokens do not suit {loaded.name}, which reads {loaded.window:,}; "
+            "give a text that leaves room for the answer"
+        )
     fitting = sampling.changed(max_new_tokens=min(room, sampling.max_new_tokens or room))
     return generate(loaded, [ids], fitting, stream)[0]

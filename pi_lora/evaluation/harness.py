@@ -29,7 +29,8 @@ from pi_lora.evaluation.forward import check_numbers
 from pi_lora.evaluation.measurement import Session
 from pi_lora.models.model import Model
 from pi_lora.models.weights import quiet_loading
-from pi_lora.recipe.evaluation import BenchmarksOptions, Options, RulerOptions
+from pi_lora.recipe.evaluation import BenchmarksOptions, RulerOptions
+from pi_lora.recipe.section import Section
 from pi_lora.types import Json
 
 VERSION = lm_eval.__version__
@@ -77,7 +78,7 @@ class RankedLM(HFLM):
     `window` tokens. Special tokens in texts are text.
     """
 
-    def __init__(self, loaded: Model, window: int, batch_size: int, options: Options, session: Session) -> None:
+    def __init__(self, loaded: Model, window: int, batch_size: int, options: Section, session: Session) -> None:
         tokenizer = copy.deepcopy(loaded.tokenizer)  # lm-eval adds a padding token where there is none
         tokenizer.model_max_length = sys.maxsize  # and cuts inputs itself
         tokenizer.split_special_tokens = True
@@ -172,9 +173,13 @@ def find_benchmarks(options: BenchmarksOptions) -> dict[str, Any]:
             named = load_tasks(manager(PAPERS.get(name, "")), spec)
         except Exception as error:  # `datasets` and jinja raise a dozen kinds for what a user can correct
             wrong = f"{file}: cannot be read as examples of {name}" if file else f"--tasks: {name}"
-            remedy = "correct the task or the file, or check the network"
-            raise DataError(f"{wrong} ({first_line(error)}); {remedy}") from error
+            raise DataError(
+                f"{wrong} ({first_line(error)}); correct the task or the file, or check the network"
+            ) from error
         for part, task in named.items():
+            # lm-eval takes a column that is missing for the answer itself.
+            if file and task.doc_to_target(next(iter(task.eval_docs))) == (column := task.config.doc_to_target):
+                raise DataError(f"{file}: has no column {column}; convert it to the schema of {part} on the hub")
             if "acc" not in task.aggregation() or task.config.filter_list:
                 raise DataError(f"--tasks: {part}: lm-eval gives no accuracy for it; leave it out")
             tasks[name if part == base else part] = task

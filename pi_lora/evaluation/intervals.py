@@ -4,7 +4,6 @@ examples.
 
 import math
 from collections.abc import Sequence
-from itertools import count
 
 Interval = tuple[float, float]
 # What was measured of both models, and the weight.
@@ -37,15 +36,16 @@ def quantile(pairs: int) -> float:
     return T_95[freedom - 1] if freedom <= len(T_95) else 2 + 2.3 / freedom
 
 
-def pairs_needed(change: float, reach: float, pairs: int) -> int:
+def pairs_needed(change: float, reach: float, pairs: int, most: int) -> int:
     """Return how many pairs give the mean difference `change` an interval without 0, if they scatter as these `pairs`
-    do, whose interval reaches as far as `reach` to each side.
+    do, whose interval reaches as far as `reach` to each side; at most `most`.
 
-    >>> pairs_needed(-0.5, 1.2, 2), pairs_needed(0.01, 1.2, 2)
-    (3, 716)
+    >>> pairs_needed(-0.5, 1.2, 2, 100), pairs_needed(0.01, 1.2, 2, 100)
+    (3, 100)
     """
     spread = reach / quantile(pairs) * math.sqrt(pairs)
-    return next(number for number in count(pairs + 1) if quantile(number) * spread < abs(change) * math.sqrt(number))
+    enough = (n for n in range(pairs + 1, most) if quantile(n) * spread < abs(change) * math.sqrt(n))
+    return next(enough, most)
 
 
 def of_means(groups: Sequence[Pairs]) -> Interval | None:

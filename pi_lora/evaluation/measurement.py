@@ -118,8 +118,7 @@ def longest_passing(scores: Mapping[int, float], threshold: float) -> int:
     >>> longest_passing({2048: 0.9, 4096: 0.7, 8192: 0.8}, 0.75)
     2048
     """
-    passing = takewhile(lambda length: scores[length] >= threshold, sorted(scores))
-    return max(passing, default=0)
+    return max(takewhile(lambda length: scores[length] >= threshold, sorted(scores)), default=0)
 
 
 class Result(BaseModel):
@@ -230,7 +229,7 @@ def described(loaded: Model) -> Json:
     return {
         "model": loaded.name,
         "scale": loaded.scale,
-        "dtype": str(loaded.model.dtype).removeprefix("torch.") + ", computed in bfloat16" * loaded.autocast,
+        "dtype": loaded.dtype + ", computed in bfloat16" * loaded.autocast,
         "kernel": loaded.kernel,
         "window": loaded.window,
     }
@@ -289,5 +288,4 @@ class Measurement(Protocol[Asked, Found]):
 
 def as_json(scores: Scores) -> Json:
     """Return scores as they are written."""
-    content = scores.model_dump(mode="json", by_alias=True, exclude_unset=True)
-    return {"measurement": scores.measurement, **content}
+    return {"measurement": scores.measurement, **scores.model_dump(mode="json", by_alias=True, exclude_unset=True)}

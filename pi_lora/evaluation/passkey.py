@@ -19,6 +19,7 @@ from pi_lora.evaluation.forward import (
     forget_lengths,
     last_logits,
     shared_prefix,
+    without_end,
 )
 from pi_lora.evaluation.measurement import (
     Measurement,
@@ -191,8 +192,9 @@ def make_trial(tokenizer: Any, target: int, k: int, key: str) -> Trial:
     filler = _trial(tokenizer, key, 1, 2).length - _trial(tokenizer, key, 1, 1).length
     fillers = (target - bare.length) // filler
     if fillers < 0:
-        needed = f"{target} tokens do not hold the passkey prompt, which needs {bare.length}"
-        raise DataError(f"--target: {needed}; choose a longer one")
+        raise DataError(
+            f"--target: {target} tokens do not hold the passkey prompt, which needs {bare.length}; choose a longer one"
+        )
     wanted = max(0, round((k - bare.distance) / filler))
     # Where a line begins, a filler may take more tokens than inside it: one filler fewer may be needed.
     while True:
@@ -218,10 +220,8 @@ def _trial(tokenizer: Any, key: str, before: int, after: int) -> Trial:
     return Trial(prompt_ids, ids[len(prompt_ids) :], len(ids) - digits, len(ids))
 
 
-def _ids(tokenizer: Any, text: str) -> list[int]:
-    """Return the tokens of a text without the EOS that some tokenizers add."""
-    ids: list[int] = tokenizer(text, verbose=False)["input_ids"]
-    return ids[:-1] if ids[-1:] == [tokenizer.eos_token_id] else ids
+def _ids(tokenizer: Any, text: str) -> Any:
+    return without_end(tokenizer, tokenizer(text, verbose=False)["input_ids"])
 
 
 class PasskeyTest:

@@ -27,6 +27,7 @@ from pi_lora.evaluation.forward import (
     padded,
     pass_tokens,
     token_losses,
+    without_end,
 )
 from pi_lora.evaluation.measurement import Measurement, Metric, Result, Scores, Session, Value
 from pi_lora.models.files import BUILTIN
@@ -111,8 +112,9 @@ class Perplexity(Measurement[PerplexityOptions, PerplexityScores]):
             options = own.changed(**options.model_dump(exclude_defaults=True))
         bases = [model.recipe.model.name if model.recipe else model.base for model in models]
         if options.data is None and not all(base.startswith(BUILTIN) for base in bases):
-            wanted = f"name a text that {models[0].name} was not tuned on"
-            raise DataError(f"--data: {wanted}: a file, folder or hub data set")
+            raise DataError(
+                f"--data: name a text that {models[0].name} was not tuned on: a file, folder or hub data set"
+            )
         data = options.data or STDLIB
         windows, stride = options.sweep(max(model.window for model in models))
         default: Json = {"data": data, "windows": windows, "stride": stride, **DEFAULTS.get(data, {})}
@@ -194,7 +196,8 @@ def choose_documents(model: Model, options: PerplexityOptions, longest: int) -> 
         random.Random(options.seed).shuffle(documents)
     chosen, lengths = list[TokenizedDocument](), list[int]()
     for document in documents:
-        [ids] = tokenized(model.tokenizer, [document.text])  # without EOS, which the model would be asked to predict
+        [ids] = tokenized(model.tokenizer, [document.text])
+        ids = without_end(model.tokenizer, ids)
         lengths.append(len(ids))
         if len(ids) >= needed:
             chosen.append(TokenizedDocument(document.name, array("i", ids[: options.truncate])))

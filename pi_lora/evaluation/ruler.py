@@ -75,7 +75,7 @@ class Ruler(Measurement[RulerOptions, RulerScores]):
             raise DataError(f"--tasks: {unknown}: no such task of RULER; choose from {', '.join(RULER_TASKS)}")
         original = min(model.original for model in models)
         windows = options.windows or default_windows(max(model.window for model in models), original)
-        return options.changed(windows=tuple(sorted(windows)), tasks=options.tasks or RULER_TASKS)
+        return options.changed(windows=windows, tasks=options.tasks or RULER_TASKS)
 
     def measure(self, model: Model, options: RulerOptions, session: Session) -> Json:
         """Measure the tasks, the shortest window first. Raise DataError if a window does not hold a prompt of a task,
@@ -86,7 +86,7 @@ class Ruler(Measurement[RulerOptions, RulerScores]):
         lengths = []
         with TemporaryDirectory() as tokenizer:
             save_tokenizer(model.tokenizer, tokenizer)
-            for window in options.windows or ():
+            for window in sorted(options.windows or ()):
                 at_once, length = options.batch_size or prompts_at_once(window), window - ROOM
                 lm = RankedLM(model, window, at_once, options, session)
                 tasks = {}
@@ -97,8 +97,9 @@ class Ruler(Measurement[RulerOptions, RulerScores]):
                     tasks[name] = RulerTask(
                         score=fmean(outcomes), samples=len(outcomes), length=length, tokens=tokens, outcomes=outcomes
                     )
-                mean = fmean(task.score for task in tasks.values())
-                lengths.append(RulerWindow(window=window, score=mean, tasks=tasks))
+                lengths.append(
+                    RulerWindow(window=window, score=fmean(task.score for task in tasks.values()), tasks=tasks)
+                )
         reached = longest_passing({each.window: each.score for each in lengths}, PAPERS_THRESHOLD)
         return {"lm_eval": VERSION, "lengths": lengths, "effective_length": reached}
 

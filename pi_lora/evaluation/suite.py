@@ -47,7 +47,7 @@ def evaluate(
     """
     check_can_write(*files.values())
     with how.working("preparing the measurements"):
-        # Scores are named after their measurement: `perplexity`, or `perplexity-novels`.
+        # Scores are named after their measurement: `perplexity`, or `perplexity-text_novels`.
         kinds = {name: MEASUREMENTS[name.partition("-")[0]] for name in asked}
         prepared = {name: kinds[name].prepare(options, models) for name, options in asked.items()}
         for name, options in prepared.items():
@@ -88,8 +88,7 @@ def scores_of(
             kept[name] = scores
     missing = {name: options for name, options in asked.items() if name not in kept}
     if missing:
-        measured = evaluate([find()], missing, files, how)
-        kept |= {name: scores for name, [scores] in measured.items()}
+        kept |= {name: scores for name, [scores] in evaluate([find()], missing, files, how).items()}
     return {name: kept[name] for name in asked}
 
 
@@ -119,7 +118,8 @@ def asked_of(run: Run, data: str | None = None) -> dict[str, Any]:
     if own.data == data:
         return {"perplexity": own, **asked}
     other = PerplexityOptions(data=data, windows=own.windows, stride=own.stride, truncate=own.truncate)
-    return {"perplexity-" + re.sub(r"\W+", "-", Path(data).name).strip("-"): other, **asked}
+    # A hyphen precedes a stage, and a text may be called `base`.
+    return {"perplexity-text_" + re.sub(r"\W+", "_", Path(data).name).strip("_"): other, **asked}
 
 
 def metrics_of(scores: Scores) -> list[Metric]:

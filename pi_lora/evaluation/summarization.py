@@ -139,13 +139,19 @@ def summarize(loaded: Model, name: str, text: str, sampling: Sampling, say: Call
     prompter = Prompter(data, loaded.tokenizer, loaded.window)
     columns = prompter.task.prompt_columns
     if columns != [data.document]:
-        tuned_on = f"was tuned on prompts of {' and '.join(columns)}"
-        raise DataError(f"{loaded.name}: {tuned_on}; try pi-lora eval summarization on such rows")
+        raise DataError(
+            f"{loaded.name}: was tuned on prompts of {' and '.join(columns)}; "
+            "try pi-lora eval summarization on such rows"
+        )
     [prompt] = prompter.prompts([dict.fromkeys(columns, text)])
     if not prompt.fits:
-        left = f"{data.completion_tokens} leave no room for a document in the {loaded.window} tokens"
-        raise DataError(f"--max-new-tokens: {left} that {loaded.name} reads; choose fewer, or a model that reads more")
+        raise DataError(
+            f"--max-new-tokens: {data.completion_tokens} leave no room for a document in the {loaded.window} tokens "
+            f"that {loaded.name} reads; choose fewer, or a model that reads more"
+        )
     if prompt.kept < prompt.document_tokens:
-        cut = f"{prompt.document_tokens:,} tokens are longer than the window of {loaded.name}"
-        say(f"{name}: {cut}; truncated to the first {prompt.kept:,}")
+        say(
+            f"{name}: {prompt.document_tokens:,} tokens are longer than the window of {loaded.name}; "
+            f"truncated to the first {prompt.kept:,}"
+        )
     generate(loaded, [prompt.ids], options, stream=True)

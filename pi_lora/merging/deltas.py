@@ -96,8 +96,10 @@ class OutputTensor:
         for block in self.delta.blocks(self.source) if self.delta else self.source.blocks():
             cast = block.to(self.dtype)
             if cast.is_floating_point() and not finite(cast):
-                problem = "has infinite or NaN values once merged; base or adapter is damaged, or its values do not fit"
-                raise ModelError(f"{self.source.path}: {self.name}: {problem} {self.dtype}")
+                raise ModelError(
+                    f"{self.source.path}: {self.name}: has infinite or NaN values once merged; "
+                    f"base or adapter is damaged, or its values do not fit {self.dtype}"
+                )
             yield cast
 
 
@@ -113,8 +115,9 @@ def read_adapter(folder: Path) -> dict[str, Change]:
     if any("lora_embedding" in name for name in parts):
         kinds.append("LoRA on embeddings")
     if kinds:
-        how = "convert it with PEFT to LoRA on linear layers"
-        raise ModelError(f"{folder}: {', '.join(kinds)}: cannot be merged; {how}")
+        raise ModelError(
+            f"{folder}: {', '.join(kinds)}: cannot be merged; convert it with PEFT to LoRA on linear layers"
+        )
     changes: dict[str, Change] = {}
     for first in [name for name in parts if name.endswith(".lora_A")]:
         module = first.removesuffix(".lora_A")
@@ -155,7 +158,8 @@ def plan_merge(
         if not isinstance(change, StoredTensor):
             return OutputTensor(name, cast, source.path, source, change)
         if before:
-            return OutputTensor(name, cast, source.path, source, Difference(change, before[name]))
+            own = before[name if name in before else tied[name]]
+            return OutputTensor(name, cast, source.path, source, Difference(change, own))
         return OutputTensor(name, cast, source.path, change)
 
     return [

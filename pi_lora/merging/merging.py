@@ -21,7 +21,7 @@ from pi_lora.models.tokenizer import TOKENIZER_FILES, save_tokenizer
 from pi_lora.models.weights import quiet_loading
 from pi_lora.report.card import CARD, card_of
 from pi_lora.report.probe import Probe
-from pi_lora.report.scores import MeasuredRun
+from pi_lora.report.scores import MeasuredRun, public_name
 from pi_lora.run import BASE, STEP_0, staged
 from pi_lora.scaling.config import ORIGINAL_WINDOW, Config, in_both_dialects
 from pi_lora.scaling.verify import build_on_meta, config_of
@@ -70,7 +70,7 @@ def merge(
     if sibling:
         model, tuned_on = _onto_sibling(model, base), find_base_of(folder, permissions=permissions)
         before = read_weights(tuned_on.base, tuned_on.file)
-        lines.append(f"sibling: tuned on {tuned_on.base}, and added to {model.base}")
+        lines.append(f"sibling: tuned on {public_name(tuned_on.base)}, and added to {public_name(model.base)}")
     else:
         model.check_origin()
     if model.base_config.get("quantization_config"):

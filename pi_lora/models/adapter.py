@@ -60,9 +60,11 @@ def check_shape(folder: Path, tuning: Tuning, base: PreTrainedModel) -> None:
     shapes = {_saved_name(name): list(weight.shape) for name, weight in weights if weight.requires_grad}
     same_scale = (saved.lora_alpha, bool(saved.use_rslora)) == (tuning.lora_alpha, tuning.rank_stabilized)
     if not same_scale or shapes != {name: entry.shape for name, entry in stored.items()}:
-        other = f"describes another adapter than {folder} has, of rank {saved.r} and alpha {saved.lora_alpha:g}"
-        how = f"merge it first (pi-lora merge {shlex.quote(str(folder))}) and tune its weights"
-        raise ModelError(f"tuning: {other}; take over the tuning of its recipe.yaml, or {how}")
+        raise ModelError(
+            f"tuning: describes another adapter than {folder} has, of rank {saved.r} and alpha {saved.lora_alpha:g}; "
+            "take over the tuning of its recipe.yaml, or merge it first (pi-lora merge "
+            f"{shlex.quote(str(folder))}) and tune its weights"
+        )
 
 
 def train_in_float32(model: nn.Module) -> None:

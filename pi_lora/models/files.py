@@ -159,8 +159,9 @@ def read_tensors(file: Path) -> tuple[int, dict[str, TensorEntry]]:
             size = int.from_bytes(content.read(LENGTH_BYTES), "little")
             header = json.loads(content.read(size))
     except (OSError, SafetensorError) as error:
-        why = f"missing, damaged or not safetensors ({first_line(error)})"
-        raise ModelError(f"{file}: {why}; download it again") from None
+        raise ModelError(
+            f"{file}: missing, damaged or not safetensors ({first_line(error)}); download it again"
+        ) from None
     header.pop(METADATA, None)
     entries = {name: TensorEntry(each["dtype"], each["shape"], each["data_offsets"]) for name, each in header.items()}
     return LENGTH_BYTES + size, entries

@@ -85,8 +85,7 @@ def dtype_of_base(recipe: Recipe) -> torch.dtype:
 
 def measured_under_autocast(recipe: Recipe) -> bool:
     """Whether float32 weights are measured in bfloat16 as they were tuned: on a GPU, where float32 takes far longer."""
-    in_float32 = dtype_of_base(recipe) == torch.float32
-    return in_float32 and computes_in(recipe) == "bfloat16" and device().type != "cpu"
+    return dtype_of_base(recipe) == torch.float32 and computes_in(recipe) == "bfloat16" and device().type != "cpu"
 
 
 def use_liger(model: Any) -> None:

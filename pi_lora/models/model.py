@@ -99,16 +99,27 @@ class Model:
         return window_of(self.config)
 
     @property
+    def dtype(self) -> str:
+        """The dtype of the weights, such as `bfloat16`."""
+        return str(self.model.dtype).removeprefix("torch.")
+
+    @property
     def original(self) -> int:
         """The window L before the extension, in tokens."""
         if self.extension:
             return self.extension.original_of(self.base_config)
-        return round(self.window / self.scale)
+        # A config does not say by how much `direct` extended it.
+        return self.run.provenance.original or round(self.window / self.scale)
 
     @property
     def kernel(self) -> str:
         """The attention kernel of the loaded model, by transformers' name."""
         return str(self.model.config._attn_implementation)
+
+    @cached_property
+    def run(self) -> Run:
+        """Its folder, or that of the adapter, if it is a run."""
+        return Run(self.adapter or Path(self.name))
 
     @property
     def needs_its_config(self) -> bool:
@@ -125,8 +136,7 @@ class Model:
     @cached_property
     def recipe(self) -> Recipe | None:
         """The recipe that it was tuned by, if it is a run."""
-        run = Run(self.adapter or Path(self.name))
-        return run.recipe if run.has_recipe else None
+        return self.run.recipe if self.run.has_recipe else None
 
     @cached_property
     def tokenizer(self) -> Any:
@@ -180,8 +190,10 @@ class Model:
     def check_origin(self) -> None:
         """Raise ModelError if the weights of the base are not those that the adapter was tuned on."""
         if self.adapter and not self.permissions.allow_changed and not self.is_base_of(Run(self.adapter)):
-            other = f"{self.base} ({self.folder}) has other weights than those that it was tuned on"
-            raise ModelError(f"{self.adapter}: {other}; bring them back, or use these with --allow-changed")
+            raise ModelError(
+                f"{self.adapter}: {self.base} ({self.folder}) has other weights than those that it was tuned on; "
+                "bring them back, or use these with --allow-changed"
+            )
 
     def load(self, dtype: str | None = None) -> "Model":
         """Read the weights: by default in float32 on a CPU, in bfloat16 after QLoRA, and on an accelerator as stored; a
@@ -236,8 +248,10 @@ def find(
     """
     if folder := adapter_folder(name, revision):
         if extension is not None:
-            how = "leave out --original, --target and --scaling (in a recipe: scaling: keep), or merge it first"
-            raise ModelError(f"{name}: brings its own scaling; {how}")
+            raise ModelError(
+                f"{name}: brings its own scaling; "
+                "leave out --original, --target and --scaling (in a recipe: scaling: keep), or merge it first"
+            )
         adapter = find_adapter(folder, base, permissions)
         adapter.name = name
         return adapter
@@ -326,8 +340,10 @@ def find_base_of(folder: Path, base: str | None = None, permissions: Permissions
         return _find_base(base, permissions=permissions)
     adapter, known = read_adapter_settings(folder), Run(folder).provenance.origin
     if not (name := adapter.base_model_name_or_path):
-        field = f"{folder / ADAPTER_CONFIG_FILE}: base_model_name_or_path"
-        raise ModelError(f"{field}: is missing; name the base there, or with --base MODEL")
+        raise ModelError(
+            f"{folder / ADAPTER_CONFIG_FILE}: base_model_name_or_path: is missing; "
+            "name the base there, or with --base MODEL"
+        )
     revision = adapter.revision or "main"
     if known and (known.commit or (known.place and Path(known.place).exists())):
         # Where it was then: a relative path means another folder from elsewhere, and branches move.
@@ -350,6 +366,10 @@ def _find_base(name: str, revision: str = "main", permissions: Permissions = NO_
     with readable(name, CONFIG_FILE), quiet_loading():
         config = AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=permissions.trust_remote_code)
     own = own_entries(config)
+    for kind, code in own.get("auto_map", {}).items():
+        if isinstance(code, str) and "--" not in code:
+            # As transformers marks code on the hub: whatever is made from this config finds it.
+            own["auto_map"][kind] = f"{Path(path).resolve()}--{code}"
     if full_attention_rope(own).get("rope_type") == "linear":
         file = find_file(path, SETTINGS_FILE, revision)
         settings = read_json(file, Json, "download it again") if file else {}

@@ -35,8 +35,9 @@ def load_tokenizer(
     _let_special_tokens_be_split(tokenizer)
     highest = max(tokenizer(SAMPLE, verbose=False)["input_ids"], default=0)
     if vocabulary and highest >= vocabulary:
-        has = f"gives token {highest}, and the model has {vocabulary}"
-        raise ModelError(f"{path}: its tokenizer {has}; use the model's own")
+        raise ModelError(
+            f"{path}: its tokenizer gives token {highest}, and the model has {vocabulary}; use the model's own"
+        )
     return tokenizer
 
 
@@ -45,8 +46,8 @@ def has_chat_template(name: str) -> bool:
     path = locate(name)
     with suppress(ModelError):
         settings = find_file(path, SETTINGS_FILE)
-        in_settings = settings is not None and "chat_template" in json.loads(settings.read_text(encoding="utf-8"))
-        return in_settings or find_file(path, CHAT_TEMPLATE) is not None
+        in_settings = settings is not None and json.loads(settings.read_text(encoding="utf-8")).get("chat_template")
+        return bool(in_settings or find_file(path, CHAT_TEMPLATE))
     return False
 
 

@@ -136,8 +136,10 @@ def choose(first: TrainingPlan) -> TrainingPlan:
     """
     roomy = [plan for _, plan in replanned(first, candidates(first)) if plan.has_room()]
     if not roomy:
-        what = f"holds no tuning of {first.recipe.model.name}, even QLoRA with PoSE"
-        raise PiLoraError(f"--gpu: {first.gpu.name}: {what}; name a larger one, or see recipes/paper for several GPUs")
+        raise PiLoraError(
+            f"--gpu: {first.gpu.name}: holds no tuning of {first.recipe.model.name}, even QLoRA with PoSE; "
+            "name a larger one, or see recipes/paper for several GPUs"
+        )
     return _sized(next((plan for plan in roomy if _share_of_time(plan) <= 1), roomy[0]))
 
 

@@ -17,8 +17,7 @@ WITHOUT_ATTENTION = {"linear_attention", "conv", "mamba"}
 def shape_of(model: PreTrainedModel) -> Shape:
     """Count the shape of a model on any device; raise ModelError if transformers knows no layers, or no head, of it."""
     config, head = model.config, model.get_output_embeddings()
-    kinds = model._no_split_modules or ()
-    layers = [module for module in model.modules() if type(module).__name__ in kinds]
+    layers = [module for module in model.modules() if type(module).__name__ in (model._no_split_modules or ())]
     if head is None or not layers:
         raise ModelError(f"model of type {config.model_type}: has no decoder layers with a head; no plan for it")
     hidden, heads = config.hidden_size, config.num_attention_heads
@@ -74,8 +73,7 @@ def _in_attention(name: str) -> bool:
 
 def _experts(module: nn.Module) -> dict[str, nn.Parameter]:
     """Return the weights of experts by name: tensors of (experts, rows, columns)."""
-    weights = module.named_parameters()
-    return {name: weight for name, weight in weights if weight.dim() == 3 and "conv" not in name}
+    return {name: weight for name, weight in module.named_parameters() if weight.dim() == 3 and "conv" not in name}
 
 
 def _active(experts: Mapping[str, nn.Parameter], per_token: int | None) -> int:

@@ -99,8 +99,10 @@ class TrainingPlan:
         if recipe.paper:
             lines.append(f"the paper has: {recipe.paper}")
         if target.original != target.declared:
-            said = f"{target.original} tokens, and the config of {name} says {target.declared}"
-            lines.append(f"context.original: {said}; leave it out if that is right")
+            lines.append(
+                f"context.original: {target.original} tokens, and the config of {name} says {target.declared}; "
+                "leave it out if that is right"
+            )
         return lines
 
     def as_json(self) -> Json:

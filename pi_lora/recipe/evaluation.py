@@ -1,9 +1,9 @@
 """Options of every measurement: a section of a recipe, the options of its command, and kept whole in its scores."""
 
 from collections.abc import Iterator
-from typing import Annotated, Any
+from typing import Annotated
 
-from pydantic import Field, PositiveInt, model_validator
+from pydantic import Field, PositiveInt
 
 from pi_lora.recipe.section import LIST, Section, Seed, Texts, Tokens, Windows
 
@@ -23,22 +23,7 @@ def default_windows(window: int, shortest: int | None = None) -> tuple[int, ...]
     return tuple(halves)
 
 
-# Options of drafts, which older recipes and results hold; they are ignored.
-FORMER_KEYS = {"by_position", "chat_template", "k_max_only", "predictions"}
-
-
-class Options(Section):
-    """Options of a measurement."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _without_former_keys(cls, values: Any) -> Any:
-        for key in FORMER_KEYS if isinstance(values, dict) else ():
-            values.pop(key, None)
-        return values
-
-
-class PerplexityOptions(Options):
+class PerplexityOptions(Section):
     """Sliding-window perplexity (paper, section 3.2)."""
 
     data: str | None = None
@@ -77,7 +62,7 @@ class PerplexityOptions(Options):
         return windows, self.stride or min(STRIDE, max(1, windows[0] // 2))
 
 
-class PasskeyOptions(Options):
+class PasskeyOptions(Section):
     """Passkey retrieval (paper, section 3.3)."""
 
     target: Tokens | None = None
@@ -97,7 +82,7 @@ class PasskeyOptions(Options):
         return max(self.targets) if self.targets else self.target
 
 
-class ProbeOptions(Options):
+class ProbeOptions(Section):
     """What a probe of untuned scalings measures; no part of a recipe."""
 
     target: Annotated[tuple[Tokens, ...], LIST, Field(min_length=1)]
@@ -116,7 +101,7 @@ class ProbeOptions(Options):
     """of the passkeys"""
 
 
-class BenchmarksOptions(Options):
+class BenchmarksOptions(Section):
     """Short-context benchmarks (paper, table 5), of the finished run only."""
 
     tasks: Annotated[Texts, Field(min_length=1)] = ("boolq", "piqa", "race_middle", "race_high", "winogrande")
@@ -131,7 +116,7 @@ class BenchmarksOptions(Options):
     """local data in the schema of a task's own data set: `boolq=FILE`"""
 
 
-class RulerOptions(Options):
+class RulerOptions(Section):
     """RULER (Hsieh et al. 2024) through lm-eval, of the finished run only."""
 
     windows: Windows = None
@@ -146,7 +131,7 @@ class RulerOptions(Options):
     """prompts at once; by default as many as 16,384 tokens hold"""
 
 
-class Sampling(Options):
+class Sampling(Section):
     """How text is generated."""
 
     temperature: float = Field(0.5, ge=0)
@@ -186,7 +171,7 @@ class SummarizationOptions(Sampling):
     """summaries at once; by default as many as 16,384 tokens hold"""
 
 
-class ChatOptions(Options):
+class ChatOptions(Section):
     """The assistant's turns of chats: perplexity, and what changed against a base, of the finished run only."""
 
     data: str

@@ -68,8 +68,6 @@ class Tuning(Section):
     """by default twice the rank"""
     rank_stabilized: bool = False
     """scale by alpha / sqrt(rank) (Kalajdzievski 2023)"""
-    dora: Literal[False] = False
-    """of older recipes"""
     dropout: float = Field(0.0, ge=0, lt=1)
     """probability, on the adapter's inputs"""
     targets: Literal["attention", "all-linear"] | Texts = "all-linear"

@@ -50,8 +50,8 @@ class Section(BaseModel):
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
-        for conflict in self.conflicts():
-            raise ValueError(conflict)
+        if conflicts := "; ".join(self.conflicts()):
+            raise ValueError(conflicts)
         return self
 
     def changed(self, **values: Any) -> Self:

@@ -169,8 +169,8 @@ def _too_few(change: float, interval: Interval | None, pairs: int, metric: Metri
     needed = FEW
     if interval:
         low, high = (math.log1p(bound / 100) for bound in interval)
-        needed = pairs_needed(math.log1p(change / 100), (high - low) / 2, pairs)
-    if needed > MANY:
+        needed = pairs_needed(math.log1p(change / 100), (high - low) / 2, pairs, MANY)
+    if needed == MANY:
         return ""
     amount = verdict(change, None, "%", metric.higher_is_better).removesuffix(", no interval")
     return f"{amount}, but too few documents to tell: {pairs}, about {needed} would do"

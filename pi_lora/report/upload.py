@@ -45,8 +45,10 @@ def push(folder: Path, repo: str, private: bool = False) -> str:
         hub.create_commit(url.repo_id, operations, commit_message=f"Upload {folder.resolve().name} with pi-lora")
     except (OSError, ValueError) as error:  # the hub's; ValueError: the name of the repository, or the card's metadata
         reason = " ".join(str(error).split())
-        remedy = "check the name, your rights there, and your login (`hf auth login`, or HF_TOKEN)"
-        raise ModelError(f"{repo}: the hub refused it ({reason}); {remedy}") from error
+        raise ModelError(
+            f"{repo}: the hub refused it ({reason}); "
+            "check the name, your rights there, and your login (`hf auth login`, or HF_TOKEN)"
+        ) from error
     return str(url)
 
 

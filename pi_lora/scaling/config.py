@@ -278,8 +278,10 @@ def methods_for(config: Config) -> tuple[Method, ...]:
 def check_reach(name: str, config: Config, target: int) -> None:
     """Raise ScalingError if a model's own window is shorter than `target` tokens (`scaling: keep`)."""
     if (window := window_of(config)) < target:
-        beyond = f"{target} is longer than the window of {name}, {window} tokens, which scaling: keep does not change"
-        raise ScalingError(f"context.target: {beyond}; extend it first, or lower the target")
+        raise ScalingError(
+            f"context.target: {target} is longer than the window of {name}, {window} tokens, "
+            "which scaling: keep does not change; extend it first, or lower the target"
+        )
 
 
 def local_window(config: Config) -> int | None:

@@ -44,8 +44,10 @@ def check_scaling(plain: PreTrainedModel, config: Config, extension: Extension, 
     if not frequencies:
         raise ScalingError(f"model of type {kind.model_type}: is built without rotary embeddings; choose another")
     if not _follows(frequencies, scaled, asked.scaling, asked.scale_of(config)):
-        unscaled = "transformers does not apply the scaling of its config"
-        raise ScalingError(f"model of type {kind.model_type}: {unscaled}; choose another model")
+        raise ScalingError(
+            f"model of type {kind.model_type}: transformers does not apply the scaling of its config; "
+            "choose another model"
+        )
 
 
 def rotary_frequencies(model: PreTrainedModel) -> dict[str, torch.Tensor]:
@@ -70,8 +72,10 @@ def _building(kind: type[PreTrainedConfig]) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # config classes and model code raise their own kinds
-        reason = (str(error).strip() or type(error).__name__).splitlines()[-1].strip()
-        raise ScalingError(f"model of type {kind.model_type}: cannot be built with this scaling ({reason})") from None
+        reason = (str(error).strip() or repr(error)).splitlines()[-1]
+        raise ScalingError(
+            f"model of type {kind.model_type}: cannot be built with this scaling ({reason:.200})"
+        ) from None
 
 
 def _follows(plain: dict[str, torch.Tensor], scaled: dict[str, torch.Tensor], method: Method, scale: float) -> bool:

@@ -274,8 +274,9 @@ def _compare(computed: Answer, said: Completion) -> tuple[float, int]:
     agreed = sum(text.startswith(computed.text[:end]) for end in computed.ends)
     pairs = [*zip(computed.logprobs[:agreed], said.logprobs, strict=False)]
     pairs += zip(computed.prompt[::-1], said.prompt_logprobs[::-1], strict=False)
-    # A server ends where the model does.
-    follows = computed.text.startswith(text.rstrip("\ufffd")) or computed.margins[agreed] < TIE
+    # A server ends where the model does, or goes on after all that was computed.
+    ends = computed.text.startswith(text.rstrip("\ufffd")) or agreed == len(computed.margins)
+    follows = ends or computed.margins[agreed] < TIE
     if not follows or (not pairs and agreed < ENOUGH):
         return inf, agreed
     return fmean(abs(own - other) for own, other in pairs) if pairs else 0.0, agreed

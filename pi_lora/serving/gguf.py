@@ -59,7 +59,6 @@ def export_gguf(model: Model, output: Path, script: Path, outtype: str | None = 
 def _set_window(file: Path, window: int) -> None:
     """Set `context_length` to L': under `pi` the converter writes L, where llama-server and Ollama stop."""
     reader: Any = GGUFReader(file, "r+")
-    architecture = reader.get_field("general.architecture").contents()
-    field = reader.get_field(f"{architecture}.context_length")
+    field = reader.get_field(f"{reader.get_field('general.architecture').contents()}.context_length")
     field.parts[field.data[0]][0] = window
     reader.data.flush()

@@ -89,14 +89,18 @@ class Monitor(TrainerCallback):
         if diverged:
             good = self.run.last_checkpoint
             kept = f" (the last good checkpoint is kept: {good})" if good else ""
-            at = f"the {which} of step {step} became infinite or NaN at a rate of {args.learning_rate:g}"
-            raise Diverged(f"training.learning_rate: {at}; lower it and start again{kept}")
+            raise Diverged(
+                f"training.learning_rate: the {which} of step {step} became infinite or NaN at a rate of "
+                f"{args.learning_rate:g}; lower it and start again{kept}"
+            )
         self.progress(step, state.max_steps, self.line)
         if ends:
             # The finished run is saved next; it needs no checkpoint.
             control.should_log, control.should_save = True, False
         elif asked_to_stop:
             self.stopped = control.should_save = control.should_training_stop = True
+        # Seconds after the last line would be lost on resume.
+        control.should_log = control.should_log or control.should_save
 
     def on_save(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Mark the checkpoint as complete when every process has written its part; then measure, if it is time to."""
@@ -135,8 +139,10 @@ class Monitor(TrainerCallback):
         def stop_if_signalled(done: int, total: int, note: str = "") -> None:
             # Of several processes each measures another part: all of them come to its end.
             if self.signals and number_of_processes() == 1:
-                how = "continue with --resume, or measure a finished run by pi-lora eval all"
-                raise Interrupted(f"{self.model.name}: interrupted while step {step} was measured; {how}")
+                raise Interrupted(
+                    f"{self.model.name}: interrupted while step {step} was measured; "
+                    "continue with --resume, or measure a finished run by pi-lora eval all"
+                )
 
         with _as_when_loaded(self.model):
             scores = measure(self.model, self.recipe.evaluation, stop_if_signalled)

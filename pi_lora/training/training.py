@@ -63,8 +63,9 @@ def train(
             trainer.train(from_all([run.checkpoint_to_resume() if resume and is_leader() else None])[0])
             if monitor.stopped:
                 step, how = trainer.state.global_step, resume_command(output)
-                kept = f"interrupted after step {step}, a checkpoint is kept; resume it with {how}"
-                raise Interrupted(f"{output}: {kept}")
+                raise Interrupted(
+                    f"{output}: interrupted after step {step}, a checkpoint is kept; resume it with {how}"
+                )
             save(recipe, tuned, trainer, run)
         if is_leader():
             write_card(output)
@@ -145,7 +146,8 @@ def save(recipe: Recipe, model: Model, trainer: Trainer, run: Run) -> None:
     (adapters.save_full if full else adapters.save_adapter)(trainer.model, run.path, weights)
     if not full and model.needs_its_config:
         adapters.mark_adapter_extended(run.path)
-    save_config(model.config, run.path)
+    # An adapter's base is stored in a dtype of its own.
+    save_config({**model.config, "dtype": model.dtype} if full else model.config, run.path)
     save_tokenizer(model.tokenizer, run.path)
     facts = {
         "original": model.original,
@@ -155,8 +157,7 @@ def save(recipe: Recipe, model: Model, trainer: Trainer, run: Run) -> None:
         "hardware": machine.hardware(),
     }
     # The processes before a resume had another peak.
-    peak = max(line["peak_memory"] for line in run.log)
-    run.record({**facts, **run.log[-1], "peak_memory": peak})
+    run.record({**facts, **run.log[-1], "peak_memory": max(line["peak_memory"] for line in run.log)})
 
 
 def closing_lines(recipe: Recipe, folder: Path) -> list[str]:

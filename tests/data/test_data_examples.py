@@ -83,7 +83,7 @@ def test_the_papers_template_to_the_letter() -> None:
         ({"template": "{a", "completion": "b"}, "data.template: expected"),
     ],
 )
-def test_a_template_that_is_none_is_refused(keys: dict[str, str], message: str) -> None:
+def test_a_malformed_template_is_refused(keys: dict[str, str], message: str) -> None:
     with pytest.raises(DataError, match=message):
         Task(Data.model_validate({"source": "x.jsonl", **keys}))
 

@@ -260,6 +260,7 @@ def test_authors_files_are_converted(tmp_path: Path) -> None:
             "--tasks: gsm8k: lm-eval gives no accuracy for it; leave",
         ),
         (["--tasks", "race_middle"], "--tasks: race_middle ("),
+        (["--tasks", "boolq", "--data", "boolq=answers.jsonl"], "answers.jsonl: has no column label; convert it to"),
     ],
 )
 @pytest.mark.usefixtures("files")
@@ -275,6 +276,8 @@ def test_a_mistake_is_one_line_before_a_model_is_loaded(
 
     monkeypatch.chdir(tmp_path)
     Path("gsm8k.jsonl").write_text(lines([{"question": "What is 1 and 1?", "answer": "Two.\n#### 2"}] * 6))
+    # As the authors of BoolQ write it.
+    Path("answers.jsonl").write_text(lines([{"question": "is it", "passage": "It is.", "answer": True}]))
     monkeypatch.setattr("pi_lora.models.model.Model.load", loaded)
     status, out, err = run(capsys, monkeypatch, "eval", "benchmarks", "builtin:tiny", *arguments)
     assert (status, out) == (2, "")

@@ -153,3 +153,11 @@ def test_a_mistake_is_one_line(
     status, out, err = run(capsys, monkeypatch, "eval", "chat", *model.split(), "--data", "chats.jsonl")
     assert (status, out) == (2, "")
     assert err.splitlines()[-1].startswith(line)
+
+
+def test_a_base_beside_a_model_under_autocast(here: Path) -> None:
+    """As full runs and adapters of float32 bases are on a GPU."""
+    model = load("run")
+    plain = measured(model, base="base").divergence
+    autocast = model.changed(autocast=True)  # in name alone: the numbers stay
+    assert measured(autocast, base="base").divergence == plain

@@ -26,7 +26,7 @@ def trained(small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
 def own_run(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "text.txt").write_text("The door is open and the road is long. " * 60)
-    (tmp_path / "dev.jsonl").write_text('{"question": "is it open", "passage": "It is.", "answer": true}\n' * 3)
+    (tmp_path / "dev.jsonl").write_text('{"question": "is it open", "passage": "It is.", "label": 1}\n' * 3)
     return Path(shutil.copytree(trained, tmp_path / "run"))
 
 
@@ -62,7 +62,7 @@ def test_what_the_recipe_names_is_measured_and_kept(
     assert "boolq (0-shot)" in out
 
 
-def test_what_is_there_is_measured_only_again(
+def test_existing_scores_are_measured_only_with_again(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, own_run: Path
 ) -> None:
     asks_for(own_run, {"perplexity": PERPLEXITY, "benchmarks": BENCHMARKS})
@@ -104,12 +104,21 @@ def test_another_text_has_scores_of_its_own(
     kept = {file.stem: json.loads(file.read_text()) for file in (own_run / "scores").iterdir()}
     assert {name: scores["data"] for name, scores in kept.items()} == {
         "perplexity": "text.txt",
-        "perplexity-other-txt": "other.txt",
+        "perplexity-text_other_txt": "other.txt",
     }
-    assert kept["perplexity-other-txt"]["options"]["windows"] == [64, 256]
+    assert kept["perplexity-text_other_txt"]["options"]["windows"] == [64, 256]
     asks_for(own_run, {"perplexity": {**PERPLEXITY, "documents": 1, "stride": 64}})
     assert run(capsys, monkeypatch, "eval", "all", "run")[0] == 0
     assert json.loads((own_run / "scores" / "perplexity.json").read_text())["stride"] == 64
+
+
+@pytest.mark.parametrize("name", ["base", "knowledge-base", "x-step-3"])
+def test_a_text_that_is_named_like_a_stage_is_none(own_run: Path, name: str) -> None:
+    [file] = [each for each in asked_of(Run(own_run), f"texts/{name}") if each.startswith("perplexity-")]
+    kept = Run(own_run).scores_file(file)
+    kept.parent.mkdir(exist_ok=True)
+    kept.write_text("{}")
+    assert Run(own_run).score_files() == [("tuned", file, kept)]
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from test_cli import run
+from tokenizers.processors import TemplateProcessing
 
 import pi_lora
 from pi_lora.errors import DataError
@@ -84,3 +85,10 @@ def test_the_command(
     assert (status, out, err.count("\n")) == (2, "", 1)
     assert err.startswith("--prompt: ")
     assert run(capsys, monkeypatch, *asked, "--prompt", "")[0] == 2
+
+
+def test_it_goes_on_from_the_prompt_and_not_from_an_eos(extended: Model) -> None:
+    plain, ends = pi_lora.generate(extended, "The sea was", tokens=20), [("<s>", 0), ("</s>", 1)]
+    extended.tokenizer.backend_tokenizer.post_processor = TemplateProcessing("<s> $A </s>", special_tokens=ends)
+    assert extended.tokenizer("The sea was")["input_ids"][-1] == extended.tokenizer.eos_token_id
+    assert pi_lora.generate(extended, "The sea was", tokens=20) == plain

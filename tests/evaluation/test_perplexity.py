@@ -13,6 +13,7 @@ import huggingface_hub
 import pytest
 import torch
 from test_cli import run
+from tokenizers.processors import TemplateProcessing
 
 from pi_lora.data.sources import PINNED
 from pi_lora.errors import DataError, Interrupted, ModelError
@@ -244,3 +245,12 @@ def test_several_models_stand_side_by_side(
         assert f"{each['windows'][0]['perplexity']:,.3f}" in out
         assert len(each["by_position"]["bins"]) == 32
         assert f"{each['by_position']['bins'][-1]['loss']:.3f}" not in out
+
+
+def test_the_eos_of_a_tokenizer_is_no_text(loaded: Model, folder: Path) -> None:
+    expected, _ = choose_documents(loaded, options(folder), 64)
+    ends = [("<s>", 0), ("</s>", 1)]
+    loaded.tokenizer.backend_tokenizer.post_processor = TemplateProcessing("<s> $A </s>", special_tokens=ends)
+    chosen, _ = choose_documents(loaded, options(folder), 64)
+    assert [each.ids for each in chosen] == [each.ids for each in expected]
+    assert loaded.tokenizer("a")["input_ids"][-1] == loaded.tokenizer.eos_token_id

@@ -136,7 +136,7 @@ def test_every_measurement_of_a_process_has_the_same_prompts(small: Model, monke
     for _ in range(2):
         Ruler().run(small, options("ruler_cwe", "ruler_vt", "niah_multikey_3"), Session())
     assert given[: len(given) // 2] == given[len(given) // 2 :]
-    assert scored(small, "ruler_cwe", seed=1)
+    scored(small, "ruler_cwe", seed=1)
     assert given[-SAMPLES:] != given[:SAMPLES]
 
 
@@ -202,3 +202,8 @@ def test_the_command(
     status, out, err = run(capsys, monkeypatch, "eval", "ruler", "model", "--tasks", "ruler")
     assert (status, out) == (2, "")
     assert err.startswith("--tasks: ruler: no such task of RULER; choose from niah_single_1")
+
+
+def test_windows_in_any_order_are_those_that_were_asked_for(small: Model) -> None:
+    asked = RulerOptions(windows=(4096, 1024, 2048), tasks=("ruler_vt",))
+    assert Ruler().prepare(asked, [small]).windows == asked.windows

@@ -70,7 +70,7 @@ def test_tied_weights_and_old_checkpoints_are_whole(base: Path) -> None:
     load(str(base))
 
 
-def test_numbers_that_are_none_are_seen_in_nf4_too(base: Path) -> None:
+def test_nan_is_refused_in_nf4(base: Path) -> None:
     pytest.importorskip("bitsandbytes")
     edit(base / WEIGHTS, one(math.nan))
     with pytest.raises(ModelError, match="infinite or NaN"):

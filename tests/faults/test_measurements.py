@@ -33,18 +33,10 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return done
 
 
-@pytest.mark.parametrize(
-    ("command", "option"),
-    [
-        ("eval passkey builtin:tiny", "--json"),
-        ("eval perplexity builtin:tiny --data builtin:stdlib", "--json"),
-        ("eval summarization builtin:tiny --data rows.jsonl", "--json"),
-    ],
-)
+@pytest.mark.parametrize("command", ["passkey", "perplexity --data builtin:stdlib", "summarization --data rows.jsonl"])
 @pytest.mark.parametrize("place", ["folder", "file/below.json", "x" * 300])
 def test_a_place_that_cannot_be_written_is_refused_before_a_model_is_read(
     command: str,
-    option: str,
     place: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -53,7 +45,7 @@ def test_a_place_that_cannot_be_written_is_refused_before_a_model_is_read(
     (tmp_path / "folder").mkdir()
     (tmp_path / "file").touch()
     monkeypatch.setattr("pi_lora.models.model.Model.load", lambda *_: pytest.fail("was read"))
-    assert run_command(*command.split(), option, place) == 2
+    assert run_command("eval", *command.split(), "builtin:tiny", "--json", place) == 2
     said = capsys.readouterr().err
     assert said.startswith(f"{place.partition('/')[0]}: ")
     assert said.endswith("; name another file or folder, or make room\n")

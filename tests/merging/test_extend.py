@@ -26,6 +26,7 @@ def test_the_folder_is_the_base_under_the_scaling(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, small_model: Path, tmp_path: Path
 ) -> None:
     folder, words = tmp_path / "extended", ["--target", "256", "--scaling", "yarn"]
+    (small_model / "model.safetensors").chmod(0o600)
     status, out, _ = command(capsys, monkeypatch, "extend", str(small_model), *words, "--output", str(folder))
     assert status == 0
     assert f"vllm serve {folder} --max-model-len 256" in out
@@ -35,6 +36,7 @@ def test_the_folder_is_the_base_under_the_scaling(
     assert (expected - load(str(small_model)).model(IDS).logits).abs().max() > 0.01
     own, linked = ((place / "model.safetensors").stat() for place in (small_model, folder))
     assert own.st_ino == linked.st_ino
+    assert own.st_mode & 0o777 == 0o600
     assert AutoTokenizer.from_pretrained(folder).model_max_length == 256
     config = json.loads((folder / "config.json").read_text())
     assert config["rope_scaling"]["rope_type"] == config["rope_parameters"]["rope_type"] == "yarn"

@@ -101,7 +101,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda at: edit_json(at / "run" / "adapter_config.json", peft_type="LOHA"),
         r"adapter_config\.json: peft_type LOHA: only LoRA adapters can be loaded and merged",
     ),
-    "adapter of parameters": (
+    "adapter with another update than B A": (
         lambda at: edit_json(at / "run" / "adapter_config.json", use_dora=True, init_lora_weights="pissa"),
         r"use_dora, init_lora_weights pissa: cannot be merged",
     ),

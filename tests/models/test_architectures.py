@@ -42,10 +42,8 @@ def has_local_and_full_layers(model_type: str) -> bool:
 
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "no positions at all": ("gpt2", {}, "no rotary position embeddings"),
-    "learned positions": ("opt", {}, "no rotary position embeddings"),
     "a rope fixed in the code": ("gptj", {}, "that its config describes"),
     "ALiBi beside a rope in the config": ("falcon", {"alibi": True}, "has ALiBi"),
-    "ALiBi": ("mpt", {}, "no rotary position embeddings"),
     "several models in one": ("gemma3", {}, "made of several models"),
     "a rope that the model does not build": ("granitemoehybrid", {"position_embedding_type": "nope"}, "without rotary"),
     "a rope that is switched off": ("zamba2", {"use_mem_rope": False}, "built without rotary"),

@@ -39,7 +39,7 @@ def limited(root: Path, group: str, limits: dict[str, str]) -> None:
         ("/docker/0123", {"": str(4 * GIB)}),
     ],
 )
-def test_a_limit_is_the_memory_that_there_is(
+def test_host_memory_respects_the_limits_of_cgroups(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, group: str, limits: dict[str, str]
 ) -> None:
     machine = type(psutil.virtual_memory())

@@ -7,16 +7,15 @@ import pytest
 import torch
 from architectures import small_config
 from random_runs import put_on_hub
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
-from pi_lora.errors import ModelError, ScalingError
+from pi_lora.errors import ModelError
 from pi_lora.merging.merging import merge
 from pi_lora.models.files import read_adapter_settings, read_config, save_config
 from pi_lora.models.model import find, find_adapter, load
 from pi_lora.scaling.config import Extension, Method, method_of, window_of
 from pi_lora.scaling.verify import build_on_meta, rotary_frequencies
 
-README = Path(__file__).parents[2] / "README.md"
 IDS = torch.randint(2, 1024, (1, 128), generator=torch.Generator().manual_seed(3))
 
 
@@ -35,6 +34,7 @@ def test_direct_leaves_the_positions_alone(small_model: Path) -> None:
     direct = load(str(small_model), Extension(target=256, scaling="direct"))
     assert direct.window == 256
     assert direct.scale == 1
+    assert direct.original == 64
     torch.testing.assert_close(direct.model(IDS).logits, load(str(small_model)).model(IDS).logits, rtol=0, atol=0)
 
 
@@ -147,12 +147,6 @@ def test_what_is_no_model_is_refused(tmp_path: Path) -> None:
     }.items():
         with pytest.raises(ModelError, match=message):
             load(name)
-
-
-def test_a_model_without_rotary_embeddings_is_refused(tmp_path: Path) -> None:
-    AutoConfig.for_model("gpt2").save_pretrained(tmp_path)
-    with pytest.raises(ScalingError, match="model of type gpt2: has no rotary"):
-        find(str(tmp_path))
 
 
 def test_pickled_weights_are_refused(small_model: Path, tmp_path: Path) -> None:

@@ -190,6 +190,8 @@ def test_of_a_model_that_chats_it_says_what_is_at_stake(command: Command, small_
     folder = tmp_path / "model"
     shutil.copytree(small_model, folder)
     words = [str(folder), "--target", "256", "--gpu", "cpu", "--output"]
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps({**settings, "chat_template": None}))
     assert AT_STAKE not in command(*words, "one.yaml")[2]
     (folder / "chat_template.jinja").write_text("{{ messages }}")
     status, _, errors = command(*words, "two.yaml")

@@ -47,14 +47,14 @@ def test_all_mistakes_come_together_with_their_lines(tmp_path: Path) -> None:
         "  learning_rat: 1\n"
         "  steps: many\n"
         "  seed: true\n"
-        "paper: 3\n",
+        "paper: 2023-06-27\n",
     )
     assert problems(path) == [
         "recipe.yaml:3: data.source.0.wieght: unknown key; did you mean weight?",
         "recipe.yaml:6: training.steps: input should be a valid integer, not many",
         "recipe.yaml:7: training.seed: input should be a valid integer, not true",
         "recipe.yaml:5: training.learning_rat: unknown key; did you mean learning_rate?",
-        "recipe.yaml:8: paper: input should be a valid string, not 3",
+        "recipe.yaml:8: paper: input should be a valid string",
     ]
 
 
@@ -212,3 +212,10 @@ def test_lengths_are_read_as_people_write_them(tmp_path: Path, written: str, tok
     assert load_recipe(write(tmp_path, GOOD), [f"context.target={written}"]).recipe.context.target == tokens
     [problem] = problems(write(tmp_path, GOOD), "context.target=16 thousand")
     assert "context.target" in problem
+
+
+def test_all_conflicts_in_a_section_come_together(tmp_path: Path) -> None:
+    path = write(tmp_path, GOOD.replace("source: builtin:stdlib", "source: x, sequence_tokens: 8, keep_short: 0.1"))
+    [line] = problems(path)
+    assert "sequence_tokens" in line
+    assert "keep_short" in line.partition("; ")[2]

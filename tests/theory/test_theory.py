@@ -139,7 +139,7 @@ def test_mistakes_are_one_line(
 
 
 def test_bounds_need_no_torch() -> None:
-    """`pi-lora theory` without a model answers in seconds."""
+    """`pi-lora theory` answers in seconds."""
     modules = "pi_lora.theory.bounds, pi_lora.theory.figures"
     code = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -40,7 +40,7 @@ def losses_and_calls(
 
 @pytest.mark.parametrize("tuning", [{"rank": 4}, {"method": "qlora", "rank": 4}, {"method": "full"}], ids=str)
 def test_checkpointed_layers_give_the_same_losses(small_model: Path, tmp_path: Path, tuning: dict[str, object]) -> None:
-    """Every second of two layers is one, and selective checkpointing keeps what attention gave."""
+    """With 2, one of the two layers is checkpointed; `selective` keeps the output of attention."""
     if tuning.get("method") == "qlora":
         pytest.importorskip("bitsandbytes")
     kept, calls = losses_and_calls(small_model, tmp_path / "kept", False, tuning)

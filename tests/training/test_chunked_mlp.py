@@ -72,8 +72,7 @@ def test_other_architectures(kind: str) -> None:
     assert_alike(kind, Tuning(rank=4), 8, checkpointing=True, dtype=torch.float32)
 
 
-def test_under_autocast_pieces_see_what_the_whole_saw() -> None:
-    """In bfloat16 equality ends at its eight bits."""
+def test_under_autocast_gradients_agree_to_the_precision_of_bfloat16() -> None:
     tuning = Tuning(rank=4, also_train="nothing")
     plain, cut = (tuned_model("llama", tuning, torch.bfloat16) for _ in range(2))
     chunk_mlps(cut, 8)

@@ -8,8 +8,11 @@ import architectures
 import pytest
 import torch
 from conftest import small_recipe, train
+from transformers.models.llama import modeling_llama
 
 from pi_lora.data.batches import collate
+from pi_lora.models.model import find
+from pi_lora.training.training import prepare_data
 
 PADDING = 1
 LENGTHS = ((30, 10), (15, 6), (20, 20))
@@ -56,10 +59,17 @@ def test_only_torchs_kernel_gets_no_mask(
         masked.append(attn_mask is not None)
         return plain(*tensors, attn_mask=attn_mask, **options)
 
+    eager = modeling_llama.eager_attention_forward
+
+    def watched_eager(*arguments: Any, **options: Any) -> Any:
+        masked.append(arguments[4] is not None)
+        return eager(*arguments, **options)
+
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", watched)
+    monkeypatch.setattr(modeling_llama, "eager_attention_forward", watched_eager)
     run = train(recipe, tmp_path / "run")
-    assert bool(masked) == (attention == "sdpa")
-    assert not any(masked)
+    assert set(masked) == {attention == "eager"}
     log = [json.loads(line) for line in (run / "training.jsonl").read_text().splitlines()]
-    # Two steps are an epoch: what is counted is without the padding.
-    assert log[1]["tokens"] == log[3]["tokens"] / 2 < 4 * 128
+    # Two steps are an epoch, whose tokens are counted without the padding.
+    tokens = sum(len(row["input_ids"]) for row in prepare_data(recipe, find(str(lora_run))).rows)
+    assert [log[1]["tokens"], log[3]["tokens"]] == [tokens, 2 * tokens]

@@ -139,3 +139,13 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_last_good_checkpo
     assert str(kept) in str(raised.value)
     assert all(torch.isfinite(tensor).all() for tensor in weights(kept).values())
     assert not output.exists()
+
+
+def test_the_seconds_of_all_steps_count(small_model: Path, tmp_path: Path) -> None:
+    """A line is written with every checkpoint, whatever `log_every` says."""
+    recipe, output = recipe_for(small_model, log_every=STEPS), tmp_path / "run"
+    interrupt_at(5, recipe, output)
+    before = Run(staging_path(output)).log[-1]
+    train(recipe, output, resume=True)
+    assert before["step"] == 6
+    assert Run(output).log[-1]["seconds"] > before["seconds"] > 0

@@ -1,12 +1,14 @@
 import importlib.metadata
 import json
 import logging
+import shutil
 import warnings
 from pathlib import Path
 
 import pytest
 import torch
 from conftest import small_recipe, train
+from peft.tuners.lora import LoraLayer
 from safetensors.torch import load_file
 
 from pi_lora.models.model import load
@@ -62,6 +64,16 @@ def test_a_full_run_is_a_model(full_run: Path, small_model: Path) -> None:
     assert set(moved) == set(base)
 
 
+def test_a_full_run_declares_the_dtype_of_its_weights(small_model: Path, tmp_path: Path) -> None:
+    """And not that of its base, in which engines and `load` on a GPU would round them."""
+    base = Path(shutil.copytree(small_model, tmp_path / "base"))
+    config = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps({**config, "dtype": "float16"}))
+    for method, dtype in (("full", "float32"), ("lora", "float16")):
+        run = train(small_recipe(base, tuning={"method": method}), tmp_path / method)
+        assert json.loads((run / "config.json").read_text())["dtype"] == dtype
+
+
 def test_skipping_positions_train_short_sequences_for_the_long_window(small_model: Path, tmp_path: Path) -> None:
     data = {"source": "builtin:stdlib", "positions": "skip"}
     run = train(small_recipe(small_model, data=data), tmp_path / "skip")
@@ -77,20 +89,18 @@ def test_skipping_positions_train_short_sequences_for_the_long_window(small_mode
 @pytest.mark.parametrize(("scaling", "rope_type"), [("dynamic", "dynamic"), ("yarn", "yarn"), ("direct", "default")])
 def test_other_scalings_train_and_load_again(small_model: Path, tmp_path: Path, scaling: str, rope_type: str) -> None:
     loaded = load(str(train(small_recipe(small_model, scaling=scaling), tmp_path / scaling)))
-    assert loaded.window == 128
+    assert (loaded.original, loaded.window) == (64, 128)
     assert loaded.model.config.rope_parameters["rope_type"] == rope_type
 
 
-@pytest.mark.parametrize(
-    ("key", "value", "name"),
-    [("rank_stabilized", True, "use_rslora"), ("dropout", 0.5, "lora_dropout")],
-)
+@pytest.mark.parametrize(("key", "value", "scaling"), [("rank_stabilized", True, 8 / 4**0.5), ("dropout", 0.5, 8 / 4)])
 def test_kinds_of_lora_train_and_load_again(
-    small_model: Path, tmp_path: Path, key: str, value: object, name: str
+    small_model: Path, tmp_path: Path, key: str, value: object, scaling: float
 ) -> None:
-    run = train(small_recipe(small_model, tuning={"rank": 4, key: value}), tmp_path / "run")
-    assert json.loads((run / "adapter_config.json").read_text())[name] == value
-    load(str(run))
+    model = load(str(train(small_recipe(small_model, tuning={"rank": 4, key: value}), tmp_path / "run"))).model
+    layers = [module for module in model.modules() if isinstance(module, LoraLayer)]
+    assert {layer.scaling["default"] for layer in layers} == {scaling}
+    assert {type(layer.lora_dropout["default"]) for layer in layers} == {torch.nn.Identity}
 
 
 def test_tensorboard_gets_the_curve_and_it_stays_with_the_run(

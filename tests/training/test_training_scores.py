@@ -20,7 +20,7 @@ EVALUATION = {
     "perplexity": {"data": "builtin:stdlib", "windows": [64, 128], "stride": 32, "documents": 1},
     "passkey": {"target": 160, "depths": 2, "trials": 1},
 }
-LORA, FULL, QLORA = {"rank": 4}, {"method": "full"}, {"method": "qlora", "rank": 4}
+LORA, FULL, QLORA = {"rank": 4, "dropout": 0.1}, {"method": "full"}, {"method": "qlora", "rank": 4}
 NEEDS_BITSANDBYTES = pytest.mark.skipif(
     importlib.util.find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed; pip install pi-lora[qlora]"
 )

@@ -83,7 +83,7 @@ def test_a_quantized_model_starts_from_the_very_adapter(lora_run: Path, rows: Pa
 
 
 def test_short_sequences_with_positions_over_the_extended_window(lora_run: Path, tmp_path: Path) -> None:
-    """PoSE, of which the window would be no sequence: nothing could be skipped."""
+    """PoSE needs sequence_tokens here: a sequence of the whole window skips nothing."""
     data = {"source": "builtin:stdlib", "positions": "skip", "sequence_tokens": 32}
     recipe = further(lora_run, Path(), data=data)
     run = train(recipe, tmp_path / "further")
