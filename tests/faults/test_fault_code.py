@@ -82,7 +82,7 @@ def test_no_command_runs_it(
     assert not trace.exists()
 
 
-@pytest.mark.parametrize("command", ["eval passkey RUN --depths 1 --trials 1", "merge RUN --output RUN-out"])
+@pytest.mark.parametrize("command", ["eval passkey RUN --depths 1 --trials 1", "plan RUN/recipe.yaml"])
 def test_the_option_of_a_command_allows_it(run: Path, trace: Path, command: str) -> None:
     assert run_command(*command.replace("RUN", str(run)).split(), "--trust-remote-code") == 0
     assert trace.exists()
