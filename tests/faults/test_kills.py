@@ -10,6 +10,7 @@ import os
 import shutil
 import signal
 import subprocess
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -65,7 +66,11 @@ main()
 """
 
 
-class Command:
+def names_in(folder: Path) -> set[str]:
+    return {str(each.relative_to(folder)) for each in folder.rglob("*")}
+
+
+class Command(ABC):
     """A command line in a folder of its own, and what has to come of it."""
 
     reads = "no"
@@ -73,12 +78,13 @@ class Command:
     def __init__(self, place: Path, model: Path) -> None:
         self.place, self.model = place, model
 
+    @abstractmethod
     def arguments(self) -> list[str]:
-        raise NotImplementedError
+        """The words of the command line."""
 
+    @abstractmethod
     def check(self) -> None:
         """Look at what is left, do what a user would do then, and see that it ends as if nothing had happened."""
-        raise NotImplementedError
 
 
 class Train(Command):
@@ -103,7 +109,7 @@ class Train(Command):
     def reference(self) -> None:
         train(self.recipe(), self.place / "run")
         self.whole = load_file(self.place / "run" / "adapter_model.safetensors")
-        self.files = {str(each.relative_to(self.place / "run")) for each in (self.place / "run").rglob("*")}
+        self.files = names_in(self.place / "run")
 
     def check(self) -> None:
         output = self.place / "run"
@@ -112,9 +118,8 @@ class Train(Command):
         if not finished:
             train(self.recipe(), output, Run(staging_path(output)).last_checkpoint is not None)
         assert not staging_path(output).exists()
-        left = {str(each.relative_to(output)) for each in output.rglob("*")}
         # What is removed after the run stands under its name.
-        kept = {each for each in left if not each.startswith("checkpoints")}
+        kept = {each for each in names_in(output) if not each.startswith("checkpoints")}
         assert self.files - kept <= ({"scores/passkey-step-4.json"} if finished else set())
         assert kept <= self.files
         weights = load_file(output / "adapter_model.safetensors")
@@ -137,14 +142,14 @@ class Merge(Command):
         self.arguments()
         merge(self.place / "adapter", self.place / "merged")
         self.whole = (self.place / "merged" / "model.safetensors").read_bytes()
-        self.files = {each.name for each in (self.place / "merged").iterdir()}
+        self.files = names_in(self.place / "merged")
 
     def check(self) -> None:
         output = self.place / "merged"
         if not output.exists():
             merge(self.place / "adapter", output)
         assert not staging_path(output).exists()
-        assert {each.name for each in output.iterdir()} == self.files
+        assert names_in(output) == self.files
         assert (output / "model.safetensors").read_bytes() == self.whole
         assert json.loads((output / "merge.json").read_text())["checks"]
 
@@ -178,12 +183,11 @@ COMMANDS: dict[str, type[Any]] = {"train": Train, "merge": Merge, "eval": Eval}
 def started(python: str, command: Command, at: int, number: int) -> tuple[int, str, list[str]]:
     """Run it to its end or the strike; return its status, what it said on stderr, and the operations."""
     said = command.place.parent / "said"
-    options = [f"{command.place}/", str(at), str(int(number)), str(said), command.reads]
-    environment = {**os.environ, "PI_LORA_CACHE": str(command.place / "cache")}
+    options = [f"{command.place}/", str(at), str(number), str(said), command.reads]
     done = subprocess.run(
         [python, "-c", STRUCK, *options, *command.arguments()],
         cwd=command.place,
-        env=environment,
+        env={**os.environ, "PI_LORA_CACHE": str(command.place / "cache")},
         capture_output=True,
         text=True,
         timeout=300,
