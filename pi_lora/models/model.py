@@ -189,7 +189,7 @@ class Model:
 
     def check_origin(self) -> None:
         """Raise ModelError if the weights of the base are not those that the adapter was tuned on."""
-        if self.adapter and not self.permissions.allow_changed and not self.is_base_of(Run(self.adapter)):
+        if self.adapter and not self.permissions.allow_changed and not self.is_base_of(self.run):
             raise ModelError(
                 f"{self.adapter}: {self.base} ({self.folder}) has other weights than those that it was tuned on; "
                 "bring them back, or use these with --allow-changed"

@@ -34,7 +34,7 @@ LIST = BeforeValidator(_as_tuple)
 Texts = Annotated[tuple[str, ...], LIST]
 # A number of tokens, or as `16k`, which is 16,384.
 Tokens = Annotated[PositiveInt, BeforeValidator(as_tokens)]
-Windows = Annotated[tuple[Tokens, ...] | None, LIST]
+Windows = Annotated[tuple[Annotated[Tokens, Field(gt=1)], ...] | None, LIST]
 
 
 class Section(BaseModel):
