@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import record
-from experiment import BASE, BOOKS, ORIGINAL, STRIDE, TARGET, Command, run_missing, split_books, untuned
+from experiment import BASE, BOOKS, NOVELS, ORIGINAL, STRIDE, TARGET, Command, run_missing, split_books, untuned
 
 RESULTS = record.RESULTS / "chats"
 RUNS = Path("adapters/chats")
@@ -24,7 +24,7 @@ MIXTURES = {
     "{name: chats/train.jsonl, column: messages, weight: 0.15}",
 }
 # Two novels each of two authors who are not trained on.
-NOVELS, MEASURED = Path("100_english_novels/corpus"), "[FW]o[ro][ls]*_[AHLN]*"
+MEASURED = "[FW]o[ro][ls]*_[AHLN]*"
 
 
 def commands() -> Iterator[Command]:

@@ -1,11 +1,12 @@
 """SmolLM2-135M-Instruct from 8k to 16k tokens as docs/experiments.md plans it: which scaling to tune, with a control.
 
     python scripts/fetch_smollm2.py
-    python benchmarks/experiment.py --books FOLDER --short FOLDER
+    python benchmarks/experiment.py [--split]
 
-FOLDER of --books has one novel a file, named `AUTHOR_TITLE_YEAR.txt`; FOLDER of --short is written by convert_tasks.py.
-The experiment is a list of `pi-lora` commands, run in the root of the repository. A command whose result exists is left
-out, and an interrupted one continues: call the script again until it prints no command.
+The novels are in 100_english_novels/corpus, one a file, named `AUTHOR_TITLE_YEAR.txt`; --split only divides them by
+author. The questions are in short/, written by convert_tasks.py. The experiment is a list of `pi-lora` commands, run in
+the root of the repository. A command whose result exists is left out, and an interrupted one continues: call the script
+again until it prints no command.
 """
 
 import argparse
@@ -15,10 +16,13 @@ import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+import record
+
 RESULTS = Path("benchmarks/results/smollm2_16k")
+NOVELS, SHORT = Path("100_english_novels/corpus"), Path("short")
 BASE = "models/smollm2_135m_instruct"
 BOOKS = Path("books_16k")
-RUNS = Path("adapters/smollm2_16k")
+RUNS, MERGED = Path("adapters/smollm2_16k"), Path("models/smollm2_16k")
 ORIGINAL, TARGET = 8192, 16384
 # Of the second stride a token beyond 8k has at least 6k of context in a window of 8k.
 STRIDE, SHORT_STRIDE = 8192, 2048
@@ -107,12 +111,17 @@ def tuned(name: str) -> list[str]:
     return [str(RUNS / name)]
 
 
+def merging(name: str) -> Command:
+    """Return the command that merges a run, and the file that says that the merged model is complete."""
+    return MERGED / name / "config.json", ["merge", *tuned(name), "--output", str(MERGED / name)]
+
+
 def measured(file: Path) -> float:
     """Return the perplexity of the longest window."""
     return float(json.loads(file.read_bytes())["windows"][-1]["perplexity"])
 
 
-def commands(short: Path) -> Iterator[Command]:
+def commands() -> Iterator[Command]:
     """Yield the commands in order; those after a choice depend on the results before it."""
     # Rates, and the best untuned and tuned scaling, by validation novels alone.
     chosen: dict[str, str] = {}
@@ -141,9 +150,12 @@ def commands(short: Path) -> Iterator[Command]:
         rows[scaling] = measured(row[0])
     best_tuned = min(rows, key=rows.__getitem__)
 
-    # Once, on novels and passkeys that chose nothing.
+    # Once, on novels and passkeys that chose nothing, and of the tuned models as they are served: merged.
+    for name in (*SCALINGS, CONTROL):
+        yield merging(name)
     models = {"base": [BASE], **{f"untuned {scaling}": untuned(scaling) for scaling in SCALINGS}}
-    models |= {f"tuned {scaling}": tuned(scaling) for scaling in SCALINGS} | {CONTROL: tuned(CONTROL)}
+    models |= {f"tuned {scaling}": [str(MERGED / scaling)] for scaling in SCALINGS}
+    models[CONTROL] = [str(MERGED / CONTROL)]
     best = f"tuned {best_tuned}"
     for row, model in models.items():
         yield perplexity(row, model, "test", f"{ORIGINAL},{TARGET}")
@@ -155,7 +167,7 @@ def commands(short: Path) -> Iterator[Command]:
             window = () if "--target" in model else ("--target", str(TARGET))
             yield score("passkey", row, model, *window, "--depths", "8", "--trials", "3", "--seed", "5")
     for row in ("base", best):
-        files = ",".join(f"{task}={short}/{task}.jsonl" for task in QUESTIONS)
+        files = ",".join(f"{task}={SHORT}/{task}.jsonl" for task in QUESTIONS)
         limit = ("--tasks", ",".join(QUESTIONS), "--data", files, "--limit", "500", "--window", "2048")
         yield score("benchmarks", row, models[row], *limit)
     # RULER: the two tasks that the base does best at 4k, on other prompts than those that count.
@@ -172,22 +184,24 @@ def commands(short: Path) -> Iterator[Command]:
 
 
 def run_missing(commands: Iterable[Command]) -> None:
-    """Run the commands whose result does not exist."""
+    """Run the commands whose result does not exist, and note on what machine a result was measured."""
     for file, words in commands:
         if not file.exists():
             print("pi-lora", *words, file=sys.stderr, flush=True)
             subprocess.run([Path(sys.executable).with_name("pi-lora"), *words], check=True)
+            if words[0] == "eval":
+                record.write_row(f"{file.parent.name}/machines", (file.stem,), {})
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--books", type=Path, required=True)
-    parser.add_argument("--short", type=Path, required=True)
+    parser.add_argument("--split", action="store_true", help="only divide the novels by author")
     options = parser.parse_args()
     if not (BOOKS / "test").is_dir():
-        split_books(options.books)
-    RESULTS.mkdir(exist_ok=True)
-    run_missing(commands(options.short))
+        split_books(NOVELS)
+    if not options.split:
+        RESULTS.mkdir(exist_ok=True)
+        run_missing(commands())
 
 
 if __name__ == "__main__":

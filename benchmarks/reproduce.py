@@ -32,11 +32,11 @@ not part of this repository:
 
     git clone https://github.com/computationalstylistics/100_english_novels
     git -C 100_english_novels checkout 143e601
-    python benchmarks/smollm2.py --books 100_english_novels/corpus --split
+    python benchmarks/experiment.py --split
 
-The last line links each novel into `books/train`, `books/held-out` or `books/test`, by its author. No author of a
-measured novel is trained on. **The short benchmarks** are BoolQ, PIQA and WinoGrande as their authors publish them,
-converted by `python benchmarks/convert_tasks.py DATA FOLDER`.
+The last line writes novels into `books_16k/train`, `validation` and `test`, by their authors. **The short benchmarks**
+are BoolQ, PIQA and WinoGrande as their authors publish them, converted by
+`python benchmarks/convert_tasks.py DATA short`.
 """
 UNTUNED, RESULTS = "--scalings pi,yarn,theta,llama3,dynamic", "benchmarks/results"
 FETCH, NOVELS_HERE = "scripts/fetch_smollm2.py", "100_english_novels/corpus"
@@ -115,18 +115,11 @@ FIGURES: dict[str, Figure] = {
         "0.1",
     ),
     "smollm2": Figure(
-        "[SmolLM2-135M from 8k to 16k](../docs/results.md#a-model-that-others-trained)",
-        (FETCH, f"benchmarks/smollm2.py --books {NOVELS_HERE} --short short"),
-        "`smollm2.json`",
-        "the novels; the short benchmarks in `short/`",
-        "8; continues",
-    ),
-    "experiment": Figure(
-        "[which scaling to tune](../docs/results.md#which-scaling-to-tune-against-a-control)",
-        (FETCH, f"benchmarks/experiment.py --books {NOVELS_HERE} --short short"),
+        "[SmolLM2-135M from 8k to 16k](../docs/results.md#a-model-that-others-trained): the scalings, and a control",
+        (FETCH, "benchmarks/experiment.py"),
         "`smollm2_16k/`",
         "the novels; the short benchmarks in `short/`",
-        "10; continues",
+        "16; continues",
     ),
     "chats": Figure(
         "[what chats in the mixture keep](../docs/results.md#what-chats-in-the-mixture-keep) of an instruct model",

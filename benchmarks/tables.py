@@ -12,10 +12,10 @@ import tables_gpu
 import tables_smollm2
 from pages import machines_of, made_on, mean_and_range, table, write_block
 from reproduce import index
-from tables_smollm2 import table_of_perplexity
 
 from pi_lora.evaluation.intervals import wilson
 from pi_lora.evaluation.suite import MEASUREMENTS
+from pi_lora.report.comparison import compare
 
 HERE = Path(__file__).parent
 DOCS = record.ROOT / "docs"
@@ -111,6 +111,12 @@ def chats(_: Result) -> Lines:
     yield from table(
         head, [(name, *(cells.get(model, "not asked") for model in models)) for name, cells in rows.items()]
     )
+    yield "\nWith chats beside without, paired, 95 %:\n"
+    for name in ("chat", "perplexity"):
+        for row in compare(*map(MEASUREMENTS[name].scores.model_validate, record.read(f"chats/{name}-tuned"))):
+            if row.interval:
+                low, high = row.interval
+                yield f"- {row.measurement}: {row.change:+.3f}{row.unit and f' {row.unit}'} ({low:+.3f} to {high:+.3f})"
 
 
 def methods(result: Result) -> Lines:
@@ -143,7 +149,7 @@ def rates(result: Result) -> Lines:
 # Page, name of the block in it, name of the result, and what writes its tables.
 BLOCKS: list[tuple[Path, str, str, Callable[[Result], Iterable[str]]]] = [
     (DOCS / "performance.md", "gpu", "gpu", tables_gpu.tables),
-    (DOCS / "results.md", "smollm2", "smollm2", tables_smollm2.tables),
+    (DOCS / "results.md", "smollm2", "smollm2_16k/machines", tables_smollm2.tables),
     (DOCS / "results.md", "probe_builtin", "probe_builtin", probe),
     (DOCS / "results.md", "probe_smollm2", "probe_smollm2", probe),
     (DOCS / "results.md", "chats", "chats/chat-tuned", chats),
@@ -151,7 +157,7 @@ BLOCKS: list[tuple[Path, str, str, Callable[[Result], Iterable[str]]]] = [
     (DOCS / "experiments.md", "rates", "methods", rates),
     (DOCS / "engines.md", "engines", "engines", engines),
     (DOCS / "merging.md", "merge", "merge", merge),
-    (record.ROOT / "README.md", "smollm2", "smollm2", table_of_perplexity),
+    (record.ROOT / "README.md", "smollm2", "smollm2_16k/machines", tables_smollm2.readme),
 ]
 
 
@@ -160,7 +166,7 @@ def write_pages() -> None:
     (HERE / "README.md").write_text(index(), encoding="utf-8")
     for place, name, script, write in BLOCKS:
         write_block(place, name, text_of(script, write))
-    tables_smollm2.picture(record.read("smollm2"), DOCS / "smollm2.png")
+    tables_smollm2.picture(DOCS / "smollm2.png")
 
 
 if __name__ == "__main__":

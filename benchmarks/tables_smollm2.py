@@ -1,99 +1,171 @@
-"""The tables and the picture of SmolLM2 at 16k, from benchmarks/results/smollm2.json."""
+"""The tables and the picture of SmolLM2 at 16k, from the results of experiment.py: of the rows that are measured."""
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
-from pages import made_on, table
+import record
+from experiment import CONTROL, ORIGINAL, SHORT_STRIDE, TARGET
+from pages import machines_of, table
 
-from pi_lora.evaluation.intervals import wilson
-from pi_lora.evaluation.suite import MEASUREMENTS
-from pi_lora.report.card import comparison_picture
+from pi_lora.drawing import draw_curves, figure_of, save
+from pi_lora.evaluation.benchmarks import BenchmarkScores
+from pi_lora.evaluation.intervals import of_means, wilson
+from pi_lora.report.comparison import compare
 
-MODELS = {"base": "base", "pi": "PI, step 0", "tuned": "PI, tuned"}
-SAME_BUDGET = {"direct": "direct", "yarn": "YaRN", "pi": "PI"}
+RESULTS, BEST = "smollm2_16k", "tuned yarn"
+MODELS = {
+    "base": "base",
+    "untuned pi": "PI, untuned",
+    "untuned yarn": "YaRN, untuned",
+    "untuned theta": "theta, untuned",
+    "tuned pi": "PI, tuned",
+    "tuned theta": "theta, tuned",
+    BEST: "YaRN, tuned: the released adapter",
+    CONTROL: "control: tuned at 8k without scaling",
+}
+IN_README = ("base", "untuned yarn", "tuned pi", BEST, CONTROL)
 
 Result = Mapping[str, Any]
 
 
-def retrieved(scores: Result) -> str:
-    """The passkeys that were retrieved, with the interval, and k_max."""
-    successes = round(sum(depth["success_rate"] * depth["trials"] for depth in scores["depths"]))
-    trials = sum(depth["trials"] for depth in scores["depths"])
-    low, high = wilson(successes / trials, trials)
-    return f"{successes} of {trials} ({low:.0%} to {high:.0%}), k_max {scores['k_max']:,}"
+def scores_of(measurement: str, row: str) -> Result:
+    """The scores of a row; empty until they are measured."""
+    return record.read(f"{RESULTS}/{measurement}-{row}".replace(" ", "-"))
 
 
-def perplexities(scores: Result) -> list[str]:
-    """The cells of a sweep."""
-    return [f"{row['perplexity']:.2f}" for row in scores["windows"]]
+def by_novel(scores: Result, window: int) -> dict[str, float]:
+    """The mean loss in nats a token of the documents of each novel, which all have the same length."""
+    losses: dict[str, list[float]] = {}
+    for document in scores["per_document"]:
+        loss = math.log(perplexity_at(document, window))
+        losses.setdefault(Path(document["name"]).stem.removesuffix("_half"), []).append(loss)
+    return {novel: fmean(each) for novel, each in losses.items()}
 
 
-def table_of_perplexity(result: Result) -> Iterator[str]:
-    """Perplexity by window, and passkeys at the longest, a model a row."""
-    titles = [f"perplexity at {row['window'] // 1024}k" for row in result["perplexity base"]["windows"]]
-    rows = [
-        [title, *perplexities(result[f"perplexity {which}"]), retrieved(result[f"passkey {which}"])]
-        for which, title in MODELS.items()
-    ]
-    yield f"{made_on(result['perplexity tuned']['machine'])}\n"
-    yield from table(["model", *titles, "passkeys at 16k"], rows)
+def perplexity_at(scores: Result, window: int) -> float:
+    [perplexity] = [row["perplexity"] for row in scores["windows"] if row["window"] == window]
+    return float(perplexity)
 
 
-def tables(result: Result) -> Iterator[str]:
-    """Perplexity, passkeys with intervals, the novels kept aside, a small budget, the short benchmarks, RULER."""
-    yield from table_of_perplexity(result)
-    scores = result["perplexity base"]
-    yield f"\nPerplexity: {scores['windows'][-1]['tokens']:,} tokens, the same in every column: the first"
-    yield f"{scores['truncate']:,} of {books(scores)}; stride {scores['stride']:,}, {scores['dtype']}.\n"
-    windows = [f"{row['window'] // 1024}k" for row in scores["windows"]]
-    aside = [(MODELS[which], *perplexities(result[f"test perplexity {which}"])) for which in ("base", "tuned")]
-    yield from table(("kept aside while tunings were chosen", *windows), aside)
-    unseen = result["test perplexity tuned"]
-    yield f"\nPerplexity: the first {unseen['truncate']:,} tokens of each of {books(unseen)}.\n"
-    few = [(title, *perplexities(result[f"perplexity {name}, same budget"])) for name, title in SAME_BUDGET.items()]
-    yield from table(("tuned on 81,920 tokens", *windows), few)
-    yield ""
-    yield from short_benchmarks(result)
-    yield ""
-    yield from ruler(result)
+def change(before: Result, after: Result) -> str:
+    """The change from one model's perplexity at 8k to another's at 16k, in percent, with the interval over novels.
+
+    >>> def scores(window, *perplexities):
+    ...     names = ("Emma.txt", "Emma_half.txt", "Kim.txt")
+    ...     windows = ([{"window": window, "perplexity": each}] for each in perplexities)
+    ...     return {"per_document": [{"name": name, "windows": row} for name, row in zip(names, windows, strict=True)]}
+    >>> change(scores(8192, 20, 20, 10), scores(16384, 18, 20, 9.5))
+    '-5.1 % (-5.9 to -4.2)'
+    """
+    if not before:
+        return ""
+    losses = by_novel(before, ORIGINAL)
+    pairs = [(losses[novel], loss, 1.0) for novel, loss in by_novel(after, TARGET).items()]
+    bounds = fmean(new - old for old, new, _ in pairs), *(of_means([pairs]) or ())
+    mean, *interval = (f"{100 * math.expm1(bound):+.1f}" for bound in bounds)
+    return f"{mean} % ({' to '.join(interval)})"
 
 
-def books(scores: Result) -> str:
-    """The names of the measured novels."""
-    return ", ".join(document["name"].rpartition("/")[2] for document in scores["per_document"])
+def retrieved(row: str) -> str:
+    """The passkeys that were retrieved, with the interval."""
+    if not (scores := scores_of("passkey", row)):
+        return ""
+    outcomes = [outcome for depth in scores["depths"] for outcome in depth["outcomes"]]
+    return f"{sum(outcomes)} of {len(outcomes)} {percent(fmean(outcomes), len(outcomes))}"
 
 
-def short_benchmarks(result: Result) -> Iterator[str]:
-    """Accuracy in percent with a standard error, a task a row."""
-    both = [result[f"short {which}"]["tasks"] for which in ("base", "tuned")]
+def percent(share: float, trials: int) -> str:
+    """Wilson's interval of a share."""
+    low, high = wilson(share, trials)
+    return f"({low:.0%} to {high:.0%})"
+
+
+def perplexities(rows: Iterable[str]) -> Iterator[str]:
+    """Perplexity at 8k and 16k, the changes from 8k of the base and of the control, and passkeys, a model a row."""
+    measured = {row: scores for row in rows if (scores := scores_of("perplexity", f"test {row}"))}
+    cells = []
+    for row, scores in measured.items():
+        both = (f"{perplexity_at(scores, window):.2f}" for window in (ORIGINAL, TARGET))
+        changes = (change(measured.get(other, {}), scores) for other in ("base", CONTROL))
+        cells.append((MODELS[row], *both, *changes, retrieved(row)))
+    beside = (f"16k beside the {other} at 8k" for other in ("base", CONTROL))
+    yield from table(("model", "perplexity at 8k", "at 16k", *beside, "passkeys at 16k"), cells)
+    yield (
+        f"\n{scores['documents']} documents of {scores['truncate']:,} tokens from {len(by_novel(scores, TARGET))} "
+        f"novels, stride {scores['stride']:,}, {scores['dtype']}; 95 % intervals, paired by novel.\n"
+    )
+
+
+def readme(machines: Result) -> Iterator[str]:
+    """The rows that the README shows, and where they were measured."""
+    yield from perplexities(IN_README)
+    yield from machines_of({name: row for name, row in machines.items() if name.startswith("perplexity-test")})
+
+
+def tables(machines: Result) -> Iterator[str]:
+    """All rows; what a window of 16k gains; RULER; the short benchmarks; what bfloat16 changes; the machines."""
+    yield from perplexities(MODELS)
+    yield from with_stride()
+    yield from ruler()
+    yield from short_benchmarks()
+    yield from float32()
+    yield from machines_of(machines)
+
+
+def with_stride() -> Iterator[str]:
+    """What a window of 16k changes beside a window of 8k that moves by 2,048 tokens, a model of 8k a row."""
     rows = []
-    for name, base in both[0].items():
-        cells = [f"{100 * tasks[name]['acc']:.1f} ± {100 * tasks[name]['stderr']:.1f}" for tasks in both]
-        rows.append((name, base["examples"], *cells))
-    yield from table(("task", "examples", "base", "PI, tuned"), rows)
+    for row in (BEST, CONTROL, "base"):
+        if scores := scores_of("perplexity", f"test {row} stride {SHORT_STRIDE}"):
+            best = change(scores, scores_of("perplexity", f"test {BEST}"))
+            rows.append((MODELS[row], f"{perplexity_at(scores, ORIGINAL):.2f}", best))
+    if rows:
+        head = ("model", f"perplexity at 8k, stride {SHORT_STRIDE:,}", "the released adapter at 16k beside it")
+        yield from table(head, rows)
+        yield ""
 
 
-def ruler(result: Result) -> Iterator[str]:
-    """RULER's scores in percent with two standard errors, a model and window a row."""
-    rows = []
-    for name, where in (("base", "within"), ("tuned", "within"), ("base", "beyond"), ("tuned", "beyond")):
-        scores = result[f"ruler {name} {where}"]
-        for length in scores["lengths"]:
-            tasks = {task: f"{100 * row['score']:.0f}" for task, row in length["tasks"].items()}
-            mean = f"{100 * length['score']:.0f} ± {200 * length['stderr']:.0f}"
-            rows.append((MODELS[name], f"{length['window']:,}", scores["samples"], *tasks.values(), mean))
-    yield from table(("RULER", "window", "prompts of a task", *tasks, "mean"), rows)
-    yield "\nRULER: % of the answers, greedily written, with two standard errors of the mean over these tasks."
+def ruler() -> Iterator[str]:
+    """The share of the answers, a model a row; first those of the base at 4k that chose the tasks."""
+    for row in ("base at 4k", *MODELS):
+        if scores := scores_of("ruler", row):
+            [length] = scores["lengths"]
+            tasks = length["tasks"].items()
+            said = (f"{name} {task['score']:.0%} {percent(task['score'], task['samples'])}" for name, task in tasks)
+            yield f"RULER, {MODELS.get(row, row)}, {scores['samples']} prompts of a task: {', '.join(said)}.\n"
 
 
-def picture(result: Result, file: Path) -> None:
-    """Perplexity and passkeys of the models of the first table."""
-    panels = [
-        {
-            title: MEASUREMENTS[name].scores.model_validate({"options": {}, **result[f"{name} {which}"]})
-            for which, title in MODELS.items()
-        }
-        for name in ("perplexity", "passkey")
-    ]
-    comparison_picture(panels, 8192, file)
+def short_benchmarks() -> Iterator[str]:
+    """Accuracy of the base and of the best, a task a row, with the paired interval of the change."""
+    both = [scores_of("benchmarks", row) for row in ("base", BEST)]
+    if all(both):
+        rows = []
+        for row in compare(*map(BenchmarkScores.model_validate, both)):
+            interval = " to ".join(f"{bound:+.1f}" for bound in row.interval or ())
+            rows.append((row.measurement, f"{row.base:.1f}", f"{row.run:.1f}", interval))
+        yield from table(("500 questions each", "base", MODELS[BEST], "change in points"), rows)
+        yield ""
+
+
+def float32() -> Iterator[str]:
+    """What bfloat16 changes of the documents that were also measured in float32."""
+    for row in ("base", BEST):
+        if exact := scores_of("perplexity", f"test {row} float32"):
+            for novel, loss in by_novel(exact, TARGET).items():
+                off = by_novel(scores_of("perplexity", f"test {row}"), TARGET)[novel] - loss
+                yield f"{MODELS[row]}, {novel}: bfloat16 changes the loss by {off:+.4f} nats a token.\n"
+
+
+def picture(file: Path) -> None:
+    """The loss by position."""
+    curves = {
+        title: [(part["from"], part["loss"]) for part in scores["by_position"]["bins"]]
+        for row, title in MODELS.items()
+        if (scores := scores_of("perplexity", f"test {row}"))
+    }
+    axes = {"xlabel": "tokens before, in the window", "ylabel": "loss (nats a token)"}
+    save(figure_of(partial(draw_curves, curves, **axes), window=ORIGINAL), file)

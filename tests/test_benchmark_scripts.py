@@ -20,9 +20,9 @@ import experiment  # noqa: E402
 import gpu  # noqa: E402
 import record  # noqa: E402
 import reproduce  # noqa: E402
-import smollm2  # noqa: E402
 import tables  # noqa: E402
 import tables_gpu  # noqa: E402
+import tables_smollm2  # noqa: E402
 from on_gpu import longest, parts  # noqa: E402
 from on_gpu.setting import TINY, setting_of  # noqa: E402
 from pages import block  # noqa: E402
@@ -143,7 +143,7 @@ def test_mfu_stands_beside_the_share_of_the_measured_product() -> None:
     ]
 
 
-@pytest.mark.parametrize("module", [compare_methods, longest])
+@pytest.mark.parametrize("module", [compare_methods, longest, tables_smollm2])
 def test_examples(module: ModuleType) -> None:
     failed, tried = doctest.testmod(module)
     assert tried > failed == 0
@@ -156,14 +156,14 @@ def test_every_method_that_is_compared_is_a_recipe(words: list[str]) -> None:
 
 def test_the_commands_of_the_experiments_parse(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
-    words = [["eval", *each] for _, each in smollm2.commands(Path("short"))]
+    words = [each for _, each in chats.commands()]
     windows = [{"perplexity": 1.0}]
     lengths = [{"tasks": {task: {"score": 1.0} for task in ("ruler_vt", "ruler_cwe", "ruler_fwe")}}]
-    for file, each in experiment.commands(Path("short")):
+    for file, each in experiment.commands():
         words.append(each)
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(json.dumps({"windows": windows, "lengths": lengths}))
-    for each in [*words, *(each for _, each in chats.commands())]:
+    for each in words:
         app.parse_args(each, exit_on_error=False, print_error=False)
 
 
