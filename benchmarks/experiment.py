@@ -77,8 +77,11 @@ def score(measurement: str, row: str, model: list[str], *options: str) -> Comman
 
 
 def perplexity(row: str, model: list[str], part: str, windows: str, *options: str, stride: int = STRIDE) -> Command:
-    """Return the command that measures the first 16,384 tokens of each document of a part of the novels."""
-    text = ("--data", str(BOOKS / part), "--windows", windows, "--stride", str(stride), "--truncate", str(TARGET))
+    """Return the command that measures the first 16,384 tokens of each document of a part of the novels; with the short
+    stride, of the beginnings of novels alone.
+    """
+    documents = BOOKS / part / "*[0-9].txt" if stride == SHORT_STRIDE else BOOKS / part
+    text = ("--data", str(documents), "--windows", windows, "--stride", str(stride), "--truncate", str(TARGET))
     return score("perplexity", f"{part} {row}", model, *text, *options)
 
 

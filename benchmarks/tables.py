@@ -150,6 +150,7 @@ def rates(result: Result) -> Lines:
 BLOCKS: list[tuple[Path, str, str, Callable[[Result], Iterable[str]]]] = [
     (DOCS / "performance.md", "gpu", "gpu", tables_gpu.tables),
     (DOCS / "results.md", "smollm2", "smollm2_16k/machines", tables_smollm2.tables),
+    (DOCS / "experiments.md", "validation", "smollm2_16k/perplexity-validation-tuned-yarn", tables_smollm2.validation),
     (DOCS / "results.md", "probe_builtin", "probe_builtin", probe),
     (DOCS / "results.md", "probe_smollm2", "probe_smollm2", probe),
     (DOCS / "results.md", "chats", "chats/chat-tuned", chats),

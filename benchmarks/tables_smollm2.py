@@ -8,7 +8,7 @@ from statistics import fmean
 from typing import Any
 
 import record
-from experiment import CONTROL, ORIGINAL, SHORT_STRIDE, TARGET
+from experiment import CONTROL, ORIGINAL, RATES, SCALINGS, SHORT_STRIDE, STEPS, TARGET, TRIAL_STEPS
 from pages import machines_of, table
 
 from pi_lora.drawing import draw_curves, figure_of, save
@@ -37,12 +37,16 @@ def scores_of(measurement: str, row: str) -> Result:
     return record.read(f"{RESULTS}/{measurement}-{row}".replace(" ", "-"))
 
 
-def by_novel(scores: Result, window: int) -> dict[str, float]:
-    """The mean loss in nats a token of the documents of each novel, which all have the same length."""
+def by_novel(scores: Result, window: int, measured: Result | None = None) -> dict[str, float]:
+    """The mean loss in nats a token of the documents of each novel, which all have the same length; of the documents
+    that others are `measured` on as well.
+    """
+    names = {document["name"] for document in (measured or scores)["per_document"]}
     losses: dict[str, list[float]] = {}
     for document in scores["per_document"]:
-        loss = math.log(perplexity_at(document, window))
-        losses.setdefault(Path(document["name"]).stem.removesuffix("_half"), []).append(loss)
+        if document["name"] in names:
+            novel = Path(document["name"]).stem.removesuffix("_half")
+            losses.setdefault(novel, []).append(math.log(perplexity_at(document, window)))
     return {novel: fmean(each) for novel, each in losses.items()}
 
 
@@ -64,7 +68,7 @@ def change(before: Result, after: Result) -> str:
     if not before:
         return ""
     losses = by_novel(before, ORIGINAL)
-    pairs = [(losses[novel], loss, 1.0) for novel, loss in by_novel(after, TARGET).items()]
+    pairs = [(losses[novel], loss, 1.0) for novel, loss in by_novel(after, TARGET, before).items()]
     bounds = fmean(new - old for old, new, _ in pairs), *(of_means([pairs]) or ())
     mean, *interval = (f"{100 * math.expm1(bound):+.1f}" for bound in bounds)
     return f"{mean} % ({' to '.join(interval)})"
@@ -116,6 +120,17 @@ def tables(machines: Result) -> Iterator[str]:
     yield from machines_of(machines)
 
 
+def validation(_: Result) -> Iterator[str]:
+    """Perplexity of the novels that chose, a scaling a row: untuned, after 32 steps by rate, after all steps."""
+    rows = []
+    for scaling in (*SCALINGS, CONTROL):
+        names = (f"untuned {scaling}", *(f"{scaling}_{rate}" for rate in RATES), f"tuned {scaling}")
+        cells = (scores_of("perplexity", f"validation {name}") for name in names)
+        rows.append((scaling, *(f"{each['windows'][-1]['perplexity']:.2f}" if each else "" for each in cells)))
+    trials = (f"{TRIAL_STEPS} steps at {rate}" for rate in RATES)
+    yield from table(("", "untuned", *trials, f"{STEPS} steps at the best rate"), rows)
+
+
 def with_stride() -> Iterator[str]:
     """What a window of 16k changes beside a window of 8k that moves by 2,048 tokens, a model of 8k a row."""
     rows = []
@@ -124,9 +139,8 @@ def with_stride() -> Iterator[str]:
             best = change(scores, scores_of("perplexity", f"test {BEST}"))
             rows.append((MODELS[row], f"{perplexity_at(scores, ORIGINAL):.2f}", best))
     if rows:
-        head = ("model", f"perplexity at 8k, stride {SHORT_STRIDE:,}", "the released adapter at 16k beside it")
-        yield from table(head, rows)
-        yield ""
+        yield from table(("model", f"at 8k, stride {SHORT_STRIDE:,}", "the released adapter at 16k beside it"), rows)
+        yield "\nOf the beginnings of the novels.\n"
 
 
 def ruler() -> Iterator[str]:
@@ -140,15 +154,12 @@ def ruler() -> Iterator[str]:
 
 
 def short_benchmarks() -> Iterator[str]:
-    """Accuracy of the base and of the best, a task a row, with the paired interval of the change."""
+    """Accuracy of the base and of the best by task, with the paired interval of the change."""
     both = [scores_of("benchmarks", row) for row in ("base", BEST)]
     if all(both):
-        rows = []
         for row in compare(*map(BenchmarkScores.model_validate, both)):
             interval = " to ".join(f"{bound:+.1f}" for bound in row.interval or ())
-            rows.append((row.measurement, f"{row.base:.1f}", f"{row.run:.1f}", interval))
-        yield from table(("500 questions each", "base", MODELS[BEST], "change in points"), rows)
-        yield ""
+            yield f"{row.measurement}, 500 questions: {row.base:.1f} and {row.run:.1f} %, changed by {interval}.\n"
 
 
 def float32() -> Iterator[str]:
