@@ -24,8 +24,8 @@ MODELS = {
     "untuned theta": "theta, untuned",
     "tuned pi": "PI, tuned",
     "tuned theta": "theta, tuned",
-    BEST: "YaRN, tuned: the released adapter",
-    CONTROL: "control: tuned at 8k without scaling",
+    BEST: "YaRN, tuned: released",
+    CONTROL: "control: tuned at 8k",
 }
 IN_README = ("base", "untuned yarn", "tuned pi", BEST, CONTROL)
 
@@ -99,8 +99,8 @@ def perplexities(rows: Iterable[str]) -> Iterator[str]:
     beside = (f"16k beside the {other} at 8k" for other in ("base", CONTROL))
     yield from table(("model", "perplexity at 8k", "at 16k", *beside, "passkeys at 16k"), cells)
     yield (
-        f"\n{scores['documents']} documents of {scores['truncate']:,} tokens from {len(by_novel(scores, TARGET))} "
-        f"novels, stride {scores['stride']:,}, {scores['dtype']}; 95 % intervals, paired by novel.\n"
+        f"\n{scores['documents']} documents of {TARGET:,} tokens from {len(by_novel(scores, TARGET))} novels, "
+        f"stride {scores['stride']:,}, {scores['dtype']}; 95 % intervals, paired by novel.\n"
     )
 
 
