@@ -147,10 +147,10 @@ def ruler() -> Iterator[str]:
     """The share of the answers, a model a row; first those of the base at 4k that chose the tasks."""
     for row in ("base at 4k", *MODELS):
         if scores := scores_of("ruler", row):
-            [length] = scores["lengths"]
+            [length], samples = scores["lengths"], scores["options"]["samples"]
             tasks = length["tasks"].items()
-            said = (f"{name} {task['score']:.0%} {percent(task['score'], task['samples'])}" for name, task in tasks)
-            yield f"RULER, {MODELS.get(row, row)}, {scores['samples']} prompts of a task: {', '.join(said)}.\n"
+            said = (f"{name} {task['score']:.0%} {percent(task['score'], samples)}" for name, task in tasks)
+            yield f"RULER, {MODELS.get(row, row)}, {samples} prompts of a task: {', '.join(said)}.\n"
 
 
 def short_benchmarks() -> Iterator[str]:
