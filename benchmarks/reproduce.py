@@ -231,11 +231,12 @@ def reproduce(name: str) -> None:
 
 
 def main() -> None:
-    if len(sys.argv) != 2 or sys.argv[1] not in FIGURES:
+    name = sys.argv[-1]
+    if name not in FIGURES:
         sys.exit(f"reproduce: name one of {', '.join(FIGURES)}")
     from tables import write_pages
 
-    reproduce(sys.argv[1])
+    reproduce(name)
     write_pages()
 
 

@@ -4,9 +4,9 @@
 
 For each method the learning rate is chosen first: that of the lowest perplexity at the target on validation documents,
 with one seed, among rates twice as far apart until the best is neither the first nor the last. Then three seeds with
-that rate, and every scaling without tuning, are measured on test documents. What is finished stays in `comparison/`,
-and the command goes on where it was interrupted. The tables in docs/results.md and benchmarks/results/methods.json are
-written when every row is complete.
+that rate, and every scaling without tuning, are measured on test documents. Runs stay in `comparison/` and scores in
+benchmarks/results/methods/, and the command goes on where it was interrupted. The tables in docs/results.md and
+benchmarks/results/methods.json are written when every row is complete.
 """
 
 import json
@@ -27,7 +27,7 @@ from pi_lora.writing import write_json
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "benchmarks"))
-from record import machine, write  # noqa: E402
+from record import RESULTS, machine, write  # noqa: E402
 from tables import write_pages  # noqa: E402
 
 RUNS = Path("comparison")
@@ -59,35 +59,36 @@ METHODS: dict[str, tuple[str, list[str]]] = {
 }
 
 
-def tuned(name: str, rate: float, seed: int) -> Path:
-    """Tune a method with a rate and a seed, or find the run that did."""
+def tuned(name: str, rate: float, seed: int, choice: PerplexityOptions) -> dict:
+    """The scores of a method with a rate and a seed, tuned first where no run did that."""
     run = RUNS / f"{name}-{rate:g}-{seed}"
-    if not run.exists():
-        # The same arithmetic on every processor, so that rows of two of them compare.
-        common = [f"training.steps={STEPS}", "training.precision=float32", f"training.learning_rate={rate:g}"]
-        seeds = [f"training.seed={seed}", f"data.seed={seed}"]
-        words = ["train", str(ROOT / "recipes" / "demo.yaml"), *common, *METHODS[name][1], *seeds]
-        print(f"$ pi-lora {' '.join(words)} --output {run}", flush=True)
-        resume = ["--resume"] if staging_path(run).exists() else []
-        subprocess.run([sys.executable, "-m", "pi_lora", *words, "--output", str(run), *resume], check=True)
-    return run
+
+    def tune() -> str:
+        if not run.exists():
+            # The same arithmetic on every processor, so that rows of two of them compare.
+            common = [f"training.steps={STEPS}", "training.precision=float32", f"training.learning_rate={rate:g}"]
+            seeds = [f"training.seed={seed}", f"data.seed={seed}"]
+            words = ["train", str(ROOT / "recipes" / "demo.yaml"), *common, *METHODS[name][1], *seeds]
+            print(f"$ pi-lora {' '.join(words)} --output {run}", flush=True)
+            resume = ["--resume"] if staging_path(run).exists() else []
+            subprocess.run([sys.executable, "-m", "pi_lora", *words, "--output", str(run), *resume], check=True)
+        return str(run)
+
+    return measured(run.name, choice, tune)
 
 
-def measured(
-    model: str, choice: PerplexityOptions, stretch: Extension | None = None, folder: Path | None = None
-) -> dict:
-    """The scores of a model with these documents, which are kept in the folder of a run or in `folder`."""
-    kept = (folder or Path(model)) / f"{choice.split}-{TRIALS}.json"
+def measured(row: str, choice: PerplexityOptions, model: Callable[[], str], stretch: Extension | None = None) -> dict:
+    """The scores of a model with these documents, which are kept as those of a row."""
+    kept = RESULTS / "methods" / f"{row}-{choice.split}.json"
     if kept.exists():
         return json.loads(kept.read_text())
-    loaded = load(model, stretch)
+    loaded = load(model(), stretch)
     perplexity = Perplexity().run(loaded, choice, Session())
-    found = {"perplexity": {str(row.window): row.perplexity for row in perplexity.windows}, "machine": machine()}
+    found = {"perplexity": {str(each.window): each.perplexity for each in perplexity.windows}, "machine": machine()}
     if choice is TEST:
         asked = PasskeyOptions(target=TARGET, depths=DEPTHS, trials=TRIALS, seed=SEED)
         passkey = Passkey().run(loaded, asked, Session())
         found |= {"k_max": passkey.k_max, "success_rate": sum(row.success_rate for row in passkey.depths) / DEPTHS}
-    kept.parent.mkdir(parents=True, exist_ok=True)
     write_json(kept, found)
     return found
 
@@ -110,17 +111,17 @@ def compared(name: str) -> tuple[dict[str, dict], list[dict]]:
 
     def score(rate: float) -> float:
         if rate not in tried:
-            tried[rate] = measured(str(tuned(name, rate, 0)), VALIDATION)
+            tried[rate] = tuned(name, rate, 0, VALIDATION)
         return tried[rate]["perplexity"][str(TARGET)]
 
     best = min(rates_of(score), key=score)
-    runs = [measured(str(tuned(name, best, seed)), TEST) for seed in range(SEEDS)]
+    runs = [tuned(name, best, seed, TEST) for seed in range(SEEDS)]
     return {f"{rate:g}": tried[rate] for rate in sorted(tried)}, runs
 
 
 def untuned(label: str) -> dict:
     """The test scores of the built-in model with a scaling and no tuning."""
-    return measured("builtin:tiny", TEST, UNTUNED[label], RUNS / label.replace(": ", "-").replace(", ", "-"))
+    return measured(label.replace(": ", "-").replace(", ", "-"), TEST, lambda: "builtin:tiny", UNTUNED[label])
 
 
 def main() -> None:
