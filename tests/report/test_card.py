@@ -328,7 +328,9 @@ def test_a_failed_write_keeps_what_was_there(run: Path, monkeypatch: pytest.Monk
     assert {file: file.read_bytes() for file in before} == before
 
 
-@pytest.mark.parametrize("adapter", sorted(path.parent for path in RELEASED.glob("*/recipe.yaml")), ids=lambda path: path.name)
+@pytest.mark.parametrize(
+    "adapter", sorted(path.parent for path in RELEASED.glob("*/recipe.yaml")), ids=lambda path: path.name
+)
 def test_released_adapters_give_a_report_and_a_comparison(adapter: Path, tmp_path: Path) -> None:
     """Their scores are older than the options that are kept in scores now."""
     run = MeasuredRun(shutil.copytree(adapter, tmp_path / "run"))
