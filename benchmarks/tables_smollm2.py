@@ -27,7 +27,7 @@ MODELS = {
     BEST: "YaRN, tuned: released",
     CONTROL: "control: tuned at 8k",
 }
-IN_README = ("base", "untuned yarn", "tuned pi", BEST, CONTROL)
+IN_README = ("base", "untuned pi", "untuned yarn", "tuned pi", BEST, CONTROL)
 
 Result = Mapping[str, Any]
 
@@ -38,9 +38,7 @@ def scores_of(measurement: str, row: str) -> Result:
 
 
 def by_novel(scores: Result, window: int, measured: Result | None = None) -> dict[str, float]:
-    """The mean loss in nats a token of the documents of each novel, which all have the same length; of the documents
-    that others are `measured` on as well.
-    """
+    """The mean loss of a novel's documents, which have one length, in nats a token; of those in `measured`."""
     names = {document["name"] for document in (measured or scores)["per_document"]}
     losses: dict[str, list[float]] = {}
     for document in scores["per_document"]:
@@ -77,7 +75,7 @@ def change(before: Result, after: Result) -> str:
 def retrieved(row: str) -> str:
     """The passkeys that were retrieved, with the interval."""
     if not (scores := scores_of("passkey", row)):
-        return ""
+        return "not asked"
     outcomes = [outcome for depth in scores["depths"] for outcome in depth["outcomes"]]
     return f"{sum(outcomes)} of {len(outcomes)} {percent(fmean(outcomes), len(outcomes))}"
 
@@ -107,7 +105,7 @@ def perplexities(rows: Iterable[str]) -> Iterator[str]:
 def readme(machines: Result) -> Iterator[str]:
     """The rows that the README shows, and where they were measured."""
     yield from perplexities(IN_README)
-    yield from machines_of({name: row for name, row in machines.items() if name.startswith("perplexity-test")})
+    yield from machines_of(machines)
 
 
 def tables(machines: Result) -> Iterator[str]:
@@ -136,8 +134,8 @@ def with_stride() -> Iterator[str]:
     rows = []
     for row in (BEST, CONTROL, "base"):
         if scores := scores_of("perplexity", f"test {row} stride {SHORT_STRIDE}"):
-            best = change(scores, scores_of("perplexity", f"test {BEST}"))
-            rows.append((MODELS[row], f"{perplexity_at(scores, ORIGINAL):.2f}", best))
+            best = scores_of("perplexity", f"test {BEST}")
+            rows.append((MODELS[row], f"{perplexity_at(scores, ORIGINAL):.2f}", change(scores, best)))
     if rows:
         yield from table(("model", f"at 8k, stride {SHORT_STRIDE:,}", "the released adapter at 16k beside it"), rows)
         yield "\nOf the beginnings of the novels.\n"
@@ -148,8 +146,10 @@ def ruler() -> Iterator[str]:
     for row in ("base at 4k", *MODELS):
         if scores := scores_of("ruler", row):
             [length], samples = scores["lengths"], scores["options"]["samples"]
-            tasks = length["tasks"].items()
-            said = (f"{name} {task['score']:.0%} {percent(task['score'], samples)}" for name, task in tasks)
+            said = (
+                f"{name} {task['score']:.0%} {percent(task['score'], samples)}"
+                for name, task in length["tasks"].items()
+            )
             yield f"RULER, {MODELS.get(row, row)}, {samples} prompts of a task: {', '.join(said)}.\n"
 
 
@@ -172,11 +172,12 @@ def float32() -> Iterator[str]:
 
 
 def picture(file: Path) -> None:
-    """The loss by position."""
+    """The loss by position, and beside it the part up to the highest point of YaRN without tuning."""
     curves = {
-        title: [(part["from"], part["loss"]) for part in scores["by_position"]["bins"]]
-        for row, title in MODELS.items()
+        MODELS[row]: [(part["from"], part["loss"]) for part in scores["by_position"]["bins"]]
+        for row in IN_README
         if (scores := scores_of("perplexity", f"test {row}"))
     }
-    axes = {"xlabel": "tokens before, in the window", "ylabel": "loss (nats a token)"}
-    save(figure_of(partial(draw_curves, curves, **axes), window=ORIGINAL), file)
+    top = max(loss for _, loss in curves["YaRN, untuned"])
+    draw = partial(draw_curves, curves, xlabel="tokens before, in the window", ylabel="loss (nats a token)")
+    save(figure_of(draw, partial(draw, ylim=(None, top)), window=ORIGINAL), file)

@@ -73,7 +73,7 @@ def plain(axes: Any, title: str = "", **legend: Any) -> None:
         axes.legend(**legend)
 
 
-def draw_curves(curves: Mapping[str, Curve], axes: Any, **settings: str) -> None:
+def draw_curves(curves: Mapping[str, Curve], axes: Any, **settings: Any) -> None:
     """Draw points by label as curves, each in a style of its own, on axes with these settings, such as labels."""
     for (label, points), (colour, marker) in zip(curves.items(), cycle(STYLES), strict=False):
         axes.plot(*zip(*points, strict=True), color=colour, marker=marker, markersize=5, label=label)
