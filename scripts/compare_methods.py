@@ -121,7 +121,7 @@ def compared(name: str) -> tuple[dict[str, dict], list[dict]]:
 
 def untuned(label: str) -> dict:
     """The test scores of the built-in model with a scaling and no tuning."""
-    return measured(label.replace(": ", "-").replace(" ", "-"), TEST, lambda: "builtin:tiny", UNTUNED[label])
+    return measured(label.replace(",", "").replace(":", "").replace(" ", "-"), TEST, lambda: "builtin:tiny", UNTUNED[label])
 
 
 def main() -> None:
