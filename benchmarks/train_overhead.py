@@ -31,15 +31,16 @@ def bare(recipe: Recipe, warm: int) -> tuple[float, float]:
 
     from pi_lora.data.batches import collate, training_data
     from pi_lora.models.machine import has_fast_bfloat16
-    from pi_lora.models.model import find
+    from pi_lora.models.model import find_to_tune
 
     transformers.logging.set_verbosity_error()
-    training, folder = recipe.training, find(recipe.model.name).folder
+    training, extended = recipe.training, find_to_tune(recipe)
+    folder = extended.folder
     tokenizer = AutoTokenizer.from_pretrained(folder)
     config = AutoConfig.from_pretrained(folder)
     original, target = config.max_position_embeddings, recipe.context.target
     packed = training_data(recipe.data, training, tokenizer, original, target).rows
-    config.rope_parameters = {**config.rope_parameters, "rope_type": "linear", "factor": target / original}
+    config.rope_parameters = extended.config["rope_parameters"]
     ends, losses = {}, []
 
     class Clock(TrainerCallback):
