@@ -1,6 +1,5 @@
 """Small files read with one clear line for damage; files, also of the cache, written whole or not at all."""
 
-import errno
 import json
 import os
 from collections.abc import Callable, Mapping
@@ -19,8 +18,7 @@ T = TypeVar("T")
 def read_json(file: Path, kind: type[T], remedy: str) -> T:
     """Return a JSON file as `kind`; raise ModelError with file, field and `remedy`."""
     try:
-        content: T = TypeAdapter(kind).validate_json(file.read_bytes())
-        return content
+        return TypeAdapter(kind).validate_json(file.read_bytes())
     except ValidationError as error:
         raise ModelError(f"{file}: {first_problem(error)}; {remedy}") from None
     except OSError as error:
@@ -56,8 +54,8 @@ def check_can_write(*files: Path | None) -> None:
     """Raise OSError if one of `files` cannot be written, before hours are spent on what it is to hold."""
     for file in filter(None, files):
         file.parent.mkdir(parents=True, exist_ok=True)
-        if file.is_dir():
-            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(file))
+        if file.exists():
+            file.open("ab").close()
         TemporaryFile(dir=file.parent).close()
 
 

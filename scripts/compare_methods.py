@@ -11,6 +11,7 @@ benchmarks/results/methods.json are written when every row is complete.
 
 import json
 import logging
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -121,7 +122,7 @@ def compared(name: str) -> tuple[dict[str, dict], list[dict]]:
 
 def untuned(label: str) -> dict:
     """The test scores of the built-in model with a scaling and no tuning."""
-    return measured(label.replace(",", "").replace(":", "").replace(" ", "-"), TEST, lambda: "builtin:tiny", UNTUNED[label])
+    return measured(re.sub("[,:]? ", "-", label), TEST, lambda: "builtin:tiny", UNTUNED[label])
 
 
 def main() -> None:

@@ -67,9 +67,7 @@ class PasskeyLength(Result):
 
 
 class PasskeyScores(Scores):
-    """Passkey retrieval over `target` tokens of context; of several `lengths`, `target` is the longest. Older results
-    may say in `left_out` which trials were not needed to decide k_max.
-    """
+    """Passkey retrieval over `target` tokens of context; of several `lengths`, `target` is the longest."""
 
     measurement = "passkey"
 
@@ -79,7 +77,6 @@ class PasskeyScores(Scores):
     target: int
     k_max: int
     depths: list[PasskeyDepth]
-    left_out: Json | None = None
     lengths: list[PasskeyLength] | None = Field(None, min_length=1)
 
     @property
@@ -125,10 +122,11 @@ class Passkey(Measurement[PasskeyOptions, PasskeyScores]):
             ]
             hub: Json = {"at": length.target, "dataset": f"passkey retrieval in {length.target} tokens"}
             metrics.append(Metric("k_max", length.k_max, "tokens", hub_name="k_max", **hub))
-            if trials and scores.left_out is None:
+            if trials:
                 mean = fmean(trial.value for trial in trials)
-                hub |= {"hub_name": "accuracy"}
-                metrics.append(share("passkeys retrieved", mean, len(trials), values=trials, **hub))
+                metrics.append(
+                    share("passkeys retrieved", mean, len(trials), values=trials, hub_name="accuracy", **hub)
+                )
         return metrics
 
     def panels(self, scores: Mapping[str, PasskeyScores]) -> list[Panel]:

@@ -38,7 +38,7 @@ class RulerTask(Result):
     samples: int
     length: int
     tokens: int
-    outcomes: list[float] | None = None
+    outcomes: list[float]
 
 
 class RulerWindow(Result):
@@ -110,7 +110,7 @@ class Ruler(Measurement[RulerOptions, RulerScores]):
             values = []
             for name, task in length.tasks.items():
                 prompts = f"{name} {scores.options.seed} of {task.length} tokens"
-                values += [Value(f"{prompts}: {i}", value, group=name) for i, value in enumerate(task.outcomes or ())]
+                values += [Value(f"{prompts}: {i}", value, group=name) for i, value in enumerate(task.outcomes)]
                 details.append(share(name, task.score, task.samples, at=length.window))
             samples = sum(task.samples for task in length.tasks.values())
             data = f"RULER, {len(length.tasks)} tasks at {length.window} tokens"

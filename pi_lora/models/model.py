@@ -201,7 +201,9 @@ class Model:
         """
         self.check_origin()
         recipe, on_cpu = self.recipe, device().type == "cpu"
-        quantized = self.adapter is not None and recipe is not None and recipe.tuning.method == "qlora"
+        if on_cpu:
+            machine.keep_freed_memory()
+        quantized = bool(self.adapter and recipe and recipe.tuning.method == "qlora")
         stored = "float32" if on_cpu else str(self.base_config.get("dtype") or "float32").removeprefix("torch.")
         of_weights = dtype_named(dtype or stored)
         if dtype is None and self.adapter and recipe and (quantized or not on_cpu):
@@ -212,8 +214,8 @@ class Model:
             from pi_lora.models.adapter import load_adapter
 
             model = load_adapter(model, self.adapter)
-        as_tuned = recipe if dtype is None and of_weights == torch.float32 else None
-        autocast = as_tuned is not None and machine.measured_under_autocast(as_tuned)
+        in_float32 = dtype is None and of_weights == torch.float32
+        autocast = recipe is not None and in_float32 and machine.measured_under_autocast(recipe)
         if autocast:
             # Without a cache, which would hold all weights a second time.
             model.forward = torch.autocast(model.device.type, torch.bfloat16, cache_enabled=False)(model.forward)

@@ -1,5 +1,7 @@
 """The memory of the host, under the limits of containers and batch systems; and the precision of a training."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import psutil
@@ -79,3 +81,22 @@ def test_float16_goes_to_the_scaler_of_the_trainer(tmp_path: Path, monkeypatch: 
     assert (arguments.fp16, arguments.bf16) == (True, False)
     with pytest.raises(ValidationError, match="float16 is for lora on one GPU and for qlora"):
         small_recipe("any", tuning={"method": "full"}, training={"precision": "float16"})
+
+
+MEASURE_FAULTS = """
+import resource, torch
+from pi_lora.models.model import load
+
+load("builtin:tiny")
+faults = []
+for _ in range(2):
+    torch.ones(16_000_000)  # 15,625 pages
+    faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt)
+assert faults[1] - faults[0] < 1000
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="glibc")
+def test_a_loaded_model_is_measured_in_memory_that_was_freed() -> None:
+    """Threads other than the main one have smaller heaps."""
+    subprocess.run([sys.executable, "-c", MEASURE_FAULTS], check=True)

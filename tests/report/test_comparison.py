@@ -119,9 +119,7 @@ def test_passkeys_are_paired_by_trial() -> None:
     rows = one(base, asked([[True] * 8, [True] + [False] * 7]))
     assert rows["passkeys retrieved at 128"].verdict == "within noise"
     assert one(base, base)["k_max at 128"].verdict == "the same"
-    assert not one(base, asked([[True] * 8] * 2, seed=1)), "other keys"
-    only_k_max = base.model_copy(update={"left_out": {"depths": [], "trials": 1}})
-    assert list(one(only_k_max, base)) == list(one(base, only_k_max)) == ["k_max at 128"]
+    assert not one(base, asked([[True] * 8] * 2, seed=1))  # other keys
 
 
 def test_passkeys_of_several_lengths_compare() -> None:
