@@ -130,7 +130,6 @@ def hardware() -> str:
 
 def facts() -> dict[str, str]:
     """Return what a report of a bug needs, by name: libraries, system, processor, memory, GPUs, kernels."""
-    fast = f"bfloat16 {bfloat16_speed():.1f} times as fast as float32"
     name = torch.cpu.get_capabilities().get("cpu_name") or platform.processor()
     gpus = [
         f"{gpu.name}, {gpu.total_memory / 2**30:.1f} GiB, compute capability {gpu.major}.{gpu.minor}"
@@ -140,7 +139,8 @@ def facts() -> dict[str, str]:
         **versions(LIBRARIES + OPTIONAL),
         "Python": platform.python_version(),
         "system": platform.platform(),
-        "processor": f"{name}, {hardware()}, {fast}; torch uses {torch.get_num_threads()} threads",
+        "processor": f"{name}, {hardware()}, bfloat16 {bfloat16_speed():.1f} times as fast as float32; "
+        f"torch uses {torch.get_num_threads()} threads",
         "memory": "{:.1f} GiB, {:.1f} GiB available".format(*(size / 2**30 for size in host_memory())),
         "GPUs": "; ".join(gpus) or "none",
     }

@@ -23,9 +23,10 @@ NF4 = 0.5 + 1 / 64 + 4 / (64 * 256)
 # Assumed: the device's context, cuBLAS and NCCL workspaces.
 OVERHEAD = round(1.5 * GIB)
 # Measured (benchmarks/plan_memory.py) on a CPU: the interpreter with its libraries; and what the C library holds of
-# freed tensors, per layer, token and hidden number, up to a GiB, since it gives larger tensors back.
+# freed tensors, per layer, token and hidden number, up to a GiB in float32 and half of it in bfloat16, since it gives
+# larger tensors back.
 OVERHEAD_ON_CPU = round(0.6 * GIB)
-FREED_ON_CPU, MOST_FREED = 55, GIB
+FREED_ON_CPU = 55
 COMPONENTS = ("weights", "gradients", "optimizer", "activations", "logits")
 # AdamW's two moments have the precision of what they are of; bitsandbytes' take a byte each, and a float32 scale for
 # each 256; those of embeddings stay in 32 bits (transformers 5.23). Paged ones may leave a full device, which is not
@@ -115,8 +116,9 @@ def memory(shape: Shape, recipe: Recipe, original: int, gpu: Gpu) -> DeviceMemor
         forward = round(max(original, recipe.context.target) * layer_bytes(shape, tuning, arithmetic)[1])
         logits = MEASURED_LOGITS_ON_CPU if on_cpu else MEASURED_LOGITS
         at_moments.append((weights, buckets, optimizer, forward, logits))
-    freed = min(MOST_FREED, FREED_ON_CPU * shape.layers * tokens * shape.hidden)
-    overhead = OVERHEAD_ON_CPU + freed if on_cpu else OVERHEAD
+    freed = FREED_ON_CPU * shape.layers * tokens * shape.hidden
+    most = GIB >> (arithmetic != "float32")
+    overhead = OVERHEAD_ON_CPU + min(most, freed) if on_cpu else OVERHEAD
     before_loss = (weights + (casts if full else casts_of_kept), accumulated, optimizer, kept)
     plain, chunked = loss_bytes(shape, tokens, arithmetic, on_cpu)
     # On a GPU, reading float32 logits takes longer than computing them twice. TRL's loss alone balances experts over
