@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import record  # first: it finds scripts/
-from pages import table
+from pages import made_on, table
 
 Result = Mapping[str, Any]
 
@@ -201,23 +201,19 @@ FIGURES: dict[str, Figure] = {
 
 
 def index() -> str:
-    """The page: a line for each figure."""
+    """The page: a line for each figure, with the hardware of those that are in no other page."""
     lines = []
     for name, figure in FIGURES.items():
-        result = record.read(name)
-        claim = figure.claim if isinstance(figure.claim, str) else figure.claim(result) if result else "not run yet"
-        lines.append(
-            (f"`{name}`", claim, "<br>".join(f"`{each}`" for each in figure.commands), *measured(figure, result))
-        )
+        claim, machines = figure.claim, ""
+        if callable(claim):
+            result = record.read(name)
+            rows = (result, *result.get("rows", result.get("runs", {})).values())
+            machines = " ".join(sorted({made_on(row["machine"]) for row in rows if "machine" in row}))
+            claim = claim(result)
+        commands = "<br>".join(f"`{each}`" for each in figure.commands)
+        lines.append((f"`{name}`", claim, commands, figure.result, machines, figure.data, figure.hours))
     head = ("NAME", "claim", "commands", "result", "measured on", "data", "hours")
     return HEAD + "\n".join(table(head, lines)) + "\n" + NOVELS
-
-
-def measured(figure: Figure, result: Result) -> tuple[str, ...]:
-    """The last cells of a line; the machine is that of the result, where all of it has one."""
-    machine = result.get("machine", {})
-    where = f"{machine['cores']} cores of {machine['processor']}, {machine['date']}" if machine else ""
-    return figure.result, where, figure.data, figure.hours
 
 
 def reproduce(name: str) -> None:
