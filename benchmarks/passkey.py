@@ -8,7 +8,6 @@ turns, and the median counts; `generate` decodes one trial at a time, of which s
 scaled to all. Its verdicts must be pi-lora's. JSON goes to benchmarks/results/.
 """
 
-import json
 import logging
 import statistics
 from pathlib import Path
@@ -66,7 +65,7 @@ def main() -> None:
         "rounds": rounds,
     }
     write_run("passkey", result)
-    print(json.dumps(faster, indent=2))
+    print(faster)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -14,6 +15,9 @@ sys.path[:0] = [str(ROOT / "scripts"), str(ROOT / "tests" / "evaluation")]
 from machine import machine  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results"
+# Ctrl-C ends a script here without a traceback. A pi-lora that it runs ends by itself, and keeps what is finished.
+if Path(sys.argv[0]).parent.name == "benchmarks":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def read(name: str) -> dict[str, Any]:

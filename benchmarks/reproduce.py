@@ -216,23 +216,17 @@ def index() -> str:
     return HEAD + "\n".join(table(head, lines)) + "\n" + NOVELS
 
 
-def reproduce(name: str) -> None:
-    """Run the commands of a figure, one after another, in the root of the repository."""
-    for command in FIGURES[name].commands:
-        print(f"$ {command}", file=sys.stderr, flush=True)
-        words = shlex.split(command)
-        if words[0] == "pi-lora":
-            words[:1] = ["-m", "pi_lora"]
-        subprocess.run([sys.executable, *words], cwd=record.ROOT, check=True)
-
-
 def main() -> None:
     name = sys.argv[-1]
     if name not in FIGURES:
         sys.exit(f"reproduce: name one of {', '.join(FIGURES)}")
     from tables import write_pages
 
-    reproduce(name)
+    for command in FIGURES[name].commands:
+        print(f"$ {command}", file=sys.stderr, flush=True)
+        words = shlex.split(command.replace("pi-lora ", "-m pi_lora "))
+        if status := subprocess.call([sys.executable, *words], cwd=record.ROOT):
+            sys.exit(status)
     write_pages()
 
 
