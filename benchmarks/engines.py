@@ -28,7 +28,7 @@ from pi_lora.models.model import find
 from pi_lora.scaling.config import Extension, Method
 from pi_lora.serving.check import Reader, Server, check_server
 from pi_lora.serving.gguf import CONVERTER, export_gguf
-from pi_lora.writing import cache_folder
+from pi_lora.storage import cache_folder
 
 PLACE = cache_folder() / "engines"
 SECONDS, TOLERANCE = 1800, 0.1

@@ -32,7 +32,7 @@ ROWS: dict[str, tuple[int, int | None, tuple[str, ...]]] = {
     "LoRA, checkpointing": (2048, 49152, (CHECKPOINTING,)),
     "LoRA, chunked MLP": (2048, 49152, (CHECKPOINTING, "training.mlp_chunk_tokens=256")),
     "LoRA, large vocabulary": (1024, 128256, ()),
-    "LoRA, embeddings and norms": (1024, 49152, ("tuning.also_train=embeddings_and_norms",)),
+    "LoRA, embeddings and norms": (1024, 49152, ("tuning.modules_to_save=embeddings_and_norms",)),
     "LoRA, both bfloat16": (1024, 49152, ("model.dtype=bfloat16", "training.precision=bfloat16")),
     "QLoRA": (1024, 49152, ("tuning.method=qlora",)),
     "all weights": (1024, 49152, ("tuning.method=full",)),
@@ -42,8 +42,8 @@ MODEL, DATA = "models/smollm2_135m_instruct", "builtin:stdlib"
 RECIPE = """# Two steps on a CPU.
 model: {{name: {model}}}
 context: {{target: 16384}}
-tuning: {{method: lora, rank: 16, also_train: nothing}}
-data: {{source: "{data}", positions: skip}}
+tuning: {{method: lora, rank: 16, modules_to_save: nothing}}
+data: {{source: "{data}", positions: pose}}
 training: {{steps: 2, warmup_steps: 1, global_batch_size: 1, activation_checkpointing: false, log_every: 1}}
 """
 

@@ -51,7 +51,7 @@ def bare(recipe: Recipe, warm: int) -> tuple[float, float]:
             losses.append(logs.get("loss"))
 
     whole = ["embed_tokens", "input_layernorm", "post_attention_layernorm", "norm"]
-    also = {"modules_to_save": whole, "ensure_weight_tying": True} if recipe.tuning.also_train != "nothing" else {}
+    also = {"modules_to_save": whole, "ensure_weight_tying": True} if recipe.tuning.modules_to_save != "nothing" else {}
     with tempfile.TemporaryDirectory() as output:
         SFTTrainer(
             model=AutoModelForCausalLM.from_pretrained(folder, config=config, dtype="float32"),

@@ -43,9 +43,9 @@ def train(
         Interrupted: SIGINT, SIGTERM or SIGHUP, after a checkpoint was written.
     """
     from pi_lora.distributed import is_launched
-    from pi_lora.run import begun_or_new
+    from pi_lora.run import resolve_run
 
-    resolved, place = begun_or_new(Path(recipe), _as_words(overrides), Path(output) if output else None, resume)
+    resolved, place = resolve_run(Path(recipe), _as_words(overrides), Path(output) if output else None, resume)
     if (processes := resolved.hardware.processes) > 1 and not is_launched():
         raise RecipeError([f"hardware: asks for {processes} processes; start them with pi-lora train {recipe}"])
     model, _ = model_to_train(resolved, place, resume)
@@ -69,9 +69,9 @@ def model_to_train(
     """Return the model of a resolved recipe, and the plan of its training in lines. Everything is checked, by the first
     process alone: those that a launcher started only find the model. `ask_hub` for weights and texts too.
     """
-    from pi_lora.distributed import check_launched, is_launched, let_segments_grow
+    from pi_lora.distributed import check_launched, enable_expandable_segments, is_launched
 
-    let_segments_grow()
+    enable_expandable_segments()
     if is_launched():
         from pi_lora.models.model import find_to_tune
 

@@ -41,11 +41,11 @@ def join_processes(cpu: bool) -> None:
 
     # Threads of torch's process group that outlive the interpreter abort the process (torch 2.13 with gloo).
     atexit.register(PartialState(cpu=cpu).destroy_process_group)
-    if number_of_processes() > 1 and _patient_group is None:
+    if world_size() > 1 and _patient_group is None:
         _patient_group = dist.new_group(timeout=PROCESS_TIMEOUT, backend="gloo")
 
 
-def let_segments_grow() -> None:
+def enable_expandable_segments() -> None:
     """Let segments of GPU memory grow: sequences of changing length leave gaps that nothing fits into. torch reads this
     when it is imported, here and in launched processes; what the user says goes first.
     """
@@ -53,40 +53,40 @@ def let_segments_grow() -> None:
         os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
 
 
-def is_leader() -> bool:
+def is_main_process() -> bool:
     """Whether this process writes files and prints: the one of rank 0."""
     return rank() == 0
 
 
-def number_of_processes() -> int:
+def world_size() -> int:
     """Over all machines."""
     return int(os.environ["WORLD_SIZE"]) if is_launched() else 1
 
 
-def wait_for_all() -> None:
+def wait_for_all_processes() -> None:
     """Wait until every process has called this."""
-    from_all([None])
+    all_gather_objects([None])
 
 
-def share_of(items: Sequence[T]) -> list[T]:
+def shard(items: Sequence[T]) -> list[T]:
     """Return the items of this process: every n-th, so that neighbours are spread."""
-    return list(items[rank() :: number_of_processes()])
+    return list(items[rank() :: world_size()])
 
 
-def from_all(items: Sequence[T]) -> list[T]:
+def all_gather_objects(items: Sequence[T]) -> list[T]:
     """Return the items of all processes, process by process; all of them must call it."""
-    if number_of_processes() == 1:
+    if world_size() == 1:
         return list(items)
     import torch.distributed as dist
 
-    gathered: list[list[T]] = [[]] * number_of_processes()
+    gathered: list[list[T]] = [[]] * world_size()
     dist.all_gather_object(gathered, list(items), group=_patient_group)
     return [item for part in gathered for item in part]
 
 
 def any_process(*flags: bool) -> list[bool]:
     """Return for every flag whether any process raised it, so that all processes decide alike."""
-    return [any(raised) for raised in zip(*from_all([flags]), strict=True)]
+    return [any(raised) for raised in zip(*all_gather_objects([flags]), strict=True)]
 
 
 # Names a file that the first failing process creates, or the launcher after a signal. The others then print no error.

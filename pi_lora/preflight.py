@@ -89,7 +89,7 @@ def check_fits(recipe: Recipe, model: Model, force: bool = False) -> list[str]:
 def _check_model(recipe: Recipe, permissions: Permissions) -> Model:
     model = find_to_tune(recipe, permissions)
     if model.adapter:
-        check_shape(model.adapter, recipe.tuning, model.skeleton)
+        check_shape(model.adapter, recipe.tuning, model.meta_model)
     return model
 
 

@@ -23,8 +23,8 @@ from pydantic import BaseModel
 from pi_lora.errors import ModelError, RecipeError, RunExistsError
 from pi_lora.recipe.files import RECIPE_FILE, find_recipe, load_recipe
 from pi_lora.recipe.schema import Recipe
+from pi_lora.storage import read_json, write_json, write_whole
 from pi_lora.types import Permissions
-from pi_lora.writing import read_json, write_json, write_whole
 
 RUN_FILE, TRAINING_LOG, SCORES = "run.json", "training.jsonl", "scores"
 CHECKPOINTS, COMPLETE = "checkpoints", "complete"
@@ -35,7 +35,7 @@ STAGE = re.compile(r"-(base|step-\d+)$")
 MAY_CHANGE = ("hardware.", "evaluation.", "training.save_every", "training.log_every", "training.tracking", "paper")
 
 
-class Origin(BaseModel, frozen=True, strict=True):
+class Fingerprint(BaseModel, frozen=True, strict=True):
     """What a run is made from: the place or hub commit of its base, digests of its weights, tokenizer and data. A path
     or a name may mean other weights tomorrow, or elsewhere.
     """
@@ -47,13 +47,13 @@ class Origin(BaseModel, frozen=True, strict=True):
     data: str | None = None
 
 
-class Provenance(BaseModel, extra="allow", strict=True, frozen=True):
+class RunMetadata(BaseModel, extra="allow", strict=True, frozen=True):
     """The content of `run.json`: the origin, written when a run starts, and what the training took, written at the end
     (see `training.save`). The card shows both.
     """
 
     python: str
-    origin: Origin | None = None
+    origin: Fingerprint | None = None
     precision: str | None = None
     original: int | None = None
 
@@ -80,18 +80,18 @@ class Run:
         return load_recipe(self.path / RECIPE_FILE).recipe
 
     @cached_property
-    def provenance(self) -> Provenance:
+    def metadata(self) -> RunMetadata:
         """What `run.json` says; nothing if there is none, as of adapters made by other tools."""
         file = self.path / RUN_FILE
         if not file.is_file():
-            return Provenance(python="unknown")
-        return read_json(file, Provenance, "correct it or remove it")
+            return RunMetadata(python="unknown")
+        return read_json(file, RunMetadata, "correct it or remove it")
 
     def record(self, facts: Mapping[str, Any]) -> None:
         """Add `facts` to `run.json`, with the commit of pi-lora and the version of Python."""
         made_with = {"python": platform.python_version(), "commit": _commit()}
-        write_json(self.path / RUN_FILE, {**self.provenance.model_dump(exclude_unset=True), **facts, **made_with})
-        vars(self).pop("provenance")
+        write_json(self.path / RUN_FILE, {**self.metadata.model_dump(exclude_unset=True), **facts, **made_with})
+        vars(self).pop("metadata")
 
     @property
     def log(self) -> list[dict[str, Any]]:
@@ -161,14 +161,14 @@ class Run:
             print(f"{line}; resuming from {checkpoint.name}", file=sys.stderr)
         return checkpoint
 
-    def check_same_origin(self, output: Path, now: Origin, permissions: Permissions) -> None:
+    def check_same_fingerprint(self, output: Path, now: Fingerprint, permissions: Permissions) -> None:
         """Raise ModelError if this interrupted run of `output` began with another base, tokenizer or data."""
-        before = None if permissions.allow_changed else self.provenance.origin
+        before = None if permissions.allow_mismatch else self.metadata.origin
         names = ("weights", "tokenizer", "data")
         if before and (changed := [name for name in names if getattr(before, name) != getattr(now, name)]):
             raise ModelError(
                 f"{output}: {' and '.join(changed)} are others than those that the interrupted run began with; "
-                "bring them back, start a new run, or go on with --allow-changed"
+                "bring them back, start a new run, or go on with --allow-mismatch"
             )
 
     def check_same_recipe(self, recipe: Recipe) -> None:
@@ -185,7 +185,7 @@ class Run:
             raise RecipeError(problems)
 
 
-def begun_or_new(
+def resolve_run(
     name: Path, overrides: Sequence[str] = (), output: Path | None = None, resume: bool = False
 ) -> tuple[Recipe, Path]:
     """Return the resolved recipe and the folder of a run: of the recipe `name`, or to `resume` of the interrupted run

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.text import Text
 from rich.theme import Theme
 
-from pi_lora.distributed import is_leader
+from pi_lora.distributed import is_main_process
 from pi_lora.types import Progress, silent
 
 
@@ -53,7 +53,7 @@ LONG = 10.0
 
 def say(line: str) -> None:
     """Print a line on stderr, once however many processes there are."""
-    if is_leader():
+    if is_main_process():
         err.lines(line)
 
 
@@ -62,8 +62,8 @@ def progress_bar(title: str) -> Iterator[Progress]:
     """A progress bar on stderr, or lines where that is no terminal, of the first of several processes; yields the
     function that moves it.
     """
-    if not (is_leader() and err.is_terminal):
-        yield _progress_lines(title) if is_leader() else silent
+    if not (is_main_process() and err.is_terminal):
+        yield _progress_lines(title) if is_main_process() else silent
         return
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
     from rich.progress import Progress as Bar
@@ -119,7 +119,7 @@ def working(what: str = LIBRARIES) -> Iterator[None]:
             signs.callback(gc.freeze)
         if err.is_terminal:
             signs.enter_context(err.status(Text(what)))
-        elif is_leader():
+        elif is_main_process():
             line = threading.Timer(LONG, print, (f"{what} ...",), {"file": sys.stderr, "flush": True})
             line.daemon = True
             line.start()

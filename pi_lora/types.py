@@ -14,11 +14,11 @@ class Permissions:
 
     Attributes:
         trust_remote_code: Run Python code that a model brings.
-        allow_changed: Use a run although its base or data changed.
+        allow_mismatch: Use a run although its base or data changed.
     """
 
     trust_remote_code: bool = False
-    allow_changed: bool = False
+    allow_mismatch: bool = False
 
 
 NO_PERMISSIONS = Permissions()

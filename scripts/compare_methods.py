@@ -24,7 +24,7 @@ from pi_lora.models.model import load
 from pi_lora.recipe.evaluation import PasskeyOptions, PerplexityOptions
 from pi_lora.run import staging_path
 from pi_lora.scaling.config import Extension
-from pi_lora.writing import write_json
+from pi_lora.storage import write_json
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -50,12 +50,12 @@ UNTUNED: dict[str, Extension | None] = {
 # Label, and how a row differs from recipes/demo.yaml: LoRA on all linear layers with embeddings and norms, PI.
 METHODS: dict[str, tuple[str, list[str]]] = {
     "full": ("full", ["tuning.method=full"]),
-    "lora": ("lora", ["tuning.also_train=nothing"]),
-    "lora-norms": ("lora, norms", ["tuning.also_train=norms"]),
+    "lora": ("lora", ["tuning.modules_to_save=nothing"]),
+    "lora-norms": ("lora, norms", ["tuning.modules_to_save=norms"]),
     "lora-embeddings": (ALL, []),
     "qlora": ("qlora, embeddings and norms", ["tuning.method=qlora"]),
-    "skip": (f"{ALL}, positions: skip", ["data.positions=skip"]),
-    "skip-yarn": (f"{ALL}, positions: skip, scaling: yarn", ["data.positions=skip", "scaling=yarn"]),
+    "pose": (f"{ALL}, positions: pose", ["data.positions=pose"]),
+    "pose-yarn": (f"{ALL}, positions: pose, scaling: yarn", ["data.positions=pose", "scaling=yarn"]),
     **{name: (f"{ALL}, scaling: {name}", [f"scaling={name}"]) for name in ("direct", "yarn", "theta")},
 }
 

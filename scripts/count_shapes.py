@@ -8,5 +8,5 @@ from pi_lora.planning.counting import shape_of
 from pi_lora.planning.planning import BUILTIN_MODELS, CONFIGS
 
 for folder in (*CONFIGS.iterdir(), BUILTIN_MODELS / "tiny"):
-    shape = shape_of(find(str(folder)).skeleton)
+    shape = shape_of(find(str(folder)).meta_model)
     (folder / "shape.json").write_text(json.dumps(asdict(shape), indent=2) + "\n", encoding="utf-8")

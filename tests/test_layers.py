@@ -9,7 +9,7 @@ ROOT = Path(pi_lora.__file__).parent
 FLOORS = {
     "errors": 0,
     "types": 0,
-    "writing": 1,
+    "storage": 1,
     "drawing": 1,
     "scaling": 2,
     "recipe": 2,
@@ -107,7 +107,7 @@ def test_each_large_library_has_one_home() -> None:
 
 
 def test_recipes_and_configs_need_no_torch() -> None:
-    light = [path for path in sources() if place(path) in {"errors", "types", "writing", "recipe"}]
+    light = [path for path in sources() if place(path) in {"errors", "types", "storage", "recipe"}]
     light.append(ROOT / "scaling" / "config.py")
     for path in light:
         assert not {n.split(".")[0] for n in imports(path)} & {"torch", "transformers", "numpy"}, path

@@ -101,7 +101,7 @@ def fields(model: type[BaseModel]) -> Iterator[str]:
 
 
 # Other properties of the schema give these to the rest.
-READ_BY_THE_SCHEMA = {"alpha", "also_train", "cpu_processes", "sequence_tokens", "while_training"}
+READ_BY_THE_SCHEMA = {"alpha", "modules_to_save", "cpu_processes", "sequence_tokens", "while_training"}
 
 
 def test_every_field_is_read_outside_the_schema() -> None:

@@ -41,7 +41,7 @@ def test_smollm2_is_whole() -> None:
     tensors = load_file(FOLDER / "adapter_model.safetensors")
     assert len(tensors) == 2 * 7 * 30  # A and B of seven linear layers in each of thirty
     assert all(tensor.isfinite().all() for tensor in tensors.values())
-    assert Run(FOLDER).provenance.tokens
+    assert Run(FOLDER).metadata.tokens
 
 
 def test_a_short_tuning_beats_step_0_at_the_target_window(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 
 # As Unsloth's figures were made: an adapter alone, of rank 32. The levers are those that cost little time.
 CHANGES = {
-    "tuning": {"rank": 32, "also_train": "nothing"},
+    "tuning": {"rank": 32, "modules_to_save": "nothing"},
     "training": {"mlp_chunk_tokens": 4096, "optimizer": "paged_adamw_8bit"},
     "hardware": {"offload_activations": True},
 }

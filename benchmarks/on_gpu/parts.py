@@ -20,7 +20,7 @@ from on_gpu.setting import TINY, Changes, Setting, add_weights, config_folder, p
 HERE = Path(__file__).parent
 PARTS = ("ceilings", "training", "neighbours", "levers", "evaluation", "demo", "longest")
 METHODS = ("lora", "qlora", "full")
-ADAPTER_ALONE = {"tuning": {"also_train": "nothing"}}
+ADAPTER_ALONE = {"tuning": {"modules_to_save": "nothing"}}
 LONG = 32768
 # A step of `longest` takes no more seconds, by the plan's speed; host memory is left to other things.
 SECONDS_PER_STEP, SHARE_OF_HOST = 60, 0.8

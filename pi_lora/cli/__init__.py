@@ -12,10 +12,10 @@ from pydantic import ValidationError
 
 from pi_lora.cli import extend, measure, recipes  # noqa: F401
 from pi_lora.cli.app import app
-from pi_lora.distributed import is_to_report, let_segments_grow
+from pi_lora.distributed import enable_expandable_segments, is_to_report
 from pi_lora.errors import Interrupted, PiLoraError, RecipeError
+from pi_lora.storage import problem_text
 from pi_lora.terminal import err
-from pi_lora.writing import problem_text
 
 __all__ = ["app", "main"]
 
@@ -34,7 +34,7 @@ EXTRAS = {
 
 def main() -> NoReturn:
     """Run a command; exit with 2 and one line for a user's mistake, 130 for an interruption, 1 for any other error."""
-    let_segments_grow()
+    enable_expandable_segments()
     # A terminal that is not UTF-8 gets escapes for what it cannot print.
     cast("io.TextIOWrapper", sys.stdout).reconfigure(errors="backslashreplace")
     try:

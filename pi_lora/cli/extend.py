@@ -22,12 +22,12 @@ from pi_lora.cli.app import (
     RecipeFile,
     app,
 )
-from pi_lora.distributed import is_launched, is_leader, launch, launch_arguments
+from pi_lora.distributed import is_launched, is_main_process, launch, launch_arguments
 from pi_lora.errors import PiLoraError
 from pi_lora.scaling.config import Extension, Method
+from pi_lora.storage import cache_folder, check_can_write, read_json, write_json
 from pi_lora.terminal import out, progress_bar, working
 from pi_lora.types import NO_PERMISSIONS
-from pi_lora.writing import cache_folder, check_can_write, read_json, write_json
 
 
 @app.command(group=EXTEND)
@@ -45,9 +45,9 @@ def train(
     main_process_port: Annotated[PositiveInt | None, Parameter(help="Port on machine 0.")] = None,
 ) -> None:
     """Tune a model to its target window by RECIPE."""
-    from pi_lora.run import begun_or_new
+    from pi_lora.run import resolve_run
 
-    resolved, place = begun_or_new(recipe, overrides, output, resume)
+    resolved, place = resolve_run(recipe, overrides, output, resume)
     # Ctrl-C ends at once until all libraries are imported: some turn it into an error of their own.
     with working():
         from pi_lora.api import model_to_train
@@ -67,7 +67,7 @@ def train(
             sys.exit(launch(launch_arguments(resolved, sys.argv[1:], machine_rank, main_process_ip, main_process_port)))
     with progress_bar("training steps") as progress:
         folder = train(resolved, model, data, place, resume, progress)
-    if is_leader():
+    if is_main_process():
         out.lines(*closing_lines(resolved, folder))
 
 

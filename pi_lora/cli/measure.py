@@ -19,7 +19,7 @@ from pi_lora.cli.app import (
     Target,
     app,
 )
-from pi_lora.distributed import is_leader
+from pi_lora.distributed import is_main_process
 from pi_lora.errors import PiLoraError
 from pi_lora.recipe.evaluation import (
     BenchmarksOptions,
@@ -32,8 +32,8 @@ from pi_lora.recipe.evaluation import (
     SummarizationOptions,
 )
 from pi_lora.scaling.config import Extension
+from pi_lora.storage import check_can_write, write_json
 from pi_lora.terminal import out, say, working
-from pi_lora.writing import check_can_write, write_json
 
 if TYPE_CHECKING:
     from pi_lora.models.model import Model
@@ -65,7 +65,7 @@ class Measuring(Loading):
             named = self.find(*models, extension=extension)
         files = {name: self.json} if self.json else {}
         scores = evaluate(named, {name: options}, files, self.measured())
-        if is_leader():
+        if is_main_process():
             out.print(scores_table(scores[name]))
 
 
@@ -159,13 +159,13 @@ def everything(
 ) -> None:
     """Measure what RUN's recipe names under `evaluation`, and keep it in RUN/scores."""
     with working():
-        from pi_lora.evaluation.suite import asked_of, scores_of, scores_table
+        from pi_lora.evaluation.suite import requested_of_run, scores_of, scores_table
         from pi_lora.models.model import run_folder
         from pi_lora.run import TUNED, Run
 
         folder = Run(run_folder(run))
-    scores = scores_of(folder, TUNED, asked_of(folder, data), lambda: how.find(run)[0], how.measured(again))
-    for each in scores.values() if is_leader() else ():
+    scores = scores_of(folder, TUNED, requested_of_run(folder, data), lambda: how.find(run)[0], how.measured(again))
+    for each in scores.values() if is_main_process() else ():
         out.print(scores_table([each]))
     say(f"{folder.path}: its scores are kept; to put them into its card: pi-lora report {folder.path}")
 
@@ -188,7 +188,7 @@ def probe(
 
         [base] = how.find(model)
     probed = probe(base, options, json, how.measured())
-    for reach in probed.targets if is_leader() else ():
+    for reach in probed.targets if is_main_process() else ():
         out.print(probe_table(probed, reach))
         out.lines(f"{reach.summary}; {'no tuning is needed' if reach.enough else 'tuning can add to it'}:")
         out.commands(next_command(probed, reach, json))
@@ -218,7 +218,7 @@ def compare(
     check_can_write(json)
     asked = {"chat": ChatOptions(data=chat, base=base)} if chat else {}
     comparison = compare_run(base, run, how.find, asked, data=data, another=another, how=how.measured(again))
-    if is_leader():
+    if is_main_process():
         out.print(comparison_table(comparison))
         if json:
             write_json(json, comparison.model_dump())

@@ -23,9 +23,9 @@ from pi_lora.cli.app import (
     app,
     read_length,
 )
+from pi_lora.storage import cache_folder, write_json
 from pi_lora.terminal import err, out, working
 from pi_lora.types import NO_PERMISSIONS
-from pi_lora.writing import cache_folder, write_json
 
 GpuName = Annotated[str | None, Parameter(help="A name (4090, H100), a memory size (48GB), or cpu.")]
 

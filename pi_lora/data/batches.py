@@ -17,18 +17,18 @@ from datasets import Dataset
 from torch.nn.utils.rnn import pad_sequence
 from transformers.trainer_pt_utils import LengthGroupedSampler
 
-from pi_lora.data.chats import AT_STAKE
+from pi_lora.data.chats import NO_CHATS_WARNING
 from pi_lora.data.examples import NO_EXAMPLE
 from pi_lora.data.packing import Row, Stream, training_rows
-from pi_lora.data.sources import count_lines, find_table
+from pi_lora.data.sources import find_table, format_counts
 from pi_lora.data.tokens import in_batches, padding_id, tokenizer_identity
 from pi_lora.errors import DataError
 from pi_lora.recipe.schema import Data, Training
+from pi_lora.storage import cache_folder, make_once
 from pi_lora.types import Json, Progress, silent
-from pi_lora.writing import cache_folder, make_once
 
 # Raise it with every change to how rows or recall documents are made: older caches are not taken for new ones.
-FORMAT = 6
+FORMAT = 7
 # The label that the loss ignores (torch's `ignore_index`).
 IGNORED = -100
 
@@ -60,13 +60,13 @@ def training_data(
     """Return the rows that the sections of a recipe ask for, from the cache where they were made before; otherwise
     `progress` is told the rows made and those needed, and the messages say what was cut or left out.
 
-    Sequences have `target` (L') tokens, under PoSE (`positions: skip`) `sequence_tokens`, by default `original` (L);
+    Sequences have `target` (L') tokens, under PoSE (`positions: pose`) `sequence_tokens`, by default `original` (L);
     examples have at most `target` tokens. Raise DataError if a source cannot be read, or holds too little for the
     steps.
     """
     columns = ["input_ids"]
-    columns += ["position_ids"] if data.positions == "skip" else []
-    columns += ["learned"] if data.has_chats or data.has_examples else []
+    columns += ["position_ids"] if data.positions == "pose" else []
+    columns += ["loss_mask"] if data.has_chats or data.has_examples else []
     columns += ["lengths"] if data.has_chats else []
     number = 0 if data.has_examples else training.steps * training.global_batch_size
     length, counts = data.tokens_per_sequence(original, target), Counter[str]()
@@ -90,9 +90,9 @@ def training_data(
     tokens = pyarrow.compute.list_value_length(rows.data["input_ids"]).to_pylist()
     if data.has_examples:
         _check_epochs(len(rows), data, training)
-    messages = [f"{len(rows):,} sequences of at most {max(tokens):,} tokens", *count_lines(counts)]
-    if tokenizer.chat_template is not None and "learned" not in columns:
-        messages.append(AT_STAKE)
+    messages = [f"{len(rows):,} sequences of at most {max(tokens):,} tokens", *format_counts(counts)]
+    if tokenizer.chat_template is not None and "loss_mask" not in columns:
+        messages.append(NO_CHATS_WARNING)
     return TrainingData(rows, tokens, messages, padding_id(tokenizer))
 
 
@@ -113,7 +113,7 @@ def cached(made_from: Json, columns: Sequence[str], make: Callable[[], Iterator[
     """
     key = hashlib.sha256(json.dumps(made_from, sort_keys=True).encode()).hexdigest()
     file = cache_folder() / "sequences" / f"{key}.arrow"
-    kinds = {name: pyarrow.list_(pyarrow.bool_() if name == "learned" else pyarrow.int32()) for name in columns}
+    kinds = {name: pyarrow.list_(pyarrow.bool_() if name == "loss_mask" else pyarrow.int32()) for name in columns}
     schema = pyarrow.schema(kinds)
 
     def write(part: Path) -> None:
@@ -143,12 +143,12 @@ def collate(rows: Sequence[Batch], padding: int = 0) -> Batch:
     """Return rows of `input_ids` as int64 tensors, `(sequences, length)` each, padded on the right to the longest, with
     `labels` and the `attention_mask`, in which each row is one sequence. Without it transformers (5.23,
     `find_packed_sequence_indices`) starts another wherever `position_ids` do not rise by one: PoSE would train each
-    chunk alone. A row with several `lengths` holds as many sequences; what is not `learned` has the label -100.
+    chunk alone. A row with several `lengths` holds as many sequences; tokens outside `loss_mask` have the label -100.
     """
     columns = defaultdict[str, list[torch.Tensor]](list)
     for row in rows:
         ids = row["input_ids"]
-        labels = ids.where(row["learned"], IGNORED) if "learned" in row else ids
+        labels = ids.where(row["loss_mask"], IGNORED) if "loss_mask" in row else ids
         whole = {"input_ids": ids, "labels": labels, "attention_mask": torch.ones_like(ids)}
         if "position_ids" in row:
             whole["position_ids"] = row["position_ids"]

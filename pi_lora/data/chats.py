@@ -13,7 +13,7 @@ from pi_lora.types import Json
 
 # Names of ShareGPT's `from` for the roles of chat templates.
 ROLES = {"human": "user", "gpt": "assistant"}
-AT_STAKE = (
+NO_CHATS_WARNING = (
     "the model has a chat template and the data no chats: a model tuned on raw text alone chats worse; "
     "add a source with column: messages, and data.keep_short: 0.1"
 )
@@ -37,17 +37,17 @@ def messages_of(where: str, given: list[Any]) -> list[Json]:
 
 
 class ChatTemplate:
-    """Encodes chats as the model reads them. Learned are the tokens of the assistant's turns, with the token that ends
-    a turn, or all of them if `learn_all`.
+    """Encodes chats as the model reads them. The loss counts the tokens of the assistant's turns, with the token that ends
+    a turn, or all tokens if `train_on_all`.
     """
 
-    def __init__(self, tokenizer: Any, learn_all: bool = False, special_tokens: bool = False) -> None:
+    def __init__(self, tokenizer: Any, train_on_all: bool = False, special_tokens: bool = False) -> None:
         if tokenizer.chat_template is None:
             raise DataError(
                 "data.source: the tokenizer of the model has no chat template, which chats need; "
                 "tune a model that has one, or leave chats out"
             )
-        self.tokenizer, self.learn_all = tokenizer, learn_all
+        self.tokenizer, self.train_on_all = tokenizer, train_on_all
         self.special = [] if special_tokens else tokenizer.all_special_tokens
 
     def chats(self, rows: Iterable[NamedJson], longest: int, counts: Counter[str]) -> Iterator[tuple[str, Labelled]]:
@@ -71,11 +71,11 @@ class ChatTemplate:
             return f"chats that the chat template refuses ({first_line(error)})"
         if len(chat.ids) > longest:
             return f"chats of over {longest:,} tokens"
-        return chat if any(chat.learned) else "chats without a turn of the assistant"
+        return chat if any(chat.loss_mask) else "chats without a turn of the assistant"
 
     def _encoded(self, messages: list[Json]) -> Labelled:
         text = self._rendered(messages)
-        turns = [(0, len(text))] if self.learn_all else list(self._turns(messages, text))
+        turns = [(0, len(text))] if self.train_on_all else list(self._turns(messages, text))
         encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
         starts = [start for start, _ in encoded["offset_mapping"]]
         return Labelled(encoded["input_ids"], [any(first <= start < end for first, end in turns) for start in starts])

@@ -10,18 +10,18 @@ from typing import Any
 from pi_lora.data.chats import ChatTemplate
 from pi_lora.data.examples import Prompter
 from pi_lora.data.recall import recall_document
-from pi_lora.data.sources import RECALL, Table, count_lines
+from pi_lora.data.sources import RECALL, Table, format_counts
 from pi_lora.data.tokens import Labelled, Tokens, in_batches, padding_id, tokenized
 from pi_lora.errors import DataError
 from pi_lora.recipe.schema import Data, Source
 
-# Columns of lists: `input_ids`, `position_ids` of PoSE, whether tokens are `learned`, `lengths` of sequences.
+# Columns of lists: `input_ids`, `position_ids` of PoSE, `loss_mask`, `lengths` of sequences.
 Row = Mapping[str, Sequence[int]]
 # How many sequences of chats are filled at a time, and how many short chats are grouped by length.
 OPEN_SEQUENCES, GROUPED_CHATS = 16, 256
 
 
-def skip_positions(rng: random.Random, tokens: int, target: int, chunks: int) -> list[int]:
+def pose_positions(rng: random.Random, tokens: int, target: int, chunks: int) -> list[int]:
     """Draw strictly increasing positions for `tokens` tokens within `[0, target)` (L') that begin at 0: consecutive
     runs with gaps between them. Needs chunks <= tokens <= L'.
 
@@ -29,7 +29,7 @@ def skip_positions(rng: random.Random, tokens: int, target: int, chunks: int) ->
     lengths, and chunk i is shifted by a bias u_i drawn uniformly from u_(i-1) ... L' - tokens, with u_0 = 0. The text
     itself stays contiguous (their v_i = 0).
 
-    >>> skip_positions(random.Random(0), tokens=6, target=24, chunks=2)
+    >>> pose_positions(random.Random(0), tokens=6, target=24, chunks=2)
     [0, 1, 2, 3, 17, 18]
     """
     starts = [0, *sorted(rng.sample(range(1, tokens), chunks - 1)), tokens]
@@ -94,11 +94,11 @@ def grouped(chats: Iterator[Labelled], room: int, rng: random.Random) -> Iterato
 
 def columns(sequences: Sequence[Labelled]) -> dict[str, list[int]]:
     """Return the row that holds sequences one after the other, each with positions from 0."""
-    ids, learned = zip(*sequences, strict=True)
+    ids, loss_mask = zip(*sequences, strict=True)
     lengths = list(map(len, ids))
     return {
         "input_ids": [*itertools.chain(*ids)],
-        "learned": [*itertools.chain(*learned)],
+        "loss_mask": [*itertools.chain(*loss_mask)],
         "lengths": lengths,
         "position_ids": [*itertools.chain(*map(range, lengths))],
     }
@@ -180,8 +180,8 @@ class Stream:
         for _, _, prompt, completion in prompter.examples(rows, self.counts):
             self.counts["documents cut"] += prompt.kept < prompt.document_tokens
             self.counts["completions cut"] += len(completion) > self.data.completion_tokens
-            learned = [self.data.loss == "all"] * len(prompt.ids) + [True] * len(completion)
-            yield [Labelled(prompt.ids + completion, learned)]
+            loss_mask = [self.data.loss == "all"] * len(prompt.ids) + [True] * len(completion)
+            yield [Labelled(prompt.ids + completion, loss_mask)]
 
 
 def training_rows(streams: Sequence[Stream], original: int, target: int, number: int) -> Iterator[Row]:
@@ -208,11 +208,11 @@ def training_rows(streams: Sequence[Stream], original: int, target: int, number:
         if (sequences := next(rows[index], None)) is None:
             held = f"holds {order[:done].count(index):,} sequences of {length:,} tokens in data.epochs: {data.epochs}"
             raise DataError(
-                f"data.source: {stream.source.name}: {', '.join([held, *count_lines(stream.counts)])}; "
+                f"data.source: {stream.source.name}: {', '.join([held, *format_counts(stream.counts)])}; "
                 f"{order.count(index):,} are needed for its share; "
                 "add text, raise data.epochs, or lower training.steps"
             )
-        positions = skip_positions(rng, length, target, data.chunks) if data.positions == "skip" else []
+        positions = pose_positions(rng, length, target, data.chunks) if data.positions == "pose" else []
         if stream.short:
             yield columns(sequences)
         else:

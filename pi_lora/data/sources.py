@@ -82,16 +82,16 @@ class Table:
             end = int(len(text) * (1 - share))
             cut = text.rfind("\n", 0, end) + 1 or end
             return text[cut:] if held_out else text[:cut]
-        is_held_out = name in self._files_held_out if self.texts else draw(text) < share
+        is_held_out = name in self._files_held_out if self.texts else hash_to_unit(text) < share
         return text if is_held_out == held_out else ""
 
     @functools.cached_property
     def _files_held_out(self) -> set[str]:
-        by_draw = sorted(self.texts, key=lambda name: draw(Path(name).name))
-        return set(by_draw[: max(1, round((self.source.hold_out or 0) * len(by_draw)))])
+        by_hash = sorted(self.texts, key=lambda name: hash_to_unit(Path(name).name))
+        return set(by_hash[: max(1, round((self.source.hold_out or 0) * len(by_hash)))])
 
 
-def draw(text: str) -> float:
+def hash_to_unit(text: str) -> float:
     """Return a number in [0, 1) that follows from `text` alone, the same under every Python."""
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") / 2**64
 
@@ -112,7 +112,7 @@ def texts(rows: Iterable[NamedJson], columns: Sequence[str]) -> Iterator[NamedJs
         yield where, values
 
 
-def count_lines(counts: Counter[str]) -> list[str]:
+def format_counts(counts: Counter[str]) -> list[str]:
     """Return a line for everything that was counted, such as the reasons why rows were left out."""
     return [f"{what}: {number:,}" for what, number in counts.items() if number]
 
@@ -149,7 +149,7 @@ def local_files(source: Source, files: Mapping[str, Path]) -> Table:
 
 def split_of(relative_path: str) -> str:
     """Return the split of a file, train, validation or test, by its name alone, so the same under every Python."""
-    if draw(relative_path) >= HELD_OUT_SHARE:
+    if hash_to_unit(relative_path) >= HELD_OUT_SHARE:
         return "train"
     return "validation" if relative_path < FIRST_OF_TEST else "test"
 

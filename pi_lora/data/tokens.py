@@ -20,10 +20,10 @@ PIECE = 500_000
 
 
 class Labelled(NamedTuple):
-    """Token ids, and whether each is learned."""
+    """Token ids, and for every token whether the loss counts it."""
 
     ids: list[int]
-    learned: list[bool]
+    loss_mask: list[bool]
 
 
 def tokenized(tokenizer: Any, texts: Sequence[str], special_tokens: bool = False) -> list[Tokens]:

@@ -4,7 +4,7 @@ metrics.
 
 from collections.abc import Sequence
 
-from pi_lora.evaluation.measurement import Measurement, Metric, Result, Scores, Session, Value, share
+from pi_lora.evaluation.measurement import Measurement, Metric, Result, Scores, Session, Value, proportion
 from pi_lora.models.model import Model
 from pi_lora.recipe.evaluation import BenchmarksOptions
 from pi_lora.types import Json
@@ -71,5 +71,7 @@ class Benchmarks(Measurement[BenchmarksOptions, BenchmarkScores]):
         for task, score in scores.tasks.items():
             label = f"{task} ({score.shots or 0}-shot)"
             values = [Value(f"{task} {number}", value) for number, value in enumerate(score.outcomes or ())]
-            metrics.append(share(label, score.acc, score.examples, values=values, dataset=task, hub_name="accuracy"))
+            metrics.append(
+                proportion(label, score.acc, score.examples, values=values, dataset=task, hub_name="accuracy")
+            )
         return metrics

@@ -12,11 +12,11 @@ import torch
 from torch.nn.functional import kl_div
 
 from pi_lora.data.chats import ChatTemplate
-from pi_lora.data.sources import count_lines, find_table
+from pi_lora.data.sources import find_table, format_counts
 from pi_lora.data.tokens import Labelled
 from pi_lora.errors import DataError
 from pi_lora.evaluation.forward import check_numbers, in_parts, logits_at, padded
-from pi_lora.evaluation.generation import written_ids
+from pi_lora.evaluation.generation import generate_ids
 from pi_lora.evaluation.measurement import (
     Measurement,
     Metric,
@@ -26,7 +26,7 @@ from pi_lora.evaluation.measurement import (
     Value,
     average,
     identity_of,
-    share,
+    proportion,
 )
 from pi_lora.models.model import Model, find
 from pi_lora.recipe.evaluation import ChatOptions, Sampling
@@ -81,7 +81,7 @@ class Chats(Measurement[ChatOptions, ChatScores]):
         rows = table.read([source.column], None)
         read = ChatTemplate(model.tokenizer).chats(rows, options.window or model.window, counts)
         chats = dict(islice(read, options.limit))
-        for line in count_lines(counts):
+        for line in format_counts(counts):
             session.say(f"{options.data}: {line}")
         if not chats:
             raise DataError(f"--data: {options.data}: holds no chat to measure; name others, or a longer --window")
@@ -122,13 +122,13 @@ class Chats(Measurement[ChatOptions, ChatScores]):
         values = [Value(each.name, each.equal_answers) for each in chats]
         about = {"values": values, "dataset": data, "hub_name": "equal answers"}
         label = f"chat answers with the base's first {ANSWER} tokens"
-        return [loss, divergence, share(label, scores.equal_answers, scores.chats, **about)]
+        return [loss, divergence, proportion(label, scores.equal_answers, scores.chats, **about)]
 
 
 @torch.no_grad()
 def chat_score(model: Model, base: Model | None, chat: Labelled) -> Json:
     """Measure the assistant's tokens of a chat, against another model if there is a `base`: fields of ChatScore."""
-    places = [place for place, learned in enumerate(chat.learned) if learned and place]
+    places = [place for place, loss_mask in enumerate(chat.loss_mask) if loss_mask and place]
     ids = padded(model.model, [chat.ids])
     parts = in_parts(model.model, ids, places)
     models = [each.model for each in (model, base) if each]
@@ -137,7 +137,7 @@ def chat_score(model: Model, base: Model | None, chat: Labelled) -> Json:
         logs = [each[0].float().log_softmax(dim=-1) for each in logits]  # (places, vocabulary)
         loss -= logs[0].gather(1, ids[0, part, None]).double().sum().item()
         divergence += kl_div(logs[0], logs[-1], log_target=True, reduction="none").sum(dim=1).double().sum().item()
-    turns = [place for place in places if not chat.learned[place - 1]]
+    turns = [place for place in places if not chat.loss_mask[place - 1]]
     equal = [begins_alike(model, base, chat.ids[:turn]) for turn in turns] if base else [True]
     return {
         "tokens": len(places),
@@ -152,7 +152,7 @@ def begins_alike(model: Model, base: Model, prompt: list[int]) -> bool:
     forward pass tells whether each is the model's first choice after those before it.
     """
     tokens = min(ANSWER, model.window - len(prompt), base.window - len(prompt))
-    [answer] = written_ids(base, [prompt], Sampling(temperature=0.0, max_new_tokens=tokens))
+    [answer] = generate_ids(base, [prompt], Sampling(temperature=0.0, max_new_tokens=tokens))
     ids = padded(model.model, [[*prompt, *answer.tolist()]])
     [logits] = logits_at(model.model, ids, [torch.arange(len(prompt), ids.shape[1], device=ids.device)])
     return bool((logits[0].argmax(dim=-1) == answer).all())

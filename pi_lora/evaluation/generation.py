@@ -14,12 +14,12 @@ from pi_lora.recipe.evaluation import Sampling
 
 
 def generate(loaded: Model, prompts: Sequence[Sequence[int]], sampling: Sampling, stream: bool = False) -> list[str]:
-    """Return the text that is written after each of `prompts` (token ids), as `written_ids` does."""
-    ids = written_ids(loaded, prompts, sampling, stream)
+    """Return the text that is written after each of `prompts` (token ids), as `generate_ids` does."""
+    ids = generate_ids(loaded, prompts, sampling, stream)
     return [text.strip() for text in loaded.tokenizer.batch_decode(ids, skip_special_tokens=True)]
 
 
-def written_ids(loaded: Model, prompts: Sequence[Sequence[int]], sampling: Sampling, stream: bool = False) -> Any:
+def generate_ids(loaded: Model, prompts: Sequence[Sequence[int]], sampling: Sampling, stream: bool = False) -> Any:
     """Return the token ids that are written after each of `prompts`, which go through the model together: (prompts,
     tokens), padded. Of the model's own generation config only the tokens that end a text count. With `stream`, the
     text after a single prompt is printed word by word.

@@ -23,7 +23,7 @@ from lm_eval.evaluator import evaluate
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 
-from pi_lora.distributed import from_all, number_of_processes, rank
+from pi_lora.distributed import all_gather_objects, rank, world_size
 from pi_lora.errors import DataError, first_line
 from pi_lora.evaluation.forward import check_numbers
 from pi_lora.evaluation.measurement import Session
@@ -100,7 +100,7 @@ class RankedLM(HFLM):
     @property
     def world_size(self) -> int:
         """How many processes there are."""
-        return number_of_processes()
+        return world_size()
 
     def evaluate(self, name: str, task: Any, limit: int | None) -> Json:
         """Return lm-eval's scores of a task on the first `limit` examples, its `shots`, and the `samples`: all examples
@@ -120,7 +120,7 @@ class RankedLM(HFLM):
         if results:  # in the first process
             samples = sorted(results["samples"][name], key=lambda sample: int(sample["doc_id"]))
             scores = [{**results["results"][name], "shots": results["n-shot"][name] or 0, "samples": samples}]
-        return from_all(scores)[0]
+        return all_gather_objects(scores)[0]
 
     def add_partial(self, attr: str, req: Any, res: Any) -> None:
         """Keep the answer `res` to the request `req` of the method `attr`: lm-eval calls this with every answer."""

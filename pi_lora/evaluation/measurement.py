@@ -18,7 +18,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol, Self, TypeVar
 from pydantic import BaseModel, ConfigDict
 
 from pi_lora.data.documents import fingerprint
-from pi_lora.distributed import from_all, is_leader, share_of, wait_for_all
+from pi_lora.distributed import all_gather_objects, is_main_process, shard, wait_for_all_processes
 from pi_lora.drawing import Panel
 from pi_lora.errors import Interrupted
 from pi_lora.evaluation.forward import is_sharded
@@ -26,8 +26,8 @@ from pi_lora.evaluation.intervals import Interval, of_means, wilson
 from pi_lora.models.machine import versions
 from pi_lora.models.model import Model
 from pi_lora.recipe.section import Section
+from pi_lora.storage import cache_folder
 from pi_lora.types import Json, Progress, silent
-from pi_lora.writing import cache_folder
 
 
 class Value(NamedTuple):
@@ -96,7 +96,7 @@ class Metric:
         return change - down, change + up
 
 
-def share(label: str, mean: float, samples: int, **others: Any) -> Metric:
+def proportion(label: str, mean: float, samples: int, **others: Any) -> Metric:
     """Return a share of so many samples as a metric in percent, with its Wilson interval; a digit after the point needs
     a thousand of them. Of values between 0 and 1, or from several groups, the interval is wider than need be, never too
     narrow.
@@ -181,17 +181,17 @@ class Session:
         gather the weights from all processes, so all make the same ones.
         """
         folder = self.journal(loaded, decided_by)
-        results = dict(kept_in(folder)) if folder else {}
+        results = dict(read_journal(folder)) if folder else {}
         together = self.shared and not is_sharded(loaded.model)
-        own = share_of(names) if together else names
+        own = shard(names) if together else names
         for done, name in enumerate(own, 1):
             if name not in results:
                 results[name] = measure(name)
                 if folder:
-                    keep(name, results[name], folder)
+                    append_journal(name, results[name], folder)
                 self.progress(done, len(own))
         if together:
-            results = dict(from_all([*results.items()]))
+            results = dict(all_gather_objects([*results.items()]))
         return [results[name] for name in names]
 
     def __enter__(self) -> Self:
@@ -199,14 +199,14 @@ class Session:
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         if error is None and self.folders:
-            wait_for_all()  # until here another process may read a journal
-            for folder in self.folders if is_leader() else ():
+            wait_for_all_processes()  # until here another process may read a journal
+            for folder in self.folders if is_main_process() else ():
                 shutil.rmtree(folder, ignore_errors=True)
         if isinstance(error, KeyboardInterrupt) and any(folder.exists() for folder in self.folders):
             raise Interrupted("interrupted; what was measured is kept, the same command goes on from there") from None
 
 
-def kept_in(folder: Path) -> Iterator[tuple[str | int, Any]]:
+def read_journal(folder: Path) -> Iterator[tuple[str | int, Any]]:
     """Yield the names and results in a journal, without lines that are damaged."""
     for file in sorted(folder.glob("*.jsonl")):
         for line in file.read_bytes().splitlines():
@@ -215,7 +215,7 @@ def kept_in(folder: Path) -> Iterator[tuple[str | int, Any]]:
                 yield name, result
 
 
-def keep(name: str | int, result: Any, folder: Path) -> None:
+def append_journal(name: str | int, result: Any, folder: Path) -> None:
     """Write a result to a journal; a full disk ends no measurement."""
     with suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
@@ -248,11 +248,11 @@ def identity_of(loaded: Model) -> Json:
     }
 
 
-Asked = TypeVar("Asked", bound=Section)
-Found = TypeVar("Found", bound=Scores)
+OptionsT = TypeVar("OptionsT", bound=Section)
+ScoresT = TypeVar("ScoresT", bound=Scores)
 
 
-class Measurement(Protocol[Asked, Found]):
+class Measurement(Protocol[OptionsT, ScoresT]):
     """A measurement: `scores` are its results, whose `measurement` names the section of a recipe, the command, and the
     file in a run's scores.
 
@@ -260,28 +260,28 @@ class Measurement(Protocol[Asked, Found]):
     line in `pi_lora.evaluation.suite`.
     """
 
-    scores: type[Found]
+    scores: type[ScoresT]
 
-    def prepare(self, options: Asked, models: Sequence[Model]) -> Asked:
+    def prepare(self, options: OptionsT, models: Sequence[Model]) -> OptionsT:
         """Return the options with defaults that depend on the models filled in, so that all are measured alike."""
         return options
 
-    def check(self, options: Asked) -> None:
+    def check(self, options: OptionsT) -> None:
         """Raise PiLoraError for what shows before weights are read: a missing package, examples that cannot be read."""
         return
 
-    def run(self, model: Model, options: Asked, session: Session) -> Found:
+    def run(self, model: Model, options: OptionsT, session: Session) -> ScoresT:
         """Return the scores of a model; `options` need not be prepared."""
         options = self.prepare(options, [model])
         return self.scores(**{**described(model), "options": options, **self.measure(model, options, session)})
 
-    def measure(self, model: Model, options: Asked, session: Session) -> Json:
+    def measure(self, model: Model, options: OptionsT, session: Session) -> Json:
         """Return the fields of the scores that hold what was measured, and how, of a model with prepared options."""
 
-    def metrics(self, scores: Found) -> list[Metric]:
+    def metrics(self, scores: ScoresT) -> list[Metric]:
         """Return the metrics in the order of the table."""
 
-    def panels(self, scores: Mapping[str, Found]) -> list[Panel]:
+    def panels(self, scores: Mapping[str, ScoresT]) -> list[Panel]:
         """Return the functions that draw the scores of several models by label, each on matplotlib axes of its own."""
         return []
 

@@ -29,7 +29,7 @@ from pi_lora.evaluation.measurement import (
     Session,
     Value,
     longest_passing,
-    share,
+    proportion,
 )
 from pi_lora.models.model import Model
 from pi_lora.models.weights import finite
@@ -125,7 +125,7 @@ class Passkey(Measurement[PasskeyOptions, PasskeyScores]):
             if trials:
                 mean = fmean(trial.value for trial in trials)
                 metrics.append(
-                    share("passkeys retrieved", mean, len(trials), values=trials, hub_name="accuracy", **hub)
+                    proportion("passkeys retrieved", mean, len(trials), values=trials, hub_name="accuracy", **hub)
                 )
         return metrics
 

@@ -18,7 +18,7 @@ from pi_lora.evaluation.measurement import (
     Session,
     Value,
     longest_passing,
-    share,
+    proportion,
 )
 from pi_lora.models.model import Model
 from pi_lora.recipe.evaluation import RulerOptions, default_windows
@@ -111,11 +111,11 @@ class Ruler(Measurement[RulerOptions, RulerScores]):
             for name, task in length.tasks.items():
                 prompts = f"{name} {scores.options.seed} of {task.length} tokens"
                 values += [Value(f"{prompts}: {i}", value, group=name) for i, value in enumerate(task.outcomes)]
-                details.append(share(name, task.score, task.samples, at=length.window))
+                details.append(proportion(name, task.score, task.samples, at=length.window))
             samples = sum(task.samples for task in length.tasks.values())
             data = f"RULER, {len(length.tasks)} tasks at {length.window} tokens"
             hub: Json = {"at": length.window, "dataset": data, "hub_name": "score"}
-            means.append(share("RULER", length.score, samples, values=values, **hub))
+            means.append(proportion("RULER", length.score, samples, values=values, **hub))
         label = f"effective length ({PAPERS_THRESHOLD:.1%}, {len(scores.lengths[0].tasks)} of {ALL_TASKS} tasks)"
         reached = Metric(label, scores.effective_length, "tokens", dataset="RULER", hub_name="effective length")
         return [*means, *details, reached]

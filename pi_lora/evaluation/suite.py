@@ -8,7 +8,7 @@ from typing import Any
 from pydantic import ValidationError
 from rich.table import Table
 
-from pi_lora.distributed import is_leader
+from pi_lora.distributed import is_main_process
 from pi_lora.errors import ModelError
 from pi_lora.evaluation.benchmarks import Benchmarks
 from pi_lora.evaluation.chat import Chats
@@ -21,8 +21,8 @@ from pi_lora.models.model import Model
 from pi_lora.recipe.evaluation import Evaluation, PasskeyOptions, PerplexityOptions
 from pi_lora.recipe.section import Section
 from pi_lora.run import BASE, Run, check_tuned
+from pi_lora.storage import check_can_write, first_problem, read_json, write_json
 from pi_lora.types import How, Progress, silent
-from pi_lora.writing import check_can_write, first_problem, read_json, write_json
 
 # Named as the sections of a recipe's `evaluation` and the files in a run's scores; the paper's are first, in its order.
 MEASUREMENTS: Mapping[str, Measurement[Any, Any]] = {
@@ -64,7 +64,7 @@ def evaluate(
                         loaded = model.load(how.dtype)
                 with how.progress(f"{name} {model.name}") as session.progress:
                     scores[name].append(kinds[name].run(loaded, options, session))
-            if is_leader() and name in files:
+            if is_main_process() and name in files:
                 write_scores(scores[name], files[name])
     return scores
 
@@ -96,22 +96,25 @@ def measure(loaded: Model, evaluation: Evaluation, progress: Progress = silent) 
     """Measure a model that trains, as `evaluation` says in short. `progress` is called after each document or prompt;
     what it raises ends the measuring.
     """
-    asked = asked_for(evaluation.in_short())
+    asked = requested_measurements(evaluation.in_short())
     with Session(progress, shared=True) as session:
         return {name: MEASUREMENTS[name].run(loaded, options, session) for name, options in asked.items()}
 
 
-def asked_for(evaluation: Evaluation) -> dict[str, Any]:
+def requested_measurements(evaluation: Evaluation) -> dict[str, Any]:
     """Return the options by measurement, of those that a recipe asks for."""
     return {name: options for name in MEASUREMENTS if (options := getattr(evaluation, name))}
 
 
-def asked_of(run: Run, data: str | None = None) -> dict[str, Any]:
+def requested_of_run(run: Run, data: str | None = None) -> dict[str, Any]:
     """Return the options that a run's recipe asks for, by the names of their files; perplexity and passkey if it names
     none. With `data`, perplexity is measured on this text instead, into a file of its own unless it is the run's text.
     """
     check_tuned(run)
-    asked = asked_for(run.recipe.evaluation) or {"perplexity": PerplexityOptions(), "passkey": PasskeyOptions()}
+    asked = requested_measurements(run.recipe.evaluation) or {
+        "perplexity": PerplexityOptions(),
+        "passkey": PasskeyOptions(),
+    }
     if data is None:
         return asked
     own = asked.pop("perplexity", PerplexityOptions())

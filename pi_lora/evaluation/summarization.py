@@ -9,7 +9,7 @@ from statistics import fmean
 from pydantic import Field
 
 from pi_lora.data.examples import EMPTY, NO_EXAMPLE, TOO_LONG, Prompter
-from pi_lora.data.sources import SCROLLS, count_lines, find_table
+from pi_lora.data.sources import SCROLLS, find_table, format_counts
 from pi_lora.errors import DataError
 from pi_lora.evaluation.forward import prompts_at_once
 from pi_lora.evaluation.generation import generate
@@ -63,7 +63,7 @@ class Summarization(Measurement[SummarizationOptions, SummarizationScores]):
         examples = list(prompter.examples(table.read(prompter.task.columns, None), counts, options.limit))
         if not examples:
             raise DataError(f"{data.source[0].name}: {NO_EXAMPLE}")
-        for line in count_lines(counts):
+        for line in format_counts(counts):
             session.say(line)
         size = options.batch_size or prompts_at_once(model.window)
 

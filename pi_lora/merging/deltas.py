@@ -24,8 +24,8 @@ from pi_lora.models.files import (
 )
 from pi_lora.models.machine import dtype_named
 from pi_lora.models.weights import finite
+from pi_lora.storage import write_json
 from pi_lora.types import Progress
-from pi_lora.writing import write_json
 
 PREFIX = "base_model.model."
 # Initializations that do not change the base; PiSSA, OLoRA, CorDA and LoftQ subtract theirs from it.
@@ -33,7 +33,7 @@ PLAIN_STARTS = (True, False, "gaussian", "orthogonal", "eva")
 # Kinds of LoRA whose update is not a single matrix product, or depends on the input.
 NOT_MERGED = ("use_dora", "alora_invocation_tokens", "arrow_config", "target_parameters")
 # Threads that read, compute and write; and bytes, more than those of a block.
-THREADS, KEPT = 2, 2**23
+THREADS, RETAINED_BYTES = 2, 2**23
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
@@ -191,7 +191,7 @@ def in_threads(
     torch.set_num_threads(1)
     # glibc keeps the memory of blocks up to the size of the largest that was freed, and gives larger ones back to the
     # system each time, which took a sixth of a check.
-    torch.empty(KEPT, dtype=torch.uint8)
+    torch.empty(RETAINED_BYTES, dtype=torch.uint8)
     try:
         with ThreadPoolExecutor(THREADS) as pool:
             for tensor, _ in zip(tensors, pool.map(work, tensors), strict=True):
@@ -215,7 +215,7 @@ def write_tensors(tensors: Sequence[OutputTensor], folder: Path, progress: Progr
             for block in tensor.blocks():
                 out.write(block.contiguous().view(-1).view(torch.uint8).numpy().data)
 
-    in_threads(write, tensors, progress, "writing")
+    in_threads(write, tensors, progress, "storage")
     weight_map = {name: place.path.name for name, place in places.items()}
     for name in set(weight_map.values()):
         with (folder / name).open("r+b") as out:

@@ -23,11 +23,11 @@ from pi_lora.report.card import CARD, card_of
 from pi_lora.report.probe import Probe
 from pi_lora.report.scores import MeasuredRun, public_name
 from pi_lora.run import BASE, STEP_0, staged
-from pi_lora.scaling.config import ORIGINAL_WINDOW, Config, in_both_dialects
+from pi_lora.scaling.config import ORIGINAL_WINDOW, Config, with_legacy_rope_keys
 from pi_lora.scaling.verify import build_on_meta, config_of
 from pi_lora.serving.commands import serving_lines
+from pi_lora.storage import write_json, write_whole
 from pi_lora.types import NO_PERMISSIONS, Permissions, Progress, silent
-from pi_lora.writing import write_json, write_whole
 
 MERGE_FILE = "merge.json"
 # The entries of a config that a scaling changes.
@@ -72,21 +72,21 @@ def merge(
         before = read_weights(tuned_on.base, tuned_on.file)
         lines.append(f"sibling: tuned on {public_name(tuned_on.base)}, and added to {public_name(model.base)}")
     else:
-        model.check_origin()
+        model.check_base_fingerprint()
     if model.base_config.get("quantization_config"):
         raise ModelError(f"{model.base}: has quantized weights; name the model that it was made from with --base")
     with staged(output) as staging:
         with quiet_loading():
-            skeleton = build_on_meta(model.kind, model.config, permissions.trust_remote_code)
-        tensors = plan_merge(skeleton, read_weights(model.base, model.file), folder, dtype, before)
+            meta_model = build_on_meta(model.kind, model.config, permissions.trust_remote_code)
+        tensors = plan_merge(meta_model, read_weights(model.base, model.file), folder, dtype, before)
         stored = str(max(tensors, key=lambda tensor: tensor.size).dtype).removeprefix("torch.")
-        config = {**model.config, "architectures": [type(skeleton).__name__], "dtype": stored}
-        if any(tensor.name in skeleton.all_tied_weights_keys for tensor in tensors):
+        config = {**model.config, "architectures": [type(meta_model).__name__], "dtype": stored}
+        if any(tensor.name in meta_model.all_tied_weights_keys for tensor in tensors):
             config["tie_word_embeddings"] = False
             lines.append("head: was tied to the embeddings, but they diverged: it is a tensor of its own now")
         _save_without_weights(model, config, staging)
         # What is wrong with the model or the card shows before the weights are written.
-        check_model(model, skeleton, tensors, staging)
+        check_model(model, meta_model, tensors, staging)
         measured, typed = MeasuredRun(folder, merged=staging, base_name=model.base), config_of(model.kind, config)
         card_of(measured)
         write_tensors(tensors, staging, progress)
@@ -145,4 +145,4 @@ def _onto_sibling(model: Model, base: str | None) -> Model:
     if base is None:
         raise ModelError(f"{model.adapter}: --sibling: name the sibling of its base with --base")
     positions = {key: model.config[key] for key in POSITIONS if key in model.config}
-    return replace(model, adapter=None, config=in_both_dialects({**model.base_config, **positions}))
+    return replace(model, adapter=None, config=with_legacy_rope_keys({**model.base_config, **positions}))

@@ -32,13 +32,13 @@ def prepare_for_tuning(
         return model.requires_grad_(True)
     # LongLoRA finds plain LoRA (Hu et al. 2021) worse at long context without embeddings and norms trained in full.
     whole = _names_trained_whole(model, tuning)
-    names = _attention_names(model) if tuning.targets == "attention" else tuning.target_names
+    names = _attention_names(model) if tuning.target_modules == "attention" else tuning.target_names
     config = LoraConfig(
         r=tuning.rank,
         lora_alpha=tuning.lora_alpha,
         use_rslora=tuning.rank_stabilized,
         lora_dropout=tuning.dropout,
-        target_modules="all-linear" if tuning.targets == "all-linear" else sorted(names),
+        target_modules="all-linear" if tuning.target_modules == "all-linear" else sorted(names),
         modules_to_save=whole or None,
         ensure_weight_tying=tuning.with_embeddings and model.config.tie_word_embeddings,
         task_type="CAUSAL_LM",

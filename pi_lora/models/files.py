@@ -19,9 +19,9 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from safetensors import SafetensorError, safe_open
 
 from pi_lora.errors import ModelError, first_line
-from pi_lora.scaling.config import Config, in_both_dialects
+from pi_lora.scaling.config import Config, with_legacy_rope_keys
+from pi_lora.storage import read_json
 from pi_lora.types import Json
-from pi_lora.writing import read_json
 
 CONFIG_FILE, WEIGHTS_FILE, INDEX_FILE = "config.json", "model.safetensors", "model.safetensors.index.json"
 # As PEFT names them.
@@ -96,7 +96,7 @@ def read_config(folder: Path) -> Json:
 
 def save_config(config: Config, folder: Path) -> None:
     """Write `config.json` in both dialects."""
-    text = json.dumps(in_both_dialects(config), indent=2, sort_keys=True) + "\n"
+    text = json.dumps(with_legacy_rope_keys(config), indent=2, sort_keys=True) + "\n"
     (folder / CONFIG_FILE).write_text(text, encoding="utf-8")
 
 

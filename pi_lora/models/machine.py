@@ -22,7 +22,7 @@ SDPA = "sdpa"
 LIBRARIES = ("pi-lora", "torch", "transformers", "trl", "peft", "accelerate", "datasets", "safetensors")
 OPTIONAL = ("bitsandbytes", "flash-attn", "liger-kernel", "lm-eval", "kernels", "vllm")
 # Autocast converts what it multiplies, so bfloat16 has to be this many times as fast to gain anything.
-ENOUGH = 1.2
+MIN_BFLOAT16_SPEEDUP = 1.2
 
 
 def device() -> torch.device:
@@ -37,7 +37,7 @@ def has_fast_bfloat16() -> bool:
     """
     if device().type == "cuda":
         return bool(torch.cuda.is_bf16_supported(including_emulation=False))
-    return has_bfloat16_instructions() and bfloat16_speed() > ENOUGH
+    return has_bfloat16_instructions() and bfloat16_speed() > MIN_BFLOAT16_SPEEDUP
 
 
 @functools.cache

@@ -30,24 +30,24 @@ from pi_lora.models.tokenizer import SETTINGS_FILE, TOKENIZER_FILES, load_tokeni
 from pi_lora.models.weights import Placement, empty_weights, quiet_loading, read_weights
 from pi_lora.recipe.files import RECIPE_FILE
 from pi_lora.recipe.schema import Recipe
-from pi_lora.run import Origin, Run, check_finished
+from pi_lora.run import Fingerprint, Run, check_finished
 from pi_lora.scaling.config import (
     Config,
     Extension,
     check_reach,
-    declaring_original,
     extend_config,
     full_attention_rope,
-    in_both_dialects,
     is_extension_of,
     method_of,
+    normalize_max_positions,
     read_rope,
     scale_of,
     window_of,
+    with_legacy_rope_keys,
 )
 from pi_lora.scaling.verify import build_on_meta, check_scaling, config_of
+from pi_lora.storage import read_json
 from pi_lora.types import NO_PERMISSIONS, Json, Permissions
-from pi_lora.writing import read_json
 
 FILES_OF_RUNS = ["*.json", "*.yaml", ADAPTER_WEIGHTS_FILE, *TOKENIZER_FILES]
 
@@ -109,7 +109,7 @@ class Model:
         if self.extension:
             return self.extension.original_of(self.base_config)
         # A config does not say by how much `direct` extended it.
-        return self.run.provenance.original or round(self.window / self.scale)
+        return self.run.metadata.original or round(self.window / self.scale)
 
     @property
     def kernel(self) -> str:
@@ -147,7 +147,7 @@ class Model:
         return load_tokenizer(own or self.path, self.window, self.revision, trust, vocabulary)
 
     @cached_property
-    def skeleton(self) -> PreTrainedModel:
+    def meta_model(self) -> PreTrainedModel:
         """The unextended base on the meta device: every module with its shape, no memory for weights."""
         with quiet_loading():
             return build_on_meta(self.kind, self.base_config, self.permissions.trust_remote_code)
@@ -166,13 +166,13 @@ class Model:
         config = extend_config(self.base_config, extension)
         if extension.scaling != "direct":
             with quiet_loading():
-                check_scaling(self.skeleton, self.base_config, extension, self.permissions.trust_remote_code)
+                check_scaling(self.meta_model, self.base_config, extension, self.permissions.trust_remote_code)
         return self.changed(config=config, extension=extension)
 
-    def origin(self, tokenizer: str, data: str) -> Origin:
+    def origin(self, tokenizer: str, data: str) -> Fingerprint:
         """Return what a run of this base is made from, with the digests of its tokenizer and data."""
         local = Path(self.path).is_dir()
-        return Origin(
+        return Fingerprint(
             place=str(Path(self.path).resolve()) if local and not self.base.startswith(BUILTIN) else None,
             commit=None if local else self.folder.name,
             weights=self.weights_digest,
@@ -182,24 +182,24 @@ class Model:
 
     def is_base_of(self, run: Run) -> bool:
         """Whether a run was tuned from these weights, as far as it says from which."""
-        if (known := run.provenance.origin) is None:
+        if (known := run.metadata.origin) is None:
             return True
         same_commit = known.commit and not Path(self.path).is_dir() and known.commit == self.folder.name
         return bool(same_commit) or known.weights == self.weights_digest
 
-    def check_origin(self) -> None:
+    def check_base_fingerprint(self) -> None:
         """Raise ModelError if the weights of the base are not those that the adapter was tuned on."""
-        if self.adapter and not self.permissions.allow_changed and not self.is_base_of(self.run):
+        if self.adapter and not self.permissions.allow_mismatch and not self.is_base_of(self.run):
             raise ModelError(
                 f"{self.adapter}: {self.base} ({self.folder}) has other weights than those that it was tuned on; "
-                "bring them back, or use these with --allow-changed"
+                "bring them back, or use these with --allow-mismatch"
             )
 
     def load(self, dtype: str | None = None) -> "Model":
         """Read the weights: by default in float32 on a CPU, in bfloat16 after QLoRA, and on an accelerator as stored; a
         run's as they are tuned there.
         """
-        self.check_origin()
+        self.check_base_fingerprint()
         recipe, on_cpu = self.recipe, device().type == "cpu"
         if on_cpu:
             machine.keep_freed_memory()
@@ -232,7 +232,7 @@ class Model:
         return read_weights(self.base, self.path, config, dtype, attention, place, **source)
 
     def changed(self, **fields: Any) -> "Model":
-        """Return a copy with other fields, that goes on to use the tokenizer and skeleton."""
+        """Return a copy with other fields, that goes on to use the tokenizer and meta_model."""
         other = copy(self)
         vars(other).update(fields)
         return other
@@ -340,7 +340,7 @@ def find_base_of(folder: Path, base: str | None = None, permissions: Permissions
     """Find the base that an adapter folder names, or another `base`; raise ModelError if there is neither."""
     if base:
         return _find_base(base, permissions=permissions)
-    adapter, known = read_adapter_settings(folder), Run(folder).provenance.origin
+    adapter, known = read_adapter_settings(folder), Run(folder).metadata.origin
     if not (name := adapter.base_model_name_or_path):
         raise ModelError(
             f"{folder / ADAPTER_CONFIG_FILE}: base_model_name_or_path: is missing; "
@@ -375,5 +375,5 @@ def _find_base(name: str, revision: str = "main", permissions: Permissions = NO_
     if full_attention_rope(own).get("rope_type") == "linear":
         file = find_file(path, SETTINGS_FILE, revision)
         settings = read_json(file, Json, "download it again") if file else {}
-        own = declaring_original(own, settings.get("model_max_length"))
-    return Model(name, name, path, revision, permissions, type(config), own, in_both_dialects(own))
+        own = normalize_max_positions(own, settings.get("model_max_length"))
+    return Model(name, name, path, revision, permissions, type(config), own, with_legacy_rope_keys(own))

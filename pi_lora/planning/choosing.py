@@ -11,7 +11,7 @@ from pathlib import Path
 
 from jinja2 import Template
 
-from pi_lora.data.chats import AT_STAKE
+from pi_lora.data.chats import NO_CHATS_WARNING
 from pi_lora.data.documents import looks_local
 from pi_lora.data.examples import data_problems
 from pi_lora.data.sources import find_table, held_out_text, share_to_hold_out
@@ -83,7 +83,7 @@ def new_recipe(
         names = " and ".join(source.name for source in plan.recipe.data.source)
         notes.append(f"--data: not given; the recipe reads {names}")
     if has_chat_template(model) and not plan.recipe.data.has_chats:
-        notes.append(f"data: {AT_STAKE}")
+        notes.append(f"data: {NO_CHATS_WARNING}")
     return file, plan, notes
 
 
@@ -152,11 +152,11 @@ def candidates(first: TrainingPlan) -> Iterator[Changes]:
     length = first.target.original
     shortest = min(length, SHORTEST_SEQUENCE)
     while length >= shortest:
-        sequences.append({"data.positions": "skip", "data.sequence_tokens": length})
+        sequences.append({"data.positions": "pose", "data.sequence_tokens": length})
         length //= 2
     extra_modules = ["embeddings_and_norms", "norms"][first.target.shape.vocabulary > LARGE_VOCABULARY :]
     for extra, sequence, method, lever in itertools.product(extra_modules, sequences, ("lora", "qlora"), slower(first)):
-        yield WORTHWHILE | sequence | {"tuning.also_train": extra, "tuning.method": method} | lever
+        yield WORTHWHILE | sequence | {"tuning.modules_to_save": extra, "tuning.method": method} | lever
 
 
 def _share_of_time(plan: TrainingPlan) -> float:
@@ -179,7 +179,7 @@ def _sized(plan: TrainingPlan) -> TrainingPlan:
     if share := _share_of_time(plan):
         # A longer run than the worthwhile one has to end in time.
         sequences = min(sequences, plan.tokens / min(share, 1.0) / length)
-    batch = POSE_BATCH if data.positions == "skip" else BATCH
+    batch = POSE_BATCH if data.positions == "pose" else BATCH
     while batch > 2 and batch * ENOUGH_STEPS > sequences:
         batch //= 2
     steps = max(FEWEST_STEPS, int(min(STEPS, sequences / batch)) // 10 * 10)

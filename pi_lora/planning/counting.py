@@ -49,7 +49,7 @@ def shape_of(model: PreTrainedModel) -> Shape:
 
 
 def _adapted(linears: Mapping[str, nn.Linear], experts: Mapping[str, nn.Parameter]) -> dict[str, int]:
-    """Return the numbers of LoRA's matrices per rank, by what `tuning.targets` may name.
+    """Return the numbers of LoRA's matrices per rank, by what `tuning.target_modules` may name.
 
     PEFT 0.21 adapts every expert of most mixtures by itself, with twice the rank where two projections are fused. It
     leaves dense and shared MLPs out then; and the experts of other mixtures. Here all of them count.

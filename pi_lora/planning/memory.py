@@ -192,7 +192,7 @@ def _activations(shape: Shape, recipe: Recipe, tokens: int, arithmetic: Arithmet
     training, tuning, hardware = recipe.training, recipe.tuning, recipe.hardware
     mlp_share = min(1.0, (training.mlp_chunk_tokens or tokens) / tokens)
     kept, peak = layer_bytes(shape, tuning, arithmetic, hardware.context_parallel, mlp_share)
-    adapts_experts = tuning.method != "full" and tuning.targets == "all-linear"
+    adapts_experts = tuning.method != "full" and tuning.target_modules == "all-linear"
     of_experts = ADAPTED_EXPERTS * shape.experts / shape.layers * adapts_experts
     kept, peak = kept * tokens + of_experts, peak * tokens + of_experts
     checkpointed = training.checkpointed_layers(shape.layers)

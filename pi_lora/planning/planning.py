@@ -70,7 +70,7 @@ def find_shape(name: str, revision: str = "main", permissions: Permissions = NO_
     from pi_lora.planning.counting import shape_of
 
     model = find(name, permissions=permissions, revision=revision)
-    return model.config, shape_of(model.skeleton)
+    return model.config, shape_of(model.meta_model)
 
 
 def shipped_config(name: str) -> Path:
@@ -113,7 +113,7 @@ def advice(plan: TrainingPlan) -> str:
     PoSE too.
     """
     changes: list[Changes] = [{}]
-    for key, value in (("evaluation.every", None), ("tuning.method", "qlora"), ("data.positions", "skip")):
+    for key, value in (("evaluation.every", None), ("tuning.method", "qlora"), ("data.positions", "pose")):
         changes.append(changes[-1] | {key: value})
     alternatives = (costs_time | change for change in changes for costs_time in slower(plan))
     for overrides, changed in replanned(plan, alternatives):

@@ -14,7 +14,7 @@ class Shape:
     `layer` is the number of parameters of the largest layer. `intermediate`, `queries` and `keys` are the widths of
     the widest layer, in numbers per token, and `norms` counts the norms of its hidden states; `head_normed` if
     attention has norms of its own. `linear_weights` are those of all layers' linear layers without biases: what is
-    quantized, and multiplied with each token. `lora` has the numbers of LoRA's matrices per rank by `tuning.targets`.
+    quantized, and multiplied with each token. `lora` has the numbers of LoRA's matrices per rank by `tuning.target_modules`.
     The weights of experts are stored in `experts` numbers; a token is multiplied with `active_experts` of them.
     """
 
@@ -52,7 +52,7 @@ def adapter_parameters(shape: Shape, tuning: Tuning) -> int:
         return 0
     if unknown := sorted(tuning.target_names - shape.lora.keys()):
         choices = ", ".join(sorted(shape.lora))
-        raise RecipeError([f"tuning.targets: {unknown[0]}: no such linear layer; choose from {choices}"])
+        raise RecipeError([f"tuning.target_modules: {unknown[0]}: no such linear layer; choose from {choices}"])
     return tuning.rank * sum(shape.lora[name] for name in tuning.target_names)
 
 

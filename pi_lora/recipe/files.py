@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from pi_lora.errors import RecipeError
 from pi_lora.recipe.schema import Recipe
 from pi_lora.recipe.section import Section, sections_in
-from pi_lora.writing import problem_text
+from pi_lora.storage import problem_text
 
 # The resolved recipe of a run folder.
 RECIPE_FILE = "recipe.yaml"

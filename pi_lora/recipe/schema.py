@@ -70,15 +70,17 @@ class Tuning(Section):
     """scale by alpha / sqrt(rank) (Kalajdzievski 2023)"""
     dropout: float = Field(0.0, ge=0, lt=1)
     """probability, on the adapter's inputs"""
-    targets: Literal["attention", "all-linear"] | Texts = "all-linear"
+    target_modules: Literal["attention", "all-linear"] | Texts = "all-linear"
     """linear layers that get an adapter; or the names of modules, as [q_proj, v_proj]"""
-    also_train: Literal["embeddings_and_norms", "norms", "nothing"] = "embeddings_and_norms"
+    modules_to_save: Literal["embeddings_and_norms", "norms", "nothing"] = "embeddings_and_norms"
     """in full, with the adapter (LongLoRA)"""
 
     @property
     def target_names(self) -> set[str]:
         """`attention`, `all-linear`, or names of modules."""
-        return {self.targets} if isinstance(self.targets, str) else set(self.targets)
+        if isinstance(self.target_modules, str):
+            return {self.target_modules}
+        return set(self.target_modules)
 
     @property
     def lora_alpha(self) -> float:
@@ -88,12 +90,12 @@ class Tuning(Section):
     @property
     def with_embeddings(self) -> bool:
         """Whether embeddings train in full beside the adapter."""
-        return self.also_train == "embeddings_and_norms"
+        return self.modules_to_save == "embeddings_and_norms"
 
     @property
     def with_norms(self) -> bool:
         """Whether norms train in full beside the adapter."""
-        return self.also_train != "nothing"
+        return self.modules_to_save != "nothing"
 
 
 class Source(Section):
@@ -128,8 +130,8 @@ class Data(Section):
     source: Annotated[tuple[Source, ...], BeforeValidator(_as_sources), Field(min_length=1)]
     packing: Literal["wrapped"] = "wrapped"
     """documents are one stream, which is cut"""
-    positions: Literal["contiguous", "skip"] = "contiguous"
-    """skip: PoSE, few tokens spread over L'"""
+    positions: Literal["contiguous", "pose"] = "contiguous"
+    """pose: PoSE, few tokens spread over L'"""
     sequence_tokens: Tokens | None = Field(None, gt=1)
     """PoSE: tokens of a sequence, at most L'; by default L, of `scaling: keep` none"""
     chunks: int = Field(2, ge=2)
@@ -175,16 +177,16 @@ class Data(Section):
 
     def conflicts(self) -> Iterator[str]:
         """Yield keys of packed text with those of examples, and of text with those of chats."""
-        if self.sequence_tokens is not None and self.positions != "skip":
-            yield "sequence_tokens: is the length of PoSE sequences; set positions: skip, or leave it out"
+        if self.sequence_tokens is not None and self.positions != "pose":
+            yield "sequence_tokens: is the length of PoSE sequences; set positions: pose, or leave it out"
         columns = {"document", "summary", "template", "completion"}
         given = self.model_dump(include=columns, exclude_none=True).keys()
         own = {"template", "completion"}
         if given and given not in ({"document", "summary"}, own, own | {"document"}):
             kinds = "document and summary, or template and completion, with a document if one may be cut"
             yield f"{', '.join(given)}: examples have {kinds}; give one of the two"
-        if self.has_examples and self.positions == "skip":
-            yield "positions: skip: is for packed text; examples need contiguous"
+        if self.has_examples and self.positions == "pose":
+            yield "positions: pose: is for packed text; examples need contiguous"
         if any(source.hold_out and (self.has_examples or source.has_chats) for source in self.source):
             yield "source: hold_out is for text; hold examples and chats out in a file of their own"
         if self.keep_short and not self.has_chats:
@@ -343,8 +345,8 @@ class Recipe(Section):
             yield "data.keep_short: its sequences have other lengths; set training.per_device_batch_size: 1"
         if (data.sequence_tokens or 0) > target:
             yield f"data.sequence_tokens: {data.sequence_tokens} is more than context.target, {target}; lower it"
-        if parallel > 1 and (data.has_examples or data.positions == "skip" or data.keep_short):
-            what = "examples differ in length, and positions: skip and keep_short have short sequences"
+        if parallel > 1 and (data.has_examples or data.positions == "pose" or data.keep_short):
+            what = "examples differ in length, and positions: pose and keep_short have short sequences"
             yield f"hardware.context_parallel: {what}; set it to 1"
         if parallel > 1 and self.evaluation.every:
             yield "evaluation.every: cannot measure while GPUs share a sequence; measure the finished run"
@@ -355,5 +357,5 @@ class Recipe(Section):
         measured = self.evaluation.perplexity
         if measured and any(each.name == measured.data and each.hold_out != measured.hold_out for each in data.source):
             yield "evaluation.perplexity.hold_out: data.source has another of the same text; make them equal"
-        if self.scaling == "keep" and data.positions == "skip" and data.sequence_tokens is None:
-            yield "data.positions: skip: with scaling: keep name the tokens of a sequence, sequence_tokens"
+        if self.scaling == "keep" and data.positions == "pose" and data.sequence_tokens is None:
+            yield "data.positions: pose: with scaling: keep name the tokens of a sequence, sequence_tokens"

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Self, get_args
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PositiveInt, ValidationError, model_validator
 
 from pi_lora.errors import RecipeError
-from pi_lora.writing import first_problem
+from pi_lora.storage import first_problem
 
 Seed = Annotated[int, Field(ge=0, lt=2**32)]
 

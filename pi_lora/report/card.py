@@ -28,7 +28,7 @@ from pi_lora.report.scores import (
 )
 from pi_lora.run import check_tuned
 from pi_lora.scaling.config import full_attention_rope, method_of, scale_of, window_of
-from pi_lora.writing import write_whole
+from pi_lora.storage import write_whole
 
 CARD, PICTURES = "README.md", "pictures"
 PAGE = Path(__file__).with_name("page.html")
@@ -155,7 +155,7 @@ def draw_run(run: MeasuredRun) -> Iterator[Path]:
         alike, _ = run.side_by_side(name)  # what was measured otherwise is not drawn on the same axis
         *_, last = alike.values()
         if panels := MEASUREMENTS[last.measurement].panels(alike):
-            figure = figure_of(*panels, title=public_setting(last), window=run.provenance.original)
+            figure = figure_of(*panels, title=public_setting(last), window=run.metadata.original)
             yield save(figure, run.path / PICTURES / f"{name}.png")
     if run.log:
         yield save(figure_of(partial(_loss, run.log)), run.path / PICTURES / "loss.png")

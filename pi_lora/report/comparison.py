@@ -13,9 +13,9 @@ from pi_lora.evaluation.intervals import Interval, Pairs, of_means, of_successes
 from pi_lora.evaluation.measurement import Metric, Scores, Value
 from pi_lora.evaluation.suite import (
     Asked,
-    asked_of,
     differences,
     evaluate,
+    requested_of_run,
     scores_of,
     setting_of,
 )
@@ -74,7 +74,7 @@ def compare_run(
     """
     folder = MeasuredRun(run_folder(run))
     kept = {name: stages[TUNED].options for name, stages in folder.scores.items() if TUNED in stages}
-    named = asked_of(folder, data)
+    named = requested_of_run(folder, data)
     asked = {**named, **kept, **named, **asked}  # in the order of the recipe
     [model] = find(base)
     is_base = model.is_base_of(folder)
@@ -89,7 +89,7 @@ def compare_run(
     else:
         base += " (another model)"
         before = {name: scores for name, [scores] in evaluate([model], options, {}, how).items()}
-    comparison = Comparison(base=base, run=run, original=folder.provenance.original)
+    comparison = Comparison(base=base, run=run, original=folder.metadata.original)
     for name, scores in tuned.items():
         rows = list(compare(before[name], scores))
         comparison.rows.extend(rows)

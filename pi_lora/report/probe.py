@@ -10,7 +10,7 @@ from typing import Any, cast
 from pydantic import BaseModel
 from rich.table import Table
 
-from pi_lora.distributed import is_leader
+from pi_lora.distributed import is_main_process
 from pi_lora.drawing import sparkline
 from pi_lora.errors import ModelError
 from pi_lora.evaluation.measurement import Metric, Session
@@ -22,8 +22,8 @@ from pi_lora.models.model import Model
 from pi_lora.recipe.evaluation import PasskeyOptions, PerplexityOptions, ProbeOptions
 from pi_lora.report.comparison import change_of, verdict
 from pi_lora.scaling.config import Extension, Method, methods_for
+from pi_lora.storage import cache_folder, check_can_write, read_json, write_json
 from pi_lora.types import How, Json
-from pi_lora.writing import cache_folder, check_can_write, read_json, write_json
 
 # Scalings that no recipe tunes by default: a probe shows them beside the others.
 FOR_COMPARISON = ("direct", "dynamic")
@@ -115,7 +115,7 @@ def probe(base: Model, options: ProbeOptions, json: Path | None = None, how: How
 
         reaches = [_reach(base, target, options, measure) for target in sorted(options.target)]
         probed = Probe(model=base.name, original=base.window, hardware=hardware(), versions=versions(), targets=reaches)
-        if is_leader():
+        if is_main_process():
             for reach in reaches:
                 write_json(_kept_file(base.name, reach.target), reach.model_dump(include={"best", "summary"}))
             if json:

@@ -180,7 +180,7 @@ def _window_factor(config: Config, rope: Config) -> float:
     return float(rope.get("factor", 1)) if rope.get("rope_type") in MULTIPLIES_WINDOW else 1.0
 
 
-def declaring_original(config: Config, longest_input: float | None) -> Config:
+def normalize_max_positions(config: Config, longest_input: float | None) -> Config:
     """Return a config whose `linear` rope multiplies `max_position_embeddings`, as transformers documents it. Some that
     were published (DeepSeek-Coder, Chinese-Alpaca-2-16k) declare the extended window there instead. No key tells them
     apart, but the `longest_input` of their tokenizer, in tokens, is the same number.
@@ -192,7 +192,7 @@ def declaring_original(config: Config, longest_input: float | None) -> Config:
     return {**config, "max_position_embeddings": round(declared / rope["factor"])}
 
 
-def in_both_dialects(config: Config) -> dict[str, Any]:
+def with_legacy_rope_keys(config: Config) -> dict[str, Any]:
     """Return a copy of a config whose scaling is read by transformers 5 and, at the top level, by 4, vLLM and SGLang.
     transformers 4 loads a config with `rope_parameters` alone silently unscaled. Models with ropes per layer type that
     only transformers 5 knows get no top level, which 5 would apply to the sliding layers too.
@@ -241,7 +241,7 @@ def extend_config(config: Config, extension: Extension) -> dict[str, Any]:
         extended[ORIGINAL_WINDOW] = extension.original_of(config)
     if constant_longrope(rope) is not None:
         extended["original_max_position_embeddings"] = declared
-    return in_both_dialects(extended)
+    return with_legacy_rope_keys(extended)
 
 
 def check_extendable(config: Config, extension: Extension) -> None:

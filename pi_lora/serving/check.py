@@ -19,9 +19,9 @@ from rich.table import Table
 from pi_lora.data.recall import sentences
 from pi_lora.errors import DataError, PiLoraError
 from pi_lora.models.model import Model
-from pi_lora.scaling.config import full_attention_rope, in_both_dialects, with_full_rope
+from pi_lora.scaling.config import full_attention_rope, with_full_rope, with_legacy_rope_keys
+from pi_lora.storage import write_whole
 from pi_lora.types import Json, Progress, silent
-from pi_lora.writing import write_whole
 
 # Tokens that are written, and the last tokens of a prompt whose log probabilities are compared.
 WRITTEN, SCORED = 32, 64
@@ -42,7 +42,7 @@ CUT, REFUSED, DIFFERENT = "cut", "refused", "different"
 # Where the second choice is so close in nats to the first, rounding decides which one a server takes.
 TIE = 0.5
 # Without log probabilities, so many equal tokens are an agreement.
-ENOUGH = 4
+MIN_EQUAL_TOKENS = 4
 # Tokens by which a server may count fewer than are computed here, and has not cut the prompt.
 CUT_SLACK = 5
 
@@ -126,7 +126,7 @@ def unscaled(model: Model) -> Model:
     """Return a model without the scaling of its rope."""
     rope = full_attention_rope(model.config)
     plain = {"rope_type": "default", **{key: rope[key] for key in UNSCALED_ROPE if key in rope}}
-    return replace(model, config=in_both_dialects(with_full_rope(model.config, plain)))
+    return replace(model, config=with_legacy_rope_keys(with_full_rope(model.config, plain)))
 
 
 @torch.no_grad()
@@ -277,6 +277,6 @@ def _compare(computed: Answer, said: Completion) -> tuple[float, int]:
     # A server ends where the model does, or goes on after all that was computed.
     ends = computed.text.startswith(text.rstrip("\ufffd")) or agreed == len(computed.margins)
     follows = ends or computed.margins[agreed] < TIE
-    if not follows or (not pairs and agreed < ENOUGH):
+    if not follows or (not pairs and agreed < MIN_EQUAL_TOKENS):
         return inf, agreed
     return fmean(abs(own - other) for own, other in pairs) if pairs else 0.0, agreed

@@ -18,19 +18,19 @@ from transformers import TrainerCallback, TrainerControl, TrainerState
 from pi_lora.distributed import (
     any_process,
     handle_signals,
-    is_leader,
-    number_of_processes,
-    wait_for_all,
+    is_main_process,
+    wait_for_all_processes,
+    world_size,
 )
 from pi_lora.errors import Diverged, Interrupted
-from pi_lora.evaluation.suite import asked_for, measure, write_scores
+from pi_lora.evaluation.suite import measure, requested_measurements, write_scores
 from pi_lora.models.machine import SDPA
 from pi_lora.models.model import Model
 from pi_lora.models.weights import finite, quiet_loading
 from pi_lora.recipe.schema import Recipe
 from pi_lora.run import CHECKPOINTS, TRAINING_LOG, Run
+from pi_lora.storage import write_whole
 from pi_lora.types import Progress
-from pi_lora.writing import write_whole
 
 LIBRARY_LOG = "libraries.log"
 
@@ -63,10 +63,13 @@ class Monitor(TrainerCallback):
         kept = [line for line in self.run.log if line["step"] <= step]
         self.seconds = kept[-1]["seconds"] if kept else 0.0
         self.logged = self.seconds, state.num_input_tokens_seen
-        if is_leader():
+        if is_main_process():
             write_whole(self.run.path / TRAINING_LOG, "".join(json.dumps(line) + "\n" for line in kept))
-        files = [self.run.scores_file(name, f"step {step}") for name in asked_for(self.recipe.evaluation.in_short())]
-        if self._is_due(step) and any_process(is_leader() and not all(map(Path.is_file, files)))[0]:
+        files = [
+            self.run.scores_file(name, f"step {step}")
+            for name in requested_measurements(self.recipe.evaluation.in_short())
+        ]
+        if self._is_due(step) and any_process(is_main_process() and not all(map(Path.is_file, files)))[0]:
             self.measure(self.run, step)
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
@@ -104,10 +107,10 @@ class Monitor(TrainerCallback):
 
     def on_save(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Mark the checkpoint as complete when every process has written its part; then measure, if it is time to."""
-        wait_for_all()
-        if is_leader():
+        wait_for_all_processes()
+        if is_main_process():
             self.run.mark_complete(self.run.path / CHECKPOINTS / f"checkpoint-{state.global_step}")
-        wait_for_all()
+        wait_for_all_processes()
         if self._is_due(state.global_step) and not self.stopped:
             self.measure(self.run, state.global_step)
 
@@ -128,7 +131,7 @@ class Monitor(TrainerCallback):
             "peak_memory": peak_memory(),
             "seconds": round(self.seconds, 2),
         }
-        if is_leader():
+        if is_main_process():
             with (self.run.path / TRAINING_LOG).open("a", encoding="utf-8") as file:
                 file.write(json.dumps(line) + "\n")
         self.line = f"loss {logs['loss']:.3f} {speed:,.0f} tokens/s {line['peak_memory'] / 2**30:.1f} GiB"
@@ -138,7 +141,7 @@ class Monitor(TrainerCallback):
 
         def stop_if_signalled(done: int, total: int, note: str = "") -> None:
             # Of several processes each measures another part: all of them come to its end.
-            if self.signals and number_of_processes() == 1:
+            if self.signals and world_size() == 1:
                 raise Interrupted(
                     f"{self.model.name}: interrupted while step {step} was measured; "
                     "continue with --resume, or measure a finished run by pi-lora eval all"
@@ -146,7 +149,7 @@ class Monitor(TrainerCallback):
 
         with _as_when_loaded(self.model):
             scores = measure(self.model, self.recipe.evaluation, stop_if_signalled)
-        for name, result in scores.items() if is_leader() else ():
+        for name, result in scores.items() if is_main_process() else ():
             write_scores([result.model_copy(update={"step": step})], run.scores_file(name, f"step {step}"))
 
     def _is_due(self, step: int) -> bool:
@@ -177,7 +180,7 @@ def stop_after_step() -> Iterator[list[int]]:
             signal.signal(signal.SIGINT, before)
             # Not through the progress, in whose midst the signal may have come. A reader that is gone ends nothing.
             with suppress(OSError):
-                os.write(2, b"\nstopping after this step; Ctrl-C again stops at once\n" if is_leader() else b"")
+                os.write(2, b"\nstopping after this step; Ctrl-C again stops at once\n" if is_main_process() else b"")
 
     with handle_signals(note) as received:
         yield received

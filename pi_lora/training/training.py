@@ -12,9 +12,9 @@ from transformers import set_seed
 
 from pi_lora.data.batches import TrainingData, training_data
 from pi_lora.data.tokens import tokenizer_identity
-from pi_lora.distributed import from_all, is_leader, join_processes, number_of_processes, wait_for_all
+from pi_lora.distributed import all_gather_objects, is_main_process, join_processes, wait_for_all_processes, world_size
 from pi_lora.errors import Interrupted
-from pi_lora.evaluation.suite import asked_for
+from pi_lora.evaluation.suite import requested_measurements
 from pi_lora.models import adapter as adapters
 from pi_lora.models import machine
 from pi_lora.models.files import save_config
@@ -27,10 +27,10 @@ from pi_lora.recipe.files import RECIPE_FILE, dump_recipe
 from pi_lora.recipe.schema import Recipe
 from pi_lora.report.card import write_card
 from pi_lora.run import CHECKPOINTS, Run, resume_command, staged, staging_path
+from pi_lora.storage import write_whole
 from pi_lora.training.callbacks import Monitor, redirect_library_logs, stop_after_step
 from pi_lora.training.trainer import Trainer
 from pi_lora.types import Progress, silent
-from pi_lora.writing import write_whole
 
 
 def train(
@@ -48,7 +48,7 @@ def train(
     with stop_after_step() as signals, adapters.without_known_warnings():
         with create_run(recipe, model, data, output, resume) as run, redirect_library_logs(run.path):
             # The precision that the run has from its start, instead of `auto`.
-            training = recipe.training.changed(precision=run.provenance.precision)
+            training = recipe.training.changed(precision=run.metadata.precision)
             recipe = recipe.model_copy(update={"training": training})
             set_seed(training.seed)
             tuned = model.changed(
@@ -60,19 +60,19 @@ def train(
             monitor = Monitor(recipe, tuned, run, signals, progress)
             trainer = Trainer(recipe, tuned, data, run, monitor)
             # The first process finds the checkpoint that all of them resume.
-            trainer.train(from_all([run.checkpoint_to_resume() if resume and is_leader() else None])[0])
+            trainer.train(all_gather_objects([run.checkpoint_to_resume() if resume and is_main_process() else None])[0])
             if monitor.stopped:
                 step, how = trainer.state.global_step, resume_command(output)
                 raise Interrupted(
                     f"{output}: interrupted after step {step}, a checkpoint is kept; resume it with {how}"
                 )
             save(recipe, tuned, trainer, run)
-        if is_leader():
+        if is_main_process():
             write_card(output)
         if recipe.evaluation.every:
             # The run is whole by now: a signal loses no more than these scores.
             monitor.measure(Run(output), training.steps)
-            if is_leader():
+            if is_main_process():
                 write_card(output)
     return output
 
@@ -89,18 +89,18 @@ def create_run(recipe: Recipe, model: Model, data: TrainingData, output: Path, r
     they share.
     """
     waiting = nullcontext(staging_path(output))
-    with staged(output, resume) if is_leader() else waiting as staging:
+    with staged(output, resume) if is_main_process() else waiting as staging:
         run = Run(staging)
-        if is_leader():
+        if is_main_process():
             origin = model.origin(tokenizer_identity(model.tokenizer), data.digest)
-            run.check_same_origin(output, origin, model.permissions)
+            run.check_same_fingerprint(output, origin, model.permissions)
             write_whole(staging / RECIPE_FILE, dump_recipe(recipe))
             # Decided once: other processes, or a resumption on another machine, could decide otherwise.
-            precision = run.provenance.precision or machine.computes_in(recipe)
+            precision = run.metadata.precision or machine.computes_in(recipe)
             run.record({"origin": origin.model_dump(), "precision": precision})
-        wait_for_all()
+        wait_for_all_processes()
         yield run
-    if is_leader():
+    if is_main_process():
         # Only now: until the run stands under its name, they are all that is left of it if the process is killed.
         shutil.rmtree(output / CHECKPOINTS, ignore_errors=True)
 
@@ -109,20 +109,20 @@ def load_for_tuning(recipe: Recipe, model: Model) -> Any:
     """Load the model and make trainable what trains. A quantized one goes to every device; others are spread by FSDP
     from the host memory of the first process, which alone reads them, or copied by data parallelism.
     """
-    several = number_of_processes() > 1
+    several = world_size() > 1
     place: Placement = "quantized" if recipe.tuning.method == "qlora" else "host" if several else "device"
-    if place == "host" and recipe.sharded and not is_leader():
+    if place == "host" and recipe.sharded and not is_main_process():
         place = "empty"
     attention = machine.SDPA if recipe.model.attention == "auto" else recipe.model.attention
     base = model.load_weights(machine.dtype_of_base(recipe), attention, place)
     if recipe.sharded and several:
         # transformers reads the weights of some modules in float32 even if asked for bfloat16.
-        dtypes = from_all([{name: weight.dtype for name, weight in base.named_parameters()}])[0]
+        dtypes = all_gather_objects([{name: weight.dtype for name, weight in base.named_parameters()}])[0]
         for name, weight in base.named_parameters():
             weight.data = weight.data.to(dtypes[name])
     if model.adapter is not None:
-        if is_leader():
-            model.check_origin()
+        if is_main_process():
+            model.check_base_fingerprint()
         # One adapter of that base: a second one would need both, and merging the first would round a quantized base.
         tuned = adapters.load_adapter(base, model.adapter, recipe.tuning.dropout, trainable=True)
         adapters.train_in_float32(tuned)
@@ -141,7 +141,7 @@ def save(recipe: Recipe, model: Model, trainer: Trainer, run: Run) -> None:
         # Gathering what FSDP has spread takes every process; writing it takes one. A frozen base stays where it is.
         how = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=not full)
         weights = get_model_state_dict(trainer.model, options=how)
-    if not is_leader():
+    if not is_main_process():
         return
     (adapters.save_full if full else adapters.save_adapter)(trainer.model, run.path, weights)
     if not full and model.needs_its_config:
@@ -169,7 +169,7 @@ def closing_lines(recipe: Recipe, folder: Path) -> list[str]:
     how = ["all", str(folder)]
     if recipe.data.has_examples:
         how = ["summarization", str(folder)]
-    elif not asked_for(recipe.evaluation):
+    elif not requested_measurements(recipe.evaluation):
         how = ["perplexity", str(folder), "--data", "HELD_OUT_TEXT"]
     return [
         f"{folder}: step {last['step']}, loss {last['loss']:.3f}, {hours}, {speed:,.0f} tokens/s",

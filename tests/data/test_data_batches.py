@@ -15,7 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from pi_lora.data.batches import LengthGroups, cached, collate
-from pi_lora.data.packing import Row, skip_positions
+from pi_lora.data.packing import Row, pose_positions
 from pi_lora.errors import DataError
 
 ORIGINAL, TARGET = 64, 256
@@ -130,7 +130,7 @@ def skipping(number: int, chunks: int = 3) -> list[dict[str, torch.Tensor]]:
     return [
         {
             "input_ids": torch.tensor([rng.randrange(1024) for _ in range(ORIGINAL)]),
-            "position_ids": torch.tensor(skip_positions(rng, ORIGINAL, TARGET, chunks)),
+            "position_ids": torch.tensor(pose_positions(rng, ORIGINAL, TARGET, chunks)),
         }
         for _ in range(number)
     ]
@@ -154,8 +154,8 @@ def loss(model: torch.nn.Module, batch: dict[str, torch.Tensor], kernel: str) ->
 
 
 def test_padding_and_what_is_not_learned_have_no_label() -> None:
-    chats = {"input_ids": [1, 2, 3, 4, 5], "learned": [False, True, False, False, True], "lengths": [2, 3]}
-    rows = [chats, {"input_ids": [6, 7], "learned": [True, True]}]
+    chats = {"input_ids": [1, 2, 3, 4, 5], "loss_mask": [False, True, False, False, True], "lengths": [2, 3]}
+    rows = [chats, {"input_ids": [6, 7], "loss_mask": [True, True]}]
     batch = collate([{name: torch.tensor(values) for name, values in row.items()} for row in rows], padding=9)
     assert batch["input_ids"].tolist() == [[1, 2, 9], [3, 4, 5], [6, 7, 9]]
     assert batch["labels"].tolist() == [[-100, 2, -100], [-100, -100, 5], [6, 7, -100]]

@@ -12,7 +12,7 @@ from small_tokenizers import made
 from transformers import PreTrainedTokenizerFast
 
 from pi_lora.data.batches import collate, training_data
-from pi_lora.data.chats import AT_STAKE, ChatTemplate, messages_of
+from pi_lora.data.chats import NO_CHATS_WARNING, ChatTemplate, messages_of
 from pi_lora.data.examples import data_problems
 from pi_lora.data.tokens import Labelled
 from pi_lora.errors import DataError
@@ -146,13 +146,13 @@ def test_every_label_is_that_of_a_plain_reference(name: str) -> None:
     template, messages, pieces = REFERENCES[name]
     tokenizer = make_tokenizer(template)
     chat = ChatTemplate(tokenizer).encode(messages, 10_000)
-    ids, learned = [], []
+    ids, loss_mask = [], []
     for text, by_assistant in pieces:
         own = tokenizer(text, add_special_tokens=False)["input_ids"]
         ids += own
-        learned += [by_assistant] * len(own)
-    assert chat == Labelled(ids, learned)
-    everything = ChatTemplate(tokenizer, learn_all=True).encode(messages, 10_000)
+        loss_mask += [by_assistant] * len(own)
+    assert chat == Labelled(ids, loss_mask)
+    everything = ChatTemplate(tokenizer, train_on_all=True).encode(messages, 10_000)
     assert everything == Labelled(ids, [True] * len(ids))
 
 
@@ -196,12 +196,12 @@ def test_chats_are_packed_whole_and_padded(tmp_path: Path, tokenizer: Any) -> No
         assert not before
         assert all(each.endswith("<|im_end|>\n") for each in texts)
         seen += [each.partition("?")[0] for each in texts]
-        learned = tokenizer.decode(row["input_ids"][row["learned"]])
-        assert (learned.count("answer"), learned.count("</s>")) == (len(texts), 0)
+        loss_mask = tokenizer.decode(row["input_ids"][row["loss_mask"]])
+        assert (loss_mask.count("answer"), loss_mask.count("</s>")) == (len(texts), 0)
     assert len(seen) == len(set(seen)) > 30
 
 
-@pytest.mark.parametrize("positions", ["contiguous", "skip"])
+@pytest.mark.parametrize("positions", ["contiguous", "pose"])
 def test_short_chats_keep_their_lengths_beside_text_and_long_chats(
     tmp_path: Path, tokenizer: Any, positions: str
 ) -> None:
@@ -211,7 +211,7 @@ def test_short_chats_keep_their_lengths_beside_text_and_long_chats(
     data = data_of(*sources, keep_short=0.25, positions=positions)
     training = Training(steps=50, global_batch_size=4)
     prepared = training_data(data, training, tokenizer, 64, 256)
-    length, start = 64 if positions == "skip" else 256, tokenizer.convert_tokens_to_ids("<|im_start|>")
+    length, start = 64 if positions == "pose" else 256, tokenizer.convert_tokens_to_ids("<|im_start|>")
     kinds = Counter[str]()
     for row in prepared.rows:
         batch = collate([row])
@@ -221,7 +221,7 @@ def test_short_chats_keep_their_lengths_beside_text_and_long_chats(
         assert ids.numel() <= length
         assert (labels[mask == 0] == -100).all()
         assert not is_short or (ids[:, 0] == start).all()
-        if positions == "skip":
+        if positions == "pose":
             # From 0, one by one, if a chat is short; else they reach over the window.
             own = batch["position_ids"]
             assert torch.equal(own, torch.arange(ids.shape[1]) * mask) if is_short else own[0, -1] >= length - 1
@@ -234,8 +234,8 @@ def test_without_chats_a_model_that_chats_says_what_is_at_stake(tmp_path: Path, 
     (tmp_path / "book.txt").write_text("The cat sees the house.\n" * 200)
     training = Training(steps=1, global_batch_size=1)
     data = data_of(str(tmp_path / "book.txt"))
-    assert AT_STAKE in training_data(data, training, tokenizer, 64, 128).messages
-    assert AT_STAKE not in training_data(data, training, make_tokenizer(None), 64, 128).messages
+    assert NO_CHATS_WARNING in training_data(data, training, tokenizer, 64, 128).messages
+    assert NO_CHATS_WARNING not in training_data(data, training, make_tokenizer(None), 64, 128).messages
     with pytest.raises(DataError, match=r"^data.source: the tokenizer of the model has no chat template"):
         training_data(data_of(write_chats(tmp_path / "x.jsonl", [])), training, make_tokenizer(None), 64, 128)
 

@@ -126,7 +126,7 @@ def test_rows_that_are_cut_or_left_out_are_counted(tmp_path: Path, tokenizer: An
     assert found.tokens == [len(row["input_ids"]) for row in found.rows]
     lengths = f"4 sequences of at most {max(found.tokens)} tokens"
     assert found.messages == [lengths, "empty rows left out: 2", "documents cut: 2"]
-    texts = [tokenizer.decode(row["input_ids"][row["learned"]]) for row in found.rows]
+    texts = [tokenizer.decode(row["input_ids"][row["loss_mask"]]) for row in found.rows]
     assert texts[2:] == [" Cold.</s>", " Good.</s>"]
     keys = {"template": "Say {text}:", "completion": "gist", "document": None, "summary": None, "completion_tokens": 8}
     found = training_data(data_of(file, **keys), training, tokenizer, 64, 90)

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pi_lora.data.batches import TrainingData, training_data
-from pi_lora.data.packing import skip_positions, wrapped
+from pi_lora.data.packing import pose_positions, wrapped
 from pi_lora.data.recall import FORMS, WORDS, recall_document
 from pi_lora.data.sources import RECALL, STDLIB, find_table
 from pi_lora.errors import DataError
@@ -24,7 +24,7 @@ from pi_lora.models.files import BUILTIN_FOLDER
 from pi_lora.models.tokenizer import load_tokenizer
 from pi_lora.recipe.files import load_recipe
 from pi_lora.recipe.schema import Data, Source, Training
-from pi_lora.writing import cache_folder
+from pi_lora.storage import cache_folder
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 
@@ -84,7 +84,7 @@ def cache_entries() -> int:
     ("changes", "digest"),
     [
         ([], "3df25a85896a8746"),
-        (["data.positions=skip", "data.chunks=3"], "2c538fef16385830"),
+        (["data.positions=pose", "data.chunks=3"], "2c538fef16385830"),
     ],
 )
 def test_a_recipe_gives_the_sequences_that_it_always_gave(tokenizer: Any, changes: list[str], digest: str) -> None:
@@ -98,7 +98,7 @@ def test_a_recipe_gives_the_sequences_that_it_always_gave(tokenizer: Any, change
 @pytest.mark.parametrize(("keys", "length"), [({}, 64), ({"sequence_tokens": 24}, 24)])
 def test_skipping_sequences_have_the_original_window_or_less(tokenizer: Any, keys: dict[str, int], length: int) -> None:
     source = [STDLIB, RECALL]
-    found = prepared(tokenizer, 256, 40, source=source, positions="skip", chunks=3, **keys).rows
+    found = prepared(tokenizer, 256, 40, source=source, positions="pose", chunks=3, **keys).rows
     positions = torch.stack([row["position_ids"] for row in found])
     assert positions.shape == (40, length)
     assert (positions.diff() > 0).all()
@@ -140,8 +140,8 @@ def test_what_changes_the_sequences_changes_the_key(tokenizer: Any, books: Path)
     variants: list[dict[str, object]] = [
         {},
         {"seed": 1},
-        {"positions": "skip"},
-        {"positions": "skip", "sequence_tokens": 24},
+        {"positions": "pose"},
+        {"positions": "pose", "sequence_tokens": 24},
         {"min_document_tokens": 50},
         {"epochs": 2},
         {"source": [{"name": str(books), "weight": 1}, {"name": STDLIB, "weight": 2}]},
@@ -169,7 +169,7 @@ def test_positions_rise_within_the_target_and_skip_between_chunks(
     original: int, further: int, chunks: int, seed: int
 ) -> None:
     chunks = min(chunks, original)
-    positions = skip_positions(random.Random(seed), original, original + further, chunks)
+    positions = pose_positions(random.Random(seed), original, original + further, chunks)
     assert len(positions) == original
     assert positions[0] == 0
     assert all(before < after for before, after in itertools.pairwise(positions))
@@ -179,7 +179,7 @@ def test_positions_rise_within_the_target_and_skip_between_chunks(
 
 def test_biases_are_uniform_over_what_is_left() -> None:
     rng = random.Random(0)
-    biases = [skip_positions(rng, 32, 132, 2)[-1] - 31 for _ in range(20000)]
+    biases = [pose_positions(rng, 32, 132, 2)[-1] - 31 for _ in range(20000)]
     assert abs(sum(biases) / len(biases) - 50) < 1
     assert 150 < biases.count(0) < 250
     assert 150 < biases.count(100) < 250

@@ -140,7 +140,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 ALL: Mapping[str, Any] = {"method": "full"}
 WHOLE: Mapping[str, Any] = {"method": "lora", "rank": 4}
-ADAPTER: Mapping[str, Any] = {"method": "lora", "rank": 4, "also_train": "nothing"}
+ADAPTER: Mapping[str, Any] = {"method": "lora", "rank": 4, "modules_to_save": "nothing"}
 TUNINGS = {"full": ALL, "lora": WHOLE, "adapter": ADAPTER}
 
 

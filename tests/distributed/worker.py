@@ -21,7 +21,7 @@ from accelerate.state import AcceleratorState, DistributedType, PartialState
 from transformers import TrainerCallback
 
 from pi_lora import preflight
-from pi_lora.distributed import is_leader
+from pi_lora.distributed import is_main_process
 from pi_lora.models import weights
 from pi_lora.models.model import find_to_tune
 from pi_lora.recipe.schema import Recipe
@@ -120,7 +120,7 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     with pytest.MonkeyPatch.context() as patch:
         watched = Watched(patch, job.get("killed_at"))
         resume = job.get("resume", False)
-        model = preflight.check(recipe, output, resume) if is_leader() else find_to_tune(recipe)
+        model = preflight.check(recipe, output, resume) if is_main_process() else find_to_tune(recipe)
         training.train(recipe, model, training.prepare_data(recipe, model), output, resume)
     return {
         "unsharded": watched.unsharded,

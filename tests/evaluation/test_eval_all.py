@@ -9,7 +9,7 @@ from conftest import small_recipe, train
 from random_runs import put_on_hub
 from test_cli import run
 
-from pi_lora.evaluation.suite import asked_of
+from pi_lora.evaluation.suite import requested_of_run
 from pi_lora.recipe.evaluation import BenchmarksOptions, PasskeyOptions, PerplexityOptions
 from pi_lora.recipe.files import RECIPE_FILE
 from pi_lora.run import Run
@@ -86,12 +86,12 @@ def test_existing_scores_are_measured_only_with_again(
 
 
 def test_a_recipe_that_names_nothing_gets_perplexity_and_passkey(own_run: Path) -> None:
-    asked = asked_of(Run(own_run))
+    asked = requested_of_run(Run(own_run))
     assert asked == {"perplexity": PerplexityOptions(), "passkey": PasskeyOptions()}
     asks_for(own_run, {"every": 5})
-    assert asked_of(Run(own_run)) == asked
+    assert requested_of_run(Run(own_run)) == asked
     asks_for(own_run, {"benchmarks": {}})
-    assert asked_of(Run(own_run)) == {"benchmarks": BenchmarksOptions()}
+    assert requested_of_run(Run(own_run)) == {"benchmarks": BenchmarksOptions()}
 
 
 def test_another_text_has_scores_of_its_own(
@@ -114,7 +114,7 @@ def test_another_text_has_scores_of_its_own(
 
 @pytest.mark.parametrize("name", ["base", "knowledge-base", "x-step-3"])
 def test_a_text_that_is_named_like_a_stage_is_none(own_run: Path, name: str) -> None:
-    [file] = [each for each in asked_of(Run(own_run), f"texts/{name}") if each.startswith("perplexity-")]
+    [file] = [each for each in requested_of_run(Run(own_run), f"texts/{name}") if each.startswith("perplexity-")]
     kept = Run(own_run).scores_file(file)
     kept.parent.mkdir(exist_ok=True)
     kept.write_text("{}")

@@ -19,7 +19,7 @@ from pi_lora.evaluation.perplexity import (
 )
 from pi_lora.evaluation.suite import metrics_of, read_scores, write_scores
 from pi_lora.recipe.evaluation import BenchmarksOptions, PasskeyOptions, PerplexityOptions
-from pi_lora.writing import write_json
+from pi_lora.storage import write_json
 
 ADAPTERS = Path(__file__).parents[2] / "adapters"
 WINDOWS = [

@@ -57,7 +57,7 @@ def test_a_base_with_other_weights_is_refused(place: Path, monkeypatch: pytest.M
     monkeypatch.chdir(place)
     load("run")
     other_weights(place / "base")
-    with pytest.raises(ModelError, match=r"run: base \(.*base\) has other weights .*, or .*--allow-changed"):
+    with pytest.raises(ModelError, match=r"run: base \(.*base\) has other weights .*, or .*--allow-mismatch"):
         load("run")
     with pytest.raises(ModelError, match="has other weights"):
         merge(Path("run"), Path("merged"))
@@ -65,8 +65,8 @@ def test_a_base_with_other_weights_is_refused(place: Path, monkeypatch: pytest.M
     further = small_recipe("run", context={"target": 100}, scaling="keep", data={"source": "builtin:recall"})
     with pytest.raises(ModelError, match="has other weights"):
         train(further, Path("further"))
-    load("run", permissions=Permissions(allow_changed=True))
-    merge(Path("run"), Path("merged"), permissions=Permissions(allow_changed=True), check="none")
+    load("run", permissions=Permissions(allow_mismatch=True))
+    merge(Path("run"), Path("merged"), permissions=Permissions(allow_mismatch=True), check="none")
 
 
 def test_a_relative_name_is_that_of_the_folder_where_it_was_tuned(
@@ -102,7 +102,7 @@ def test_an_interrupted_run_is_not_resumed_with_something_else(small_model: Path
 
     with pytest.raises(Interrupted):
         train(recipe, output, progress=interrupt)
-    assert Run(staging_path(output)).provenance.origin
+    assert Run(staging_path(output)).metadata.origin
     if changed == "weights":
         other_weights(base)
     elif changed == "tokenizer":
@@ -113,9 +113,9 @@ def test_an_interrupted_run_is_not_resumed_with_something_else(small_model: Path
         file.write_text(json.dumps(content))
     else:
         book.write_text("one two four " * 4000)
-    with pytest.raises(ModelError, match=rf"^{output}: {changed} are others .*go on with --allow-changed"):
+    with pytest.raises(ModelError, match=rf"^{output}: {changed} are others .*go on with --allow-mismatch"):
         train(recipe, output, resume=True)
-    train(recipe, output, resume=True, permissions=Permissions(allow_changed=True))
+    train(recipe, output, resume=True, permissions=Permissions(allow_mismatch=True))
     assert output.is_dir()
 
 

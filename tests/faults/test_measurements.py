@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from conftest import BUILTIN, run_command
 
-from pi_lora.evaluation.measurement import keep, kept_in
+from pi_lora.evaluation.measurement import append_journal, read_journal
 from pi_lora.evaluation.passkey import PasskeyTest
 
 PASSKEY = ["eval", "passkey", BUILTIN, "--target", "256", "--depths", "2", "--trials", "1"]
@@ -90,9 +90,9 @@ def test_a_damaged_line_is_left_out(damage: str, tmp_path: Path) -> None:
     results = {name: {"k": k, "success_rate": 1.0} for k, name in enumerate("abc")}
     folder = tmp_path / "journal"
     for name, result in results.items():
-        keep(name, result, folder)
-    assert dict(kept_in(folder)) == results
+        append_journal(name, result, folder)
+    assert dict(read_journal(folder)) == results
     [file] = folder.iterdir()
     lines = file.read_bytes().splitlines()
     file.write_bytes(b"\n".join([lines[0], LINES[damage](lines[1]), lines[2]]) + b"\n")
-    assert dict(kept_in(folder)) == {name: results[name] for name in "ac"}
+    assert dict(read_journal(folder)) == {name: results[name] for name in "ac"}

@@ -113,7 +113,7 @@ def test_a_tied_head_that_diverged_is_untied(settings: dict[str, Any], tmp_path:
 @pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed")
 def test_an_adapter_of_qlora_is_added_to_the_base_as_it_is_stored(tmp_path: Path) -> None:
     base = save_base(TIED, tmp_path / "base", torch.bfloat16)
-    recipe = small_recipe(base, tuning={"method": "qlora", "rank": 4, "targets": "attention"})
+    recipe = small_recipe(base, tuning={"method": "qlora", "rank": 4, "target_modules": "attention"})
     run = train(recipe, tmp_path / "run")
     expected = tuned(base, run).merge_and_unload().state_dict()
     for name, weight in stored(merge(run, tmp_path / "merged").folder).items():

@@ -41,9 +41,13 @@ NORMS = {"input_layernorm", "norm", "post_attention_layernorm"}
 @pytest.mark.parametrize(
     ("tuning", "adapted_modules", "whole"),
     [
-        ({"targets": "attention", "also_train": "nothing"}, {"q_proj", "k_proj", "v_proj", "o_proj"}, set()),
-        ({"targets": ["q_proj", "v_proj"], "also_train": "norms"}, {"q_proj", "v_proj"}, NORMS),
-        ({"targets": ["down_proj"]}, {"down_proj"}, {*NORMS, "embed_tokens"}),
+        (
+            {"target_modules": "attention", "modules_to_save": "nothing"},
+            {"q_proj", "k_proj", "v_proj", "o_proj"},
+            set(),
+        ),
+        ({"target_modules": ["q_proj", "v_proj"], "modules_to_save": "norms"}, {"q_proj", "v_proj"}, NORMS),
+        ({"target_modules": ["down_proj"]}, {"down_proj"}, {*NORMS, "embed_tokens"}),
     ],
 )
 def test_what_is_named_trains(
@@ -57,8 +61,10 @@ def test_what_is_named_trains(
     shape = shape_of(plain(small_model))
     planned = trained_parameters(shape, Tuning.model_validate(tuning))
     assert planned == sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
-    with pytest.raises(RecipeError, match="targets: q_prog: no such linear layer; choose from all-linear, attention"):
-        trained_parameters(shape, Tuning(targets=("q_prog",)))
+    with pytest.raises(
+        RecipeError, match="target_modules: q_prog: no such linear layer; choose from all-linear, attention"
+    ):
+        trained_parameters(shape, Tuning(target_modules=("q_prog",)))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -98,7 +104,7 @@ def test_what_was_trained_is_what_is_saved(small_model: Path, tmp_path: Path) ->
 
 
 def test_a_trained_weight_that_is_not_saved_is_an_error(small_model: Path, tmp_path: Path) -> None:
-    model = adapted(small_model, rank=4, also_train="nothing")
+    model = adapted(small_model, rank=4, modules_to_save="nothing")
     # The trap that others fell into: PEFT saves nothing of what is unfrozen by hand.
     model.get_base_model().model.norm.weight.requires_grad_(True)
     with pytest.raises(ModelError, match=r"trained but not saved: .*norm\.weight"):

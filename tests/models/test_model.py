@@ -131,7 +131,7 @@ def test_theta_and_the_rotary_share_of_a_head_survive_the_file(tmp_path: Path, m
     config.save_pretrained(tmp_path)
     base = find(str(tmp_path))
     save_config(base.extended(Extension(128, 64)).config, tmp_path)
-    plain = rotary_frequencies(base.skeleton)
+    plain = rotary_frequencies(base.meta_model)
     written = rotary_frequencies(build_on_meta(type(config), read_config(tmp_path)))
     for name, values in plain.items():
         torch.testing.assert_close(written[name], values if "sliding" in name else values / 2)

@@ -13,7 +13,7 @@ import pytest
 from conftest import train
 from test_cli import run
 
-from pi_lora.data.chats import AT_STAKE
+from pi_lora.data.chats import NO_CHATS_WARNING
 from pi_lora.data.sources import evaluation_documents, find_table
 from pi_lora.errors import PiLoraError
 from pi_lora.models.model import find_to_tune
@@ -42,7 +42,7 @@ def chosen(model: str = LLAMA, target: int = 8192, gpu: str = "H100", source: Pa
 def levers(plan: TrainingPlan) -> tuple[str, int, str, str]:
     recipe = plan.recipe
     sequence = recipe.data.tokens_per_sequence(plan.target.original, recipe.context.target)
-    return recipe.data.positions, sequence, recipe.tuning.method, recipe.tuning.also_train
+    return recipe.data.positions, sequence, recipe.tuning.method, recipe.tuning.modules_to_save
 
 
 def lever(plan: TrainingPlan) -> tuple[object, ...]:
@@ -79,9 +79,9 @@ def test_quality_decides_among_what_fits() -> None:
     """Whole sequences first, LoRA before QLoRA, and PoSE only where neither has whole ones."""
     assert levers(chosen(gpu="H100")) == ("contiguous", 8192, "lora", BOTH)
     assert levers(chosen("huggyllama/llama-13b", gpu="24GB")) == ("contiguous", 8192, "qlora", BOTH)
-    assert levers(chosen("meta-llama/Meta-Llama-3-8B", 65536, "4090")) == ("skip", 8192, "lora", "norms")
-    assert levers(chosen("mistralai/Mistral-7B-v0.3", 131072, "12GB")) == ("skip", 4096, "qlora", BOTH)
-    assert levers(chosen("meta-llama/Meta-Llama-3-8B", 65536, "12GB")) == ("skip", 4096, "qlora", "norms")
+    assert levers(chosen("meta-llama/Meta-Llama-3-8B", 65536, "4090")) == ("pose", 8192, "lora", "norms")
+    assert levers(chosen("mistralai/Mistral-7B-v0.3", 131072, "12GB")) == ("pose", 4096, "qlora", BOTH)
+    assert levers(chosen("meta-llama/Meta-Llama-3-8B", 65536, "12GB")) == ("pose", 4096, "qlora", "norms")
 
 
 @pytest.mark.parametrize(
@@ -111,7 +111,7 @@ def test_a_candidate_that_takes_weeks_gives_way_to_one_that_takes_days() -> None
     whole = chosen(target=32768)
     assert levers(whole)[0] == "contiguous"
     found = choose(first_plan(LLAMA, 32768, slow, {}))
-    assert found.recipe.data.positions == "skip"
+    assert found.recipe.data.positions == "pose"
     assert (plan_recipe(whole.recipe, whole.target, slow).hours or 0) > 2 * (found.hours or 0) > 0
 
 
@@ -192,10 +192,10 @@ def test_of_a_model_that_chats_it_says_what_is_at_stake(command: Command, small_
     words = [str(folder), "--target", "256", "--gpu", "cpu", "--output"]
     settings = json.loads((folder / "tokenizer_config.json").read_text())
     (folder / "tokenizer_config.json").write_text(json.dumps({**settings, "chat_template": None}))
-    assert AT_STAKE not in command(*words, "one.yaml")[2]
+    assert NO_CHATS_WARNING not in command(*words, "one.yaml")[2]
     (folder / "chat_template.jinja").write_text("{{ messages }}")
     status, _, errors = command(*words, "two.yaml")
-    assert (status, errors.splitlines()[-1]) == (0, f"data: {AT_STAKE}")
+    assert (status, errors.splitlines()[-1]) == (0, f"data: {NO_CHATS_WARNING}")
 
 
 def test_a_file_is_not_overwritten(command: Command, tmp_path: Path) -> None:

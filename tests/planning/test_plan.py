@@ -131,7 +131,7 @@ def test_an_eight_bit_optimizer_saves_three_quarters_but_of_embeddings() -> None
     """transformers keeps their moments in 32 bits."""
 
     def moments(optimizer: str, extra: str) -> int:
-        sections = {"training": {"optimizer": optimizer}, "tuning": {"also_train": extra}}
+        sections = {"training": {"optimizer": optimizer}, "tuning": {"modules_to_save": extra}}
         return plan_of(recipe(hardware={"gpus": 1}, **sections), "H100").memory.components["optimizer"]
 
     assert moments("paged_adamw_8bit", "nothing") / moments("adamw", "nothing") == pytest.approx(0.25, abs=0.01)
@@ -152,7 +152,7 @@ def test_pinned_memory_is_rounded_up_and_has_to_fit_the_host() -> None:
     small_host = plan_recipe(plan.recipe, plan.target, replace(plan.gpu, host=127 * GIB))
     assert not small_host.fits
     assert not small_host.has_room()
-    assert plan_lines(small_host)[-1].endswith("; the cheapest change that fits: data.positions=skip")
+    assert plan_lines(small_host)[-1].endswith("; the cheapest change that fits: data.positions=pose")
 
 
 def test_a_window_that_contradicts_the_config_is_said() -> None:
@@ -180,7 +180,7 @@ def test_a_device_has_its_memory_and_a_name_for_recipes(name: str, mebibytes: in
     assert device.memory == pytest.approx(mebibytes * MIB, rel=0.03)
 
 
-POSE = {"source": "text", "positions": "skip"}
+POSE = {"source": "text", "positions": "pose"}
 
 
 @pytest.mark.parametrize(
@@ -188,7 +188,7 @@ POSE = {"source": "text", "positions": "skip"}
     [
         ({"target": 163840}, "H100", "training.mlp_chunk_tokens=4096 hardware.offload_activations=true"),
         ({"target": 32768}, "A10G", "tuning.method=qlora"),
-        ({"target": 1_048_576}, "A100-40", "tuning.method=qlora data.positions=skip"),
+        ({"target": 1_048_576}, "A100-40", "tuning.method=qlora data.positions=pose"),
         # PoSE trains on 2048 tokens of the 131072 that are measured.
         (
             {
@@ -292,7 +292,7 @@ def test_another_revision_is_not_taken_from_what_is_shipped() -> None:
 @pytest.mark.parametrize("folder", [*CONFIGS.iterdir(), BUILTIN_MODELS / "tiny"], ids=lambda folder: folder.name)
 def test_a_shipped_shape_is_the_one_that_is_counted(folder: Path) -> None:
     shipped = Shape(**json.loads((folder / "shape.json").read_text()))
-    assert shipped == shape_of(find(str(folder)).skeleton), "python scripts/count_shapes.py"
+    assert shipped == shape_of(find(str(folder)).meta_model), "python scripts/count_shapes.py"
 
 
 def test_a_recipe_with_a_shipped_shape_is_planned_without_torch(tmp_path: Path) -> None:

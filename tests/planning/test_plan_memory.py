@@ -64,8 +64,8 @@ def test_adapted_experts_take_what_the_plan_says(kind: str) -> None:
     "tuning",
     [
         Tuning(rank=4),
-        Tuning(rank=4, also_train="norms"),
-        Tuning(rank=8, targets="attention", also_train="nothing"),
+        Tuning(rank=4, modules_to_save="norms"),
+        Tuning(rank=8, target_modules="attention", modules_to_save="nothing"),
         Tuning(method="full"),
     ],
     ids=["all", "norms", "attention", "full"],
@@ -166,7 +166,7 @@ def one_layer(
 TUNINGS = {
     "full": Tuning(method="full"),
     "lora": Tuning(rank=1),
-    "lora on attention": Tuning(rank=1, targets="attention"),
+    "lora on attention": Tuning(rank=1, target_modules="attention"),
 }
 EVERY_ARITHMETIC = pytest.mark.parametrize(
     ("name", "arithmetic"),

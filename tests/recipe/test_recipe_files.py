@@ -166,8 +166,8 @@ def test_dump_then_load_is_the_same_recipe(
             "context.target: 1026 is not a multiple of 4",
         ),
         (
-            ["hardware.gpus=2", "hardware.context_parallel=2", "data.positions=skip"],
-            "hardware.context_parallel: examples differ in length, and positions: skip and keep_short have short",
+            ["hardware.gpus=2", "hardware.context_parallel=2", "data.positions=pose"],
+            "hardware.context_parallel: examples differ in length, and positions: pose and keep_short have short",
         ),
         (
             ["hardware.gpus=2", "hardware.context_parallel=2", "evaluation.every=5"],
@@ -182,13 +182,13 @@ def test_dump_then_load_is_the_same_recipe(
             ["data.document=a", "data.summary=b", "data.template=a {b}"],
             "data: document, summary, template: examples have",
         ),
-        (["data.document=a", "data.summary=b", "data.positions=skip"], "positions: skip: is for packed text"),
+        (["data.document=a", "data.summary=b", "data.positions=pose"], "positions: pose: is for packed text"),
         (
             ["data.source={name: books, hold_out: 0.1}", "evaluation.perplexity={data: books, hold_out: 0.2}"],
             "evaluation.perplexity.hold_out: data.source has another of the same text",
         ),
         (
-            ["data.positions=skip", "data.sequence_tokens=1025"],
+            ["data.positions=pose", "data.sequence_tokens=1025"],
             "data.sequence_tokens: 1025 is more than context.target",
         ),
         (["data.keep_short=0.1"], "keep_short: takes its sequences from chats"),

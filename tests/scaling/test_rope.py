@@ -9,15 +9,15 @@ from pi_lora.errors import ScalingError
 from pi_lora.scaling.config import (
     Extension,
     Method,
-    declaring_original,
     extend_config,
-    in_both_dialects,
     is_extension_of,
     local_window,
     method_of,
+    normalize_max_positions,
     read_rope,
     scale_of,
     window_of,
+    with_legacy_rope_keys,
 )
 
 LLAMA_5: dict[str, Any] = {
@@ -85,7 +85,7 @@ def test_the_window_is_what_an_architecture_means(name: str) -> None:
     config = {"model_type": "llama", "max_position_embeddings": declared, "rope_theta": 1e5, "rope_scaling": scaling}
     if "gemma" in name:
         config |= {"model_type": "gemma3_text", "rope_local_base_freq": 1e4}
-    read = declaring_original(config, longest_input)
+    read = normalize_max_positions(config, longest_input)
     assert window_of(read) == window
     if method_of(read) == "pi":
         extended = extend_config(read, Extension(2 * window, window))
@@ -140,7 +140,7 @@ def test_every_method_declares_target_and_scale_in_both_dialects(
         assert scale_of(config) == pytest.approx(target / original)
         assert method_of(config) == method
     assert read_rope(old_reader) == extended["rope_parameters"]
-    assert in_both_dialects(old_reader) == in_both_dialects(extended) == extended
+    assert with_legacy_rope_keys(old_reader) == with_legacy_rope_keys(extended) == extended
 
 
 @given(st.sampled_from(get_args(Method)), st.integers(1, 512), st.integers(1, 512))
@@ -239,7 +239,7 @@ def test_layers_without_a_rope_have_none_in_either_dialect() -> None:
     full = {"rope_type": "default", "rope_theta": 1e6}
     nested = {"full_attention": full, "sliding_attention": None}
     config = {"model_type": "gemma3_text", "rope_parameters": nested, "max_position_embeddings": 512}
-    both = in_both_dialects(config)
+    both = with_legacy_rope_keys(config)
     assert both["rope_parameters"] == nested
     assert both["rope_theta"] == 1e6
     assert "rope_local_base_freq" not in both

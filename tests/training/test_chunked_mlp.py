@@ -62,7 +62,7 @@ def assert_alike(
 
 @pytest.mark.parametrize("checkpointing", [True, False], ids=["checkpointed", "kept"])
 @pytest.mark.parametrize("tokens", [1, 8, 37, 73], ids=lambda tokens: f"pieces of {tokens}")
-@pytest.mark.parametrize("tuning", [Tuning(rank=4), Tuning(method="full"), Tuning(rank=4, targets="attention")])
+@pytest.mark.parametrize("tuning", [Tuning(rank=4), Tuning(method="full"), Tuning(rank=4, target_modules="attention")])
 def test_losses_and_gradients_are_those_of_the_whole(tuning: Tuning, tokens: int, checkpointing: bool) -> None:
     assert_alike("llama", tuning, tokens, checkpointing)
 
@@ -73,7 +73,7 @@ def test_other_architectures(kind: str) -> None:
 
 
 def test_under_autocast_gradients_agree_to_the_precision_of_bfloat16() -> None:
-    tuning = Tuning(rank=4, also_train="nothing")
+    tuning = Tuning(rank=4, modules_to_save="nothing")
     plain, cut = (tuned_model("llama", tuning, torch.bfloat16) for _ in range(2))
     chunk_mlps(cut, 8)
     (loss, gradients), (cut_loss, cut_gradients) = (loss_and_gradients(model, autocast=True) for model in (plain, cut))

@@ -20,9 +20,9 @@ from processes import without_progress
 from pi_lora.distributed import (
     check_launched,
     is_launched,
-    is_leader,
+    is_main_process,
     launch_arguments,
-    number_of_processes,
+    world_size,
 )
 from pi_lora.errors import RecipeError
 from pi_lora.recipe.evaluation import Evaluation
@@ -70,7 +70,7 @@ def test_a_pod_that_a_cluster_numbers_is_not_launched_yet(monkeypatch: pytest.Mo
     for name, value in {"WORLD_SIZE": "2", "RANK": "1", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "23456"}.items():
         monkeypatch.setenv(name, value)
     assert not is_launched()
-    assert (number_of_processes(), is_leader()) == (1, True)
+    assert (world_size(), is_main_process()) == (1, True)
 
 
 def start(interpreter: str, folder: Path, *arguments: str) -> "subprocess.Popen[str]":

@@ -20,7 +20,7 @@ LENGTHS = ((30, 10), (15, 6), (20, 20))
 
 def batch() -> dict[str, torch.Tensor]:
     ids = torch.randint(2, 60, (40,), generator=torch.Generator().manual_seed(3))
-    return collate([{"input_ids": ids[: n + m], "learned": torch.arange(n + m) >= n} for n, m in LENGTHS], PADDING)
+    return collate([{"input_ids": ids[: n + m], "loss_mask": torch.arange(n + m) >= n} for n, m in LENGTHS], PADDING)
 
 
 # Full attention, sliding windows shorter than the examples, LayerNorm and biases, state spaces, local and full layers.

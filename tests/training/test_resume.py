@@ -55,10 +55,10 @@ def test_auto_precision_is_decided_once(small_model: Path, tmp_path: Path, monke
     output, fast = tmp_path / "run", "pi_lora.models.machine.has_fast_bfloat16"
     monkeypatch.setattr(fast, lambda: True)
     interrupt_at(4, recipe_for(small_model, precision="auto"), output)
-    assert Run(staging_path(output)).provenance.precision == "bfloat16"
+    assert Run(staging_path(output)).metadata.precision == "bfloat16"
     monkeypatch.setattr(fast, lambda: False)
     train(recipe_for(small_model, precision="auto"), output, resume=True)
-    assert Run(output).provenance.precision == "bfloat16"
+    assert Run(output).metadata.precision == "bfloat16"
     undisturbed = weights(train(recipe_for(small_model, precision="bfloat16"), tmp_path / "whole"))
     assert all(torch.equal(tensor, undisturbed[name]) for name, tensor in weights(output).items())
 
@@ -91,7 +91,7 @@ def test_a_signal_ends_the_run_behind_a_checkpoint(
     train(recipe, output, resume=True)
     assert all(torch.equal(tensor, whole[name]) for name, tensor in weights(output).items())
     assert steps_of(output) == list(range(1, STEPS + 1))
-    assert Run(output).provenance.peak_memory == 2**40, "the process before the resume is forgotten"
+    assert Run(output).metadata.peak_memory == 2**40, "the process before the resume is forgotten"
     assert not (output / "checkpoints").exists()
 
 

@@ -75,7 +75,7 @@ def test_a_full_run_declares_the_dtype_of_its_weights(small_model: Path, tmp_pat
 
 
 def test_skipping_positions_train_short_sequences_for_the_long_window(small_model: Path, tmp_path: Path) -> None:
-    data = {"source": "builtin:stdlib", "positions": "skip"}
+    data = {"source": "builtin:stdlib", "positions": "pose"}
     run = train(small_recipe(small_model, data=data), tmp_path / "skip")
     assert (load(str(run)).scale, load(str(run)).window) == (2, 128)
     # Two sequences a step, of L tokens each.

@@ -29,9 +29,9 @@ CASES = [
     pytest.param(("float32", LORA), id="float32"),
     pytest.param(("bfloat16", LORA), id="bfloat16"),
     pytest.param(("bfloat16", FULL), id="full, bfloat16"),
-    pytest.param(("bfloat16", {**QLORA, "also_train": "nothing"}), id="qlora, bfloat16", marks=NEEDS_BITSANDBYTES),
+    pytest.param(("bfloat16", {**QLORA, "modules_to_save": "nothing"}), id="qlora, bfloat16", marks=NEEDS_BITSANDBYTES),
     pytest.param(
-        ("bfloat16", {**QLORA, "also_train": "embeddings_and_norms"}),
+        ("bfloat16", {**QLORA, "modules_to_save": "embeddings_and_norms"}),
         id="qlora, all, bfloat16",
         marks=NEEDS_BITSANDBYTES,
     ),

@@ -84,7 +84,7 @@ def test_a_quantized_model_starts_from_the_very_adapter(lora_run: Path, rows: Pa
 
 def test_short_sequences_with_positions_over_the_extended_window(lora_run: Path, tmp_path: Path) -> None:
     """PoSE needs sequence_tokens here: a sequence of the whole window skips nothing."""
-    data = {"source": "builtin:stdlib", "positions": "skip", "sequence_tokens": 32}
+    data = {"source": "builtin:stdlib", "positions": "pose", "sequence_tokens": 32}
     recipe = further(lora_run, Path(), data=data)
     run = train(recipe, tmp_path / "further")
     sequences = recipe.training.steps * recipe.training.global_batch_size
@@ -112,7 +112,12 @@ def test_merged_weights_are_tuned_with_any_shape(
     [
         *(
             ({"tuning": {"rank": 4, **other}}, "another adapter than .* has, of rank 4 and alpha 8; .* merge it first")
-            for other in ({"rank": 8, "alpha": 8}, {"alpha": 9}, {"also_train": "nothing"}, {"targets": ["q_proj"]})
+            for other in (
+                {"rank": 8, "alpha": 8},
+                {"alpha": 9},
+                {"modules_to_save": "nothing"},
+                {"target_modules": ["q_proj"]},
+            )
         ),
         ({"tuning": {"method": "full"}}, "another adapter than .*; take over the tuning .* or merge it first"),
         ({"context": {"target": 129}}, "129 is longer than the window of .*, 128 tokens"),
